@@ -12,7 +12,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// PVM's console.
+/// The console of Debian's PVM.
 const CONSOLE: &str = "/usr/bin/pvm";
 /// Attempts for PVM to start its daemons.
 const ATTEMPTS: usize = 3;

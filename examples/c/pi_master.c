@@ -5,7 +5,7 @@
  *
  * The master spawns workers and hands out the work in pieces. A worker gets its next piece when it has sent a result.
  * When a worker ends too early, its piece goes to another one. The points of a piece depend on the number of the piece
- * only, so the result is the same whoever computes it.
+ * only, so the result does not depend on the worker that computes it.
  */
 #include <pvm3.h>
 #include <stdio.h>
@@ -23,7 +23,7 @@
 
 static int tids[WORKERS_MAX];           /* the workers; 0 for one that has ended */
 static int piece_of[WORKERS_MAX];       /* what each of them works on, or IDLE */
-static int todo[PIECES], todo_count;    /* pieces that nobody works on */
+static int todo[PIECES], todo_count;    /* pieces that no worker has */
 
 /* Returns the answer of a call, or ends the program if the answer is an error. */
 static int must(int answer, const char *call)

@@ -1,8 +1,8 @@
 //! The sum of the squares of many numbers, by a master and its workers.
 //!
-//! Started by hand it is the master: it spawns workers, which are this same program, hands out
-//! ranges of numbers, a new one to whoever has sent a result, and goes on when a worker ends before
-//! its time.
+//! A user starts the master. It spawns workers, which run the same program, and hands out ranges of
+//! numbers: a new one to each worker that has sent a result. When a worker ends too early, its
+//! range goes to another worker.
 //!
 //! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
 
@@ -95,7 +95,7 @@ fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
         }
         for notice in ends.decode(&message)? {
             if let Notice::TaskEnded(tid) = notice {
-                // Somebody else does what it has not done.
+                // Other workers get its unfinished ranges.
                 pieces.extend(busy.remove(&tid));
                 idle.retain(|worker| worker.tid() != tid);
             }

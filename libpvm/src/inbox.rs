@@ -56,7 +56,6 @@ impl Inbox {
         Some(self.remove(i))
     }
 
-    /// Appends a message.
     pub fn push(&mut self, m: Message) {
         self.bytes += m.body.len() + Self::OVERHEAD_BYTES;
         self.messages.push_back(m);

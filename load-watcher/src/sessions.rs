@@ -2,7 +2,7 @@
 //! or from its D-Bus properties. Pure; accepts any text.
 //!
 //! Only sessions of people count: class `user` with a terminal or a screen. A greeter, a lock
-//! screen, a cron job or a command over ssh does not mean that somebody uses the machine.
+//! screen, a cron job or a command over ssh does not mean that a person uses the machine.
 
 use sempa_proto::Micros;
 use sempa_proto::load::Login;

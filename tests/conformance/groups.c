@@ -3,7 +3,7 @@
 
 #define MEMBERS 4
 
-/* Joins a group and then does what it is told: one int each time, the answer goes to the parent. */
+/* Joins a group and then carries out commands: one int each time, the answer goes to the parent. */
 enum { STOP, LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
 
 static const char *const group = "conform";

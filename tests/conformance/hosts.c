@@ -11,7 +11,7 @@ static int printer(int argc, char **argv)
     return 0;
 }
 
-/* Writes a file when it is told to end. */
+/* Writes a file when it is requested to end. */
 static void last_deed(int number)
 {
     char name[1200];
@@ -95,7 +95,7 @@ static void adding(void)
     is(pvm_addhosts(twice, 2, status), 1, "addhosts of the same host twice adds it once");
     holds(status[0] == PvmDupHost || status[1] == PvmDupHost, "addhosts of the same host twice says so");
     pvm_delhosts(twice, 1, status);
-    /* A daemon that was told to end may still be there. */
+    /* A daemon that was requested to end may still run. */
     for (end = now() + PATIENCE_SECONDS; (joined = pvm_addhosts(one, 1, status)) != 1 && now() < end;)
         usleep(100000);
     is(joined, 1, "addhosts takes options behind the name");

@@ -1,7 +1,7 @@
 /* The mailbox: storing, reading, deleting, listing, the old functions. */
 #include "conform.h"
 
-/* Stores an int under a name, as told by its words: name, value, flags; leaves when told to. */
+/* Stores an int under a name, as its arguments say: name, value, flags. Leaves on request. */
 static int storer(int argc, char **argv)
 {
     int value = atoi(argv[3]), index;

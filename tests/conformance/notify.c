@@ -15,7 +15,7 @@ static int last_words(int argc, char **argv)
     return 0;
 }
 
-/* The file by which a task that is in no virtual machine any more is told to end. */
+/* The file that ends a task which has left the virtual machine. */
 static void sign_for(int parent, char *path, size_t room)
 {
     snprintf(path, room, "%s/lingers.%x", getenv("HOME"), parent);
@@ -42,7 +42,7 @@ static int crasher(int argc, char **argv)
     abort();
 }
 
-/* From the command line: leaves when it is told to and lives on until its pipe closes. */
+/* From the command line: leaves on request and lives until its pipe closes. */
 static int visitor(int argc, char **argv)
 {
     int host = atoi(argv[2]);

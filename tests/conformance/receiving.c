@@ -1,7 +1,7 @@
 /* Receiving: matching, order, probes, time limits, matching functions. */
 #include "conform.h"
 
-/* Sends three messages, waits for one, sends another, and so on, as told by numbers in the message. */
+/* Sends three messages, waits for one, sends another, and so on, as the numbers in the message say. */
 static int talker(int argc, char **argv)
 {
     int parent = pvm_parent(), what, k;

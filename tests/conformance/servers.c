@@ -4,7 +4,7 @@
 #include <pvmproto.h>
 
 #define DAEMON ((int)0x80000000)
-/* A task that there is not; nobody minds what is sent to it. */
+/* A tid without a task; messages to it have no effect. */
 #define NOBODY 0x7fff0
 
 /* Asks for everything that a resource manager serves, and tells it what came. */
@@ -37,7 +37,7 @@ static int client(int argc, char **argv)
     return 0;
 }
 
-/* Wants to serve where somebody else does. */
+/* Tries to serve where another task already does. */
 static int rival(int argc, char **argv)
 {
     int got[2], boss = atoi(argv[2]);
@@ -239,7 +239,7 @@ static void asking_a_manager(void)
     is(await_int(DAEMON, SM_TASKX, 0), got[0], "a resource manager is told of the end of a task that had come by itself");
 }
 
-/* Has the daemon start one task of a role for nobody. */
+/* Makes the daemon start one task of a role that has no parent. */
 static void exec_quiet(int wid)
 {
     char path[1200];

@@ -1,4 +1,4 @@
-/* Starting a virtual machine from a program: a second one beside that which runs the program. */
+/* Starting a virtual machine from a program: a second one in addition to that which runs the program. */
 #include "conform.h"
 
 static const role roles[] = { { NULL, NULL } };

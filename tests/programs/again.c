@@ -5,10 +5,10 @@
  *   again FILE [HOW]         as a task. HOW: deaf (ignores the signal), other (ends with status 3 instead), dies (is killed
  *                            instead), late (does it when the first question comes after it was asked), plain (keeps nothing), waits (for
  *                            messages, without a look at signals)
- *   again ask TID COUNT      from a command line: asks so many questions, one after the other, and prints the numbers that
+ *   again ask TID COUNT      from a command line: asks COUNT questions, one after the other, and prints the numbers that
  *                            were answered, how often the task had been started again, and where it works
  *   again flood TID COUNT    the same, but all questions are sent before the first answer is awaited
- *   again until TID TIMES    asks one question after the other until a process answers that was started again so often
+ *   again until TID TIMES    asks one question after the other until a process answers that was started again TIMES times
  */
 #include <limits.h>
 #include <pvm3.h>
@@ -109,7 +109,7 @@ static int serve(const char *file, const char *how)
     }
 }
 
-/* How often the task had been started again that answers next; -1 if nobody does. */
+/* The number of restarts of the task that answers next; -1 if none answers. */
 static int hear(int tid)
 {
     struct timeval patience = { 60, 0 };

@@ -1,18 +1,18 @@
 /*
- * Everybody sends numbered messages of 1 byte to 1 MiB to everybody, or to some, and every pair checks its numbers.
+ * Each worker sends numbered messages of 1 byte to 1 MiB to all others, or to some, and every pair checks its numbers.
  *
  *   all_to_all [OPTION]... HOST...   the director: spawns workers on the hosts in turn
- *     -n COUNT    so many workers; 6 if not given
- *     -k REACH    each talks to so many on either side of it only, in a ring of all
- *     -b MIB      worker 2 holds so much memory more
+ *     -n COUNT    number of workers; 6 if not given
+ *     -k REACH    each exchanges messages with REACH workers on either side only, in a ring of all
+ *     -b MIB      worker 2 holds this much memory in addition
  *     -d          the workers want direct routes (PvmRouteDirect)
- *     -f          as -d, and all but worker 2 fork as they go on
- *     -r MS       the workers tell of their progress so often; every 20 ms if not given
+ *     -f          as -d, and all but worker 2 fork while they run
+ *     -r MS       interval at which the workers report their progress; 20 ms if not given
  *     -g          the workers give the memory of large messages back at once; otherwise the C library keeps it as it sees fit
  *
  * The director prints a line for each worker ("worker INDEX tTID HOST ROLE"), the workers' progress
  * ("progress INDEX TIME COUNT", time in microseconds since 1970), with -d each new direct route ("route INDEX PEER COUNT"),
- * and, when a line comes in on its standard input or that closes, has everybody finish and prints the summary, with -f
+ * and, when a line comes in on its standard input or that closes, ends all workers and prints the summary, with -f
  * also how many children there were. Exit status 0: nothing lost, doubled, damaged, out of order, and no child failed.
  *
  * The workers differ in how they spend their time: blocked in pvm_recv, computing without any call of PVM, in the
@@ -56,7 +56,7 @@ struct pair {
     int routes;            /* direct routes to this peer there have been */
 };
 
-/* What the director tells each worker beside its number and the tids of all. */
+/* What the director sends to each worker in addition to its number and the tids of all. */
 static struct {
     int workers, reach, ballast, wants, report_ms, gives_back;
 } job = { .workers = 6, .report_ms = 20 };

@@ -2,10 +2,10 @@
  * Computes without a pause and watches its own clock.
  *
  *   busy                   as a task: notes each time its clock jumped by more than GAP_US; answers every message
- *   busy NUMBER            the same, after it has started so many of the same on its host
+ *   busy NUMBER            the same, after it has started this number of further ones on its host
  *   busy ask TID           from a command line: asks one such task and prints "gap FROM TO" for each, in microseconds since
  *                          1970, oldest first, then "now TIME"
- *   busy farm COUNT UNITS  from a command line: spawns so many tasks that do so many units of work each and watch their
+ *   busy farm COUNT UNITS  from a command line: spawns COUNT tasks that do UNITS units of work each and watch their
  *                          clocks. Prints "spawned TID" for each; when one has ended "watched TID FROM TO", between which it
  *                          has looked at its clock all the time, "gap TID FROM TO" for each of its gaps and
  *                          "task TID right|wrong"; then "farm COUNT"

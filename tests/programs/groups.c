@@ -1,5 +1,5 @@
 /*
- * A member of groups that does what it is told, one command per argument or, without arguments, per line of standard
+ * A member of groups that carries out commands, one per argument or, without arguments, per line of standard
  * input. Each command and its result are a line of standard output. The first line tells the task and its process.
  */
 #include <pvm3.h>
@@ -132,7 +132,7 @@ static int gather(char *group, int root)
     return pvm_gather(all, &own, 1, PVM_INT, 39, group, root);
 }
 
-/* Waits for its part; the root gives everybody a zero. */
+/* Waits for its part; the root gives each member a zero. */
 static int scatter(char *group, int root)
 {
     int own, all[MEMBERS_MAX] = { 0 };

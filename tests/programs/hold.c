@@ -1,13 +1,13 @@
 /*
  * Holds memory and counts.
  *
- *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count; if it is negative, so many
+ *   hold MIB        as a task: holds this number of MiB, counts, and answers every message with its count; if it is negative,
  *                   MiB of zeros that were written
  *   hold MIB FILE   the same, with this file open for writing
  *   hold MIB memfd  the same, with 32 MiB more that are a file without a name
  *   hold MIB writes the same, but it changes a few pages each time it counts
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
- *   hold end TID    has it end
+ *   hold end TID    ends such a task
  */
 #define _GNU_SOURCE
 #include <pvm3.h>

@@ -1,7 +1,7 @@
 /*
  * A farm of tasks with different amounts of work.
  *
- *   labour UNITS                 as a task: does so many units of work, then tells its parent what came of it
+ *   labour UNITS                 as a task: does this number of units of work, then sends its parent the result
  *   labour farm SECONDS UNITS... from a command line: spawns a task for each amount; SECONDS is what a unit takes an ordinary
  *                                processor, and with more than 0 each spawn says what its task will need. Prints
  *                                "task TID UNITS US right|wrong" for each, US being microseconds from the first spawn until it
@@ -19,7 +19,7 @@
 #define TASKS_MAX 64
 #define TAG_DONE 1
 
-/* What so many units make of a number, step by step. */
+/* The result of this number of units for a number, step by step. */
 static uint32_t work(uint32_t x, unsigned units)
 {
     for (unsigned unit = 0; unit < units; unit++)

@@ -4,13 +4,13 @@
  *   limits pending N       N messages wait at a task that asks for a later one first, and come in order
  *   limits environment N   a spawned task gets N variables of 100,000 bytes each
  *   limits tasks N         N tasks on one host at the same time, each of which says something
- *   limits giant MIB       one message of so many MiB
+ *   limits giant MIB       one message of this number of MiB
  *   limits flood MIB ROUTE HOST FOLDER
- *                          this task and one on HOST send each other so many MiB; none of them receives before both
+ *                          this task and one on HOST send each other this number of MiB; none of them receives before both
  *                          have sent all. ROUTE: default, or direct: both wait until they have one, which on one host
  *                          is a ring
- *   limits full WHO        two tasks talk while WHO may have no more descriptors: here, there, or who is named by a FOLDER;
- *                          he gets full between the files FOLDER/ready, made here, and FOLDER/go
+ *   limits full WHO        two tasks exchange messages while WHO may open no more descriptors: here, there, or a task named by a
+ *                          FOLDER; its limit is reached between the files FOLDER/ready, made here, and FOLDER/go
  *
  * Each prints "good" and ends with 0, or says what is wrong.
  */

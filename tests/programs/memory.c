@@ -46,7 +46,7 @@ static int note(const char *file, const char *word, int64_t first, int64_t secon
     return fclose(out) == 0;
 }
 
-/* Leaves everything that leads out of the process: whoever started it may have opened it on another host. */
+/* Closes everything that leads out of the process: the process that started it may have opened it on another host. */
 static int is_alone(void)
 {
     int null = open("/dev/null", O_RDWR);

@@ -122,7 +122,7 @@ static void begin_round(void)
     pass(my.tids[0], TAG_RING, next_sum(my.sum, my.state));
 }
 
-/* The first task has the sum of a round and, if it has the notes that belong to it, too, goes on to the next one. True at the end. */
+/* The first task has the sum of a round. It continues with the next round if it has the notes of this one, too. True at the end. */
 static int end_round(void)
 {
     struct timeval now;
@@ -211,7 +211,7 @@ static int work(void)
         while (pvm_nrecv(-1, -1) > 0)
             if (take(pvm_getrbuf()))
                 return 0;
-        /* One that knows nothing yet begins anew. */
+        /* A task that knows nothing yet starts from the beginning. */
         if (my.folder[0] != '\0')
             keep();
         return ASKED;
@@ -243,7 +243,7 @@ int main(int argc, char **argv)
     sigaction(SIGUSR1, &action, NULL);
     if (pvm_mytid() < 0)
         return 2;
-    /* A worker is told its folder; the first task knows it. */
+    /* A worker receives its folder; the first task knows it. */
     const char *folder = argc == 5 ? argv[4] : getenv("OWN_RING_FOLDER");
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/state-t%x", folder != NULL ? folder : ".", pvm_mytid());

@@ -15,7 +15,7 @@ static inline int64_t now_us(clockid_t clock)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
-/* What so many steps make of a number, one by one. */
+/* The result of this number of steps for a number, one by one. */
 static inline uint32_t steps(uint32_t x, unsigned count)
 {
     for (unsigned step = 0; step < count; step++) {
@@ -25,7 +25,7 @@ static inline uint32_t steps(uint32_t x, unsigned count)
     return x;
 }
 
-/* What so many units make of it, by squaring: n steps are a multiplication and an addition, too. */
+/* The result of this number of units, by squaring: n steps are a multiplication and an addition, too. */
 static inline uint32_t expected(uint32_t x, unsigned units)
 {
     uint32_t factor = FACTOR, addend = ADDEND;

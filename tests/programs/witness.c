@@ -8,7 +8,7 @@
  *                              as a task: appends 0, 1, 2, … to FOLDER/NAME, a line each few milliseconds, and sends the
  *                              director numbered messages of different sizes, each of which is answered with its number
  *
- * A second copy would write a number that is there already. With WITNESS_MIB in its environment a task has so much memory
+ * A second copy would write a number that is there already. With WITNESS_MIB in its environment a task has this much memory
  * that is in use.
  */
 #include <fcntl.h>

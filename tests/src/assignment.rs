@@ -1,12 +1,12 @@
-//! The best assignment of tasks to hosts when all work is known and nothing moves: the baseline for
-//! placement and balancing.
+//! The best assignment of tasks to hosts if all work is known and no task migrates: the baseline
+//! for placement and balancing.
 
 /// The speed of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Speed {
-    /// Work of one of its processors per second, in the caller's unit.
+    /// Work that one of its processors does in a second, in the caller's unit.
     pub each: f64,
-    /// Its processors.
+    /// The number of its processors.
     pub processors: f64,
 }
 
@@ -16,7 +16,7 @@ fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
     (sum / (host.each * host.processors)).max(largest / host.each)
 }
 
-/// Returns the seconds of the best assignment, found by trying all.
+/// Returns the seconds of the best assignment. Tries all assignments.
 pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
         let now = hosts
@@ -46,8 +46,8 @@ pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     best
 }
 
-/// Returns the seconds if all tasks make progress at the same pace and moves are free: the best a
-/// scheduler without knowledge can expect.
+/// Returns the seconds if all tasks make progress at the same pace and migrations cost nothing: the
+/// best that a scheduler without knowledge can expect.
 pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
     let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
     let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();

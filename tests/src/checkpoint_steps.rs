@@ -30,18 +30,18 @@ use std::time::{Duration, Instant};
 
 /// Time for a point to be reached, for an operation to end, and for a lost host to be noticed.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Jobs: as many as one round holds.
+/// Jobs of one round.
 const JOBS: usize = 5;
-/// Hosts of the testbed: the master's, and one for each job.
+/// Hosts of the testbed: that of the master, and one for each job.
 pub const HOSTS: usize = 1 + JOBS;
-/// Checkpoint interval: no checkpoint is due during a test, but a job goes back to its newest one
+/// Checkpoint interval: no checkpoint is due during a test, but a job rolls back to its newest one
 /// when it loses a task.
 const SELDOM: &str = "1h";
-/// Taskers and the resource manager are restarted at most this often within this time, with a
-/// margin.
+/// Taskers and the resource manager are killed at most this often within [`DEATHS_PERIOD`]. This
+/// leaves a margin to the number of restarts allowed.
 const DEATHS_MAX: usize = 4;
 const DEATHS_PERIOD: Duration = Duration::from_secs(65);
-/// Rounds of computation that show that a job makes progress: more than its notes are late.
+/// Rounds of computation that prove progress: more than the number of lines that may arrive late.
 const PROGRESS: usize = 4;
 
 /// The process that a fault hits.
@@ -49,13 +49,12 @@ const PROGRESS: usize = 4;
 pub enum Victim {
     /// The daemon of the job's own host.
     Host,
-    /// The tasker of that host.
+    /// The tasker of the job's own host.
     Tasker,
     /// CRIU processes that the tasker has started.
     Engine,
     /// The daemon of the master.
     Master,
-    /// The resource manager.
     ResourceManager,
 }
 
@@ -70,7 +69,7 @@ impl Victim {
         }
     }
 
-    /// Returns what a job loses by this fault.
+    /// Returns what a job loses by this fault on this victim.
     fn loss(self, fault: Fault) -> Loss {
         match (self, fault) {
             (Victim::Host | Victim::Master, _) if fault.is_lasting() => Loss::Host,
@@ -83,32 +82,30 @@ impl Victim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loss {
     Nothing,
-    /// All tasks on its own host.
     Tasker,
-    /// The host itself.
     Host,
 }
 
-/// What holds an operation.
+/// The means by which an operation is held.
 #[derive(Debug)]
 enum Holder {
-    /// A process that is stopped.
+    /// A process that is stopped by a signal.
     Process(Pid),
-    /// The stand-in of CRIU, which waits for another word.
+    /// The stand-in of CRIU, which waits for another command word.
     Word,
-    /// The lock of the store.
+    /// The lock of the checkpoint store.
     Lock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
 }
 
-/// An operation that is held.
+/// An operation that is held at a point.
 #[derive(Debug)]
 struct Held {
     point: FaultPoint,
     job: usize,
-    /// None if the operation was over before it could be held.
+    /// `None` if the operation was over before it could be held.
     holder: Option<Holder>,
     console: Running,
-    /// Checkpoints of the job before the operation.
+    /// Names of the job's checkpoints before the operation.
     before: Vec<String>,
 }
 
@@ -117,10 +114,11 @@ struct Held {
 struct Member {
     host: usize,
     job: Job,
-    /// Its task on that host.
+    /// The tid of its task on that host.
     worker: String,
     runs: bool,
-    /// A fault has hit a checkpoint of the job, and its newest checkpoint was not restarted since.
+    /// True if a fault has hit a checkpoint of the job, and its newest checkpoint has not been
+    /// restarted since.
     owes_restart: bool,
 }
 
@@ -142,9 +140,9 @@ pub struct CheckpointFaults<'a> {
     members: Vec<Member>,
     /// Chooses the points of the next round.
     turn: usize,
-    /// Engines hit so far.
+    /// The number of engines hit so far.
     engines: usize,
-    /// When taskers or the resource manager were killed.
+    /// The times at which taskers or the resource manager were killed.
     killed: Vec<Instant>,
     /// Operations held so far, and how many of them ended before the fault.
     held: usize,
@@ -153,7 +151,7 @@ pub struct CheckpointFaults<'a> {
 
 impl<'a> CheckpointFaults<'a> {
     /// Adds all hosts of the testbed, which has its own engine, starts the jobs and makes a
-    /// checkpoint of each. `offset` chooses the points of the first round, together with the seed.
+    /// checkpoint of each. `offset` and the seed choose the points of the first round.
     ///
     /// # Errors
     /// A job does not start, or has no checkpoint.
@@ -199,7 +197,7 @@ impl<'a> CheckpointFaults<'a> {
     }
 
     /// Restarts the same jobs in the next virtual machine, each from its newest checkpoint in the
-    /// store. Nothing is left of incomplete checkpoints.
+    /// store. Checks that nothing is left of incomplete checkpoints.
     ///
     /// # Errors
     /// A job cannot be restarted, or makes no progress.
@@ -217,7 +215,7 @@ impl<'a> CheckpointFaults<'a> {
         Ok(faults)
     }
 
-    /// Engines hit so far.
+    /// Returns the number of engines hit so far.
     pub fn engines(&self) -> usize {
         self.engines
     }
@@ -249,7 +247,7 @@ impl<'a> CheckpointFaults<'a> {
     /// Injects one fault into one victim at the points of the next rounds.
     ///
     /// # Panics
-    /// The outcome is wrong; with all logs.
+    /// The outcome is wrong; the message has all logs.
     pub fn run(&mut self, sampling: Sampling, victim: Victim, fault: Fault) {
         self.run_mixed(sampling, &[victim], fault);
     }
@@ -295,8 +293,8 @@ impl<'a> CheckpointFaults<'a> {
         }
     }
 
-    /// Kills the master while the operations of one round are held. Nothing is left of the virtual
-    /// machine then.
+    /// Kills the master while the operations of one round are held. Checks that nothing is left of
+    /// the virtual machine then.
     ///
     /// # Errors
     /// An operation cannot be held, or something is left.
@@ -348,7 +346,7 @@ impl<'a> CheckpointFaults<'a> {
             .for_each(|member| member.job.finish(self.vm));
     }
 
-    /// Waits until another death of these victims does not exceed the number of restarts allowed.
+    /// Waits until another death of these victims does not exceed the allowed number of restarts.
     fn wait_for_restarts(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
         let is_limited =
             |victim: &Victim| matches!(victim, Victim::Tasker | Victim::ResourceManager);
@@ -368,8 +366,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Injects a fault into operations that are held, and waits until it is over. `from` is the
-    /// number of the first event after they began.
+    /// Injects a fault into operations that are held, and waits until the fault is over. `from` is
+    /// the number of the first event after they began.
     fn inject(
         &mut self,
         held: &mut [Held],
@@ -442,7 +440,7 @@ impl<'a> CheckpointFaults<'a> {
         Ok(checkpoints)
     }
 
-    /// Ends these jobs.
+    /// Ends these jobs and their tasks.
     fn end(&mut self, jobs: &[usize]) -> Result<()> {
         let running = || {
             let jobs = jobs.iter().copied();
@@ -468,8 +466,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Restarts a job that does not run from its newest checkpoint, on its own hosts. It makes
-    /// progress.
+    /// Restarts a job that does not run from its newest checkpoint, on its own hosts. Checks that
+    /// it makes progress.
     fn restart(&mut self, job: usize) -> Result<()> {
         let newest = self.checkpoints(job)?.pop().context("a checkpoint")?;
         let member = &mut self.members[job];
@@ -484,7 +482,7 @@ impl<'a> CheckpointFaults<'a> {
     }
 }
 
-/// The master has lost a host since an event.
+/// Succeeds if the master has lost a host since an event.
 fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     find_event(vm, from, |kind| {
         let name = vm.bed().host(host).name();
@@ -504,7 +502,7 @@ fn find_event<T>(
     found.next().ok_or_else(|| "no such event".to_string())
 }
 
-/// True for a task of one of the jobs.
+/// True for a task of a ring job.
 fn is_ring(task: &Task) -> bool {
     task.name == "ring_job"
 }

@@ -2,10 +2,14 @@
 //! `tests/conformance`.
 //!
 //! A program prints a line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted …`,
-//! and `end` at the end. The same programs run on Debian's PVM 3.4.6, which proves the programs; on
-//! Sempa, compiled with our header; and on Sempa as they were compiled and linked for Debian's
-//! library. Where a sentence does not hold on a system, `differences.txt` names the sentence, the
-//! system, and the words of `docs/COMPATIBILITY.md` that tell users.
+//! and `end` at the end. The same programs run on three systems:
+//!
+//! - Debian's PVM 3.4.6, which proves the programs;
+//! - Sempa, compiled with our header;
+//! - Sempa, as they were compiled and linked for Debian's library.
+//!
+//! If a sentence does not hold on a system, `differences.txt` has the sentence, the system, and the
+//! words of `docs/COMPATIBILITY.md` that explain the difference to users.
 
 use crate::run::{Done, must, run};
 use crate::testbed::{Host, Testbed, gone};
@@ -23,17 +27,17 @@ use std::time::Duration;
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(90);
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time for a virtual machine that ends itself.
+/// Time for a virtual machine to end after a program has halted it.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Lines of a program's standard error that a report shows.
 const LINES_SHOWN: usize = 4;
-/// Hosts of the testbed. Programs add those that they need.
+/// Hosts of the testbed. Programs add the hosts that they need.
 const HOSTS: usize = 3;
 
 /// A system on which the programs run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
-    /// Debian's PVM 3.4.6.
+    /// Debian's PVM 3.4.6 with its own library.
     Pvm3,
     /// Sempa, with programs compiled with our header and linked with our library.
     Sempa,
@@ -51,7 +55,7 @@ impl System {
         }
     }
 
-    /// Returns true if a line of `differences.txt` is about this system.
+    /// True if a line of `differences.txt` is about this system.
     fn is_meant_by(self, word: &str) -> bool {
         word == if self == System::Pvm3 {
             "pvm3"
@@ -64,9 +68,8 @@ impl System {
 /// The result of one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The program that has checked it.
+    /// Name of the program that has checked it.
     pub program: String,
-    /// The sentence.
     pub sentence: String,
     /// None if the sentence holds, otherwise what was observed.
     pub wrong: Option<String>,
@@ -81,11 +84,10 @@ impl Outcome {
 /// One line of `differences.txt`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// `pvm3` or `sempa`: the system on which the sentence does not hold.
+    /// The system on which the sentence does not hold: `pvm3` or `sempa`.
     pub system: String,
-    /// The sentence.
     pub sentence: String,
-    /// Words of `docs/COMPATIBILITY.md`.
+    /// The words of `docs/COMPATIBILITY.md` that explain it.
     pub explained: String,
 }
 
@@ -309,10 +311,10 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
             .arg(prefix.join("include"))
             .arg("-L")
             .arg(prefix.join("lib")),
-        // gfortran has no default path for it.
+        // gfortran does not search this folder by default.
         None => command.arg("-I/usr/include"),
     };
-    // PVM's examples are linked with both libraries, too.
+    // PVM's examples are linked with both libraries, so these programs are, too.
     command
         .args(libraries)
         .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
@@ -321,7 +323,7 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
         .with_context(|| format!("compiling {}", source.display()))
 }
 
-/// PVM's group library needs a server in the search path; ours does not.
+/// Provides a group server in the search path, if the library is PVM's: ours needs none.
 fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
     if own {
@@ -338,13 +340,13 @@ pub struct Verdict {
     pub unexplained: Vec<String>,
     /// Explained differences, one line each.
     pub explained: Vec<String>,
-    /// Sentences that hold and all sentences, per program and system.
+    /// The number of sentences that hold and of all sentences, per program and system.
     pub table: BTreeMap<(String, System), (usize, usize)>,
     /// All sentences of all systems.
     pub sentences: BTreeSet<String>,
 }
 
-/// Compares the outcomes of systems. With `whole`, all programs have run.
+/// Compares the outcomes of systems. `whole` is true if all programs have run.
 pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool) -> Verdict {
     let mut verdict = Verdict::default();
     for (system, outcomes) in runs {

@@ -1,4 +1,4 @@
-//! Tasks that exchange messages all the time (`tests/programs/all_to_all.c`), and their moves.
+//! Tasks that exchange messages all the time (`tests/programs/all_to_all.c`), and their migrations.
 
 use crate::rng::Rng;
 use crate::run::{Running, eventually};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Time for all workers to start, and to finish.
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// Time for one move.
+/// Time for one migration on a loaded machine.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The director and its workers.
@@ -28,18 +28,14 @@ pub struct Crowd {
 pub struct Account {
     /// Messages whose number and sum were checked.
     pub checked: u64,
-    /// Messages that were lost.
     pub lost: u64,
-    /// Messages that were received twice.
     pub doubled: u64,
-    /// Messages that were received out of order.
     pub disordered: u64,
-    /// Messages with a wrong checksum.
     pub damaged: u64,
 }
 
 impl Account {
-    /// Returns true if every message was received once, intact and in order.
+    /// True if every message was received once, intact and in order.
     pub fn is_good(&self) -> bool {
         self.checked > 0 && self.lost + self.doubled + self.disordered + self.damaged == 0
     }
@@ -63,9 +59,9 @@ impl Account {
 }
 
 impl Crowd {
-    /// Compiles the program and starts `count` workers on the hosts in turn. Each exchanges
-    /// messages with `2 * reach` others, or with all if `reach` is 0. Waits until all do. `options`
-    /// are further ones of the program.
+    /// Compiles the program and starts `count` workers on the hosts in turn. Each worker exchanges
+    /// messages with `2 * reach` others, or with all others if `reach` is 0. Waits until all
+    /// workers do. `options` are further options of the program.
     ///
     /// # Errors
     /// A worker does not start.
@@ -110,8 +106,8 @@ impl Crowd {
         })
     }
 
-    /// Returns a random other host for this worker among those with the fewest workers. So the
-    /// workers stay evenly spread, and the hosts' resources stay the same.
+    /// Returns a random host for this worker: another one, among those with the fewest workers. So
+    /// the workers stay evenly spread, and the load of the hosts stays the same.
     fn elsewhere(&self, who: usize, rng: &mut Rng) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
         let others: Vec<&String> = self
@@ -127,10 +123,10 @@ impl Crowd {
         emptiest[rng.below(emptiest.len())].clone()
     }
 
-    /// Moves `at_once` random workers at the same time and waits until all have arrived.
+    /// Migrates `at_once` random workers at the same time and waits until all have arrived.
     ///
     /// # Errors
-    /// A move failed; the error has the console's output.
+    /// A migration failed; the error has the console's output.
     pub fn move_some(&mut self, vm: &Vm<'_>, rng: &mut Rng, at_once: usize) -> Result<()> {
         let mut moves = Vec::new();
         for who in rng.choose(self.workers.len(), at_once) {
@@ -141,7 +137,7 @@ impl Crowd {
         for (who, moving) in moves {
             let (tid, to) = &self.workers[who];
             let done = moving.finish(MOVE_TIMEOUT)?;
-            // The library has not completed the move before: try again as soon as it has.
+            // If the library has not completed the previous migration: try again as soon as it has.
             let done = if done.good() {
                 done
             } else {
@@ -152,19 +148,19 @@ impl Crowd {
         Ok(())
     }
 
-    /// Moves one worker to another host with few workers, and waits until it has arrived.
+    /// Migrates one worker to another host with few workers, and waits until it has arrived.
     ///
     /// # Errors
-    /// The move failed; the error has the console's output.
+    /// The migration failed; the error has the console's output.
     pub fn move_to_another(&mut self, vm: &Vm<'_>, rng: &mut Rng, who: usize) -> Result<()> {
         let to = self.elsewhere(who, rng);
         self.move_one(vm, who, &to)
     }
 
-    /// Moves one worker to a host and waits until it has arrived.
+    /// Migrates one worker to a host and waits until it has arrived.
     ///
     /// # Errors
-    /// The move failed; the error has the console's output.
+    /// The migration failed; the error has the console's output.
     pub fn move_one(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
         let tid = &self.workers[who].0;
         vm.migrate_when_ready(tid, to)?
@@ -173,7 +169,8 @@ impl Crowd {
         Ok(())
     }
 
-    /// Returns how many direct routes, rings included, each worker has had to each other worker.
+    /// Returns the number of direct routes so far, including rings, from each worker to each other
+    /// worker.
     ///
     /// # Errors
     /// The director's output cannot be read.
@@ -192,7 +189,7 @@ impl Crowd {
     }
 
     /// Waits until both sides of all conversations of these workers have had more routes than
-    /// `before`. Returns how many they have had.
+    /// `before`. Returns their numbers.
     ///
     /// # Errors
     /// A route is missing.
@@ -224,7 +221,7 @@ impl Crowd {
         })
     }
 
-    /// Checks that all tasks are on the hosts to which they were moved.
+    /// Checks that all tasks are on the hosts to which they migrated.
     ///
     /// # Errors
     /// A task is on another host, or gone.
@@ -243,7 +240,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// Returns true while the director runs. It ends when it is told to, or after an error.
+    /// True while the director runs. It ends on request or after an error.
     ///
     /// # Errors
     /// The process cannot be waited for.

@@ -1,15 +1,16 @@
-//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has told it
-//! to misbehave.
+//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has ordered
+//! it to misbehave.
 
 use crate::testbed::Testbed;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-/// The command that a hanging stand-in becomes; no other process of a host has these arguments.
+/// The command with which a hanging stand-in replaces itself; no other process of a host has these
+/// arguments.
 const HANGING: &str = "sleep 14142";
 
 /// Forwards messages between the real CRIU and the tasker. After all images are written, and before
-/// CRIU reports it, cuts images of one kind in half; without a kind removes all images.
+/// CRIU reports it, cuts images of one kind in half. Without a kind, removes all images.
 const CUTTER: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
@@ -31,8 +32,8 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real CRIU as soon as it has written this number of bytes of memory. Of a megabyte, a
-/// part will have left the host.
+/// Stops the real CRIU as soon as it has written this number of bytes of memory. If the number is a
+/// megabyte, a part of it has already left the host.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
@@ -48,8 +49,8 @@ if status < 0:
 sys.exit(status)
 "#;
 
-/// Reports a restored task without restoring one; `nobody` first reports a process number that
-/// cannot exist. Other requests go to the real CRIU.
+/// Reports a restored task without restoring one. The word `nobody` makes it first report a process
+/// number that cannot exist. Passes other requests to the real CRIU.
 const CLAIMER: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
@@ -63,7 +64,7 @@ if how == "nobody":
 starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
-/// Installs the stand-in on all hosts. [`behave`] tells it what to do.
+/// Installs the stand-in on all hosts. [`behave`] controls it.
 ///
 /// # Panics
 /// The testbed has no engine of its own, or its folder cannot be written.
@@ -102,7 +103,7 @@ pub fn install(bed: &Testbed) {
     fs::rename(&fresh, link).expect("in place");
 }
 
-/// Tells the stand-in of a host what to do from now on:
+/// Sets the behaviour of the stand-in on a host by a command word:
 /// - empty: run the real CRIU.
 /// - `silent`: end at once with success.
 /// - `garbage`: answer with bytes that are no message.
@@ -115,10 +116,11 @@ pub fn install(bed: &Testbed) {
 /// - `wait`: wait for another word, then behave.
 /// - `nothing`: report a restored task without restoring one.
 /// - `nobody`: as `nothing`, and report a process that does not exist.
-/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: the same, where it fetches the memory of a task.
+/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: the same, in the process that fetches the memory
+///   of a task.
 /// - `lazy-early`: fetch memory for a second, then report that all of it has arrived.
 ///
-/// `stall` and `wait` apply to tasks, and not to the tasker's trial of its engine.
+/// `stall` and `wait` apply to tasks, and not to the tasker's engine probe.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.
@@ -133,11 +135,11 @@ pub fn misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost: a test
-/// that waits for one calls [`misbehaved`].
+/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost, so a test
+/// that waits for one must call [`misbehaved`].
 pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = misbehaved(bed, host);
-    // There may be none.
+    // The file may not exist.
     let _ = fs::remove_file(bed.folder().join(format!("lied-{host}")));
     lines
 }

@@ -15,14 +15,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A fault that no lease notices: with all that comes before and after it, it is well below the
-/// default lease of 10 s.
+/// A fault that exceeds no lease: with the delays before and after it, it is well below the default
+/// lease of 10 s.
 pub const BRIEF: Until = Until::Elapsed(Duration::from_secs(1));
 /// As [`BRIEF`], but long enough for retries and shorter deadlines.
 pub const LONGER: Until = Until::Elapsed(Duration::from_secs(5));
 /// Upper bound of a fault that ends when it has been noticed.
 const NOTICED_WITHIN: Duration = Duration::from_secs(30);
-/// Time for a killed process to be dead, and for a fault to be over.
+/// Time for a killed process to die, and for a fault to be over.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The lease for tests that wait for a host to be lost.
@@ -32,7 +32,7 @@ pub const SHORT_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
 /// fault is tried once per step, and a seed chooses the victim.
 const FULL: &str = "SEMPA_TEST_FULL";
 
-/// True if all cases are wanted, not a sample.
+/// True if all cases are wanted, not only a sample.
 pub fn is_full() -> bool {
     std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
 }
@@ -42,7 +42,7 @@ pub fn is_full() -> bool {
 pub enum StepEdge {
     /// Nothing of the step is done.
     Before,
-    /// The step is done, and no other daemon knows.
+    /// The step is done, and no other daemon knows it.
     After,
 }
 
@@ -54,7 +54,7 @@ impl StepEdge {
         }
     }
 
-    /// Returns the edge of an even or an odd number.
+    /// Returns the edge for an even or an odd number.
     pub(crate) fn of(number: usize) -> StepEdge {
         if number.is_multiple_of(2) {
             StepEdge::Before
@@ -74,7 +74,7 @@ pub(crate) fn edges(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item
         .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
 }
 
-/// A request that the daemon which reaches a point with a task stops itself there.
+/// A request to the daemons: the one that reaches a point with a task stops itself there.
 #[derive(Debug)]
 pub struct Breakpoint {
     request: PathBuf,
@@ -93,7 +93,7 @@ impl Breakpoint {
 
     /// Removes the breakpoint, unless a daemon has reached it.
     pub fn remove(&self) {
-        // The daemon that reaches it renames the file.
+        // The daemon that reaches the breakpoint renames the file.
         let _ = fs::remove_file(&self.request);
     }
 
@@ -131,7 +131,7 @@ impl PointLog {
         Ok(PointLog { file })
     }
 
-    /// Returns the points reached so far, and forgets them.
+    /// Returns the points reached so far, and clears the record.
     ///
     /// # Errors
     /// The file cannot be read, or names an unknown point.
@@ -158,9 +158,7 @@ fn name((step, edge): Point) -> String {
 /// A kind of process that a fault can hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The daemon of a host.
     Daemon,
-    /// The tasker of a host.
     Tasker,
     /// CRIU processes that the tasker has started, or their stand-ins; there may be none.
     Engine,
@@ -173,20 +171,21 @@ pub enum Role {
 pub enum Until {
     /// After a fixed time.
     Elapsed(Duration),
-    /// When the virtual machine has reacted: the lost hosts are known, the moves have ended.
+    /// When the virtual machine has reacted: the lost hosts are known, and the migrations have
+    /// ended.
     Noticed,
 }
 
-/// What goes wrong.
+/// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// SIGKILL.
+    /// SIGKILL, which has no end.
     Kill,
     /// SIGSTOP, and SIGCONT at the end.
     Pause(Until),
-    /// The host is off the network.
+    /// Takes the host off the network.
     Cut(Until),
-    /// Two hosts do not reach each other; all others reach both.
+    /// Interrupts the network between two hosts. All other hosts reach both.
     Part(Until),
 }
 
@@ -204,7 +203,7 @@ impl Fault {
     }
 }
 
-/// Whom a fault hits.
+/// The victims of a fault.
 #[derive(Clone, Debug, Default)]
 pub struct Targets {
     /// Processes, each with the number of its host.
@@ -246,8 +245,8 @@ pub fn inject(
     victims.iter().try_for_each(|pid| tell(*pid, first))?;
     let begun = Instant::now();
     if fault == Fault::Kill {
-        // On a loaded machine a killed process dies late, and a resumed daemon could leave the step
-        // before that.
+        // A killed process may die late on a loaded machine, and a resumed daemon could leave the
+        // step before that.
         victims.iter().copied().try_for_each(dies)?;
     }
     resume(&victims)?;
@@ -315,7 +314,7 @@ fn wait_until(
     }
 }
 
-/// Sends a signal.
+/// Sends a signal to a process.
 ///
 /// # Errors
 /// The kernel refuses, or the process is gone.

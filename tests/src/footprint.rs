@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The kinds of processes; any process that is none of the others is a task.
+/// The kinds of processes. A process that is of no other kind is a task.
 pub const KINDS: [&str; 6] = [
     "master",
     "daemons",
@@ -22,17 +22,14 @@ pub const TASKS: usize = KINDS.len() - 1;
 /// The name of the records in tables.
 pub const RECORDS: &str = "records: KiB";
 /// The upper bound of the records in KiB: the resource manager's history, and two files of
-/// committed moves of a mebibyte each.
+/// committed migrations of a mebibyte each.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
-/// All processes of one kind.
+/// The resources of all processes of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
-    /// Their number.
     pub processes: u64,
-    /// Their threads.
     pub threads: u64,
-    /// Their open descriptors.
     pub descriptors: u64,
     /// Memory in KiB. File pages and shared memory count in proportion (the kernel's `Pss`).
     /// Private pages count in full, also while they are shared after a fork: otherwise a process
@@ -47,12 +44,12 @@ pub struct Footprint {
     pub kinds: [Sum; KINDS.len()],
     /// Files in the daemons' folders of all hosts, and in their shared memory.
     pub files: u64,
-    /// KiB of these files on the disk, without the next two.
+    /// Disk space of these files in KiB, without the records and the store.
     pub files_kib: u64,
-    /// KiB of the resource manager's history and of the record of committed moves, both of which
-    /// are bounded.
+    /// Disk space in KiB of the resource manager's history and of the record of committed
+    /// migrations, both of which are bounded.
     pub records_kib: u64,
-    /// KiB of the store of checkpoints.
+    /// Disk space of the checkpoint store in KiB.
     pub store_kib: u64,
 }
 
@@ -166,7 +163,7 @@ fn sum_of(pid: u32) -> Option<Sum> {
     })
 }
 
-/// Returns the number after this name.
+/// Returns the number after this name in a text.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()

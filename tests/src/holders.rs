@@ -10,7 +10,7 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs a test on a virtual machine of `count` hosts, all of which have this environment.
+/// Runs a test on a virtual machine of `count` hosts, each with these environment variables.
 ///
 /// # Panics
 /// The virtual machine does not start.
@@ -61,10 +61,10 @@ pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
         .unwrap_or_else(|| panic!("no count: {done:?}"))
 }
 
-/// Waits until the move of a task has done this step.
+/// Waits until the migration of a task has completed this step.
 ///
 /// # Panics
-/// It has not in time.
+/// It does not complete it in time.
 pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
         EventKind::MigrationStep { tid: of, step, .. } => *step == wanted && of.to_string() == tid,

@@ -17,7 +17,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Folders that each host has for itself, with their modes.
+/// Folders of which each host has its own, with their modes.
 const PRIVATE: [(&str, u32); 5] = [
     ("/tmp", 0o1777),
     ("/run", 0o755),
@@ -26,10 +26,9 @@ const PRIVATE: [(&str, u32); 5] = [
     ("/var/tmp", 0o1777),
 ];
 
-/// The plan of one host.
+/// The description of one host, which its first processes read.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HostPlan {
-    /// Its host name.
     pub name: String,
     /// Folders that stay visible although a private one covers them: (folder, its path in the
     /// host).
@@ -40,7 +39,7 @@ pub struct HostPlan {
     pub remove_at_end: Option<PathBuf>,
 }
 
-/// The outer process: makes the namespaces, starts process 1 and removes its files at the end.
+/// Runs the outer process: makes the namespaces, starts process 1 and removes its files at the end.
 /// `plan_file` is JSON.
 ///
 /// # Errors
@@ -70,7 +69,7 @@ pub fn outer(plan_file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Process 1 of the host.
+/// Runs process 1 of the host.
 ///
 /// # Errors
 /// A mount fails.
@@ -79,7 +78,8 @@ pub fn init(plan_file: &Path) -> Result<()> {
     let mut children = SigSet::empty();
     children.add(Signal::SIGCHLD);
     children.thread_block()?;
-    // Not in the outer process, which needs the machine's files to clean up.
+    // The outer process keeps the machine's mounts, because it needs the machine's files to clean
+    // up.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
     mounts(&plan)?;
     let up = Command::new("ip")

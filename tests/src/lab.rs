@@ -1,5 +1,5 @@
-//! A virtual machine of one host in folders of its own, without namespaces and without root, for
-//! tests of one program.
+//! A virtual machine of one host in its own folders, without namespaces and without root, for tests
+//! of one program.
 
 use crate::needs;
 use crate::run::{Done, must, run};
@@ -43,7 +43,7 @@ impl Lab {
     }
 
     fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
-        // The path of a socket is limited, so this one is short.
+        // The length of a socket's path is limited, so this one is short.
         let folder = tempfile::Builder::new()
             .prefix("sempa-lab")
             .tempdir_in("/tmp")?;
@@ -60,7 +60,7 @@ impl Lab {
             .into_iter()
             .chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))])
         {
-            // A child does the copy. If this process did, a parallel test could fork and inherit
+            // A child makes the copy. If this process did, a parallel test could fork and inherit
             // the file, and a program that is open for writing cannot be started.
             let mut copy = Command::new("cp");
             copy.arg(from).arg(bin.join(name));

@@ -21,13 +21,12 @@ pub struct Unequal {
 /// The result of one task of a farm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reaped {
-    /// Its tid as printed.
+    /// Its tid as printed by the console.
     pub tid: String,
-    /// Its units of work.
     pub units: u32,
     /// Microseconds from the first spawn of the farm until its result arrived.
     pub us: u64,
-    /// Its result was right.
+    /// True if its result was right.
     pub right: bool,
 }
 
@@ -56,7 +55,6 @@ impl Unequal {
         })
     }
 
-    /// Returns the testbed.
     pub fn bed(&self) -> &Testbed {
         &self.bed
     }
@@ -123,8 +121,8 @@ impl Unequal {
         Ok(running)
     }
 
-    /// Starts a farm from h1. Its tasks declare that a unit of work takes an ordinary processor
-    /// `unit` seconds, or nothing if it is `None`.
+    /// Starts a farm from h1. Its tasks declare that an ordinary processor takes `unit` seconds for
+    /// a unit of work. They declare nothing if it is `None`.
     ///
     /// # Errors
     /// It does not start.

@@ -7,13 +7,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where control groups are.
+/// The folder where control groups are mounted.
 const ROOT: &str = "/sys/fs/cgroup";
 /// The period of all limits in microseconds; short, so that a process is never throttled for long.
 const PERIOD: u32 = 20_000;
-/// Time for all processes of a host to be in its group.
+/// Time for all processes of a host to enter its group.
 const IN_WITHIN: Duration = Duration::from_secs(10);
-/// Time for all processes of a host to have left its group.
+/// Time for all processes of a host to leave its group.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
 /// The groups of one host, one in each hierarchy. Dropping this removes them, so it must outlive
@@ -43,7 +43,7 @@ fn hierarchies() -> Option<Vec<PathBuf>> {
 }
 
 /// Returns the hierarchies in which groups have the first of these controllers. In version 1 of
-/// control groups all of them have their own.
+/// control groups each controller has its own hierarchy.
 fn hierarchies_of(controllers: &[&str]) -> Option<Vec<PathBuf>> {
     let v1: Vec<PathBuf> = controllers
         .iter()
@@ -92,10 +92,10 @@ impl MemoryLimit {
         self.0.take_in(host)
     }
 
-    /// Limits the host to this number of bytes more than it uses now.
+    /// Limits the host to this number of bytes above its present use.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn leave(&self, bytes: u64) -> Result<()> {
         let (used, limit) = self.files();
         let used: u64 = fs::read_to_string(self.0.folders[0].join(used))?
@@ -104,10 +104,10 @@ impl MemoryLimit {
         write(&self.0.folders[0], limit, &(used + bytes).to_string())
     }
 
-    /// Removes the limit.
+    /// Removes the limit of the group.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn lift(&self) -> Result<()> {
         let (_, limit) = self.files();
         write(
@@ -174,10 +174,10 @@ impl Limit {
         })
     }
 
-    /// Returns true if this process, by its number on the machine, is in the group.
+    /// True if this process, by its number on the machine, is in the group.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn holds(&self, pid: u32) -> Result<bool> {
         let processes = fs::read_to_string(self.folders[0].join("cgroup.procs"))?;
         Ok(processes.lines().any(|line| line == pid.to_string()))
@@ -186,16 +186,16 @@ impl Limit {
     /// Limits the host to this share of one processor.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn set(&self, share: f64) -> Result<()> {
         // The kernel accepts no less than a millisecond.
         self.quota(&(share * f64::from(PERIOD)).round().max(1000.0).to_string())
     }
 
-    /// Removes the limit.
+    /// Removes the limit of the group.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn lift(&self) -> Result<()> {
         self.quota(if self.folders[0].join("cpu.max").exists() {
             "max"

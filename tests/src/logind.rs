@@ -33,13 +33,12 @@ pub fn lacks() -> Option<String> {
 /// The state of the only session: a desktop on terminal 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Desk {
-    /// The user of the session.
+    /// The name of the session's user.
     pub user: String,
-    /// The desktop reports that it is idle.
+    /// True if the desktop reports that it is idle.
     pub idle: bool,
-    /// When it last reported that, in microseconds since 1970; zero: never.
+    /// The time of its last such report, in microseconds since 1970; zero for never.
     pub idle_since: u64,
-    /// The session is locked.
     pub locked: bool,
 }
 
@@ -146,7 +145,7 @@ impl Logind {
         Ok(())
     }
 
-    /// Ends both.
+    /// Ends the bus and the imitation.
     ///
     /// # Errors
     /// The bus cannot be ended.

@@ -15,17 +15,17 @@ use std::time::Duration;
 
 /// Time for one program on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(40);
-/// Attempts on PVM, which fails sometimes.
+/// Attempts on PVM, which sometimes fails.
 const RUNS_OF_PVM: usize = 3;
 /// Hosts of each virtual machine.
 const HOSTS: usize = 3;
-/// The smallest tid.
+/// The smallest number that counts as a tid.
 const SMALLEST_TID: u64 = 0x40000;
 
 /// The output of a case, or why there is none.
 pub type Heard = Result<String, String>;
 
-/// A system, and the programs that it runs.
+/// A system with the programs that it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
     /// PVM 3.4.6 with Debian's programs.
@@ -54,13 +54,11 @@ enum Either<'a> {
 /// A command line on a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Shell<'a> {
-    /// Number of the host.
+    /// Number of the host, counted from 1.
     pub host: usize,
     /// The program, from the search path.
     pub program: &'a str,
-    /// Its arguments.
     pub words: &'a [&'a str],
-    /// Its standard input.
     pub input: &'a str,
 }
 
@@ -100,7 +98,6 @@ impl Machine<'_> {
         command
     }
 
-    /// Returns the testbed.
     pub fn bed(&self) -> &Testbed {
         self.bed
     }
@@ -176,7 +173,7 @@ impl Machine<'_> {
     /// Waits until a running program has printed some words.
     ///
     /// # Errors
-    /// It does not in time.
+    /// It does not print them in time.
     pub fn printed(&self, running: &Running, words: &str) -> Result<()> {
         eventually(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(words) => Ok(()),
@@ -184,10 +181,10 @@ impl Machine<'_> {
         })
     }
 
-    /// Waits until a program from a command line has connected, other than this console.
+    /// Waits until a program from a command line, other than this console, has connected.
     ///
     /// # Errors
-    /// None has in time.
+    /// No program connects in time.
     pub fn connected(&self) -> Result<()> {
         eventually(TIMEOUT, || match self.console("ps -ax\n", "\n") {
             Ok(out)
@@ -204,7 +201,7 @@ impl Machine<'_> {
     /// Waits until the mailbox contains a name.
     ///
     /// # Errors
-    /// It does not in time.
+    /// It does not contain it in time.
     pub fn in_mailbox(&self, name: &str) -> Result<()> {
         eventually(TIMEOUT, || match self.run(alone("gmbi")) {
             Ok(out) if out.contains(name) => Ok(()),
@@ -215,7 +212,7 @@ impl Machine<'_> {
     /// Waits until a command of Debian's console prints some words.
     ///
     /// # Errors
-    /// It does not in time.
+    /// It does not print them in time.
     pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
         eventually(TIMEOUT, || match self.console(command, "\n") {
             Ok(out)
@@ -285,8 +282,8 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
 }
 
 /// Repeats a run in which PVM itself fails. The first task that joins a group starts PVM's group
-/// server; on a loaded machine tasks that join at the same time start several, all but one end, and
-/// tasks that had asked those fail ("Could not join group").
+/// server. On a loaded machine tasks that join at the same time start several servers. All but one
+/// of these end, and the tasks that have sent requests to them fail ("Could not join group").
 fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     for _ in 1..RUNS_OF_PVM {
         let error = match on_pvm(what) {
@@ -338,7 +335,7 @@ fn own_programs(bed: &Testbed) -> PathBuf {
     bed.folder().join("built")
 }
 
-/// Returns the path of a program: in this folder, or else Debian's.
+/// Returns the path of a program: in this folder if it exists there, else Debian's.
 fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     let own = programs.join(name);
     if own.exists() {
@@ -372,14 +369,14 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
             continue;
         };
         let copy = bed.home().join(name);
-        // The script names a host of its author.
+        // The script contains the name of its author's host.
         fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
     }
     Ok(programs)
 }
 
-/// How texts are compared.
+/// The way to compare texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compare {
     /// All lines in order; tids are masked.

@@ -1,7 +1,7 @@
 //! Faults at the steps of migrations, with real processes.
 //!
-//! A round holds several migrations at breakpoints, each between two hosts of its own, injects the
-//! fault, and then judges what has become of every task.
+//! A round holds several migrations at breakpoints, each between two hosts of its own. Then it
+//! injects the fault, and judges the outcome for every task.
 
 use crate::faults::{self, Breakpoint, Fault, Point, Role, StepEdge, Targets, edges, is_full};
 use crate::faults::{leftovers, signal};
@@ -18,19 +18,19 @@ use sempa_proto::migration::Step;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time for a step to be reached, for a move to end, and for a lost host to be noticed.
+/// Time for a step to be reached, for a migration to end, and for a lost host to be noticed.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Moves that are held at the same time.
+/// Migrations that are held at the same time.
 const PAIRS: usize = 4;
-/// Hosts of the testbed: the master's, and two for each move that is held.
+/// Hosts of the testbed: that of the master, and two for each held migration.
 pub const HOSTS: usize = 1 + 2 * PAIRS;
 
-/// The process that a fault hits, by its part in the move.
+/// The process that a fault hits, by its part in the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Victim {
-    /// The daemon of the host that the task leaves.
+    /// The daemon of the source.
     Source,
-    /// The daemon of the host that the task goes to.
+    /// The daemon of the target.
     Target,
     /// The daemon of the master.
     Master,
@@ -38,10 +38,9 @@ pub enum Victim {
     SourceTasker,
     /// The tasker of the target.
     TargetTasker,
-    /// The resource manager.
     ResourceManager,
-    /// CRIU at the target, if it works for the move at that point. At the source it runs only
-    /// within a step.
+    /// CRIU at the target, if it works for the migration at that point. At the source CRIU runs
+    /// only within a step.
     TargetEngine,
 }
 
@@ -64,10 +63,10 @@ impl Victim {
     }
 }
 
-/// A point of a move, and the victim of the fault there.
+/// A point of a migration, and the victim of the fault there.
 pub type Case = (Point, Victim);
 
-/// How many cases of one fault are tried, unless all are wanted.
+/// The number of cases tried for one fault, unless all are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
     /// Each step once: at one edge, with one victim.
@@ -76,16 +75,16 @@ pub enum Sampling {
     EachThirdStep,
 }
 
-/// Steps that can be held at the same time. [`Step::PreCopy`] is one of them only if memory goes
-/// ahead of the task.
+/// Returns the steps that can be held at the same time. [`Step::PreCopy`] is one of them only with
+/// pre-copy.
 fn early_steps(pre_copies: bool) -> impl Iterator<Item = Step> {
     Step::ALL
         .into_iter()
         .filter(move |step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy))
 }
 
-/// Steps that are held one by one: each needs the answer of all daemons, also of those that are
-/// stopped for other moves.
+/// Returns the steps that are held one by one. Each needs the answer of all daemons, including
+/// those that are stopped for other migrations.
 fn late_steps() -> impl Iterator<Item = Step> {
     Step::ALL.into_iter().filter(|step| *step >= Step::Commit)
 }
@@ -105,7 +104,7 @@ fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
         .collect()
 }
 
-/// Each victim at each point.
+/// Returns each victim at each point.
 fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
     victims
         .iter()
@@ -113,14 +112,15 @@ fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
         .collect()
 }
 
-/// The cases of one turn. Successive turns combine each step with all victims and both edges.
+/// Returns the cases of one turn. Successive turns combine each step with all victims and both
+/// edges.
 fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool) -> Vec<Case> {
     let case = |(i, step): (usize, Step)| {
         let number = turn + i;
         let edge = StepEdge::of(number / victims.len());
         ((step, edge), victims[number % victims.len()])
     };
-    // The third that is tried and the victims must not rotate in step.
+    // The chosen third of the steps and the victims must not rotate in step.
     let is_chosen = |i: usize| match sampling {
         Sampling::EachStep => true,
         Sampling::EachThirdStep => (i + turn + turn / 3).is_multiple_of(3),
@@ -143,55 +143,53 @@ pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
     rounds(cases).into_iter().map(points).collect()
 }
 
-/// A move that is held at a breakpoint.
+/// A migration that is held at a breakpoint.
 #[derive(Debug)]
 pub struct HeldMove {
-    /// Where it is held.
+    /// The point where it is held.
     pub point: Point,
     /// The name of its task.
     pub name: String,
-    /// The task.
     pub tid: String,
-    /// Number of the host that it leaves.
+    /// Number of its source host.
     pub source: usize,
-    /// Number of the host that it goes to.
+    /// Number of its target host.
     pub target: usize,
     breakpoint: Breakpoint,
     /// The daemon that is stopped at the breakpoint.
     stopped: Option<Pid>,
     console: Option<Running>,
-    /// Output of the console, when the move has ended.
+    /// Output of the console, once the migration has ended.
     output: String,
 }
 
-/// Tells whether a fault on this victim at this point may cost the task its life.
+/// True if a fault on this victim at this point may cost the task its life.
 pub type MayBeLost = fn(Fault, Victim, Point) -> bool;
 
-/// Injects faults into moves on one virtual machine, and judges what becomes of them.
+/// Injects faults into migrations on one virtual machine, and judges their outcome.
 #[derive(Debug)]
 pub struct MoveFaults<'a> {
-    /// The virtual machine.
     pub vm: &'a Vm<'a>,
-    /// Its tasks.
+    /// The director that checks the tasks.
     pub oracle: Oracle,
-    /// Memory goes ahead of the tasks, so [`Step::PreCopy`] is one of the steps.
+    /// True if the migrations use pre-copy, so that [`Step::PreCopy`] is one of the steps.
     pub pre_copies: bool,
     may_be_lost: MayBeLost,
     breakpoints: PathBuf,
-    /// Rounds held so far.
+    /// Number of rounds held so far.
     round: usize,
     /// Chooses the sample of the next fault.
     turn: usize,
-    /// Engines hit so far.
+    /// Number of engines hit so far.
     engines: usize,
     /// Number of the first event of this round.
     from: u64,
-    /// The host that all tasks leave, if it is always the same one.
+    /// The source of all migrations, if it is always the same host.
     home: Option<usize>,
 }
 
 impl<'a> MoveFaults<'a> {
-    /// For a virtual machine whose testbed has its own engine.
+    /// Prepares faults on a virtual machine whose testbed has its own engine.
     ///
     /// # Errors
     /// The oracle does not start.
@@ -200,7 +198,7 @@ impl<'a> MoveFaults<'a> {
     }
 
     /// As [`MoveFaults::new`] with another oracle. If all tasks leave the same host `home`, only
-    /// one move at a time can be held.
+    /// one migration at a time can be held.
     ///
     /// # Errors
     /// The testbed has no engine of its own.
@@ -229,16 +227,16 @@ impl<'a> MoveFaults<'a> {
         })
     }
 
-    /// Engines hit so far.
+    /// Returns the number of engines hit so far.
     pub fn engines(&self) -> usize {
         self.engines
     }
 
-    /// Injects one fault into a sample of moves, or with [`is_full`] at each point and into each of
-    /// these victims.
+    /// Injects one fault into a sample of migrations. With [`is_full`], injects it at each point
+    /// and into each of these victims.
     ///
     /// # Panics
-    /// A move ends as it must not; with all logs.
+    /// A migration ends in a forbidden way; the message has all logs.
     pub fn run(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
         let cases = if is_full() {
             all_cases(victims, self.pre_copies)
@@ -286,7 +284,7 @@ impl<'a> MoveFaults<'a> {
         }
     }
 
-    /// Adds hosts as needed, spawns a task for each point and moves it until it is held there.
+    /// Adds hosts as needed, spawns a task for each point and migrates it until it is held there.
     ///
     /// # Errors
     /// A point is not reached.
@@ -296,8 +294,8 @@ impl<'a> MoveFaults<'a> {
             self.home.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
-        // A daemon delays the restart of a tasker that died before: the next round takes other
-        // hosts.
+        // A daemon delays the restart of a tasker that has died before, so the next round takes
+        // other hosts.
         let first = if points.len() == 1 {
             self.round % PAIRS
         } else {
@@ -309,7 +307,7 @@ impl<'a> MoveFaults<'a> {
         let needed = (0..points.len()).flat_map(|i| <[usize; 2]>::from(pair(i)));
         let needed: Vec<&Host> = needed.map(|number| &hosts[number - 1]).collect();
         self.vm.take_in(&needed)?;
-        // A master that is stopped at a breakpoint cannot be asked.
+        // A master that is stopped at a breakpoint cannot answer, so events are read before.
         let events = self.vm.events()?;
         self.from = events.last().map_or(0, |entry| entry.number + 1);
         let named = |(i, (step, _)): (usize, &Point)| {
@@ -353,7 +351,8 @@ impl<'a> MoveFaults<'a> {
         Ok(())
     }
 
-    /// Injects a fault into moves that are held, one victim for each, and waits until it is over.
+    /// Injects a fault into held migrations, one victim for each, and waits until the fault is
+    /// over.
     ///
     /// # Errors
     /// A process is missing, or the kernel refuses.
@@ -400,7 +399,7 @@ impl<'a> MoveFaults<'a> {
         Ok(())
     }
 
-    /// Resumes the daemons that are stopped for these moves.
+    /// Resumes the daemons that are stopped for these migrations.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -411,14 +410,16 @@ impl<'a> MoveFaults<'a> {
             .try_for_each(|pid| signal(pid, Signal::SIGCONT))
     }
 
-    /// Waits for the end of all moves of a round and judges them: each task runs once and exchanges
-    /// messages; or, if `may_be_lost` allows it, the task has ended, nothing of it is left, and the
-    /// oracle was notified. No task has ever run twice, no message was lost, and the event log says
-    /// what happened. Then ends the tasks, and no host has anything left of the moves. Returns how
-    /// many tasks have survived.
+    /// Waits for the end of all migrations of a round and judges them. Then ends the tasks. Returns
+    /// the number of tasks that have survived. The checks are:
+    ///
+    /// - Each task runs once and exchanges messages. Or, if `may_be_lost` allows it, the task has
+    ///   ended, nothing of it is left, and the oracle was notified.
+    /// - No task has ever run twice, no message was lost, and the event log has the outcome.
+    /// - After the end of the tasks no host has anything left of the migrations.
     ///
     /// # Errors
-    /// The first move that ended otherwise.
+    /// The first migration with another outcome.
     pub fn judge(
         &mut self,
         moves: Vec<HeldMove>,
@@ -428,10 +429,10 @@ impl<'a> MoveFaults<'a> {
         self.judge_ended(ended, may_be_lost)
     }
 
-    /// Waits for the end of all moves of a round.
+    /// Waits for the end of all migrations of a round.
     ///
     /// # Errors
-    /// A move does not end.
+    /// A migration does not end.
     pub fn wait_for_end(&self, mut moves: Vec<HeldMove>) -> Result<Vec<HeldMove>> {
         for held in &mut moves {
             let console = held.console.take().context("a move")?;
@@ -441,7 +442,7 @@ impl<'a> MoveFaults<'a> {
         Ok(moves)
     }
 
-    /// As [`MoveFaults::judge`], for moves that have ended.
+    /// As [`MoveFaults::judge`], for migrations that have ended.
     ///
     /// # Errors
     /// See there.
@@ -475,7 +476,7 @@ impl<'a> MoveFaults<'a> {
         Ok(alive.len())
     }
 
-    /// Returns true if the task of a move has survived.
+    /// Judges one migration. Returns true if its task has survived.
     fn judge_one(&mut self, held: &HeldMove, may_be_lost: bool) -> Result<bool> {
         let (oracle, vm) = (&mut self.oracle, self.vm);
         let lives = eventually(TIMEOUT, || {
@@ -499,7 +500,7 @@ impl<'a> MoveFaults<'a> {
         Ok(lives)
     }
 
-    /// The event log has the end of the move, and that of the task or of its host.
+    /// Checks that the event log has the end of the migration, and that of the task or of its host.
     fn end_is_logged(&self, held: &HeldMove, lives: bool) -> Result<()> {
         let move_ended = |entry: &Entry| match &entry.kind {
             EventKind::Migrated { tid, .. } | EventKind::MigrationFailed { tid, .. } => {
@@ -522,7 +523,7 @@ impl<'a> MoveFaults<'a> {
             .map(drop)
     }
 
-    /// No host has images, tokens or a process of a task.
+    /// Checks that no host has images, tokens or a process of a task.
     fn nothing_is_left(&self) -> Result<()> {
         eventually(TIMEOUT, || {
             let here = self.vm.hosts().map_err(|error| error.to_string())?;
@@ -559,13 +560,13 @@ impl<'a> MoveFaults<'a> {
     }
 }
 
-/// Returns how long a move waits at most for a process that no lease guards, before the process
-/// goes on: more than two short leases.
+/// Returns how long a migration waits at most for a process that no lease guards: more than two
+/// short leases.
 fn outlasting() -> Duration {
     Duration::from_secs(if is_full() { 30 } else { 7 })
 }
 
-/// The console that moves the task has ended.
+/// Succeeds if the console that migrates the task has ended.
 fn has_ended(held: &mut HeldMove) -> Result<(), String> {
     let console = held.console.as_mut().ok_or("no move")?;
     match console.poll() {
@@ -574,7 +575,7 @@ fn has_ended(held: &mut HeldMove) -> Result<(), String> {
     }
 }
 
-/// The master has lost a host since an event.
+/// Succeeds if the master has lost a host since an event.
 fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     let name = vm.bed().host(host).name();
     let events = vm.events_from(from).map_err(|error| error.to_string())?;
@@ -586,7 +587,7 @@ fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     }
 }
 
-/// All daemons but the master's have ended.
+/// Succeeds if all daemons except the master's have ended.
 pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
     let others = vm.bed().hosts()[1..].iter();
     match others
@@ -598,19 +599,18 @@ pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
     }
 }
 
-/// True while only the source has the whole task. The master may learn that the source is lost
+/// True while only the source has the whole task. The master may notice the loss of the source
 /// before it learns that the target has the task.
 pub fn only_source_has_it(point: Point) -> bool {
     point < (Step::Restore, StepEdge::After)
 }
 
-/// True before the commit. The death of a tasker is known at once, also before a commit that is
-/// about to happen.
+/// True before the commit. The death of a tasker is noticed at once, even just before a commit.
 pub fn not_committed(point: Point) -> bool {
     point < (Step::Commit, StepEdge::After)
 }
 
-/// Tells what faults may cost a task whose memory is in its images.
+/// True if a fault may cost the life of a task whose memory is in its images.
 pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
@@ -645,7 +645,7 @@ mod tests {
         all_cases(victims, pre_copies).into_iter().collect()
     }
 
-    /// All rounds together have each case once, and fit on the testbed.
+    /// All rounds together have each case once, and each fits on the testbed.
     #[test]
     fn rounds_have_each_case_once_and_fit_on_the_testbed() {
         for pre_copies in [false, true] {
@@ -667,7 +667,7 @@ mod tests {
         }
     }
 
-    /// Successive turns combine each step with each victim at both edges, wherever they begin.
+    /// Successive turns combine each step with each victim at both edges, with any first turn.
     #[test]
     fn successive_samples_cover_all_cases() {
         let cases = [(Sampling::EachStep, 1), (Sampling::EachThirdStep, 9)];

@@ -1,4 +1,4 @@
-//! What the testbed needs of the machine, and where the installed programs are.
+//! Checks what the testbed needs of the machine, and finds the installed programs.
 
 use crate::Testbed;
 use anyhow::{Result, bail};
@@ -13,12 +13,12 @@ const PROGRAMS: [(&str, &str); 4] = [
     ("/usr/bin/setpriv", "util-linux"),
 ];
 
-/// True for uid 0.
+/// True if this process has uid 0.
 pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
-/// Why no testbed can be made here, in one line; `None` when one can.
+/// Returns why no testbed can be made here, in one line; `None` if one can.
 pub fn lacks() -> Option<String> {
     if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
@@ -37,14 +37,14 @@ pub fn lacks() -> Option<String> {
         .map(|(path, package)| format!("{path} is missing: install {package}"))
 }
 
-/// Why the folders of a testbed are on no disk here; `None` when they are on one.
+/// Returns why the folders of a testbed are on no disk here; `None` if they are on one.
 pub fn lacks_disk() -> Option<String> {
     let memory = nix::sys::statfs::statfs("/tmp")
         .is_ok_and(|of| of.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC);
     memory.then(|| "/tmp is in memory here".to_string())
 }
 
-/// Why the kernel gives this root no namespaces, if so.
+/// Returns why the kernel refuses namespaces to root; `None` if it does not.
 fn no_namespaces() -> Option<String> {
     match Command::new("unshare")
         .args(["--mount", "--net", "--uts", "--pid", "--fork", "true"])
@@ -56,7 +56,7 @@ fn no_namespaces() -> Option<String> {
     }
 }
 
-/// A program in PATH or in the system folders that an ordinary PATH may lack.
+/// Returns the path of a program in PATH or in the system folders that an ordinary PATH may lack.
 pub fn find_in_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var("PATH").unwrap_or_default();
     path.split(':')
@@ -65,7 +65,7 @@ pub fn find_in_path(name: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// The folder of built programs: where this very program was built.
+/// Returns the folder of built programs: the one where this program was built.
 ///
 /// # Errors
 /// The program's own path is unknown.
@@ -79,8 +79,8 @@ pub fn build_folder() -> Result<PathBuf> {
     })
 }
 
-/// Where `cargo xtask install` or `cargo xtask test` has put the programs for the tests:
-/// `SEMPA_PREFIX`, or `sempa-prefix` in the target folder.
+/// Returns the folder where `cargo xtask install` or `cargo xtask test` has installed the programs
+/// for the tests: `SEMPA_PREFIX`, or `sempa-prefix` in the target folder.
 ///
 /// # Errors
 /// Nothing is installed there.
@@ -101,7 +101,7 @@ pub fn prefix() -> Result<PathBuf> {
     Ok(place.canonicalize()?)
 }
 
-/// The dump engine that the tasker would find, in its own order.
+/// Returns the dump engine that the tasker would find, by its own search order.
 pub fn engine() -> Option<PathBuf> {
     let named = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
     let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
@@ -112,7 +112,7 @@ pub fn engine() -> Option<PathBuf> {
         .or_else(|| find_in_path("criu"))
 }
 
-/// Where the hosts of a testbed see the installed programs.
+/// Returns the path of the installed programs in the hosts of a testbed.
 ///
 /// # Panics
 /// The programs are not installed.
@@ -121,10 +121,10 @@ pub fn prefix_in_bed() -> PathBuf {
     crate::testbed::place_of(&prefix)
 }
 
-/// Stops a test that was started on a machine without what it needs.
+/// Stops a test that was started on a machine without what the test needs.
 ///
-/// Such a test must fail: one that returns early counts as passed. `cargo xtask test` leaves it
-/// out beforehand and reports it as skipped.
+/// Such a test must fail: one that returns early counts as passed. `cargo xtask test` leaves it out
+/// beforehand and reports it as skipped.
 ///
 /// # Panics
 /// There is a lack.
@@ -134,7 +134,7 @@ pub fn require(lack: Option<String>) {
     }
 }
 
-/// Requires a program in PATH, which this Debian package installs.
+/// Requires a program in PATH. `package` is the Debian package that installs it.
 ///
 /// # Panics
 /// The program is missing.
@@ -163,7 +163,8 @@ pub fn testbed_with_own_engine(count: usize) -> Testbed {
     make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
 }
 
-/// Makes a testbed with more environment for all daemons but the first ([`Testbed::with_env`]).
+/// Makes a testbed with additional environment variables for all daemons except the first
+/// ([`Testbed::with_env`]).
 ///
 /// # Panics
 /// As [`testbed`].

@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Time for one answer of the director on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The director and what it knows of its tasks. It ends with the virtual machine.
+/// The director and the known facts of its tasks. It ends with the virtual machine.
 #[derive(Debug)]
 pub struct Oracle {
     direct: bool,
@@ -73,7 +73,7 @@ impl Oracle {
         Ok(self.words.write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Returns the rest of the director's lines that begin like this, the newest first.
+    /// Returns the rest of each line of the director that begins with `begin`, newest first.
     fn said(&self, begin: &str) -> Result<Vec<String>, String> {
         let out = self
             .director
@@ -120,7 +120,7 @@ impl Oracle {
         Ok(tids)
     }
 
-    /// Returns what was received of a task so far.
+    /// Returns the account of a task so far.
     ///
     /// # Errors
     /// The director does not answer.
@@ -151,7 +151,7 @@ impl Oracle {
     /// # Errors
     /// The task is silent, or a message was lost, repeated, damaged or out of order.
     pub fn talks(&mut self, tid: &str) -> Result<()> {
-        // A task sends fewer without an answer.
+        // Exceeds the number of messages that a task sends without an answer.
         const SOME: u64 = 12;
         let begin = self.account(tid)?;
         eventually(TIMEOUT, || {
@@ -170,7 +170,7 @@ impl Oracle {
     /// Waits until the director has had this number of direct routes to a task.
     ///
     /// # Errors
-    /// There were fewer.
+    /// There were fewer in time.
     pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
         eventually(TIMEOUT, || {
             let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
@@ -182,7 +182,7 @@ impl Oracle {
         })
     }
 
-    /// Returns true if the director was notified that a task has ended.
+    /// True if the director was notified that a task has ended.
     ///
     /// # Errors
     /// The director's output cannot be read.
@@ -224,7 +224,7 @@ impl Oracle {
         Ok(lines.len())
     }
 
-    /// Returns how many processes each task has, on all hosts.
+    /// Returns the number of processes of each task, on all hosts.
     pub fn processes(&self) -> HashMap<String, usize> {
         let mut found = HashMap::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns
+/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`. Returns
 /// the program's path.
 ///
 /// # Errors

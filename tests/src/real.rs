@@ -74,8 +74,8 @@ impl<'a> RealVm<'a> {
         fs::read_to_string(self.bed.host(1).path(LOG)).unwrap_or_default()
     }
 
-    /// Ends the virtual machine and everything that it has left on the hosts: PVM's own `halt` is
-    /// not reliable.
+    /// Ends the virtual machine and every process that it has left on the hosts: PVM's own `halt`
+    /// is not reliable.
     ///
     /// # Errors
     /// A process cannot be ended.
@@ -85,7 +85,7 @@ impl<'a> RealVm<'a> {
         end.args(["-c", "kill -TERM $(pidof pvmd)"]);
         run(end, STARTUP_TIMEOUT)?;
         for host in self.bed.hosts() {
-            // The master has told the slaves to end; the others are killed.
+            // The master requests the slaves to end; those that do not are killed.
             let asked = gone(host, "pvm", Duration::from_secs(3));
             if asked.is_err() {
                 host.kill_all();

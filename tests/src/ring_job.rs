@@ -1,5 +1,5 @@
 //! A job that computes in a ring (`tests/programs/ring_job.c`, and `own_ring.c`, whose tasks write
-//! their own checkpoints). Every line that it writes is known in advance.
+//! self-checkpoints). Every line that it writes is known in advance.
 
 use crate::run::eventually;
 use crate::vm::{Sure, Vm};
@@ -9,15 +9,15 @@ use std::time::Duration;
 
 /// Time for any part of a job on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(300);
-/// The tasks of a job besides the first one.
+/// The tasks of a job in addition to the first one.
 pub const WORKERS: usize = 4;
 const MODULUS: i64 = 1_000_003;
-/// What a task does in a round: a positive number of microseconds to compute, or a negative one to
-/// sleep. Sleeping leaves the processors to what is tested.
+/// The work of a task in a round: a positive number of microseconds to compute, or a negative one
+/// to sleep. A sleeping task leaves the processors to the system under test.
 const PAUSE: i32 = -2000;
-/// The same for small jobs, of which there are several at a time.
+/// The work of a task of a small job. Several small jobs run at a time.
 const SMALL_PAUSE: i32 = -10_000;
-/// A number of rounds that no job reaches: a job ends when [`Job::finish`] asks for it.
+/// A number of rounds that no job reaches: a job ends when [`Job::finish`] requests it.
 pub const ENDLESS: &str = "100000000";
 
 /// Returns the sums that a job with this number of workers writes, one per round.
@@ -47,14 +47,14 @@ pub struct Job {
     /// The folder with its log and its result.
     pub folder: PathBuf,
     workers: usize,
-    /// Its first task.
+    /// The tid of its first task.
     pub tid: String,
 }
 
-/// A round that the job has computed, and when, in microseconds since 1970.
+/// A round that the job has computed, and its time in microseconds since 1970.
 pub type Mark = (i64, u64);
 
-/// What a job is started with.
+/// The parameters of a job's start.
 struct Start<'a> {
     program: &'a str,
     folder: &'a str,
@@ -124,8 +124,8 @@ impl Job {
         )
     }
 
-    /// Starts a small job with a folder of this name: its first task on h1, and one worker on
-    /// `host`.
+    /// Starts a small job with a folder of this name. Its first task is on h1, and its one worker
+    /// on `host`.
     ///
     /// # Panics
     /// It does not start.
@@ -144,7 +144,7 @@ impl Job {
         )
     }
 
-    /// As [`Job::start`]; the tasks write their own checkpoints if the environment asks for it.
+    /// As [`Job::start`]; the tasks write self-checkpoints if the environment requests them.
     ///
     /// # Panics
     /// It does not start.
@@ -174,7 +174,7 @@ impl Job {
         }
     }
 
-    /// A job that was started otherwise, or writes to another folder now.
+    /// Returns a job that was started in another way, or that writes to another folder than before.
     pub fn at(folder: PathBuf, tid: String) -> Job {
         Job {
             folder,
@@ -189,8 +189,8 @@ impl Job {
             .unwrap_or_default()
     }
 
-    /// Returns all rounds that the job has computed, also those that were lost later, in the order
-    /// of time.
+    /// Returns all rounds that the job has computed, including those lost later, in the order of
+    /// time.
     pub fn marks(&self) -> Vec<Mark> {
         let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
@@ -221,7 +221,7 @@ impl Job {
     /// Checks that the job's log is right so far and has each line once.
     ///
     /// # Panics
-    /// It is not.
+    /// A line is wrong, missing or repeated.
     pub fn is_right(&self) {
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let whole = log.rfind('\n').map_or("", |end| &log[..end]);
@@ -234,8 +234,8 @@ impl Job {
         );
     }
 
-    /// Ends the job and waits for its end. The result is right, and each line of the log is there
-    /// once.
+    /// Ends the job and waits for its end. Checks that the result is right, and that the log has
+    /// each line once.
     ///
     /// # Panics
     /// The job does not end, or something is wrong.
@@ -255,7 +255,7 @@ impl Job {
     }
 }
 
-/// Returns the lines of the log.
+/// Returns the expected lines of the log.
 fn wanted(sums: &[i64]) -> Vec<String> {
     (0..)
         .zip(sums)

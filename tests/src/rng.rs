@@ -9,8 +9,8 @@ const SECONDS_PER_DAY: u64 = 86_400;
 
 /// Returns the seed for this run, and prints it so that a failed run can be repeated.
 ///
-/// Without [`SEED`] it is the number of the day: runs of one day try the same sample, and those of
-/// the next day another one.
+/// Without [`SEED`] the seed is the number of the day. Runs of one day try the same sample, and
+/// those of the next day another one.
 ///
 /// # Panics
 /// The environment variable is not a number.

@@ -10,27 +10,25 @@ use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Pauses between two checks of a condition: a sixteenth of the time waited so far, within these
-/// bounds. Many conditions start a console each time, which takes time from what is waited for.
+/// Lower bound of the pause between two checks of a condition. The pause is a sixteenth of the time
+/// waited so far, within its bounds. Many conditions start a console, which slows down the awaited
+/// work.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
 /// Time for a killed process to end.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The result of a command.
+/// The result of a command that has ended.
 #[derive(Debug, Clone)]
 pub struct Done {
-    /// Its exit status.
     pub status: ExitStatus,
-    /// Standard output.
     pub out: String,
-    /// Standard error.
     pub err: String,
 }
 
 impl Done {
-    /// Returns true for exit status 0.
+    /// True for exit status 0.
     pub fn good(&self) -> bool {
         self.status.success()
     }
@@ -181,7 +179,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both calls do nothing if it has ended.
+        // Both calls do nothing if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -10,15 +10,16 @@ use std::time::Duration;
 
 /// Time for the server to start, and for one dump, on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
-/// Programs that it needs, each with its Debian package.
+/// Required programs, each with its Debian package.
 const PROGRAMS: [(&str, &str); 3] = [
     ("/usr/bin/Xvfb", "xvfb"),
     ("/usr/bin/xwd", "x11-apps"),
     ("/usr/bin/xdotool", "xdotool"),
 ];
-/// The file of a dump, in the host.
+/// The path of a dump in the host.
 const DUMP: &str = "/tmp/screen.xwd";
-/// The head of a dump has 25 words and a name. These are the positions of the words used here.
+/// Number of words of a dump's head, which a name follows. The constants below are the positions of
+/// the words used here.
 const HEAD_WORDS: usize = 25;
 const COLOUR_ENTRY: usize = 12;
 const PIXEL: usize = 4;
@@ -117,7 +118,7 @@ impl<'a> Screen<'a> {
 
 /// A colour by red, green and blue.
 pub type Colour = [u8; 3];
-/// The background.
+/// The colour of the background.
 pub const BLACK: Colour = [0; 3];
 /// The other colour of a drawing with two.
 pub const WHITE: Colour = [255; 3];

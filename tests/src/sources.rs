@@ -81,7 +81,7 @@ const PROGRAMS: [Program; 44] = [
     ("ptest", "examples/ptest.c", &[]),
 ];
 
-/// Returns why they cannot be built here; `None` if they can.
+/// Returns why the examples cannot be built here; `None` if they can.
 pub fn lacks() -> Option<String> {
     let compiler = ["gcc", "gfortran"]
         .into_iter()
@@ -114,8 +114,8 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
     for (name, source, more) in PROGRAMS {
         let fortran = source.ends_with(".f");
         let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
-        // The options with which Debian builds them: the sources do not declare the types of
-        // functions, and some functions return nothing.
+        // These are Debian's options: the sources do not declare the types of functions, and some
+        // functions return nothing.
         compiler
             .args([
                 "-O2",
@@ -135,7 +135,7 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
             .arg(source)
             .arg("-o")
             .arg(folder.join(name));
-        // In Fortran relative names of headers start at the source's folder.
+        // Fortran compilers resolve relative names of headers from the source's folder.
         compiler
             .arg("-I")
             .arg(Path::new(source).parent().unwrap_or(Path::new(".")));

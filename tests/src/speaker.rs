@@ -1,4 +1,4 @@
-//! An agent that speaks for the owner of a host, like its load watcher.
+//! An agent that directs the guests of a host on behalf of its owner, like a load watcher.
 
 use crate::run::{Running, eventually, run};
 use crate::testbed::{Host, OLGA_UID, Testbed};
@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::io::Write;
 use std::process::{ChildStdin, Stdio};
 
-/// The program `owner-speaks` on a host. Its last order counts until it ends.
+/// The program `owner-speaks` on a host. Its last directive is in force until the program ends.
 #[derive(Debug)]
 pub struct Speaker {
     session: Running,
@@ -59,7 +59,7 @@ impl Speaker {
             .map_or(0, |at| at.parse().expect("a time"))
     }
 
-    /// Gives an order and waits until the daemon has received it. Returns when it was given, in
+    /// Gives a directive and waits until the daemon has received it. Returns its time in
     /// microseconds since 1970.
     ///
     /// # Panics

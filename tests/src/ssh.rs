@@ -50,13 +50,13 @@ fn make_key(file: &Path, comment: &str) -> Result<String> {
 }
 
 /// Returns the file with the client settings of `root`, `alice` or `olga`. On the hosts ssh finds
-/// it by itself.
+/// the file without an option.
 pub fn client_config(folder: &Path, user: &str) -> PathBuf {
     crate::testbed::home_of(folder, user).join(".ssh/config")
 }
 
-/// Returns a remote shell with this user's settings, for programs that do not find them by
-/// themselves.
+/// Returns a remote shell with this user's settings, for programs that do not find the settings
+/// without an option.
 pub fn remote_shell(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config(folder, user).display())
 }
@@ -92,7 +92,7 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
         .arg("-E")
         .arg(own.join("sshd.log"));
     must(command, STARTUP_TIMEOUT)?;
-    // It writes its process number after it has started to listen.
+    // sshd writes its process number after it has started to listen.
     eventually(STARTUP_TIMEOUT, || {
         if own.join("sshd.pid").exists() {
             Ok(())

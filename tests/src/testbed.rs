@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-/// Hosts a testbed may have.
+/// Upper bound of the hosts of a testbed.
 pub const HOSTS_MAX: usize = 32;
 /// First three bytes of the addresses. The network is closed, so it cannot collide with another
 /// one.
@@ -25,11 +25,11 @@ pub const NETWORK: &str = "10.77.0";
 pub const ALICE_UID: u32 = 21_001;
 /// Uid of the ordinary user `olga`, the owner of the hosts.
 pub const OLGA_UID: u32 = 21_002;
-/// Time for anything to start.
+/// Time for any program to start on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
-/// The folder of all testbeds: all users can access it, whatever TMPDIR is.
+/// The parent of the folders of all testbeds. All users can access it, whatever TMPDIR is.
 const TOP: &str = "/tmp";
-/// Name of a testbed's folder up to the number of its process.
+/// Beginning of the name of a testbed's folder, before its process number.
 const FOLDER: &str = "sempa-testbed-";
 
 /// One host of the testbed, or the desk.
@@ -54,7 +54,7 @@ pub struct Testbed {
     hosts: Vec<Host>,
 }
 
-/// What to make a testbed of.
+/// The parameters of a testbed.
 #[derive(Clone, Copy, Debug)]
 struct Wanted<'a> {
     count: usize,
@@ -69,8 +69,8 @@ impl Testbed {
     /// the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left
-    /// behind.
+    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses. Nothing is left of the
+    /// testbed then.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
         Testbed::make(&Wanted {
             count,
@@ -96,8 +96,8 @@ impl Testbed {
         })
     }
 
-    /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from
-    /// another host.
+    /// As [`Testbed::with_own_engine`], with additional environment variables for daemons that are
+    /// started from another host.
     ///
     /// # Errors
     /// As [`Testbed::new`].
@@ -249,7 +249,7 @@ impl Testbed {
         fs::create_dir_all(&disk)?;
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
         let mut line = format!("mount --bind {} /tmp", disk.display());
-        // The testbed's folder is below, and the programs may be: they stay visible.
+        // The testbed's folder, and perhaps the programs, are below `/tmp`: they must stay visible.
         let kept = [Some(&self.folder), self.prefix.as_ref()]
             .into_iter()
             .flatten();
@@ -294,7 +294,6 @@ impl Testbed {
         &self.hosts[i - 1]
     }
 
-    /// Returns all hosts.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
@@ -393,7 +392,6 @@ impl Host {
         must(command, STARTUP_TIMEOUT)
     }
 
-    /// Returns the host name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -517,7 +515,7 @@ impl Host {
             let Ok(pid) = i32::try_from(pid) else {
                 continue;
             };
-            // It may have ended meanwhile.
+            // The process may have ended meanwhile.
             if nix::sys::signal::kill(
                 nix::unistd::Pid::from_raw(pid),
                 nix::sys::signal::Signal::SIGKILL,
@@ -607,7 +605,7 @@ fn make_folder() -> Result<PathBuf> {
     bail!("{} is full of testbeds", top.display())
 }
 
-/// Removes folders of processes that have ended together with their desk.
+/// Removes the folders of testbeds whose process and desk were killed.
 fn remove_what_dead_ones_left() {
     for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
         let name = entry.file_name();

@@ -12,13 +12,12 @@ use std::fmt::Write;
 /// The size of the school.
 #[derive(Clone, Copy, Debug)]
 pub struct School {
-    /// Classes, and rooms.
+    /// The number of classes, and of rooms.
     pub classes: usize,
-    /// Teachers.
     pub teachers: usize,
-    /// Days of a week.
+    /// Days of a school week.
     pub days: usize,
-    /// Lessons of a day.
+    /// Lessons of each day.
     pub lessons: usize,
     /// Lessons at the same time, at most `classes`.
     pub at_once: usize,
@@ -106,12 +105,12 @@ fn resources(xml: &mut String, kind: &str, count: usize) {
     );
 }
 
-/// A solution that was checked.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Solution {
-    /// tablix2's measure: the soft constraints that are not met.
+    /// tablix2's measure of the soft constraints that are not met.
     pub fitness: u64,
-    /// Lessons in the table.
+    /// The number of lessons in the table.
     pub lessons: usize,
 }
 

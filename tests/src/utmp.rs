@@ -5,15 +5,14 @@ use anyhow::{Context, Result};
 
 /// Size of one record of glibc on 64-bit Linux (`struct utmp`).
 const RECORD_BYTES: usize = 384;
-/// Type of a record of a logged-in user.
+/// The type of a record of a logged-in user.
 const USER_PROCESS: i16 = 7;
 
-/// One login.
+/// The record of a login.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// User name.
     pub user: String,
-    /// Terminal.
+    /// The name of the terminal.
     pub line: String,
     /// The host from which the user has logged in.
     pub from: String,

@@ -1,4 +1,4 @@
-//! A virtual machine on the hosts of a testbed, used through the console like a user does.
+//! A virtual machine on the hosts of a testbed. Tests use it through the console, as a user does.
 
 use crate::programs;
 use crate::run::{Done, Running, eventually, must, run};
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for one command of the console on a loaded machine, including moves of much memory.
+/// Time for one command of the console on a loaded machine, including migrations of much memory.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time until lost hosts are members again.
@@ -24,13 +24,13 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Lines of a host's log that a failed test shows.
 const LOG_LINES_SHOWN: usize = 150;
 
-/// A temporary refusal: a task that has just been spawned is not enrolled.
+/// The text of a temporary refusal: a task that has just been spawned is not enrolled.
 const NOT_YET: &str = "it is not connected to its daemon";
 
 /// Events that a failed test shows.
 const EVENTS_SHOWN: usize = 100;
 
-/// Returns the newest events without those of consoles, of which a waiting test starts many.
+/// Formats the newest events. Leaves out those of consoles, because a waiting test starts many.
 fn newest_of(events: &[Entry]) -> String {
     let asking = |entry: &Entry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
@@ -60,9 +60,9 @@ fn newest_of(events: &[Entry]) -> String {
 pub struct Settings {
     /// The command of `PVM_RM`. Without one the daemons place round robin.
     pub rm: Option<String>,
-    /// The user is alice, not root.
+    /// True if the user is alice, not root.
     pub as_alice: bool,
-    /// More environment for daemons and commands on h1.
+    /// Additional environment variables of daemons and commands on h1.
     pub env: Vec<(String, String)>,
 }
 
@@ -79,7 +79,7 @@ impl Settings {
 /// One line of `pvm ps -a --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Task {
-    /// Its id as printed, `t40001`.
+    /// Its tid as printed, `t40001`.
     pub tid: String,
     /// Name of the host where it runs.
     pub host: Option<String>,
@@ -89,30 +89,26 @@ pub struct Task {
     pub pid: i32,
     /// PVM's flags; 4: connected to its daemon.
     pub flags: i32,
-    /// It is being moved.
+    /// True while it migrates.
     pub moving: bool,
-    /// It is stopped for the owner of its host.
+    /// True if it is paused for the owner of its host.
     pub stopped: bool,
-    /// It is suspended until somebody resumes it.
+    /// True if it is suspended, until a user resumes it.
     pub suspended: bool,
 }
 
 /// One line of `pvm events --json`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Entry {
-    /// Its number.
     pub number: u64,
     /// The time in microseconds since 1970.
     pub at_us: u64,
-    /// Name of the host.
     pub host: Option<String>,
-    /// The text.
     pub text: String,
-    /// What happened.
     pub kind: EventKind,
 }
 
-/// The virtual machine.
+/// A virtual machine with its master on h1.
 #[derive(Debug)]
 pub struct Vm<'a> {
     bed: &'a Testbed,
@@ -120,12 +116,12 @@ pub struct Vm<'a> {
     settings: Settings,
 }
 
-/// A value without which a test cannot continue.
+/// A result without which a test cannot continue.
 pub trait Sure<T> {
     /// Returns the value.
     ///
     /// # Panics
-    /// There is none. The message has the reason, the newest events and the daemons' logs.
+    /// There is no value. The message has the reason, the newest events and the daemons' logs.
     fn sure(self, vm: &Vm<'_>) -> T;
 }
 
@@ -164,7 +160,6 @@ impl<'a> Vm<'a> {
         Ok(vm)
     }
 
-    /// Returns its testbed.
     pub fn bed(&self) -> &'a Testbed {
         self.bed
     }
@@ -343,10 +338,10 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Waits until a job has gone back to its newest checkpoint for this reason.
+    /// Waits until a job has rolled back to its newest checkpoint for this reason.
     ///
     /// # Errors
-    /// It does not in time.
+    /// It does not roll back in time.
     pub fn went_back(&self, deadline: Duration, reason: &str) -> Result<Entry> {
         let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
         self.event(deadline, "a job that went back", is_it)
@@ -377,7 +372,7 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Moves a task with the console. A failure of the move is no error.
+    /// Migrates a task with the console. A failure of the migration is no error.
     ///
     /// # Errors
     /// The console does not start or does not end.
@@ -385,8 +380,8 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
-    /// Moves a task with the console as soon as an earlier move is complete. A failure of the move
-    /// is no error.
+    /// Migrates a task with the console as soon as an earlier migration is complete. A failure of
+    /// the migration is no error.
     ///
     /// # Errors
     /// The task does not become ready, or the console does not end.
@@ -397,10 +392,10 @@ impl<'a> Vm<'a> {
         })?
     }
 
-    /// Moves a task with the console, as soon as the task is enrolled.
+    /// Migrates a task with the console, as soon as the task is enrolled.
     ///
     /// # Panics
-    /// The move fails. The message has the console's output, the newest events and the logs.
+    /// The migration fails. The message has the console's output, the newest events and the logs.
     pub fn must_migrate(&self, tid: &str, host: &str) {
         match self.migrate_when_ready(tid, host) {
             Ok(done) if done.good() => {}
@@ -408,7 +403,7 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// Starts a move with the console and returns.
+    /// Starts a migration with the console and returns.
     ///
     /// # Errors
     /// The console does not start.
@@ -424,7 +419,7 @@ impl<'a> Vm<'a> {
         Running::start(self.pvm_command(words), Stdio::null())
     }
 
-    /// Returns the console on h1 with these arguments; without any it reads commands.
+    /// Returns the console on h1 with these arguments; without arguments it reads commands.
     pub fn pvm_command(&self, words: &[&str]) -> Command {
         let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
         command.args(words);
@@ -446,7 +441,7 @@ impl<'a> Vm<'a> {
             .with_context(|| format!("{tid} runs on no known host"))
     }
 
-    /// Compiles a C program of the tests and puts it where spawn looks.
+    /// Compiles a C program of the tests into the folder where spawn searches.
     ///
     /// # Errors
     /// gcc fails; the error has its output.

@@ -1,5 +1,5 @@
 //! Load balancing on unequal hosts: control groups give them different shares of the processors.
-//! Moves happen for a predicted gain, and a balanced farm is left alone.
+//! Tasks migrate for a predicted gain, and a balanced farm is left alone.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::MigrationCause;
@@ -56,7 +56,7 @@ fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     harvest
 }
 
-/// Returns the moves for load balancing: tasks and their new hosts.
+/// Returns the migrations for load balancing: tasks and their new hosts.
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
         EventKind::Migrated {
@@ -74,7 +74,7 @@ fn shifts(vm: &Vm) -> Vec<(String, u16)> {
         .collect()
 }
 
-/// Returns predicted gain and cost of each decided move of a task, in microseconds.
+/// Returns predicted gain and cost of each decided migration of a task, in microseconds.
 fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     let answer = vm
         .json(&["why", tid])
@@ -89,7 +89,7 @@ fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     decisions.iter().filter_map(go).collect()
 }
 
-/// A task on a slow host moves to a host that has finished its work, and no other task moves.
+/// A task on a slow host migrates to a host that has finished its work, and no other task migrates.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and processor control groups"]
 fn a_farm_is_balanced_once_and_then_left_alone() {

@@ -266,7 +266,7 @@ fn a_log_moves_along_and_has_each_line_once() {
     vm.halt().expect("halts");
 }
 
-/// With a resource manager: the job goes back, one of its tasks moves, and the job finishes.
+/// With a resource manager: the job rolls back, one of its tasks migrates, and the job finishes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_restarted_job_can_move_and_finish() {

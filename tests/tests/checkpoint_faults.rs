@@ -1,9 +1,9 @@
 //! Faults during checkpoints and restarts, with real processes.
 //!
-//! After each fault the job makes progress, or has gone back to its newest checkpoint; a restart
+//! After each fault the job makes progress, or has rolled back to its newest checkpoint. A restart
 //! has started the whole job or nothing and can be repeated. No task runs twice, no message is
-//! lost, and nothing is left behind. Each fault is tried at some points, chosen by a seed; with
-//! `SEMPA_TEST_FULL=1` at all of them.
+//! lost, and no files or processes remain. Each fault is tried at some points, chosen by a seed;
+//! with `SEMPA_TEST_FULL=1` at all of them.
 
 use sempa_tests::checkpoint_steps::{
     CheckpointFaults, HOSTS, Sampling, Victim, all_rounds, daemon_points,
@@ -48,8 +48,8 @@ fn faults_meet_checkpoints_at_each_point() {
     });
 }
 
-/// Whatever is killed, the job makes progress or goes back, and a restart has happened or can be
-/// repeated.
+/// After the kill of any victim the job makes progress or rolls back, and a restart has happened or
+/// can be repeated.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_kill_during_a_checkpoint_costs_no_job() {

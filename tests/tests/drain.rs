@@ -1,5 +1,5 @@
-//! Which hosts would take a task is known before a move; and hosts are drained, kept empty and used
-//! again.
+//! The hosts that would accept a task are known before a migration; and hosts are drained, kept
+//! empty and used again.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -20,7 +20,7 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
     with_three_hosts_in(&[], rm, test);
 }
 
-/// As [`with_three_hosts`], with more environment.
+/// As [`with_three_hosts`], with additional environment variables.
 fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_env(3, env);
     let settings = Settings {
@@ -56,7 +56,7 @@ fn registered(vm: &Vm) -> usize {
         .count()
 }
 
-/// Hosts answer in advance whether they would take a task, and a move confirms the answer.
+/// Hosts answer in advance whether they would accept a task, and a migration confirms the answer.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn can_migrate_tells_which_hosts_take_a_task() {
@@ -188,7 +188,7 @@ fn a_drained_host_stays_empty_until_undrained() {
     });
 }
 
-/// No host takes the job, so the drain writes a checkpoint and ends the job.
+/// No host accepts the job, so the drain writes a checkpoint and ends the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_stuck_job_leaves_as_a_checkpoint() {
@@ -237,7 +237,7 @@ fn a_stuck_job_leaves_as_a_checkpoint() {
     });
 }
 
-/// Only the job that no host takes is checkpointed; the others move.
+/// Only the job that no host accepts is checkpointed; the others migrate.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stuck_jobs_are_checkpointed_before_the_deadline() {
@@ -350,7 +350,7 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     )
 }
 
-/// The daemons make checkpoints of the job already.
+/// A drain uses the checkpoints that the daemons make of the job already.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_writes_no_second_checkpoint() {
@@ -376,8 +376,8 @@ fn a_drain_writes_no_second_checkpoint() {
     });
 }
 
-/// The network is slow and the store is on the host itself: jobs that wait for their turn to move
-/// are written there meanwhile.
+/// The network is slow and the store is on the host itself: jobs that wait for their turn to
+/// migrate are written there meanwhile.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn queued_jobs_are_stored_while_others_leave() {
@@ -411,7 +411,7 @@ fn queued_jobs_are_stored_while_others_leave() {
     });
 }
 
-/// Spawns a task that only h2 takes.
+/// Spawns a task that only h2 accepts.
 fn spawn_what_stays(vm: &Vm) -> String {
     std::fs::create_dir_all(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
     let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).sure(vm);
@@ -532,7 +532,7 @@ fn a_drain_survives_its_resource_managers() {
     });
 }
 
-/// The command of the earlier drain was killed. Nothing is written twice.
+/// The command of the earlier drain was killed. No checkpoint is written twice.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_later_drain_or_undrain_replaces_a_drain() {
@@ -566,7 +566,7 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
     });
 }
 
-/// It checkpoints a job that the console itself has started.
+/// A drain checkpoints a job that the console itself has started.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_outlives_its_console() {

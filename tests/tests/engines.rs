@@ -1,4 +1,4 @@
-//! Moves without CRIU: by a task's own checkpoint, or by a restart.
+//! Migration without CRIU: by a task's self-checkpoint, or by a restart.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
@@ -24,7 +24,7 @@ fn exported(engine: &str) -> Vec<(String, String)> {
     ]
 }
 
-/// Runs a test on a virtual machine of two hosts without CRIU. Spawned tasks ask for this engine.
+/// Runs a test on a virtual machine of two hosts without CRIU. Spawned tasks request this engine.
 fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_own_engine(2);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
@@ -46,7 +46,8 @@ fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Asks a task, and returns its numbers, how often it was restarted, and its working directory.
+/// Sends a question to a task. Returns its numbers, how often it was restarted, and its working
+/// directory.
 fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
     command.args([how, tid, &count.to_string()]);
@@ -98,7 +99,7 @@ fn failure(vm: &Vm) -> Failure {
     }
 }
 
-/// Moves a task with its own checkpoint there and back; its count continues.
+/// Migrates a task with its self-checkpoint there and back; its count continues.
 fn counts_on(vm: &Vm) {
     let file = count_file(vm);
     let place = vm.home().join("place");
@@ -131,7 +132,7 @@ fn counts_on(vm: &Vm) {
     assert_eq!(ended.count(), 0, "it has never ended");
 }
 
-/// No host has CRIU.
+/// A task migrates by its self-checkpoint; no host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_with_its_own_checkpoint_moves() {
@@ -179,7 +180,7 @@ fn an_ordinary_users_own_checkpoint_moves() {
     });
 }
 
-/// Questions that are in transit during the move are answered once.
+/// Questions that are in transit during the migration are answered once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_moving_task_answers_all_questions_in_order() {
@@ -218,7 +219,7 @@ fn a_moving_task_answers_all_questions_in_order() {
     });
 }
 
-/// No host has CRIU.
+/// A task migrates by a restart; no host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_restartable_task_moves_and_starts_over() {
@@ -281,7 +282,7 @@ fn a_program_that_is_too_late_restarts_in_place() {
     });
 }
 
-/// The same holds for a program that ends with another status.
+/// A program that dies on the request to exit, or ends with another status, counts as ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_dies_when_asked_has_ended() {

@@ -164,7 +164,7 @@ fn a_second_resource_manager_is_refused() {
     vm.halt().expect("halts");
 }
 
-/// It would be of the same user.
+/// A second virtual machine of the same user is refused.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_virtual_machine_is_refused() {
@@ -176,7 +176,7 @@ fn a_second_virtual_machine_is_refused() {
     });
 }
 
-/// The same holds for one that does not work.
+/// The error names a CRIU that is missing, or that does not work, with the remedy.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_missing_criu_is_named_with_the_remedy() {
@@ -344,7 +344,7 @@ fn a_foreign_daemon_is_refused_and_logged() {
     ours.halt().expect("ours halts");
 }
 
-/// Writes a remote shell that tells each new daemon that its master listens at this address.
+/// Writes a remote shell that gives each new daemon this address as that of its master.
 fn misleading_shell(bed: &Testbed, address: &str) -> String {
     let place = bed.folder().join("misleading-shell");
     let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);

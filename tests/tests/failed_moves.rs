@@ -1,4 +1,4 @@
-//! A move that fails leaves the task alive at the source, and the event log has the reason.
+//! A migration that fails leaves the task alive at the source, and the event log has the reason.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -13,8 +13,8 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A stand-in for CRIU: on hosts with a file `hold-HOST` it writes its process number and waits at
-/// a gate before it becomes the real CRIU; on other hosts it becomes the real CRIU at once.
+/// A stand-in for CRIU. On hosts with a file `hold-HOST` it writes its process number and waits at
+/// a gate before it executes the real CRIU. On other hosts it executes the real CRIU at once.
 fn put_gated_engine(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link");
@@ -95,8 +95,8 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
-    // A tasker tries its engine when it starts, and the first move waits for that. The gate is for
-    // later moves.
+    // A tasker tries its engine when it starts, and the first migration waits for that. The gate is
+    // for later migrations.
     let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     vm.must_migrate(&first, "h3");
     assert!(vm.pvm(&["kill", &first]).expect("ends").good());
@@ -328,7 +328,7 @@ fn a_full_disk_leaves_the_task_at_the_source() {
     });
 }
 
-/// A move and a checkpoint are refused with the reason.
+/// A migration and a checkpoint are refused with the reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_with_a_debugger_stays() {

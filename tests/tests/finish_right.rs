@@ -1,4 +1,4 @@
-//! Real programs are moved several times while they compute, and finish with the result of an
+//! Real programs migrate several times while they compute, and finish with the result of an
 //! undisturbed run: Debian's unmodified tablix2, tasks in Python with ctypes, tasks in Fortran with
 //! OpenMP.
 
@@ -14,9 +14,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(300);
-/// Moves of each job; its tasks move in turn.
+/// Migrations of each job; its tasks migrate in turn.
 const MOVES: usize = 8;
-/// Rounds that a job computes between two moves.
+/// Rounds that a job computes between two migrations.
 const ROUNDS_BETWEEN: usize = 3;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 /// Kernels of tablix2, and the populations without improvement after which each stops.
@@ -55,7 +55,7 @@ fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
         .collect()
 }
 
-/// Moves a task to another host.
+/// Migrates a task to another host.
 fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
     let from = vm.host_of(tid).sure(vm);
     let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
@@ -125,7 +125,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs the job once with moves of both tasks, and once without moves for as many rounds.
+/// Runs the job once with migrations of both tasks, and once without migrations for the same number
+/// of rounds.
 fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
     let job = Job::start(vm, program, "moved", 0);
     job.goes_on();
@@ -174,7 +175,7 @@ fn moved_python_tasks_finish_with_the_right_result() {
     });
 }
 
-/// They compute with OpenMP.
+/// Fortran tasks that compute with OpenMP finish with the right result.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and gfortran"]
 fn moved_fortran_tasks_finish_with_the_right_result() {
@@ -259,7 +260,7 @@ impl Search {
     }
 }
 
-/// They are as good as those of an undisturbed run.
+/// The timetables are as good as those of an undisturbed run.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
 fn moved_tablix_kernels_find_good_timetables() {
@@ -274,7 +275,7 @@ fn moved_tablix_kernels_find_good_timetables() {
                 Err(format!("{kernels:?} are there"))
             }
         });
-        // The length of the search is random, so it may end before the last move.
+        // The length of the search is random, so it may end before the last migration.
         let mut moves = 0;
         while moves < MOVES && (moves < KERNELS || search.goes_on(vm)) {
             move_on(vm, &kernels[moves % KERNELS], moves / KERNELS);

@@ -1,4 +1,4 @@
-//! Groups without a server task: members on several hosts meet, are killed, moved, and lose their
+//! Groups without a server task: members on several hosts meet, are killed, migrate, and lose their
 //! hosts.
 
 use sempa_tests::needs::{prefix_in_bed, require_program, testbed};
@@ -75,7 +75,6 @@ impl<'a> Member<'a> {
         self.result(asked)
     }
 
-    /// Kills its process.
     fn kill(&self) {
         let line = self.line("task t", 0);
         let process = line.rsplit(' ').next().expect("words").to_string();
@@ -238,7 +237,7 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
     });
 }
 
-/// Its members are told when it breaks.
+/// The members of a group are notified when it breaks.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_frozen_group_has_no_new_members() {
@@ -589,7 +588,7 @@ fn with_static_library(vm: &Vm) -> PathBuf {
     program
 }
 
-/// It uses the shared library of the task.
+/// The static group library uses the shared library of the task.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_static_group_library_works() {

@@ -1,5 +1,4 @@
-//! Guests are stopped while the owner of their host wants it: real processes, judged by the guests'
-//! own clocks.
+//! Guests are stopped by directives of the owner: real processes, judged by the guests' own clocks.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -11,7 +10,7 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The program that speaks for owners.
+/// The program that directs guests on behalf of owners.
 const SPEAKS: &str = env!("CARGO_BIN_EXE_owner-speaks");
 /// How often the guests are stopped.
 const ROUNDS: usize = 5;
@@ -50,7 +49,7 @@ fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// Returns the number of events that say that all guests of a host are stopped.
+/// Returns the number of events that report that all guests of a host are stopped.
 fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
@@ -71,7 +70,7 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
     vm.halt().expect("halts");
 }
 
-/// They occupy all processors, and continue when they are welcome.
+/// Guests that occupy all processors stop, and continue when they are welcome.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_stand_still_by_their_own_clocks() {
@@ -183,7 +182,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
     vm.halt().expect("halts");
 }
 
-/// They get no processor time, move, and continue at the target.
+/// Stopped guests get no processor time, migrate, and continue at the target.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_move_without_running() {
@@ -232,7 +231,7 @@ fn stopped_guests_move_without_running() {
         assert_eq!(here, before[2], "it does not run");
         for (tid, (began, ended)) in guests[..2].iter().zip(moved) {
             let gaps = gaps(vm, tid);
-            // One gap begins before all guests were stopped and ends during the move.
+            // One gap begins before all guests were stopped and ends during the migration.
             let over = |(from, to): &(u64, u64)| *from <= stand && *to >= began && *to <= ended;
             assert!(
                 gaps.iter().any(over),

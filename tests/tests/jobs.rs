@@ -30,7 +30,7 @@ fn with(rm: &str, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Nothing of it is left.
+/// A job that ignores the request to end is killed, and nothing of it is left.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_that_ignores_its_end_is_killed() {
@@ -170,7 +170,7 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
     });
 }
 
-/// They end with the virtual machine.
+/// Followed events end with the virtual machine.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn followed_events_arrive_one_per_line() {

@@ -35,7 +35,7 @@ fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
     events.iter().filter_map(checkpoint).collect()
 }
 
-/// Returns the checkpoints to which the job went back.
+/// Returns the checkpoints to which the job rolled back.
 fn restarts(events: &[Entry]) -> Vec<String> {
     let restart = |entry: &Entry| match &entry.kind {
         EventKind::Restarted {
@@ -108,8 +108,8 @@ fn next_checkpoint(vm: &Vm<'_>) -> u64 {
     newest.sure(vm)
 }
 
-/// Kills a host, and waits until the job computes again: it has gone back to the newest checkpoint.
-/// Returns the time lost.
+/// Kills a host, and waits until the job computes again, after its rollback to the newest
+/// checkpoint. Returns the time lost.
 fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Duration {
     let before = vm.events().sure(vm);
     let killed = now();
@@ -122,7 +122,7 @@ fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Durati
         newest.cloned().ok_or("no restart".to_string())
     })
     .sure(vm);
-    // A checkpoint that was about to be complete may have become so.
+    // A checkpoint that was almost complete may have become complete.
     let made = checkpoints(&vm.events().sure(vm));
     let old = checkpoints(&before).len();
     let newest = made[old - 1..].iter().map(|(_, name)| name);
@@ -138,8 +138,8 @@ fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Durati
     time
 }
 
-/// Kills hosts at random moments under a job whose checkpoints have this pace. The job goes back to
-/// its newest checkpoint each time and has the right result in the end. How much time it loses
+/// Kills hosts at random moments under a job whose checkpoints have this pace. The job rolls back
+/// to its newest checkpoint each time and has the right result in the end. How much time it loses
 /// depends on the machine; the campaign compares it with the bound.
 fn hosts_die(pace: &str, death: Death) {
     let bed = testbed(3);

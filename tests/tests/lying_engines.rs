@@ -1,6 +1,6 @@
 //! Engines and stores that fail or lie during checkpoints and restarts of jobs. Each failure is
-//! reported in one line, all tasks continue, nothing is left behind, and the checkpoint made before
-//! can be restarted.
+//! reported in one line, all tasks continue, no files or processes remain, and the checkpoint made
+//! before can be restarted.
 //!
 //! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 

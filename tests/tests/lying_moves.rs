@@ -1,5 +1,5 @@
 //! Engines that fail or lie, full disks and short memory during a migration. Each failure is
-//! reported in one line, the task continues at the source, and nothing is left behind.
+//! reported in one line, the task continues at the source, and no files or processes remain.
 //!
 //! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
@@ -73,7 +73,7 @@ fn a_task(vm: &Vm<'_>) -> String {
     a_task_with(vm, &[])
 }
 
-/// As [`a_task`], with more words for the program.
+/// As [`a_task`], with additional arguments for the program.
 fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
     let tid = check(
         vm,
@@ -141,7 +141,7 @@ fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
         .collect()
 }
 
-/// Moves the task from h2 to h3, which must fail at this step with these words in one line. The
+/// Migrates the task from h2 to h3, which must fail at this step with these words in one line. The
 /// task continues at h2, and nothing is left.
 fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
@@ -175,7 +175,7 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
     );
 }
 
-/// The images take all memory along.
+/// The images contain all memory.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_lying_engine_leaves_the_task_at_the_source() {
@@ -199,8 +199,8 @@ fn a_lying_engine_leaves_the_task_at_the_source() {
     });
 }
 
-/// Memory follows the task. After a failure a tasker does without that for a while, so each case
-/// has new taskers.
+/// With post-copy. After a failure a tasker uses no post-copy for a while, so each case has new
+/// taskers.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
@@ -225,7 +225,7 @@ fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
         for (host, step, (word, words)) in cases {
             let tid = a_task(vm);
             lie_fails(vm, &tid, (host, word), step, words);
-            // The next move takes all memory along.
+            // The next migration transfers all memory.
             vm.must_migrate(&tid, "h3");
             lives_on(vm, &tid, "h3", "afterwards");
             for words in [

@@ -26,7 +26,7 @@ const PAUSABLE: [Victim; 6] = [
     Victim::ResourceManager,
     Victim::Master,
 ];
-/// Victims whose loss others survive.
+/// Victims whose loss the other hosts survive.
 const EXPENDABLE: [Victim; 5] = [
     Victim::Source,
     Victim::Target,

@@ -1,4 +1,4 @@
-//! How a task gets from host to host: which memory is sent, and by which route.
+//! The transfer of a task from host to host: which memory is sent, and by which route.
 
 use nix::sys::signal::{Signal, kill};
 use sempa_tests::faults::{daemon_of, kill_and_wait};
@@ -17,7 +17,7 @@ const ZEROS: (&str, u64) = ("-96", 96 << 20);
 /// Bound for the bytes that a host sends for such a task, including other messages.
 const LEAVES_MAX: u64 = 8 << 20;
 
-/// Neither in the images nor after the task.
+/// Zero pages are sent neither in the images nor after the task.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn zero_pages_are_not_sent() {
@@ -63,7 +63,7 @@ fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Nothing is left of them.
+/// Images stay in memory although `/tmp` is on a disk, and nothing is left of them.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and a /tmp on a disk"]
 fn images_stay_in_memory_if_tmp_is_on_disk() {
@@ -181,7 +181,7 @@ fn tasks_move_over_the_session_without_tcp() {
     }
 }
 
-/// A file that only h2 has, and the settings with which a task takes it along.
+/// A file that only h2 has, and the settings by which the file migrates with a task.
 const CARRIED: &str = "/tmp/carried-along";
 const CARRY: [(&str, &str); 3] = [
     ("PVM_EXPORT", "SEMPA_FILES"),
@@ -189,7 +189,7 @@ const CARRY: [(&str, &str); 3] = [
     ("SEMPA_LEASE_MS", "5000"),
 ];
 
-/// Starts a move to h3 that is held when the task and its file are there.
+/// Starts a migration to h3 that is held when the task and its file are there.
 fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
     let steps = vm.bed().steps().expect("it has some");
     let reached = steps.join(format!("{tid}-restore.reached"));

@@ -1,5 +1,5 @@
-//! An ordinary user has a virtual machine; only moves need more rights, and their refusal says so.
-//! And the rights that root's programs keep.
+//! An ordinary user has a virtual machine; only migrations need more rights, and their refusal
+//! reports so. Also tests the rights that root's programs keep.
 
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes that the kernel buffers for a UDP port of root's daemons; the kernel doubles the number.
 const PORT_BYTES: usize = 8 << 20;
 
-/// The user is told why they can neither move nor be checkpointed.
+/// The user is notified why tasks can neither migrate nor be checkpointed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_ordinary_users_tasks_run_and_do_not_move() {
@@ -96,8 +96,8 @@ fn rights(pid: Pid, name: &str) -> u64 {
     u64::from_str_radix(set.trim(), 16).expect("it is hexadecimal")
 }
 
-/// Daemon and tasker of root keep only the capabilities that they need; tasks keep all, also after
-/// a move.
+/// Daemon and tasker of root keep only the capabilities that they need. Tasks keep all, also after
+/// a migration.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn roots_daemons_drop_rights_and_tasks_keep_them() {

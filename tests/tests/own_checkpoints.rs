@@ -1,5 +1,4 @@
-//! Checkpoints of jobs whose programs write their own: no host has CRIU, or the user may not use
-//! it.
+//! Jobs with self-checkpoints: no host has CRIU, or the user may not use it.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
@@ -60,7 +59,7 @@ fn strangers(folder: &Path) -> Vec<String> {
     names.filter(|name| name.starts_with(".sempa")).collect()
 }
 
-/// Waits until none is left: hosts are told after the answer that a checkpoint has failed.
+/// Waits until none is left: hosts are notified of a failed checkpoint after the answer.
 fn no_strangers(vm: &Vm<'_>, folder: &Path) {
     let none = || match strangers(folder) {
         left if left.is_empty() => Ok(()),
@@ -69,7 +68,8 @@ fn no_strangers(vm: &Vm<'_>, folder: &Path) {
     eventually(TIMEOUT, none).sure(vm);
 }
 
-/// Its tasks write their own checkpoints, and two hosts are killed.
+/// The tasks of an ordinary user's job write self-checkpoints, and the job rolls back when two
+/// hosts are killed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_ordinary_users_job_goes_back() {
@@ -112,7 +112,7 @@ fn an_ordinary_users_job_goes_back() {
     vm.halt().expect("halts");
 }
 
-/// In a new virtual machine, from checkpoints that its tasks wrote themselves.
+/// A new virtual machine restarts a job from the self-checkpoints of its tasks.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_without_criu_on_any_host() {
@@ -153,7 +153,7 @@ fn a_job_restarts_without_criu_on_any_host() {
         "{again:?}\n{}",
         vm.logs()
     );
-    // One task moves on, with its own checkpoint.
+    // One task migrates with its self-checkpoint.
     let moved = vm.migrate_when_ready(&job.tid, "h2").sure(&vm);
     assert!(
         moved.good() && moved.out.contains("by its own checkpoint"),

@@ -32,7 +32,7 @@ h2) exec tail -f /dev/null ;;
 esac
 ";
 
-/// Where spawn looks for programs.
+/// The folder where spawn searches for programs.
 fn bin(vm: &Vm) -> PathBuf {
     vm.home().join("pvm3/bin/LINUX64")
 }
@@ -51,7 +51,8 @@ fn make(vm: &Vm, words: &[&str], env: Option<(&str, &Path)>) {
     must(make, LONG).expect("make builds the examples");
 }
 
-/// Puts the programs in Rust, which the build of the workspace has made, where spawn looks.
+/// Copies the Rust programs, which the build of the workspace has made, to the folder where spawn
+/// searches.
 fn put_rust(vm: &Vm) {
     let built = build_folder().expect("a folder");
     for name in RUST {
@@ -62,7 +63,7 @@ fn put_rust(vm: &Vm) {
     }
 }
 
-/// Puts a worker where spawn looks that never answers on h2.
+/// Installs a worker that never answers on h2 in the folder where spawn searches.
 fn put_silent(vm: &Vm, name: &str, worker: &str) {
     let (place, worker) = (bin(vm).join(name), bin(vm).join(worker));
     let text = SILENT_ON_H2.replace("PROGRAM", &worker.display().to_string());
@@ -100,7 +101,7 @@ fn on_two_hosts(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Waits until so many processes of this kind run on a host.
+/// Waits until this number of processes of this kind runs on a host.
 fn has_processes(vm: &Vm, host: usize, count: usize, is_one: impl Fn(&str) -> bool) {
     let look = || {
         let processes = vm.bed().host(host).processes();
@@ -159,8 +160,8 @@ fn hello_and_ring_print_their_results() {
 }
 
 /// Every master in C, Fortran and Rust gets the same result of the workers in every language. A
-/// master goes on without workers that are killed or whose host is lost, and says so if it has
-/// none.
+/// master continues without workers that are killed or whose host is lost, and reports it if no
+/// worker is left.
 #[test]
 #[ignore = "system tier: needs root, hosts and gfortran"]
 fn masters_in_c_fortran_and_rust_agree_on_pi() {

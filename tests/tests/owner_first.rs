@@ -323,7 +323,8 @@ fn an_owner_has_all_processors_without_the_master() {
     });
 }
 
-/// It is killed while the owner is present, with a resource manager and without.
+/// The load watcher is killed while the owner is present, with a resource manager and without. The
+/// guests stay stopped.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_stopped_without_load_watcher() {
@@ -363,7 +364,7 @@ fn guests_stay_stopped_without_load_watcher() {
     });
 }
 
-/// The owner leaves before the guests' time is over: they continue, and none has moved.
+/// The owner leaves before the guests' time is over: they continue, and none has migrated.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_if_the_owner_leaves_soon() {

@@ -103,7 +103,7 @@ fn used_again(vm: &Vm, wanted: &str) {
     eventually(TIMEOUT, spawn).sure(vm);
 }
 
-/// Here makes guests leave. Away lets them in although the owner is logged in.
+/// The command `here` makes guests leave; `away` admits them although the owner is logged in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_says_here_and_away() {
@@ -199,7 +199,7 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
         .sum()
 }
 
-/// Both can be taken back.
+/// The owner can withdraw the limit and the forbidden hours.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_limits_guests_and_forbids_hours() {
@@ -264,7 +264,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
     });
 }
 
-/// It is taken back while no load watcher runs, and no guest stays confined.
+/// The owner withdraws the limit while no load watcher runs, and no guest stays confined.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_limit_ends_although_no_load_watcher_runs() {
@@ -431,7 +431,7 @@ fn since_1970(time: SystemTime) -> Duration {
     time.duration_since(UNIX_EPOCH).expect("after 1970")
 }
 
-/// A right file counts at once.
+/// A wrong file leaves the old policy in force; a valid one takes effect at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_wrong_policy_file_leaves_the_old_policy() {
@@ -492,7 +492,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
     });
 }
 
-/// Until it is corrected.
+/// A wrong first policy admits no guest until it is corrected.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_wrong_first_policy_lets_no_guest_in() {
@@ -674,7 +674,7 @@ fn an_owner_publishes_a_policy_for_others() {
             Some("[blocked]\nusers = [\"alice\"]\n"),
             "{shown}"
         );
-        // Tasks of an ordinary user cannot move, so they are stopped.
+        // Tasks of an ordinary user cannot migrate, so they are stopped.
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         status(vm, 2, "blocked", blocked);
@@ -766,7 +766,7 @@ fn owners_need_no_rights_and_cannot_be_forged() {
     });
 }
 
-/// There is no login record.
+/// A systemd session without a login record counts as an owner.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_systemd_session_counts_as_an_owner() {
@@ -860,7 +860,8 @@ fn logind_tells_whether_desktops_are_used() {
     });
 }
 
-/// And the reason if control groups are not used.
+/// The owner's status says how guests are stopped, and why control groups are not used if they are
+/// not.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_is_told_how_guests_are_stopped() {

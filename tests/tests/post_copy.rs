@@ -17,16 +17,16 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a task in MiB, and the bound for the bytes of images without it.
 const MIB: &str = "80";
 const IMAGES_MAX: u64 = 8 << 20;
-/// The lease where a host is to be lost.
+/// The lease for tests in which a host is lost.
 const LEASE_MS: &str = "5000";
-/// Memory follows tasks of any size, and goes ahead of them.
+/// Settings with which tasks of any size use post-copy and pre-copy.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
-/// No memory goes ahead: with a low rate that would take longer than the tests.
+/// Setting without pre-copy: with a low rate it would take longer than the tests.
 const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// Bytes per second at which memory takes longer than any of these tests.
 const SLOWLY: &str = "1000000";
 
-/// It is not in the images, all of it arrives, and the task can move again at once.
+/// The memory is not in the images, all of it arrives, and the task can migrate again at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_memory_of_a_large_task_follows_it() {
@@ -189,11 +189,11 @@ fn not_arrived(point: Point) -> bool {
     point < (Step::Arrive, StepEdge::After)
 }
 
-/// Tells what faults may cost a task whose memory follows it.
+/// True if a fault may cost the life of a task that uses post-copy.
 fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
-        // From the commit on the target asks for memory.
+        // From the commit on the target requests memory.
         (_, Fault::Part(_)) => !not_committed(point) && not_arrived(point),
         (Victim::Source, _) | (Victim::SourceTasker, Fault::Kill) => not_arrived(point),
         (Victim::Target, _) | (Victim::TargetTasker, Fault::Kill) => !not_committed(point),

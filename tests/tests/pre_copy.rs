@@ -1,5 +1,5 @@
-//! Memory that goes ahead of a task (pre-copy), between hosts: the task runs meanwhile, arrives
-//! whole, and survives a failed pre-copy.
+//! Pre-copy between hosts: memory is sent while the task runs, the task arrives whole, and it
+//! survives a failed pre-copy.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -14,7 +14,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const LARGE: (&str, u64) = ("96", 96 << 20);
 /// Bytes per second at which memory takes longer than any of these tests.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-/// Bytes per second at which memory goes ahead: on a faster network it follows the task.
+/// Bytes per second at which migrations use pre-copy; on a faster network they use post-copy.
 const SLOW: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
 /// Bytes that have left the host before a fault.
 const BEGUN: u64 = 2 << 20;
@@ -23,7 +23,7 @@ const WRITTEN: u64 = 4 * 4096;
 /// Bound for images without memory and for messages between the hosts, in bytes.
 const OVERHEAD: u64 = 8 << 20;
 
-/// Returns the bytes that went ahead in each move so far.
+/// Returns the bytes that pre-copy sent in each migration so far.
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
@@ -40,7 +40,7 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
         .collect()
 }
 
-/// Its memory goes ahead once, and what it writes meanwhile follows.
+/// Pre-copy sends the memory once, and the pages written meanwhile follow.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_writes_during_pre_copy_is_whole() {
@@ -106,7 +106,7 @@ fn a_suspended_task_does_not_wait_for_pre_copy() {
     });
 }
 
-/// The reason is reported.
+/// The task stays at the source, and the reason of the failure is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_failed_pre_copy_leaves_the_task_at_the_source() {

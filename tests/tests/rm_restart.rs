@@ -151,7 +151,7 @@ fn kinds(answer: &Value) -> Vec<String> {
     decisions.iter().filter_map(kind).collect()
 }
 
-/// The next one answers questions about earlier decisions.
+/// The next resource manager answers questions about earlier decisions.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_keeps_its_knowledge() {
@@ -370,7 +370,7 @@ fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
         .collect()
 }
 
-/// A program that spawns one task after the other asks only for some of them, and all are
+/// A program that spawns one task after the other sends requests only for some of them, and all are
 /// explained.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
@@ -493,7 +493,7 @@ fn kill_for_good(vm: &Vm) {
     .expect("it is gone");
 }
 
-/// They protect owners meanwhile, and report to the next resource manager.
+/// Load watchers protect owners without a resource manager, and report to the next one.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn load_watchers_work_without_a_resource_manager() {

@@ -1,6 +1,6 @@
-//! Moves of tasks that exchange messages on direct routes: rings on one host, connections between
-//! two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many moves and faults as for
-//! the default route.
+//! Migrations of tasks that exchange messages on direct routes: rings on one host, connections
+//! between two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many migrations and
+//! faults as for the default route.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::crowd::Crowd;
@@ -40,8 +40,8 @@ fn finish(vm: &Vm<'_>, crowd: Crowd) {
     eprintln!("{account:?}");
 }
 
-/// Starts all workers on `hosts` and moves them one after the other among the hosts `to`, each when
-/// all routes of the move before are restored.
+/// Starts all workers on `hosts` and migrates them one after the other among the hosts `to`, each
+/// when all routes of the migration before are restored.
 fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
     let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], hosts).sure(vm);
     let mut had = crowd.have_routes(&ALL, &HashMap::new()).sure(vm);
@@ -72,7 +72,7 @@ fn rings_deliver_once_when_tasks_part_and_meet_again() {
     });
 }
 
-/// Three tasks move at the same time while routes are made and end everywhere.
+/// Three tasks migrate at the same time while routes are made and end everywhere.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_deliver_once_in_parallel_moves() {
@@ -86,8 +86,8 @@ fn direct_routes_deliver_once_in_parallel_moves() {
     });
 }
 
-/// The guests of a host are stopped, moved while they are stopped, and resumed. They have rings to
-/// those that stay, and direct connections to those that left.
+/// The guests of a host are stopped, migrate while they are stopped, and are resumed. They have
+/// rings to those that stay, and direct connections to those that left.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_deliver_once_to_stopped_guests() {
@@ -156,7 +156,7 @@ fn a_task_with_a_direct_route_survives_faults() {
     });
 }
 
-/// Each task that is moved leaves the host of its peer, with which it has a ring.
+/// Each task that migrates leaves the host of its peer, with which it has a ring.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_with_a_ring_survives_faults_of_its_move() {

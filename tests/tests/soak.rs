@@ -1,5 +1,5 @@
-//! Tasks that exchange messages are moved many times: every message arrives once, and no move
-//! leaves anything behind.
+//! Tasks that exchange messages migrate many times. Every message arrives once, and no files,
+//! processes or other resources remain of a migration.
 
 use sempa_tests::crowd::Crowd;
 use sempa_tests::footprint::{Footprint, KINDS, TASKS};
@@ -14,10 +14,10 @@ const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
 const WORKERS: usize = 12;
 /// Each worker exchanges messages with this number of neighbours on either side.
 const REACH: usize = 2;
-/// Moves at the same time, and how often they are repeated.
+/// Migrations at the same time, and how often they are repeated.
 const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 
-/// Moves before the first count: hosts keep some resources from their first moves.
+/// Migrations before the first count: hosts keep some resources from their first migrations.
 const WARM_UP: [(usize, usize); 1] = [(4, 3)];
 /// Descriptors of a spare process-id namespace and its process; taskers keep some for the next
 /// tasks.
@@ -44,7 +44,7 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     (0..TASKS).map(count).collect()
 }
 
-/// Starts tasks that exchange messages, and moves them.
+/// Starts tasks that exchange messages, and migrates them.
 fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
     for (at_once, times) in rounds {
@@ -63,7 +63,7 @@ fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     .expect("all end");
 }
 
-/// Twelve tasks exchange messages and are moved 24 times.
+/// Twelve tasks exchange messages and migrate 24 times.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn many_moves_lose_nothing_and_leave_nothing() {

@@ -155,7 +155,7 @@ fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     );
 }
 
-/// Its tasks can move meanwhile, and continue when it is resumed.
+/// The tasks of a suspended job can migrate meanwhile, and continue when the job is resumed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_suspended_job_gets_no_processor_time() {

@@ -1,4 +1,4 @@
-//! Six tasks on three hosts exchange messages, each with all others, and are moved meanwhile.
+//! Six tasks on three hosts exchange messages, each with all others, and migrate meanwhile.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::fake_criu::{self, behave, misbehaved};
@@ -16,9 +16,9 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
-/// Moves by default, and if all cases are wanted.
+/// Migrations by default, and if all cases are wanted.
 const MOVES: [usize; 2] = [15, 50];
-/// Moves after each of which all routes must be restored.
+/// Migrations after each of which all routes must be restored.
 const MOVES_WITH_ROUTES: [usize; 2] = [6, 12];
 /// Times that guests of a host are stopped.
 const STOPS: [usize; 2] = [6, 16];
@@ -101,7 +101,7 @@ impl Talk {
     }
 }
 
-/// Returns how many direct routes each worker has had to each other one.
+/// Returns the number of direct routes so far from each worker to each other one.
 fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     let route = |line: &str| {
         let mut words = line.strip_prefix("route ")?.split(' ');
@@ -111,8 +111,8 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     out.lines().filter_map(route).collect()
 }
 
-/// Moves workers that use direct routes, one after the other. Before the next move both sides of
-/// all conversations of the moved worker have a new route.
+/// Migrates workers that use direct routes, one after the other. Before the next migration both
+/// sides of all conversations of the migrated worker have a new route.
 fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut rng = Rng::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
@@ -143,7 +143,7 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     };
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
     for number in 0..times(MOVES_WITH_ROUTES) {
-        // Those that compute, block and send large messages move first, then random ones.
+        // Those that compute, block and send large messages migrate first, then random ones.
         let who = if number < 3 { number } else { rng.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
@@ -168,7 +168,7 @@ fn messages_arrive_once_through_random_moves() {
     let mut talk = Talk::start(&vm, &[]);
     let mut rng = Rng::new(7);
     for number in 0..times(MOVES) {
-        // Those that compute, block and send large messages move first, then random ones.
+        // Those that compute, block and send large messages migrate first, then random ones.
         let who = if number < 3 { number } else { rng.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
@@ -196,7 +196,7 @@ fn direct_routes_are_restored_after_moves() {
     vm.halt().expect("halts");
 }
 
-/// Nor direct routes.
+/// Forked children disturb neither messages nor direct routes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn forked_children_do_not_disturb_moves() {
@@ -217,7 +217,7 @@ fn forked_children_do_not_disturb_moves() {
     vm.halt().expect("halts");
 }
 
-/// Waits until the move of a task is complete.
+/// Waits until the migration of a task is complete.
 fn has_moved(vm: &Vm, tid: &str) {
     eventually(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
@@ -234,7 +234,7 @@ fn has_moved(vm: &Vm, tid: &str) {
     .sure(vm);
 }
 
-/// Guests are stopped, moved and resumed while they exchange messages.
+/// Guests are stopped, migrate and are resumed while they exchange messages.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn messages_arrive_once_to_stopped_guests() {
@@ -288,7 +288,7 @@ fn messages_arrive_once_to_stopped_guests() {
     vm.halt().expect("halts");
 }
 
-/// The engine waits while the move has stopped its task, and all other workers make progress.
+/// The engine waits while the migration has stopped its task, and all other workers make progress.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn peers_make_progress_during_a_move() {

@@ -1,4 +1,4 @@
-//! The testbed itself: hosts are separate, logins are real, and nothing is left behind.
+//! The testbed itself: hosts are separate, logins are real, and no files or processes remain.
 
 use sempa_tests::ssh::{Login, client_config};
 use sempa_tests::{Testbed, eventually, needs, utmp};
@@ -40,7 +40,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
     );
 }
 
-/// A logout removes it.
+/// A login writes a record, and a logout removes it.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn a_login_writes_a_utmp_record() {

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: single layers, or the running system beside its peers.
+//! `cargo xtask bench`: measures single layers, or compares the running system with its peers.
 
 use crate::install::{self, Parts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
@@ -12,54 +12,55 @@ use std::process::Stdio;
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Single layers: packing, frames, the link, the daemon's forwarding; beside what was saved
+    /// Single layers: packing, frames, the link, the daemon's forwarding; compared with saved
+    /// results
     Micro,
-    /// The running system beside PVM 3.4.6, Open MPI and MPICH
+    /// The running system, compared with PVM 3.4.6, Open MPI and MPICH
     Peers,
-    /// What a load watcher costs its host, beside SEMPA's figures
+    /// What a load watcher costs its host, compared with SEMPA's figures
     Load,
     /// What a decision of the resource manager costs, with up to 10,000 hosts
     Decide,
-    /// A week of a thousand desktops and days of a greedy user, in virtual time, with what owners
-    /// and migrate have measured
+    /// A week of a thousand desktops and days of a greedy user, in virtual time, with the results
+    /// of owners and migrate
     Sim,
     /// What the resource manager adds to spawns and added hosts
     Rm,
-    /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in
-    /// turn
+    /// A farm of unequal tasks on unequal hosts, balanced, compared with the best assignment and
+    /// with assignment in turn
     Balance,
-    /// How soon guests stand still, by their own clocks, when people log in at random times
+    /// How soon guests stop, by their own clocks, when people log in at random times
     Owners,
-    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU, also
-    /// with memory that follows, and moves with all memory at once
+    /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, with
+    /// post-copy, and with all memory at once
     Migrate,
-    /// Whether hundreds of moves of tasks that talk lose a message or leave anything behind
+    /// Whether hundreds of migrations of tasks that exchange messages lose a message or leave
+    /// anything behind
     Soak,
     /// Single layers and peers
     All,
 }
 
-/// How long people log in, and how long a load watcher is watched, unless somebody says otherwise.
+/// Minutes of the login measurement by default. A load watcher is measured for three.
 const OWNERS_MINUTES: u64 = 10;
 const LOAD_MINUTES: u64 = 3;
 
-/// The words after `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct Words {
-    /// What to measure
+    /// The measurement to run
     #[arg(default_value = "all")]
     what: What,
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
-    /// `2`, soak: only `tasks` or `moves`, beside those measured before
+    /// `2`; soak: only `tasks` or `moves`; added to the rows measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// micro: later runs are compared with this one
+    /// micro: save this run for later comparisons
     #[arg(long)]
     save: bool,
-    /// micro: what is slower than what was saved is an error
+    /// micro: fail if a result is slower than the saved one
     #[arg(long)]
     strict: bool,
-    /// micro: a change by less than this share is none
+    /// micro: changes below this share do not count
     #[arg(long, value_name = "PERCENT", default_value_t = 25.0)]
     share: f64,
     /// peers, rm, balance, migrate, soak: fewer repetitions and rounds
@@ -68,27 +69,27 @@ pub(crate) struct Words {
     /// peers, balance, migrate, owners with sizes: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
-    /// owners, load: for so many minutes, instead of ten and three
+    /// owners, load: minutes of the run, instead of ten and three
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
-    /// migrate: MiB that the tasks hold, such as `16,512`; owners: how soon a task of so much
-    /// leaves, and its memory, one size after the other
+    /// migrate: MiB that the tasks hold, such as `16,512`; owners: also measure how soon a task
+    /// with this much memory leaves, one size after the other
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
-    /// migrate: bytes per second that our moves may send, as with `SEMPA_MOVE_RATE`
+    /// migrate: bytes per second that our migrations may send, as with `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of
-    /// building and installing it
+    /// peers, rm, owners, load, balance, migrate, soak: measure the programs installed here instead
+    /// of building and installing them
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: where the table, JSON
-    /// and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: folder of the table,
+    /// JSON and plots; by default benches/results for all rows, target/bench for some rows
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
 
-/// Measures. False if something could not be measured, or is above what is allowed.
+/// Runs the measurements. Returns false if one fails or exceeds its limit.
 ///
 /// # Errors
 /// A build fails, or a system cannot be started.
@@ -140,13 +141,13 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     Ok(good)
 }
 
-/// Where the programs to be measured are installed; they are built unless somebody says where they
-/// are.
+/// Returns the folder of the installed programs. Builds and installs them unless the command line
+/// names a folder.
 fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
-            // The testbed's hosts have a program of their own. Together with this one: the same
-            // features, nothing built twice.
+            // The testbed's hosts need a program of their own. One build of both uses the same
+            // features and builds nothing twice.
             if !install::cargo(&[
                 "build",
                 "--locked",
@@ -173,7 +174,7 @@ fn installed(words: &Words) -> Result<PathBuf> {
     .canonicalize()?)
 }
 
-/// Where results go: a whole run's to the project.
+/// Returns the folder for results: that of the project for a run of all rows.
 fn results(words: &Words) -> Result<PathBuf> {
     let whole =
         words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
@@ -256,7 +257,7 @@ fn managed(words: &Words) -> Result<bool> {
     )
 }
 
-/// Single layers. What they print is shown as it comes, and read.
+/// Measures single layers. Prints their output as it comes, and parses it.
 fn micro(words: &Words) -> Result<bool> {
     let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?
         .stdout(Stdio::piped())

@@ -1,5 +1,6 @@
-//! `cargo xtask bench load`: what a load watcher costs its host, beside the figures of SEMPA's: its
-//! parts one by one, and one that watches a host of a virtual machine.
+//! `cargo xtask bench load`: what a load watcher costs its host, compared with SEMPA's figures.
+//! Measures the parts of a load watcher one by one, and a load watcher at work on a host of a
+//! virtual machine.
 
 use crate::install;
 use anyhow::{Context, Result, bail};
@@ -13,7 +14,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// A row: what it is, the figure's name, SEMPA's own figure, what we allow ourselves.
+/// Rows: description, name of the figure, SEMPA's figure, our limit.
 const ROWS: [(&str, &str, &str, f64); 6] = [
     ("a sample, every second", "sample_busy_us", "10-170", 12.0),
     (
@@ -47,35 +48,35 @@ const ROWS: [(&str, &str, &str, f64); 6] = [
         5000.0,
     ),
 ];
-/// The share of a processor, in percent, that a load watcher may use on a host that does nothing.
+/// The share of a processor, in percent, that a load watcher may use on an idle host.
 const LIVE_PERCENT_MAX: f64 = 0.01;
-/// A machine that is busier than this share of its processors is not quiet; then the share above is
-/// told and not judged.
+/// A machine that uses more than this share of its processors is not quiet. The share above is then
+/// reported and not judged.
 const QUIET: f64 = 0.05;
-/// What starting costs is over after this.
+/// Startup costs are over after this time.
 const SETTLES: Duration = Duration::from_secs(30);
-/// Time for each single thing that is waited for.
+/// Time limit of each wait.
 const SOON: Duration = Duration::from_secs(60);
-/// The program that sends reports, and how long it may take.
+/// The program that sends load reports and times the calls.
 const SENDER: &str = "report-cost";
 
-/// What a load watcher used that watched a host.
+/// The processor time of a load watcher at work.
 #[derive(Debug, Serialize)]
 struct Live {
     seconds: f64,
-    /// Of its processor time, all its threads.
+    /// Processor time of all its threads in microseconds, in the measured span.
     used_us: f64,
     percent: f64,
-    /// How busy the machine was meanwhile, 0.0 to 1.0.
+    /// The share of the machine's processors in use meanwhile, 0.0 to 1.0.
     busy: f64,
     quiet: bool,
 }
 
-/// Measures and prints; a watcher at work for so many minutes. `results` is the folder for the
-/// JSON. False if a figure is above what is allowed.
+/// Measures for this number of minutes and prints the results. `results` is the folder for the
+/// JSON. Returns false if a figure exceeds its limit.
 ///
 /// # Errors
-/// The build fails, a program says something else, or no virtual machine can be started.
+/// The build fails, a program's output is malformed, or no virtual machine can be started.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     let out = install::cargo(&["bench", "-q", "-p", "pvm-load-watcher", "--bench", "load"])?
         .stderr(std::process::Stdio::inherit())
@@ -139,7 +140,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// The load watcher of h2 at work, and what a send of a report from h2 takes, in microseconds.
+/// Measures the load watcher of h2 at work, and the microseconds that it takes to send a report
+/// from h2.
 fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
     vm.add(&["h2"])?;
     let host = vm.bed().host(2);
@@ -172,7 +174,7 @@ fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
     Ok((live, median / 1e3))
 }
 
-/// The load watcher of a host.
+/// Returns the process number of a host's load watcher.
 fn watcher(host: &Host) -> Option<u32> {
     let is = |line: &str| {
         line.split(' ')
@@ -185,7 +187,7 @@ fn watcher(host: &Host) -> Option<u32> {
         .map(|(pid, _)| pid)
 }
 
-/// Processor time that all threads of a process have used, in nanoseconds.
+/// Returns the processor time that all threads of a process have used, in nanoseconds.
 fn used(pid: u32) -> Result<f64> {
     let mut sum = 0.0;
     for thread in fs::read_dir(format!("/proc/{pid}/task")).context("the load watcher has ended")? {
@@ -199,8 +201,7 @@ fn used(pid: u32) -> Result<f64> {
     Ok(sum)
 }
 
-/// All processor time of this machine since it was started, and the part in which there was nothing
-/// to do, in ticks.
+/// Returns all processor time of this machine since it was started, and its idle part, in ticks.
 fn machine() -> Result<(f64, f64)> {
     let text = fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;

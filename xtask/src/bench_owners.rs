@@ -1,6 +1,8 @@
 //! `cargo xtask bench owners`: people log in at random times on hosts where tablix2 and a farm
-//! compute. How soon do the guests stand still, by their own clocks and by the kernel's counts,
-//! what becomes of them, and do their jobs end with the right results?
+//! compute.
+//!
+//! Measures how soon the guests stop, by their own clocks and by the kernel's counts. Checks where
+//! the guests go, and that their jobs end with the right results.
 
 mod judge;
 mod kernels;
@@ -21,28 +23,28 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Hosts; people log in on any of them, also where the master is.
+/// Hosts of the testbed. People log in on any of them, also on the master's.
 const HOSTS: usize = 4;
 /// Tasks of the farm: each computes all the time and watches its own clock.
 const WORKERS: usize = 4;
-/// Units of work of each of them for each second of the run, some 10 ms of processor time each:
-/// with as many tasks on as few processors as here a farm takes a third of the run.
+/// Units of work of each task for each second of the run. A unit is about 10 ms of processor time.
+/// With this number of tasks and processors a farm takes a third of the run.
 const UNITS_PER_SECOND: u64 = 5;
-/// People who are there at the same time at most, so that there is somewhere to go.
+/// Upper bound of people who are logged in at the same time, so that guests have a host to go to.
 const AT_ONCE: usize = 2;
-/// They stay so long, in milliseconds, and come so long after one another.
+/// Bounds of the length of a visit, and of the time between two arrivals, in milliseconds.
 const STAY_MS: (usize, usize) = (3_000, 15_000);
 const PAUSE_MS: (usize, usize) = (1_000, 6_000);
-/// Time for each single thing that is waited for.
+/// Time limit of each wait.
 const SOON: Duration = Duration::from_secs(60);
 /// Time for tablix2 and the farm to end after the last visit.
 const REST_TIME: Duration = Duration::from_secs(900);
 
-/// Runs for so many minutes; `results` is the folder for the JSON. `Ok(false)`: something did not
-/// hold.
+/// Runs for this number of minutes. `results` is the folder for the JSON. Returns false if a check
+/// fails.
 ///
 /// # Errors
-/// A step could not be done at all.
+/// A step could not be performed at all.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         anyhow::bail!("bench owners: {lack}");
@@ -109,7 +111,7 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
             outcome.visits += 1;
         }
         jobs.go_on(vm, &mut outcome)?;
-        // The log is bounded; what is read now cannot be lost.
+        // The log is bounded; events read in time cannot be lost.
         note(vm, &mut events)?;
     }
     leave(&mut there, &mut stays, |_| true)?;
@@ -131,7 +133,7 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// tablix2 and the farm, one run after the other.
+/// A running tablix2 and a running farm; each starts again when it ends.
 struct Jobs {
     search: Running,
     farm: Running,
@@ -150,7 +152,7 @@ impl Jobs {
         })
     }
 
-    /// What has ended is judged and begins again.
+    /// Judges the jobs that have ended, and starts them again.
     fn go_on(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
         if self.search.poll()?.is_some() {
             let ended = std::mem::replace(&mut self.search, start_search(vm, say)?);
@@ -163,7 +165,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Waits for both; what the clocks of all workers there were say.
+    /// Waits for both jobs. Returns the clocks of all workers.
     fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Clocks> {
         searched(vm, self.search, REST_TIME, outcome);
         harvested(self.farm, REST_TIME, outcome, &mut self.clocks);
@@ -177,7 +179,7 @@ fn start_farm(vm: &Vm, units: u64) -> Result<Running> {
     Running::start(command, Stdio::null())
 }
 
-/// tablix2 has ended, or has to: its timetables are checked.
+/// Waits until tablix2 has ended, at most until the deadline, and checks its timetables.
 fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome) {
     let checked = search.finish(deadline).and_then(|done| {
         done.expect_good("tablix2")?;
@@ -193,7 +195,7 @@ fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome)
     }
 }
 
-/// A farm has ended, or has to: each of its tasks has the right result.
+/// Waits until a farm has ended, at most until the deadline, and checks the result of each task.
 fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &mut Clocks) {
     outcome.farms += 1;
     match farm
@@ -211,7 +213,7 @@ fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &
     }
 }
 
-/// Right results of a farm; what its tasks' own clocks say is added to the others.
+/// Returns the number of right results of a farm. Adds the clocks of its tasks to `clocks`.
 fn read_farm(out: &str, clocks: &mut Clocks) -> usize {
     let span = |from: &str, to: &str| Some((from.parse::<u64>().ok()?, to.parse::<u64>().ok()?));
     let mut right = 0;
@@ -246,7 +248,7 @@ fn pause(rng: &mut Rng, span: (usize, usize)) {
     std::thread::sleep(millis(rng, span));
 }
 
-/// Somebody who is logged in on a host.
+/// A person who is logged in on a host.
 struct There {
     until: Instant,
     /// Just before the login, in microseconds since 1970.
@@ -254,7 +256,7 @@ struct There {
     login: Login,
 }
 
-/// Logs out whose time is over.
+/// Logs out all people whose time is over.
 fn leave(
     there: &mut BTreeMap<u16, There>,
     stays: &mut Vec<Stay>,
@@ -283,7 +285,7 @@ fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
     Ok(())
 }
 
-/// All that the resource manager remembers to have decided about a host.
+/// Returns all decisions about a host that the resource manager remembers.
 fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
     let mut answer = vm
         .json(&["why", host])?

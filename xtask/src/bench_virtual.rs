@@ -1,5 +1,5 @@
-//! `cargo xtask bench decide` and `cargo xtask bench sim`: programs of the resource manager's own
-//! (`rm/benches`) that need no host but this one. What they say is shown and kept.
+//! `cargo xtask bench decide` and `cargo xtask bench sim`: run programs of the resource manager
+//! (`rm/benches`) that need no other host. Their output is printed and saved.
 
 use crate::{install, setup};
 use anyhow::{Context, Result};
@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// What decisions cost. False if the median of one is above what is allowed.
+/// Measures the cost of decisions. Returns false if the median of one exceeds its limit.
 ///
 /// # Errors
 /// The build fails, or the results cannot be written.
@@ -17,8 +17,8 @@ pub(crate) fn decide(results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// A week, and some days, in virtual time with what was measured. False if somebody waits longer
-/// than is allowed.
+/// Simulates a week, and some days, in virtual time with measured values. Returns false if a wait
+/// exceeds its limit.
 ///
 /// # Errors
 /// The build fails, a measurement is missing, or the results cannot be written.
@@ -36,12 +36,12 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// Builds and runs such a program: what it said, where it wrote its findings, and whether they are
-/// as they should be.
+/// Builds and runs a program. Returns its output, the file with its results, and true if they are
+/// as expected.
 fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
     let json = install::target()?.join(format!("{name}.json"));
     if json.exists() {
-        // Nobody takes what an earlier run has found for this one's.
+        // Results of an earlier run must not be taken for those of this run.
         fs::remove_file(&json).with_context(|| json.display().to_string())?;
     }
     let mut command = install::cargo(&["bench", "-q", "-p", "pvm-rm", "--bench", name, "--"])?;

@@ -1,7 +1,8 @@
-//! `cargo xtask campaign`: what takes too long for each change, in steps that can be resumed.
+//! `cargo xtask campaign`: runs checks that take too long for each change, in steps that can be
+//! resumed.
 //!
-//! A campaign belongs to a commit and a seed. Each step that ends is a line in the journal; a
-//! campaign that is started again runs what has not passed.
+//! A campaign belongs to a commit and a seed. Each step that ends is a line in the journal. A
+//! campaign that is started again runs the steps that have not passed.
 
 mod journal;
 mod steps;
@@ -22,17 +23,16 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use steps::{PARTS, Step};
 
-/// A step that takes longer than this is stopped and has failed.
+/// A step that takes longer than this is stopped and fails.
 const STEP_TIME: Duration = Duration::from_secs(2 * 60 * 60);
 
-/// The words after `cargo xtask campaign`.
 #[derive(Args)]
 pub(crate) struct Words {
     /// Only these parts: matrices, lies, soak, conformance, fuzz, limits, models, properties,
     /// release
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
-    /// Start no further step after this time; the next campaign goes on with the rest
+    /// Start no further step after this time; the next campaign continues
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
     /// The seed for everything that is chosen at random; the number of the day otherwise
@@ -49,7 +49,7 @@ pub(crate) struct Words {
     list: bool,
 }
 
-/// Numbers of one part.
+/// Counts of the steps of one part, by outcome.
 #[derive(Clone, Debug, Default, Serialize)]
 struct PartSummary {
     part: String,
@@ -60,7 +60,7 @@ struct PartSummary {
     seconds: u64,
 }
 
-/// What `summary.json` holds.
+/// The content of `summary.json`.
 #[derive(Debug, Serialize)]
 struct Summary {
     commit: String,
@@ -132,7 +132,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     finish(&chosen, &journal, &folder)
 }
 
-/// The commit that is checked out, or what git says instead.
+/// Returns the commit that is checked out, or git's error.
 fn commit() -> String {
     let done = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
@@ -164,7 +164,7 @@ fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record>
     })
 }
 
-/// Starts the program of a step and waits for its end.
+/// Starts the program of a step and waits for its end. Returns the outcome and its reason.
 fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, String)> {
     let file = fs::File::create(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(&step.program);
@@ -248,7 +248,7 @@ fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
     Ok(summary.failures.is_empty())
 }
 
-/// The summary for people.
+/// Returns the summary as text.
 fn text(summary: &Summary) -> String {
     let mut text = format!(
         "campaign of {} with seed {}\n",

@@ -1,5 +1,4 @@
-//! `cargo xtask conformance`: the sentences of `tests/conformance` on PVM 3.4.6 and on ours, side
-//! by side.
+//! `cargo xtask conformance`: compares PVM 3.4.6 and Sempa by the sentences of `tests/conformance`.
 
 use crate::install::{self, Parts};
 use crate::setup;
@@ -8,7 +7,7 @@ use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::needs;
 
 /// Runs the programs on the systems that `against` names; `chosen` are parts of program names.
-/// False if there is a difference that nothing explains.
+/// Returns false if there is an unexplained difference.
 ///
 /// # Errors
 /// No testbed can be made here, or a system does not start.

@@ -1,8 +1,8 @@
 //! `cargo xtask demo`: a running PVM program leaves a host whose owner comes back.
 //!
-//! Four hosts on this machine, Debian's unmodified tablix2 on them, a real ssh login on one, and
-//! the story of what the virtual machine did about it. Everything is in namespaces that end with
-//! this process, so an interruption needs no handler to clean up.
+//! The demo has four hosts on this machine, Debian's unmodified tablix2 on them, and a real ssh
+//! login on one. Then it prints what the virtual machine did. Everything runs in namespaces that
+//! end with this process, so an interruption needs no handler to clean up.
 
 use crate::install::{self, Parts};
 use crate::timeline::Timeline;
@@ -21,36 +21,37 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Time for each single thing that is waited for, on a loaded machine.
+/// Time limit of each wait on a loaded machine.
 const SOON: Duration = Duration::from_secs(60);
 /// Longest search of tablix2 on a slow machine.
 const SEARCH_TIME: Duration = Duration::from_secs(600);
-/// The program has to run at least this long for the demo to show anything.
+/// The program must run at least this long for the demo to show anything.
 const SEARCH_LEAST: Duration = Duration::from_secs(20);
 /// Kernels of tablix2, one for each host.
 const KERNELS: usize = 4;
 /// The host to which the owner comes back.
 const OWNED: usize = 2;
 
-/// What goes into the JSON file.
+/// The content of the JSON file.
 #[derive(Debug, Serialize)]
 struct Outcome {
-    /// True when everything held.
+    /// True if all checks have passed.
     good: bool,
-    /// Why not.
+    /// The reasons why a check has failed.
     reasons: Vec<String>,
     /// The story of the login.
     timeline: Option<Timeline>,
-    /// Seconds that tablix2 ran.
+    /// Seconds that tablix2 ran for.
     search_s: f64,
     /// Unmet wishes in the solutions, one for each kernel.
     fitness: Vec<u64>,
 }
 
-/// Shows the main job; `json` is where the timeline goes. `Ok(false)`: something did not hold.
+/// Runs the demo on four hosts. `json` is the file for the timeline. Returns false if a check
+/// fails.
 ///
 /// # Errors
-/// A step could not be done at all.
+/// A step could not be performed at all.
 pub(crate) fn run(json: &Path) -> Result<bool> {
     setup::everything()?;
     say("building (release)");
@@ -101,7 +102,7 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     Ok(outcome.good)
 }
 
-/// A line of the demo.
+/// Prints a line of the demo.
 pub(crate) fn say(line: &str) {
     println!("demo: {line}");
 }
@@ -176,7 +177,7 @@ fn story(vm: &Vm) -> Result<Outcome> {
     })
 }
 
-/// Adds the hosts over ssh and waits for a load watcher on each. The hosts by index.
+/// Adds the hosts over ssh and waits for a load watcher on each. Returns the host names by index.
 pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>> {
     let hosts = vm.bed().hosts();
     let others: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
@@ -271,14 +272,14 @@ fn wait_for_guests(vm: &Vm, search: &mut Running) -> Result<()> {
     .map_err(anyhow::Error::msg)
 }
 
-/// The program of which tablix2 has one on each host.
+/// The name of tablix2's program that runs on each host.
 pub(crate) const KERNEL: &str = "tablix2_kernel";
 
 fn is_kernel(name: &str) -> bool {
     name.ends_with(KERNEL)
 }
 
-/// Kernels that are still on a host, by the console and by the host's own process table.
+/// Returns the kernels that are still on a host, by the console and by the host's process table.
 fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for task in vm.tasks()? {
@@ -294,8 +295,7 @@ fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
     Ok(left)
 }
 
-/// A task that is spawned now, without naming a host, is placed on the host that its owner has
-/// left.
+/// Checks that a new task without a given host is placed on the host that its owner has left.
 fn used_again(vm: &Vm, host: &str) -> Result<()> {
     vm.program("hold")?;
     eventually(SOON, || {
@@ -317,7 +317,7 @@ fn used_again(vm: &Vm, host: &str) -> Result<()> {
     Ok(())
 }
 
-/// What is wrong with the solutions as a whole.
+/// Returns what is wrong with the solutions as a whole; `None` if they are right.
 pub(crate) fn lacks(solutions: &[Solution]) -> Option<String> {
     let lessons = SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once;
     let wrong = solutions.iter().any(|solution| solution.lessons != lessons);
@@ -346,7 +346,7 @@ pub(crate) fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
     Ok(solutions)
 }
 
-/// Halts; processes or files that stay are reasons.
+/// Halts the virtual machine. Adds a reason for each process or file that remains.
 fn leave_nothing(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
     vm.halt()?;
     let before = reasons.len();

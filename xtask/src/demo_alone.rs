@@ -1,5 +1,5 @@
-//! What the demo can show without hosts of their own: a virtual machine of this host alone, running
-//! a PVM program.
+//! The part of the demo that needs no hosts: a virtual machine of this host alone that runs a PVM
+//! program.
 
 use crate::demo::say;
 use anyhow::{Context, Result, bail};
@@ -13,8 +13,8 @@ const SOON: Duration = Duration::from_secs(60);
 /// One of Debian's examples, used when it is installed.
 const EXAMPLE: &str = "/usr/bin/master1";
 
-/// Starts, uses and halts a virtual machine with files in a folder of its own. `Ok(false)`:
-/// something did not hold.
+/// Starts, uses and halts a virtual machine with files in its own folder. Returns false if a check
+/// fails.
 ///
 /// # Errors
 /// A program could not be started.
@@ -26,7 +26,7 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
             .env("PVM_TMP", &folder)
             .env("LD_LIBRARY_PATH", prefix.join("lib"))
             .current_dir(&folder);
-        // The daemon looks there for what is spawned.
+        // The daemon searches this folder for programs to spawn.
         command
             .env("PVM_PATH", "/usr/bin")
             .env("PVM_ALLOW_ROOT", "1");

@@ -1,4 +1,4 @@
-//! Building the workspace and laying the programs out under a prefix.
+//! Builds the workspace and installs the programs under a prefix.
 
 use crate::setup::project;
 use anyhow::{Context, Result, bail};
@@ -8,7 +8,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Programs, as they are installed.
+/// Names of the installed programs.
 const PROGRAMS: [&str; 6] = [
     "pvm",
     "pvmd",
@@ -28,16 +28,16 @@ const CRATES: [&str; 7] = [
     "gpvm3",
 ];
 
-/// The profile of what users install and benchmarks measure.
+/// The profile of the build that users install and benchmarks measure.
 pub(crate) const RELEASE: &str = "release";
 
-/// The target folder of this build: two above the running program.
+/// Returns the target folder of this build: two levels above the running program.
 pub(crate) fn target() -> Result<PathBuf> {
     let build = sempa_tests::needs::build_folder()?;
     Ok(build.parent().unwrap_or(&build).to_path_buf())
 }
 
-/// The profile with which this program was built: `ci` for tests, else `release`.
+/// Returns the profile with which this program was built: `ci` for tests, else `release`.
 pub(crate) fn own_profile() -> Result<String> {
     let build = sempa_tests::needs::build_folder()?;
     let folder = build.file_name().unwrap_or_default().to_string_lossy();
@@ -47,7 +47,7 @@ pub(crate) fn own_profile() -> Result<String> {
     })
 }
 
-/// The folder of a profile's programs, below the target folder.
+/// Returns the folder of a profile's programs, below the target folder.
 fn folder_of(profile: &str) -> &str {
     if profile == "dev" { "debug" } else { profile }
 }
@@ -59,8 +59,8 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
         .args(words)
         .current_dir(project())
         .env("CARGO_TARGET_DIR", target()?);
-    // Variables that describe this package look like a change to the build scripts of others:
-    // cargo would build everything above them again, each time.
+    // Variables that describe this package look like a change to the build scripts of other
+    // packages: cargo would rebuild them and all their dependents each time.
     let ours = |name: &OsString| {
         ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
@@ -72,12 +72,11 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// What to build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Parts {
     /// The installed programs and libraries.
     Programs,
-    /// The programs and what makes hosts for them.
+    /// The programs, and those that start hosts of a testbed.
     ProgramsAndHosts,
     /// The whole workspace with its tests.
     Tests,
@@ -103,8 +102,8 @@ pub(crate) fn build(profile: &str, parts: Parts) -> Result<()> {
     Ok(())
 }
 
-/// Copies what was built with a profile to its places under `prefix`. Each file is replaced as a
-/// whole, so running programs are not disturbed.
+/// Copies the build of a profile to its places under `prefix`. Each file is replaced as a whole, so
+/// running programs are not disturbed.
 ///
 /// # Errors
 /// Something was not built, or the prefix cannot be written.
@@ -141,7 +140,7 @@ pub(crate) fn lay_out(prefix: &Path, profile: &str) -> Result<()> {
     manuals(prefix)
 }
 
-/// The group library with its programs, and what Fortran programs are built with.
+/// Installs the group library with its programs, and the files for building Fortran programs.
 fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
     put(
         &built.join("libgpvm3.so"),
@@ -164,7 +163,7 @@ fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
     )
 }
 
-/// A file for pkg-config, made from its form.
+/// Writes a file for pkg-config from its template.
 fn package_config(prefix: &Path, form: &Path) -> Result<()> {
     let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
     let place = std::path::absolute(prefix)?.display().to_string();
@@ -205,8 +204,8 @@ fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
     replace(to, &bytes, mode)
 }
 
-/// Writes beside the place and renames. An identical file stays: its time stamp is what other
-/// builds look at.
+/// Writes a temporary file in the same folder and renames it. An identical file stays, because
+/// other builds compare its time stamp.
 fn replace(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(to).is_ok_and(|there| there == bytes) {
         return Ok(());
@@ -229,7 +228,7 @@ fn link(content: &str, place: &Path) -> Result<()> {
         .with_context(|| place.display().to_string())
 }
 
-/// A name in the same folder that nobody else uses.
+/// Returns a path in the same folder that no other process uses.
 fn beside(place: &Path) -> PathBuf {
     let name = place
         .file_name()

@@ -1,5 +1,4 @@
-//! The commands of this project's developers and of everybody who wants to see it work: `cargo
-//! xtask demo` and friends.
+//! `cargo xtask`: commands for developers of the project, and the demo.
 
 mod bench;
 mod bench_load;
@@ -34,47 +33,48 @@ struct Words {
 
 #[derive(Subcommand)]
 enum What {
-    /// Four hosts on this machine, a running PVM program, an owner who comes back
+    /// Show an owner who comes back: four hosts on this machine, a running PVM program
     Demo {
-        /// Where the timeline goes as JSON
+        /// The JSON file for the timeline
         #[arg(long, default_value = "target/demo.json")]
         json: PathBuf,
     },
     /// Set up, build, install under target/ and run all tests
     Test {
-        /// Words for the test runner, for instance the name of a test
+        /// Words for the test runner, such as the name of a test
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
     /// Check the language and the shape of the sources
     Tidy,
-    /// Run what takes hours: full matrices, soak, lies, conformance, fuzzing, limits; resumable
+    /// Run checks that take hours: full matrices, soak, lies, conformance, fuzzing, limits;
+    /// resumable
     Campaign(campaign::Words),
-    /// Build and lay the programs out under a folder
+    /// Build the programs and install them under a folder
     Install {
-        /// The folder: DIR/bin, DIR/lib, DIR/include
+        /// The folder: programs go to DIR/bin, DIR/lib and DIR/include
         #[arg(long)]
         prefix: PathBuf,
     },
-    /// Get a CRIU that works on this kernel
+    /// Install a CRIU that works on this kernel
     Criu {
-        /// Where it goes
+        /// The folder to install it in
         #[arg(long, default_value = setup::CRIU_PREFIX)]
         prefix: PathBuf,
     },
-    /// The sentences of tests/conformance on PVM 3.4.6 and on ours, side by side
+    /// Compare PVM 3.4.6 and Sempa by the sentences of tests/conformance
     Conformance {
         /// `pvm3`: Debian's; `sempa`: ours, with programs compiled for ours and with programs
         /// compiled for Debian's
         #[arg(long, default_value = "both", value_parser = ["pvm3", "sempa", "both"])]
         against: String,
-        /// Neither build nor install anything: take what is in the prefix
+        /// Use the programs in the prefix; neither build nor install anything
         #[arg(long)]
         as_installed: bool,
-        /// Parts of names of programs; none: all
+        /// Parts of names of programs; all programs if empty
         programs: Vec<String>,
     },
-    /// Measure: single layers, or the running system beside PVM 3.4.6, Open MPI and MPICH
+    /// Measure single layers, or compare the running system with PVM 3.4.6, Open MPI and MPICH
     Bench(bench::Words),
 }
 

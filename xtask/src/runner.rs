@@ -1,4 +1,4 @@
-//! Lists and runs the tests of the workspace: by nextest, or without it by the test binaries
+//! Lists and runs the tests of the workspace, by nextest, or without it by the test binaries
 //! themselves.
 
 use crate::install;
@@ -13,17 +13,17 @@ use std::process::{Command, Stdio};
 pub(crate) struct Test {
     /// The binary as nextest names it, such as `sempa-tests::drain`.
     pub(crate) binary: String,
-    /// The name in its binary.
+    /// The name within its binary.
     pub(crate) name: String,
-    /// True if it is marked with `#[ignore]`: it belongs to the system tier.
+    /// True if it is marked with `#[ignore]` and so belongs to the system tier.
     pub(crate) ignored: bool,
-    /// The file of its binary.
+    /// The file of its test binary.
     pub(crate) path: PathBuf,
     /// The folder of its package, in which it runs.
     pub(crate) folder: PathBuf,
 }
 
-/// Numbers of a run.
+/// The number of tests of a run, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) passed: usize,
@@ -40,9 +40,9 @@ impl std::ops::AddAssign for Counts {
 /// Which packages a run builds, with which features.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Selection<'a> {
-    /// Words for cargo: `--workspace`, or a package with its features.
+    /// Arguments for cargo: `--workspace`, or a package with its features.
     pub(crate) packages: &'a [&'a str],
-    /// Variables of the tests.
+    /// Environment variables of the tests.
     pub(crate) env: &'a [(&'a str, String)],
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn has_nextest() -> bool {
         .is_ok_and(|done| done.status.success())
 }
 
-/// How the tests are run.
+/// A way to list and run tests.
 pub(crate) trait Runner {
     /// Builds the tests and lists them.
     fn list(&self, selection: Selection) -> Result<Vec<Test>>;
@@ -62,7 +62,7 @@ pub(crate) trait Runner {
     fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts>;
 }
 
-/// The runner for this machine.
+/// Returns the runner for this machine.
 pub(crate) fn runner(profile: &str) -> Box<dyn Runner> {
     let profile = profile.to_string();
     if has_nextest() {
@@ -122,12 +122,12 @@ impl Runner for Nextest {
     }
 }
 
-/// Where nextest writes its report.
+/// Returns the path of nextest's report.
 pub(crate) fn junit(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
-/// True if a name is that of a test: functions `child_…` are bodies of processes that tests start.
+/// True if a name is that of a test. Functions `child_…` are bodies of processes that tests start.
 fn is_test(name: &str) -> bool {
     !name
         .rsplit("::")
@@ -136,7 +136,7 @@ fn is_test(name: &str) -> bool {
         .starts_with("child_")
 }
 
-/// The tests in what `cargo nextest list` prints as JSON.
+/// Parses the JSON output of `cargo nextest list`.
 fn listed(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
@@ -156,7 +156,7 @@ fn listed(list: &Value) -> Result<Vec<Test>> {
     Ok(tests)
 }
 
-/// A filter that leaves these tests out.
+/// Returns a filter that leaves these tests out.
 fn without(tests: &[Test]) -> String {
     let mut binaries: Vec<&str> = tests.iter().map(|test| test.binary.as_str()).collect();
     binaries.sort_unstable();
@@ -193,10 +193,9 @@ struct Libtest {
     profile: String,
 }
 
-/// A test binary.
 struct Binary {
     id: String,
-    /// Functions that are no tests but bodies of processes.
+    /// Functions that are no tests but bodies of processes that tests start.
     children: Vec<String>,
     path: PathBuf,
     folder: PathBuf,
@@ -239,7 +238,7 @@ impl Libtest {
     }
 }
 
-/// The test binary that a message of cargo tells of, if it does.
+/// Returns the test binary that a message of cargo describes, if it describes one.
 fn binary(message: &Value) -> Option<Binary> {
     let path = message["executable"].as_str()?;
     if message["profile"]["test"] != true {
@@ -266,7 +265,7 @@ fn binary(message: &Value) -> Option<Binary> {
     })
 }
 
-/// The names of tests that a binary lists.
+/// Returns the names of tests that a binary lists.
 fn names_in(binary: &Binary, words: &[&str]) -> Result<Vec<String>> {
     let done = Libtest::words(binary, words, &[]).output()?;
     let text = String::from_utf8_lossy(&done.stdout);
@@ -390,7 +389,7 @@ mod tests {
         );
     }
 
-    /// The list of nextest says of each test whether it belongs to the system tier.
+    /// The list of nextest shows for each test whether it belongs to the system tier.
     #[test]
     fn list_tells_the_tier() {
         let list = serde_json::json!({"rust-suites": {"a::b": {"testcases": {

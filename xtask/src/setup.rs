@@ -1,17 +1,17 @@
-//! What the two big commands need of the machine: Debian packages and a CRIU that works.
+//! Installs what the tests and the demo need of the machine: Debian packages and a working CRIU.
 
 use anyhow::{Context, Result, bail};
 use sempa_tests::needs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Debian packages, by name.
+/// Names of the required Debian packages.
 pub(crate) const PACKAGES: [&str; 22] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
     "iproute2",
-    // PVM's daemon and library ask it for the number of TCP.
+    // PVM's daemon and library look the protocol number of TCP up in its file.
     "netbase",
     "pvm",
     "pvm-dev",
@@ -19,11 +19,11 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "netpipe-pvm",
     "slang-pvm",
     "slsh",
-    // A display without a screen, and programs that look at it and move its mouse.
+    // A display without a screen, and programs that read its pixels and move its mouse.
     "xvfb",
     "x11-apps",
     "xdotool",
-    // A bus to ask for sessions.
+    // A bus for the imitation of logind.
     "dbus-daemon",
     "procps",
     "gcc",
@@ -31,11 +31,11 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "make",
     "pkg-config",
     "libc6-dev",
-    // Tasks in other languages that are moved; Perl is always there.
+    // Tasks in other languages that migrate; Perl is always installed.
     "python3",
 ];
 
-/// Where a CRIU of our own goes.
+/// The prefix of a CRIU that this program installs.
 pub(crate) const CRIU_PREFIX: &str = "/opt/sempa/criu";
 
 /// True for uid 0.
@@ -43,7 +43,7 @@ pub(crate) fn is_root() -> bool {
     needs::is_root()
 }
 
-/// The top folder of the project.
+/// Returns the top folder of the project.
 pub(crate) fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -51,13 +51,13 @@ pub(crate) fn project() -> PathBuf {
         .to_path_buf()
 }
 
-/// Installs what is missing. Without root it only says what is missing.
+/// Installs what is missing. Without root, only prints what is missing.
 ///
 /// # Errors
 /// Root could not install something.
 pub(crate) fn everything() -> Result<()> {
     packages(&PACKAGES)?;
-    // Without hosts nothing moves either; the caller says so.
+    // Without hosts no task can migrate; the caller reports it.
     if needs::lacks().is_none() {
         engine()
     } else {
@@ -136,11 +136,11 @@ fn apt(words: &[&str]) -> Result<()> {
     )
 }
 
-/// Makes sure that there is a CRIU which works on this kernel: the one that the tasker would find,
+/// Makes sure that there is a CRIU that works on this kernel: the one that the tasker would find,
 /// or a new one under `prefix`.
 ///
 /// # Errors
-/// None works and none could be had.
+/// None works, and none could be installed.
 pub(crate) fn criu(prefix: &Path) -> Result<()> {
     if let Some(program) = needs::engine().filter(|program| works(program)) {
         println!("setup: {} works", program.display());
@@ -168,7 +168,7 @@ pub(crate) fn criu(prefix: &Path) -> Result<()> {
     }
 }
 
-/// `criu check` is the least that must hold; version numbers are no proof, the kernel decides.
+/// True if `criu check` succeeds. Version numbers prove nothing, because the kernel decides.
 fn works(program: &Path) -> bool {
     let quiet = |word: &str| Command::new(program).arg(word).output();
     let version = quiet("--version")

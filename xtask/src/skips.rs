@@ -1,4 +1,4 @@
-//! Tests of the system tier that this machine cannot run, with the reason.
+//! Finds the tests of the system tier that this machine cannot run, with the reason.
 //!
 //! Such a test is left out before the run and reported as skipped. A test that is started anyway
 //! panics with the same reason (`sempa_tests::needs`).
@@ -7,20 +7,18 @@ use sempa_tests::{limits, logind, needs, screen, sources};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Something that a test needs of the machine beyond the programs of this build.
+/// A need of a test beyond the programs of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
-    /// Root.
     Root,
     /// Root, namespaces, and the programs of the testbed.
     Hosts,
-    /// A CRIU that works.
+    /// A CRIU that works on this kernel.
     Criu,
     /// A program, and the Debian package that installs it.
     Program(&'static str, &'static str),
-    /// The sources of the examples, with their compilers.
+    /// The sources of PVM's examples, with their compilers.
     Examples,
-    /// A display.
     Screen,
     /// A bus for the imitation of logind.
     Bus,
@@ -30,9 +28,9 @@ enum Need {
     MemoryGroups,
     /// Control groups of version 2, which freeze processes.
     Freezer,
-    /// A `/tmp` that is on a disk.
+    /// A `/tmp` on a disk, not in memory.
     Disk,
-    /// Free memory in MiB: for the usual sizes, and with `SEMPA_TEST_FULL`.
+    /// Free memory in MiB: for the usual sizes, and for those with `SEMPA_TEST_FULL`.
     FreeMemory(u64, u64),
 }
 
@@ -52,8 +50,8 @@ const TABLIX: Need = Need::Program("/usr/bin/tablix2", "tablix2");
 const NETPIPE: Need = Need::Program("/usr/bin/NPpvm", "netpipe-pvm");
 const SLSH: Need = Need::Program("/usr/bin/slsh", "slsh");
 
-/// What ignored tests need: a binary as nextest names it (the part before `::` stands for all
-/// binaries of a package), a part of the test's name (all tests if empty), and the needs.
+/// The needs of ignored tests. A row has a binary as nextest names it (the part before `::` stands
+/// for all binaries of a package), a part of the test's name (empty for all tests), and the needs.
 const TABLE: &[(&str, &str, &[Need])] = &[
     ("sempa-tests", "", &[Hosts]),
     ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
@@ -131,7 +129,7 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
 ];
 
-/// The needs of an ignored test; hosts if the table does not name its binary.
+/// Returns the needs of an ignored test: hosts if the table does not name its binary.
 fn needs_of(binary: &str, test: &str) -> Vec<Need> {
     let package = binary.split("::").next().unwrap_or(binary);
     let rows = TABLE
@@ -146,8 +144,8 @@ fn needs_of(binary: &str, test: &str) -> Vec<Need> {
     if known { needs } else { vec![Hosts] }
 }
 
-/// Why a need is not met here; `None` if it is met. `criu` is the answer of the set-up, and `full`
-/// is true for a campaign.
+/// Returns why a need is not met here; `None` if it is met. `criu` is the reason why CRIU does not
+/// work, from the set-up. `full` is true for a campaign.
 fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
     match need {
         Need::FreeMemory(usual, all) => {
@@ -181,7 +179,7 @@ fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
     }
 }
 
-/// The memory that the kernel could give to a program now.
+/// Returns the memory that the kernel could give to a program, in MiB.
 fn free_mebibytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text
@@ -199,7 +197,8 @@ pub(crate) struct Skips {
 }
 
 impl Skips {
-    /// `criu`: why there is no CRIU that works, if so. `full`: tests run with `SEMPA_TEST_FULL`.
+    /// `criu` is the reason why there is no working CRIU, if so. `full` is true if tests run with
+    /// `SEMPA_TEST_FULL`.
     pub(crate) fn new(criu: Option<String>, full: bool) -> Skips {
         Skips {
             criu,
@@ -208,7 +207,7 @@ impl Skips {
         }
     }
 
-    /// The reason to skip an ignored test; `None` if the machine has all that it needs.
+    /// Returns the reason to skip an ignored test; `None` if the machine meets all its needs.
     pub(crate) fn reason(&mut self, binary: &str, test: &str) -> Option<String> {
         needs_of(binary, test).into_iter().find_map(|need| {
             self.answers
@@ -234,13 +233,13 @@ mod tests {
         assert_eq!(needs_of("pvm-console::terminal", "x"), [Hosts; 0]);
     }
 
-    /// A binary that the table does not know is taken to need hosts.
+    /// A binary that is not in the table needs hosts.
     #[test]
     fn unknown_binary_needs_hosts() {
         assert_eq!(needs_of("pvm-other::it", "x"), [Hosts]);
     }
 
-    /// Without CRIU the tests that move tasks are skipped, with the reason of the set-up.
+    /// Without CRIU the tests of migrations are skipped, with the reason from the set-up.
     #[test]
     fn missing_criu_skips_moves_only() {
         let mut skips = Skips::new(Some("no CRIU".into()), false);

@@ -9,13 +9,13 @@ use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::{Instant, SystemTime};
 
-/// The seed of proptest: each run tries the same, so that a failure comes from a change.
+/// The seed of proptest. It is fixed, so that a new failure comes from a change.
 const PROPTEST_SEED: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
 
 /// The variable with the seed that chooses among faults, victims and steps.
 pub(crate) const SEED: &str = "SEMPA_TEST_SEED";
 
-/// Random inputs for everything that reads what others have packed.
+/// The number of random inputs for all parsers of packed data.
 const FUZZ_INPUTS: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
 
 /// Runs all tests. `words` go to the test runner and choose among the tests; the checks of the
@@ -65,11 +65,11 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     Ok(good)
 }
 
-/// What the tests of the system tier start from.
+/// The result of the preparation for tests of the system tier.
 pub(crate) struct Prepared {
     /// Where the programs are installed.
     pub(crate) prefix: String,
-    /// Why there is no CRIU that works, if so.
+    /// The reason why there is no working CRIU, if so.
     pub(crate) no_criu: Option<String>,
 }
 
@@ -89,7 +89,7 @@ pub(crate) fn prepare(profile: &str) -> Result<Prepared> {
     })
 }
 
-/// The seed of this run: the caller's, or the number of the day.
+/// Returns the seed of this run: the caller's, or the number of the day.
 pub(crate) fn seed() -> u64 {
     let given = std::env::var(SEED).ok().and_then(|text| text.parse().ok());
     given.unwrap_or_else(|| {
@@ -98,7 +98,7 @@ pub(crate) fn seed() -> u64 {
     })
 }
 
-/// Variables of all tests; those that the caller has set stay.
+/// Returns the environment variables of all tests. Those that the caller has set stay.
 pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
     let usual = [PROPTEST_SEED, FUZZ_INPUTS];
     let unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
@@ -112,7 +112,7 @@ pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> 
     all
 }
 
-/// Finds the tests of the system tier that cannot run here, and prints how many, for each binary
+/// Returns the tests of the system tier that cannot run here. Prints their number for each binary
 /// and reason.
 pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
     let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
@@ -129,7 +129,7 @@ pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
     skipped
 }
 
-/// Rings and bells under every order of what two threads do, by the model checker.
+/// Checks rings and doorbells with two threads under every interleaving, by the model checker.
 fn models(runner: &dyn Runner) -> Result<Counts> {
     let packages = [
         "--package",
@@ -146,7 +146,7 @@ fn models(runner: &dyn Runner) -> Result<Counts> {
     runner.run(selection, &[], &[])
 }
 
-/// The examples in the documentation, which nextest does not run.
+/// Tests the examples in the documentation, which nextest does not run.
 fn examples(profile: &str) -> Result<Counts> {
     let words = ["test", "--locked", "--doc", "--workspace"];
     let done = install::cargo(&words)?

@@ -1,5 +1,5 @@
-//! From the event log to the story of one owner's return: milliseconds since the login, for people
-//! and as JSON.
+//! Makes the timeline of an owner's return from the event log: milliseconds since the login, as
+//! text and as JSON.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -7,53 +7,52 @@ use sempa_tests::vm::Entry;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The moves of one host's guests after one login.
+/// The migrations of one host's guests after one login.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Timeline {
-    /// The host whose owner came.
+    /// The name of the owner's host.
     pub(crate) host: String,
     /// Time of the login record, in microseconds since 1970.
     pub(crate) login_at_us: u64,
-    /// The watcher's sentence.
+    /// The load watcher's reason.
     pub(crate) why: String,
-    /// When the load watcher learned of the login.
+    /// When the load watcher noticed the login.
     pub(crate) login_seen_ms: Option<f64>,
-    /// When the last guest had stopped.
+    /// When the last guest stopped.
     pub(crate) guests_stopped_ms: Option<f64>,
     /// One entry for each task that left.
     pub(crate) moves: Vec<Journey>,
-    /// When no guest was left.
+    /// When no guest was left on the host.
     pub(crate) host_clean_ms: Option<f64>,
-    /// Moves that failed, with the reason.
+    /// Failed migrations, with the reason.
     pub(crate) failures: Vec<String>,
 }
 
-/// One task's journey.
+/// The migration of one task.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Journey {
-    /// The task.
     pub(crate) tid: String,
-    /// From which host.
+    /// The name of the source.
     pub(crate) from: String,
-    /// To which host.
+    /// The name of the target.
     pub(crate) to: String,
-    /// Bytes of its images.
+    /// The size of its images.
     pub(crate) bytes: u64,
-    /// Nothing of it ran any more.
+    /// When all its processes were stopped.
     pub(crate) stopped_ms: Option<f64>,
-    /// Its images were written.
+    /// When its images were written.
     pub(crate) dumped_ms: Option<f64>,
-    /// They were on the other host and verified.
+    /// When its images were at the target and verified.
     pub(crate) transferred_ms: Option<f64>,
-    /// It ran again.
+    /// When it ran again.
     pub(crate) running_ms: Option<f64>,
-    /// From letting go of its daemon to running again.
+    /// The time from its disconnection from the daemon until it ran again.
     pub(crate) frozen_ms: Option<f64>,
 }
 
 impl Timeline {
-    /// The story of the first login on the host with this index, told by the events at or after it.
-    /// `names` are the hosts by index.
+    /// Returns the timeline of the first login on the host with this index, from the events at or
+    /// after it. `names` are the host names by index.
     pub(crate) fn of(
         index: u16,
         names: &BTreeMap<u16, String>,
@@ -151,7 +150,7 @@ impl Timeline {
             .map(|(_, journey)| journey)
             .filter(|one| one.running_ms.is_some())
             .collect();
-        // Without an owner's word on the host itself, each is stopped by its move.
+        // Without a directive for the whole host, each task is stopped by its own migration.
         let by_moves = || {
             line.moves
                 .iter()
@@ -162,7 +161,7 @@ impl Timeline {
         Some(line)
     }
 
-    /// What is missing for the story to be complete; empty when all of it happened.
+    /// Returns what is missing in the timeline; empty if it is complete.
     pub(crate) fn lacks(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.moves.is_empty() {
@@ -188,7 +187,7 @@ impl Timeline {
         lacks
     }
 
-    /// The table for people.
+    /// Prints the timeline as a table.
     pub(crate) fn print(&self) {
         println!(
             "\nWhat happened on {} ({}), in ms since the login:\n",

@@ -112,8 +112,7 @@ struct SnapshotPart {
 }
 
 impl SnapshotPart {
-    /// Returns the seconds that the program has to write its own checkpoint; `None` if CRIU dumps
-    /// it.
+    /// Returns the time limit in seconds of the program's self-checkpoint; `None` if CRIU dumps it.
     fn self_checkpoint_secs(&self) -> Option<u32> {
         self.facts
             .restart_engine()

@@ -46,7 +46,6 @@ pub(super) struct LazyPagesDaemon {
     forwarder: JoinHandle<()>,
     /// Copies of the forwarded descriptors.
     uffds: UffdKeeper,
-    /// Prefetches pages.
     prefetcher: PrefetchThread,
     completion: FetchCompletion,
     log: PathBuf,

@@ -48,7 +48,7 @@ const REGIONS_MAX: usize = 512;
 pub(super) enum PageFilter {
     /// All pages that the process has written, including swapped-out ones.
     All,
-    /// Without swapped-out pages.
+    /// The written pages that are not swapped out.
     InMemory,
 }
 

@@ -9,8 +9,8 @@
 //! The hashes replace the kernel's write tracking:
 //!
 //! - CRIU's own pre-dump uses soft-dirty bits, which many kernels are built without.
-//! - Write protection by userfaultfd would have to be set up inside each process. The program may
-//!   use it itself, and it costs the program two microseconds for each page.
+//! - Write protection by userfaultfd needs a set-up inside each process. The program may use it
+//!   itself, and it costs the program two microseconds for each page.
 //!
 //! A page that is read in the middle of a write is harmless: its hash differs later, so it is sent
 //! again.

@@ -48,7 +48,7 @@ const POLL_INTERVAL_MS: u8 = 1;
 /// Timeout for a thread to stop after CRIU has ended.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What CRIU inherits.
+/// The descriptors that CRIU inherits from the caller.
 #[derive(Debug)]
 pub(super) struct CriuEnd {
     /// The library sends its requests here.

@@ -17,7 +17,6 @@ impl UffdKeeper {
         change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Keeps further copies.
     pub(super) fn keep(&self, copies: Vec<OwnedFd>) {
         self.with(|kept| kept.extend(copies));
     }

@@ -109,7 +109,7 @@ pub struct ExternalResources {
     pub output_pipe: u64,
 }
 
-/// What to restore.
+/// The parameters of a restore.
 #[derive(Debug)]
 pub struct RestoreJob {
     pub dir: PathBuf,
@@ -123,7 +123,7 @@ pub struct RestoreJob {
     pub post_copy: bool,
 }
 
-/// A dump engine.
+/// A program that dumps and restores tasks, such as CRIU.
 pub trait Engine: Send + Sync {
     /// Runs the engine to find out whether it starts, and returns its version. Only a dump shows
     /// whether it works.
@@ -205,7 +205,7 @@ pub trait PostCopyCheck: Send {
     fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
-/// A running dump.
+/// A dump whose engine process was started.
 pub trait RunningDump: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
     /// [`finish`](Self::finish) may wait for it.
@@ -302,7 +302,7 @@ pub struct UffdGuard(
     #[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>,
 );
 
-/// A running restore.
+/// A restore whose engine process was started.
 pub trait RunningRestore: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only the other methods of
     /// this trait may wait for it.

@@ -86,7 +86,7 @@ fn every_name_is_exported_with_its_size() {
     }
 }
 
-/// Debian's library.
+/// The library of Debian's PVM.
 const DEBIAN_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libpvm3.so.3";
 
 /// Differences from Debian's library: one name and its reason in each line.

@@ -5,7 +5,7 @@ mod common;
 use common::{Daemon, Program, include, must_succeed, require};
 use std::process::Stdio;
 
-/// Debian's header.
+/// The header of Debian's PVM.
 const DEBIAN_HEADER: &str = "/usr/include/pvm3.h";
 
 /// Buffers, packing, options and errors work without a daemon.

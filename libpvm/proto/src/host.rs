@@ -217,7 +217,7 @@ pub enum HostMsg {
     /// whatever the outcome of the migration.
     SuspendDecided {
         migration: MigrationId,
-        /// Copied from [`HostMsg::SuspendMoving`].
+        /// The id of the request, copied from [`HostMsg::SuspendMoving`].
         id: RequestId,
         /// `None`: the task's daemon must decide again, because the migration is over or the task
         /// is at another location.

@@ -25,7 +25,7 @@ use std::path::Path;
 /// Time after input at keyboard or mouse during which a person without a login (at a greeter)
 /// counts as present.
 pub const GREETER_INPUT_WINDOW: Micros = Micros::from_secs(300);
-/// External load, in processors, from which somebody possibly uses the machine.
+/// External load, in processors, from which a person possibly uses the machine.
 pub const EXTERNAL_LOAD_HIGH: f32 = 0.5;
 /// External load, in processors, below which this ends again.
 pub const EXTERNAL_LOAD_LOW: f32 = 0.25;

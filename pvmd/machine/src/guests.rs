@@ -36,7 +36,7 @@ use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// Time a guest has to quiesce before it is stopped. Leaves 25 ms of the owner's 50 ms for
+/// Time for a guest to quiesce before it is stopped. Leaves 25 ms of the owner's 50 ms for
 /// detection and delivery.
 const QUIESCE_TIMEOUT: Micros = Micros::from_millis(25);
 /// The same for a suspended task. It is longer, because nothing waits for the task to stop.
@@ -46,7 +46,7 @@ const RESUME_TO_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
 /// Part of [`RESUME_TO_QUIESCE_TIMEOUT`] during which only the library's threads run, so that a
 /// computing program does not delay them.
 const LIBRARY_ONLY_TIMEOUT: Micros = Micros::from_millis(100);
-/// Time that guests have to exit before they are killed.
+/// Time for guests to exit before they are killed.
 const EVICTION_GRACE_TIMEOUT: Micros = Micros::from_millis(300);
 const SIGTERM: i32 = 15;
 const SIGKILL: i32 = 9;

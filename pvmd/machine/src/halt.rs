@@ -16,7 +16,7 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
-/// Time that tasks have to exit before they are killed.
+/// Time for tasks to exit before they are killed.
 const EXIT_GRACE_TIMEOUT: Micros = Micros::from_millis(500);
 /// Time after which a daemon exits in any case. Its tasker then kills the remaining processes.
 const STOP_TIMEOUT: Micros = Micros::from_secs(5);

@@ -94,7 +94,7 @@ struct DeleteRequest {
 struct Removal {
     host: HostId,
     why: String,
-    /// The host is alive and must be told to end.
+    /// The host is alive and must be ordered to end.
     must_halt: bool,
 }
 
@@ -124,7 +124,7 @@ pub(super) struct HostChanges {
     pending_adds: Vec<JoiningHost>,
     pending_removals: Vec<Removal>,
     change: Option<TableChange>,
-    /// Hosts that are out of the table and were told to end, but have not ended yet.
+    /// Hosts that are out of the table and were ordered to end, but have not ended yet.
     leaving: BTreeSet<HostId>,
 }
 

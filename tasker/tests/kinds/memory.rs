@@ -1,4 +1,4 @@
-//! Tests of memory.
+//! Migrations of programs that use memory in special ways.
 
 use super::scene::{Scene, becomes, survives};
 

@@ -25,7 +25,7 @@ pub(crate) struct Scene {
 
 impl Scene {
     /// # Panics
-    /// No task can be moved here.
+    /// No task can migrate here.
     pub(crate) fn begin() -> Scene {
         Scene::begin_with(|_| Tasker::start())
     }

@@ -1,4 +1,4 @@
-//! Tests of threads.
+//! Migrations of programs with several threads.
 
 use super::scene::{Scene, survives};
 

@@ -1,7 +1,7 @@
 /* Makes processes all the time. `crowd`: this process makes children that compute for some milliseconds each. `chain`: a child
    makes a child and ends, that one too, and so on for ever. `vfork`: this process waits for one child after the other, which
-   borrows its memory. Everybody who runs counts in the file named first; the file also
-   has how often this process was told that a child had stopped, and how often that somebody had let it go on. */
+   borrows its memory. Each process that runs counts in the file named first. The file also
+   has how often this process was notified that a child had stopped, and how often that one had been continued. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>

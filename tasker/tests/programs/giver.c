@@ -1,5 +1,5 @@
 /* Fills memory, and when a file appears gives back every second stretch of it, and unmaps the last quarter, while two threads look at
- * what is kept and at memory that nobody has ever touched. Says what it does; then looks at all of it: what was given back has
+ * what is kept and at memory that was never touched. Says what it does; then looks at all of it: what was given back has
  * to be zero, the rest as it was. The first wrong word is the last that it says. Arguments: megabytes, and the file. */
 #define _GNU_SOURCE
 #include <pthread.h>

@@ -1,6 +1,6 @@
 /* A program that computes, with a thread of its library's name, a child that computes and a child that has stopped itself. They count in
    the file named first: the program in its first word, the thread in its second, the child in its third, and the other child in its
-   fourth when somebody has let it go on. */
+   fourth after it was continued. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>

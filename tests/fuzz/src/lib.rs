@@ -3,8 +3,8 @@
 //! other tasks write in shared memory.
 //!
 //! * `tests/inputs.rs` gives random inputs to this code in each test run.
-//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for as many inputs
-//!   as it is told.
+//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for this number of
+//!   inputs.
 //! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search (nightly
 //!   compiler).
 
@@ -74,7 +74,7 @@ fn frames(body: &[u8]) {
     }
 }
 
-/// A ring in which somebody else has written, and said that he has.
+/// A ring in which another task has written bytes, and reported them.
 struct Scribbled {
     words: RingControl,
     data: RefCell<[u8; RING_BYTES]>,
@@ -116,7 +116,7 @@ fn rings(order: u8, body: &[u8]) {
         u64::from(order & 0xf8) % (RING_BYTES as u64 + 8)
     };
     if order & 2 == 0 {
-        // A head that is one: the lengths behind it are up to the input.
+        // A valid head: the input determines the lengths after it.
         let length = u32::from(data[0]);
         data[..RECORD_HEAD_BYTES]
             .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
@@ -143,7 +143,7 @@ fn rings(order: u8, body: &[u8]) {
     }
 }
 
-/// A store and a ring beside it, made once.
+/// Returns a shared pool and a ring, made once.
 fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
     static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturns>, RingPair)> = OnceLock::new();
     STORE.get_or_init(|| {
@@ -235,11 +235,11 @@ fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
     }
 }
 
-/// A small generator (xorshift).
+/// A small generator of pseudo-random numbers (xorshift).
 pub struct Dice(pub u64);
 
 impl Dice {
-    /// The next number.
+    /// Returns the next pseudo-random number.
     pub fn roll(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

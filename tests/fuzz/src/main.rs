@@ -1,5 +1,5 @@
-//! Random inputs, so many as the first argument says (a million), from the seed that the second one
-//! says (1).
+//! Runs random inputs. The first argument is their number (by default a million), the second one is
+//! the seed (by default 1).
 
 fn main() {
     let number = |at: usize, otherwise: u64| {

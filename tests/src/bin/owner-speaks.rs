@@ -1,6 +1,7 @@
-//! Speaks for the owner of its host like a load watcher: passes a line `stop WHY`, `kill MS WHY` or
-//! `welcome WHY` of standard input to the daemon, and prints `done MICROS`, the time just before
-//! it.
+//! Directs the guests of its host on behalf of the owner, like a load watcher.
+//!
+//! Passes a line `stop WHY`, `kill MS WHY` or `welcome WHY` of standard input to the daemon. Prints
+//! `done MICROS`, the time just before it passed the line.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 

@@ -11,7 +11,7 @@ use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
 use std::time::{Duration, Instant};
 
-/// Sends.
+/// Number of messages sent.
 const SENDS: usize = 500;
 /// The pause before each send: load watchers do not send reports in a burst.
 const PAUSE: Duration = Duration::from_millis(5);

@@ -4,7 +4,7 @@ use crate::faults::{Point, StepEdge, is_full};
 use sempa_proto::migration::Step;
 use std::collections::BTreeSet;
 
-/// What is held.
+/// An operation that a fault can hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// The checkpoint of a running job.
@@ -92,7 +92,7 @@ pub(super) fn round(turn: usize) -> Vec<FaultPoint> {
 /// How many rounds one fault on one victim takes, unless all points are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
-    /// One round.
+    /// One round: half of the points that can be held at the same time.
     Half,
     /// Two rounds: all of the points that can be held at the same time.
     Both,

@@ -1,8 +1,8 @@
 //! Holds checkpoints and restarts at their points.
 //!
-//! Before tasks are stopped, again when all are stopped, and before a job is restarted, all daemons
-//! must answer. So most operations are held by their engines first, and daemons are stopped last,
-//! one of them before its job is that far.
+//! All daemons must answer at three moments: before tasks are stopped, when all are stopped, and
+//! before a job is restarted. So most operations are held by their engines first. Daemons are
+//! stopped last; one of them is stopped before its job has reached the point.
 
 use super::fault_points::word;
 use super::names;
@@ -15,8 +15,8 @@ use nix::fcntl::{Flock, FlockArg};
 use std::fs::File;
 
 impl CheckpointFaults<'_> {
-    /// Holds operations at these points. Returns them, and the number of the first event after that
-    /// began.
+    /// Holds operations at these points. Returns them, and the number of the first event after the
+    /// start.
     pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<Held>, u64)> {
         let jobs = self.assign(round)?;
         let events = self.vm.events()?;
@@ -31,7 +31,8 @@ impl CheckpointFaults<'_> {
                     all.push(self.begin(point, job)?);
                 }
                 None => {
-                    // From here on daemons do not answer: the others must be as far as they get.
+                    // Daemons do not answer from here on: the other operations must have reached
+                    // their points.
                     self.hold_engines(&mut all)?;
                     let breakpoint = self.breakpoint(point, job)?;
                     let mut held = self.begin(point, job)?;
@@ -57,7 +58,7 @@ impl CheckpointFaults<'_> {
         Ok((all, from))
     }
 
-    /// Starts the operation.
+    /// Starts the operation with the console.
     fn begin(&self, point: FaultPoint, job: usize) -> Result<Held> {
         let member = &self.members[job];
         let on = format!("h1,{}", member.name());
@@ -77,8 +78,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Assigns a job to each point. Jobs that owe a restart come first. A job that is to be
-    /// restarted has ended when this returns, all others run on their own hosts.
+    /// Assigns a job to each point. Jobs that need a restart come first. When this returns, a job
+    /// that will be restarted has ended, and all others run on their own hosts.
     fn assign(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
         ensure!(round.len() <= JOBS, "more points than jobs: {round:?}");
         let mut free: Vec<usize> = (0..JOBS).collect();
@@ -126,7 +127,7 @@ impl CheckpointFaults<'_> {
             .collect())
     }
 
-    /// Waits until `check` succeeds; returns none if the console ends before.
+    /// Waits until `check` succeeds; returns `None` if the console ends before.
     fn reach<T>(
         held: &mut Held,
         mut check: impl FnMut() -> Result<T, String>,
@@ -165,7 +166,7 @@ impl CheckpointFaults<'_> {
         Ok(())
     }
 
-    /// Takes an operation that its engine holds to a point after that.
+    /// Advances an operation from the point where its engine holds it to a later point.
     fn hold_after_engine(&self, held: &mut Held) -> Result<()> {
         if !matches!(held.holder, Some(Holder::Word)) {
             return Ok(());
@@ -197,7 +198,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Waits until a checkpoint is complete but for its name; false if the console ends before.
+    /// Waits until a checkpoint is complete except for its name; returns false if the console ends
+    /// before.
     fn wait_for_seal(&self, held: &mut Held) -> Result<bool> {
         let draft = format!(".draft-{}-", self.members[held.job].job.tid);
         let sealing = Self::reach(held, || {

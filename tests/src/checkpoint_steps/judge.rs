@@ -1,4 +1,4 @@
-//! Judges what has become of checkpoints and restarts after a fault.
+//! Judges the outcome of checkpoints and restarts after a fault.
 
 use super::{CheckpointFaults, Held, JOBS, Loss, Member, Operation, TIMEOUT, Victim};
 use super::{find_event, is_lost, is_ring, names};
@@ -9,10 +9,12 @@ use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 
 impl CheckpointFaults<'_> {
-    /// Checks that each checkpoint is complete or has left nothing, and that its job makes
-    /// progress; the job has gone back to its newest checkpoint if and only if it has lost a task.
-    /// Each restart has started all of its job or nothing, and can be repeated. All tasks run once,
-    /// no message is lost, and nothing is left behind. Returns the outcome of each operation.
+    /// Checks the outcome of operations after a fault and returns it for each operation:
+    ///
+    /// - A checkpoint is complete or has left nothing, and its job makes progress. The job has
+    ///   rolled back to its newest checkpoint if and only if it has lost a task.
+    /// - A restart has started all of its job or nothing, and can be repeated.
+    /// - All tasks run once, no message is lost, and no files or processes remain.
     pub(super) fn judge(
         &mut self,
         all: Vec<Held>,
@@ -69,7 +71,7 @@ impl CheckpointFaults<'_> {
         Ok(outcomes)
     }
 
-    /// A restart makes no checkpoint.
+    /// Judges a restart, which must not make a checkpoint.
     fn judge_restart(&mut self, job: usize, done: &Done, before: &[String]) -> Result<()> {
         let mut new = self.checkpoints(job)?;
         new.retain(|name| !before.contains(name));
@@ -87,7 +89,8 @@ impl CheckpointFaults<'_> {
         from: u64,
     ) -> Result<()> {
         let old = before.last().context("a checkpoint")?;
-        // One that was being sealed when the job went back may be completed, and is removed then.
+        // A checkpoint that was being sealed during the rollback may be completed, and is removed
+        // then.
         let new = eventually(TIMEOUT, || {
             let mut new = self.checkpoints(job).map_err(|error| error.to_string())?;
             new.retain(|name| !before.contains(name));
@@ -130,7 +133,7 @@ impl CheckpointFaults<'_> {
         Ok(())
     }
 
-    /// Checks that each task of each running job is there once, and no other one.
+    /// Checks that each task of each running job exists once, and no other task exists.
     fn all_run_once(&self) -> Result<()> {
         eventually(TIMEOUT, || {
             let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
@@ -163,8 +166,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// As [`CheckpointFaults::all_run_once`]; and the jobs make progress, with right results so
-    /// far.
+    /// As [`CheckpointFaults::all_run_once`]. Also checks that the jobs make progress, with right
+    /// results so far.
     pub(super) fn all_make_progress(&self) -> Result<()> {
         self.all_run_once()?;
         for member in self.members.iter().filter(|member| member.runs) {

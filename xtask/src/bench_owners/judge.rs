@@ -1,5 +1,5 @@
-//! What the event log, the clocks of workers and the counts of kernels say about a run, beside the
-//! script's own table of who was where: pure.
+//! Compares the event log, the clocks of workers and the kernel's counts of a run with the script's
+//! own table of logins. It does no input or output.
 
 use super::kernels::{Seen, Used};
 use sempa_proto::event::EventKind;
@@ -8,48 +8,48 @@ use sempa_tests::vm::Entry;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The promise: nothing of ours runs longer beside an owner.
+/// The limit for guests: none of them runs longer than this after an owner's login.
 pub(super) const PROMISE_US: u64 = 50_000;
-/// The promise for a host: so long after the login no guest is left there, and what its tasks hold
-/// takes this link beside that, in bytes per second, if there is somewhere to go. What took longer
-/// is told with its story.
+/// The limit for a host: this long after the login no guest is left, if the guests have a host to
+/// go to. The transfer of what its tasks hold takes additional time, at the link's rate in bytes
+/// per second. Longer times are reported with their story.
 const CLEAN_US: u64 = 1_000_000;
 const LINK: u64 = 100_000_000;
-/// Processor time that the kernel may count for a process as it is stopped.
+/// Processor time that the kernel may count for a process while it is being stopped.
 const STOPPING_US: u64 = 1_000;
-/// A decision may be carried out so long after its reason has gone.
+/// A decision may be carried out this long after its reason has ended.
 const AFTER_US: u64 = 1_000_000;
-/// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a
-/// process that nobody had found yet.
+/// The percentage of cases that may remain unjudged: a task that ended at that moment, or a process
+/// that was not found in time.
 const SKIPPED_PERCENT_MAX: usize = 5;
 
-/// What each worker's own clock says, by tid as printed.
+/// The clocks of all workers, by tid as printed.
 pub(super) type Clocks = BTreeMap<String, Clock>;
 
-/// A worker's own clock, in microseconds since 1970. Nothing is known of the worker before it began
-/// to look at it, and after its last look.
+/// A worker's own clock, in microseconds since 1970. The worker's state is unknown before its first
+/// reading of the clock and after its last.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
     pub(super) first: u64,
     pub(super) last: u64,
-    /// From one look until the next one, where that is long.
+    /// Pairs of successive readings that are far apart.
     pub(super) gaps: Vec<(u64, u64)>,
 }
 
-/// What a worker did beside an owner.
+/// How long a worker ran on a host after its owner came.
 #[derive(Debug, PartialEq, Eq)]
 enum Ran {
-    /// It ran no more since then.
+    /// It stopped at this time.
     Until(u64),
-    /// It ran all the time.
+    /// It ran until the end.
     On,
-    /// It did not look at its clock yet, or no more.
+    /// It had not read its clock yet, or had ended.
     Unknown,
 }
 
 impl Clock {
-    /// What the worker did from when an owner came until a moment at which it is known to stand
-    /// still.
+    /// Returns how long the worker ran after an owner came. `end` is a time at which it is known to
+    /// be stopped.
     fn ran(&self, since: u64, end: u64) -> Ran {
         match self
             .gaps
@@ -63,93 +63,94 @@ impl Clock {
     }
 }
 
-/// Somebody was on a host, says who logged in there and out again: microseconds since 1970.
+/// A person's stay on a host by the record of the script that logged them in and out, in
+/// microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stay {
     pub(super) host: u16,
-    /// Just before the login.
+    /// The time just before the login.
     pub(super) from: u64,
-    /// When the logout was over.
+    /// The time after the logout had completed.
     pub(super) to: u64,
 }
 
-/// What came of it.
+/// The results of a run, as written to the JSON file.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Outcome {
     pub(super) good: bool,
     pub(super) reasons: Vec<String>,
     pub(super) seconds: u64,
     pub(super) visits: usize,
-    /// Those of them that were over before the host had to be clean, and was.
+    /// Visits that were over before the limit for a clean host, on hosts that were clean.
     pub(super) short_visits: usize,
-    /// From the login record until a worker ran no more, by its own clock; sorted.
+    /// Microseconds from the login record until a worker stopped, by its own clock; sorted.
     pub(super) stood_still_us: Vec<u64>,
-    /// Workers beside an owner of whom that cannot be said.
+    /// Workers on an owner's host for which that time is unknown.
     pub(super) workers_skipped: usize,
-    /// Processor time that kernels of tablix2 got on hosts whose owner had come longer than
-    /// promised before, by the kernel's count; sorted.
+    /// Processor time of tablix2's kernels on hosts whose owner had come longer ago than the limit,
+    /// by the kernel's count; sorted.
     pub(super) kernels_got_us: Vec<u64>,
-    /// What dumps used inside of them meanwhile; sorted.
+    /// Processor time that dumps used inside these processes meanwhile; sorted.
     pub(super) dumps_got_us: Vec<u64>,
-    /// What the kernel used to end them; sorted.
+    /// Processor time that the kernel used to end these processes; sorted.
     pub(super) ends_got_us: Vec<u64>,
-    /// Kernels beside an owner at which nobody looked.
+    /// Kernels of tablix2 on an owner's host that were not observed.
     pub(super) kernels_skipped: usize,
-    /// From the login record until the load watcher knew; sorted.
+    /// Microseconds from the login record until the load watcher noticed; sorted.
     pub(super) seen_us: Vec<u64>,
-    /// From its word to the daemon until all guests stood still; sorted.
+    /// Microseconds from the load watcher's directive until all guests had stopped; sorted.
     pub(super) held_us: Vec<u64>,
-    /// From the login record until no guest was left; sorted.
+    /// Microseconds from the login record until no guest was left; sorted.
     pub(super) clean_us: Vec<u64>,
-    /// The same of hosts that had a guest; sorted.
+    /// The same, only for hosts that had a guest; sorted.
     pub(super) cleared_us: Vec<u64>,
-    /// The same where a guest had no host to go to for a time; sorted.
+    /// The same, only for hosts with a guest that temporarily had no host to go to; sorted.
     pub(super) nowhere_us: Vec<u64>,
-    /// What happened to guests of hosts that were clean later than promised.
+    /// The hosts that were clean later than the limit, with their stories.
     pub(super) late: Vec<Late>,
     pub(super) ran_on: Vec<RanOn>,
     pub(super) got_on: Vec<GotOn>,
     pub(super) moves: usize,
     pub(super) failed_moves: usize,
-    /// Runs of tablix2 that have ended, and timetables of theirs that were checked.
+    /// Runs of tablix2 that have ended, and their checked timetables.
     pub(super) searches: usize,
     pub(super) timetables: usize,
-    /// Farms that have ended, and tasks of theirs whose result was right.
+    /// Farms that have ended, and their tasks with a right result.
     pub(super) farms: usize,
     pub(super) results: usize,
 }
 
-/// A host that had guests for long after its owner had come.
+/// A host that still had guests after the limit.
 #[derive(Debug, Serialize)]
 pub(super) struct Late {
     pub(super) host: String,
     pub(super) clean_us: u64,
-    /// What was promised.
+    /// The limit for this host.
     pub(super) promised_us: u64,
-    /// Each with its milliseconds after the login record.
+    /// Events with their milliseconds after the login record.
     pub(super) story: Vec<String>,
 }
 
-/// A worker that ran for long after the owner had come.
+/// A worker that ran longer than the limit after the owner had come.
 #[derive(Debug, Serialize)]
 pub(super) struct RanOn {
     pub(super) worker: String,
     pub(super) ran_us: u64,
-    /// What happened on its host meanwhile, each with its milliseconds after the login record.
+    /// Events on its host, with their milliseconds after the login record.
     pub(super) story: Vec<String>,
 }
 
-/// A kernel of tablix2 that got the processor for long after the owner had come.
+/// A kernel of tablix2 that used the processor longer than the limit after the owner had come.
 #[derive(Debug, Serialize)]
 pub(super) struct GotOn {
     pub(super) pid: u32,
     pub(super) got_us: u64,
-    /// What it used and what happened on its host, each with its milliseconds after the login
+    /// Its processor time and the events on its host, with their milliseconds after the login
     /// record.
     pub(super) story: Vec<String>,
 }
 
-/// A decision of the resource manager, as `pvm why` tells it.
+/// A decision of the resource manager, as `pvm why` prints it.
 #[derive(Debug, Deserialize)]
 pub(super) struct Decision {
     pub(super) at_us: u64,
@@ -157,16 +158,16 @@ pub(super) struct Decision {
     pub(super) decided: serde_json::Value,
 }
 
-/// A host by its name, and what was decided about it.
+/// Each host's name and the decisions about it, by host index.
 pub(super) type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
 
-/// Somebody's visit, as the virtual machine saw it.
+/// A person's visit by the event log of the virtual machine.
 struct Visit {
     host: u16,
     since: u64,
 }
 
-/// When people came, by the records of their logins.
+/// Returns the visits by their login records.
 fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     events.iter().filter_map(|entry| match entry.kind {
         EventKind::OwnerPresent { host, since, .. } => Some(Visit {
@@ -177,7 +178,7 @@ fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     })
 }
 
-/// The first event after a time that says something.
+/// Returns what `says` finds in the first event at or after a time for which it finds something.
 fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
     events
         .iter()
@@ -185,7 +186,7 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
         .find_map(says)
 }
 
-/// What happened on the host of a visit until then, and when.
+/// Returns the events on the visited host until a time, each with its time.
 fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
     let here = |entry: &&Entry| match &entry.kind {
         EventKind::MigrationStep { from, .. } => from.index() == visit.host,
@@ -203,7 +204,7 @@ fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
         .collect()
 }
 
-/// What happened, in its order.
+/// Returns the lines of a story in order of time.
 fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
     happened.sort();
     happened
@@ -212,12 +213,12 @@ fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
         .collect()
 }
 
-/// A line of a story.
+/// Returns a line of a story.
 fn told(visit: &Visit, at_us: u64, text: &str) -> String {
     format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
 }
 
-/// The guests of a host that were stopped for a visit, if there were any.
+/// Returns the guests that were stopped for a visit.
 fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = String> + use<'a> {
     let of_host = |entry: &'a Entry| match &entry.kind {
         EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => Some(guests),
@@ -230,7 +231,7 @@ fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = Strin
     guests.into_iter().flatten().map(|tid| tid.to_string())
 }
 
-/// When the guests of a host were let go on, or its owner was gone, after a visit began.
+/// Returns when the guests of a host were resumed, or its owner had left, after a visit began.
 fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
     after(events, visit.since, |entry| match &entry.kind {
         EventKind::GuestsResumed { host, .. } | EventKind::OwnerAbsent { host, .. } => {
@@ -241,7 +242,7 @@ fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
 }
 
 impl Outcome {
-    /// Everything that can be judged when it is over.
+    /// Judges a run that is over.
     pub(super) fn judge(
         &mut self,
         events: &[Entry],
@@ -366,7 +367,7 @@ impl Outcome {
     }
 
     fn judge_events(&mut self, events: &[Entry], stays: &[Stay]) {
-        // When each move was decided on.
+        // Start time of each migration.
         let mut began = BTreeMap::new();
         for entry in events {
             match &entry.kind {
@@ -406,7 +407,7 @@ impl Outcome {
         }
     }
 
-    /// A host had no guest any more after that time.
+    /// Judges how soon a host had no guest after a login.
     fn judge_clean(
         &mut self,
         visit: &Visit,
@@ -474,8 +475,8 @@ impl Outcome {
         });
     }
 
-    /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone
-    /// from there or the visit was over.
+    /// Judges the processor time of tablix2's kernels on a visited host after the limit, until they
+    /// had left or the visit was over.
     fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
         let guests = stopped(events, visit).collect::<BTreeSet<String>>();
         let kernels = guests
@@ -516,7 +517,7 @@ impl Outcome {
         }
     }
 
-    /// For each visit where the worker was: how long it ran yet.
+    /// Judges for each visit to the worker's host how long the worker still ran.
     fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[Entry]) {
         for visit in visits(events) {
             let stood = |entry: &Entry| match &entry.kind {
@@ -528,7 +529,7 @@ impl Outcome {
             if after(events, visit.since, stood) != Some(true) {
                 continue;
             }
-            // Nothing of it ran between its stop and this moment.
+            // The worker did not run between its stop and this event.
             let end = |entry: &Entry| match &entry.kind {
                 EventKind::MigrationStep {
                     tid,
@@ -582,7 +583,7 @@ impl Outcome {
     }
 }
 
-/// Somebody's stay is in the event log.
+/// True if the event log contains a stay.
 fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
     let mut there = false;
     for entry in events
@@ -591,7 +592,7 @@ fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
     {
         match &entry.kind {
             EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
-            // Who left before may be noticed to have left only now.
+            // The departure of an earlier visitor may be noticed late.
             EventKind::OwnerAbsent { host, .. }
                 if host.index() == stay.host && entry.at_us < stay.to =>
             {

@@ -1,5 +1,5 @@
-//! What processes of a program that does not watch its own clock get of the processors: the kernel
-//! counts it, and somebody looks at the counts all the time.
+//! Measures the processor time of programs that do not watch their own clock. A thread reads the
+//! kernel's counts of their processes all the time.
 
 use anyhow::{Context, Result};
 use sempa_tests::testbed::Host;
@@ -11,49 +11,48 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Pause between two looks at the counts, and between two looks for processes.
+/// Pause between two readings of the counts, and between two searches for processes.
 const LOOK: Duration = Duration::from_millis(5);
 const SEARCH: Duration = Duration::from_millis(200);
-/// Samples at most: of one at a time, some hours.
+/// Upper bound of samples: enough for one process for some hours.
 const SAMPLES_MAX: usize = 4_000_000;
 
-/// What a process has used by then.
+/// The processor time of a process at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sample {
-    /// Microseconds since 1970.
+    /// The time of the reading in microseconds since 1970.
     pub(super) at_us: u64,
     /// Microseconds of processor time, of all its threads.
     pub(super) used_us: Used,
 }
 
-/// Microseconds of processor time.
+/// Microseconds of processor time by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Used {
-    /// The program's.
+    /// Used by the program itself.
     pub(super) program: u64,
-    /// While a tracer had the process in its hands: what a dump does inside of it. The program does
-    /// not run then.
+    /// Used while the process was traced, so by a dump inside of it. The program does not run then.
     pub(super) dump: u64,
-    /// Until it was seen to have no memory any more: it was killed, and the kernel took back what
-    /// it had.
+    /// Used until the process was seen without memory: the kernel ended it and reclaimed its
+    /// memory.
     pub(super) end: u64,
 }
 
-/// Whose time it is that a process uses.
+/// On whose account a process uses processor time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whose {
     Program,
-    /// A tracer's, who has it in his hands.
+    /// The process is traced, so its time belongs to the tracer.
     Tracer,
-    /// It has no memory any more: it is being killed, or has been.
+    /// The process has no memory: it is being killed, or is dead.
     Kernel,
 }
 
-/// A look at a process.
+/// One reading of a process.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at_us: u64,
-    /// Microseconds of the threads that are there.
+    /// Processor time of the threads that exist, in microseconds.
     counted: u64,
     whose: Whose,
 }
@@ -61,8 +60,7 @@ struct Look {
 /// A process on a host: the host's index, and its own number on this machine.
 pub(super) type Process = (u16, u32);
 
-/// All that was seen, oldest first. Of samples that say the same the first and the last one are
-/// kept.
+/// All samples, oldest first. Of equal successive samples the first and the last one are kept.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
@@ -71,9 +69,9 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// The kernel counts for threads that are there: one that has ended takes nothing back. What a
-    /// process used until a look at which it was traced, or since one, is the dump's, which begins
-    /// with a process that stands still; and so does its end.
+    /// Adds a reading. The kernel counts for threads that exist: if one ends, the count does not go
+    /// back. Time until a reading at which the process was traced, or since one, belongs to the
+    /// dump, which begins and ends with a stopped process.
     fn note(&mut self, process: Process, look: Look) {
         let mut used = self
             .all
@@ -105,9 +103,9 @@ impl Seen {
         }
     }
 
-    /// What each process of a host got between these times, as far as that is sure: from the first
-    /// look behind the beginning to the last one before the end. None of a process at which nobody
-    /// looked twice in that time.
+    /// Returns the processor time of each process of a host between these times, as far as it is
+    /// certain: from the first reading after the beginning to the last one before the end. Leaves
+    /// out processes with fewer than two readings in that time.
     pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
         of_host
@@ -115,7 +113,8 @@ impl Seen {
             .collect()
     }
 
-    /// When a process was seen to have used more between these times, and how much more.
+    /// Returns when a process was seen to have used more time, and how much more, between these
+    /// times.
     pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, Used)> {
         let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
         let pairs = samples
@@ -137,12 +136,12 @@ impl Used {
     }
 }
 
-/// See [`Seen::got_us`].
+/// Returns the certain processor time of one process, as [`Seen::got_us`].
 fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
     let first = samples.partition_point(|sample| sample.at_us < from);
     let begin = samples.get(first)?;
     if begin.at_us > to {
-        // Of a standstill only the two ends are kept.
+        // Of a time without progress only the two ends are kept.
         let before = samples.get(first.checked_sub(1)?)?;
         return (before.used_us == begin.used_us).then(Used::default);
     }
@@ -152,14 +151,15 @@ fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
     Some(samples[last].used_us.less(begin.used_us))
 }
 
-/// Somebody who looks.
+/// A thread that reads the counts.
 pub(super) struct Watch {
     stop: Arc<AtomicBool>,
     looks: JoinHandle<Seen>,
 }
 
 impl Watch {
-    /// Looks at all processes whose program's name has this word, on these hosts by their indices.
+    /// Starts to read the counts of all processes on these hosts whose program name contains
+    /// `word`. Hosts are given with their indices.
     pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<Watch> {
         let net = |(index, host): &(u16, &Host)| {
             Ok((
@@ -212,7 +212,7 @@ impl Watch {
         })
     }
 
-    /// Ends it; what was seen.
+    /// Ends the thread and returns its samples.
     pub(super) fn end(self) -> Result<Seen> {
         self.stop.store(true, Ordering::Relaxed);
         self.looks
@@ -221,7 +221,7 @@ impl Watch {
     }
 }
 
-/// A look at a process, if it is there.
+/// Reads the counts of a process; `None` if it has ended.
 fn look_at(pid: u32) -> Option<Look> {
     let counted = used_us(pid)?;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -238,7 +238,7 @@ fn look_at(pid: u32) -> Option<Look> {
     })
 }
 
-/// Processor time of all threads of a process, as the kernel's scheduler counts it.
+/// Returns the processor time of all threads of a process, as the kernel's scheduler counts it.
 fn used_us(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
     let of_thread = |path: PathBuf| {
@@ -264,7 +264,7 @@ mod tests {
 
     const OURS: Process = (2, 77);
 
-    /// Looks: when, what was counted, whose it was.
+    /// Returns the samples of one process from readings: time, count, account.
     fn seen(looks: &[(u64, u64, Whose)]) -> Seen {
         let mut seen = Seen::default();
         let note = |(at_us, counted, whose): &(u64, u64, Whose)| {

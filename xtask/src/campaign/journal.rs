@@ -7,7 +7,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
 
-/// What became of a step.
+/// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Outcome {
@@ -17,7 +17,7 @@ pub(super) enum Outcome {
     Skipped,
 }
 
-/// A step that ended.
+/// The record of a step that ended.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) step: String,
@@ -29,7 +29,7 @@ pub(super) struct Record {
     pub(super) log: String,
 }
 
-/// The first line of a journal.
+/// The first line of a journal: what the campaign belongs to.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Head {
     commit: String,
@@ -45,8 +45,8 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal in `folder`. It begins anew if `fresh`, or if it belongs to another
-    /// commit or seed.
+    /// Opens the journal in `folder`. The journal is emptied if `fresh` is true, or if it belongs
+    /// to another commit or seed.
     ///
     /// # Errors
     /// It cannot be read or written.
@@ -97,12 +97,12 @@ impl Journal {
             .is_some_and(|record| record.outcome == Outcome::Passed)
     }
 
-    /// What became of a step when it ran last.
+    /// Returns the record of a step's last run.
     pub(super) fn last(&self, step: &str) -> Option<&Record> {
         self.records.get(step)
     }
 
-    /// Writes a record down.
+    /// Appends a record to the journal.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// A campaign that is started again knows what has passed; what failed runs again.
+    /// A campaign that is started again skips steps that have passed, and runs failed ones again.
     #[test]
     fn journal_is_resumed() {
         let folder = Folder::new("resumed");
@@ -155,7 +155,7 @@ mod tests {
         first.add(record("a", Outcome::Passed)).expect("written");
         first.add(record("b", Outcome::Failed)).expect("written");
         drop(first);
-        // As a crash in the middle of a line leaves it.
+        // A crash in the middle of a write leaves such a line.
         let path = folder.0.join("journal.jsonl");
         let cut = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
         fs::write(&path, cut).expect("written");

@@ -5,7 +5,7 @@ use crate::setup;
 use crate::skips::Skips;
 use std::path::PathBuf;
 
-/// The parts, in the order in which they run: what finds most in little time first.
+/// The parts in the order in which they run: those that find most in little time first.
 pub(super) const PARTS: [&str; 9] = [
     "models",
     "fuzz",
@@ -59,9 +59,9 @@ const PROPERTY_PACKAGES: [&str; 6] = [
     "pvm-load-watcher",
 ];
 
-/// One program that runs, and passes if it ends well.
+/// One program to run. The step passes if the program succeeds.
 pub(super) struct Step {
-    /// Its name in the journal: part, then what it is.
+    /// Its name in the journal: the part, then a description.
     pub(super) id: String,
     pub(super) part: &'static str,
     pub(super) program: PathBuf,
@@ -73,12 +73,12 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// The name of its log.
+    /// Returns the file name of its log.
     pub(super) fn file_name(&self) -> String {
         self.id.replace(['/', ':', ' '], "-")
     }
 
-    /// A test, with a seed of its own.
+    /// Returns a step for a test with its own seed.
     fn of(part: &'static str, test: &Test, seed: u64, skips: &mut Skips) -> Step {
         let skip = test.ignored.then(|| skips.reason(&test.binary, &test.name));
         Step {
@@ -92,7 +92,7 @@ impl Step {
         }
     }
 
-    /// A command of cargo in the project.
+    /// Returns a step that runs cargo in the project.
     fn cargo(part: &'static str, name: &str, line: &[&str]) -> Step {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         Step {
@@ -111,7 +111,7 @@ fn words(line: &[&str]) -> Vec<String> {
     line.iter().map(|word| word.to_string()).collect()
 }
 
-/// All steps, in the order of the parts.
+/// Returns all steps, in the order of the parts.
 pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -> Vec<Step> {
     let mut steps = Vec::new();
     for part in PARTS {
@@ -141,7 +141,8 @@ pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -
     steps
 }
 
-/// All orders of what two threads do in rings, with as many preemptions as there may be.
+/// Returns the step that checks rings with two threads under all interleavings, up to a number of
+/// preemptions.
 fn models(profile: &str) -> Step {
     let line = [
         "test",
@@ -158,7 +159,7 @@ fn models(profile: &str) -> Step {
     Step::cargo("models", "rings and bells", &line)
 }
 
-/// Random inputs for all readers, each step with inputs of its own.
+/// Returns steps with random inputs for all parsers, each with its own inputs.
 fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let inputs = tests
         .iter()
@@ -177,7 +178,7 @@ fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     steps
 }
 
-/// The pure tests of packages with properties: more cases, with several seeds.
+/// Returns steps with the pure tests of packages with properties: more cases, and several seeds.
 fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let is_one = |test: &&Test| {
         let package = test.binary.split("::").next().unwrap_or_default();
@@ -202,7 +203,7 @@ fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     steps
 }
 
-/// The tests of the binaries of a part.
+/// Returns the tests of the binaries of a part.
 fn of_binaries(part: &'static str, tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let binaries = BINARIES
         .iter()
@@ -221,7 +222,7 @@ fn of_binaries(part: &'static str, tests: &[Test], seed: u64, skips: &mut Skips)
     steps
 }
 
-/// Both tiers with the build that users install.
+/// Returns the step that runs both tiers with the build that users install.
 fn release() -> Step {
     let line = ["run", "--locked", "--release", "-p", "xtask", "--", "test"];
     let mut step = Step::cargo("release", "test", &line);

@@ -2,7 +2,7 @@
 //!
 //! The division is lexical. It knows nested block comments, raw strings and character literals, and nothing else.
 
-/// What a piece of text is.
+/// The kind of a piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Code,
@@ -14,22 +14,22 @@ pub(super) enum Kind {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) kind: Kind,
-    /// Counted from 1.
+    /// The line number, counted from 1.
     pub(super) line: usize,
     /// Without comment markers and quotes.
     pub(super) text: String,
-    /// Nothing but white space is in front of it on its line.
+    /// True if only white space precedes it on its line.
     pub(super) begins_line: bool,
 }
 
-/// Where the scanner is.
+/// The construct that the scanner is in.
 enum State {
     Code,
     LineComment,
-    /// With the number of open comments.
+    /// The number of open nested comments.
     BlockComment(usize),
     Text,
-    /// With the number of hash signs.
+    /// The number of hash signs that end the literal.
     RawText(usize),
 }
 
@@ -56,7 +56,7 @@ struct Scanner {
     pieces: Vec<Piece>,
     current: String,
     line: usize,
-    /// The line has had nothing but white space so far.
+    /// True while the line has had only white space.
     blank: bool,
 }
 
@@ -144,7 +144,7 @@ impl Scanner {
     }
 }
 
-/// Length of the character literal that begins here. `None` for a lifetime.
+/// Returns the length of the character literal that begins here; `None` for a lifetime.
 fn character_literal(rest: &[char]) -> Option<usize> {
     if rest.get(1) == Some(&'\\') {
         let end = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
@@ -153,7 +153,7 @@ fn character_literal(rest: &[char]) -> Option<usize> {
     (rest.get(2) == Some(&'\'')).then_some(3)
 }
 
-/// Number of hash signs of the raw string that begins here.
+/// Returns the number of hash signs of the raw string that begins here.
 fn raw_text(rest: &[char]) -> Option<usize> {
     let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
     (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)

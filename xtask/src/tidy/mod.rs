@@ -1,13 +1,16 @@
 //! `cargo xtask tidy`: checks the language and the shape of the sources.
 //!
-//! Four kinds of findings, each with file and line:
+//! There are four kinds of findings, each with file and line:
 //!
-//! * words and constructions that make a sentence hard to read ([`words`]), in comments, documents and messages;
+//! * words and constructions that make a sentence hard to read ([`words`]), in comments, documents
+//!   and messages;
 //! * terms that `docs/GLOSSARY.md` replaces by another one;
-//! * comments that are wider than [`COMMENT_WIDTH_MAX`] columns or shorter than [`COMMENT_WORDS_MIN`] words;
+//! * comments that are wider than [`COMMENT_WIDTH_MAX`] columns or shorter than
+//!   [`COMMENT_WORDS_MIN`] words;
 //! * files and functions that are too long.
 //!
-//! A function may exceed its limit with a reason: a comment `tidy: long because …` directly above it.
+//! A function may exceed its limit with a reason: a comment `tidy: long because …` directly above
+//! it.
 
 mod lexer;
 mod shape;
@@ -28,12 +31,11 @@ pub(crate) const FILE_LINES_MAX: usize = 800;
 /// Lines of code that a function may have.
 pub(crate) const FUNCTION_LINES_MAX: usize = 90;
 
-/// One finding.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Finding {
-    /// Relative to the project's folder.
+    /// The path, relative to the project's folder.
     pub(crate) file: String,
-    /// Counted from 1.
+    /// The line number, counted from 1.
     pub(crate) line: usize,
     pub(crate) message: String,
 }
@@ -78,7 +80,7 @@ fn tracked_files() -> Result<Vec<String>> {
     Ok(names.lines().filter(known).map(str::to_string).collect())
 }
 
-/// The rules themselves must name the forbidden words.
+/// True if a file is checked. The rules themselves must name the forbidden words.
 fn is_checked(file: &str) -> bool {
     let by_ending = [".rs", ".md", ".1", ".7", ".toml", ".c", ".h"]
         .iter()
@@ -86,7 +88,7 @@ fn is_checked(file: &str) -> bool {
     by_ending && !file.starts_with("xtask/src/tidy/") && !file.starts_with("LICENSE")
 }
 
-/// Findings in one file.
+/// Returns the findings in one file.
 fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut report = |line: usize, message: String| {

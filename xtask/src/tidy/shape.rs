@@ -1,12 +1,12 @@
-//! Width and length of comments, length of files and functions.
+//! Checks the width and length of comments, and the length of files and functions.
 
 use super::lexer::{Kind, Piece};
 use super::{COMMENT_WIDTH_MAX, COMMENT_WORDS_MIN, FILE_LINES_MAX, FUNCTION_LINES_MAX};
 
-/// Begins a comment that gives the reason for a long function.
+/// The beginning of a comment that gives the reason for a long function.
 const REASON: &str = "tidy: long because ";
 
-/// Findings of one file: line and message.
+/// Returns the findings of one file: line and message.
 pub(super) fn check(text: &str, pieces: &[Piece]) -> Vec<(usize, String)> {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = widths(&lines, pieces);
@@ -46,7 +46,7 @@ fn widths(lines: &[&str], pieces: &[Piece]) -> Vec<(usize, String)> {
         .collect()
 }
 
-/// Documentation blocks with too few words. Safety reasons and directives are not prose.
+/// Returns documentation blocks with too few words. Safety reasons and directives are not prose.
 fn short_comments(pieces: &[Piece]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let docs: Vec<&Piece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
@@ -98,7 +98,7 @@ fn long_functions(lines: &[&str]) -> Vec<(usize, String)> {
     found
 }
 
-/// Name of the function whose definition begins on this line.
+/// Returns the name of the function whose definition begins on this line.
 fn function_name(line: &str) -> Option<&str> {
     let words = [
         "pub",

@@ -1,6 +1,6 @@
 //! Words and constructions that the project's language avoids.
 
-/// Not in comments, documents and messages.
+/// Forbidden in comments, documents and messages.
 const NEVER: [&str; 13] = [
     "anew",
     "whoever",
@@ -17,7 +17,7 @@ const NEVER: [&str; 13] = [
     "thereof",
 ];
 
-/// Not in comments and documents.
+/// Forbidden in comments and documents.
 const NOT_IN_PROSE: [&str; 8] = [
     "has to",
     "have to",
@@ -32,12 +32,12 @@ const NOT_IN_PROSE: [&str; 8] = [
 /// A term that the glossary replaces.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Replaced {
-    /// In lower case.
+    /// The replaced term in lower case.
     old: String,
     term: String,
 }
 
-/// Findings in a line of prose.
+/// Returns the findings in a line of prose.
 pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let words = NEVER.iter().chain(&NOT_IN_PROSE);
@@ -46,7 +46,7 @@ pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
         .map(|word| format!("\"{word}\": say it in plain words"))
 }
 
-/// Findings in a string literal.
+/// Returns the findings in a string literal.
 pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
     let text = text.to_lowercase();
     NEVER
@@ -55,7 +55,7 @@ pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
         .map(|word| format!("\"{word}\" in a message: say it in plain words"))
 }
 
-/// Terms of the glossary's last column in a line of prose.
+/// Returns the terms of the glossary's last column in a line of prose.
 pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let found = replaced
@@ -69,7 +69,7 @@ pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<It
     })
 }
 
-/// The terms in the last column of the glossary's table, separated by commas.
+/// Returns the terms in the last column of the glossary's table. Commas separate them.
 pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
     let rows = glossary
         .lines()
@@ -92,7 +92,7 @@ pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
     all
 }
 
-/// True if the words stand in the line as words of their own.
+/// True if the line contains these words as whole words.
 fn contains(line: &str, words: &str) -> bool {
     let is_border = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
     line.match_indices(words).any(|(at, _)| {

@@ -4,7 +4,7 @@
 //!
 //! The master spawns workers and hands out the work in pieces. A worker gets its next piece when it
 //! has sent a result. When a worker ends too early, its piece goes to another one. The points of a
-//! piece depend on the number of the piece only, so the result is the same whoever computes it.
+//! piece depend on the number of the piece only, so the result does not depend on the worker.
 
 use anyhow::{Context, Result, bail};
 use libpvm::proto::{PvmError, Tid};

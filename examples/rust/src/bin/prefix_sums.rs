@@ -53,7 +53,7 @@ fn lead(vm: &Vm, count: u32) -> Result<()> {
     Ok(())
 }
 
-/// Does what a member has to do. Member 0 returns the sums of all members, the others return
+/// Does the part of one member. Member 0 returns the sums of all members, the others return
 /// nothing.
 fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>> {
     // After this barrier the group is complete.

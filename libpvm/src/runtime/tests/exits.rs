@@ -1,5 +1,5 @@
 //! Tests of refused enrollment, exits, daemons that die or violate the protocol, and forks.
-#![allow(unsafe_code)] // A test of fork has to fork.
+#![allow(unsafe_code)] // A test of fork must fork.
 
 use super::fake::FakeDaemon;
 use super::{expect_numbered, message, recv_next, send_numbered, until};

@@ -1,8 +1,8 @@
 //! Detects jobs that have ended. Their checkpoints are probably not needed any more, so the store
 //! may remove them.
 //!
-//! A job has ended if it has no task left, and its first task has succeeded or was told to end. A
-//! job that crashed, or that was ended by the owner of a host, with its host or with the virtual
+//! A job has ended if it has no task left, and its first task has succeeded or was ordered to end.
+//! A job that crashed, or that was ended by the owner of a host, with its host or with the virtual
 //! machine, may still be restarted.
 
 use super::{CheckpointedJob, InventoryPurpose, JobActivity, JobCheckpoints, job_members};
@@ -12,7 +12,7 @@ use sempa_proto::host::HostMsg;
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, Tid};
 
-/// Signals by which tasks are told to end: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
+/// Signals by which tasks are ordered to end: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
 pub(super) const END_SIGNALS: [i32; 5] = [1, 2, 3, 9, SIGTERM];
 const SIGTERM: i32 = 15;
 
@@ -28,7 +28,7 @@ pub(super) struct FirstTaskEnd {
 }
 
 impl FirstTaskEnd {
-    /// True if the end was intended: the task succeeded, or it was told to end.
+    /// True if the end was intended: the task succeeded, or it was ordered to end.
     fn is_intended(self) -> bool {
         let killed = |status: i32| {
             self.end_signal
@@ -111,7 +111,7 @@ impl JobCheckpoints {
         }
     }
 
-    /// Notes that a task was told to end.
+    /// Notes that a task was ordered to end.
     fn note_told_to_end(&mut self, tid: Tid) {
         for entry in self
             .jobs
@@ -122,7 +122,7 @@ impl JobCheckpoints {
         }
     }
 
-    /// Notes that all tasks but these were told to end.
+    /// Notes that all tasks but these were ordered to end.
     pub(crate) fn note_reset(&mut self, survivors: &[Tid]) {
         for (job, entry) in &mut self.jobs {
             let all = entry.members.iter().filter(|tid| !survivors.contains(tid));
@@ -211,7 +211,7 @@ impl Machine {
 mod tests {
     use super::*;
 
-    /// An end is intended if the task succeeded or ended as it was told to. A failure, a crash, an
+    /// An end is intended if the task succeeded or ended as ordered. A failure, a crash, an
     /// eviction or the loss of its host is not.
     #[test]
     fn end_is_intended_after_success_or_request() {

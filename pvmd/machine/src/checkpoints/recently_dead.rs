@@ -23,12 +23,12 @@ pub(super) struct RecentlyDead {
     /// Time of death, by task and by the host with which the task may have been lost. A task may
     /// have two such hosts: the one where it was killed, and the one that had its memory.
     suspects: BTreeMap<(Tid, HostId), Micros>,
-    /// Tasks that were told to end. Their death says nothing about their host.
+    /// Tasks that were ordered to end. Their death says nothing about their host.
     told_to_end: BTreeSet<Tid>,
 }
 
 impl RecentlyDead {
-    /// Notes that a member of the job was told to end.
+    /// Notes that a member of the job was ordered to end.
     pub(super) fn note_told_to_end(&mut self, tid: Tid) {
         self.told_to_end.insert(tid);
     }

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 const REMOVALS_MAX: usize = 1024;
 
 impl CheckpointedJob {
-    /// True if the job rolls back to its newest checkpoint, or may have to later.
+    /// True if the job rolls back to its newest checkpoint, or possibly must later.
     fn needs_newest_checkpoint(&self) -> bool {
         self.schedule.is_some()
             || matches!(

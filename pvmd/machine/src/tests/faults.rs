@@ -1,4 +1,4 @@
-//! Invalid input from tasks and hosts harms nobody else.
+//! Invalid input from tasks and hosts harms no other task or host.
 
 use super::sim::{Sim, host};
 use crate::{ConnId, Event, HostId};

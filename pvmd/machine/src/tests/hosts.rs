@@ -332,7 +332,7 @@ fn slave_ends_with_its_master() {
     assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
 }
 
-/// A slave that is told to stop leaves the host table of all others.
+/// A slave that is ordered to stop leaves the host table of all others.
 #[test]
 fn stopped_slave_leaves_the_table() {
     let (mut sim, _) = Sim::cluster(1, 3);

@@ -1,5 +1,5 @@
-//! Vacated jobs: checkpointed and ended because no host took a task that had to leave. They restart
-//! when there is room. The event of the checkpoint alone determines that a job is vacated,
+//! Vacated jobs: checkpointed and ended because no host accepted a task that must leave. They
+//! restart when there is room. The event of the checkpoint alone determines that a job is vacated,
 //! whichever resource manager ordered it.
 
 use super::{Books, Sheet};

@@ -54,7 +54,7 @@ static void read_write(void) {
     CHECK(lseek(fd, 0, SEEK_END) == 8000 && write(fd, "end", 3) == 3);
 }
 
-/* The test adds a line while it stands still. */
+/* The test appends a line while the program is stopped. */
 static void appending(void) {
     int fd = open(in_place("log"), O_CREAT | O_WRONLY | O_APPEND, 0600);
     CHECK(write(fd, "before\n", 7) == 7);
@@ -95,7 +95,7 @@ static void replaced(void) {
     CHECK(pread(new, text, 8, 0) == 5 && !memcmp(text, "newer", 5));
 }
 
-/* Its own program is removed while it runs, as when it is compiled anew. */
+/* Its own program is removed while it runs, as when it is compiled again. */
 static void program_removed(void) {
     char path[4096] = "";
     CHECK(readlink("/proc/self/exe", path, sizeof path - 1) > 0 && unlink(path) == 0);

@@ -1,4 +1,4 @@
-/* OpenMP at full load: sums whose value is known, until somebody says go. */
+/* OpenMP at full load: sums whose value is known, until the test says go. */
 #include "kinds.h"
 #include <omp.h>
 

@@ -1,4 +1,4 @@
-/* Things that do not survive a move. The program takes hold of one, is looked at and not moved, and goes on. */
+/* Resources that do not survive a migration. The program takes one, is inspected and not migrated, and continues. */
 #include "kinds.h"
 #include <arpa/inet.h>
 #include <linux/io_uring.h>
@@ -92,7 +92,7 @@ static void secret(void) {
     NEED(fd >= 0 && ftruncate(fd, 4096) == 0);
     char *at = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     NEED(at != MAP_FAILED);
-    /* The mapping alone has to be enough. */
+    /* The mapping alone must be enough. */
     close(fd);
     strcpy(at, "secret");
     moved();
@@ -296,7 +296,7 @@ static void *waits(void *unused) {
     return unused;
 }
 
-/* Somebody traces its second thread. */
+/* Another process traces its second thread. */
 static void traced(void) {
     pthread_t thread;
     CHECK(pthread_create(&thread, 0, waits, 0) == 0);
