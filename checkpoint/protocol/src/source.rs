@@ -204,7 +204,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts a migration or a snapshot with the order [`Order::Inspect`].
+    /// Starts a migration or a snapshot with the order [`MigrationOrder::Inspect`].
     pub fn new(migration: Migration) -> Source {
         let outputs = VecDeque::from([SourceOutput::Inspect]);
         let for_snapshot = migration.cause == MigrationCause::Checkpoint;

@@ -10,7 +10,7 @@
 //!   program: the connection waits until the task's record has arrived.
 //! - [`Claim::Spawned`] with any other number: treated as [`Claim::New`].
 //! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `handover`).
-//! - [`Claim::Nobody`]: a probe for a running daemon. It is refused; a daemon that is halting
+//! - [`Claim::Probe`]: a probe for a running daemon. It is refused; a daemon that is halting
 //!   closes the connection without an answer.
 
 use super::io::Descriptors;
