@@ -716,7 +716,7 @@ impl Coordinator {
             bytes,
             resident,
             frozen,
-            transfer_time: transfer_time,
+            transfer_time,
         };
         self.outputs.push_back(CoordinatorOutput::LogEvent(moved));
         self.outputs.push_back(CoordinatorOutput::Ended {

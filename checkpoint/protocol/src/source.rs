@@ -399,9 +399,9 @@ impl Source {
                 self.engine = facts.restart_engine().unwrap_or_default();
                 let report = StepReport::Inspected {
                     facts,
-                    suspensions: suspensions,
-                    supports_post_copy: supports_post_copy,
-                    supports_pre_copy: supports_pre_copy,
+                    suspensions,
+                    supports_post_copy,
+                    supports_pre_copy,
                 };
                 self.enter(S::Ready, [O::Report(report)]);
             }
