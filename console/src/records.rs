@@ -14,7 +14,7 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Marks the start of a program's own event; [`USER_EVENT_END`] marks its end.
+/// Marks the start of a program's own event; [`USER_EVENT_END_MARKER`] marks its end.
 const USER_EVENT_BEGIN: i32 = -9;
 /// Bit set in the type of an array.
 const ARRAY_BIT: i32 = 0x80;

@@ -56,7 +56,7 @@ const NEXT_RM_TIMEOUT: Duration = Duration::from_secs(10);
 impl Runtime {
     /// Starts tasks. The resource manager places them if there is one, otherwise the daemon. If the
     /// resource manager has leased placements for such requests in advance
-    /// ([`sempa_proto::sm::Grant`]), it is not asked.
+    /// ([`sempa_proto::sm::PlacementLease`]), it is not asked.
     ///
     /// If the resource manager dies before it answers, the daemon is asked; tasks that it had
     /// started keep running. A request that was waiting for a free slot continues to wait at the

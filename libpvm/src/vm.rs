@@ -149,7 +149,7 @@ impl Vm {
         Vm::enroll_as(OnDaemonExit::FailCalls)
     }
 
-    /// Joins this user's virtual machine. With [`AtEnd::Signalled`] a process that was started from
+    /// Joins this user's virtual machine. With [`OnDaemonExit::Terminate`] a process that was started from
     /// a command line gets SIGTERM when its daemon ends, as programs of PVM's C interface do.
     ///
     /// # Errors

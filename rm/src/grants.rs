@@ -1,6 +1,6 @@
 //! Placements given in advance. A task that has just spawned twice in the same way is likely to do
 //! so again; with a grant it need not ask each time. Pure: the service decides the hosts and sends
-//! the grants ([`sempa_proto::sm::Grant`]).
+//! the grants ([`sempa_proto::sm::PlacementLease`]).
 //!
 //! - Grants are reviewed each second and replaced if the same request would get other hosts. While
 //!   the resource manager works, a grant is therefore at most a second older than its knowledge.
@@ -80,7 +80,7 @@ impl Kind {
 }
 
 impl Grants {
-    /// Records that a request for at most [`GRANT_COUNT_MAX`] tasks was answered with all of them.
+    /// Records that a request for at most [`LEASE_TASKS_MAX`] tasks was answered with all of them.
     /// Returns whether it follows a similar one and deserves a grant.
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);

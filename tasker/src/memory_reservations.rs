@@ -174,7 +174,7 @@ fn check_available(memory: u64, reserved: u64, available: u64) -> Result<(), Fai
         reserved => Refusal::MemoryReserved {
             need: memory,
             have: available,
-            reserved: reserved,
+            reserved,
         },
     }]))
 }

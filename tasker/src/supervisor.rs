@@ -307,7 +307,7 @@ impl Supervisor {
                 });
                 self.send(&FromTasker::SignalChecked {
                     migration,
-                    handles_signal: handles_signal,
+                    handles_signal,
                 });
             }
             ToTasker::WithdrawExitRequest { tid } => {

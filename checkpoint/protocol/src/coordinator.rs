@@ -627,7 +627,7 @@ impl Coordinator {
     /// returns true.
     ///
     /// Does nothing and returns false unless every migration of these tasks is queued for departure
-    /// from a host that is being drained. The cancelled ones fail with [`Refusal::AlreadyMoving`],
+    /// from a host that is being drained. The cancelled ones fail with [`Refusal::AlreadyMigrating`],
     /// like a migration that cannot start because of a checkpoint.
     pub fn cancel_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
         let migrations: Vec<&ActiveMigration> = self
@@ -716,7 +716,7 @@ impl Coordinator {
             bytes,
             resident,
             frozen,
-            transfer_time: transfer_time,
+            transfer_time,
         };
         self.outputs.push_back(CoordinatorOutput::LogEvent(moved));
         self.outputs.push_back(CoordinatorOutput::Ended {

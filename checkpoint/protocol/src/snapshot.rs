@@ -423,7 +423,7 @@ impl Snapshots {
                 .cloned()
                 .unwrap_or_default();
             let order = MigrationOrder::Dump {
-                open_requests: open_requests,
+                open_requests,
                 ended_tasks: ended_tasks.to_vec(),
             };
             SnapshotOutput::Order {

@@ -204,7 +204,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts a migration or a snapshot with the order [`Order::Inspect`].
+    /// Starts a migration or a snapshot with the order [`MigrationOrder::Inspect`].
     pub fn new(migration: Migration) -> Source {
         let outputs = VecDeque::from([SourceOutput::Inspect]);
         let for_snapshot = migration.cause == MigrationCause::Checkpoint;
@@ -399,9 +399,9 @@ impl Source {
                 self.engine = facts.restart_engine().unwrap_or_default();
                 let report = StepReport::Inspected {
                     facts,
-                    suspensions: suspensions,
-                    supports_post_copy: supports_post_copy,
-                    supports_pre_copy: supports_pre_copy,
+                    suspensions,
+                    supports_post_copy,
+                    supports_pre_copy,
                 };
                 self.enter(S::Ready, [O::Report(report)]);
             }

@@ -108,7 +108,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// Starts a migration or a restart with the order [`Order::Prepare`].
+    /// Starts a migration or a restart with the order [`MigrationOrder::Prepare`].
     pub fn new(
         migration: Migration,
         facts: TaskFacts,

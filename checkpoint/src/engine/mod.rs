@@ -78,7 +78,7 @@ impl Cancel {
 pub struct CallLimits {
     /// When this has passed the engine is killed and the call fails with [`Failure::Deadline`].
     pub timeout: Duration,
-    /// When this fires the engine is killed and the call fails with [`Failure::CalledOff`].
+    /// When this fires the engine is killed and the call fails with [`Failure::Cancelled`].
     pub cancel: Cancel,
 }
 

@@ -80,7 +80,7 @@ pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
         verdict.push(Refusal::MemoryReserved {
             need,
             have,
-            reserved: reserved,
+            reserved,
         });
     }
     let need = u64::from(facts.threads);

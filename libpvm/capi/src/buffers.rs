@@ -235,7 +235,7 @@ impl Buffer {
         }
     }
 
-    /// Returns the packed bytes if they are at most [`SMALL_BYTES_MAX`] and need no special
+    /// Returns the packed bytes if they are at most [`INLINE_BODY_BYTES_MAX`] and need no special
     /// handling: not sealed, not in place, not a trace event.
     #[inline]
     pub(crate) fn small_body(&self) -> Option<&[u8]> {

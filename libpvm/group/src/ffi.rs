@@ -188,7 +188,7 @@ type Exchange = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmRes
 /// Makes a gather or scatter call.
 ///
 /// # Safety
-/// `group` is null or a string; the arrays are null or have the length that [`Parts`] states.
+/// `group` is null or a string; the arrays are null or have the length that [`CollectiveArrays`] states.
 unsafe fn gather_or_scatter(
     (event, place): (GroupEvent, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),

@@ -285,7 +285,7 @@ impl Elements {
     ///
     /// # Safety
     /// `place` is null or points to `count` elements that live as long as this value. Only
-    /// [`Data::unpack`] and [`Data::copy_from`] write them.
+    /// [`Elements::unpack`] and [`Elements::copy_from`] write them.
     pub(crate) unsafe fn new(
         place: *mut c_void,
         count: c_int,

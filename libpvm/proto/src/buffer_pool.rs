@@ -74,7 +74,7 @@ pub fn reserve(buffer: &mut Vec<u8>, more: usize) {
     reserve_from_pool(buffer, more, false);
 }
 
-/// As [`make_room`], for a buffer that is filled piece by piece and will grow further.
+/// As [`reserve`], for a buffer that is filled piece by piece and will grow further.
 pub fn reserve_growing(buffer: &mut Vec<u8>, more: usize) {
     reserve_from_pool(buffer, more, true);
 }

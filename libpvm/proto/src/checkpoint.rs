@@ -11,7 +11,7 @@ use std::fmt;
 pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
-/// Version of [`SetMeta`], [`PartRecord`] and the other files next to the images.
+/// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files next to the images.
 pub const CHECKPOINT_VERSION: u16 = 5;
 
 /// Schedule of automatic checkpoints of a job.
@@ -295,7 +295,7 @@ impl fmt::Display for RestartFailure {
 /// Metadata of a checkpoint, stored next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointMeta {
-    /// Value of [`SET_VERSION`] when it was written.
+    /// Value of [`CHECKPOINT_VERSION`] when it was written.
     pub version: u16,
     /// Wire version of the task libraries in the images.
     pub wire_version: u16,

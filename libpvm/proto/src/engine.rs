@@ -17,7 +17,7 @@ use thiserror::Error;
 /// Environment variable of a spawn that lists the engines its tasks permit.
 pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
 /// Environment variable of a spawn that lists the files of a program's own checkpoint, separated by
-/// colons. Relative names are in the working directory; [`STATE_TID`] stands for the task's tid.
+/// colons. Relative names are in the working directory; [`STATE_TID_PLACEHOLDER`] stands for the task's tid.
 pub const STATE_ENV: &str = "SEMPA_STATE";
 /// Placeholder for the task's tid in [`STATE_ENV`].
 pub const STATE_TID_PLACEHOLDER: &str = "{tid}";
@@ -112,7 +112,7 @@ pub struct EngineError(pub String);
 )]
 pub struct StateError(pub String);
 
-/// Parses a list of state files; [`STATE_TID`] stays as it is.
+/// Parses a list of state files; [`STATE_TID_PLACEHOLDER`] stays as it is.
 ///
 /// # Errors
 /// A name is empty, repeated or ends with a slash, or there are too many.

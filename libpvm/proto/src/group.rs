@@ -108,7 +108,7 @@ pub enum GroupCall {
     Size = 7,
     /// [`GroupRequest::Members`]; the list contains one tid per instance.
     Members = 8,
-    /// [`GroupRequest::List`]; [`list_words`] encodes the list.
+    /// [`GroupRequest::List`]; [`encode_group_list`] encodes the list.
     List = 9,
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Each channel keeps its order, except link frames of different pairs of tasks; there is no order
 //! between the two channels. Items that must not overtake a task's own messages (its exit, replies,
-//! notifications) therefore travel as [`Carried`].
+//! notifications) therefore travel as [`DataMsg`].
 
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
@@ -31,7 +31,7 @@ pub struct Location {
 }
 
 /// A request from one daemon to another. Requests that only the master can serve travel as
-/// [`HostMsg::Request`].
+/// [`HostMsg::TaskRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostRequest {
     /// Lists the tasks of the host. → [`Reply::Tasks`]
@@ -53,21 +53,21 @@ pub enum HostRequest {
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
-    /// Asks whether a task is alive and, if not, how far it had sent. → [`Answer::Watched`]
+    /// Asks whether a task is alive and, if not, how far it had sent. → [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
         watcher: Tid,
     },
-    /// Inspects a task and checks whether it can migrate at all. → [`Answer::Facts`]
+    /// Inspects a task and checks whether it can migrate at all. → [`HostReply::Inspected`]
     Inspect { tid: Tid },
-    /// Asks whether the host would accept such a task; nothing is prepared. → [`Answer::Verdict`]
+    /// Asks whether the host would accept such a task; nothing is prepared. → [`HostReply::Verdict`]
     Verdict { facts: TaskFacts },
-    /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`Answer::Count`]
+    /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`HostReply::Inventory`]
     Inventory,
     /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
     /// images, under this migration id. → [`Reply::Done`] or [`Reply::Failed`], then
-    /// [`HostMsg::CopyKept`]
+    /// [`HostMsg::CopyStored`]
     StoreCopy {
         /// Id of the transfer.
         migration: MigrationId,
@@ -86,25 +86,25 @@ pub enum HostRequest {
     },
 }
 
-/// A reply to a [`Question`].
+/// A reply to a [`HostRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostReply {
     /// The same reply as to a task.
     Reply(Reply),
     /// The task has migrated; ask this host.
     MovedTo(HostId),
-    /// The reply to [`Question::Watch`].
+    /// The reply to [`HostRequest::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         gone: bool,
         /// Position up to which it had sent to the watcher, if it sent anything.
         after: Option<SendWatermark>,
     },
-    /// Reply to [`Question::Facts`]: the task's properties, or why it cannot migrate at all.
+    /// Reply to [`HostRequest::Inspect`]: the task's properties, or why it cannot migrate at all.
     Inspected(Result<TaskFacts, Refusal>),
-    /// Reply to [`Question::Verdict`], and the engine that would be used.
+    /// Reply to [`HostRequest::Verdict`], and the engine that would be used.
     Verdict(Verdict, Engine),
-    /// The reply to [`Question::Count`].
+    /// The reply to [`HostRequest::Inventory`].
     Inventory {
         /// The tasks of the host.
         tasks: Vec<TaskInfo>,
@@ -116,7 +116,7 @@ pub enum HostReply {
 /// A message on the control channel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostMsg {
-    /// From the master: prepares the next host table. → [`HostMsg::Prepared`]
+    /// From the master: prepares the next host table. → [`HostMsg::TablePrepared`]
     PrepareTable {
         /// The table with its epoch.
         table: HostTable,
@@ -129,11 +129,11 @@ pub enum HostMsg {
     },
     /// The table of this epoch is prepared.
     TablePrepared { epoch: Epoch },
-    /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::Committed`]
+    /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::TableCommitted`]
     CommitTable { epoch: Epoch },
     /// The table of this epoch is in force on the sender.
     TableCommitted { epoch: Epoch },
-    /// From the master: a task has a new location. → [`HostMsg::LocatedAck`]
+    /// From the master: a task has a new location. → [`HostMsg::TaskLocationAck`]
     TaskLocation(Location),
     /// The sender knows the new location of a task.
     TaskLocationAck {
@@ -156,13 +156,13 @@ pub enum HostMsg {
         id: RequestId,
         request: Request,
     },
-    /// A request to another daemon. → [`HostMsg::Answer`]
+    /// A request to another daemon. → [`HostMsg::HostReply`]
     HostRequest {
         /// Chosen by the sender.
         id: RequestId,
         request: HostRequest,
     },
-    /// The reply to [`HostMsg::Ask`].
+    /// The reply to [`HostMsg::HostRequest`].
     HostReply {
         /// Id of the request.
         id: RequestId,
@@ -223,7 +223,7 @@ pub enum HostMsg {
         /// is at another location.
         suspensions: Option<Suspensions>,
     },
-    /// To the master: the outcome of [`Question::KeepCopy`].
+    /// To the master: the outcome of [`HostRequest::StoreCopy`].
     CopyStored {
         /// Id of the transfer.
         migration: MigrationId,
@@ -314,7 +314,7 @@ pub struct TaskRecord {
 /// State that a task's daemon had of it, stored next to its images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
-    /// Value of [`SET_VERSION`](crate::checkpoint::SET_VERSION) when it was written.
+    /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) when it was written.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the

@@ -33,7 +33,7 @@ pub const JOB_ENV: &str = "SEMPA_JOB";
 pub const CONSTRAINTS_ENV: &str = "SEMPA_WANTS";
 /// Environment variable of a spawn that selects how open files are handled when a task migrates.
 pub const OPEN_FILES_ENV: &str = "SEMPA_FILES";
-/// Valid values of [`FILES_ENV`].
+/// Valid values of [`OPEN_FILES_ENV`].
 const OPEN_FILES_POLICIES: [&str; 3] = ["shared", "copy", "refuse"];
 /// Largest size of a job file.
 pub const JOB_BYTES_MAX: usize = 64 << 10;
@@ -294,7 +294,7 @@ impl JobToml {
         })
     }
 
-    /// Encodes the constraints in one line, in the syntax of [`WANTS_ENV`].
+    /// Encodes the constraints in one line, in the syntax of [`CONSTRAINTS_ENV`].
     fn constraint_line(&self) -> Result<String, SpannedError> {
         let mut parts = Vec::new();
         if let Some(wants) = &self.wants {

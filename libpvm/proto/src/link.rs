@@ -102,7 +102,7 @@ enum Body {
 }
 
 impl Body {
-    /// Copies a body of at most [`SMALL_BYTES_MAX`] bytes.
+    /// Copies a body of at most [`INLINE_BODY_BYTES_MAX`] bytes.
     #[inline]
     fn inline(body: &[u8]) -> Body {
         let mut bytes = [0; INLINE_BODY_BYTES_MAX];
@@ -408,7 +408,7 @@ impl Link {
         Ok(())
     }
 
-    /// Queues a message as [`Link::send`] does, with a body of at most [`SMALL_BYTES_MAX`] bytes,
+    /// Queues a message as [`Link::send`] does, with a body of at most [`INLINE_BODY_BYTES_MAX`] bytes,
     /// and returns its frame for immediate transmission.
     ///
     /// Returns `None` and queues nothing unless the link has a route, an open window and nothing
@@ -836,7 +836,7 @@ impl Link {
         (message.first_seq == self.tx.next_seq).then_some((message.head(), body))
     }
 
-    /// Marks the message of [`Link::next_whole`] as transmitted. Returns the number of its first
+    /// Marks the message of [`Link::next_whole_message`] as transmitted. Returns the number of its first
     /// fragment and the acknowledgement to send with it. Its bytes do not count for the window,
     /// because no daemon holds them.
     pub fn mark_whole_sent(&mut self, now: Micros) -> (u64, u64) {

@@ -160,7 +160,7 @@ pub enum FileRequirement {
     Directory,
     /// Same length. A missing file is copied to the target.
     LengthOrCopied,
-    /// As [`FileMatch::Exists`]. A missing file is copied to the target.
+    /// As [`FileRequirement::Exists`]. A missing file is copied to the target.
     ExistsOrCopied,
 }
 

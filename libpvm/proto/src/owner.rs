@@ -6,7 +6,7 @@ use crate::ids::Micros;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Largest size of [`GuestsWord::why`]; longer sentences are truncated.
+/// Largest size of [`GuestDirective::reason`]; longer sentences are truncated.
 pub const REASON_BYTES_MAX: usize = 512;
 /// Error of a host whose owner permits no guests at present, no more of them, or not this program.
 /// The placement then tries other hosts, unless the spawn names one.

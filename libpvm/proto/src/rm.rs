@@ -1,9 +1,9 @@
 //! Queries to Sempa's resource manager about its decisions, resource usage and jobs.
 //!
-//! A query is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_ASK`]. The
-//! reply has tag [`TAG_ANSWER`] and the query's wait id. Both bodies are raw bytes: the protocol
-//! version as two bytes, low byte first, then [`Question`] or [`Answer`] in postcard. The reply to
-//! a query of another version is [`Answer::Version`], whose encoding never changes. A resource
+//! A query is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_QUERY`]. The
+//! reply has tag [`TAG_REPLY`] and the query's wait id. Both bodies are raw bytes: the protocol
+//! version as two bytes, low byte first, then [`RmQuery`] or [`RmReply`] in postcard. The reply to
+//! a query of another version is [`RmReply::UnsupportedVersion`], whose encoding never changes. A resource
 //! manager other than Sempa's ignores these messages; the sender gives up after a timeout.
 //!
 //! Hosts are identified by name, because they may be gone when a decision is queried.
@@ -34,56 +34,56 @@ pub const REPLY_ENTRIES_MAX: usize = 1000;
 /// A query or command for the resource manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RmQuery {
-    /// Lists the decisions about a task, or about a job and its tasks. → [`Answer::Why`]
+    /// Lists the decisions about a task, or about a job and its tasks. → [`RmReply::Decisions`]
     TaskDecisions(Tid),
-    /// Lists the decisions about a host, by its name. → [`Answer::Why`]
+    /// Lists the decisions about a host, by its name. → [`RmReply::Decisions`]
     HostDecisions(String),
-    /// Lists the resource usage of users. → [`Answer::Users`]
+    /// Lists the resource usage of users. → [`RmReply::Users`]
     Users {
         /// Restricts the list to this user.
         user: Option<u32>,
     },
-    /// Lists jobs. → [`Answer::Jobs`]
+    /// Lists jobs. → [`RmReply::Jobs`]
     Jobs {
         /// Restricts the list to this user's jobs.
         user: Option<u32>,
     },
-    /// Lists one job and its tasks; any of its tasks may be named. → [`Answer::Job`]
+    /// Lists one job and its tasks; any of its tasks may be named. → [`RmReply::Job`]
     Job(Tid),
     /// Suspends or resumes a job with all its tasks, including later ones; any of its tasks may be
-    /// named. → [`Answer::Suspended`]
+    /// named. → [`RmReply::Suspended`]
     Suspend {
         job: Tid,
         /// False: resumes the job.
         suspend: bool,
     },
-    /// Drains a host: all tasks leave, and no others are placed there. → [`Answer::Drain`]
+    /// Drains a host: all tasks leave, and no others are placed there. → [`RmReply::Drain`]
     Drain {
         host: String,
         /// Time limit for the drain; tasks that are left by then are reported.
         within: Option<Micros>,
     },
-    /// Ends a drain: the host accepts tasks again. → [`Answer::Drain`] with the tasks on the host
+    /// Ends a drain: the host accepts tasks again. → [`RmReply::Drain`] with the tasks on the host
     Undrain { host: String },
-    /// Reports the progress of a drain. → [`Answer::Drain`]
+    /// Reports the progress of a drain. → [`RmReply::Drain`]
     DrainStatus { host: String },
     /// Cancels the pending restart of a vacated job, which was checkpointed and ended until there
-    /// is room; any of its tasks may be named. → [`Answer::Unparked`]
+    /// is room; any of its tasks may be named. → [`RmReply::VacatedCancelled`]
     CancelVacated(Tid),
     /// Ends all tasks of a job, including those that are being started; any of its tasks may be
-    /// named. Tasks are asked to exit, and killed after a timeout. → [`Answer::Killed`] with the
+    /// named. Tasks are asked to exit, and killed after a timeout. → [`RmReply::KillProgress`] with the
     /// progress so far
     Kill(Tid),
-    /// Reports the progress of [`Question::Kill`]. → [`Answer::Killed`]
+    /// Reports the progress of [`RmQuery::Kill`]. → [`RmReply::KillProgress`]
     KillStatus(Tid),
-    /// Lists the spawns that wait for hosts. → [`Answer::Waiting`]
+    /// Lists the spawns that wait for hosts. → [`RmReply::WaitingSpawns`]
     WaitingSpawns {
         /// Restricts the list to this user's spawns.
         user: Option<u32>,
     },
 }
 
-/// A reply of the resource manager. New variants must be added at the end, and [`Answer::Version`]
+/// A reply of the resource manager. New variants must be added at the end, and [`RmReply::UnsupportedVersion`]
 /// must stay the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RmReply {
@@ -114,7 +114,7 @@ pub enum RmReply {
         job: Tid,
         /// Tasks that were suspended or resumed by this query.
         tasks: Vec<Tid>,
-        /// Tasks whose state did not change, with reasons; at most [`ANSWER_ENTRIES_MAX`].
+        /// Tasks whose state did not change, with reasons; at most [`REPLY_ENTRIES_MAX`].
         unchanged: Vec<(Tid, String)>,
     },
     /// State of a host's drain.
@@ -122,7 +122,7 @@ pub enum RmReply {
         /// True while the host is being drained or kept empty.
         drained: bool,
         /// Tasks on the host that can leave, each with the reason if it is not leaving at present;
-        /// at most [`ANSWER_ENTRIES_MAX`].
+        /// at most [`REPLY_ENTRIES_MAX`].
         tasks: Vec<(Tid, Option<String>)>,
         /// Number of tasks that are bound to the host or not managed here; they stay until they
         /// end.
@@ -146,10 +146,10 @@ pub enum RmReply {
         forced: u32,
         /// Number of tasks and spawn requests that are left.
         left: u32,
-        /// Tasks that could not be signalled, with reasons; at most [`ANSWER_ENTRIES_MAX`].
+        /// Tasks that could not be signalled, with reasons; at most [`REPLY_ENTRIES_MAX`].
         failed: Vec<(Tid, String)>,
     },
-    /// Waiting spawns in queue order; at most [`ANSWER_ENTRIES_MAX`].
+    /// Waiting spawns in queue order; at most [`REPLY_ENTRIES_MAX`].
     WaitingSpawns(Vec<WaitingSpawn>),
 }
 

@@ -54,7 +54,7 @@ pub const SM_STTASK: i32 = BASE + 16;
 pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
 /// Resource manager to task, not in PVM: the hosts for the task's next spawns by requests like the
 /// one that was answered under this wait id. The task can use them without a request, see
-/// [`Grant`].
+/// [`PlacementLease`].
 pub const SM_PLACEMENT_LEASE: i32 = BASE + 0x101;
 /// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The wait id is
 /// that of the lease.
@@ -129,13 +129,13 @@ pub const LEASE_TASKS_MAX: usize = 16;
 /// queue starts successive jobs on a machine without asking the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementLease {
-    /// Hosts of the next tasks, in this order; at most [`GRANT_HOSTS_MAX`].
+    /// Hosts of the next tasks, in this order; at most [`LEASE_HOSTS_MAX`].
     pub hosts: Vec<HostId>,
     /// Time for which the lease is valid after the last such request.
     pub valid_for: Micros,
 }
 
-/// Encodes the body of [`SM_GRANT`].
+/// Encodes the body of [`SM_PLACEMENT_LEASE`].
 pub fn pack_placement_lease(grant: &PlacementLease) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, grant.valid_for);
@@ -144,7 +144,7 @@ pub fn pack_placement_lease(grant: &PlacementLease) -> Bytes {
     out.finish()
 }
 
-/// Decodes [`SM_GRANT`].
+/// Decodes [`SM_PLACEMENT_LEASE`].
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
@@ -169,11 +169,11 @@ pub fn unpack_placement_lease(body: Bytes) -> PvmResult<PlacementLease> {
 pub struct PlacementLeaseUse {
     /// The task that spawned them.
     pub spawner: Tid,
-    /// Host and tid of each task; at most [`GRANT_COUNT_MAX`].
+    /// Host and tid of each task; at most [`LEASE_TASKS_MAX`].
     pub tasks: Vec<(HostId, Tid)>,
 }
 
-/// Encodes the body of [`SM_GRANT_TAKEN`].
+/// Encodes the body of [`SM_PLACEMENT_LEASE_USED`].
 pub fn pack_placement_lease_use(taken: &PlacementLeaseUse) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(taken.spawner.raw()).int(taken.tasks.len() as i32);
@@ -183,7 +183,7 @@ pub fn pack_placement_lease_use(taken: &PlacementLeaseUse) -> Bytes {
     out.finish()
 }
 
-/// Decodes [`SM_GRANT_TAKEN`].
+/// Decodes [`SM_PLACEMENT_LEASE_USED`].
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.

@@ -51,7 +51,7 @@ impl SpawnRequest {
     }
 }
 
-/// A spawn on hosts of a placement lease, see [`crate::sm::Grant`].
+/// A spawn on hosts of a placement lease, see [`crate::sm::PlacementLease`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedSpawn {
     /// The resource manager that issued the lease.

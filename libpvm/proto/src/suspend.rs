@@ -63,7 +63,7 @@ impl Suspensions {
     }
 }
 
-/// Largest size of the sentence in [`Cause::Share`]; longer ones are truncated.
+/// Largest size of the sentence in [`SuspendCause::Preempted`]; longer ones are truncated.
 pub const REASON_BYTES_MAX: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,7 +91,7 @@ pub enum SuspendCause {
 }
 
 impl SuspendCause {
-    /// Truncates the sentence to [`WHY_BYTES_MAX`] bytes.
+    /// Truncates the sentence to [`REASON_BYTES_MAX`] bytes.
     #[must_use]
     pub fn truncated(mut self) -> SuspendCause {
         if let SuspendCause::Preempted { why } = &mut self {

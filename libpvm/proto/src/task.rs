@@ -306,7 +306,7 @@ pub enum Request {
         /// requested exemption.
         kill: bool,
     },
-    /// Migrates a task. → [`Reply::MoveStarted`] immediately, or with `wait` [`Reply::Moved`] when
+    /// Migrates a task. → [`Reply::MigrationStarted`] immediately, or with `wait` [`Reply::Migrated`] when
     /// the migration has ended.
     Migrate {
         tid: Tid,
@@ -317,7 +317,7 @@ pub enum Request {
         /// Reply only when the migration has ended.
         wait: bool,
     },
-    /// Asks which hosts would accept a task; nothing changes. → [`Reply::Survey`]
+    /// Asks which hosts would accept a task; nothing changes. → [`Reply::MigrationTargets`]
     CanMigrate {
         tid: Tid,
         /// Asks only this host: its name, or its host tid in hex as `t80000`.
@@ -363,7 +363,7 @@ pub enum Request {
         /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
         wait: bool,
     },
-    /// Lists the checkpoints in the store. → [`Reply::Sets`]
+    /// Lists the checkpoints in the store. → [`Reply::Checkpoints`]
     ListCheckpoints,
     /// Restarts the tasks of a checkpoint. → [`Reply::Restarted`]
     Restart {
@@ -375,7 +375,7 @@ pub enum Request {
         /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
         wait: bool,
     },
-    /// Removes checkpoints from the store. → [`Reply::SetsRemoved`]
+    /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {
         which: RemovalSelection,
         /// Permits the removal of checkpoints that other virtual machines made.
@@ -536,11 +536,11 @@ pub enum ToDaemon {
         /// Address at which the library looks for a [`Redirect`].
         redirect_address: RedirectAddress,
     },
-    /// First answer to [`ToTask::TakeNothing`]: the state of the task's links.
+    /// First answer to [`ToTask::PrepareExit`]: the state of the task's links.
     ///
     /// The link frames that the next process needs follow: partial messages from peers, with the
     /// peers as sources, and everything that peers have not acknowledged.
-    /// [`ToDaemon::TakesNothing`] ends the handoff.
+    /// [`ToDaemon::ReadyToExit`] ends the handoff.
     Handoff {
         migration: MigrationId,
         /// Incarnation of new links.
@@ -553,10 +553,10 @@ pub enum ToDaemon {
     /// The task has handed off its state: from now on it may exit at any time without losing
     /// anything.
     ReadyToExit { migration: MigrationId },
-    /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues, and an exit
+    /// Answer to [`ToTask::PrepareExit`] without a migration: the task continues, and an exit
     /// would lose messages again.
     ExitCancelled {
-        /// The migration of the earlier [`ToTask::TakeNothing`].
+        /// The migration of the earlier [`ToTask::PrepareExit`].
         migration: MigrationId,
     },
     /// A message to another task about a route between the two.
@@ -599,10 +599,10 @@ pub enum ToTask {
     },
     /// The program is about to be asked to exit, for a restart. Messages that other tasks send from
     /// now on are for the next process: only replies are delivered to this one. →
-    /// [`ToDaemon::Parting`]
+    /// [`ToDaemon::Handoff`]
     PrepareExit {
         /// The migration that restarts it. `None` cancels the request, and delivery continues. →
-        /// [`ToDaemon::TakesAgain`]
+        /// [`ToDaemon::ExitCancelled`]
         migration: Option<MigrationId>,
     },
     /// Close all connections outside the process: answer [`ToDaemon::Quiesced`], close the socket,

@@ -72,24 +72,24 @@ pub enum ToTasker {
     /// immediately, after SIGTERM it may run for a short time, and other signals are queued.
     Signal { tid: Tid, signal: i32 },
     /// Ask the task's process to exit, so that the program can be restarted: by a signal, or by a
-    /// message, which the daemon sends on [`FromTasker::ExpectsEnd`].
+    /// message, which the daemon sends on [`FromTasker::ExitExpected`].
     ///
     /// If the process exits in the agreed way, all other processes of the task are killed before
     /// this is reported (without a PID namespace: are being killed). A paused task may run until
-    /// the time limit. → [`FromTasker::Exited`] after its exit, or [`FromTasker::NotAsked`]
+    /// the time limit. → [`FromTasker::Exited`] after its exit, or [`FromTasker::ExitNotRequested`]
     RequestExit {
         tid: Tid,
         /// The engine, with the way to ask and the agreed exit status.
         engine: Engine,
     },
-    /// Withdraw [`ToTasker::End`]: an exit of the task is final from now on.
+    /// Withdraw [`ToTasker::RequestExit`]: an exit of the task is final from now on.
     WithdrawExitRequest { tid: Tid },
     /// Kill all processes of the task. → [`FromTasker::Exited`]
     Kill { tid: Tid },
     /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
     Inspect { migration: MigrationId, tid: Tid },
     /// Check whether the task handles this signal, which would ask it for its own checkpoint;
-    /// nothing changes. → [`FromTasker::Minds`]
+    /// nothing changes. → [`FromTasker::SignalChecked`]
     CheckSignal {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
@@ -104,34 +104,34 @@ pub enum ToTasker {
         /// Properties of the task.
         facts: TaskFacts,
     },
-    /// As [`ToTasker::Inspect`], for a query without a migration. → [`FromTasker::Seen`]
+    /// As [`ToTasker::Inspect`], for a query without a migration. → [`FromTasker::QueryInspected`]
     QueryInspect {
         /// Id of the query.
         query: RequestId,
         tid: Tid,
     },
     /// As [`ToTasker::Prepare`], for a query without a migration: nothing is prepared. →
-    /// [`FromTasker::Judged`]
+    /// [`FromTasker::QueryJudged`]
     QueryVerdict {
         /// Id of the query.
         query: RequestId,
         /// Properties of the task.
         facts: TaskFacts,
     },
-    /// Pause the task, for the host's owner or because it is suspended. → [`FromTasker::Held`],
+    /// Pause the task, for the host's owner or because it is suspended. → [`FromTasker::Paused`],
     /// each time when it is stopped
     ///
     /// The task may run for `after`, at a priority below all other processes, so that its library
     /// can quiesce. Then all its processes are stopped, and they stay stopped until
-    /// [`ToTasker::GoOn`], whatever the outcome of a migration. A task that is already paused runs
+    /// [`ToTasker::Resume`], whatever the outcome of a migration. A task that is already paused runs
     /// once more for that time. While a migration controls the task, the pause is deferred.
     Pause {
         tid: Tid,
         /// Time for which the task may still run.
         run_for: Micros,
     },
-    /// As [`ToTasker::Hold`], for a task that was stopped before its library had quiesced. Where
-    /// possible, only the library's threads run at first. → [`FromTasker::Held`], once
+    /// As [`ToTasker::Pause`], for a task that was stopped before its library had quiesced. Where
+    /// possible, only the library's threads run at first. → [`FromTasker::Paused`], once
     ResumeToQuiesce {
         tid: Tid,
         /// Time for which only the library runs. Afterwards the program runs, too, because it may
@@ -180,7 +180,7 @@ pub enum ToTasker {
         memory_socket: Option<PathBuf>,
     },
     /// The migration is aborted: end a running dump and resume the task. →
-    /// [`FromTasker::Continued`]
+    /// [`FromTasker::MigrationAborted`]
     AbortMigration { migration: MigrationId, tid: Tid },
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
     /// [`FromTasker::SourceGone`]
@@ -196,7 +196,7 @@ pub enum ToTasker {
         /// its next location. Files to which it had appended since the checkpoint are truncated.
         memory_write: Option<MemoryWrite>,
         /// Socket on which the daemon listens, for post-copy: most memory must be requested there.
-        /// → [`FromTasker::Arrived`], after [`FromTasker::Ran`], unless the task is discarded
+        /// → [`FromTasker::MemoryArrived`], after [`FromTasker::Running`], unless the task is discarded
         memory_socket: Option<PathBuf>,
     },
     /// Start a program in place of a process that has ended on another host, up to the point where
@@ -206,16 +206,16 @@ pub enum ToTasker {
         /// The program to start.
         start: StartTask,
     },
-    /// Run the rebuilt task. → [`FromTasker::Ran`]
+    /// Run the rebuilt task. → [`FromTasker::Running`]
     Run {
         migration: MigrationId,
         /// Resources that it used elsewhere; [`FromTasker::Exited`] reports the sum.
         used: Usage,
-        /// The migration is complete, but the task stays paused until [`ToTasker::GoOn`].
+        /// The migration is complete, but the task stays paused until [`ToTasker::Resume`].
         paused: bool,
     },
     /// The missing memory of a post-copied task will not arrive: the task must not continue. →
-    /// [`FromTasker::Arrived`] or [`FromTasker::Restored`]
+    /// [`FromTasker::MemoryArrived`] or [`FromTasker::Restored`]
     MemoryLost { migration: MigrationId, why: String },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard { migration: MigrationId },

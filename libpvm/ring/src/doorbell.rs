@@ -20,9 +20,9 @@ const WORDS: usize = SLOTS_MAX / 64;
 pub enum WakeTarget {
     /// No thread: the reader is awake and will check its rings.
     NoThread,
-    /// The threads that sleep on [`Bell::word`].
+    /// The threads that sleep on [`Doorbell::word`].
     Sleepers,
-    /// The drainer thread, which sleeps on [`Bell::ear`].
+    /// The drainer thread, which sleeps on [`Doorbell::drainer_word`].
     Drainer,
 }
 

@@ -131,7 +131,7 @@ impl<A: RingMemory> Writer<A> {
         &self.area
     }
 
-    /// Takes returned leases; see [`Words::take_returned`].
+    /// Takes returned leases; see [`RingControl::take_returned_leases`].
     pub fn take_returned_leases(&self) -> u64 {
         self.area.control().take_returned_leases()
     }
@@ -139,7 +139,7 @@ impl<A: RingMemory> Writer<A> {
     /// True if a record of `len` bytes fits.
     ///
     /// # Errors
-    /// [`Broken`] if the reader's position is impossible.
+    /// [`RingCorrupt`] if the reader's position is impossible.
     #[inline]
     pub fn has_space(&mut self, len: usize) -> Result<bool, RingCorrupt> {
         let need = record_size(len) as u64;
@@ -151,11 +151,11 @@ impl<A: RingMemory> Writer<A> {
         Ok(self.tail - self.head + need <= capacity)
     }
 
-    /// As [`Writer::has_room`]. If there is no space, the reader will report when it has freed
+    /// As [`Writer::has_space`]. If there is no space, the reader will report when it has freed
     /// some.
     ///
     /// # Errors
-    /// As [`Writer::has_room`].
+    /// As [`Writer::has_space`].
     pub fn has_space_or_wake_me(&mut self, len: usize) -> Result<bool, RingCorrupt> {
         if self.has_space(len)? {
             return Ok(true);
@@ -170,7 +170,7 @@ impl<A: RingMemory> Writer<A> {
     /// fit.
     ///
     /// # Errors
-    /// As [`Writer::has_room`].
+    /// As [`Writer::has_space`].
     #[inline]
     pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, RingCorrupt> {
         let len = parts.iter().map(|part| part.len()).sum();
@@ -289,7 +289,7 @@ impl<A: RingMemory> Reader<A> {
     /// Returns the next record, if there is one.
     ///
     /// # Errors
-    /// [`Broken`] if the next bytes are not a record.
+    /// [`RingCorrupt`] if the next bytes are not a record.
     #[inline]
     pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, RingCorrupt> {
         loop {

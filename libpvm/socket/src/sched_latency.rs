@@ -24,7 +24,7 @@ pub fn request_short_slice() {
     }
 }
 
-/// As [`take_short_turns`], and gives this thread precedence over threads with the default nice
+/// As [`request_short_slice`], and gives this thread precedence over threads with the default nice
 /// value. A thread that needs little time, but more than one short slice, waits for 10 ms and more
 /// next to compute-bound programs otherwise. Without the required privilege, or if the process
 /// already has another nice value, it only requests short slices.

@@ -75,9 +75,7 @@ impl EnrollOptions {
         let spawn_token = non_empty("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
             .filter(|spawn_token| *spawn_token > 0 && !token_used);
-        let claim = spawn_token.map_or(Claim::New, |spawn_token| Claim::Spawned {
-            spawn_token: spawn_token,
-        });
+        let claim = spawn_token.map_or(Claim::New, |spawn_token| Claim::Spawned { spawn_token });
         Ok(EnrollOptions {
             socket,
             claim,

@@ -333,7 +333,7 @@ impl Core {
                         RouteMsg::DirectAccept {
                             id,
                             fingerprint: NO_CERTIFICATE,
-                            incarnation: incarnation,
+                            incarnation,
                         },
                         Vec::new(),
                     );
@@ -396,7 +396,7 @@ impl Core {
                 id,
                 addresses,
                 fingerprint,
-                incarnation: incarnation,
+                incarnation,
             },
             Vec::new(),
         )
@@ -424,7 +424,7 @@ impl Core {
             RouteMsg::DirectAccept {
                 id,
                 fingerprint,
-                incarnation: incarnation,
+                incarnation,
             },
             Vec::new(),
         )

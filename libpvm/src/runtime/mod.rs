@@ -274,7 +274,7 @@ impl Runtime {
         state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
     }
 
-    /// Sends a message of at most [`SMALL_BYTES_MAX`](sempa_proto::link::SMALL_BYTES_MAX) bytes if
+    /// Sends a message of at most [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes if
     /// writing to memory shared with the receiver suffices. Returns false if it does not; then
     /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct` the message is sent
     /// only if it is settled whether the two tasks have a direct route.

@@ -399,7 +399,7 @@ pub enum Output {
         from: HostId,
     },
     /// Source: start to serve memory for post-copy. The tasker offers it at
-    /// [`Place::memory_way`](sempa_proto::place::Place::memory_way); requests of the target are
+    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket); requests of the target are
     /// forwarded until either side closes.
     ServeMemory {
         migration: MigrationId,

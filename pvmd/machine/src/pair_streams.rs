@@ -2,7 +2,7 @@
 //! values, without sockets.
 //!
 //! The machine relies on parts of the order in which one daemon sends to another: the exit notice
-//! of a task follows all that the task has sent, and during a migration a [`Carried::Passed`]
+//! of a task follows all that the task has sent, and during a migration a [`DataMsg::RouteDrained`]
 //! separates items for the old location from items for the new one. A single stream would keep that
 //! order, but a frame for one task would then wait for all data for other tasks, and for the
 //! retransmission of every datagram lost for them. A pair of tasks that exchanges more than a few

@@ -2,9 +2,9 @@
 //!
 //! 1. From the order to quiesce on, the source keeps all items for the task.
 //! 2. When the new location is distributed, every daemon sends its items for the task to the
-//!    target. After the last item that it sent to the source, it sends a [`Carried::Passed`] there.
+//!    target. After the last item that it sent to the source, it sends a [`DataMsg::RouteDrained`] there.
 //! 3. After the commit the source forwards what it kept, in order. When the last `Passed` has
-//!    arrived, it sends a [`Carried::HandedAll`].
+//!    arrived, it sends a [`DataMsg::ForwardedAll`].
 //! 4. The target keeps items that come directly. The task gets them after all forwarded ones.
 //!
 //! A session between two live daemons may break and lose messages in transit. The source therefore

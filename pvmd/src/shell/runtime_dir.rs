@@ -1,7 +1,7 @@
 //! Acquires the runtime directory of a virtual machine on this host and releases it.
 //!
 //! The directory is private (mode 0700) and locked. Files that a dead daemon left are removed at
-//! the start, and everything at the end. [`sempa_proto::place::Place`] defines the paths.
+//! the start, and everything at the end. [`sempa_proto::runtime_paths::RuntimePaths`] defines the paths.
 //!
 //! Images contain the memory of tasks, passwords included, and must not reach a disk where others
 //! may find them later. If the runtime directory is on a disk, images go to a second private

@@ -31,7 +31,7 @@ const PRESSED: f32 = 0.25;
 pub struct Share {
     /// No idle user is logged in.
     pub calm: bool,
-    /// [`HEADROOM_BYTES`] are available for one more task, or the memory is unknown.
+    /// [`HEADROOM_BYTES_PER_TASK`] are available for one more task, or the memory is unknown.
     pub roomy: bool,
     /// Share of a single thread, in thousandths of an ordinary processor.
     pub usable: u64,

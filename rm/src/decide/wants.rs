@@ -21,7 +21,7 @@
 //! may end in K, M, G or T.
 //!
 //! A spawn passes the text in `where`, after a question mark and without flags that give `where`
-//! another meaning, or in its environment as [`WANTS_ENV`]. If both are present, both must hold.
+//! another meaning, or in its environment as [`CONSTRAINTS_ENV`]. If both are present, both must hold.
 //! The text contains no colon, because in `where` a directory follows the first colon.
 
 use super::HostView;

@@ -488,7 +488,7 @@ fn job_being_killed_gets_no_lease() {
     // The report of tasks started before the revocation arrives later.
     bed.world().tasks.push(spawned(t(2, 900), 2));
     let body = pack_placement_lease_use(&PlacementLeaseUse {
-        spawner: spawner,
+        spawner,
         tasks: vec![(h(2), t(2, 900))],
     });
     bed.world().post(

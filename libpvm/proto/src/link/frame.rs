@@ -58,7 +58,7 @@ const SHORT_FLAG: u64 = 0x10;
 pub const FLAG_OUT_OF_LINE: u8 = 0x20;
 const KIND_BITS: u64 = 0xf;
 
-/// Encodes a short header; [`SHORT_HEAD_SPARE`] is 0.
+/// Encodes a short header; [`CPU_HINT_BYTE`] is 0.
 #[inline]
 pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_BYTES] {
     let (kind, flag) = kind.code();
@@ -93,7 +93,7 @@ pub struct LinkFrame {
     pub seq: u64,
     /// The fragment that `src` expects next from `dst`: all below have arrived.
     pub ack: u64,
-    /// Incarnation of the link; see [`super::Link::begin_timeline`].
+    /// Incarnation of the link; see [`super::Link::begin_incarnation`].
     pub incarnation: u16,
     /// Payload of a data frame; otherwise empty.
     pub payload: Bytes,
@@ -203,7 +203,7 @@ pub struct FrameRef<'a> {
 }
 
 impl FrameRef<'_> {
-    /// Encodes the short header; [`SHORT_HEAD_SPARE`] is 0.
+    /// Encodes the short header; [`CPU_HINT_BYTE`] is 0.
     #[inline]
     pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
         encode_short_head(self.kind, self.seq, self.ack)

@@ -1,7 +1,7 @@
 //! Handoff of a link from a process that has ended to the process that replaces it in the same
 //! task.
 //!
-//! 1. The old process records the state of each link as a [`Talk`] and repeats all unacknowledged
+//! 1. The old process records the state of each link as a [`LinkState`] and repeats all unacknowledged
 //!    frames to its daemon. The daemon keeps them, with everything that the process sends
 //!    afterwards.
 //! 2. The new process receives both and continues the link as if it were the old one. The peer
@@ -176,7 +176,7 @@ impl Link {
     }
 
     /// Creates the link of a new process that continues from the old process's state. It transmits
-    /// nothing before all frames of the old process have returned ([`Link::take_back`]).
+    /// nothing before all frames of the old process have returned ([`Link::accept_returned`]).
     pub fn resume_from(local: Tid, state: &LinkState) -> Link {
         let mut link = Link::new(local, state.peer);
         (link.incarnation, link.peer_gone, link.rx.expected_seq) =

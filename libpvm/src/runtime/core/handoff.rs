@@ -82,7 +82,7 @@ impl Core {
     }
 
     /// Records that the process is exiting. Returns true if the daemon must be notified first with
-    /// [`sempa_proto::task::Request::LastWords`]: the program was asked to exit before and exits
+    /// [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit before and exits
     /// late.
     pub(crate) fn begin_exit(&mut self) -> bool {
         self.exiting = true;

@@ -112,7 +112,7 @@ pub(crate) struct Core {
     /// Placements that the resource manager leased in advance.
     pub(crate) placement_leases: PlacementLeases,
     route: RouteId,
-    /// Incarnation on which new links begin; see [`Link::begin_timeline`].
+    /// Incarnation on which new links begin; see [`Link::begin_incarnation`].
     incarnation: u16,
     windows_lifted: bool,
     /// Migration for which the whole state was handed off to the daemon. No message has been

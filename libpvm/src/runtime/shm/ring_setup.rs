@@ -120,10 +120,7 @@ impl Core {
         message: RouteMsg,
         descriptors: Vec<Arc<ProcessOwned<OwnedFd>>>,
     ) -> bool {
-        let Ok(frame) = encode_control(&ToDaemon::Route {
-            to,
-            message: message,
-        }) else {
+        let Ok(frame) = encode_control(&ToDaemon::Route { to, message }) else {
             return false;
         };
         if !self.is_connected() {
