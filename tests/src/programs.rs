@@ -1,28 +1,55 @@
 //! The C programs of `tests/programs`, compiled against the installed header and library.
 
+use crate::needs;
 use crate::run::must;
 use anyhow::{Context, Result};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Files below `prefix` from which programs are built.
+const INSTALLED: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
 
-/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`. Returns
-/// the program's path.
+/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns the
+/// program's path.
 ///
 /// # Errors
 /// gcc is missing or refuses the program; the error has its output.
 pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("programs")
-        .join(name)
-        .with_extension("c");
     let program = folder.join(name);
+    // A task may run it: to replace it would delete the file of the running program.
+    if program.exists() {
+        return Ok(program);
+    }
+    // A child copies. If this process did, a parallel test could fork and inherit the file, and a
+    // program that is open for writing cannot be started.
+    let mut copy = Command::new("cp");
+    copy.arg(built(name, prefix)?).arg(&program);
+    must(copy, COMPILE_TIMEOUT)?;
+    Ok(program)
+}
+
+/// Compiles a program into the build folder, unless it is up to date there.
+fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs");
+    let source = sources.join(name).with_extension("c");
+    let folder = needs::build_folder()?.join("test-programs");
+    fs::create_dir_all(&folder)?;
+    let program = folder.join(name);
+    let mut inputs = vec![source.clone(), sources.join("steps.h")];
+    inputs.extend(INSTALLED.map(|file| prefix.join(file)));
+    if is_newer(&program, &inputs) {
+        return Ok(program);
+    }
+    // Tests compile in parallel; the last one to rename wins.
+    let id = std::thread::current().id();
+    let fresh = folder.join(format!("{name}-{}-{id:?}", std::process::id()));
     let mut gcc = Command::new("gcc");
     gcc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
-        .arg(&program)
+        .arg(&fresh)
         .arg(&source);
     gcc.arg("-I")
         .arg(prefix.join("include"))
@@ -30,5 +57,16 @@ pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
         .arg(prefix.join("lib"));
     gcc.args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
     must(gcc, COMPILE_TIMEOUT).with_context(|| format!("compiling {}", source.display()))?;
+    fs::rename(&fresh, &program)?;
     Ok(program)
+}
+
+/// Returns true if a file exists and is newer than all of the others.
+fn is_newer(file: &Path, others: &[PathBuf]) -> bool {
+    let changed = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
+    changed(file).is_ok_and(|at| {
+        others
+            .iter()
+            .all(|other| changed(other).is_ok_and(|before| before < at))
+    })
 }
