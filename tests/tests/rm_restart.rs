@@ -118,7 +118,7 @@ fn written(vm: &Vm) {
 
 fn written_to(vm: &Vm, file: &Path) {
     let now = SystemTime::now();
-    eventually(TIMEOUT, || {
+    eventually(TIMEOUT * 5, || {
         // Each command is a task, which the resource manager records.
         vm.events().map_err(|error| format!("{error:#}"))?;
         let at = file
