@@ -475,7 +475,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
         assert!(
-            says.contains("owner.toml: unknown field `leaves`"),
+            says.contains("owner.toml:2: unknown field `leaves`"),
             "{wrong}"
         );
         assert!(setting(&wrong, "3600"), "{wrong}");
@@ -506,7 +506,7 @@ fn a_wrong_first_policy_lets_no_guest_in() {
         });
         let why = shut["guests_why"].as_str().unwrap_or_default();
         assert!(
-            why.contains("sempa-owner-21002.policy.toml: unknown field `leaves`"),
+            why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"),
             "{shut}"
         );
         assert_eq!(
@@ -645,7 +645,7 @@ fn an_owner_publishes_a_policy_for_others() {
         command.args(["owner", "policy", "rules.toml"]);
         let refused = run(command, TIMEOUT).expect("the console runs");
         assert!(
-            !refused.good() && refused.err.contains("rules.toml: unknown field `leaves`"),
+            !refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
             "{refused:?}"
         );
         let published = vm

@@ -6,23 +6,23 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::thread;
-use sempa_ring::doorbell::{Bell, Wake};
-use sempa_ring::ring::{Reader, RingMemory, Words, Writer};
+use sempa_ring::doorbell::{Doorbell, WakeTarget};
+use sempa_ring::ring::{Reader, RingControl, RingMemory, Writer};
 
 const CAPACITY: usize = 64;
 
 /// Memory that the checker monitors: a concurrent write and read of one byte fails the test.
 struct MonitoredMemory {
-    words: Words,
+    control: RingControl,
     bytes: Vec<UnsafeCell<u8>>,
 }
 
 #[derive(Clone)]
-struct LoomMemory(Arc<Watched>);
+struct LoomMemory(Arc<MonitoredMemory>);
 
-impl RingMemory for Checked {
-    fn words(&self) -> &Words {
-        &self.0.words
+impl RingMemory for LoomMemory {
+    fn control(&self) -> &RingControl {
+        &self.0.control
     }
     fn capacity(&self) -> usize {
         CAPACITY
@@ -43,15 +43,15 @@ impl RingMemory for Checked {
     }
 }
 
-fn area() -> Checked {
+fn area() -> LoomMemory {
     let bytes = (0..CAPACITY).map(|_| UnsafeCell::new(0)).collect();
-    Checked(Arc::new(Watched {
-        words: Words::default(),
+    LoomMemory(Arc::new(MonitoredMemory {
+        control: RingControl::default(),
         bytes,
     }))
 }
 
-fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
+fn read(reader: &mut Reader<LoomMemory>) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     reader
         .next_record()
@@ -61,7 +61,7 @@ fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
 }
 
 /// Writes and reads three records of `BYTES` bytes at the same time.
-fn exchange_three_records<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
+fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> Writer<LoomMemory>) {
     loom::model(move || {
         let area = area();
         let mut writer = writer(area.clone());
@@ -89,7 +89,7 @@ fn exchange_three_records<const BYTES: usize>(writer: fn(Checked) -> Writer<Chec
 
 #[test]
 fn records_arrive_whole_and_in_order() {
-    three_arrive::<20>(Writer::new);
+    exchange_three_records::<20>(Writer::new);
 }
 
 #[test]
@@ -149,15 +149,15 @@ fn release_without_fence_starves_no_writer() {
 fn sleeper_misses_no_record() {
     loom::model(|| {
         let area = area();
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(Doorbell::default());
         let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
-            ringing.ring(3, false) == Wake::Sleepers
+            ringing.notify(3, false) == WakeTarget::Sleepers
         });
         let mut reader = Reader::new(area);
         let seen = bell.prepare_sleep();
-        let found = bell.rung(0).is_some() && read(&mut reader).is_some();
+        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
         let woken = writing.join().expect("written");
         assert!(
             found || woken || bell.word().load(Ordering::SeqCst) != seen,
@@ -168,14 +168,18 @@ fn sleeper_misses_no_record() {
 
 /// Returns a doorbell with a bit set, and a thread that writes a record, notifies the doorbell and
 /// returns the result.
-fn notified_doorbell() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
+fn notified_doorbell() -> (
+    Arc<Doorbell>,
+    Reader<LoomMemory>,
+    thread::JoinHandle<WakeTarget>,
+) {
     let area = area();
-    let bell = Arc::new(Bell::default());
-    bell.ring(3, false);
+    let bell = Arc::new(Doorbell::default());
+    bell.notify(3, false);
     let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
     let writing = thread::spawn(move || {
         assert!(writer.write([&[1; 8]]).expect("a good ring"));
-        ringing.ring(3, false)
+        ringing.notify(3, false)
     });
     (bell, Reader::new(area), writing)
 }
@@ -185,8 +189,8 @@ fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
         let (bell, mut reader, writing) = notified_doorbell();
         bell.set_notify_always(true);
-        let found = bell.rung(0).is_some() && read(&mut reader).is_some();
-        let called = writing.join().expect("written") == Wake::Ear;
+        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
+        let called = writing.join().expect("written") == WakeTarget::Drainer;
         assert!(found || called, "it would sleep for ever");
     });
 }
@@ -195,11 +199,14 @@ fn always_notified_drainer_misses_no_record() {
 fn cleared_bit_is_set_by_later_writers() {
     loom::model(|| {
         let (bell, mut reader, writing) = notified_doorbell();
-        bell.hush(3);
+        bell.clear(3);
         let found = read(&mut reader).is_some();
         writing.join().expect("written");
         assert!(
-            found || bell.rung(0).is_some_and(|(_, bits)| bits >> 3 & 1 == 1),
+            found
+                || bell
+                    .pending_words(0)
+                    .is_some_and(|(_, bits)| bits >> 3 & 1 == 1),
             "the record would stay unseen"
         );
     });
@@ -212,8 +219,8 @@ fn clearing_one_slot_keeps_the_other() {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
-        let bell = Arc::new(Bell::default());
-        bell.ring(3, false);
+        let bell = Arc::new(Doorbell::default());
+        bell.notify(3, false);
         let rings = [area(), area()];
         let writing: Vec<_> = [3, 5]
             .into_iter()
@@ -222,17 +229,17 @@ fn clearing_one_slot_keeps_the_other() {
                 let (mut writer, bell) = (Writer::new(area), bell.clone());
                 thread::spawn(move || {
                     assert!(writer.write([&[1; 8]]).expect("a good ring"));
-                    bell.ring(slot, false);
+                    bell.notify(slot, false);
                 })
             })
             .collect();
         let mut readers = rings.map(Reader::new);
-        bell.hush(3);
+        bell.clear(3);
         let found = read(&mut readers[0]).is_some();
         writing
             .into_iter()
             .for_each(|thread| thread.join().expect("written"));
-        let bits = bell.rung(0).map_or(0, |(_, bits)| bits);
+        let bits = bell.pending_words(0).map_or(0, |(_, bits)| bits);
         assert!(
             found || bits >> 3 & 1 == 1,
             "the first record would stay unseen"
@@ -246,19 +253,19 @@ fn clearing_one_slot_keeps_the_other() {
 fn accepted_request_misses_no_record() {
     loom::model(|| {
         let area = area();
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(Doorbell::default());
         bell.request_drainer();
         let (mut writer, calling) = (Writer::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
-            calling.ring(3, true);
+            calling.notify(3, true);
         });
         let mut reader = Reader::new(area);
         bell.accept_drainer_request();
-        let found = bell.rung(0).is_some() && read(&mut reader).is_some();
+        let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
         writing.join().expect("written");
         assert!(
-            found || bell.ear().load(Ordering::SeqCst) == 1,
+            found || bell.drainer_word().load(Ordering::SeqCst) == 1,
             "it would sleep for ever"
         );
     });
@@ -306,19 +313,19 @@ fn record_during_close_is_read_or_writer_sees_it() {
 fn accepted_request_misses_no_close() {
     loom::model(|| {
         let area = area();
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(Doorbell::default());
         bell.request_drainer();
         let (reader, calling) = (Reader::new(area.clone()), bell.clone());
         let ending = thread::spawn(move || {
             reader.close();
-            calling.ring(3, true);
+            calling.notify(3, true);
         });
         let writer = Writer::new(area);
         bell.accept_drainer_request();
         let closed = writer.is_closed();
         ending.join().expect("ended");
         assert!(
-            closed || bell.ear().load(Ordering::SeqCst) == 1,
+            closed || bell.drainer_word().load(Ordering::SeqCst) == 1,
             "it would write for ever"
         );
     });
@@ -326,7 +333,7 @@ fn accepted_request_misses_no_close() {
 
 #[test]
 fn rewind_loses_and_overwrites_nothing() {
-    three_arrive::<8>(|area| Writer::with_rewind(area, 16));
+    exchange_three_records::<8>(|area| Writer::with_rewind(area, 16));
 }
 
 #[test]
@@ -334,13 +341,13 @@ fn leased_memory_is_not_overwritten() {
     loom::model(|| {
         let area = area();
         let store = Arc::new(UnsafeCell::new(1u8));
-        let (words, lent) = (area.clone(), store.clone());
+        let (reader_memory, lent) = (area.clone(), store.clone());
         let reading = thread::spawn(move || {
             // SAFETY: the checker fails the test if another thread writes at the same time.
             assert_eq!(lent.with(|byte| unsafe { *byte }), 1);
-            words.words().give_back(7);
+            reader_memory.control().return_lease(7);
         });
-        if area.words().take_returned() != 0 {
+        if area.control().take_returned_leases() != 0 {
             // SAFETY: the checker fails the test if another thread reads at the same time.
             store.with_mut(|byte| unsafe { *byte = 2 });
         }
