@@ -156,10 +156,10 @@ impl Vm {
     /// See [`EnrollError`].
     ///
     /// ```no_run
-    /// # use libpvm::proto::task::AtEnd;
+    /// # use libpvm::proto::task::OnDaemonExit;
     /// # fn main() -> Result<(), libpvm::EnrollError> {
     /// // A worker that has nothing to do without the virtual machine.
-    /// let vm = libpvm::Vm::enroll_as(AtEnd::Signalled)?;
+    /// let vm = libpvm::Vm::enroll_as(OnDaemonExit::Terminate)?;
     /// # Ok(())
     /// # }
     /// ```

@@ -260,7 +260,14 @@ impl Crowd {
         let done = self.director.finish(TIMEOUT)?;
         match done.out.lines().find_map(Account::read) {
             Some(account) => Ok(account),
-            None => bail!("no account: {}\n{}", done.status, done.err),
+            None => {
+                let reports: Vec<&str> = done
+                    .out
+                    .lines()
+                    .filter(|line| line.starts_with("account") || line.starts_with("summary"))
+                    .collect();
+                bail!("no account: {}\n{reports:#?}\n{}", done.status, done.err)
+            }
         }
     }
 }

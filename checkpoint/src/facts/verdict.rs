@@ -304,7 +304,7 @@ mod tests {
             [Refusal::MemoryReserved {
                 need: room,
                 have: 1 << 30,
-                reserved: reserved
+                reserved
             }]
         );
         let small = FakeHost {
