@@ -36,7 +36,10 @@ pub(crate) enum RouteEvent {
         same_host: bool,
     },
     /// A peer has refused this task's offer.
-    Refused { peer: Tid, id: OfferId },
+    Refused {
+        peer: Tid,
+        id: OfferId,
+    },
     /// The connection to the peer is established.
     Connected(Tid),
     /// The connection to the peer could not be established.
@@ -55,20 +58,42 @@ pub(crate) enum RouteEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteOutput {
     /// Listen, and send an offer to this peer.
-    Offer { to: Tid, id: OfferId },
+    Offer {
+        to: Tid,
+        id: OfferId,
+    },
     /// Stop listening for this offer.
-    Withdraw { id: OfferId },
+    Withdraw {
+        id: OfferId,
+    },
     /// Accept the offer of a peer on this host.
-    Accept { to: Tid, id: OfferId },
+    Accept {
+        to: Tid,
+        id: OfferId,
+    },
     /// Connect to the addresses in the peer's offer, and accept it.
-    Dial { to: Tid, id: OfferId },
+    Dial {
+        to: Tid,
+        id: OfferId,
+    },
     /// Accept the connection of the peer that has accepted this offer.
-    ExpectConnection { id: OfferId },
-    Refuse { to: Tid, id: OfferId },
+    ExpectConnection {
+        id: OfferId,
+    },
+    Refuse {
+        to: Tid,
+        id: OfferId,
+    },
     /// Close the connection to this peer, established or in progress.
-    Close { peer: Tid },
+    Close {
+        peer: Tid,
+    },
     /// Deliver a notification to the program.
-    Notify { ctx: i32, tag: i32, words: [i32; 2] },
+    Notify {
+        ctx: i32,
+        tag: i32,
+        words: [i32; 2],
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -45,7 +45,10 @@ enum Change {
         early: bool,
     },
     /// Both tasks migrate at the same time; the task `first` runs again first.
-    MigrateBoth { first: usize, same_host: bool },
+    MigrateBoth {
+        first: usize,
+        same_host: bool,
+    },
     Break,
 }
 
