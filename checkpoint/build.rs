@@ -1,4 +1,4 @@
-//! Compiles the two libraries that are loaded into CRIU. They are embedded into this crate.
+//! Compiles the two C libraries that CRIU loads. This crate embeds their binaries.
 
 use std::env;
 use std::path::PathBuf;

@@ -1,11 +1,12 @@
-//! A fixed amount of work that depends only on the processor and its other load, not on our code.
-//! It makes figures of different machines and times comparable.
+//! Measures a fixed amount of work that does not use our code, so its time depends only on the
+//! processor and its other load. Results of different machines and times become comparable by this
+//! time.
 
 use divan::{Bencher, black_box};
 
-/// Steps of a chain in which each depends on the one before.
+/// Number of steps of the computation. Each step needs the result of the previous one.
 const STEPS: u64 = 10_000;
-/// Bytes that are copied in addition: as many as a message that fits the first-level cache.
+/// Bytes that are copied in addition to the computation. The copy fits the first-level cache.
 const BYTES: usize = 16 << 10;
 
 fn main() {

@@ -1,5 +1,6 @@
-//! Forwarding of a data frame between two tasks in the daemon: the state machine from the event to
-//! the output and, between hosts, also the queues and pair streams of the data channel. No I/O.
+//! Measures how the daemon forwards a data frame of a task: the state machine from the input event
+//! to the output and, between hosts, also the queues and pair streams of the data channel. No I/O
+//! is done.
 
 #[path = "../../pvmd/machine/tests/two_host_daemon/mod.rs"]
 mod two_host_daemon;
@@ -16,11 +17,13 @@ use two_host_daemon::{Daemon, frame, remote_task};
 
 /// Numbers of tasks on the host. The cost of forwarding must not depend on it.
 const TASKS: [usize; 3] = [2, 32, 512];
-/// Bytes of a frame's payload.
+/// Payload sizes of the frames, in bytes.
 const PAYLOADS: [usize; 2] = [64, 60 << 10];
-/// Payload bytes where the size does not matter, because the payload is not read.
+/// Payload size in bytes for benchmarks of which the time does not depend on the size, because the
+/// payload is not read.
 const SMALL_PAYLOAD: usize = 64;
-/// Unmeasured frames at the start, during which the pair gets its table entries and its stream.
+/// Number of unmeasured frames at the start, in which the daemon makes the table entries and the
+/// stream of the pair.
 const WARM_UP_FRAMES: usize = 100;
 
 /// Counts allocations. `bench micro` fails if the forwarding path allocates.
@@ -41,13 +44,14 @@ fn data_frame(ends: (Tid, Tid), bytes: usize) -> Bytes {
     )
 }
 
-/// Measures `once` after unmeasured warm-up rounds.
+/// Measures `once`, after [`WARM_UP_FRAMES`] calls that are not measured.
 fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
     (0..WARM_UP_FRAMES).for_each(|_| drop(once()));
     bencher.counter(ItemsCount::new(1usize)).bench_local(once);
 }
 
-/// Measures a daemon that handles the event and must produce the expected output.
+/// Measures how a daemon handles `event`. Panics unless `expects_message` accepts the daemon's
+/// first output.
 fn measure_forwarding(
     bencher: Bencher,
     mut daemon: Daemon,
@@ -104,7 +108,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     });
 }
 
-/// From the task's socket to the stream of its pair.
+/// Measures a frame from the task's socket until it is in the stream of its pair.
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), BenchSender::default());
@@ -129,7 +133,7 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     );
 }
 
-/// From the stream of a pair to the task's socket.
+/// Measures a frame from the stream of its pair until it is sent to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending, mut receiving) = (

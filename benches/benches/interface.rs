@@ -1,6 +1,6 @@
-//! Packing and unpacking of each type through the functions of the C library, as a C program calls
-//! them: 1,000 items at a time. Unpacking uses a buffer that was packed before; selecting that
-//! buffer is part of the time.
+//! Measures packing and unpacking of each type through the exported C functions, as a C program
+//! calls them. Each call handles 1,000 items. Unpacking reads a buffer that was packed before the
+//! measurement; the measured time includes the selection of this buffer.
 #![allow(unsafe_code)] // The functions are C's.
 
 use divan::counter::ItemsCount;
@@ -26,18 +26,18 @@ fn main() {
     divan::main();
 }
 
-/// Clears the active send buffer.
+/// Makes an empty send buffer the active one.
 fn clear_send_buffer(encoding: c_int) {
     // SAFETY: `pvm_initsend` accepts any number.
     let buffer = unsafe { pvm_initsend(encoding) };
     assert!(buffer > 0, "a send buffer: {buffer}");
 }
 
-/// A buffer that can be unpacked once. It is freed on drop.
+/// A packed buffer that can be unpacked once. Dropping frees the buffer.
 struct Packed(c_int);
 
 impl Packed {
-    /// Creates a buffer with what `pack` packs.
+    /// Creates a buffer and calls `pack` to fill the buffer.
     fn new(encoding: c_int, pack: impl FnOnce()) -> Packed {
         clear_send_buffer(encoding);
         pack();
@@ -121,7 +121,7 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
     });
 }
 
-/// Unpacks the same string.
+/// Unpacks a string of 999 bytes.
 #[divan::bench(args = ENCODINGS)]
 fn unpack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEMS];

@@ -1,4 +1,4 @@
-//! Packing and unpacking of each type in both encodings, 1,000 items at a time.
+//! Measures packing and unpacking of each type in both encodings, 1,000 items at a time.
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};

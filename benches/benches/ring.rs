@@ -1,5 +1,5 @@
-//! Shared memory between two tasks without the tasks: records through a ring, in one thread and
-//! between two threads, and the doorbell.
+//! Measures the shared memory between two tasks, without running tasks: records that pass through a
+//! ring, in one thread and between two threads, and the doorbell.
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
@@ -10,27 +10,27 @@ use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RingPair, accept_pair
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of a record after its header.
+/// Record sizes in bytes, without the record header.
 const SIZES: [usize; 3] = [16, 1 << 10, 64 << 10];
-/// Numbers of peers that have notified a task when it reads its doorbell.
+/// Numbers of peers that have notified a task before the task reads its doorbell.
 const NOTIFIERS: [usize; 3] = [1, 64, 1000];
 /// Bytes of the link header before a fragment.
 const HEAD_BYTES: usize = 16;
-/// Polls of an empty ring before the thread yields its core.
+/// Number of times a thread polls an empty ring before it yields its core.
 const POLLS_BEFORE_YIELD: u32 = 2000;
 
 fn main() {
     divan::main();
 }
 
-/// Creates both ends of the rings of a pair.
+/// Creates the rings of two tasks. Returns the first and the second task's end.
 fn pair() -> (RingPair, RingPair) {
     let (one, fd) = create_pair().expect("the system has memory");
     let other = accept_pair(fd.as_fd()).expect("it is ours");
     (one, other)
 }
 
-/// Copies the next record to `out`. Returns false if there is none.
+/// Copies the next record to `out`. Returns false if the ring is empty.
 fn read_record<A: sempa_ring::ring::RingMemory>(
     reader: &mut Reader<A>,
     out: &mut Vec<u8>,
@@ -74,9 +74,11 @@ fn push_and_pop(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// Pins the calling thread to one of the processors that the process may use: the first, or the
-/// second if there is one. Without pinning, two busy-waiting threads may share one processor for a
-/// whole benchmark.
+/// Pins the calling thread to the first (`number` 0) or second (`number` 1) processor that the
+/// process may use. If only one processor may be used, pins to that one.
+///
+/// Without pinning, the scheduler may run two busy-waiting threads on one processor for a whole
+/// benchmark.
 fn pin_to_processor(number: usize) {
     let all = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
     let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).is_ok_and(|is| is));
@@ -87,7 +89,8 @@ fn pin_to_processor(number: usize) {
     }
 }
 
-/// Round trip between two busy-waiting threads, on a core each if there are two.
+/// Measures the round trip of a record between two busy-waiting threads, each on its own core if
+/// the process may use two.
 #[divan::bench(args = SIZES)]
 fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     let (mut one, mut other) = pair();
@@ -122,7 +125,8 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// `ringers` peers notify; the task finds all of them and clears their bits. No thread sleeps.
+/// `ringers` peers notify a task. The task finds all of them and clears their bits. No thread
+/// sleeps.
 #[divan::bench(args = NOTIFIERS)]
 fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
     let own = OwnDoorbell::new().expect("the system has memory");

@@ -1,4 +1,5 @@
-//! Cost of a message before it reaches a socket: packing, framing, and the link's bookkeeping.
+//! Measures what a message costs before it reaches a socket: packing, framing, and the bookkeeping
+//! of the link.
 
 use bytes::Bytes;
 use divan::counter::BytesCount;
@@ -36,7 +37,7 @@ fn frame_and_decode(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// One message from end to end, including acknowledgements.
+/// One message passes through both ends of a link, including the acknowledgements.
 #[divan::bench(args = SIZES)]
 fn link_hands_a_message_over(bencher: Bencher, bytes: usize) {
     let body = Bytes::from(vec![7u8; bytes]);

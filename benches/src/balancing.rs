@@ -1,15 +1,15 @@
-//! `cargo xtask bench balance`: runs farms of unequal tasks on hosts that control groups make
-//! unequal.
+//! `cargo xtask bench balance`: runs farms of tasks with unequal work on hosts whose processor
+//! shares are made unequal by control groups.
 //!
 //! Two sets of such hosts are up at the same time, so that other load on the machine affects both
-//! alike:
+//! sets equally:
 //!
-//! - On one set the farm runs without a resource manager; tasks are placed in turn.
-//! - On the other set it runs under a resource manager that balances, first without and then with
+//! - On one set the farm runs without a resource manager; tasks are placed round robin.
+//! - On the other set it runs under a resource manager that rebalances: first without and then with
 //!   declared work of each task.
 //!
 //! The results are compared with the best assignment, which is found by exhaustive search. A last
-//! farm is in balance from the start; none of its tasks may be migrated.
+//! farm is balanced from the start; none of its tasks may be migrated.
 
 use crate::figures::median;
 use crate::machine_info::MachineInfo;
@@ -28,7 +28,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Share of one processor that each host has. The machine must have twice their sum.
+/// Share of one processor for each host of a set. The two sets together need twice the sum.
 const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
 /// Number of tasks in the farm.
 const TASKS: usize = 12;
@@ -36,52 +36,58 @@ const TASKS: usize = 12;
 const WORK_MS: (usize, usize) = (2_500, 14_500);
 /// Divisor of the work in a quick run.
 const QUICK_DIVISOR: usize = 3;
-/// Repetitions, each with different tasks.
+/// Default number of repetitions. Each has different tasks.
 const REPETITIONS: usize = 3;
 /// Time limit for one farm.
 const FARM_TIMEOUT: Duration = Duration::from_secs(1200);
-/// Time after which load watchers have reported their hosts.
+/// Time that load watchers need to report their hosts after their start.
 const LOAD_REPORT_DELAY: Duration = Duration::from_secs(8);
-/// Goals: largest ratio of our time to that of the best assignment, and smallest speedup over
-/// placement in turn.
+/// Goal: maximum ratio of our time to the time of the best assignment.
 const RATIO_TO_BEST_MAX: f64 = 1.15;
+/// Goal: minimum speedup over round-robin placement.
 const SPEEDUP_MIN: f64 = 1.5;
 
-/// Number of tasks in the balanced farm, and work of each in milliseconds. With host shares of one,
-/// one, two and four parts, every task gets the same share of a processor.
+/// Number of tasks in the balanced farm. The shares of the hosts are in the ratio 1 : 1 : 2 : 4, so
+/// eight equal tasks can each get the same share of a processor.
 const EVEN_TASKS: usize = 8;
+/// Work of each task in the balanced farm, in milliseconds of processor time.
 const EVEN_WORK_MS: usize = 8_000;
 
 /// Result of one run of a farm.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct FarmRun {
     seconds: f64,
-    /// One sentence per migration, with its reason.
+    /// One sentence per migration, which includes its reason.
     moves: Vec<String>,
     /// Number of migrations before the first task ended.
     #[serde(default)]
     early_moves: usize,
     failed_moves: usize,
-    /// Starts, migrations and ends of tasks with their hosts, in seconds after the first start.
+    /// Starts, migrations and ends of tasks with their hosts, one line each. Times are in seconds
+    /// after the first start.
     #[serde(default)]
     course: Vec<String>,
 }
 
-/// One repetition with its own tasks.
+/// The results of one repetition, which has its own tasks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Repetition {
     /// Number of the repetition, which is also the seed of its tasks.
     number: usize,
-    /// Work of each task in seconds of processor time.
+    /// Work of each task, in seconds of processor time.
     work: Vec<f64>,
-    /// Seconds of the best static assignment.
+    /// Time of the best static assignment in seconds.
     best: f64,
-    /// Seconds that are achievable without knowledge of the tasks if migrations cost nothing.
+    /// Time in seconds that a scheduler could achieve without knowledge of the work, if migrations
+    /// cost nothing.
     blind: f64,
+    /// Run with round-robin placement, without a resource manager.
     in_turn: FarmRun,
+    /// Run under the resource manager, without declared work.
     untold: FarmRun,
+    /// Run under the resource manager, with declared work.
     told: FarmRun,
-    /// Run of equal tasks that are balanced from the start, without declared work.
+    /// Run of the balanced farm, without declared work. `None` in old results.
     #[serde(default)]
     even: Option<FarmRun>,
 }
@@ -102,21 +108,19 @@ pub struct BalanceSettings {
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Runs one repetition with less work.
+    /// Runs one repetition with a third of the work.
     pub quick: bool,
-    /// Number of repetitions in place of the default.
+    /// Number of repetitions; `None` for the default.
     pub repetitions: Option<usize>,
-    /// Runs only these repetitions and keeps the stored results of the others.
+    /// Numbers of the repetitions to run; the stored results of all others are retained. If empty,
+    /// all are run.
     pub only: Vec<usize>,
-    /// Folder for table and JSON.
+    /// Folder to which the table and the JSON file are written.
     pub results: PathBuf,
 }
 
-/// Measures, prints a table, and writes it and JSON after each repetition. Returns true if the
-/// medians meet the goals.
-///
-/// # Errors
-/// Fails if hosts cannot be created, a farm fails, or the results cannot be written.
+/// Runs the measurement and prints a table. Writes the table and JSON after each repetition.
+/// Returns true if the medians meet the goals.
 pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
     if let Some(missing) = needs::lacks().or_else(limits::lacks) {
         bail!("bench balance: {missing}");
@@ -146,8 +150,8 @@ pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
         Unequal::new(&settings.prefix, &SHARES)?,
     ];
     let unit = std::thread::scope(|scope| {
-        // Calibrates both sets at the same time, because processors that share a core are slower
-        // together.
+        // The unit of work is measured on both sets at the same time, because two processors that
+        // share a core are slower when both are in use.
         let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
         let each = each.map(|side| side.join().expect("it does not panic"));
         each.into_iter()
@@ -178,7 +182,7 @@ pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
     Ok(good)
 }
 
-/// Reads the stored repetitions.
+/// Reads the repetitions from an earlier run's JSON file. Returns none if the file does not exist.
 fn stored_repetitions(file: &Path) -> Result<Vec<Repetition>> {
     let Ok(text) = fs::read_to_string(file) else {
         return Ok(Vec::new());
@@ -232,8 +236,8 @@ fn run_repetition(
     })
 }
 
-/// Runs the farm once: without a resource manager if `rm_overhead` is `None`, otherwise under one.
-/// The inner value is the declared work per unit, if it is declared.
+/// Runs a farm once. If `managed` is `None`, no resource manager runs. Its inner value is the
+/// number of seconds per unit of work that tasks declare; `None` if they declare nothing.
 fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<FarmRun> {
     let vm = hosts.start()?;
     let manager = managed.map(|_| hosts.manage(&vm)).transpose()?;
@@ -303,7 +307,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
     })
 }
 
-/// Returns the starts, migrations and ends of the farm's tasks, one line each.
+/// Returns the starts, migrations and ends of the farm's tasks in order of time, one line each.
 fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
     let units = |tid: &Tid| {
         harvest
@@ -334,7 +338,7 @@ fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
         .collect()
 }
 
-/// Returns the table, and whether the goals are met.
+/// Returns the table as text, and true if the goals are met.
 fn table(rounds: &[Repetition]) -> (String, bool) {
     let head = [
         "",

@@ -1,4 +1,5 @@
-//! Measures costs as functions of message size, tasks on a host, peers of one task, and hosts.
+//! Measures round trips as functions of the message size, of the number of tasks on a host, of the
+//! number of peers of one task, and of the number of hosts.
 
 use crate::figures::{MeasurementFailure, Samples, System, combine_repetitions, median};
 use crate::netpipe;
@@ -9,14 +10,15 @@ use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Names of the curves for `--only`.
+/// Names of the curves, for selection by `--only`.
 pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
 
-/// Repetitions of each point, in a full run and in a quick one.
+/// Number of repetitions of each point in a full run.
 const REPETITIONS_FULL: usize = 5;
+/// Number of repetitions of each point in a quick run.
 const REPETITIONS_QUICK: usize = 1;
-/// Maximum bytes that one point of the size curve sends, which limits the rounds with large
-/// messages.
+/// Maximum number of bytes that one point of the size curve sends. It limits the number of rounds
+/// with large messages.
 const POINT_BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [
     8,
@@ -34,14 +36,14 @@ const TASKS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 
-/// The curves of a run, and the measurements that failed.
+/// The charts of a run, and the measurements that failed.
 #[derive(Debug, Default)]
 pub(crate) struct Curves {
     pub(crate) charts: Vec<Chart>,
     pub(crate) troubles: Vec<MeasurementFailure>,
 }
 
-/// A line of a curve: the system, and whether PVM's direct route is requested.
+/// Identifies a line of a chart: the system, and true if the tasks request PVM's direct route.
 type LineKey = (System, bool);
 
 const ALL_LINES: [LineKey; 6] = [
@@ -59,10 +61,7 @@ const PVM_LINES: [LineKey; 4] = [
     (System::Sempa, true),
 ];
 
-/// Measures the curve of this name on virtual machines of its own.
-///
-/// # Errors
-/// Fails if no testbed can be created or a virtual machine does not start.
+/// Measures the curve `name` on new virtual machines.
 pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> {
     let mut curves = Curves::default();
     if name == "hosts" {
@@ -139,9 +138,9 @@ fn repetitions(quick: bool) -> usize {
     }
 }
 
-/// Returns the indexes of `count` systems without those that have failed, in the order of this
-/// repetition. Every second repetition reverses the order, because the first system may find cold
-/// caches.
+/// Returns the indexes below `count` that are not in `failed`, in the order in which a repetition
+/// measures the systems. Every second repetition reverses the order, because the first system may
+/// find cold caches.
 fn run_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<usize> {
     let mut all: Vec<usize> = (0..count).filter(|place| !failed.contains(place)).collect();
     if repetition % 2 == 1 {
@@ -150,7 +149,7 @@ fn run_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<u
     all
 }
 
-/// Adds a point with median and p99 to a line.
+/// Adds a point to a line, with the median and the 99th percentile of the repetitions.
 fn add_point(series: &mut Series, x: f64, repetitions: &[Samples]) {
     if let Some(trip) = combine_repetitions(repetitions, "rtt") {
         series.points.push((x, trip.median_us));
@@ -213,8 +212,8 @@ impl Curves {
         });
     }
 
-    /// Runs the program at each point, all lines in turn. A line ends at the first point where the
-    /// program fails.
+    /// Runs the measuring program for each point and each line, and returns the lines. The lines
+    /// take turns within a repetition. A line ends at the first point where the program fails.
     fn sweep(
         &mut self,
         peers: &RunningSystems,
@@ -271,7 +270,8 @@ impl Curves {
         series
     }
 
-    /// Runs NPpvm on both systems in turn. Each run gives one time for each size that it chose.
+    /// Runs NPpvm on both systems in turn. Each run yields one time for each message size that
+    /// NPpvm has chosen.
     fn netpipe(&mut self, peers: &RunningSystems, quick: bool) {
         let systems = [System::Pvm, System::Sempa];
         let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
@@ -325,8 +325,8 @@ impl Curves {
         );
     }
 
-    /// Measures round trips with one task on each other host, for increasing numbers of hosts. All
-    /// daemons run on this machine.
+    /// Measures round trips between a task on h1 and one task on each other host, for increasing
+    /// numbers of hosts. All daemons run on this machine.
     fn hosts(&mut self, prefix: &Path, quick: bool) -> Result<()> {
         let points = selected_points(&HOSTS, quick);
         let most = points.last().copied().unwrap_or(2);
@@ -359,7 +359,8 @@ impl Curves {
                 warm_option(5),
             ];
             let mut given = [const { Vec::new() }; 2];
-            // The hosts are added first; then the repetitions alternate between the systems.
+            // Turn 0 adds the hosts to both virtual machines. The following turns are the
+            // repetitions.
             for turn in 0..=repetitions(quick) {
                 for place in run_order(systems.len(), turn, &ended) {
                     let words: &[String] = if turn == 0 { &add } else { &all };

@@ -1,9 +1,10 @@
-//! `cargo xtask bench owners --sizes`: measures the eviction of a task for an owner, by size of its
-//! memory.
+//! `cargo xtask bench owners --sizes`: measures how long the eviction of a task takes when an owner
+//! logs in, by size of the task's memory.
 //!
-//! An owner logs in on a host whose only guest is the task. Measured are the times until the task
-//! stops, runs on another host, and has left no process and no memory on the first host. Sizes are
-//! measured one after another; the task itself records when it ran.
+//! An owner logs in on a host whose only guest is the task. The benchmark measures the times until
+//! the task stops, until it runs on another host, and until no process and no memory of it remains
+//! on the first host. The sizes are measured one after another. The task itself records when it
+//! ran.
 
 use crate::figures::median;
 use crate::machine_info::MachineInfo;
@@ -22,9 +23,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const HOSTS: usize = 4;
-/// Logins per task. The first one is not counted, because caches are cold.
+/// Number of logins per task. The first one is not counted, because caches are cold.
 const LOGINS: usize = 5;
-/// Time limit for each condition that is awaited.
+/// Time limit for each condition that the benchmark waits for.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Settings of `bench owners --sizes`.
@@ -36,27 +37,28 @@ pub struct EvictionSettings {
     pub own_build: bool,
     /// Memory of the tasks in MiB.
     pub sizes: Vec<u32>,
-    /// Logins per task in place of the default.
+    /// Number of logins per task; `None` for the default.
     pub visits: Option<usize>,
-    /// Folder for table and JSON.
+    /// Folder to which the table and the JSON file are written.
     pub results: PathBuf,
 }
 
-/// Times of one eviction, in milliseconds after the login record unless stated otherwise.
+/// Times of one eviction in milliseconds, counted from the login record unless stated otherwise.
 #[derive(Clone, Debug, Serialize)]
 struct EvictionTimes {
-    /// The task stopped running, by its own clock.
+    /// Time at which the task stopped running, by the task's own clock.
     stood_still_ms: f64,
-    /// The event log reported that the guests are stopped.
+    /// Time at which the event log reported that the guests were stopped.
     stopped_ms: f64,
-    /// Duration during which the task did not run, by its own clock.
+    /// Duration for which the task did not run, by the task's own clock.
     freeze_ms: f64,
-    /// The task ran on another host, by its own clock.
+    /// Time at which the task ran on another host, by the task's own clock.
     ran_ms: f64,
-    /// The event log reported that the host is clean: neither processes nor memory of the task are
-    /// left.
+    /// Time at which the event log reported that neither processes nor memory of the task remained
+    /// on the host.
     clean_ms: f64,
-    /// The process on the host had no memory left, and all memory had arrived on the new host.
+    /// Time at which the process on the first host had no memory left and all memory had arrived on
+    /// the new host.
     gone_ms: f64,
 }
 
@@ -77,11 +79,7 @@ struct SizeResult {
     visits: Vec<EvictionTimes>,
 }
 
-/// Measures, prints a table, and writes it and JSON.
-///
-/// # Errors
-/// Fails if hosts cannot be created, a task does not leave, its memory has changed, or the results
-/// cannot be written.
+/// Runs the measurement and prints a table. Writes the table and JSON.
 pub fn bench_evictions(settings: &EvictionSettings) -> Result<()> {
     if let Some(missing) = needs::lacks() {
         bail!("bench owners: {missing}");
@@ -206,14 +204,15 @@ fn measure_eviction(vm: &Vm<'_>, tid: &str, notes: &GapRecord) -> Result<Evictio
     Ok(visit)
 }
 
-/// True if the process has memory. A process that is exiting has an empty command line.
+/// True if the process has memory. The kernel shows an empty command line for a process that has
+/// released its memory.
 fn has_memory(pid: u32) -> bool {
     fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline"))
         .is_ok_and(|line| !line.is_empty())
 }
 
-/// Computes the times of an eviction from the event log and the task's records, or returns which
-/// entry is still missing.
+/// Computes the times of an eviction from the event log and the task's record. `gone` is the time
+/// at which the process had no memory. The error names the entry that is still missing.
 fn eviction_times(
     events: &[Entry],
     tid: &str,
@@ -243,7 +242,7 @@ fn eviction_times(
     let arrived = at("end of the move", &step(Step::Arrive))?;
     let (from, until) = notes.find_gap(at("dump", &step(Step::Dump))?)?;
     Ok(EvictionTimes {
-        // The task may have been waiting for a processor before the login record.
+        // The task may have waited for a processor since before the login record.
         stood_still_ms: ms(login, from).max(0.0),
         stopped_ms: ms(login, stopped),
         freeze_ms: ms(from, until),

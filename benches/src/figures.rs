@@ -1,4 +1,4 @@
-//! Parses the output of measured programs and combines repetitions.
+//! Parses the times that measured programs print, and combines repetitions.
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -16,10 +16,10 @@ pub enum System {
 }
 
 impl System {
-    /// All systems, in the order of the table's columns.
+    /// All systems, in the order of the columns of the table.
     pub const ALL: [System; 4] = [System::Pvm, System::Sempa, System::OpenMpi, System::Mpich];
 
-    /// Returns the name for the table.
+    /// Returns the name of the system in the table.
     pub fn name(self) -> &'static str {
         match self {
             System::Pvm => "PVM 3.4.6",
@@ -29,7 +29,7 @@ impl System {
         }
     }
 
-    /// True for the systems that run the program with PVM calls.
+    /// True for the systems that run the measuring program with PVM calls.
     pub(crate) fn is_pvm(self) -> bool {
         matches!(self, System::Pvm | System::Sempa)
     }
@@ -39,7 +39,7 @@ impl System {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MeasurementFailure {
     pub(crate) system: System,
-    /// The measurement and the reason of the failure.
+    /// The name of the measurement and the reason of the failure.
     pub(crate) text: String,
 }
 
@@ -49,19 +49,19 @@ impl Serialize for MeasurementFailure {
     }
 }
 
-/// Summary of the times of one program run, in microseconds.
+/// Summary of the times that one program run has measured, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Sample {
-    /// Number of measured times.
+    /// Number of times that are summarized.
     pub(crate) count: u64,
     pub(crate) median_us: f64,
     pub(crate) p99_us: f64,
-    /// The shortest measured time.
+    /// The shortest of the times.
     pub(crate) least_us: f64,
 }
 
 impl Sample {
-    /// Creates the summary of a single time.
+    /// Creates the summary of a single time `us`.
     pub(crate) fn one(us: f64) -> Sample {
         Sample {
             count: 1,
@@ -72,13 +72,13 @@ impl Sample {
     }
 }
 
-/// All summaries of one program run, by name.
+/// The summaries of one program run, by name of the time.
 pub(crate) type Samples = BTreeMap<String, Sample>;
 
-/// Parses the lines `sample NAME COUNT MEDIAN P99 LEAST` of a program's output.
+/// Parses the lines `sample NAME COUNT MEDIAN P99 LEAST` in a program's output.
 ///
 /// # Errors
-/// Fails if there is no such line or one is malformed.
+/// Fails if there is no such line or one of them is malformed.
 pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
     let mut all = Samples::new();
     for line in output.lines() {
@@ -107,8 +107,8 @@ pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
     Ok(all)
 }
 
-/// Combines repetitions of a time: takes the median of the medians, of the p99 values and of the
-/// shortest times.
+/// Combines the summaries of the time `name` in all repetitions: takes the median of the medians,
+/// of the p99 values, and of the shortest times. `None` if no repetition has the time.
 pub(crate) fn combine_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
     let own: Vec<Sample> = all
         .iter()
@@ -124,7 +124,8 @@ pub(crate) fn combine_repetitions(all: &[Samples], name: &str) -> Option<Sample>
     })
 }
 
-/// Returns the smallest and the largest median of a time if they differ by more than `factor`.
+/// Returns the smallest and the largest median of the time `name` if the largest one exceeds the
+/// smallest one by more than `factor`; otherwise `None`.
 pub(crate) fn spread_above(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
     let medians = || {
         all.iter()
@@ -138,7 +139,8 @@ pub(crate) fn spread_above(all: &[Samples], name: &str, factor: f64) -> Option<(
     (most > factor * least).then_some((least, most))
 }
 
-/// Returns the median; for an even number of values, the mean of the two in the middle.
+/// Returns the median; `None` if there are no values. For an even number of values, the median is
+/// the mean of the two in the middle.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

@@ -1,5 +1,5 @@
-//! Measures what the machine and its kernel achieve without a message-passing library: the lower
-//! bound for the times in the table.
+//! Measures the round trips that the machine and its kernel achieve without a message-passing
+//! library: lower bounds for the times in the table.
 
 use crate::figures::{Sample, combine_repetitions, parse_samples};
 use crate::rows::Unit;
@@ -11,16 +11,16 @@ use serde::Serialize;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Name that selects this part with `--only`.
+/// Word that selects this measurement in `--only`.
 pub(crate) const SELECTOR_NAME: &str = "floor";
 /// Repetitions of each figure.
 const REPETITIONS: usize = 3;
-/// Time limit for one run.
+/// Time limit for one run of the program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 const MIB: f64 = 1_048_576.0;
 
-/// Title, unit, arguments of the program, and rounds of a figure.
+/// A figure, as (title, unit, arguments of the program, number of rounds).
 type FloorBenchmark = (&'static str, Unit, &'static [&'static str], usize);
 
 const FIGURES: [FloorBenchmark; 11] = [
@@ -92,21 +92,18 @@ const FIGURES: [FloorBenchmark; 11] = [
     ),
 ];
 
-/// Result of one figure of the floor.
+/// The result of one figure.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FloorResult {
     pub(crate) title: &'static str,
     pub(crate) unit: &'static str,
     /// The result, in `unit`.
     pub(crate) value: f64,
-    /// The times from which `value` is computed.
+    /// The summary of the times from which `value` is computed.
     pub(crate) time: Sample,
 }
 
-/// Measures all figures.
-///
-/// # Errors
-/// Fails if no testbed can be created or the program fails.
+/// Measures all figures and returns their results.
 pub(crate) fn measure_floor(quick: bool) -> Result<Vec<FloorResult>> {
     if let Some(lack) = needs::lacks() {
         bail!("bench peers: {lack}");

@@ -1,4 +1,4 @@
-//! Benchmarks behind `cargo xtask bench`. They report figures and prove nothing about correctness,
+//! Benchmarks that `cargo xtask bench` runs. They report figures and do not test correctness,
 //! because a loaded machine is slow without a defect.
 //!
 //! | command | measures |
@@ -6,7 +6,7 @@
 //! | `bench micro` | single layers without I/O (`benches/*.rs`), compared with saved figures |
 //! | `bench peers` | the running system, PVM 3.4.6, Open MPI and MPICH, in one run on one machine |
 //! | `bench rm` | the same operations with and without the resource manager |
-//! | `bench balance` | a task farm with and without load balancing |
+//! | `bench balance` | a task farm with and without rebalancing |
 //! | `bench migrate` | migrations by Sempa and by bare CRIU |
 //! | `bench owners --sizes` | evictions of tasks when an owner logs in |
 //! | `bench soak` | hundreds of migrations of communicating tasks, and the resources they leak |
@@ -54,8 +54,9 @@ pub const PACKAGES: [&str; 7] = [
     "netpipe-pvm",
 ];
 
-/// Repetitions in a full run and in a quick one.
+/// Number of repetitions in a full run.
 const REPETITIONS_FULL: usize = 5;
+/// Number of repetitions in a quick run.
 const REPETITIONS_QUICK: usize = 2;
 
 /// Settings of `bench peers`.
@@ -65,19 +66,19 @@ pub struct PeersSettings {
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Reduces repetitions and rounds.
+    /// Reduces the number of repetitions and rounds.
     pub quick: bool,
     /// Names of the rows and curves to measure; a final `*` matches any suffix. If empty, all are
     /// measured.
     pub only: Vec<String>,
-    /// Number of repetitions in place of the default.
+    /// Number of repetitions; `None` for the default.
     pub repetitions: Option<usize>,
-    /// Folder for JSON and plots.
+    /// Folder to which the JSON file and the plots are written.
     pub results: PathBuf,
 }
 
 impl PeersSettings {
-    /// Returns the command that repeats this measurement.
+    /// Returns the command line that repeats this measurement.
     fn command_line(&self) -> String {
         let mut words = "cargo xtask bench peers".to_string();
         if self.quick {
@@ -93,11 +94,8 @@ impl PeersSettings {
     }
 }
 
-/// Measures, prints the table and writes the results. Returns true if all measurements of our
-/// system worked, whether fast or slow. Failures of other systems are only reported.
-///
-/// # Errors
-/// Fails if a system cannot be started or the results cannot be written.
+/// Runs the measurement, prints the table and writes the results. Returns true if all measurements
+/// of our system succeeded, whether fast or slow. Failures of other systems are only reported.
 pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
     let only = &settings.only;
     let chosen = rows::select_measurements(only);
@@ -129,7 +127,8 @@ pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
     let machine =
         machine_info::MachineInfo::describe(settings.own_build, repetitions, settings.quick);
     let mut report = report::Report::new(machine, settings.command_line());
-    // Results are written after each part, so that an interrupted run keeps them.
+    // The results are written after each part, so that an interrupted run keeps the results of its
+    // complete parts.
     report.add_rows(
         &chosen,
         systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?,

@@ -6,12 +6,12 @@ use std::fs;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Load averages of the kernel over one, five and fifteen minutes.
+/// Load averages of the kernel over one, five and fifteen minutes, as text.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Load(String);
 
 impl Load {
-    /// Reads the present load.
+    /// Reads the current load averages.
     fn now() -> Load {
         let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Load(
@@ -23,10 +23,10 @@ impl Load {
     }
 }
 
-/// Facts about the machine and the run that readers of the results need.
+/// Facts about the machine and the run that are stored with the results.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct MachineInfo {
-    /// Start of the run, in seconds since the Unix epoch.
+    /// Start of the run, in seconds since 1970.
     pub(crate) at: u64,
     /// The model name of the processor.
     pub(crate) processor: String,
@@ -35,20 +35,21 @@ pub(crate) struct MachineInfo {
     pub(crate) memory_gb: u64,
     /// Release of the kernel.
     pub(crate) kernel: String,
-    /// Versions by package name.
+    /// Versions of the measured systems, by package name.
     pub(crate) versions: BTreeMap<String, String>,
     /// Load before the first measurement.
     pub(crate) load_before: Load,
-    /// Load after the last measurement, which is part of it.
+    /// Load after the last measurement. The measurement itself is a part of this load.
     pub(crate) load_after: Load,
-    /// Repetitions of each measurement.
+    /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,
-    /// True if the run used fewer rounds.
+    /// True if the run used fewer repetitions or rounds than a full run.
     pub(crate) quick: bool,
 }
 
 impl MachineInfo {
-    /// Collects the facts about this machine.
+    /// Collects the facts about this machine. `own_build` is true if the programs were built for
+    /// this run.
     pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> MachineInfo {
         let field = |file: &str, name: &str| {
             let text = fs::read_to_string(file).unwrap_or_default();
@@ -87,7 +88,7 @@ impl MachineInfo {
         }
     }
 
-    /// Sets `load_after` to the present load.
+    /// Sets [`MachineInfo::load_after`] to the current load.
     pub(crate) fn update_load(&mut self) {
         self.load_after = Load::now();
     }
@@ -119,7 +120,8 @@ fn debian_version(name: &str) -> String {
     first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
 }
 
-/// Returns our version, with the state of the sources if the programs were built for this run.
+/// Returns the version of Sempa. If the programs were built for this run, the version includes the
+/// revision of the sources.
 fn sempa_version(own_build: bool) -> String {
     if !own_build {
         return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));

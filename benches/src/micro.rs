@@ -1,7 +1,7 @@
-//! `cargo xtask bench micro`: compares the costs of single layers with saved figures.
+//! `cargo xtask bench micro`: compares the times of single layers with saved figures.
 //!
-//! Speed differs between machines and over time, so every time is expressed in units of a fixed
-//! amount of work measured in the same run.
+//! The speed of machines differs, and changes over time. Therefore every time is divided by the
+//! time of a fixed amount of work, which is measured in the same run.
 
 use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail};
@@ -10,49 +10,51 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// The benchmark of the fixed amount of work.
+/// Name of the benchmark that measures the fixed amount of work.
 const CALIBRATION: &str = "calibrate/a_fixed_amount_of_work";
-/// Prefix of the benchmarks of the daemon's forwarding path.
+/// Prefix of the names of benchmarks that measure the daemon's forwarding path.
 const FORWARDING_PREFIX: &str = "forward/";
-/// Part of the names of benchmarks whose frames share pieces of memory, and the number of frames
-/// per allocation that is allowed for them.
+/// Part of the names of benchmarks in which several frames share one allocation.
 const QUEUED_PART: &str = "queued";
+/// Minimum number of frames per allocation in benchmarks that match [`QUEUED_PART`].
 const FRAMES_PER_ALLOCATION: f64 = 8.0;
-/// Benchmark of a large frame from the network, which has an allocation of its own.
+/// Name of the benchmark of a large frame from the network. Each such frame needs its own
+/// allocation.
 const LARGE_FRAME: &str = "unqueued_from_another_host/61440";
-/// File with the saved figures.
+/// Name of the file with the saved figures.
 const SAVED_FILE: &str = "micro.json";
 
-/// How the figures of a run are evaluated.
+/// Settings for the evaluation of a run's figures.
 #[derive(Clone, Debug)]
 pub struct MicroSettings<'a> {
-    /// Folder with the saved figures.
+    /// Folder of the file with the saved figures.
     pub results: &'a Path,
-    /// Saves these figures as the new baseline.
+    /// Saves the figures of this run as the new baseline.
     pub save: bool,
-    /// Treats a slowdown as an error.
+    /// Makes a slowdown an error.
     pub strict: bool,
-    /// Relative change below which a figure counts as unchanged.
+    /// Maximum relative change of a time that counts as unchanged.
     pub tolerance: f64,
 }
 
-/// The figures of one run.
+/// The figures in the output of one run.
 #[derive(Debug, Default, PartialEq)]
 struct ParsedFigures {
-    /// Median of each benchmark in nanoseconds.
+    /// Median time of each benchmark in nanoseconds, by name.
     medians: BTreeMap<String, f64>,
-    /// Mean allocations per round, for benchmarks that allocate.
+    /// Mean number of allocations per round, by name of the benchmark. Benchmarks without
+    /// allocations are omitted.
     allocations: BTreeMap<String, f64>,
 }
 
-/// Saved figures of a run.
+/// The figures of a run as they are saved.
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedFigures {
-    /// Description of the machine, for readers only.
+    /// Description of the machine. The comparison does not use it.
     machine: serde_json::Value,
-    /// Nanoseconds of the fixed amount of work.
+    /// Time of the fixed amount of work in nanoseconds.
     calibration_ns: f64,
-    /// Median nanoseconds of each benchmark.
+    /// Median time of each benchmark in nanoseconds, by name.
     medians_ns: BTreeMap<String, f64>,
 }
 
@@ -60,18 +62,16 @@ struct SavedFigures {
 #[derive(Debug, PartialEq)]
 struct Change {
     name: String,
-    /// New relative time divided by the old one.
+    /// New relative time divided by the saved one.
     factor: f64,
     before_ns: f64,
     now_ns: f64,
 }
 
 impl MicroSettings<'_> {
-    /// Compares the printed figures with the saved ones, and saves them if requested. Returns false
-    /// if the forwarding path allocates, or if a benchmark is slower and `strict` is set.
-    ///
-    /// # Errors
-    /// Fails if the output cannot be parsed or a file cannot be read or written.
+    /// Compares the figures in the output `printed` with the saved ones, and saves them if
+    /// requested. Returns false if the forwarding path allocates, or if a benchmark is slower and
+    /// `strict` is set.
     pub fn evaluate(&self, printed: &str) -> Result<bool> {
         let told = parse_output(printed)?;
         let file = self.results.join(SAVED_FILE);
@@ -117,7 +117,8 @@ impl MicroSettings<'_> {
     }
 }
 
-/// Returns errors about allocations in the forwarding path.
+/// Returns one error for each benchmark of the forwarding path with more allocations than
+/// permitted.
 fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
     let mut complaints = Vec::new();
     for (name, count) in &figures.allocations {
@@ -148,7 +149,8 @@ fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
     complaints
 }
 
-/// Returns the benchmarks that changed by more than the tolerance, the largest change first.
+/// Returns the benchmarks whose relative time has changed by more than the tolerance, largest
+/// change first.
 fn changes(before: &SavedFigures, now: &SavedFigures, tolerance: f64) -> Vec<Change> {
     let mut all: Vec<Change> = now
         .medians_ns
@@ -204,11 +206,11 @@ fn comparison(before: &SavedFigures, now: &SavedFigures, share: f64) -> String {
 }
 
 /// Parses the tables that the benchmarks print. A benchmark has one line, indented by its level in
-/// the tree, with the median in the third column. Lines after it count allocations, with the mean
-/// in the fourth column.
+/// the tree, with its median in the third column. The lines below it count allocations; the mean is
+/// in their fourth column.
 ///
 /// # Errors
-/// Fails if there is no benchmark in the output.
+/// Fails if the output has no benchmark.
 fn parse_output(printed: &str) -> Result<ParsedFigures> {
     let mut told = ParsedFigures::default();
     let mut path: Vec<String> = Vec::new();
@@ -324,7 +326,8 @@ forward                       fastest       │ slowest       │ median        
         assert!(parse_output("nothing\n").is_err());
     }
 
-    /// An allocation per frame in the state machine is an error; one for many queued frames is not.
+    /// One allocation per frame in the state machine is an error. One allocation for many queued
+    /// frames is not.
     #[test]
     fn forwarding_must_not_allocate_per_frame() {
         let told = parse_output(PRINTED).expect("a table");
@@ -346,7 +349,7 @@ forward                       fastest       │ slowest       │ median        
         );
     }
 
-    /// A slower machine is no regression; a slower layer is one.
+    /// A slower machine is not a regression; a slower layer is.
     #[test]
     fn times_are_relative_to_machine() {
         let before = saved(

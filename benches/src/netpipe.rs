@@ -1,4 +1,4 @@
-//! Runs Debian's unmodified NPpvm: a receiver and a sender on one host.
+//! Runs Debian's unmodified NPpvm with a receiver and a sender on one host.
 
 use crate::figures::System;
 use crate::systems::RunningSystems;
@@ -7,18 +7,17 @@ use sempa_tests::run::{Running, must, run};
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Time limit for a whole run.
+/// Time limit for a run of the sender.
 const RUN_TIMEOUT: Duration = Duration::from_secs(240);
 /// Time limit for the receiver to enroll.
 const ENROLL_TIMEOUT: Duration = Duration::from_secs(60);
-/// Largest message in bytes. NPpvm chooses the sizes up to it.
+/// Largest message in a full run, in bytes. NPpvm itself chooses the sizes up to this one.
 const SIZE_MAX: &str = "16777216";
+/// Largest message in a quick run, in bytes.
 const SIZE_MAX_QUICK: &str = "65536";
 
-/// Runs NPpvm once. Returns (bytes, one-way microseconds) for each size that it chose.
-///
-/// # Errors
-/// Fails if a program fails or prints no times.
+/// Runs NPpvm once. Returns (bytes, one-way microseconds) for each message size that NPpvm has
+/// chosen.
 pub(crate) fn run_netpipe(
     peers: &RunningSystems,
     system: System,
@@ -33,7 +32,7 @@ pub(crate) fn run_netpipe(
     let mut receiver = peers.command(system, "/usr/bin/NPpvm");
     receiver.args(args);
     let receiver = Running::start(receiver, Stdio::null())?;
-    // The sender searches the task list for the receiver only once.
+    // The sender searches the task list only once, so the receiver must be enrolled before.
     let mut enrolled = peers.measuring_program(system);
     enrolled.args(["await", "tasks=1"]);
     must(enrolled, ENROLL_TIMEOUT).context("waiting for the receiver")?;

@@ -1,17 +1,16 @@
-//! Draws line charts as SVG: with two logarithmic axes where factors matter, otherwise with linear
-//! axes from zero.
+//! Draws line charts as SVG, with logarithmic axes or with linear axes from zero.
 
 use serde::Serialize;
 use std::fmt::Write;
 
-/// One line of a chart.
+/// A line of a chart.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Series {
-    /// The name in the legend.
+    /// Name of the line in the legend.
     pub(crate) name: String,
     /// (x, y) pairs. Both are positive if the axes are logarithmic.
     pub(crate) points: Vec<(f64, f64)>,
-    /// The same for the 99th percentile, where it is known.
+    /// (x, 99th percentile of y) pairs; empty if not measured.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) p99: Vec<(f64, f64)>,
 }
@@ -37,7 +36,7 @@ const LEFT: f64 = 76.0;
 const RIGHT: f64 = 210.0;
 const TOP: f64 = 44.0;
 const BOTTOM: f64 = 56.0;
-/// Colors that people with color vision deficiency can distinguish.
+/// Colours that people with colour vision deficiency can distinguish.
 const COLOURS: [&str; 8] = [
     "#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00",
 ];
@@ -45,26 +44,27 @@ const COLOURS: [&str; 8] = [
 /// Scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scale {
-    /// Logarithmic: equal factors have equal distances.
+    /// Equal factors have equal distances.
     Logarithmic,
-    /// Linear: equal differences have equal distances.
+    /// Equal differences have equal distances.
     Linear,
 }
 
-/// An axis from `low` to `high`: between the powers of ten that enclose all values, or from zero to
-/// a round number above the largest.
+/// An axis of a chart. A logarithmic one extends between the powers of ten that enclose all values;
+/// a linear one extends from zero to a round number above the largest value.
 struct Axis {
     scale: Scale,
-    /// On a logarithmic scale these are base-10 logarithms.
+    /// Value at the beginning of the axis; its base-10 logarithm on a logarithmic axis.
     low: f64,
+    /// Value at the end of the axis; its base-10 logarithm on a logarithmic axis.
     high: f64,
-    /// Distance of two grid lines.
+    /// Distance between two grid lines, in units of the axis.
     step: f64,
     from: f64,
     to: f64,
 }
 
-/// Maximum number of grid lines on a linear scale.
+/// Maximum number of grid lines on a linear axis.
 const GRID_LINES_MAX: f64 = 8.0;
 
 impl Axis {
@@ -128,13 +128,13 @@ impl Axis {
 }
 
 impl Chart {
-    /// Draws the chart with logarithmic axes. Returns `None` if no line has a point.
+    /// Draws the chart with logarithmic axes. Returns `None` if the chart has no points.
     pub(crate) fn logarithmic_svg(&self) -> Option<String> {
         self.draw(Scale::Logarithmic, true)
     }
 
-    /// Draws the chart with linear axes and without point markers, because its lines have many
-    /// points.
+    /// Draws the chart with linear axes. Point markers are omitted, because the lines of such
+    /// charts have many points. Returns `None` if the chart has no points.
     pub(crate) fn linear_svg(&self) -> Option<String> {
         self.draw(Scale::Linear, false)
     }
@@ -302,7 +302,7 @@ mod tests {
         }
     }
 
-    /// Points lie between the axes, and larger values lie further right and up.
+    /// Points are between the axes; larger values are further to the right and further up.
     #[test]
     fn points_lie_inside_axes() {
         let svg = chart(vec![(8.0, 0.3), (1e6, 200.0)])

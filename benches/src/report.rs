@@ -1,4 +1,4 @@
-//! Writes the results of `bench peers` as a table and as JSON.
+//! Formats the results of `bench peers` as a table and as JSON, and writes them.
 
 use crate::curves::Curves;
 use crate::figures::{
@@ -15,29 +15,29 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Characters of a failure that the table shows.
+/// Maximum number of characters of a failure that the table shows.
 const FAILURE_CHARS_MAX: usize = 240;
 
-/// A row whose repetitions have medians that differ by more than this factor is listed with both
-/// extremes.
+/// If the medians of a row's repetitions differ by more than this factor, the table lists the
+/// smallest and the largest one.
 const SPREAD_FACTOR: f64 = 1.5;
 
-/// Result of one row of the table.
+/// The results of all systems in one row of the table.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct RowResult {
     name: &'static str,
     title: &'static str,
     unit: &'static str,
-    /// Results by system, in the row's unit.
+    /// Result in the unit of the row, by system.
     values: BTreeMap<&'static str, f64>,
-    /// Times by system, combined over the repetitions.
+    /// Summary of the times in all repetitions, by system.
     times: BTreeMap<&'static str, Sample>,
-    /// PVM's time divided by ours.
+    /// PVM's time divided by ours; `None` if one of them is missing.
     speed_to_pvm: Option<f64>,
-    /// The time of Open MPI divided by ours, if it has the row.
+    /// Open MPI's time divided by ours; `None` if one of them is missing.
     speed_to_mpi: Option<f64>,
-    /// Smallest and largest median of the repetitions by system, in the row's unit, if they differ
-    /// much.
+    /// Smallest and largest median of the repetitions in the unit of the row, by system. Contains
+    /// only systems in which they differ by more than [`SPREAD_FACTOR`].
     spread: BTreeMap<&'static str, (f64, f64)>,
     goal: String,
     met: Option<bool>,
@@ -49,9 +49,10 @@ pub(crate) struct RowResult {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
     machine: MachineInfo,
+    /// Command line that repeats the measurement.
     repeat_with: String,
     rows: Vec<RowResult>,
-    /// Every repetition, by the arguments of the measurement and the system.
+    /// The summaries of every repetition, by the arguments of the measurement and by system.
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
     curves: Vec<Chart>,
     floor: Vec<floor::FloorResult>,
@@ -59,7 +60,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Creates an empty report. `repeat_with` is the command that repeats the measurement.
+    /// Creates an empty report. `repeat_with` is the command line that repeats the measurement.
     pub(crate) fn new(machine: MachineInfo, repeat_with: String) -> Report {
         Report {
             machine,
@@ -72,7 +73,7 @@ impl Report {
         }
     }
 
-    /// Adds the rows of these measurements.
+    /// Adds the rows of the measurements `chosen`, with their results `measured` in the same order.
     pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: MeasuredRows) {
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.args.join(" ");
@@ -104,7 +105,7 @@ impl Report {
     }
 
     /// True if a measurement of our system failed. Failures of other systems do not count, because
-    /// we cannot fix them.
+    /// we cannot correct them.
     pub(crate) fn has_own_failure(&self) -> bool {
         self.troubles
             .iter()
@@ -179,7 +180,7 @@ impl Report {
         text.push_str(&self.machine.text());
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {
-            // The JSON file contains the whole text.
+            // The text is shortened, because the JSON file contains all of it.
             let words: Vec<&str> = trouble
                 .text
                 .lines()
@@ -192,7 +193,8 @@ impl Report {
         text
     }
 
-    /// Lists rows whose repetitions differ much: their median is not reliable.
+    /// Lists the rows of which the repetitions differ by more than [`SPREAD_FACTOR`]. Their medians
+    /// are not reliable.
     fn spread_text(&self) -> String {
         let mut text = String::new();
         for line in &self.rows {
@@ -215,10 +217,7 @@ impl Report {
         if text.is_empty() { text } else { head + &text }
     }
 
-    /// Writes `peers.json`, `peers.txt` and a chart per curve.
-    ///
-    /// # Errors
-    /// Fails if the folder cannot be written.
+    /// Writes `peers.json`, `peers.txt` and one chart per curve to `folder`.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let name = |plain: &str| plain.to_string();
         let mut files = vec![
@@ -393,8 +392,9 @@ fn goal_text(row: &Row) -> String {
     parts.join(", ")
 }
 
-/// Returns whether our time meets the goal; all times are in microseconds. `None` if there is no
-/// goal or a time to compare with is missing.
+/// True if our time `own` meets the goal of the row. `pvm` is PVM's time, and `reference` the time
+/// to which the goal is relative. All times are in microseconds. `None` if there is no goal or a
+/// time is missing.
 fn is_goal_met(row: &Row, own: f64, pvm: Option<f64>, reference: Option<f64>) -> Option<bool> {
     let Goal {
         bound,
@@ -475,7 +475,7 @@ mod tests {
         );
     }
 
-    /// A goal relative to a missing time gives no verdict.
+    /// Without the time that a goal is relative to, the goal is neither met nor missed.
     #[test]
     fn missing_comparison_gives_no_verdict() {
         let goal = Goal {
@@ -493,7 +493,7 @@ mod tests {
         );
     }
 
-    /// Curves compare the same route at the same point.
+    /// The speed of a curve is computed from points with the same route and the same x value.
     #[test]
     fn curves_compare_same_route_and_point() {
         let series = |name: &str, y| Series {
@@ -547,7 +547,8 @@ mod tests {
         assert_eq!((line.speed_to_pvm, line.speed_to_mpi), (None, Some(0.5)));
     }
 
-    /// Repetitions that differ much are reported for each system.
+    /// If repetitions differ much, the smallest and the largest median are reported for each
+    /// system.
     #[test]
     fn spread_is_reported_per_system() {
         let mut two = given(169.0);

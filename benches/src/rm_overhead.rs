@@ -1,8 +1,9 @@
-//! `cargo xtask bench rm`: measures the overhead of the resource manager.
+//! `cargo xtask bench rm`: measures by how much the resource manager slows down spawns and the
+//! addition of hosts.
 //!
-//! Two of our virtual machines, one with it and one without, are up at the same time and run in
-//! turn, so that other load on the machine affects both alike. The authors of SEMPA published the
-//! same measurements for their resource manager.
+//! Two of our virtual machines, one with a resource manager and one without, are up at the same
+//! time and are measured in turn, so that other load on the machine affects both equally. The
+//! authors of SEMPA published the same measurements for their resource manager.
 
 use crate::figures::{Samples, combine_repetitions, median, parse_samples};
 use crate::machine_info::MachineInfo;
@@ -17,28 +18,30 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-/// Time limit for one run of the program.
+/// Time limit for one run of the measuring program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for the daemon of a deleted host to exit.
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Repetitions of each row. With nine, two identical virtual machines differ by a tenth.
+/// Number of repetitions of each row in a full run. With only nine repetitions, the results of two
+/// identical virtual machines differ by a tenth.
 const REPETITIONS_FULL: usize = 61;
 const REPETITIONS_QUICK: usize = 3;
-/// Largest accepted overhead of the resource manager, in percent.
+/// Goal: maximum overhead of the resource manager in percent.
 const OVERHEAD_PERCENT_MAX: f64 = 10.0;
 
-/// One row of the table.
+/// A row of the table, and how it is measured.
 struct Row {
     what: &'static str,
-    /// Arguments of the program.
+    /// Arguments of the measuring program.
     args: &'static [&'static str],
-    /// Name of the measured time.
+    /// Name of the time that the row shows.
     sample: &'static str,
-    /// True to run with a second host.
+    /// True if the measurement needs a second host in the virtual machine.
     two_hosts: bool,
-    /// Overhead that SEMPA's authors published for their resource manager.
+    /// Overhead of SEMPA's resource manager, as published by its authors; `-` if they did not
+    /// measure it.
     published_overhead: &'static str,
-    /// True if the overhead must be below [`OVERHEAD_PERCENT_MAX`].
+    /// True if the overhead must not exceed [`OVERHEAD_PERCENT_MAX`].
     has_goal: bool,
 }
 
@@ -99,8 +102,8 @@ const ROWS: [Row; 8] = [
         published_overhead: "-",
         has_goal: true,
     },
-    // The resource manager must be asked here: it leases placements in advance only to tasks that
-    // have spawned twice.
+    // In this row every spawn must ask the resource manager: it grants placement leases only to
+    // tasks that have spawned twice. So the row has no goal.
     Row {
         what: "a program's first spawn, the call",
         args: &["spawn", "tasks=1", "rounds=1", "warm=0"],
@@ -111,14 +114,14 @@ const ROWS: [Row; 8] = [
     },
 ];
 
-/// A measured row, in milliseconds.
+/// The results of one row.
 #[derive(Clone, Debug, Serialize)]
 struct MeasuredRow {
     what: &'static str,
     without_ms: f64,
     with_ms: f64,
     /// Overhead of the resource manager in percent: the median of the overheads of the repetitions.
-    /// Both sides of a repetition are measured directly one after the other.
+    /// In a repetition the two virtual machines are measured directly one after the other.
     share_percent: f64,
     sempa: &'static str,
     judged: bool,
@@ -130,7 +133,7 @@ struct Results {
     rows: Vec<MeasuredRow>,
 }
 
-/// A running virtual machine, with or without resource manager.
+/// A running virtual machine, with or without a resource manager.
 struct Side<'a> {
     bed: &'a Testbed,
     vm: Vm<'a>,
@@ -173,11 +176,8 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures with and without the resource manager, prints a table and writes it and JSON to
-/// `results`. Returns true if every overhead with a goal is below the accepted maximum.
-///
-/// # Errors
-/// Fails if a virtual machine cannot be started, a run fails, or the results cannot be written.
+/// Measures with and without the resource manager and prints a table. Writes the table and JSON to
+/// `results`. Returns true if every overhead with a goal is within [`OVERHEAD_PERCENT_MAX`].
 pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench rm: {lack}");
@@ -223,7 +223,8 @@ pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> 
     Ok(good)
 }
 
-/// Measures the rows with this number of hosts, on both sides in turn.
+/// Measures the rows that need two hosts, or those that need one. Both virtual machines take turns;
+/// the first of `sides` has no resource manager.
 fn measure_in_turns(
     sides: &[Side<'_>; 2],
     two_hosts: bool,
@@ -243,8 +244,8 @@ fn measure_in_turns(
                 "bench rm: {} ({repetition} of {repetitions})",
                 words.join(" ")
             );
-            // Every second repetition reverses the order, because the first side may find cold
-            // caches.
+            // Every second repetition reverses the order, because the first virtual machine may
+            // find cold caches.
             let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
             for side in order {
                 taken[side].push(sides[side].run_once(words)?);
@@ -278,8 +279,8 @@ fn measure_in_turns(
     Ok(rows)
 }
 
-/// Returns the median overhead of the second side over the first in the same repetition, in
-/// percent.
+/// Returns the overhead of the second virtual machine over the first one in percent: the median
+/// over all repetitions.
 fn overhead_percent(samples: &[Vec<Samples>; 2], name: &str) -> Option<f64> {
     let ratios = samples[0]
         .iter()

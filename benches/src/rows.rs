@@ -1,29 +1,31 @@
-//! The rows of the table: what is measured, and the goals for our system.
+//! Defines the rows of the table of `bench peers`: how each row is measured, and the goals for our
+//! system.
 
 /// The virtual machine on which a measurement runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum VmSetup {
     OneHost,
     TwoHosts,
-    /// One host; ours with its resource manager.
+    /// One host. Our virtual machine has a resource manager.
     Managed,
 }
 
-/// Unit in which a time is shown.
+/// Unit in which the table shows a time or a rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Unit {
     Micros,
     Millis,
-    /// Millions of messages per second, from the time per message.
+    /// Millions of messages per second, computed from the time per message.
     MillionsPerSecond,
-    /// Gigabytes per second, from the time of a round trip with this many bytes in each direction.
+    /// Gigabytes per second, computed from the time of a round trip with this number of bytes in
+    /// each direction.
     RoundTripGigabytesPerSecond(f64),
-    /// Megabytes per second, from the time of one message with this many bytes.
+    /// Megabytes per second, computed from the time of one message with this number of bytes.
     MegabytesPerSecond(f64),
 }
 
 impl Unit {
-    /// Converts microseconds to this unit.
+    /// Converts a time in microseconds to this unit.
     pub(crate) fn convert(self, us: f64) -> f64 {
         match self {
             Unit::Micros => us,
@@ -34,7 +36,7 @@ impl Unit {
         }
     }
 
-    /// Returns the unit's symbol.
+    /// Returns the symbol of the unit.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Unit::Micros => "us",
@@ -45,21 +47,21 @@ impl Unit {
         }
     }
 
-    /// True for times. The table also shows their p99.
+    /// True for units of time, false for rates. For times the table also shows the 99th percentile.
     pub(crate) fn is_time(self) -> bool {
         matches!(self, Unit::Micros | Unit::Millis)
     }
 }
 
-/// Goals for our system. `None` means no goal.
+/// Goals for our system. `None` means that there is no such goal.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Goal {
-    /// In the row's unit: upper bound of a time, lower bound of a rate.
+    /// Upper bound of a time or lower bound of a rate, in the unit of the row.
     pub(crate) bound: Option<f64>,
     /// Upper bound of the ratio of our time to PVM's.
     pub(crate) pvm_ratio_max: Option<f64>,
-    /// Upper bound of the ratio of our time to another of our times in the same run, and that one's
-    /// name.
+    /// Upper bound of the ratio of our time to another one of our times in the same run, and the
+    /// name of that other time.
     pub(crate) own_ratio_max: Option<(f64, &'static str)>,
 }
 
@@ -81,40 +83,41 @@ const NOT_SLOWER_THAN_PVM: Goal = Goal {
     ..NO_GOAL
 };
 
-/// One row of the table.
+/// A row of the table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
-    /// Name that selects the row with `--only`.
+    /// Name by which `--only` selects the row.
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// Name of the sample from which the row is computed.
+    /// Name of the measured time from which the row is computed.
     pub(crate) sample: &'static str,
     pub(crate) unit: Unit,
     pub(crate) goal: Goal,
 }
 
-/// How a measurement is run.
+/// The steps of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MeasurementKind {
-    /// Runs the program once.
+    /// Runs the measuring program.
     Program,
-    /// The program adds hosts. Bare ssh logins are measured as well, and the added hosts must be
-    /// gone before the next measurement.
+    /// Measures plain ssh logins, then runs the measuring program, which adds hosts. The added
+    /// hosts must be gone before the next measurement.
     Login,
 }
 
-/// One run of the measuring program per system and repetition. It may produce several rows.
+/// A call of the measuring program, which runs once per system and repetition. Its output may yield
+/// several rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
     pub(crate) setup: VmSetup,
     pub(crate) kind: MeasurementKind,
-    /// Arguments of the program.
+    /// Arguments of the measuring program.
     pub(crate) args: &'static [&'static str],
-    /// Number of samples per run.
+    /// Number of times that one run measures.
     pub(crate) rounds: usize,
-    /// Number of processes of the MPI program. 0 if MPI has no such operation.
+    /// Number of processes of the corresponding MPI program; 0 if MPI has no such operation.
     pub(crate) mpi_ranks: usize,
-    /// True if there are more processes than cores: MPI must be configured to yield.
+    /// True if there are more processes than cores. MPI must then be configured to yield.
     pub(crate) oversubscribed: bool,
     pub(crate) rows: &'static [Row],
 }
@@ -550,7 +553,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
     on_one_host(&["packing", "batch=1000"], 300, 0, PACKING),
 ];
 
-/// Packing and unpacking with PVM's calls, which involves only the libraries.
+/// Rows for packing and unpacking with PVM's calls. Only the libraries take part.
 const PACKING: &[Row] = &[
     row(
         "pack-byte",
@@ -638,7 +641,7 @@ const PACKING: &[Row] = &[
     ),
 ];
 
-/// Returns the names of all rows.
+/// Returns the names of all rows, in the order of the table.
 pub(crate) fn names() -> Vec<&'static str> {
     MEASUREMENTS
         .iter()
@@ -647,7 +650,8 @@ pub(crate) fn names() -> Vec<&'static str> {
         .collect()
 }
 
-/// True if one of the patterns matches the name. A pattern may end in `*`.
+/// True if one of the patterns in `words` matches the name. A final `*` in a pattern matches any
+/// suffix.
 pub(crate) fn matches_any(name: &str, words: &[String]) -> bool {
     words.iter().any(|word| match word.strip_suffix('*') {
         Some(start) => name.starts_with(start),
@@ -655,7 +659,8 @@ pub(crate) fn matches_any(name: &str, words: &[String]) -> bool {
     })
 }
 
-/// Returns the measurements that produce one of the named rows. No names select all.
+/// Returns the measurements that yield one of the rows named in `only`; all measurements if `only`
+/// is empty.
 pub(crate) fn select_measurements(only: &[String]) -> Vec<Measurement> {
     let is_chosen = |one: &&Measurement| {
         only.is_empty() || one.rows.iter().any(|row| matches_any(row.name, only))
@@ -667,7 +672,7 @@ pub(crate) fn select_measurements(only: &[String]) -> Vec<Measurement> {
 mod tests {
     use super::*;
 
-    /// Row names are unique and select their own row.
+    /// Row names are unique, and each selects only its own row.
     #[test]
     fn row_names_are_unique() {
         let all = names();

@@ -1,5 +1,5 @@
-//! `cargo xtask bench sim` and `cargo xtask bench decide`: stores and draws the results of the
-//! resource manager's own programs (`rm/benches`), together with a description of the machine. Only
+//! `cargo xtask bench sim` and `cargo xtask bench decide`: store the results of the resource
+//! manager's own benchmarks (`rm/benches`) with a description of the machine, and draw them. Only
 //! the decisions are measured in real time; everything else is simulated.
 
 use crate::machine_info::MachineInfo;
@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// The parts of the simulation's results that are drawn.
+/// The parts of the simulation's results that are drawn as charts.
 #[derive(Deserialize)]
 struct SimulationResults {
     week: Week,
@@ -48,8 +48,8 @@ struct StoredResults<'a> {
     results: Value,
 }
 
-/// Stores the output (`text`) and the results (`json`) of a program under a name. Returns the
-/// results.
+/// Stores the output (`text`) and the results (the file `json`) of a benchmark in the folder
+/// `results`, under the name `name`. Returns the results.
 fn store(
     name: &str,
     text: &str,
@@ -74,20 +74,20 @@ fn store(
     Ok(found)
 }
 
-/// Stores the cost of decisions as measured by `rm/benches/decide.rs`.
+/// Stores the output and the results of `rm/benches/decide.rs`: the cost of decisions.
 ///
 /// # Errors
-/// Fails if the file is missing or the results cannot be written.
+/// Fails if the file `json` is missing or the results cannot be written.
 pub fn store_decide(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = MachineInfo::describe(true, 1, false);
     let text = format!("{}{text}", machine.text());
     store("decide", &text, json, &machine, results).map(drop)
 }
 
-/// Stores and draws the results of `rm/benches/sim.rs`: a simulated week and some days.
+/// Stores and draws the results of `rm/benches/sim.rs`: a simulated week, and some simulated days.
 ///
 /// # Errors
-/// Fails if the file is missing or malformed, or if the results cannot be written.
+/// Fails if the file `json` is missing or malformed, or if the results cannot be written.
 pub fn store_sim(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = MachineInfo::describe(true, 1, false);
     let results_json = store("sim", text, json, &machine, results)?;

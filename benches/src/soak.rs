@@ -1,7 +1,7 @@
 //! `cargo xtask bench soak`: migrates communicating tasks hundreds of times.
 //!
-//! Every message is checked. The resources of the virtual machine are sampled regularly; a
-//! regression line through the samples shows which resources migrations leak.
+//! Every message is checked. The resources of the virtual machine are sampled regularly. A
+//! regression line through the samples of each resource shows whether migrations leak it.
 
 use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail, ensure};
@@ -18,28 +18,28 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// One part of a run.
+/// The plan of one part of a run.
 #[derive(Clone, Copy, Debug)]
 struct PartPlan {
     name: &'static str,
     tasks: usize,
-    /// Number of neighbors on each side that a task communicates with; 0 means all tasks.
+    /// Number of neighbors on each side with which a task communicates; 0 means all tasks.
     neighbors: usize,
     hosts: usize,
-    /// Migrations of each task before the measurement. They bring one-time costs forward:
-    /// structures created by a first migration, and memory that a task shared with others of its
-    /// program.
+    /// Number of migrations of each task before the measurement. They cause the one-time costs:
+    /// structures that a first migration creates, and copies of memory that a task shared with
+    /// others of its program.
     initial_migrations: usize,
-    /// Tasks return the memory of large messages at once. Otherwise the C library's caches of many
-    /// tasks would need hours to fill.
+    /// True if tasks return the memory of large messages to the kernel at once. Otherwise the C
+    /// library's caches of many tasks would need hours to fill.
     returns_memory: bool,
-    /// (concurrent migrations, repetitions), executed in this order. The next field says how often
-    /// the whole list is executed.
+    /// The migrations as (concurrent migrations, repetitions), in this order.
     rounds: &'static [(usize, usize)],
+    /// Number of times the whole list `rounds` is executed.
     round_repetitions: usize,
-    /// Migrations between two samples of the resources.
+    /// Number of migrations between two samples of the resources.
     sample_interval: usize,
-    /// Checkpoint interval of a job that runs at the same time.
+    /// Checkpoint interval of a job that runs at the same time; `None` if there is no such job.
     checkpoint_interval: Option<&'static str>,
 }
 
@@ -69,28 +69,33 @@ const LONG_PLAN: PartPlan = PartPlan {
     checkpoint_interval: Some("1s"),
 };
 
-/// Short tasks that run first, and how many of them at a time. They fill the event log and the
-/// resource manager's decisions, as on a virtual machine with long use, so that migrations replace
-/// entries instead of adding some.
+/// Number of short tasks that run first. They fill the event log and the resource manager's record
+/// of decisions, as in a virtual machine that has run for a long time. New entries then replace old
+/// ones instead of increasing the memory.
 const SHORT_TASKS: usize = 22_000;
+/// Number of short tasks that run at the same time.
 const SHORT_TASKS_CONCURRENT: usize = 40;
-/// Time limit for all of them.
+/// Time limit for all short tasks.
 const SHORT_TASKS_TIMEOUT: Duration = Duration::from_secs(600);
-/// Pause without migrations before each sample, because daemons return memory every five seconds.
+/// Time without migrations before each sample, because daemons return unused memory only every five
+/// seconds.
 const SETTLE_DELAY: Duration = Duration::from_secs(6);
-/// Readings per sample, and their interval. A sample takes the minimum of its readings, so that
-/// temporary needs of messages and checkpoints do not count.
+/// Number of readings per sample. A sample takes the minimum of its readings, so that temporary
+/// needs of messages and checkpoints do not count.
 const READINGS_PER_SAMPLE: u32 = 13;
+/// Interval between two readings of a sample.
 const READING_INTERVAL: Duration = Duration::from_millis(500);
-/// Part of the migrations before which samples are not counted, because structures that are created
-/// once and kept may still grow.
+/// Fraction of the migrations that are warm-up. Samples during the warm-up do not count, because
+/// structures that are created once may still grow.
 const WARM_UP_PART: f64 = 0.3;
-/// A figure is flat if its line rises, over all counted migrations, by at most `FLAT_PART` of its
-/// mean or by at most `DEVIATIONS` standard deviations from the line.
+/// A figure is flat if its regression line rises, over all counted migrations, by at most this
+/// fraction of the figure's mean. A rise within [`DEVIATIONS`] is also accepted.
 const FLAT_PART: f64 = 0.02;
+/// A figure is also flat if its regression line rises by at most this number of standard deviations
+/// from the line.
 const DEVIATIONS: f64 = 3.0;
 
-/// Figures that grow on purpose up to a limit, with the limit.
+/// Figures that may grow up to a limit, as (name, limit).
 const BOUNDED_FIGURES: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
 
 /// Settings of `bench soak`.
@@ -100,15 +105,16 @@ pub struct SoakSettings {
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Runs a tenth of the migrations.
+    /// Runs about a tenth of the migrations.
     pub quick: bool,
-    /// Runs only the parts with these names and keeps the stored results of the others.
+    /// Names of the parts to run; the stored results of the others are retained. If empty, all
+    /// parts are run.
     pub only: Vec<String>,
-    /// Folder for table and JSON.
+    /// Folder to which the table and the JSON file are written.
     pub results: PathBuf,
 }
 
-/// A sample of the resources after this many migrations.
+/// The resources after `moves` migrations.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct ResourceSample {
     moves: usize,
@@ -116,19 +122,21 @@ struct ResourceSample {
     figures: Vec<(String, u64)>,
 }
 
-/// The regression line through one figure.
+/// The regression line of one figure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Trend {
     figure: String,
-    /// First and last counted values.
+    /// First value of the figure after the warm-up.
     first: u64,
+    /// Last value of the figure.
     last: u64,
     mean: f64,
-    /// Slope of the line per 100 migrations.
+    /// Slope of the regression line per 100 migrations.
     per_100_moves: f64,
-    /// Standard deviation from the line.
+    /// Standard deviation of the values from the regression line.
     deviation: f64,
-    /// True if the figure is flat or, if listed in [`BOUNDED_FIGURES`], below its limit.
+    /// True if the figure is flat. For a figure in [`BOUNDED_FIGURES`]: true if its last value is
+    /// within the limit.
     flat: bool,
 }
 
@@ -145,7 +153,7 @@ struct Part {
     doubled: u64,
     disordered: u64,
     damaged: u64,
-    /// Entries in the event log per 100 migrations. The log keeps 65,536.
+    /// Number of new entries in the event log per 100 migrations. The log keeps 65,536 entries.
     events_per_100_moves: f64,
     checkpoints: usize,
     trends: Vec<Trend>,
@@ -158,12 +166,8 @@ struct Results {
     parts: Vec<Part>,
 }
 
-/// Measures, prints a table, and writes it and JSON after each part. Returns true if every message
-/// arrived exactly once, every migration succeeded, and no figure grew.
-///
-/// # Errors
-/// Fails if hosts cannot be created, the tasks do not communicate, or the results cannot be
-/// written.
+/// Runs the measurement and prints a table. Writes the table and JSON after each part. Returns true
+/// if every message arrived exactly once, every migration succeeded, and no figure grew.
 pub fn bench_soak(settings: &SoakSettings) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench soak: {lack}");
@@ -217,7 +221,7 @@ fn is_selected(plan: &PartPlan, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|name| name == plan.name)
 }
 
-/// Reads the stored parts, if only some parts are measured.
+/// Reads the results of an earlier run, for the parts that this run does not measure.
 fn stored_parts(file: &Path, how: &SoakSettings) -> Result<Vec<Part>> {
     #[derive(Deserialize)]
     struct Before {
@@ -247,7 +251,7 @@ fn quick_plan(plan: PartPlan) -> PartPlan {
 }
 
 fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<Part> {
-    // With the default size the logs would grow for longer than the run.
+    // With logs of the default size, the logs would still grow at the end of the run.
     let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
     let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
@@ -279,8 +283,8 @@ fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<Part> {
     Ok(measured)
 }
 
-/// Runs short tasks until the event log and the resource manager's decisions have discarded their
-/// first entries.
+/// Runs short tasks until the event log and the resource manager's record of decisions have
+/// discarded their first entries.
 fn fill_records(vm: &Vm<'_>) -> Result<()> {
     let mut command = vm.command(vm.bed().host(1), vm.program("brief")?);
     command.args([SHORT_TASKS, SHORT_TASKS_CONCURRENT].map(|number| number.to_string()));
@@ -298,8 +302,8 @@ fn fill_records(vm: &Vm<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Starts a job with periodic checkpoints in addition to the migrating tasks. It ends with the
-/// virtual machine.
+/// Starts a job with periodic checkpoints, which runs in addition to the migrating tasks and ends
+/// with the virtual machine. Returns the tid of its first task.
 fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
     vm.program("ring_job")?;
     let folder = vm.home().join("ring");
@@ -392,7 +396,8 @@ fn print_progress(plan: &PartPlan, look: Option<&ResourceSample>) {
     );
 }
 
-/// Returns the number of the newest entry in the event log, which is at least `known`.
+/// Returns the number of the newest entry in the event log. `known` is the number of an earlier
+/// entry.
 fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
     Ok(vm
         .events_from(known)?
@@ -418,7 +423,8 @@ fn take_sample(vm: &Vm<'_>, moves: usize, begin: Instant) -> ResourceSample {
     }
 }
 
-/// Computes the regression line of each figure after the warm-up.
+/// Computes the regression line of each figure from the samples after the warm-up. `moves` is the
+/// number of all migrations.
 fn trends(samples: &[ResourceSample], moves: usize) -> Vec<Trend> {
     let warm = moves as f64 * WARM_UP_PART;
     let counted: Vec<&ResourceSample> = samples
@@ -476,7 +482,7 @@ struct RegressionLine {
 impl RegressionLine {
     fn fit(points: &[(f64, f64)]) -> RegressionLine {
         let count = points.len() as f64;
-        // Divides at the end, so that the mean of equal numbers is exactly that number.
+        // The division is done last, so that the mean of equal numbers is exactly that number.
         let (x, y) = points
             .iter()
             .fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
@@ -502,7 +508,7 @@ impl RegressionLine {
     }
 }
 
-/// Returns the table, and whether no message was lost and no figure grew.
+/// Returns the table as text, and true if no message was lost and no figure grew.
 fn table(parts: &[Part]) -> (String, bool) {
     let (mut text, mut good) = (String::new(), true);
     for part in parts {
@@ -567,7 +573,7 @@ mod tests {
         (1..=20).map(look).collect()
     }
 
-    /// A figure that rises with the migrations grows; one that oscillates is flat.
+    /// A figure that rises with the migrations is not flat; one that oscillates is.
     #[test]
     fn steady_rise_is_growth_and_oscillation_is_flat() {
         let grows = &trends(&looks(|i| 1000 + 5 * i as u64), 200)[0];
@@ -581,7 +587,7 @@ mod tests {
         assert!(still.flat && still.deviation == 0.0, "{still:?}");
     }
 
-    /// A figure that is kept on purpose may rise to its limit.
+    /// A figure in [`BOUNDED_FIGURES`] may rise up to its limit.
     #[test]
     fn bounded_figure_may_rise_to_limit() {
         let of_records = |value: fn(usize) -> u64| {

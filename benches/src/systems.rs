@@ -1,6 +1,6 @@
-//! Runs the measured systems. Each PVM has its own testbed; the MPIs run on the hosts of Debian's
-//! PVM. All of them are up at the same time and their runs alternate, so that other load on the
-//! machine affects all alike.
+//! Runs the measured systems. Debian's PVM and Sempa each have a testbed; the MPIs run on the hosts
+//! of PVM's testbed. All systems are up at the same time and their runs alternate, so that other
+//! load on the machine affects all systems equally.
 
 use crate::figures::{Sample, Samples, System, parse_samples};
 use crate::rows::{Measurement, MeasurementKind, VmSetup};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time limit for one run of one program.
+/// Time limit for one run of a program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for a compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -22,27 +22,28 @@ const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of hosts in each testbed.
 const HOSTS: usize = 4;
-/// Divisor of the rounds in a quick run.
+/// Divisor of the number of rounds in a quick run.
 const QUICK_DIVISOR: usize = 5;
-/// Options that make ssh use the key exchange that our daemon requests from it.
+/// Options that make ssh use the key exchange algorithm that our daemon requests when it adds
+/// hosts.
 const X25519_OPTIONS: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
-/// Divisor of MPICH's rounds if it has more processes than cores. MPICH polls without yielding, so
-/// each round takes a time slice of the kernel.
+/// Divisor of the number of MPICH's rounds if there are more processes than cores. MPICH polls
+/// without yielding, so each round then takes a time slice of the kernel.
 const MPICH_OVERSUBSCRIBED_DIVISOR: usize = 100;
 
-/// Result of one system for one measurement.
+/// Result of one measurement on one system.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SystemResult {
-    /// Samples of each successful repetition.
+    /// The times of each successful repetition.
     pub(crate) repetitions: Vec<Samples>,
-    /// Reason of the first failed repetition.
+    /// Reason of the first failure; `None` if all repetitions succeeded.
     pub(crate) failure: Option<String>,
 }
 
-/// Results of each measurement by system, in the requested order.
+/// For each measurement, in the requested order: the results of all systems.
 pub(crate) type MeasuredRows = Vec<Vec<(System, SystemResult)>>;
 
-/// Returns the folder of the C programs.
+/// Returns the folder with the sources of the C programs.
 fn source_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
 }
@@ -80,10 +81,11 @@ pub(crate) fn measure(
     Ok(measured)
 }
 
-/// Creates a testbed for PVM and one for our system, with the programs installed.
+/// Creates two testbeds with the programs installed: the first one for PVM, the second one for our
+/// system.
 ///
 /// # Errors
-/// Fails if none can be created here or a program does not compile.
+/// Fails if the machine lacks something for a testbed or a program does not compile.
 pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
     if let Some(missing) = needs::lacks() {
         bail!("bench peers: {missing}");
@@ -98,16 +100,16 @@ pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)
 }
 
 fn compile(bed: &Testbed) -> Result<()> {
-    // Both testbeds compile with Debian's header, so that the same program is compared.
+    // Both testbeds compile with Debian's header, so that both systems run the same program.
     compile_one(bed, "gcc", "peers", Some("-lpvm3"))?;
     compile_one(bed, "mpicc.openmpi", "twin", None)?;
     compile_one(bed, "mpicc.mpich", "twin", None)
 }
 
-/// Compiles one of the C programs into the folder that spawn searches.
+/// Compiles one of the C programs into the folder where `spawn` searches.
 ///
 /// # Errors
-/// Fails with the compiler's output.
+/// Fails if the compiler fails; the error has its output.
 pub(crate) fn compile_one(
     bed: &Testbed,
     compiler: &str,
@@ -136,7 +138,7 @@ fn program_name(compiler: &str, source: &str) -> String {
     }
 }
 
-/// One run of the measuring program.
+/// The parameters of one run of the measuring program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProgramRun<'a> {
     pub(crate) args: &'a [String],
@@ -144,11 +146,11 @@ pub(crate) struct ProgramRun<'a> {
     pub(crate) ranks: usize,
     /// True if there are more processes than cores.
     pub(crate) oversubscribed: bool,
-    /// True to use two hosts.
+    /// True if the processes run on two hosts.
     pub(crate) on_two_hosts: bool,
 }
 
-/// Both running virtual machines.
+/// The running virtual machines of PVM and of Sempa.
 pub(crate) struct RunningSystems<'a> {
     pvm_bed: &'a Testbed,
     sempa_bed: &'a Testbed,
@@ -157,10 +159,10 @@ pub(crate) struct RunningSystems<'a> {
 }
 
 impl<'a> RunningSystems<'a> {
-    /// Starts both virtual machines.
+    /// Starts both virtual machines for this setup.
     ///
     /// # Errors
-    /// Fails if one does not start.
+    /// Fails if one of them does not start.
     pub(crate) fn start(
         theirs: &'a Testbed,
         ours: &'a Testbed,
@@ -193,13 +195,14 @@ impl<'a> RunningSystems<'a> {
     /// Halts both virtual machines.
     ///
     /// # Errors
-    /// Fails if something of them remains.
+    /// Fails if a process of them remains.
     pub(crate) fn halt(self) -> Result<()> {
         self.sempa.halt()?;
         self.pvm.halt()
     }
 
-    /// Runs a measurement on all systems in turn, as often as `repetitions` says.
+    /// Runs a measurement `repetitions` times on each system. The systems take turns. A system
+    /// whose run has failed is not run again.
     fn measure_in_turns(
         &self,
         measurement: &Measurement,
@@ -276,7 +279,7 @@ impl<'a> RunningSystems<'a> {
         } else {
             self.mpi_launcher(system, call)?
         };
-        // The MPI launcher has already placed its processes, so `host=` does not apply.
+        // The MPI launcher has already placed the processes, so the argument `host=` is omitted.
         command.args(
             call.args
                 .iter()
@@ -286,7 +289,7 @@ impl<'a> RunningSystems<'a> {
         parse_samples(&done.out)
     }
 
-    /// Returns the command for the measuring program as a task on h1.
+    /// Returns a command that runs the measuring program on h1.
     pub(crate) fn measuring_program(&self, system: System) -> Command {
         self.command(
             system,
@@ -294,7 +297,8 @@ impl<'a> RunningSystems<'a> {
         )
     }
 
-    /// Returns the command for a program as a task on h1.
+    /// Returns a command that runs `program` on h1 with the environment of the system's virtual
+    /// machine.
     pub(crate) fn command(&self, system: System, program: impl AsRef<Path>) -> Command {
         let host = self.bed(system).host(1);
         if system == System::Pvm {
@@ -312,8 +316,8 @@ impl<'a> RunningSystems<'a> {
         }
     }
 
-    /// Returns the command for an MPI launcher on h1 of PVM's testbed, where none of our libraries
-    /// is installed.
+    /// Returns a command that runs the MPI launcher on h1 of PVM's testbed. None of our libraries
+    /// is installed there.
     fn mpi_launcher(&self, system: System, call: &ProgramRun) -> Result<Command> {
         let bed = self.pvm_bed;
         let shell = self.pvm.remote_shell();
@@ -363,8 +367,8 @@ impl<'a> RunningSystems<'a> {
                         "ssh",
                     ]);
                     command.arg("-launcher-exec").arg(shell);
-                    // Its transport treats hosts that share a kernel as one host, and then fails
-                    // because they share no memory.
+                    // MPICH's transport treats hosts that share a kernel as one host, and then
+                    // fails because they share no memory.
                     command.args([
                         "-genv",
                         "UCX_TLS",
@@ -391,7 +395,8 @@ impl<'a> RunningSystems<'a> {
         Ok(command)
     }
 
-    /// Adds hosts and deletes them again, and also measures bare ssh logins to them.
+    /// Adds and deletes hosts with the measuring program. Also measures plain ssh logins to the
+    /// same hosts.
     fn measure_login(&self, system: System, measurement: &Measurement) -> Result<Samples> {
         let bed = self.bed(system);
         let all: Vec<&str> = measurement
@@ -400,7 +405,8 @@ impl<'a> RunningSystems<'a> {
             .filter_map(|word| word.strip_prefix("host="))
             .flat_map(|l| l.split(','))
             .collect();
-        // Measures ssh with its defaults, and with the key exchange that our daemon requests.
+        // ssh is measured with its defaults, and with the key exchange algorithm that our daemon
+        // requests.
         let mut bare = Samples::new();
         for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
             bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
@@ -422,7 +428,8 @@ impl<'a> RunningSystems<'a> {
     }
 }
 
-/// Returns the microseconds that concurrent `ssh HOST true` commands to all these hosts take.
+/// Runs `ssh HOST true` on all these hosts at the same time. Returns the microseconds until all
+/// have ended.
 fn bare_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
     let login = |host: &str| {
         let mut command = bed.host(1).command("ssh");

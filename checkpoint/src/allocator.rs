@@ -1,19 +1,20 @@
 //! Settings of the memory allocator of the daemons and the tasker. Images and messages in transit
 //! have many different sizes; with the default settings a process that has forwarded many of them
-//! would keep several times the memory that it needs.
+//! would retain several times the memory that it needs.
 #![allow(unsafe_code)] // mallopt and malloc_trim have no safe form
 
-/// Limits the number of arenas, in which the allocator keeps freed memory and which threads share.
+/// Limits the number of arenas. An arena is a memory pool of the allocator that several threads
+/// share and that retains freed memory.
 ///
-/// By default there are eight for each processor; a daemon that had forwarded some hundred images
-/// kept 130 MB. [`trim_freed`] trims the top of the first arena only.
+/// The default limit is eight arenas for each processor; with it, a daemon that had forwarded some
+/// hundred images retained 130 MB. [`trim_freed`] trims the top of the first arena only.
 pub fn limit_arenas(count: i32) {
     set_option(libc::M_ARENA_MAX, count);
 }
 
-/// Makes the allocator keep up to this amount of freed memory and serve larger buffers from it.
-/// Otherwise a process under load would obtain them from the kernel, page by page and zeroed, and
-/// return them, many times a second.
+/// Makes the allocator retain up to `bytes` of freed memory and serve larger buffers from it.
+/// Otherwise a process under load would obtain such buffers from the kernel, page by page and
+/// zeroed, and return them, many times a second.
 pub fn keep_freed_bytes(bytes: i32) {
     set_option(libc::M_MMAP_THRESHOLD, bytes);
     set_option(libc::M_TRIM_THRESHOLD, bytes);

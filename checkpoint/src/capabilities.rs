@@ -1,9 +1,9 @@
-//! Drops capabilities of this process. A program that root has started has all of them and uses a
-//! few.
+//! Drops capabilities of this process. A program that root has started has all capabilities, but
+//! needs only a few.
 //!
-//! Only the process's own capabilities are dropped. Its bounding and inheritable sets are
-//! unchanged, so a program that it starts as root (a task, the engine, a remote shell) gets by the
-//! kernel's rules the capabilities that it would have had anyway.
+//! Only the permitted and effective sets of this process change. Its bounding and inheritable sets
+//! are unchanged, so a program that it starts as root (a task, the engine, a remote shell)
+//! receives, by the kernel's rules, the same capabilities as before.
 #![allow(unsafe_code)] // capget and capset have no safe form
 
 use std::io;
@@ -13,47 +13,49 @@ use std::io;
 pub struct Capability(u8);
 
 impl Capability {
-    /// Change the owner of files.
+    /// Permits changing the owner of files.
     pub const CHOWN: Capability = Capability(0);
-    /// Bypass the permissions of files.
+    /// Permits access to files regardless of their permissions.
     pub const DAC_OVERRIDE: Capability = Capability(1);
-    /// Bypass the permissions of files for reading, including opens by file handle.
+    /// Permits reading files regardless of their permissions, including opens by file handle.
     pub const DAC_READ_SEARCH: Capability = Capability(2);
-    /// Bypass checks for the owner of a file.
+    /// Bypasses checks for the owner of a file.
     pub const FOWNER: Capability = Capability(3);
-    /// Keep set-user-ID and set-group-ID bits when a file is modified.
+    /// Preserves the set-user-ID and set-group-ID bits of a file that is modified.
     pub const FSETID: Capability = Capability(4);
-    /// Send signals to processes of other users.
+    /// Permits sending signals to processes of other users.
     pub const KILL: Capability = Capability(5);
-    /// Change the group IDs of the process.
+    /// Permits changing the group IDs of the process.
     pub const SETGID: Capability = Capability(6);
-    /// Change the user IDs of the process.
+    /// Permits changing the user IDs of the process.
     pub const SETUID: Capability = Capability(7);
-    /// Bind to ports below 1024.
+    /// Permits binding sockets to ports below 1024.
     pub const NET_BIND_SERVICE: Capability = Capability(10);
-    /// Trace processes of other users.
+    /// Permits tracing processes of other users.
     pub const SYS_PTRACE: Capability = Capability(19);
-    /// Create namespaces and mounts, among others.
+    /// Permits creating namespaces and mounts, and other administrative calls.
     pub const SYS_ADMIN: Capability = Capability(21);
-    /// Raise the priority of processes.
+    /// Permits raising the priority of processes.
     pub const SYS_NICE: Capability = Capability(23);
-    /// Raise resource limits above their hard limits.
+    /// Permits raising hard resource limits.
     pub const SYS_RESOURCE: Capability = Capability(24);
-    /// Restore processes with their previous PIDs, among others.
+    /// Permits restoring processes with their previous PIDs, among others.
     pub const CHECKPOINT_RESTORE: Capability = Capability(40);
 
-    /// Returns the set that contains only this capability, in the format of `/proc/PID/status`.
+    /// Returns the capability set that contains only this capability, as a bit mask in the format
+    /// of `/proc/PID/status`.
     pub fn bit(self) -> u64 {
         1 << self.0
     }
 }
 
-/// Returns the set of these capabilities.
+/// Returns the bit mask of these capabilities, in the format of `/proc/PID/status`.
 pub fn capability_set(all: &[Capability]) -> u64 {
     all.iter().fold(0, |set, one| set | one.bit())
 }
 
-/// One half of the kernel's capability sets; the half with the low bits comes first.
+/// The low or high 32 bits of each of the three capability sets, as capget(2) returns them; the low
+/// bits come first.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct CapabilityHalf {
@@ -68,7 +70,7 @@ struct CapabilityHeader {
     pid: i32,
 }
 
-/// Version 3 of the interface: each set has two halves.
+/// Version 3 of the capget(2) interface: each set is split into two halves of 32 bits.
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
 fn header() -> CapabilityHeader {
@@ -79,8 +81,8 @@ fn header() -> CapabilityHeader {
     }
 }
 
-/// Drops all capabilities of the calling thread that are not in this set. Threads that it starts
-/// later inherit the result, so call this before other threads exist.
+/// Drops all capabilities of the calling thread that are not in `kept_set`. Threads that this
+/// thread creates later inherit the result, so call this before other threads exist.
 ///
 /// # Errors
 /// The kernel refused.
@@ -99,8 +101,8 @@ pub fn drop_capabilities_except(kept_set: u64) -> io::Result<()> {
         half.permitted &= kept;
         half.effective &= kept;
     }
-    // SAFETY: both pointers refer to the structures that capset(2) reads in this version. It writes
-    // only the version in the header, if it does not support it.
+    // SAFETY: both pointers refer to the structures that capset(2) reads in this version. The
+    // kernel writes only the version in the header, if it does not support this version.
     let done = unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) };
     if done == 0 {
         Ok(())
@@ -114,11 +116,11 @@ mod tests {
     use super::*;
     use crate::status::ProcStatus;
 
-    /// Capabilities that are not kept are gone for this thread, but a program that it starts as
-    /// root has them.
+    /// A thread loses all capabilities except the kept ones, but a program that the thread starts
+    /// as root has all of them.
     #[test]
     fn dropped_capabilities_return_for_root_children() {
-        // In a new thread: the other threads keep their capabilities.
+        // The other threads of the test process keep their capabilities.
         let seen = std::thread::spawn(|| {
             // SAFETY: gettid takes no arguments and cannot fail.
             let thread = unsafe { libc::gettid() };

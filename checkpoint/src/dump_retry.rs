@@ -1,16 +1,16 @@
 //! Delays between the attempts of a dump that collides with other dumps in the same working
 //! directory.
 //!
-//! The delays grow exponentially and are random, so that colliding dumps do not collide again and
-//! again. Retrying ends after [`COLLISION_TIMEOUT`].
+//! The delays grow exponentially and are random, so that two colliding dumps are unlikely to
+//! collide again. Retrying ends after [`COLLISION_TIMEOUT`].
 
 use sempa_proto::Micros;
 
-/// Bound of the first delay. Each further bound is twice the previous one.
+/// Maximum of the first delay. The maximum doubles with each further delay, up to [`DELAY_MAX`].
 const FIRST_DELAY_MAX: Micros = Micros::from_millis(8);
-/// Bound of all delays.
+/// Maximum of every delay.
 const DELAY_MAX: Micros = Micros::from_millis(500);
-/// Time from the first attempt after which a dump that still collides fails. Well below the dump
+/// Time after the first attempt at which a dump that still collides fails. Well below the dump
 /// timeout of a migration.
 pub const COLLISION_TIMEOUT: Micros = Micros::from_secs(30);
 
@@ -29,8 +29,8 @@ impl Default for DumpRetry {
 }
 
 impl DumpRetry {
-    /// Returns the delay before the next attempt, `spent` after the first one started; `None` if
-    /// the dump must not be retried. `roll` is any random number.
+    /// Returns the delay before the next attempt; `None` if the dump must not be retried. `elapsed`
+    /// is the time since the first attempt started. `roll` is any random number.
     pub fn next_delay(&mut self, elapsed: Micros, roll: u64) -> Option<Micros> {
         let remaining = COLLISION_TIMEOUT.since(elapsed);
         let delay = Micros(1 + roll % self.delay_max.0).min(remaining);
@@ -54,10 +54,10 @@ mod tests {
         }
     }
 
-    /// Simulates dumps that start at the same moment in one directory. Each attempt takes `start`
-    /// until the engine needs the directory, and then occupies it for `hold`; attempts that need it
-    /// meanwhile collide and are retried. Returns the number of attempts of each dump. Panics when
-    /// one gives up.
+    /// Simulates dumps that start at the same moment in one directory. Each attempt runs for
+    /// `start` before the engine needs the directory, and then occupies the directory for `hold`.
+    /// An attempt that needs an occupied directory collides and is retried. Returns the number of
+    /// attempts of each dump. Panics if a dump must not be retried.
     fn attempts(dumps: usize, start: Micros, hold: Micros, seed: u64) -> Vec<u32> {
         let mut dice = Dice(seed);
         let mut waiting: Vec<(Micros, usize, DumpRetry, u32)> = (0..dumps)
@@ -81,7 +81,7 @@ mod tests {
         attempts_of
     }
 
-    /// Two dumps that start together both succeed within eight attempts.
+    /// Two dumps that start at the same moment both succeed within eight attempts.
     #[test]
     fn two_dumps_collide_at_most_eight_times() {
         for seed in 1..200 {
@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    /// As many dumps as may run at a time all succeed, also if each occupies the directory for 100
+    /// 64 concurrent dumps, the maximum, all succeed, even if each occupies the directory for 100
     /// ms.
     #[test]
     fn all_64_concurrent_dumps_succeed() {
@@ -106,7 +106,7 @@ mod tests {
         }
     }
 
-    /// The delays double up to their bound, and the last one ends with the retry time.
+    /// The maximum delay doubles up to its limit, and the last delay ends at the collision timeout.
     #[test]
     fn delays_grow_to_limit_and_end_in_time() {
         let mut retry = DumpRetry::default();

@@ -4,9 +4,10 @@
 //! If the tasker is killed before that, the process that finds the journal removes the copied
 //! files.
 //!
-//! Each file is created under a temporary name that no other program uses, which is recorded
-//! before. It gets its final name only after its content is complete and the final name is
-//! recorded. So only files that this migration has created are removed.
+//! Each file is created under a temporary name that no other program uses; the journal records that
+//! name before the file is created. The file gets its final name only after its content is complete
+//! and the journal has recorded the final name. Therefore only files that this migration has
+//! created are removed.
 
 use crate::facts::open_parent_dir;
 use nix::errno::Errno;
@@ -21,24 +22,24 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Prefix of the journal's name; the name of the image directory follows.
+/// Prefix of the journal's file name; the name of the image directory follows.
 const JOURNAL_PREFIX: &str = "carried-";
-/// Largest size of a journal that is read; more than the files of one task can need.
+/// Maximum size of a journal that is read. The journal of one task is always smaller.
 const JOURNAL_BYTES_MAX: u64 = 32 << 20;
 /// Size of the length field before each entry.
 const LENGTH_BYTES: usize = 4;
 
-/// A file of the journal.
+/// An entry of the journal: one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum JournalEntry {
-    /// Being created, under a temporary name.
+    /// The file is being created under this temporary name.
     Temporary(PathBuf),
-    /// Final name, with device and inode number.
+    /// The file's final path, device number and inode number.
     Final(PathBuf, u64, u64),
 }
 
 impl JournalEntry {
-    /// Removes the file, unless another file has its name.
+    /// Removes the file. Does nothing if another file has replaced it.
     fn undo(&self) {
         let (JournalEntry::Temporary(path) | JournalEntry::Final(path, ..)) = self;
         let Ok((folder, name)) = open_parent_dir(path) else {
@@ -58,7 +59,7 @@ impl JournalEntry {
     }
 }
 
-/// The journal of one migration. Dropping it removes the files, then the journal.
+/// The journal of one migration. Dropping it removes the recorded files, then the journal.
 #[derive(Debug)]
 pub struct FileTransferJournal {
     path: PathBuf,
@@ -67,8 +68,8 @@ pub struct FileTransferJournal {
 }
 
 impl FileTransferJournal {
-    /// Creates an empty journal next to this image directory. An existing one is of a previous
-    /// attempt; its files are removed.
+    /// Creates an empty journal next to this image directory. A journal that exists there belongs
+    /// to a previous attempt; its files are removed.
     ///
     /// # Errors
     /// The journal cannot be written.
@@ -104,7 +105,7 @@ impl FileTransferJournal {
         Ok(())
     }
 
-    /// Keeps the files: the task runs and owns them. The journal is removed.
+    /// Removes the journal but not the files: the task runs and owns them.
     pub fn keep_files(mut self) {
         self.entries.clear();
     }
@@ -117,7 +118,7 @@ impl Drop for FileTransferJournal {
     }
 }
 
-/// Renames a file within a directory; returns false if another file has the name.
+/// Renames a file within a directory. Returns false if a file with the new name already exists.
 ///
 /// # Errors
 /// The file system refuses.
@@ -147,8 +148,8 @@ pub fn rename_no_replace(folder: impl AsFd, temporary: &OsStr, name: &OsStr) -> 
     }
 }
 
-/// Removes the files of all journals in a directory. Their writers are gone, and the tasks do not
-/// run.
+/// Removes the recorded files of all journals in a directory. The processes that wrote the journals
+/// must have ended, and the tasks must not run.
 pub fn undo_all(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry
@@ -168,7 +169,7 @@ fn undo_journal(path: &Path) {
         .open(path);
     let mut bytes = Vec::new();
     if let Ok(file) = open {
-        // The part that could be read is used.
+        // After a read error, the entries that were read are used.
         let _ = file.take(JOURNAL_BYTES_MAX).read_to_end(&mut bytes);
     }
     parse_entries(&bytes)
@@ -178,7 +179,7 @@ fn undo_journal(path: &Path) {
     let _ = std::fs::remove_file(path);
 }
 
-/// Returns all complete entries. The last one may be truncated.
+/// Parses all complete entries; ignores a last entry that is truncated.
 fn parse_entries(mut bytes: &[u8]) -> Vec<JournalEntry> {
     let mut entries = Vec::new();
     while let Some((head, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() {
@@ -206,7 +207,7 @@ mod tests {
     }
 
     /// Undoing a journal removes the recorded files and the journal, but no file that has replaced
-    /// one of them.
+    /// a recorded file.
     #[test]
     fn undo_removes_exactly_the_recorded_files() {
         let dir = tempfile::tempdir().expect("dir");
@@ -234,7 +235,7 @@ mod tests {
             .expect("noted");
         std::fs::rename(&replaced, real.join("elsewhere")).expect("renamed");
         std::fs::write(&replaced, "somebody else's").expect("written");
-        // A truncated entry, as a killed tasker leaves it.
+        // A truncated entry, as written by a tasker that was killed.
         journal.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
         std::mem::forget(journal);
         undo_all(&real);
@@ -246,7 +247,7 @@ mod tests {
         );
     }
 
-    /// Dropping a journal removes its files; keeping them removes the journal only.
+    /// Dropping a journal removes its files; after `keep_files` only the journal is removed.
     #[test]
     fn dropping_journal_removes_files_unless_kept() {
         let dir = tempfile::tempdir().expect("dir");
@@ -266,7 +267,7 @@ mod tests {
         }
     }
 
-    /// A file never takes the name of an existing file.
+    /// Renaming a file never replaces an existing file.
     #[test]
     fn existing_name_is_not_replaced() {
         let dir = tempfile::tempdir().expect("dir");

@@ -1,16 +1,16 @@
 //! Migration and checkpointing of tasks on one host: inspecting, dumping and restoring processes,
 //! and storing checkpoints. The protocol between the hosts is the crate `checkpoint_protocol`.
 //!
-//! * [`dump_retry`][]: delays between attempts of a dump that collided with another one.
+//! * [`dump_retry`][]: delays between attempts of a dump that collided with another dump.
 //! * [`file_transfer_journal`][]: journal of files that were copied to the target for a task that
 //!   does not run yet.
 //! * [`engine`][]: the interface of dump engines.
-//! * [`criu`][]: the engine for any process.
+//! * [`criu`][]: the dump engine CRIU, which can dump any process.
 //! * [`facts`][]: properties and resources of a task, and the verdict of a host on them.
 //! * [`allocator`][]: settings of the memory allocator.
 //! * [`capabilities`][]: dropping of capabilities.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
-//! * [`status`][]: `/proc/PID/status`.
+//! * [`status`][]: reading of `/proc/PID/status`.
 //! * [`store`][]: the store for checkpoints of jobs.
 
 pub mod allocator;

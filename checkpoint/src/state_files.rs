@@ -1,11 +1,11 @@
 //! State files: files into which a program has written its own checkpoint. They replace the images
 //! of a task.
 //!
-//! - [`collect`] copies them into the image directory, numbered, with a list that says which of
-//!   them existed.
-//! - [`stage`] copies them back, next to their destinations under temporary names that a journal
-//!   records ([`crate::file_transfer_journal`]).
-//! - [`StagedFiles::install`] gives all of them their final names before the program is restarted,
+//! - [`collect`] copies the state files into the image directory under numbered names, with a list
+//!   that records which of the files existed.
+//! - [`stage`] copies the files back, next to their destinations under temporary names that a
+//!   journal records ([`crate::file_transfer_journal`]).
+//! - [`StagedFiles::install`] gives all files their final names before the program is restarted,
 //!   and deletes files that did not exist at the checkpoint.
 //!
 //! No existing file is replaced before the copies of all files are complete.
@@ -20,11 +20,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use thiserror::Error;
 
-/// Name of the list; the copies have this name with a number.
+/// File name of the list in the image directory. The name of a copy is this name followed by `-`
+/// and its number.
 const LIST_FILE: &str = "sempa-state";
-/// Largest size of the list.
+/// Maximum size of the list in bytes.
 const LIST_BYTES_MAX: u64 = 1 << 20;
-/// Bits of a file's mode that are kept: the permissions only.
+/// Bits of a file's mode that are restored: the permissions only.
 const MODE_BITS: u32 = 0o777;
 
 /// A failed operation on a file.
@@ -36,7 +37,7 @@ pub struct StateError {
     why: io::Error,
 }
 
-/// Returns a function that converts the error of this operation.
+/// Returns a function that adds the action and the path to an I/O error.
 fn error_for<'a>(
     action: &'static str,
     path: &'a Path,
@@ -48,7 +49,7 @@ fn error_for<'a>(
     }
 }
 
-/// A file of the list. One that did not exist has no mode.
+/// A file in the list. `mode` is `None` if the file did not exist.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct ListEntry {
     mode: Option<u32>,
@@ -60,7 +61,7 @@ fn copy_path(images: &Path, number: usize) -> PathBuf {
     images.join(format!("{LIST_FILE}-{number}"))
 }
 
-/// Creates a file that must not exist yet.
+/// Creates a file for writing; fails if it already exists.
 fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .write(true)
@@ -69,8 +70,8 @@ fn create_new(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Opens a regular file; `None` if there is none. Other kinds of files are refused; symbolic links
-/// are not followed, and the open never blocks.
+/// Opens a regular file for reading; `None` if it does not exist. Fails for other kinds of files.
+/// Symbolic links are not followed, and the open never blocks.
 fn open_regular(path: &Path) -> io::Result<Option<File>> {
     let opened = OpenOptions::new()
         .read(true)
@@ -88,10 +89,10 @@ fn open_regular(path: &Path) -> io::Result<Option<File>> {
 }
 
 /// Copies these files into an empty image directory. Relative paths start at `dir`. Returns the
-/// number of files that exist, and their bytes.
+/// number of files that exist, and their total size in bytes.
 ///
 /// # Errors
-/// One is not a regular file or cannot be read, or there is not enough space for them.
+/// A file is not a regular file or cannot be read, or there is not enough space for the copies.
 pub fn collect(
     files: &[PathBuf],
     dir: &Path,
@@ -128,8 +129,8 @@ pub fn collect(
     Ok((count, sum))
 }
 
-/// Space that is reserved for files that are being copied into images. Several tasks may need some
-/// at the same time.
+/// Number of bytes that are reserved for state files that are being copied into image directories.
+/// Several tasks may need space at the same time.
 #[derive(Debug, Default)]
 pub struct SpaceReservations(Mutex<u64>);
 
@@ -144,9 +145,9 @@ impl SpaceReservations {
 
     /// Reserves space for these files.
     ///
-    /// Refuses files that would fill the file system of the images or, if that is in memory, would
-    /// use memory that other processes need. This happens before anything is copied: a host without
-    /// memory kills unrelated processes.
+    /// Fails if the files would fill the file system of the images or, if that file system is in
+    /// memory, would use memory that other processes need. The check precedes the copying, because
+    /// a host without free memory kills unrelated processes.
     fn reserve(
         &self,
         files: &[PathBuf],
@@ -158,7 +159,8 @@ impl SpaceReservations {
             |file: &PathBuf| Some(open_regular(&dir.join(file)).ok()??.metadata().ok()?.len());
         let need = files.iter().filter_map(length).fold(0, u64::saturating_add);
         let mut reserved = self.lock();
-        // Files that are being copied are partly counted twice.
+        // Files that are being copied are partly counted twice: as reserved bytes and as used
+        // space.
         let have = available_resources::writable_bytes(images)
             .map_err(error_for("look for room in", images))?
             .saturating_sub(*reserved);
@@ -180,7 +182,8 @@ impl Drop for ReservedSpace<'_> {
     }
 }
 
-/// Files next to their destinations under temporary names. Dropping it removes them.
+/// Copies of state files next to their destinations under temporary names. Dropping the value
+/// removes the copies.
 #[derive(Debug)]
 pub struct StagedFiles {
     /// The destination of each file and its temporary path; `None` if the file must not exist.
@@ -189,8 +192,7 @@ pub struct StagedFiles {
 }
 
 /// Copies the files of [`collect`] from the image directory to temporary names next to their
-/// destinations. Relative paths start at `dir`. `files` must have as many entries as were
-/// collected.
+/// destinations. Relative paths start at `dir`. `files` must be the list that was collected.
 ///
 /// # Errors
 /// - The image directory does not contain what [`collect`] writes.
@@ -264,7 +266,7 @@ fn temporary_path(path: &Path, number: usize, images: &Path) -> io::Result<PathB
     Ok(folder.join(format!(".sempa-{unique}-{number}-{}", std::process::id())))
 }
 
-/// Copies one file to its temporary name, with this mode, and checks its length.
+/// Copies one file to its temporary name, with this mode, and checks that its length is `bytes`.
 fn copy_to_temporary(
     copy: &Path,
     temporary: &Path,
@@ -287,7 +289,7 @@ impl StagedFiles {
     /// Gives all files their final names, and deletes those that did not exist at the checkpoint.
     ///
     /// # Errors
-    /// The file system refuses. Some files may have their final names then.
+    /// The file system refuses. Some files may already have their final names.
     pub fn install(self) -> Result<(), StateError> {
         for (path, temporary) in &self.files {
             let done = match temporary {
@@ -309,7 +311,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// Returns a working directory and an image directory.
+    /// Returns a temporary directory, and in it a working directory and an image directory.
     fn scratch() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let scratch = tempfile::tempdir().expect("a directory");
         let real = scratch.path().canonicalize().expect("there");
@@ -332,8 +334,8 @@ mod tests {
         all
     }
 
-    /// Files get back their content and mode, and a file that did not exist when they were
-    /// collected is deleted.
+    /// Staging restores the content and the mode of the files, and deletes a file that did not
+    /// exist when the files were collected.
     #[test]
     fn staging_restores_the_collected_state() {
         let (_scratch, work, images) = scratch();
@@ -375,8 +377,7 @@ mod tests {
         );
     }
 
-    /// Staging that is dropped, undone by its journal, or fails leaves all existing files
-    /// unchanged.
+    /// Existing files are unchanged if the staging fails, is dropped, or is undone by its journal.
     #[test]
     fn abandoned_staging_changes_nothing() {
         let (_scratch, work, images) = scratch();
@@ -388,7 +389,7 @@ mod tests {
         assert_eq!(names(&work).len(), 3);
         drop(staged);
         assert_eq!(names(&work), ["later", "state"]);
-        // Undoing the journal has the same effect as dropping.
+        // Undoing the journal has the same effect as dropping the staged files.
         std::mem::forget(stage(&files, &work, &images).expect("staged"));
         crate::file_transfer_journal::undo_all(images.parent().expect("a folder"));
         assert_eq!(names(&work), ["later", "state"]);
@@ -410,8 +411,8 @@ mod tests {
         assert_eq!(names(&work), ["later", "state"]);
     }
 
-    /// Files that need more space than is left, or than is left unreserved, are refused before any
-    /// is copied.
+    /// Files that need more space than the free, unreserved space are refused before any file is
+    /// copied.
     #[test]
     fn collecting_without_space_copies_nothing() {
         let (_scratch, work, images) = scratch();

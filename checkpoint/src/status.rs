@@ -1,18 +1,19 @@
 //! Reads `/proc/PID/status` of a process or thread.
 
-/// A copy of the file's text.
+/// The text of a `/proc/PID/status` file.
 #[derive(Clone, Debug)]
 pub struct ProcStatus(String);
 
 impl ProcStatus {
-    /// Reads the status of the process or thread with this number; `None` if it does not exist.
+    /// Reads the status of the process or thread with the id `id`; `None` if it does not exist.
     pub fn of(id: i32) -> Option<ProcStatus> {
         std::fs::read_to_string(format!("/proc/{id}/status"))
             .ok()
             .map(ProcStatus)
     }
 
-    /// Returns the value of the field with this name.
+    /// Returns the value of the field with this name, without surrounding white space; `None` if
+    /// the field is missing.
     pub fn field(&self, name: &str) -> Option<&str> {
         self.0
             .lines()
@@ -20,13 +21,14 @@ impl ProcStatus {
             .map(str::trim)
     }
 
-    /// Returns the number at the beginning of a field.
+    /// Returns the number at the beginning of a field; `None` if the field is missing or not a
+    /// number.
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Option<T> {
         self.field(name)?.split_whitespace().next()?.parse().ok()
     }
 
-    /// Returns the memory of the process in bytes: resident, and swapped out, which is dumped as
-    /// well. `None` for a process that has released its memory while exiting.
+    /// Returns the memory of the process in bytes: resident memory plus swapped-out memory, which
+    /// is dumped as well. `None` for an exiting process that has released its memory.
     pub fn memory_bytes(&self) -> Option<u64> {
         let kib = self
             .number::<u64>("VmRSS")?
@@ -34,12 +36,12 @@ impl ProcStatus {
         Some(kib.saturating_mul(1024))
     }
 
-    /// Returns a set of capabilities (`CapEff`, …): bit 0 is capability 0.
+    /// Returns the capability set in the field `name` (`CapEff`, …): bit 0 is capability 0.
     pub fn capabilities(&self, name: &str) -> u64 {
         self.signals(name)
     }
 
-    /// Returns a set of signals (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
+    /// Returns the signal set in the field `name` (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
     pub fn signals(&self, name: &str) -> u64 {
         self.field(name)
             .and_then(|hex| u64::from_str_radix(hex, 16).ok())

@@ -1,4 +1,4 @@
-//! The checkpoint store through its public interface.
+//! Tests the checkpoint store through its public interface.
 
 use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, ENDED_RETENTION, StoreError, StoreLimits,
@@ -17,10 +17,10 @@ use std::time::Duration;
 const JOB: Tid = Tid::from_raw(0x40001);
 const TASK: Tid = Tid::from_raw(0x80001);
 const OTHER_JOB: Tid = Tid::from_raw(0x40002);
-/// Environment variable with the scratch directory of a child process of these tests. Unset in the
-/// tests themselves.
+/// Environment variable by which a child process of these tests receives its scratch directory. It
+/// is unset in the tests themselves.
 const CHILD_VARIABLE: &str = "STORE_TEST_CHILD";
-/// Longest time that a child process may take for a step.
+/// Time limit for one step of a child process.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Files = BTreeMap<String, Vec<u8>>;
@@ -140,7 +140,8 @@ fn random_content(bytes: usize) -> Vec<u8> {
     .collect()
 }
 
-/// Content of a file: pieces of zeros or noise, with lengths around those of blocks and chunks.
+/// Generates the content of a file: pieces of zeros or noise, with lengths near those of blocks and
+/// chunks.
 fn any_content() -> impl Strategy<Value = Vec<u8>> {
     let length = prop_oneof![
         0usize..20_000,
@@ -253,7 +254,8 @@ fn every_byte_of_a_checkpoint_is_protected() {
     }
 }
 
-/// Files of one checkpoint are refused in another one, and so is a renamed checkpoint.
+/// Reading is refused if a file was replaced by a file of another checkpoint, or if a checkpoint
+/// was renamed.
 #[test]
 fn swapped_files_and_renamed_checkpoints_are_refused() {
     let scratch = Scratch::new();
@@ -286,7 +288,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
             small()
         );
     }
-    // Attack: an older state under a newer name.
+    // Simulate an attack: an older checkpoint under a newer name.
     let newest: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
         scratch.at("store").join(one.to_string()),
@@ -299,7 +301,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
     let (sets, unreadable) = store.list_checkpoints().expect("listed");
     assert_eq!((sets.len(), unreadable.len()), (1, 1));
     assert_eq!(unreadable[0].0, newest.to_string());
-    // It is not swept, but can be removed.
+    // The checkpoint is not swept, but can be removed.
     assert!(
         store
             .enforce_limits(|_| false)
@@ -311,7 +313,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
     assert!(store.list_checkpoints().expect("listed").1.is_empty());
 }
 
-/// Without its key a store cannot be read; with it the store can be copied elsewhere.
+/// A copied store cannot be read without its key, and can be read with it.
 #[test]
 fn store_is_readable_only_with_its_key() {
     let scratch = Scratch::new();
@@ -355,7 +357,8 @@ fn store_is_readable_only_with_its_key() {
     );
 }
 
-/// Directory and key file are created for this user alone, and refused if other users have access.
+/// The directory and the key file are created for the user alone. They are refused if other users
+/// have access.
 #[test]
 fn directory_and_key_must_be_private() {
     let scratch = Scratch::new();
@@ -404,7 +407,7 @@ fn directory_and_key_must_be_private() {
         CheckpointStore::open(&scratch.at("file"), &key, StoreLimits::default()),
         Err(StoreError::UnusableDirectory { .. })
     ));
-    // Only root can change the owner; the changed owner is refused.
+    // Only root can change the owner of the key file. A key file of another user is refused.
     if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
         assert!(
             matches!(open(), Err(StoreError::UnusableKey { why, .. }) if why.contains("belongs to user 12345"))
@@ -486,7 +489,7 @@ fn existing_directory_is_not_overwritten() {
     assert!(!scratch.at("new").exists());
 }
 
-/// Zeros use space neither in the store nor in unpacked files.
+/// Zeros occupy no space in the store or in unpacked files.
 #[test]
 fn zeros_use_no_space() {
     let scratch = Scratch::new();
@@ -538,7 +541,8 @@ fn threads_add_tasks_concurrently() {
     }
 }
 
-/// Limits are kept by removing the oldest checkpoints, but never the newest one of a job.
+/// If the limits are exceeded, the oldest checkpoints are removed, but never the newest checkpoint
+/// of a job.
 #[test]
 fn oldest_go_first_but_never_newest_of_a_job() {
     let scratch = Scratch::new();
@@ -598,7 +602,8 @@ fn oldest_go_first_but_never_newest_of_a_job() {
     ));
 }
 
-/// A checkpoint that is larger than the space that the other jobs leave is refused.
+/// A checkpoint is refused if it is larger than the limit minus the newest checkpoints of the other
+/// jobs.
 #[test]
 fn too_large_checkpoint_is_refused() {
     let scratch = Scratch::new();
@@ -627,7 +632,7 @@ fn too_large_checkpoint_is_refused() {
             &scratch.images("ten", &files(&[("pages-1.img", &random_content(10_000))])),
         )
         .expect("added");
-    // Both together exceed the limit.
+    // Both drafts together would exceed the limit.
     let rival = store.begin(TASK, Micros(0)).expect("begun");
     rival
         .add(
@@ -685,7 +690,8 @@ fn open_checkpoint_is_not_removed() {
     assert_eq!(store.list_checkpoints().expect("listed").0, []);
 }
 
-/// A store that is full of checkpoints of ended jobs accepts a new checkpoint.
+/// A store that is full of checkpoints of ended jobs accepts a new checkpoint; then the oldest of
+/// them is removed.
 #[test]
 fn ended_jobs_make_way_for_new_checkpoints() {
     let scratch = Scratch::new();
@@ -848,8 +854,8 @@ fn foreign_files_are_reported_and_kept() {
     assert!(scratch.at("store/notes").exists());
 }
 
-/// Not a test by itself: the child process writes checkpoints and prints each step until it is
-/// killed.
+/// The program of the child process, not a test: it writes checkpoints and prints each step until
+/// it is killed.
 #[test]
 #[ignore = "child process of another test"]
 fn child_that_makes_sets() {
@@ -878,7 +884,7 @@ fn child_that_makes_sets() {
     }
 }
 
-/// Starts a child process and returns it with the channel of its steps.
+/// Starts a child process. Returns the process and a channel that receives its steps.
 fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
@@ -906,7 +912,7 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     (child, receiver)
 }
 
-/// Kills a child process after this number of steps.
+/// Kills a child process after it has completed `steps` steps.
 fn kill_after(steps: usize, (mut child, receiver): (Child, Receiver<String>)) {
     let all = (0..steps).try_for_each(|_| receiver.recv_timeout(STEP_TIMEOUT).map(drop));
     child.kill().expect("killed");
@@ -914,7 +920,8 @@ fn kill_after(steps: usize, (mut child, receiver): (Child, Receiver<String>)) {
     all.expect("it went on");
 }
 
-/// Processes that use one store at the same time and are killed leave complete checkpoints only.
+/// After processes that use the same store concurrently are killed, only complete checkpoints are
+/// visible.
 #[test]
 fn killed_writers_leave_complete_checkpoints() {
     let scratch = Scratch::new();
@@ -923,7 +930,7 @@ fn killed_writers_leave_complete_checkpoints() {
         ("core.img", b"registers"),
     ]);
     scratch.images("images", &content);
-    // From the first step to the middle of the third round.
+    // Kill the processes at every point from the first step to the middle of the third round.
     for steps in 1..=12 {
         let (one, other) = (start_child(&scratch), start_child(&scratch));
         kill_after(steps, one);
@@ -964,7 +971,7 @@ fn read_names(dir: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Opens another store, with its own key.
+/// Opens another store, which has its own key.
 fn open_second_store(scratch: &Scratch, limits: StoreLimits) -> CheckpointStore {
     let place = scratch.at("elsewhere");
     CheckpointStore::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
@@ -985,7 +992,7 @@ fn copy_checkpoint(
     draft.finish(set.meta())
 }
 
-/// A copy of a checkpoint equals the original and is read with the key of its own store.
+/// A copy of a checkpoint equals the original, and is encrypted with the key of its store.
 #[test]
 fn copy_equals_original_under_its_own_key() {
     let scratch = Scratch::new();
@@ -1020,7 +1027,7 @@ fn copy_equals_original_under_its_own_key() {
         matches!(again, StoreError::CheckpointExists(id) if id == info.id),
         "{again}"
     );
-    // A file of the first store has another key in the second one.
+    // A file of the first store cannot be decrypted with the key of the second store.
     let file = |place: &str| {
         scratch
             .at(place)
@@ -1035,7 +1042,7 @@ fn copy_equals_original_under_its_own_key() {
     assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
 }
 
-/// A copy that is interrupted or exceeds the limits leaves nothing.
+/// A copy that is interrupted or exceeds the limits leaves no files.
 #[test]
 fn failed_copy_leaves_nothing() {
     let scratch = Scratch::new();
@@ -1087,7 +1094,7 @@ fn failed_copy_leaves_nothing() {
         copy_checkpoint(&store, &other, &large.id),
         Err(StoreError::LimitsExceeded { .. })
     ));
-    // A copy that is larger than announced.
+    // The copy is larger than announced.
     let set = store.open_checkpoint(&large.id).expect("there");
     let draft = other
         .begin_copy(large.id, large.started, 1)

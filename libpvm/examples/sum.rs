@@ -1,8 +1,8 @@
-//! The sum of the squares of many numbers, by a master and its workers.
+//! Computes the sum of the squares of many numbers with a master and its workers.
 //!
-//! A user starts the master. It spawns workers, which run the same program, and hands out ranges of
-//! numbers: a new one to each worker that has sent a result. When a worker ends too early, its
-//! range goes to another worker.
+//! A user starts the master. The master spawns workers, which run the same program, and distributes
+//! ranges of numbers: each worker gets another range when it has sent the result of its previous
+//! range. If a worker ends early, its range is sent to another worker.
 //!
 //! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
 
@@ -13,19 +13,19 @@ use std::collections::BTreeMap;
 
 const TAG_WORK: i32 = 1;
 const TAG_RESULT: i32 = 2;
-/// Numbers in one piece of work.
+/// Number of numbers in one range.
 const PIECE: u64 = 100_000;
 
-/// From master to worker.
+/// Message from the master to a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum Order {
-    /// Sum the squares from the first number up to but without the second.
+    /// Sum the squares of the numbers `from..to`.
     Sum { from: u64, to: u64 },
-    /// There is nothing more to do.
+    /// Exit: there are no more ranges.
     Done,
 }
 
-/// From worker to master.
+/// Message from a worker to the master: the sum of the squares of its range.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Sum {
     value: u128,
@@ -95,7 +95,7 @@ fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
         }
         for notice in ends.decode(&message)? {
             if let Notice::TaskEnded(tid) = notice {
-                // Other workers get its unfinished ranges.
+                // The unfinished range of an ended worker is sent to another worker.
                 pieces.extend(busy.remove(&tid));
                 idle.retain(|worker| worker.tid() != tid);
             }

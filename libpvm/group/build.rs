@@ -1,7 +1,7 @@
-//! Sets the soname of the shared library that PVM programs expect.
+//! Sets the soname that PVM programs expect for the shared library of the group functions.
 //!
-//! The library is linked without `libpvm3`, as PVM's own is: programs name both libraries and load
-//! both from one installation.
+//! The library is linked without `libpvm3`, like PVM's own group library: programs name both
+//! libraries and load both from one installation.
 
 #[path = "../unwinder.rs"]
 mod unwinder;

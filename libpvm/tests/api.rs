@@ -1,5 +1,5 @@
-//! Tests of the Rust API in a real virtual machine of one host. Each test is one task, or several
-//! with their own connections.
+//! Tests of the Rust API in a real virtual machine with one host. Each test process connects as one
+//! or more tasks.
 
 use libpvm::proto::task::{Claim, OnDaemonExit, Sink};
 use libpvm::proto::{HostId, PvmError, Tid};
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Connects a new task of the virtual machine.
+/// Connects a new task to the virtual machine.
 fn task(lab: &Lab) -> Vm {
     let options = EnrollOptions {
         socket: lab.socket(),
@@ -148,7 +148,7 @@ fn tasks_are_started_as_described() {
     assert_eq!(nowhere.failed, [PvmError::NoHost]);
 }
 
-/// Each task's exit is notified once.
+/// Each watched task causes exactly one notice when it exits.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn exit_notices_come_once_each() {
@@ -167,7 +167,7 @@ fn exit_notices_come_once_each() {
     assert_eq!(notices.try_next(), Ok(None));
     assert_eq!(notices.next_timeout(Duration::from_millis(1)), Ok(None));
     assert!(sleepers[0].is_running().expect("asked") && !notices.is_done());
-    // The process may not exist yet, so the signal is repeated.
+    // The process of the task may not exist yet, so the signal is repeated.
     let mut ended = BTreeSet::new();
     for sleeper in &sleepers {
         let notice = eventually(PATIENCE, || {
@@ -207,7 +207,7 @@ fn a_notice_comes_after_the_last_message_of_its_task() {
     }
 }
 
-/// Notices that are dropped leave no state.
+/// Notices that are dropped before they occur leave no messages in the queue.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn dropped_notices_leave_nothing() {
@@ -232,7 +232,7 @@ fn dropped_notices_leave_nothing() {
             .code,
         PvmError::BadParam
     );
-    // The answer comes after all earlier messages of the daemon.
+    // The reply is received after all earlier messages of the daemon.
     vm.config().expect("asked");
     assert_eq!(vm.try_recv(Match::any()), Ok(None));
 }

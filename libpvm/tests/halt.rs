@@ -1,5 +1,5 @@
-//! Tests of programs from the command line when their virtual machine is halted, with real
-//! processes and one daemon.
+//! Tests what happens to programs from a command line when their virtual machine is halted, with
+//! real processes and one daemon.
 
 use libpvm::proto::task::{Claim, OnDaemonExit};
 use libpvm::runtime::EnrollOptions;
@@ -14,12 +14,12 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The variable that makes this program a task.
+/// Environment variable that makes the test program run as a child task.
 const PART: &str = "SEMPA_TEST_PART";
 /// The mailbox class in which `pvm_reg_rm` registers.
 const RM_CLASS: &str = "###_PVM_RM_###";
 
-/// The body of a process that the tests start; no test.
+/// Code of the child process that other tests start; it is not a test.
 #[test]
 #[ignore = "child process of another test"]
 fn child_enrols_and_receives() {
@@ -32,7 +32,7 @@ fn child_enrols_and_receives() {
     panic!("nothing was sent to it, and yet it goes on: {end:?}");
 }
 
-/// Makes this process a task.
+/// Connects this process as a task that is not ended by a halt.
 fn task(lab: &Lab) -> Vm {
     let options = EnrollOptions {
         socket: lab.socket(),
@@ -43,7 +43,7 @@ fn task(lab: &Lab) -> Vm {
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
 
-/// Waits until a program has written this text.
+/// Waits until a program has written this text, and fails the test after a timeout.
 fn says(program: &Running, words: &str) {
     let said = eventually(PATIENCE, || match program.out_so_far() {
         Ok(text) if text.contains(words) => Ok(()),
@@ -66,7 +66,7 @@ fn was_ended(program: Running) -> bool {
     end(program).signal() == Some(Signal::SIGTERM as i32)
 }
 
-/// Halt notifies tasks of the Rust API or ends them, as they chose.
+/// A halt notifies or ends a task of the Rust API, depending on the task's [`OnDaemonExit`].
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn halt_notifies_or_ends_tasks_as_they_chose() {
@@ -88,7 +88,6 @@ fn halt_notifies_or_ends_tasks_as_they_chose() {
     told.recv(Match::any()).expect_err("the daemon is gone");
 }
 
-/// Halt ends Debian's console and resource manager.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn halt_ends_debians_console_and_rm() {
@@ -112,7 +111,7 @@ fn halt_ends_debians_console_and_rm() {
     assert!(was_ended(manager), "the resource manager");
 }
 
-/// Halt does not wait for a program that ignores SIGTERM, and leaves it.
+/// A halt neither waits for a program that ignores SIGTERM nor kills it.
 #[test]
 #[ignore = "system tier: needs installed programs and gcc"]
 fn halt_does_not_wait_for_ignored_sigterm() {

@@ -1,7 +1,7 @@
-//! Measures the cost of a load watcher: a sample of the real /proc, the decision whether to report
-//! it, and the encoding of a report; and the delay until it notices a login.
+//! Measures the cost of a load watcher: taking a sample of the real /proc, deciding whether to
+//! report the sample, and encoding a report. Also measures the delay until a login is noticed.
 //!
-//! Prints one line of JSON; `cargo xtask bench load` shows it next to SEMPA's figures.
+//! Prints one line of JSON; `cargo xtask bench load` compares it with SEMPA's figures.
 
 use pvm_load_watcher::owner::LoginRecords;
 use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_BUSY, SAMPLE_INTERVAL_QUIET};
@@ -18,14 +18,16 @@ use std::time::{Duration, Instant};
 
 /// Number of measured logins.
 const LOGINS: usize = 51;
-/// Timeout for a login to be noticed, long enough for a busy machine.
+/// Time limit for a login to be noticed; long enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Samples before the measured ones, and their duration in milliseconds.
+/// Number of samples before the measured ones.
 const SETTLES: u64 = 12;
+/// Total duration of these samples, in milliseconds.
 const SETTLES_MS: u64 = 1200;
 /// Number of samples of each kind.
 const SAMPLES: usize = 4000;
-/// Decisions and reports per measurement: one alone is too short for the clock.
+/// Number of decisions or reports per measurement; the time of a single one is too short for the
+/// clock.
 const BATCH: usize = 1000;
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -33,7 +35,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns the microseconds of each call.
+/// Returns the duration of each call of `act`, in microseconds.
 fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     let time = |n| {
         let begin = Instant::now();
@@ -43,8 +45,9 @@ fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     (0..times).map(time).collect()
 }
 
-/// Means over windows of thirty samples, because not every sample reads every file. Returns the
-/// median and the minimum of the windows.
+/// Measures the cost of a sample in microseconds. Computes the means over windows of thirty
+/// samples, because not every sample reads every file; returns the median and the minimum of these
+/// means.
 fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.set_memory_matters(memory_matters);
@@ -68,7 +71,8 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     (median(windows), best)
 }
 
-/// Measures the time from writing a login record, in a file like the system's, until it is read.
+/// Measures the time from writing a login record, in a file like the system's, until the load
+/// watcher has read it.
 fn logging_in() -> Vec<f64> {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");

@@ -1,8 +1,8 @@
-//! Measures the processor limit of this host's control group (version 1 `cpu` and `cpuacct`, or
-//! version 2 `cpu`) and its use.
+//! Measures how much processor time the host's control group may use and does use, if the group has
+//! a limit (version 1 `cpu` and `cpuacct`, or version 2 `cpu`).
 //!
 //! In a container or a virtual host, /proc describes the whole machine; this module describes the
-//! part that belongs to the host.
+//! part of the machine that the host may use.
 
 use crate::proc::{CpuTimes, group_cpu_time, leading_numbers, named_number, quota_v2, read};
 use sempa_proto::Micros;
@@ -10,27 +10,27 @@ use sempa_proto::cgroup::group_dir;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Maximum number of bytes that are read of a file.
+/// Maximum number of bytes that are read from a file.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Minimum period over which use is measured.
+/// Minimum period over which the use is measured.
 const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
 
-/// The limit and its use.
+/// The limit of a control group and the use of that limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LimitUsage {
-    /// Processors that the group may use.
+    /// Number of processors that the group may use.
     pub share: f32,
-    /// Processors used since the previous measurement.
+    /// Mean number of processors used since the previous measurement.
     pub used: f32,
-    /// Mean number of threads that the limit throttled in the same period.
+    /// Mean number of threads that the limit throttled since the previous measurement.
     pub throttled: f32,
     /// CPU time used since the group was created, in nanoseconds.
     pub total_ns: u64,
 }
 
 impl LimitUsage {
-    /// Returns the group's use in the form of /proc/stat, for a machine with `cores` processors at
-    /// this time of day.
+    /// Converts the group's use into the form of /proc/stat, for a machine with `cores` processors
+    /// at this time of day.
     pub fn cpu_times(&self, at: Micros, cores: u32) -> CpuTimes {
         let total = at.0.saturating_mul(u64::from(cores));
         CpuTimes {
@@ -40,7 +40,7 @@ impl LimitUsage {
     }
 }
 
-/// The open files of one version of control groups.
+/// The open files of a control group of version 1 or 2.
 #[derive(Debug)]
 enum GroupFiles {
     V1 {
@@ -55,7 +55,7 @@ enum GroupFiles {
     },
 }
 
-/// Counters at one time, in nanoseconds of CPU time.
+/// Counters of a control group at one time, in nanoseconds of CPU time.
 #[derive(Clone, Copy, Debug)]
 struct Reading {
     at: Micros,
@@ -90,7 +90,7 @@ impl GroupFiles {
         })
     }
 
-    /// Returns the processors that the group may use; `None` if there is no limit.
+    /// Returns the number of processors that the group may use; `None` if there is no limit.
     fn share(&self, text: &mut [u8]) -> Option<f32> {
         match self {
             GroupFiles::V1 { quota, period, .. } => {
@@ -128,8 +128,9 @@ impl GroupFiles {
 }
 
 impl LimitingGroup {
-    /// Returns the control group with the tightest processor limit, of the process with this folder
-    /// in /proc and of all groups that enclose it; `None` if there is no limit.
+    /// Returns the control group with the tightest processor limit among the group of a process and
+    /// all groups that enclose it; `None` if there is no limit. `process` is the directory of the
+    /// process in /proc.
     pub fn of_process(process: &Path) -> Option<LimitingGroup> {
         let cgroups = fs::read(process.join("cgroup")).ok()?;
         let mounts = fs::read(process.join("mountinfo")).ok()?;
@@ -169,7 +170,7 @@ impl LimitingGroup {
     }
 
     /// Returns the limit, and its use since the previous measurement; `None` if the limit was
-    /// removed. The first measurement reports no use. Allocates no memory.
+    /// removed. The first measurement returns a use of 0. Allocates no memory.
     pub fn measure(&mut self, at: Micros) -> Option<LimitUsage> {
         let share = self.files.share(&mut self.text[..])?;
         let (used, held) = self.files.times(&mut self.text[..])?;
@@ -204,8 +205,8 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    /// Creates a process in the group `/a/b` of a version 2 hierarchy in `dir`. Returns its folder
-    /// and the group's folder.
+    /// Creates a process in the group `/a/b` of a version 2 hierarchy in `dir`. Returns the
+    /// directories of the process and of the group.
     fn process(dir: &Path) -> (PathBuf, PathBuf) {
         let (process, group) = (dir.join("proc"), dir.join("tree/a/b"));
         fs::create_dir_all(&process).expect("a folder");
@@ -229,7 +230,6 @@ mod tests {
         .expect("written");
     }
 
-    /// The tightest limit of all enclosing groups counts, with its use.
     #[test]
     fn tightest_limit_and_its_use_are_measured() {
         let dir = tempfile::tempdir().expect("a folder");

@@ -1,7 +1,7 @@
-//! Confines guests to as many processors as the owner allows.
+//! Confines guests to the number of processors that the owner allows.
 //!
-//! All threads of all guests run on the same processors, so together they never use more, however
-//! many threads there are.
+//! All threads of all guests run on the same processors, so the guests together never use more
+//! processors, however many threads they have.
 
 use crate::system::thread_ids;
 use nix::errno::Errno;
@@ -11,22 +11,24 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 
-/// Confines guests to the last of the available processors.
+/// Confines guests to the last of the processors that are available to this process.
 #[derive(Debug)]
 pub struct CpuConfinement {
-    /// Processors that this process may use, in ascending order. Guests never get others.
+    /// Processors that this process may use, in ascending order. Guests never get other processors.
     available: Vec<usize>,
-    /// Numbers of processors to which guests were confined since they last had all.
+    /// Each number of processors to which guests were confined since they last had all processors.
     past_limits: BTreeSet<usize>,
-    /// File that records these numbers for the successor of this process.
+    /// File in which `past_limits` is recorded for the load watcher that replaces this process;
+    /// `None` if nothing is recorded.
     record_path: Option<PathBuf>,
 }
 
 impl CpuConfinement {
-    /// Continues with the limits that a predecessor recorded in `note`.
+    /// Creates a confinement that continues with the limits that the previous load watcher recorded
+    /// in the file `note`.
     ///
     /// # Errors
-    /// If the system does not report the processors of this process.
+    /// The system does not report the processors of this process.
     pub fn new(note: Option<PathBuf>) -> io::Result<CpuConfinement> {
         let all = processor_ids(&sched_getaffinity(Pid::from_raw(0))?);
         let text = note
@@ -46,24 +48,24 @@ impl CpuConfinement {
         })
     }
 
-    /// True if guests must be checked, because the owner limits them or did so before.
+    /// True if guests must be checked, because the owner limits them now or limited them before.
     pub fn is_needed(&self, cores: Option<u32>) -> bool {
         cores.is_some() || !self.past_limits.is_empty()
     }
 
-    /// Confines these processes to `cores` processors, or to all with `None`. A thread that chose a
-    /// subset of these keeps its choice.
+    /// Confines these processes to `cores` processors, or to all available ones if `cores` is
+    /// `None`. A thread that has itself selected a subset of these processors keeps its selection.
     pub fn apply(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
         let count = cores.map_or(self.available.len(), |cores| {
             (cores.max(1) as usize).min(self.available.len())
         });
         if count < self.available.len() && self.past_limits.insert(count) {
-            // Recorded before the change, because this process may be killed at any moment.
+            // Must be recorded before the change, because this process may be killed at any moment.
             self.write_record();
         }
         let now = self.last_processors(count).to_vec();
-        // A process that has exited needs no limit; a thread that cannot be changed is tried again
-        // in the next call.
+        // A process that has exited needs no limit. If a thread cannot be changed, the next call
+        // tries again.
         for thread in pids
             .into_iter()
             .filter_map(|pid| thread_ids(pid).ok())
@@ -81,7 +83,8 @@ impl CpuConfinement {
         &self.available[self.available.len() - count..]
     }
 
-    /// Records the limits. Errors are ignored: a successor then does not know these limits.
+    /// Records `past_limits`. Errors are ignored: the next load watcher then does not know these
+    /// limits.
     fn write_record(&self) {
         let Some(note) = &self.record_path else {
             return;
@@ -100,7 +103,7 @@ impl CpuConfinement {
             .copied()
             .filter(|one| allowed.contains(one))
             .collect();
-        // A confinement of an earlier call was not the thread's own choice.
+        // A confinement by an earlier call is not the thread's own selection.
         let was_kept = self.past_limits.contains(&current.len())
             && current == self.last_processors(current.len());
         let wanted = if was_kept || own_choice.is_empty() {
@@ -128,7 +131,8 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A guest is confined to the allowed number of processors, and has all again afterwards.
+    /// A guest is confined to the allowed number of processors, and gets all processors again
+    /// afterwards.
     #[test]
     fn guest_is_confined_and_released() {
         let mut confine = CpuConfinement::new(None).expect("the system says it");
@@ -157,7 +161,8 @@ mod tests {
         confine.apply(Some(1), [pid]);
     }
 
-    /// The successor of a killed load watcher releases guests from a limit that is no longer set.
+    /// The load watcher that replaces a killed one releases guests from a limit that is not set any
+    /// more.
     #[test]
     fn successor_releases_recorded_confinement() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -188,7 +193,7 @@ mod tests {
         );
     }
 
-    /// A thread that chose a subset of the processors keeps its choice.
+    /// A thread that has selected a subset of the processors keeps its selection.
     #[test]
     fn own_affinity_of_thread_is_kept() {
         let mut confine = CpuConfinement::new(None).expect("the system says it");

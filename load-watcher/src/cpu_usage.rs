@@ -1,12 +1,12 @@
-//! Measures the time of all processors together as cheaply as possible.
+//! Measures the total CPU time of all processors at low cost.
 //!
 //! - Reading /proc/stat costs two thirds of a whole sample, mostly for interrupt counters that are
 //!   not needed.
-//! - The CPU account of the root control group (version 2) gives the used time at a quarter of that
-//!   cost. It contains neither the number of processors nor, since Linux 6.18 at the latest, the
-//!   time that the host of a virtual machine has given to others (steal).
-//! - Therefore the account is read for each sample, and /proc/stat only once per [`STAT_INTERVAL`],
-//!   for the number of processors and the share of stolen time.
+//! - The CPU account of the root control group (version 2) contains the used time, at a quarter of
+//!   that cost. It contains neither the number of processors nor, since Linux 6.18 at the latest,
+//!   the time that the hypervisor has given to other virtual machines (steal).
+//! - Therefore each sample reads the account, and /proc/stat is read only once per
+//!   [`STAT_INTERVAL`], for the number of processors and the share of stolen time.
 
 use crate::proc::CpuTimes;
 use sempa_proto::Micros;
@@ -14,20 +14,22 @@ use sempa_proto::cgroup::mount_point;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Interval of reading /proc/stat in addition to the account. It bounds the time until a change in
-/// the number of processors is noticed.
+/// Interval at which /proc/stat is read in addition to the account. It bounds the time until a
+/// change of the number of processors is noticed.
 pub const STAT_INTERVAL: Micros = Micros::from_secs(30);
-/// Minimum period over which use is measured; the kernel's own counters advance in such steps.
+/// Minimum period over which the use is measured; the kernel's own counters advance in steps of
+/// this length.
 const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
-/// Minimum period between two reference readings, which must resolve a small share of the time.
+/// Minimum period between two reference readings. A longer period resolves smaller shares of the
+/// time.
 const REFERENCE_INTERVAL_MIN: Micros = Micros::from_millis(900);
 
-/// Opens the CPU account of the whole machine, if version 2 control groups are mounted and the root
-/// group is visible. `process` is the folder of a process in /proc.
+/// Opens the CPU account of the whole machine; `None` unless version 2 control groups are mounted
+/// and the root group is visible. `process` is the directory of a process in /proc.
 pub fn open_root_cpu_account(process: &Path) -> Option<File> {
     let outermost = mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
-    // In a container the outermost visible group is one of many. Only the true root group has no
-    // `cgroup.type` (cgroup-v2.rst).
+    // In a container the outermost visible group is one of many groups. Only the real root group
+    // has no `cgroup.type` (cgroup-v2.rst).
     let is_whole =
         outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
     File::open(outermost.join("cpu.stat"))
@@ -35,7 +37,7 @@ pub fn open_root_cpu_account(process: &Path) -> Option<File> {
         .filter(|_| is_whole)
 }
 
-/// Simultaneous values of /proc/stat and the account.
+/// Values of /proc/stat and of the account that were read at the same time.
 #[derive(Clone, Copy, Debug)]
 struct ReferenceReading {
     at: Micros,
@@ -43,23 +45,25 @@ struct ReferenceReading {
     used: u64,
 }
 
-/// Times of all processors together, derived from the account and periodically from /proc/stat. All
-/// times are by a monotonic clock that does not advance while the machine is suspended.
+/// Total CPU times of all processors, derived from the account and, periodically, from /proc/stat.
+/// All times are measured by a monotonic clock that does not advance while the machine is
+/// suspended.
 #[derive(Debug)]
 pub struct CpuUsage {
     times: CpuTimes,
     cores: u32,
-    /// Time of the last reading of the account; `used` is its value.
+    /// Time of the last reading of the account, and the value read.
     at: Micros,
     used: u64,
     reference: ReferenceReading,
     /// Share of the time between the last two reference readings that was neither idle nor in the
-    /// account.
+    /// account. `None` before the second reference reading.
     stolen_share: Option<f64>,
 }
 
 impl CpuUsage {
-    /// Starts with the first reading of both sources.
+    /// Creates the state from the first reading of account (`used`) and /proc/stat (`stat`,
+    /// `cores`).
     pub fn new(at: Micros, used: u64, stat: CpuTimes, cores: u32) -> CpuUsage {
         CpuUsage {
             times: stat,
@@ -76,7 +80,8 @@ impl CpuUsage {
         self.stolen_share.is_none() || at.since(self.reference.at) >= STAT_INTERVAL
     }
 
-    /// Updates the times after a reading of both sources.
+    /// Updates the times after a reading of account (`used`) and /proc/stat (`stat`, `cores`).
+    /// Returns the times of all processors and their number.
     pub fn update_with_stat(
         &mut self,
         at: Micros,
@@ -129,8 +134,8 @@ mod tests {
         Micros::from_secs(seconds)
     }
 
-    /// Returns the state for two processors after reference readings at seconds 10 and 20. One
-    /// processor was used in between, and `stolen` seconds were taken from both.
+    /// Returns the state for two processors after reference readings at seconds 10 and 20. Between
+    /// the readings one processor was used, and `stolen` seconds were stolen from each processor.
     fn tally(stolen: u64) -> CpuUsage {
         let mut tally = CpuUsage::new(at(10), 5 * SECOND, stat(100, 50), 2);
         assert!(tally.needs_stat(at(11)), "nobody knows what is stolen");
@@ -138,13 +143,14 @@ mod tests {
         tally
     }
 
-    /// Between two readings of /proc/stat the account determines the use.
+    /// Between two readings of /proc/stat, the account determines the use.
     #[test]
     fn account_measures_use_between_stat_readings() {
         let mut tally = tally(0);
         let (before, _) = tally.update(at(20), 15 * SECOND);
         assert!(!tally.needs_stat(at(49)) && tally.needs_stat(at(50)));
-        // Two processors have four seconds in two seconds; one and a half are used.
+        // Two processors have four seconds of CPU time in two seconds; one and a half seconds are
+        // used.
         let (after, cores) = tally.update(at(22), 16 * SECOND + SECOND / 2);
         assert_eq!((after.busy_since(before), cores), (Some(0.375), 2));
         let (all, _) = tally.update(at(23), 30 * SECOND);
@@ -157,7 +163,7 @@ mod tests {
         assert_eq!(none.busy_since(all), Some(0.0));
     }
 
-    /// Stolen time counts with the share of the last reference reading.
+    /// Between reference readings, the stolen share of the last reference reading is assumed.
     #[test]
     fn stolen_share_of_last_reading_applies() {
         let mut tally = tally(5);
@@ -174,13 +180,13 @@ mod tests {
         );
     }
 
-    /// A reading of /proc/stat changes only the time since the last reading of the account.
+    /// A reading of /proc/stat changes only the times since the last reading of the account.
     #[test]
     fn stat_reading_causes_no_jump() {
         let mut tally = tally(0);
         tally.update(at(39), 15 * SECOND);
         let (before, _) = tally.update(at(49), 15 * SECOND);
-        // In all this time half of the time was stolen, which was not known before.
+        // Half of the time was stolen since the start, which the previous readings did not show.
         let (after, cores) = tally.update_with_stat(at(50), 15 * SECOND, stat(240, 120), 4);
         assert_eq!(
             (after.busy_since(before), cores),
@@ -189,7 +195,7 @@ mod tests {
         );
     }
 
-    /// A period below the minimum gives no use, and its time counts later.
+    /// A period below the minimum yields no use; its time counts in the next period.
     #[test]
     fn too_short_period_gives_no_use() {
         let mut tally = tally(0);

@@ -1,9 +1,10 @@
-//! Decides what guests may do, from the policy, the owner verdict, the available memory and the
+//! Decides whether guests may run, from the policy, the owner verdict, the available memory and the
 //! local time. Pure.
 //!
-//! Guests must stop if the owner is present, or if the machine is closed to them: the policy is
-//! unknown, the user is blocked, the hours forbid it, or less memory is available than the owner
-//! keeps free. The time to leave counts from the earlier of the two.
+//! Guests must stop if the owner is present, or if the machine is closed to them. The machine is
+//! closed if the policy is unknown, the user is blocked, the policy forbids guests at this time, or
+//! less memory is available than the owner reserves. If both conditions hold, the time until
+//! eviction counts from the earlier one.
 
 use crate::hours::LocalTime;
 use crate::policy::{LeaveAfter, Policy};
@@ -11,13 +12,13 @@ use sempa_proto::Micros;
 use sempa_proto::load::{GuestLimits, HEADROOM_BYTES_PER_TASK, OwnerVerdict};
 use sempa_proto::owner::GuestAccess;
 
-/// The decision about guests.
+/// The decision whether guests may run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     pub guests: GuestAccess,
-    /// The reason why they must stop, as one plain sentence; empty if they are welcome.
+    /// The reason why guests must stop, in one sentence; empty if they may run.
     pub why: String,
-    /// Limits of guests that are welcome.
+    /// Limits that apply to guests while they may run.
     pub limits: GuestLimits,
 }
 
@@ -25,7 +26,8 @@ pub struct Decision {
 #[derive(Clone, Copy, Debug)]
 pub struct GuestInputs<'a> {
     pub policy: &'a Policy,
-    /// Why the policy is unknown: one of its files is malformed and was never valid.
+    /// Why the policy is unknown: one of its files is malformed and had no valid content before.
+    /// `None` if the policy is known.
     pub policy_unknown: Option<&'a str>,
     /// Uids of the users that the policy blocks.
     pub blocked_uids: &'a [u32],
@@ -37,26 +39,29 @@ pub struct GuestInputs<'a> {
     /// Available memory of the machine in bytes; 0 if unknown.
     pub available_bytes: u64,
     pub local_time: LocalTime,
-    /// The time of day.
+    /// Time of the decision, in microseconds since 1970.
     pub now: Micros,
 }
 
-/// After memory was short, guests return only when this much more than the owner's reserve is
-/// available: the headroom that placement requires for one more task.
+/// Memory in addition to the owner's reserve that must be available before guests may run again
+/// after a shortage. It is the headroom that placement requires for one more task.
 const REOPEN_HEADROOM_BYTES: u64 = HEADROOM_BYTES_PER_TASK;
-/// Minimum time before they return: the memory that leaving guests free must not readmit them
-/// at once.
+/// Minimum duration of a memory shortage. It prevents that the memory that evicted guests have
+/// freed lets guests run again immediately.
 const REOPEN_DELAY: Micros = Micros::from_secs(30);
 
-/// Remembers since when the machine is closed to guests for another reason than a present owner.
+/// State of the decision: the times at which the machine was closed to guests for a reason other
+/// than a present owner.
 #[derive(Debug, Default)]
 pub struct GuestGate {
     closed_since: Option<Micros>,
-    /// Since when less memory is available than the owner keeps free.
+    /// Time since which less memory is available than the owner reserves; `None` if there is no
+    /// shortage.
     memory_short_since: Option<Micros>,
 }
 
-/// Returns why the machine is closed to guests at this time, whether or not the owner is present.
+/// Returns the reason why the machine is closed to guests at this time, without regard to the
+/// owner's presence and to memory; `None` if it is open.
 fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
     if let Some(why) = case.policy_unknown {
         return Some(why.to_string());
@@ -89,8 +94,8 @@ fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
     ))
 }
 
-/// Returns since when less memory is available than the owner keeps free; `None` if there is
-/// enough.
+/// Returns the time since which less memory is available than the owner reserves; `None` if there
+/// is no shortage. `before` is the previous result.
 fn memory_short_since(
     before: Option<Micros>,
     policy: &Policy,
@@ -109,13 +114,13 @@ fn memory_short_since(
 }
 
 impl GuestGate {
-    /// True if this amount of memory requires a new decision.
+    /// True if this amount of available memory requires a new decision.
     pub fn needs_decision(&self, policy: &Policy, available: u64, now: Micros) -> bool {
         memory_short_since(self.memory_short_since, policy, available, now).is_some()
             != self.memory_short_since.is_some()
     }
 
-    /// Makes a new decision and remembers since when the machine is closed.
+    /// Makes a new decision, and records the time since which the machine is closed.
     pub fn decide(&mut self, case: &GuestInputs<'_>) -> Decision {
         self.memory_short_since = memory_short_since(
             self.memory_short_since,
@@ -140,8 +145,8 @@ impl GuestGate {
             _ => None,
         };
         let since = self.closed_since.zip(reason);
-        // A present owner is the better reason to show; the earlier of both times determines when
-        // guests leave.
+        // The reason that is reported is the owner's presence, if both reasons exist; the eviction
+        // time counts from the earlier one.
         let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
         let (guests, why) = match (from, seen.or(since)) {
             (Some(from), Some((_, why))) => (stopped_guests(case.policy, from), why),
@@ -232,7 +237,8 @@ mod tests {
         }
     }
 
-    /// Without a policy, guests stop and leave at once when the owner is present, and only then.
+    /// With an empty policy, guests stop and are evicted immediately when the owner is present, and
+    /// run otherwise.
     #[test]
     fn default_policy_evicts_guests_of_present_owner() {
         let there = decide_once("", &PRESENT, 60);
@@ -250,7 +256,7 @@ mod tests {
         }
     }
 
-    /// Guests wait for `leave_after` and then leave in the way that the policy names.
+    /// Guests stay paused for `leave_after` and are then evicted in the way that the policy names.
     #[test]
     fn leave_after_and_then_are_applied() {
         assert_eq!(
@@ -267,7 +273,7 @@ mod tests {
         );
     }
 
-    /// At forbidden hours guests stop even if the owner is absent, and the time to leave counts
+    /// At forbidden hours guests stop even if the owner is absent. The time until eviction counts
     /// from the start of these hours.
     #[test]
     fn forbidden_hours_stop_guests_from_their_start() {
@@ -286,7 +292,7 @@ mod tests {
             assert_eq!(closed.guests, stopped_until(Some(131), EvictionMode::Move));
             assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
         }
-        // A present owner is the better reason to show.
+        // The reported reason is the owner's presence, not the hours.
         assert_eq!(
             decide(&mut door, &policy, &PRESENT, NOON, 155).why,
             "alice is here"
@@ -305,7 +311,7 @@ mod tests {
         );
     }
 
-    /// Outside of the hours in `only`, guests stop.
+    /// Outside the hours in `only`, guests stop.
     #[test]
     fn guests_stop_outside_allowed_hours() {
         assert_eq!(
@@ -360,8 +366,8 @@ mod tests {
         assert_eq!(at(150, None, &ABSENT).guests, GuestAccess::Welcome);
     }
 
-    /// Guests of a blocked user are never welcome; limits for other guests are part of the
-    /// decision.
+    /// Guests of a blocked user may never run; the decision also contains the limits for other
+    /// guests.
     #[test]
     fn blocked_user_is_refused_and_limits_are_passed() {
         let mut door = GuestGate::default();
@@ -393,8 +399,8 @@ mod tests {
         assert_eq!(other.limits, limits);
     }
 
-    /// Guests stop when less memory is available than the owner keeps free, and return when there
-    /// is headroom for one more.
+    /// Guests stop when less memory is available than the owner reserves. They may run again when
+    /// there is headroom for one more task.
     #[test]
     fn short_memory_stops_guests_until_headroom_returns() {
         let (policy, mut door) = (
@@ -455,8 +461,8 @@ mod tests {
     }
 
     proptest! {
-        /// A present owner always stops guests, and the time to leave is never before the owner
-        /// came.
+        /// A present owner always stops guests, and the eviction time is never before the owner's
+        /// arrival.
         #[test]
         fn present_owner_always_stops_guests(
             leave in prop::option::of(0_u64..100), day in 0_u8..7, minute in 0_u16..1440, there: bool, hours in 1_u16..24,

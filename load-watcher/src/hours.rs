@@ -1,4 +1,4 @@
-//! Times of the week in policy files: `9-17`, `mon-fri 9:00-17:30`, `sat,sun`, `fri 22-6`,
+//! Time ranges of the week in policy files: `9-17`, `mon-fri 9:00-17:30`, `sat,sun`, `fri 22-6`,
 //! `always`. Pure.
 
 use serde::Deserialize;
@@ -18,8 +18,8 @@ pub struct LocalTime {
     pub minute: u16,
 }
 
-/// The same hours on one or more days. If the end is not after the start, the hours extend over
-/// midnight and belong to the day on which they start.
+/// The same time range on one or more days of the week. If the end is not after the start, the
+/// range extends over midnight and belongs to the day on which it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Hours {
@@ -28,7 +28,7 @@ pub struct Hours {
     to: u16,
 }
 
-/// Error of a text that is not a time of the week.
+/// Error of a text that is not a time range of the week; contains the text.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'"
@@ -36,7 +36,7 @@ pub struct Hours {
 pub struct HoursError(String);
 
 impl Hours {
-    /// True if the minute lies in these hours; the end itself does not.
+    /// True if the minute is in the time range. The end of the range is excluded.
     pub fn contains(&self, at: LocalTime) -> bool {
         let (today, yesterday) = (
             self.days[usize::from(at.day % 7)],
@@ -49,7 +49,7 @@ impl Hours {
         }
     }
 
-    /// Splits hours that extend over midnight, so that no part does.
+    /// Splits a time range that extends over midnight into ranges that do not.
     fn split_at_midnight(&self) -> Vec<Hours> {
         if self.from < self.to {
             return vec![*self];
@@ -71,7 +71,7 @@ impl Hours {
             .collect()
     }
 
-    /// Returns the hours that both have in common.
+    /// Returns the time that both ranges have in common, as a list of ranges.
     pub fn intersection(&self, other: &Hours) -> Vec<Hours> {
         let meet = |a: Hours, b: &Hours| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
@@ -206,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Hours include their first minute and exclude their end.
+    /// A time range includes its first minute and excludes its end.
     #[test]
     fn hours_include_start_and_exclude_end() {
         let office = hours("mon-fri 9-17:30");
@@ -222,7 +222,8 @@ mod tests {
         assert!(hours("22-24").contains(at(2, 23, 59)) && hours("always").contains(at(3, 3, 3)));
     }
 
-    /// Hours over midnight belong to the day on which they start, even at the end of the week.
+    /// A time range over midnight belongs to the day on which it starts, even at the end of the
+    /// week.
     #[test]
     fn hours_over_midnight_belong_to_start_day() {
         let night = hours("fri 22-6");
@@ -242,7 +243,7 @@ mod tests {
         );
     }
 
-    /// Malformed hours are refused with an error that quotes them.
+    /// A malformed time range is refused with an error that quotes it.
     #[test]
     fn malformed_hours_are_refused_and_quoted() {
         for text in [
@@ -264,7 +265,7 @@ mod tests {
     }
 
     proptest! {
-        /// Formatted hours are parsed unchanged.
+        /// A formatted time range is parsed into the same time range.
         #[test]
         fn formatted_hours_parse_unchanged(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
             prop_assume!(from != to && days.contains(&true));
@@ -272,7 +273,7 @@ mod tests {
             prop_assert_eq!(hours.to_string().parse::<Hours>(), Ok(hours));
         }
 
-        /// The intersection of two hours contains exactly the minutes that both contain.
+        /// The intersection of two time ranges contains exactly the minutes that are in both.
         #[test]
         fn intersection_contains_common_minutes(
             days in any::<[[bool; 7]; 2]>(), from in any::<[u16; 2]>(), to in any::<[u16; 2]>(), day in 0_u8..7, minute in 0_u16..1440,

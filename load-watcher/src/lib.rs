@@ -1,20 +1,22 @@
-//! The load watcher of a host: samples its load, detects its owner, decides by the owner's policy
-//! what guests may do, and reports that to the daemon and the resource manager.
+//! The load watcher of a host: samples the host's load, detects its owner, decides by the owner's
+//! policy whether guests may run, and reports to the daemon and the resource manager.
 //!
-//! "Pure" modules perform no I/O.
+//! Modules marked "pure" perform no I/O.
 //!
 //! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`cpu_usage`] measures
-//!   all processors cheaply. [`load_attribution`] separates the load of our tasks from external
-//!   load. [`cgroup`] measures a processor limit.
+//!   the time of all processors at low cost. [`load_attribution`] separates the load of the virtual
+//!   machine's tasks from external load. [`cgroup`] measures the use of a processor limit.
 //! - Logins: [`utmp`] parses login records (pure). [`sessions`] parses logind's sessions (pure).
 //!   [`logind`] queries logind over D-Bus.
-//! - Owner: [`probes`] reads the sources. [`owner`] derives the verdict from them (pure).
+//! - Owner: [`probes`] reads session files, terminals and interrupt counters. [`owner`] derives the
+//!   owner verdict from all sources (pure).
 //! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and
 //!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
-//!   sources. [`guests`] decides what guests may do (pure).
+//!   sources. [`guests`] decides whether guests may run (pure).
 //! - Enforcement: [`confine`] confines guests to the processors that the owner allows.
 //! - Communication: [`watch`] reports changes of files. [`report`] decides when to sample and to
-//!   send (pure). [`status`] answers queries of users of this host.
+//!   send a report (pure). [`status`] answers queries of users of this host.
+//! - [`system`]: clocks and nice levels.
 
 pub mod cgroup;
 pub mod confine;

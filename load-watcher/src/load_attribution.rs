@@ -1,12 +1,12 @@
-//! Measures the load of the virtual machine's tasks on this host, and from it the external load of
-//! all other programs.
+//! Measures the load of the virtual machine's tasks on this host. The rest of the host's load is
+//! the external load of other programs.
 //!
-//! A task with its own control group is measured by the group's counter, which covers all its
-//! processes. For other tasks each process is measured, including children. All files stay open, so
-//! a measurement allocates no memory.
+//! A task with its own control group is measured by the group's counter, which covers all processes
+//! of the task. For other tasks each process is measured, including child processes. All files stay
+//! open, so a measurement allocates no memory.
 //!
-//! The kernel's counters do not include what an exited task had used. A period in which a task
-//! started or ended therefore gives no result instead of a wrong one.
+//! The kernel's counters do not include the time of an exited task. Therefore a period in which a
+//! task started or ended yields no result.
 
 use crate::proc::{CpuTimes, TICK_US, group_cpu_time, process_usage, read};
 use nix::time::{ClockId, clock_gettime};
@@ -15,19 +15,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of counters (processes and groups); with more there is no result.
+/// Maximum number of counters (processes and groups); if there are more, a measurement yields no
+/// result.
 pub const COUNTERS_MAX: usize = 512;
-/// Maximum number of bytes that are read of a file; the files are shorter.
+/// Maximum number of bytes that are read from a file; the files are shorter.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Busy processors of the host below which the origin of the load does not matter.
+/// Number of busy processors of the host below which the origin of the load does not matter.
 pub const LOW_LOAD: f32 = 0.25;
-/// Weight of a new measurement in the mean. With one every ten seconds, the mean covers about half
-/// a minute.
+/// Weight of a new measurement in the exponential mean. With one measurement every ten seconds, the
+/// mean covers about half a minute.
 const WEIGHT: f32 = 0.3;
-/// Prefix of the folder of a tasker's control groups, in which each task has one.
+/// Name prefix of the directory in which a tasker creates one control group per task.
 const GROUPS_PREFIX: &str = "sempa-";
 
-/// Source of one counter.
+/// The control group or process that a counter measures.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum CounterSource {
     Group(PathBuf),
@@ -38,39 +39,40 @@ enum CounterSource {
 #[derive(Debug)]
 struct Counter {
     file: File,
-    /// Last value in microseconds.
+    /// Last value read, in microseconds.
     last: u64,
-    /// True for a task's main process or group. False for a child process, whose time is included
-    /// in its parent's after its exit.
+    /// True for a task's main process or group. False for a child process: when it has exited, its
+    /// time is included in that of its parent.
     is_task: bool,
 }
 
-/// CPU time of the tasks of the virtual machine.
+/// CPU time of the virtual machine's tasks on this host.
 #[derive(Debug)]
 pub struct TaskLoad {
     root: PathBuf,
     counters: BTreeMap<CounterSource, Counter>,
-    /// True if there are more counters than are read.
+    /// True if there are more counters than [`COUNTERS_MAX`].
     too_many: bool,
     /// True if a task started or ended since the last measurement.
     tasks_changed: bool,
-    /// Total use of all tasks since this value was created, in microseconds.
+    /// CPU time that all tasks have used since this value was created, in microseconds.
     used_us: u64,
     last_sample: Option<(CpuTimes, u64)>,
     last_measurement: Option<(CpuTimes, u64)>,
-    /// Clock ticks since boot at which the processes were last listed.
+    /// Time at which the processes were last listed, in clock ticks since boot.
     listed_at: u64,
     mean: Option<f32>,
 }
 
-/// Returns the clock ticks since boot.
+/// Returns the time since boot in clock ticks.
 fn ticks_now() -> u64 {
     let since = clock_gettime(ClockId::CLOCK_BOOTTIME)
         .map_or(0, |time| time.tv_sec() * 100 + time.tv_nsec() / 10_000_000);
     u64::try_from(since).unwrap_or(0)
 }
 
-/// Returns the control group of a task if it has its own.
+/// Returns the control group of the task with the main process `pid`; `None` if the task has no own
+/// group. `mounts` is the content of /proc/self/mountinfo.
 fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     let text = fs::read(root.join(pid.to_string()).join("cgroup")).ok()?;
     let group = group_dir(mounts, &text, None)?;
@@ -78,7 +80,7 @@ fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     (name.starts_with(GROUPS_PREFIX) && group.join("cpu.stat").exists()).then_some(group)
 }
 
-/// Returns all descendants of a process.
+/// Returns the child processes of all threads of a process, their child processes, and so on.
 fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
     let (mut pending, mut all) = (vec![pid], BTreeSet::new());
     while let Some(parent) = pending.pop().filter(|_| all.len() < COUNTERS_MAX) {
@@ -92,8 +94,8 @@ fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
     all
 }
 
-/// Returns all processes of the task with this main process: the members of its control group, or
-/// else the process and its descendants.
+/// Returns all processes of the task with the main process `pid`: the members of its control group,
+/// or the process and its descendants if it has no own group.
 pub fn task_processes(root: &Path, pid: i32) -> BTreeSet<i32> {
     let mounts = fs::read(root.join("self/mountinfo")).unwrap_or_default();
     let inside = group_of(root, pid, &mounts)
@@ -121,7 +123,7 @@ impl CounterSource {
 }
 
 impl TaskLoad {
-    /// Creates the measurement without tasks. `root` is /proc except in tests.
+    /// Creates a measurement without any tasks. `root` is /proc except in tests.
     pub fn new(root: &Path) -> TaskLoad {
         TaskLoad {
             root: root.to_path_buf(),
@@ -136,7 +138,8 @@ impl TaskLoad {
         }
     }
 
-    /// Sets the main processes of our tasks, as the daemon names them. Their descendants are added.
+    /// Sets the main processes whose time is measured, as the daemon lists them. Their descendants
+    /// are added.
     pub fn set_processes(&mut self, pids: &[i32]) {
         let mounts = fs::read(self.root.join("self/mountinfo")).unwrap_or_default();
         let mut wanted: BTreeMap<CounterSource, (i32, bool)> = BTreeMap::new();
@@ -155,7 +158,7 @@ impl TaskLoad {
         }
         self.too_many = wanted.len() > COUNTERS_MAX;
         let looked = std::mem::replace(&mut self.listed_at, ticks_now());
-        // Reads the counters once more before some of them are removed.
+        // Reads all counters once more before some of them are removed.
         self.read_counters();
         let changed = &mut self.tasks_changed;
         self.counters.retain(|key, part| {
@@ -174,7 +177,8 @@ impl TaskLoad {
     }
 
     /// Opens a counter. Time used before this call does not count, unless the process started after
-    /// `looked`, the previous listing; then all its time counts.
+    /// `listed_at`, the time of the previous listing; then all its time counts. `task` is true for
+    /// a main process or group.
     fn open_counter(
         &self,
         key: &CounterSource,
@@ -201,7 +205,7 @@ impl TaskLoad {
         })
     }
 
-    /// Adds the use of all counters since their last reading to the total.
+    /// Adds the time that all counters have measured since their last reading to the total.
     fn read_counters(&mut self) {
         let mut text = [0; TEXT_BYTES_MAX];
         for (key, part) in &mut self.counters {
@@ -218,8 +222,8 @@ impl TaskLoad {
         }
     }
 
-    /// True if the host is so busy since the last measurement that the origin of the load matters.
-    /// `times` are those of the newest sample.
+    /// True if the host was so busy since the last measurement that the origin of the load matters.
+    /// `times` are the CPU times of the newest sample.
     pub fn origin_matters(&self, times: CpuTimes, cores: u32) -> bool {
         let busy = self
             .last_measurement
@@ -227,9 +231,9 @@ impl TaskLoad {
         busy.is_none_or(|busy| busy * cores as f32 >= LOW_LOAD)
     }
 
-    /// Returns the processors that our tasks have used since the previous call, which must have
-    /// belonged to the previous sample. `None` at the first call, and if not all counters are read.
-    /// `times` are those of the newest sample.
+    /// Returns the mean number of processors that our tasks have used since the previous call,
+    /// which must have belonged to the previous sample. `None` at the first call, and if there are
+    /// too many counters. `times` are the CPU times of the newest sample.
     pub fn own_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.read_counters();
         let (before, spent) = self.last_sample.replace((times, self.used_us))?;
@@ -240,13 +244,14 @@ impl TaskLoad {
         (!self.too_many).then(|| to_processors(self.used_us - spent, total, cores))
     }
 
-    /// Omits a sample; the next period starts with the next call.
+    /// Records that a sample was not measured; the next period starts with the next call.
     pub fn skip_sample(&mut self) {
         self.last_sample = None;
     }
 
-    /// Returns the mean external load in processors over several measurements. `None` at the first
-    /// call, and if tasks of ours started or ended, unless the total load is too low to matter.
+    /// Returns the external load as an exponential mean over several measurements, in processors.
+    /// `None` at the first call, and if a task of ours started or ended in the period, unless the
+    /// total load is too low to matter.
     pub fn external_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.read_counters();
         let comparable = !std::mem::take(&mut self.tasks_changed) && !self.too_many;
@@ -269,8 +274,8 @@ impl TaskLoad {
     }
 }
 
-/// Converts CPU time used to processors. `total` is the time of all processors together; both are
-/// in microseconds.
+/// Converts used CPU time to a number of processors. `spent` is the used time and `total` the time
+/// of all `cores` processors, both in microseconds.
 fn to_processors(spent: u64, total: u64, cores: u32) -> f32 {
     spent as f32 / total as f32 * cores as f32
 }
@@ -304,7 +309,7 @@ mod tests {
         }
     }
 
-    /// Arguments are clock ticks.
+    /// Returns CPU times; the arguments are clock ticks.
     fn times(total: u64, idle: u64) -> CpuTimes {
         CpuTimes {
             total: total * TICK_US,
@@ -312,7 +317,7 @@ mod tests {
         }
     }
 
-    /// Busy time that is not ours is external load.
+    /// Busy time that our tasks have not used is external load.
     #[test]
     fn busy_time_of_others_is_external_load() {
         let proc = Proc::new();
@@ -326,8 +331,8 @@ mod tests {
             ),
             (None, None)
         );
-        // Two processors had a hundred ticks each: one and a half were busy, one of these with our
-        // task.
+        // Two processors had a hundred ticks each: one and a half processors were busy, one of them
+        // with our task.
         proc.task(5, 200);
         assert_eq!(
             (
@@ -351,7 +356,7 @@ mod tests {
         assert_eq!(ours.own_processors(times(600, 150), 2), None);
     }
 
-    /// The time of a task's children counts as ours, even after their exit.
+    /// The time of a task's child processes counts for the task, even after their exit.
     #[test]
     fn task_children_count_even_after_exit() {
         let proc = Proc::new();
@@ -372,7 +377,7 @@ mod tests {
         proc.task(6, 90);
         proc.task(8, 50);
         assert_eq!(ours.own_processors(times(200, 100), 2), Some(1.0));
-        // One child has exited, and its time is included in its parent's.
+        // One child process has exited, and its time is included in that of its parent.
         fs::remove_file(proc.0.path().join("6/stat")).expect("the test's own file");
         proc.task(5, 90);
         proc.task(8, 60);
@@ -385,7 +390,6 @@ mod tests {
         );
     }
 
-    /// A task with its own control group is measured by the group's counter.
     #[test]
     fn task_with_own_group_is_measured_by_group() {
         let proc = Proc::new();
@@ -396,7 +400,7 @@ mod tests {
         );
         proc.write("5/cgroup", "1:cpu:/\n0::/sempa-x1/3\n");
         proc.task(5, 1000);
-        // The daemon is in the root group.
+        // The daemon's process is in the root group.
         proc.write("4/cgroup", "0::/\n");
         proc.task(4, 7);
         let group = |used: u64| {
@@ -416,7 +420,7 @@ mod tests {
         assert_eq!(ours.own_processors(times(200, 100), 2), Some(1.0));
     }
 
-    /// A period in which a task started or ended gives no result, unless the load is too low to
+    /// A period in which a task started or ended yields no result, unless the load is too low to
     /// matter.
     #[test]
     fn period_with_task_change_gives_no_result() {

@@ -1,9 +1,10 @@
-//! Queries systemd-logind over D-Bus for the sessions and for the use of their screens. Desktops
-//! report to logind when they are idle or locked, which neither session files nor terminals show.
+//! Queries systemd-logind over D-Bus for the login sessions and for the use of their screens.
+//! Desktops report to logind when they are idle or locked; neither session files nor terminals show
+//! that.
 //!
-//! A separate thread keeps the connection and reads all sessions again after each signal of logind,
-//! so that a bus that does not answer delays no one. Without a bus or without logind the result is
-//! [`Evidence::Unavailable`] with the reason.
+//! A separate thread owns the connection and reads all sessions again after each signal of logind,
+//! so a bus that does not answer does not delay the load watcher. Without a bus or without logind
+//! the result is [`Evidence::Unavailable`] with the reason.
 
 use crate::owner::Evidence;
 use crate::sessions::{SESSIONS_MAX, ScreenUse, Session, from_values, sorted_by_start};
@@ -24,14 +25,13 @@ use zbus::{Connection, MatchRule, MessageStream, connection, message};
 
 /// Address of the system bus.
 pub const SYSTEM_BUS: &str = "unix:path=/run/dbus/system_bus_socket";
-/// Maximum time for an answer of logind; after that the connection is closed until the next
-/// attempt.
+/// Time limit for an answer of logind; afterwards the connection is closed until the next attempt.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause between two attempts to connect: at first, and its maximum after repeated failures. Most
-/// machines without logind never get one.
+/// Initial interval between two attempts to connect.
 const RETRY_INTERVAL: Duration = Duration::from_secs(60);
+/// Maximum interval after repeated failures. On most machines without logind every attempt fails.
 const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(5 * 60);
-/// Maximum number of queued signals.
+/// Maximum number of queued D-Bus signals.
 const SIGNALS_MAX: usize = 256;
 
 const LOGIND: &str = "org.freedesktop.login1";
@@ -51,11 +51,11 @@ struct SharedAnswer {
 pub struct LogindClient(Arc<SharedAnswer>);
 
 impl LogindClient {
-    /// Starts to query logind on the bus with this D-Bus address. Nothing is known before the first
-    /// answer.
+    /// Starts to query logind on the bus with this D-Bus address. The sessions are unavailable
+    /// until the first answer.
     ///
     /// # Errors
-    /// If the system has no descriptor or thread left.
+    /// The system has no descriptor or thread left.
     pub fn start(address: String) -> std::io::Result<LogindClient> {
         let sessions = Mutex::new(Evidence::Unavailable("logind has not answered yet".into()));
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
@@ -87,17 +87,17 @@ impl LogindClient {
         Ok(LogindClient(known))
     }
 
-    /// Returns the descriptor, which is readable after the answer has changed.
+    /// Returns a descriptor that is readable when the answer has changed.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.changed.as_fd()
     }
 
-    /// Returns true once after the answer has changed.
+    /// Returns true if the answer has changed since the last call.
     pub fn take_change(&self) -> bool {
         self.0.changed.read().is_ok()
     }
 
-    /// Returns the sessions of people.
+    /// Returns logind's latest list of the sessions of persons.
     pub fn sessions(&self) -> Evidence<Vec<Session>> {
         self.0
             .sessions
@@ -121,7 +121,7 @@ impl SharedAnswer {
     }
 }
 
-/// Stores the answers of logind until the connection fails.
+/// Queries logind and stores its answers until the connection fails.
 async fn run_connection(address: &str, known: &SharedAnswer) -> zbus::Result<Infallible> {
     let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIMEOUT);
     let bus = tokio::time::timeout(ANSWER_TIMEOUT, builder.build());
@@ -155,8 +155,8 @@ async fn next_signal(signals: &mut MessageStream) -> Option<zbus::Result<zbus::M
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
-/// Reads all sessions of people. `locked` holds the names of locked sessions, with the time at
-/// which the lock was first seen.
+/// Reads all sessions of persons. `locked` contains the locked sessions by name, with the time at
+/// which the lock was first seen; it is updated.
 async fn read_sessions(
     bus: &Connection,
     locked: &mut BTreeMap<String, Micros>,
@@ -180,7 +180,7 @@ async fn read_sessions(
             .path(&path)?
             .build()
             .await?;
-        // A session that has just ended has no properties.
+        // A session that has just ended has no properties, and is skipped.
         let Ok(properties) = properties.get_all(InterfaceName::try_from(SESSION)?).await else {
             continue;
         };
@@ -208,8 +208,9 @@ fn u64_property(properties: &HashMap<String, OwnedValue>, name: &str) -> Option<
     u64::try_from(properties.get(name)?).ok()
 }
 
-/// Creates a session from its properties, which are mapped to the keys of a session file. `locked`
-/// is the time at which its lock was first seen.
+/// Creates a session from its D-Bus properties, which are mapped to the keys of a session file.
+/// `locked` is the time at which the lock of its screen was first seen. `None` if the session does
+/// not belong to a person.
 fn from_properties(
     name: &str,
     properties: &HashMap<String, OwnedValue>,
@@ -233,7 +234,7 @@ fn from_properties(
         "REALTIME" => u64_property(properties, "Timestamp").map(|at| at.to_string()),
         _ => None,
     })?;
-    // Zero means that the desktop has never reported its use.
+    // Zero means that the desktop has never reported whether it is idle.
     let since = u64_property(properties, "IdleSinceHint")
         .filter(|since| *since > 0)
         .map(Micros);
@@ -280,7 +281,7 @@ mod tests {
             .screen_use
     }
 
-    /// The properties of a session give user, terminal, origin and start.
+    /// A session's properties contain user, terminal, origin and start.
     #[test]
     fn session_properties_give_user_terminal_and_start() {
         let far = [
@@ -339,7 +340,6 @@ mod tests {
         );
     }
 
-    /// Properties of a wrong type are ignored.
     #[test]
     fn properties_of_wrong_type_are_ignored() {
         let wrong = [

@@ -1,5 +1,5 @@
-//! `pvm-load-watcher`: tells the daemon of its host what guests may do there, and reports load and
-//! owner to the resource manager.
+//! `pvm-load-watcher`: notifies the daemon of its host whether guests may run there, and reports
+//! the host's load and owner to the resource manager.
 
 mod rm_link;
 mod watcher;
@@ -88,7 +88,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     Watcher::new(vm, boss, args)?.run()
 }
 
-/// Joins an error and its causes in one line. Omits a cause that the text contains already.
+/// Joins an error and its causes in one line. Omits a cause whose text is already contained.
 fn one_line(error: &anyhow::Error) -> String {
     error
         .chain()

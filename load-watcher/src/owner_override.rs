@@ -1,10 +1,10 @@
-//! Overrides of owners: the settings that `pvm owner` writes for the load watchers of the machine
+//! Overrides of owners: settings that `pvm owner` writes for the load watchers of the machine
 //! ("here", "away", times without guests, a number of cores).
 //!
-//! An override is stored in `/var/tmp/sempa-owner-UID.toml` (the folder can be set). Only that user
-//! and root can write it: the folder has the sticky bit, and a file counts only if it belongs to
-//! the user in its name. An owner therefore needs no rights in another user's virtual machine. Only
-//! [`read_all`], [`read`] and [`write()`] perform I/O.
+//! A user's override is stored in `/var/tmp/sempa-owner-UID.toml`; the directory can be configured.
+//! Only that user and root can write the file: the directory has the sticky bit, and a file is
+//! accepted only if it belongs to the user in its name. Therefore an owner needs no rights in
+//! another user's virtual machine. Only [`read_all`], [`read`] and [`write()`] perform I/O.
 
 use crate::hours::Hours;
 use crate::policy::{Policy, PolicyError, line_of_key};
@@ -17,15 +17,15 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Folder of the overrides unless [`OVERRIDES_DIR_VAR`] names another one.
+/// Directory of the overrides, unless [`OVERRIDES_DIR_VAR`] names another one.
 pub const OVERRIDES_DIR: &str = "/var/tmp";
-/// Environment variable that names another folder.
+/// Environment variable with the directory of the overrides.
 pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
 /// Prefix of the names of override files.
 pub const OVERRIDE_PREFIX: &str = "sempa-owner-";
-/// Validity of an override without an explicit duration.
+/// Time for which an override without an explicit duration is valid.
 pub const DEFAULT_DURATION: Duration = Duration::from_secs(12 * 3600);
-/// Longest duration that a user may request: a week.
+/// Maximum duration that a user may request for an override: a week.
 pub const DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 const OVERRIDE_SUFFIX: &str = ".toml";
 /// Maximum size of an override file in bytes.
@@ -33,7 +33,7 @@ const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
 /// Maximum number of override files that are read.
 const OVERRIDES_MAX: usize = 256;
 
-/// The presence that an owner declares.
+/// Presence as declared by an owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Presence {
@@ -43,28 +43,28 @@ pub enum Presence {
     Here,
 }
 
-/// The override of one owner.
+/// The override of one user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OwnerOverride {
-    /// The declared presence, if there is one.
+    /// The declared presence; `None` if the override only contains settings.
     pub presence: Option<DeclaredPresence>,
     /// Additional policy settings: times without guests, a number of cores.
     pub policy: Policy,
 }
 
-/// A declared presence and its validity.
+/// A declared presence and the time for which it is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeclaredPresence {
     pub state: Presence,
-    /// Time of the declaration.
+    /// Time of the declaration, in microseconds since 1970.
     pub at: Micros,
-    /// End of its validity.
+    /// Time at which the declaration expires, in microseconds since 1970.
     pub until: Micros,
-    /// True if the next login or logout ends it earlier.
+    /// True if the next login or logout ends the declaration earlier.
     pub ends_with_visit: bool,
 }
 
-/// Content of an override file.
+/// Content of an override file, as parsed from TOML.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OverrideFile {
@@ -78,7 +78,7 @@ struct OverrideFile {
 }
 
 impl OwnerOverride {
-    /// Parses an override file.
+    /// Parses the text of an override file; errors contain `file` as its name.
     ///
     /// # Errors
     /// As [`Policy::parse`].
@@ -153,13 +153,14 @@ impl OwnerOverride {
         out
     }
 
-    /// True if the override sets nothing.
+    /// True if the override contains no setting.
     pub fn is_empty(&self) -> bool {
         *self == OwnerOverride::default()
     }
 }
 
-/// Returns the folder of the overrides: `set` if it is given and not empty, else the default.
+/// Returns the directory of the overrides: `set` if it is given and not empty, otherwise the
+/// default.
 pub fn overrides_dir(set: Option<PathBuf>) -> PathBuf {
     set.filter(|dir| !dir.as_os_str().is_empty())
         .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
@@ -170,8 +171,8 @@ pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
 }
 
-/// Reads a file that only this user can have written; `None` if there is none. A longer file is
-/// truncated to `bytes_max` + 1 bytes.
+/// Reads a file that only user `uid` or root can have written; `None` if it does not exist. At most
+/// `bytes_max` + 1 bytes are read, so the caller can detect a longer file.
 ///
 /// # Errors
 /// One sentence, if another user could have written the file or if it cannot be read.
@@ -182,7 +183,7 @@ pub(crate) fn read_trusted(
 ) -> Result<Option<String>, String> {
     let untrusted =
         |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
-    // A link could lead to a file of another user, and opening a pipe could block.
+    // A symbolic link could lead to a file of another user, and opening a named pipe could block.
     let open = OpenOptions::new()
         .read(true)
         .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
@@ -205,7 +206,7 @@ pub(crate) fn read_trusted(
     Ok(Some(text))
 }
 
-/// Reads the override of a user; empty if there is no file.
+/// Reads the override of a user; returns an empty override if there is no file.
 ///
 /// # Errors
 /// One sentence, if another user could have written the file, or if it cannot be read or parsed.
@@ -217,7 +218,8 @@ pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
     OwnerOverride::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
 }
 
-/// Returns the users that have a file with this suffix in the folder, in ascending order.
+/// Returns the uids of the users who have a file with this suffix in the directory, in ascending
+/// order.
 pub(crate) fn users_with_file(dir: &Path, end: &str) -> Vec<u32> {
     let uid = |entry: fs::DirEntry| {
         let name = entry.file_name();
@@ -236,8 +238,8 @@ pub(crate) fn users_with_file(dir: &Path, end: &str) -> Vec<u32> {
     users.into_iter().take(OVERRIDES_MAX).collect()
 }
 
-/// Reads the overrides of all users by uid. Also returns a sentence for each file that is not
-/// accepted.
+/// Reads the overrides of all users. Returns them with their uids, and a sentence for each file
+/// that is refused.
 pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
     let (mut words, mut wrong) = (Vec::new(), Vec::new());
     for uid in users_with_file(dir, OVERRIDE_SUFFIX) {
@@ -249,8 +251,8 @@ pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
     (words, wrong)
 }
 
-/// Writes the override of a user; an empty override removes the file. This process must run as that
-/// user or as root.
+/// Writes the override of a user; an empty override removes the file. The calling process must run
+/// as that user or as root.
 ///
 /// # Errors
 /// The error of the system.
@@ -259,7 +261,8 @@ pub fn write(dir: &Path, uid: u32, word: &OwnerOverride) -> io::Result<()> {
     write_atomically(dir, uid, &override_file(dir, uid), text.as_deref())
 }
 
-/// Writes a file of a user, or removes it with `None`.
+/// Replaces the file `path` of a user atomically by `text`, or removes the file if `text` is
+/// `None`.
 pub(crate) fn write_atomically(
     dir: &Path,
     uid: u32,
@@ -272,7 +275,8 @@ pub(crate) fn write_atomically(
             other => other,
         };
     };
-    // Written under another name first and then renamed, so that no reader sees an incomplete file.
+    // The file is written under another name and then renamed, so that no reader sees an incomplete
+    // file.
     let draft = dir.join(format!(".{OVERRIDE_PREFIX}{uid}.{}", std::process::id()));
     let written = OpenOptions::new()
         .write(true)
@@ -314,7 +318,6 @@ mod tests {
         }
     }
 
-    /// An override is written, read and removed.
     #[test]
     fn override_is_written_read_and_removed() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -326,7 +329,7 @@ mod tests {
         write(dir.path(), own(), &OwnerOverride::default()).expect("nothing to remove is fine");
     }
 
-    /// A file that another user could have written, and a link, are not trusted.
+    /// A file that another user could have written is not trusted, nor is a symbolic link.
     #[test]
     fn file_writable_by_others_is_not_trusted() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -378,7 +381,7 @@ mod tests {
     }
 
     proptest! {
-        /// A formatted override is parsed unchanged.
+        /// A formatted override is parsed into the same override.
         #[test]
         fn formatted_override_parses_unchanged(at in 0_u64..1 << 40, span in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
             let state = if here { Presence::Here } else { Presence::Away };

@@ -1,9 +1,9 @@
 //! Policies about guests: TOML files of the owner, the administrator and the user of the virtual
 //! machine, and the rules for merging them. Pure.
 //!
-//! - Setting by setting, the owner's value wins over the administrator's, and the administrator's
-//!   over the user's ([`MergedPolicy::fill_from`]).
-//! - Several owners have equal rights, so the most restrictive value wins
+//! - For each setting, the owner's value has priority over the administrator's, and the
+//!   administrator's over the user's ([`MergedPolicy::fill_from`]).
+//! - Several owners have equal rights, so the most restrictive value of each setting is used
 //!   ([`MergedPolicy::restrict_by`]).
 //! - A malformed text is refused with the line of its error.
 
@@ -21,24 +21,25 @@ use toml::Spanned;
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of entries of one list in a policy file.
 pub const LIST_ENTRIES_MAX: usize = 256;
-/// Maximum number of entries of a list that several owners' lists were merged into.
+/// Maximum number of entries of a list that was merged from several owners' lists.
 const UNION_ENTRIES_MAX: usize = 4 * LIST_ENTRIES_MAX;
-/// Longest allowed `leave_after`, in seconds: a day.
+/// Maximum value of `leave_after`, in seconds: a day.
 pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
-/// Default for `idle_after_min`: minutes without input after which a login counts as idle.
+/// Default of `idle_after_min`: minutes without input after which a login counts as idle.
 pub const DEFAULT_IDLE_AFTER_MIN: u32 = 15;
 
-/// An amount of memory. In a file it is a number of bytes, or a text with the suffix K, M, G or T.
+/// An amount of memory in bytes. In a policy file it is a number of bytes, or a text with the
+/// suffix K, M, G or T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
 pub struct MemorySize(pub u64);
 
-/// When guests must leave after they are no longer welcome.
+/// Time limit for guests to be evicted after they must stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
 pub enum LeaveAfter {
     Seconds(u64),
-    /// They stay paused and never leave.
+    /// Guests stay paused and are never evicted.
     Never,
 }
 
@@ -120,19 +121,19 @@ impl fmt::Display for LeaveAfter {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Blocked {
-    /// Names or paths of programs; `*` matches anything.
+    /// Name or path patterns of programs, in which `*` stands for any characters.
     pub programs: Option<Vec<String>>,
     pub users: Option<Vec<BlockedUser>>,
 }
 
-/// A user who is never admitted, as written in a policy file. Two entries with the same name are
-/// equal, wherever they were written.
+/// A user whose guests are never admitted, as written in a policy file. Two entries with the same
+/// name are equal, wherever they were written.
 #[derive(Clone, Debug, Eq, Deserialize)]
 #[serde(from = "Spanned<NumberOrText>")]
 pub struct BlockedUser {
-    /// Login name, or uid as text.
+    /// Login name, or the uid as text.
     pub name: String,
-    /// File and line of the entry.
+    /// File and line in which the entry was written.
     #[serde(rename = "place")]
     pub source: String,
     /// Byte offset of the entry in its file.
@@ -161,36 +162,36 @@ impl PartialEq for BlockedUser {
     }
 }
 
-/// The settings of one policy file. A setting that is absent is taken from the policy with the next
-/// lower priority.
+/// The settings of one policy file. A missing setting is taken from the policy with the next lower
+/// priority.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// Users who count as owners, in addition to root; all users if absent. Allowed only in the
-    /// administrator's file.
+    /// Names of the users who are owners in addition to root; if missing, all users are owners.
+    /// Permitted only in the administrator's file.
     pub owners: Option<Vec<String>>,
-    /// Times at which no guests are welcome.
+    /// Times at which no guests may run.
     pub never: Option<Vec<Hours>>,
-    /// The only times with guests.
+    /// The only times at which guests may run.
     pub only: Option<Vec<Hours>>,
-    /// Maximum number of guest tasks, and of processors that they use together.
+    /// Maximum number of guests, and of processors that all guests together use.
     pub cores: Option<u32>,
-    /// Memory that guests must leave free.
+    /// Memory that must stay available for the owner.
     pub memory_free: Option<MemorySize>,
     /// Nice level of guests, 0 to 19.
     pub nice: Option<u8>,
-    /// When guests leave that are no longer welcome; until then they are paused.
+    /// Time limit for guests to be evicted after they must stop; until then they are paused.
     pub leave_after: Option<LeaveAfter>,
-    /// How guests leave that are no longer welcome.
+    /// How guests are evicted.
     pub then: Option<EvictionMode>,
-    /// Minutes without input after which a user who is logged in counts as possibly absent.
+    /// Minutes without input after which a user who is logged in is only possibly present.
     pub idle_after_min: Option<u32>,
     /// Programs and users that are never admitted.
     pub blocked: Option<Blocked>,
 }
 
-/// A policy that was refused. The previous policy of this source stays in force; if there was none,
-/// no guest is welcome.
+/// Error of a policy that was refused. The previous policy of this source stays in force; if there
+/// was none, no guest may run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}:{line}: {reason}")]
 pub struct PolicyError {
@@ -201,7 +202,8 @@ pub struct PolicyError {
 }
 
 impl PolicyError {
-    /// Converts an error of the TOML parser in this text.
+    /// Converts an error of the TOML parser; `file` and `text` are the name and content of the
+    /// policy file.
     pub(crate) fn from_toml(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
         let reason = error
             .message()
@@ -217,7 +219,7 @@ impl PolicyError {
     }
 }
 
-/// Returns the line in which a key is set, starting at 1; 1 if there is no such line.
+/// Returns the number of the line in which a key is set, starting at 1; 1 if there is no such line.
 pub(crate) fn line_of_key(text: &str, key: &str) -> usize {
     let is = |l: &str| {
         l.trim_start()
@@ -228,10 +230,10 @@ pub(crate) fn line_of_key(text: &str, key: &str) -> usize {
 }
 
 impl Policy {
-    /// Parses the text of a policy file.
+    /// Parses the text of a policy file; errors contain `file` as its name.
     ///
     /// # Errors
-    /// Names the line and the reason.
+    /// Contains the line and the reason.
     pub fn parse(file: &str, text: &str) -> Result<Policy, PolicyError> {
         let refused = |line, reason| PolicyError {
             file: file.to_string(),
@@ -258,10 +260,10 @@ impl Policy {
         Ok(policy)
     }
 
-    /// Parses the text of a policy file of any user except the administrator.
+    /// Parses the text of a policy file of any user other than the administrator.
     ///
     /// # Errors
-    /// As [`Policy::parse`]; also if it sets `owners`.
+    /// As [`Policy::parse`], and if the text sets `owners`.
     pub fn parse_own(file: &str, text: &str) -> Result<Policy, PolicyError> {
         let policy = Policy::parse(file, text)?;
         if policy.owners.is_none() {
@@ -275,12 +277,12 @@ impl Policy {
         })
     }
 
-    /// True if no setting is present.
+    /// True if the policy contains no setting.
     pub(crate) fn is_empty(&self) -> bool {
         *self == Policy::default()
     }
 
-    /// Checks what the types cannot express. The error names the key.
+    /// Checks rules that the types cannot express. The error contains the key and the reason.
     fn validate(&self) -> Result<(), (&'static str, String)> {
         if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
             return Err(("nice", format!("nice = {nice}: the highest level is 19")));
@@ -305,7 +307,8 @@ impl Policy {
         }
     }
 
-    /// Returns the settings that are present: their names and their values as in a policy file.
+    /// Returns the settings that the policy contains, by name, with their values as in a policy
+    /// file.
     fn to_settings(&self) -> BTreeMap<&'static str, String> {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
         let words =
@@ -348,13 +351,13 @@ impl Policy {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MergedPolicy {
     pub policy: Policy,
-    /// Name of each setting, its value as in a policy file, and its origin.
+    /// For each setting its name, its value as in a policy file, and its origin.
     pub settings: Vec<(&'static str, String, String)>,
 }
 
 impl MergedPolicy {
-    /// Merges policies, each given with its origin. The first policy that has a setting determines
-    /// it.
+    /// Merges policies in descending priority, each given with its origin. Each setting is taken
+    /// from the first policy that contains it.
     pub fn from_priority_list<'a>(
         policies: impl IntoIterator<Item = (String, &'a Policy)>,
     ) -> MergedPolicy {
@@ -365,7 +368,7 @@ impl MergedPolicy {
             })
     }
 
-    /// Converts one policy whose settings all have the same origin.
+    /// Creates a merged policy from one policy; all its settings have the origin `from`.
     fn from_single(from: String, policy: Policy) -> MergedPolicy {
         let settings = policy
             .to_settings()
@@ -375,7 +378,7 @@ impl MergedPolicy {
         MergedPolicy { policy, settings }
     }
 
-    /// Adds the settings of `next` that are absent here.
+    /// Adds the settings of `next` that this policy does not contain.
     pub fn fill_from(self, next: MergedPolicy) -> MergedPolicy {
         let MergedPolicy {
             policy,
@@ -417,7 +420,8 @@ impl MergedPolicy {
     }
 
     /// Merges the policies of two owners with equal rights: the more restrictive value of each
-    /// setting wins. Of the ways to leave, the one that frees the machine most surely wins.
+    /// setting is used. Of two eviction modes, the one that is more certain to free the machine is
+    /// used.
     pub fn restrict_by(self, other: MergedPolicy) -> MergedPolicy {
         let (a, b) = (self.policy, other.policy);
         let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
@@ -433,7 +437,7 @@ impl MergedPolicy {
         let policy = Policy {
             owners: union(a.owners, b.owners),
             never: union(a.never, b.never),
-            // A truncated list allows fewer hours than both policies, never more.
+            // A truncated list permits fewer hours than each of the two policies, never more.
             only: combine(a.only, b.only, |a, b| {
                 a.iter()
                     .flat_map(|a| b.iter().flat_map(|b| a.intersection(b)))
@@ -459,8 +463,8 @@ impl MergedPolicy {
         };
         let said: Vec<(&str, String, String)> =
             self.settings.into_iter().chain(other.settings).collect();
-        // The origin is the policy whose value was taken; if the value was computed from several,
-        // it is all of them.
+        // The origin of a setting is the policy from which its value was taken, or all policies
+        // from which the value was computed.
         let from = |name: &str, value: &str| {
             let of_it: Vec<_> = said.iter().filter(|(known, ..)| *known == name).collect();
             let sayer = of_it
@@ -481,7 +485,7 @@ impl MergedPolicy {
     }
 }
 
-/// Combines two values with `of` if both are present; otherwise returns the one that is.
+/// Combines two values with `of` if both are present; otherwise returns the present one, if any.
 fn combine<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(of(a, b)),
@@ -489,7 +493,7 @@ fn combine<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
     }
 }
 
-/// Returns the union of two lists.
+/// Returns the union of two lists, truncated to [`UNION_ENTRIES_MAX`] entries.
 fn union<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
     combine(a, b, |mut a, b| {
         let new: Vec<T> = b.into_iter().filter(|one| !a.contains(one)).collect();
@@ -504,10 +508,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The example policy file of the manual.
+    /// The example policy file from the documentation.
     const EXAMPLE: &str = include_str!("../../docs/owner.toml");
 
-    /// The example file is valid, with and without its commented lines, and shows every setting.
+    /// The example file is valid, with and without its commented-out lines, and contains every
+    /// setting.
     #[test]
     fn example_policy_covers_all_settings() {
         let policy = Policy::parse("owner.toml", EXAMPLE).expect("the example is good");
@@ -544,7 +549,7 @@ mod tests {
         assert!(names.iter().all(|name| all.contains(name)) && !names.is_empty());
     }
 
-    /// An error in a policy names file, line and reason in one line of text.
+    /// The error of a policy contains file, line and reason in one line of text.
     #[test]
     fn policy_errors_name_file_line_and_reason() {
         for (text, line, reason) in [
@@ -591,7 +596,8 @@ mod tests {
         assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
     }
 
-    /// Of each setting the first policy counts, and the merged policy names its origin.
+    /// Each setting is taken from the first policy that contains it, and the merged policy names
+    /// its origin.
     #[test]
     fn first_policy_with_a_setting_determines_it() {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
@@ -625,7 +631,7 @@ mod tests {
         );
     }
 
-    /// Of several owners' policies the most restrictive value of each setting wins.
+    /// If several owners have policies, the most restrictive value of each setting is used.
     #[test]
     fn most_restrictive_owner_wins_per_setting() {
         let one = |from: &str, text: &str| {
@@ -658,7 +664,7 @@ mod tests {
         assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
     }
 
-    /// Blocked users are given by name or uid, and each keeps its file and line.
+    /// Blocked users are given by name or uid, and each entry keeps its file and line.
     #[test]
     fn blocked_users_keep_their_file_and_line() {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
@@ -687,7 +693,6 @@ mod tests {
         );
     }
 
-    /// Only the administrator's policy may set `owners`.
     #[test]
     fn only_admin_policy_may_name_owners() {
         let text = "cores = 1\nowners = [\"me\"]\n";
@@ -702,7 +707,7 @@ mod tests {
         );
     }
 
-    /// Memory sizes are parsed and formatted; malformed and too large ones are refused.
+    /// Memory sizes are parsed and formatted; malformed sizes and sizes above 64 bits are refused.
     #[test]
     fn memory_sizes_are_parsed_and_formatted() {
         for (text, bytes) in [("4G", 4 << 30), ("512M", 512 << 20), ("7", 7), ("0", 0)] {

@@ -1,4 +1,5 @@
-//! Reads the sources of the owner's signs: session files, terminals, interrupt counters.
+//! Reads the sources of the signs of the owner's presence: session files, terminals and interrupt
+//! counters.
 
 use crate::owner::{Evidence, InputActivity};
 use crate::proc::input_interrupts;
@@ -11,18 +12,18 @@ use std::io::{self, Read, Seek};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Folder of systemd-logind's session files.
+/// Directory of systemd-logind's session files.
 pub const SESSIONS_DIR: &str = "/run/systemd/sessions";
 pub const TERMINALS_DIR: &str = "/dev";
 /// File with the kernel's interrupt counters.
 pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
-/// Interval after which a machine without keyboard and mouse is examined again; one may have been
-/// connected.
+/// Interval at which a machine without keyboard and mouse is examined again, because devices may
+/// have been connected.
 pub const INPUT_RETRY_INTERVAL: Micros = Micros::from_secs(600);
-/// Maximum number of bytes that are read of the interrupt counters.
+/// Maximum number of bytes that are read from the interrupt counters.
 const INTERRUPTS_BYTES_MAX: u64 = 256 << 10;
 
-/// Reads the session files of this folder.
+/// Reads the session files in this directory.
 pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -36,7 +37,7 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     };
     let mut all = Vec::new();
     for entry in entries.flatten().take(SESSIONS_MAX) {
-        // Each session also has a named pipe in this folder, which must not be opened.
+        // Each session also has a named pipe in this directory, which must not be opened.
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.contains('.') || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
             continue;
@@ -44,7 +45,7 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
         let mut text = Vec::new();
         let read = File::open(entry.path())
             .and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
-        // A session that has just ended has no file.
+        // The file of a session that has just ended may be missing; it is skipped.
         all.extend(
             read.ok()
                 .and_then(|_| from_file(&name, &String::from_utf8_lossy(&text))),
@@ -53,12 +54,12 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     Evidence::Known(sorted_by_start(all))
 }
 
-/// Returns the time of the last input at the terminals of these logins. The kernel updates it with
-/// a resolution of eight seconds.
+/// Returns the time of the last input at the terminal of each login, by terminal line. The kernel
+/// updates the time with a resolution of eight seconds.
 pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
     let last = |login: &Login| {
-        // The lines come from files that other programs write, so only names inside the folder are
-        // accepted.
+        // The lines come from files that other programs write, so only paths inside the directory
+        // are accepted.
         let inside = !login.line.starts_with('/')
             && !login
                 .line
@@ -76,7 +77,7 @@ pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Mi
     logins.iter().filter_map(last).collect()
 }
 
-/// Detects use of keyboard and mouse by their interrupt counters.
+/// Detects the use of keyboard and mouse by their interrupt counters.
 #[derive(Debug)]
 pub struct InputProbe {
     path: PathBuf,
@@ -100,13 +101,13 @@ impl InputProbe {
         }
     }
 
-    /// Returns what is known of keyboard and mouse.
+    /// Returns the observed use of keyboard and mouse.
     pub fn evidence(&self) -> &Evidence<InputActivity> {
         &self.evidence
     }
 
-    /// Reads the interrupt counters at `now` (time of day). Does nothing if no keyboard was found
-    /// less than [`INPUT_RETRY_INTERVAL`] ago.
+    /// Reads the interrupt counters at the time of day `now`. Does nothing if the last attempt,
+    /// less than [`INPUT_RETRY_INTERVAL`] ago, found no keyboard.
     pub fn poll(&mut self, now: Micros) {
         if self
             .retry_at
@@ -175,7 +176,8 @@ mod tests {
         Micros::from_secs(seconds)
     }
 
-    /// Session files are read; pipes, folders and reference files in the same folder are not.
+    /// Session files are read; pipes, directories and reference files in the same directory are
+    /// ignored.
     #[test]
     fn only_session_files_are_read() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -195,7 +197,8 @@ mod tests {
         assert_eq!(users, ["olga"]);
     }
 
-    /// Terminals report the time of their last input; nothing outside of their folder is examined.
+    /// The time of the last input is read from terminals inside the directory, and from no path
+    /// outside.
     #[test]
     fn terminal_input_times_stay_inside_folder() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -266,8 +269,7 @@ mod tests {
         );
     }
 
-    /// A machine without a keyboard is reported as such and examined again after the retry
-    /// interval.
+    /// A machine without a keyboard is reported, and examined again after the retry interval.
     #[test]
     fn missing_keyboard_is_reported_and_retried() {
         let dir = tempfile::tempdir().expect("a folder");

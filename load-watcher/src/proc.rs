@@ -1,24 +1,25 @@
-//! Parsers for /proc files (proc(5)) and control group files. They allocate no memory; malformed
-//! text gives `None`.
+//! Parsers for /proc files (proc(5)) and control group files. They allocate no memory, and return
+//! `None` for malformed text.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
-/// Length of a clock tick in /proc in microseconds (proc(5): 1/100 s on Linux).
+/// Length of a clock tick in /proc, in microseconds (proc(5): 1/100 s on Linux).
 pub const TICK_US: u64 = 10_000;
 
 /// CPU time since boot in microseconds, summed over all processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTimes {
     pub total: u64,
-    /// Time without work, including waits for disks.
+    /// Time in which the processors were idle, including waits for disks.
     pub idle: u64,
 }
 
 impl CpuTimes {
-    /// Returns the used share of the time since `before`, 0.0 to 1.0; `None` if no time has passed.
+    /// Returns the share of the time since `before` in which the processors were busy, 0.0 to 1.0;
+    /// `None` if no time has passed.
     pub fn busy_since(self, before: CpuTimes) -> Option<f32> {
         let total = self.total.checked_sub(before.total).filter(|t| *t > 0)?;
         // The idle time of single processors can decrease slightly.
@@ -27,8 +28,8 @@ impl CpuTimes {
     }
 }
 
-/// Reads an open file from its start into `text` and returns the content, truncated to the length
-/// of `text`.
+/// Reads an open file from its start into `text`. Returns the content, truncated to the length of
+/// `text`.
 ///
 /// # Errors
 /// The error of the system; ESRCH for a process that has exited.
@@ -52,8 +53,8 @@ fn split_line(text: &[u8]) -> (&[u8], &[u8]) {
     (&text[..end], text.get(end + 1..).unwrap_or_default())
 }
 
-/// Returns the number at the beginning and the text after it. Leading spaces are skipped. The first
-/// word must be a number as a whole.
+/// Returns the number at the beginning of a text and the text after the number; `None` if the first
+/// word is not a number. Leading spaces are skipped.
 fn leading_number(text: &[u8]) -> Option<(u64, &[u8])> {
     let text = text.trim_ascii_start();
     let len = text
@@ -75,12 +76,12 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|b| *b == b'\n')
 }
 
-/// Iterates over the numbers at the beginning of a text.
+/// Iterates over the numbers at the beginning of a text, up to the first word that is not a number.
 pub fn leading_numbers(text: &[u8]) -> impl Iterator<Item = u64> {
     words(text).map_while(parse_number)
 }
 
-/// Returns the number after `name` at the beginning of a line.
+/// Returns the number after `name` in the first line that begins with `name`.
 pub fn named_number(text: &[u8], name: &[u8]) -> Option<u64> {
     lines(text).find_map(|line| {
         let rest = line
@@ -95,8 +96,8 @@ pub fn group_cpu_time(text: &[u8]) -> Option<u64> {
     named_number(text, b"usage_usec")
 }
 
-/// Returns the processor limit from `cpu.max` of a version 2 control group; `None` if there is
-/// none.
+/// Returns the number of processors that `cpu.max` of a version 2 control group permits; `None` if
+/// there is no limit.
 pub fn quota_v2(text: &[u8]) -> Option<f32> {
     let mut numbers = leading_numbers(text);
     let (quota, period) = (
@@ -106,7 +107,7 @@ pub fn quota_v2(text: &[u8]) -> Option<f32> {
     Some(quota as f32 / period as f32)
 }
 
-/// Returns the times of all processors together and the number of online processors, from
+/// Returns the CPU times summed over all processors and the number of online processors, from
 /// /proc/stat.
 pub fn cpu_times(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let (first, mut rest) = split_line(text);
@@ -124,7 +125,8 @@ pub fn cpu_times(text: &[u8]) -> Option<(CpuTimes, u32)> {
         }
         (count, fields) = (count + 1, behind);
     }
-    // The text after the processors is long (a number for each interrupt) and is not parsed.
+    // The text after the lines of the processors is long (a number for each interrupt) and is not
+    // parsed.
     let mut cores = 0_usize;
     while rest.starts_with(b"cpu") && rest.get(3).is_some_and(u8::is_ascii_digit) {
         (cores, rest) = (cores + 1, split_line(rest).1);
@@ -146,8 +148,8 @@ pub fn available_bytes(text: &[u8]) -> Option<u64> {
     leading_number(line)?.0.checked_mul(1024)
 }
 
-/// Returns the share of time in which a task waited for a processor, averaged over ten seconds,
-/// from /proc/pressure/cpu.
+/// Returns the share of time in which at least one task waited for a processor, averaged over ten
+/// seconds, from /proc/pressure/cpu.
 pub fn pressure(text: &[u8]) -> Option<f32> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
     let percent: f32 = parse_number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
@@ -159,13 +161,14 @@ pub fn pressure(text: &[u8]) -> Option<f32> {
 /// CPU use of one process, from /proc/PID/stat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessUsage {
-    /// Clock ticks used by all its threads, and by children for which it has waited.
+    /// CPU time in clock ticks that the process with all its threads has used, and child processes
+    /// for which it has waited.
     pub ticks: u64,
     /// Start time in clock ticks since boot.
     pub started: u64,
 }
 
-/// Parses CPU use and start time in /proc/PID/stat.
+/// Returns CPU time and start time of a process from /proc/PID/stat.
 pub fn process_usage(text: &[u8]) -> Option<ProcessUsage> {
     // The program's name may contain any character, including brackets.
     let mut rest = &text[text.iter().rposition(|b| *b == b')')? + 1..];
@@ -173,7 +176,7 @@ pub fn process_usage(text: &[u8]) -> Option<ProcessUsage> {
     rest = rest.trim_ascii_start().get(1..)?;
     let (mut ticks, mut at) = (0_u64, 4);
     loop {
-        // Fields may be negative; the fields that are used are not.
+        // Fields may be negative; the fields that are returned are not.
         rest = rest.trim_ascii_start();
         rest = rest.strip_prefix(b"-").unwrap_or(rest);
         let (value, behind) = leading_number(rest)?;
@@ -201,8 +204,8 @@ const INPUT_DEVICE_WORDS: [&[u8]; 6] = [
     b"trackpoint",
 ];
 
-/// Returns the number of interrupts of keyboards and mice from /proc/interrupts; `None` if there is
-/// no such line. Devices on a USB bus have no lines of their own.
+/// Returns the number of interrupts of keyboards and mice from /proc/interrupts; `None` if no line
+/// belongs to such a device. Devices on a USB bus have no lines of their own.
 pub fn input_interrupts(text: &[u8]) -> Option<u64> {
     let is_key = |line: &&[u8]| {
         let has = |word: &[u8]| {
@@ -233,14 +236,13 @@ mod tests {
     const STAT: &[u8] = b"cpu  100 20 30 800 50 0 5 5 70 0\ncpu0 50 10 15 400 25 0 5 0 0 0\n\
         cpu1 50 10 15 400 25 0 0 5 0 0\nintr 123 4 5\nctxt 99\nprocs_running 2\n";
 
-    /// The CPU time of a control group is parsed.
     #[test]
     fn group_cpu_time_is_parsed() {
         assert_eq!(group_cpu_time(b"usage_usec 7\nuser_usec 1\n"), Some(7));
         assert_eq!(group_cpu_time(b"user_usec 1\n"), None);
     }
 
-    /// Files with known content give their numbers.
+    /// The parsers return the expected numbers for sample files.
     #[test]
     fn known_files_are_parsed() {
         assert_eq!(
@@ -262,7 +264,7 @@ mod tests {
         assert_eq!(pressure(psi), Some(0.125));
     }
 
-    /// `busy_since` returns the used share of the elapsed time, even if the idle time decreases.
+    /// `busy_since` returns the busy share of the elapsed time, even if the idle time decreases.
     #[test]
     fn busy_is_share_of_elapsed_time() {
         let (before, _) = cpu_times(STAT).expect("a good file");
@@ -280,7 +282,7 @@ mod tests {
         assert_eq!(backwards.busy_since(before), Some(1.0));
     }
 
-    /// CPU use and start time of a process are parsed, whatever characters its name contains.
+    /// CPU time and start time of a process are parsed, whatever characters its name contains.
     #[test]
     fn process_usage_is_parsed_with_any_name() {
         let stat =
@@ -310,7 +312,6 @@ mod tests {
         assert_eq!(input_interrupts(b""), None);
     }
 
-    /// Malformed text gives no value.
     #[test]
     fn malformed_text_gives_none() {
         for text in [

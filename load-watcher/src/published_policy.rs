@@ -1,11 +1,11 @@
-//! Whole policies of owners, which `pvm owner policy FILE` publishes for the load watchers of the
-//! machine. An owner therefore needs no rights in another user's virtual machine, and no one needs
-//! access to the owner's home.
+//! Complete policies of owners, which `pvm owner policy FILE` publishes for the load watchers of
+//! the machine. An owner therefore needs no rights in another user's virtual machine, and the load
+//! watchers need no access to the owner's home directory.
 //!
 //! A policy is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under the same
 //! conditions as an override (see [`owner_override`]). It is parsed like any policy file: a
-//! malformed one is refused and the previous one stays in force; if there was none, no guest is
-//! welcome.
+//! malformed policy is refused, and the previous one stays in force; if there was none, no guest
+//! may run.
 
 use crate::owner_override::{self, OVERRIDE_PREFIX};
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 
 const POLICY_SUFFIX: &str = ".policy.toml";
 
-/// Why a policy does not count.
+/// The reason why a published policy was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PolicyRejection {
-    /// Another user could have written it.
+    /// Another user could have written the file; contains the reason in one sentence.
     Untrusted(String),
-    /// Its text is malformed.
+    /// The text of the policy is malformed.
     Malformed(PolicyError),
 }
 
@@ -28,10 +28,11 @@ pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{OVERRIDE_PREFIX}{uid}{POLICY_SUFFIX}"))
 }
 
-/// Reads the published policy of a user: its text and its settings; `None` if there is none.
+/// Reads the published policy of a user. Returns its text and its settings; `None` if there is
+/// none.
 ///
 /// # Errors
-/// If another user could have written it, or if it is malformed.
+/// Another user could have written the policy, or it is malformed.
 pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PolicyRejection> {
     let path = policy_file(dir, uid);
     let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)
@@ -44,7 +45,7 @@ pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PolicyReje
     Ok(read.map(|(policy, text)| (text, policy)))
 }
 
-/// Reads the published policies of all users.
+/// Reads the published policies of all users. Returns each with the uid of its user.
 pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, PolicyRejection>)> {
     let users = owner_override::users_with_file(dir, POLICY_SUFFIX).into_iter();
     users
@@ -59,8 +60,8 @@ pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, PolicyRejection>)> {
         .collect()
 }
 
-/// Publishes a valid policy text for a user, or withdraws it with `None`. This process must run as
-/// that user or as root.
+/// Publishes a valid policy text for a user, or withdraws the policy if `text` is `None`. The
+/// calling process must run as that user or as root.
 ///
 /// # Errors
 /// The error of the system.
@@ -78,7 +79,7 @@ mod tests {
         nix::unistd::geteuid().as_raw()
     }
 
-    /// A policy is published, read and withdrawn, and is not mistaken for an override.
+    /// A policy can be published, read and withdrawn, and its file is not read as an override.
     #[test]
     fn policy_is_published_read_and_withdrawn() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -98,8 +99,8 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 
-    /// A policy that another user could have written is not trusted, and a malformed one is refused
-    /// with its line.
+    /// A policy that another user could have written is not trusted. A malformed policy is refused
+    /// with the line of its error.
     #[test]
     fn untrusted_or_malformed_policy_is_rejected() {
         let dir = tempfile::tempdir().expect("a folder");

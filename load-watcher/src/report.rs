@@ -1,4 +1,4 @@
-//! Decides when the load is sampled and which samples are reported to the resource manager. Pure.
+//! Decides when the load is sampled and which samples are sent to the resource manager. Pure.
 
 use sempa_proto::Micros;
 use sempa_proto::load::{LoadSample, OwnerVerdict};
@@ -7,15 +7,15 @@ use sempa_proto::load::{LoadSample, OwnerVerdict};
 pub const SAMPLE_INTERVAL_BUSY: Micros = Micros::from_secs(1);
 /// Interval of samples while the load does not change.
 pub const SAMPLE_INTERVAL_QUIET: Micros = Micros::from_secs(5);
-/// Number of samples without a change before the interval gets longer.
+/// Number of consecutive samples without a change after which the interval gets longer.
 const QUIET_SAMPLES: u32 = 5;
-/// Maximum interval of reports. The resource manager treats a sample as valid for 15 s.
+/// Maximum interval of reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
-/// Minimum difference of `busy` that counts as a change.
+/// Minimum difference of `busy` between two samples that counts as a change.
 const BUSY_CHANGE: f32 = 0.1;
-/// Difference of `share` (processors left by a limit) above which it counts as a change.
+/// Difference of `cpu_limit` between two samples above which it counts as a change, in processors.
 const SHARE_CHANGE: f32 = 0.02;
-/// Minimum difference of runnable threads that counts as a change.
+/// Minimum difference of the number of runnable threads that counts as a change.
 const RUNNING_CHANGE: u32 = 2;
 /// Maximum number of logins in a report.
 pub const LOGINS_MAX: usize = 64;
@@ -33,7 +33,8 @@ fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
         || memory > a.available_bytes.max(b.available_bytes) / 10
 }
 
-/// Remembers what was reported, and decides when to sample and to report next.
+/// State of the reports: the last report and the last samples. Decides when the next sample and the
+/// next report are due.
 #[derive(Debug, Default)]
 pub struct Reporter {
     last_report: Option<(Micros, LoadSample, OwnerVerdict, String)>,
@@ -42,22 +43,22 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// True if the owner's verdict or its reason has changed since the last report.
+    /// True if the owner verdict or its reason has changed since the last report.
     pub fn owner_changed(&self, owner: &OwnerVerdict, why: &str) -> bool {
         self.last_report
             .as_ref()
             .is_none_or(|(_, _, was, because)| was != owner || because != why)
     }
 
-    /// True if this sample must be reported at `now` (monotonic clock): it has changed, or the last
-    /// report is too old.
+    /// True if this sample must be reported at `now` (monotonic clock), because the load has
+    /// changed or the last report is too old.
     pub fn must_report_load(&self, now: Micros, sample: &LoadSample) -> bool {
         self.last_report.as_ref().is_none_or(|(at, last, ..)| {
             now.since(*at) >= REPORT_INTERVAL_MAX || differ_notably(last, sample)
         })
     }
 
-    /// Records what was reported.
+    /// Records the content of a report that was sent at `now`.
     pub fn record_sent(
         &mut self,
         now: Micros,
@@ -68,7 +69,7 @@ impl Reporter {
         self.last_report = Some((now, sample, owner, why));
     }
 
-    /// Returns the interval until the next sample.
+    /// Returns the interval from this sample to the next one.
     pub fn interval_after(&mut self, sample: &LoadSample) -> Micros {
         let changed = self
             .last_sample
@@ -105,7 +106,7 @@ mod tests {
         OwnerVerdict::Absent { since: None }
     }
 
-    /// A changed verdict or a changed reason must be reported.
+    /// A changed owner verdict or a changed reason must be reported.
     #[test]
     fn changed_verdict_or_reason_is_reported() {
         let mut reporter = Reporter::default();
@@ -122,7 +123,7 @@ mod tests {
         ));
     }
 
-    /// Load must be reported when it changes, and at least every ten seconds.
+    /// The load must be reported when it changes, and at least every ten seconds.
     #[test]
     fn load_is_reported_on_change_and_every_ten_seconds() {
         let mut reporter = Reporter::default();
@@ -156,8 +157,8 @@ mod tests {
         assert!(reporter.must_report_load(Micros::from_secs(10), &sample(0.2, 1)));
     }
 
-    /// The sample interval is long after several samples without a change, and short again after
-    /// the first change.
+    /// The sample interval gets longer after several samples without a change, and short again
+    /// after the first change.
     #[test]
     fn sample_interval_depends_on_changes() {
         let mut reporter = Reporter::default();

@@ -1,7 +1,7 @@
-//! Tracks the resource manager to which this load watcher reports.
+//! Tracks to which resource manager this load watcher must send its reports.
 //!
 //! The load watcher outlives the resource manager that started it, so that the owner of the host
-//! stays protected. The next resource manager requests the reports for itself.
+//! stays protected. The next resource manager requests that the reports are sent to it.
 
 use libpvm::{Match, Vm};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
@@ -14,20 +14,20 @@ use sempa_proto::{Message, Tid};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Tag of the notification that a resource manager has exited.
+/// Tag of the notification that the resource manager has exited.
 const TAG_RM_GONE: i32 = 1;
 
-/// The resource manager that receives the reports, if there is one.
+/// State of the subscription: the resource manager that receives the reports, if any.
 #[derive(Debug)]
 pub(crate) struct RmSubscription {
     tid: Mutex<Option<Tid>>,
-    /// Readable after another resource manager has requested the reports.
+    /// Readable when another resource manager has requested the reports.
     changed: EventFd,
 }
 
 impl RmSubscription {
-    /// Starts to track the resource manager in a thread. Reports go to `rm` until it exits or
-    /// another one requests them. When the virtual machine ends, this process exits.
+    /// Starts a thread that tracks the resource manager. Reports are sent to `rm` until it exits or
+    /// another resource manager requests them. When the virtual machine ends, this process exits.
     ///
     /// # Errors
     /// The error of the system or of the daemon.
@@ -42,7 +42,7 @@ impl RmSubscription {
         std::thread::Builder::new()
             .name("boss".into())
             .spawn(move || {
-                // No other messages arrive with this context.
+                // This context contains only messages to load watchers and notifications.
                 while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
                     shared.handle_message(&vm, &message);
                 }
@@ -66,7 +66,7 @@ impl RmSubscription {
             }
             TAG_REPORT_TO if message.src.is_task() => {
                 *tid = Some(message.src);
-                // If it has already exited, the notification arrives immediately.
+                // If the resource manager has already exited, the notification arrives immediately.
                 drop(notify_on_exit(vm, message.src));
                 let _ = self.changed.write(1);
             }
@@ -79,16 +79,16 @@ impl RmSubscription {
         *self.tid.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true once after another resource manager has requested the reports.
+    /// Returns true if another resource manager has requested the reports since the last call.
     pub(crate) fn take_change(&self) -> bool {
         self.changed.read().is_ok()
     }
 
     /// Creates an epoll descriptor that is readable when another resource manager requests the
-    /// reports, or when one of `others` is readable.
+    /// reports, or when one of the descriptors `others` is readable.
     ///
     /// # Errors
-    /// If no descriptor is left.
+    /// The process has no descriptor left.
     pub(crate) fn epoll_with<'a>(
         &self,
         others: impl IntoIterator<Item = BorrowedFd<'a>>,
@@ -102,7 +102,7 @@ impl RmSubscription {
     }
 }
 
-/// Requests a notification when a resource manager exits.
+/// Requests a notification of the exit of the resource manager `rm`.
 fn notify_on_exit(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
     vm.notify(NotifyRequest {
         subjects: NotifySubjects::TaskExit(vec![rm]),

@@ -11,39 +11,39 @@ use std::io;
 use std::path::Path;
 use std::time::Instant;
 
-/// Maximum number of bytes that are read of a /proc file. /proc/stat lists the processors first;
-/// this suffices for about a thousand.
+/// Maximum number of bytes that are read from a /proc file. In /proc/stat the processors come
+/// first; the limit suffices for about a thousand processors.
 const TEXT_BYTES_MAX: usize = 64 << 10;
-/// Minimum interval of reading /proc/meminfo while no owner keeps memory free. The kernel needs
-/// longer to produce it than for the rest of a sample, and memory that matters for placement does
-/// not change within seconds.
+/// Minimum interval of reading /proc/meminfo while no owner reserves memory. The kernel needs
+/// longer to produce this file than for the rest of a sample, and the memory that matters for
+/// placement does not change within seconds.
 ///
-/// While an owner keeps memory free, samples read memory and pressure alternately; the kernel
-/// updates the pressure every two seconds.
+/// While an owner reserves memory, samples read memory and pressure alternately; the kernel updates
+/// the pressure every two seconds.
 pub const MEMORY_INTERVAL: Micros = Micros::from_secs(30);
 
-/// The open files and the state between two samples.
+/// The open files, and the state that is kept between two samples.
 #[derive(Debug)]
 pub struct Sampler {
     stat: File,
-    /// CPU account of all processors, which costs less to read than `stat`, and the times derived
-    /// from it.
+    /// The CPU account of all processors, which costs less to read than `stat`; `None` if it is not
+    /// available. `cpu_usage` contains the times derived from it.
     cpu_account: Option<File>,
     cpu_usage: Option<CpuUsage>,
     started: Instant,
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
-    /// Pressure in its last reading.
+    /// CPU pressure as last read.
     last_pressure: f32,
     group: Option<LimitingGroup>,
     /// CPU times of the limiting control group, if there is a limit.
     group_times: Option<proc::CpuTimes>,
     text: Box<[u8]>,
     last_times: Option<proc::CpuTimes>,
-    /// Available memory, and when it was read.
+    /// Available memory in bytes, with the time at which it was read.
     memory: Option<(Micros, u64)>,
-    /// True if an owner keeps memory free; memory and pressure are then read alternately.
+    /// True if an owner reserves memory, so that memory and pressure are read alternately.
     memory_matters: bool,
     /// True if the last sample has read the available memory.
     memory_read: bool,
@@ -66,7 +66,7 @@ impl Sampler {
     /// missing.
     ///
     /// # Errors
-    /// If one of `stat`, `loadavg`, `meminfo` cannot be opened.
+    /// One of `stat`, `loadavg`, `meminfo` cannot be opened.
     pub fn open(root: &Path) -> io::Result<Sampler> {
         Ok(Sampler {
             stat: open(&root.join("stat"))?,
@@ -87,30 +87,32 @@ impl Sampler {
         })
     }
 
-    /// Reads the available memory from another file in the format of /proc/meminfo.
+    /// Makes the sampler read the available memory from another file, in the format of
+    /// /proc/meminfo.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// The file cannot be opened.
     pub fn memory_from(mut self, path: &Path) -> io::Result<Sampler> {
         self.meminfo = open(path)?;
         Ok(self)
     }
 
-    /// Sets whether memory is read for every second sample, starting with the next one, or at most
-    /// once per [`MEMORY_INTERVAL`].
+    /// Sets how often memory is read: for every second sample, starting with the next one, if
+    /// `matters` is true; otherwise at most once per [`MEMORY_INTERVAL`].
     pub fn set_memory_matters(&mut self, matters: bool) {
         if self.memory_matters != matters {
             (self.memory_matters, self.memory_read) = (matters, false);
         }
     }
 
-    /// Takes a sample at `at` (time of day), without the part of the load that is ours. `busy`
-    /// covers the time since the previous sample; in the first sample it is estimated from the run
-    /// queue. The available memory may be as old as [`MEMORY_INTERVAL`]. While memory matters,
-    /// memory or pressure is from the previous sample.
+    /// Takes a sample at the time of day `at`. The share of the virtual machine's tasks
+    /// (`task_cpus`) is not measured. `busy` covers the time since the previous sample; in the
+    /// first sample it is estimated from the number of runnable threads. The available memory may
+    /// be as old as [`MEMORY_INTERVAL`]. While memory matters, either the memory or the pressure is
+    /// that of the previous sample.
     ///
     /// # Errors
-    /// If a file cannot be read or parsed.
+    /// A file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.read_cpu_times()?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?)
@@ -119,7 +121,7 @@ impl Sampler {
         if !(self.memory_matters && self.memory_read) {
             self.last_pressure = self.read_pressure();
         }
-        // The reading thread itself is running and does not count.
+        // The thread that reads the file is running, too, and does not count.
         let running = running.saturating_sub(1);
         let queue = (running as f32 / cores as f32).min(1.0);
         let busy = self
@@ -130,7 +132,7 @@ impl Sampler {
         let limited = self.group.as_mut().and_then(|group| group.measure(at));
         self.group_times = limited.map(|limited| limited.cpu_times(at, cores));
         if let Some(limited) = limited {
-            // The other numbers in /proc describe the whole machine, not the limited part.
+            // The other numbers in /proc describe the whole machine, not the part within the limit.
             let demand = limited.used + limited.throttled;
             let (busy, running) = (
                 (limited.used / limited.share).min(1.0),
@@ -163,12 +165,13 @@ impl Sampler {
         })
     }
 
-    /// Returns the CPU times as of the newest sample; with a limit, those of the limited part.
+    /// Returns the CPU times of the newest sample. With a processor limit, these are the times of
+    /// the limited group.
     pub fn cpu_times(&self) -> Option<proc::CpuTimes> {
         self.group_times.or(self.last_times)
     }
 
-    /// Returns the times of all processors together, and their number.
+    /// Returns the CPU times summed over all processors, and the number of processors.
     fn read_cpu_times(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
         let now = Micros(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
         let parse_used = |file: &File| proc::group_cpu_time(read(file, &mut self.text).ok()?);
@@ -189,15 +192,15 @@ impl Sampler {
         Ok(tally.update_with_stat(now, used, stat, cores))
     }
 
-    /// Returns the CPU pressure; 0 if the kernel does not measure it. If it was disabled at boot,
-    /// the file exists but cannot be read.
+    /// Returns the CPU pressure; 0 if the kernel does not measure it. If the measurement was
+    /// disabled at boot, the file exists but cannot be read.
     fn read_pressure(&mut self) -> f32 {
         let parse = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
         self.pressure.as_ref().and_then(parse).unwrap_or(0.0)
     }
 
     fn read_available_bytes(&mut self, at: Micros) -> io::Result<u64> {
-        // `abs_diff`, because the time of day may be set back.
+        // `abs_diff` is used because the time of day may be set back.
         let is_fresh = |read: Micros| match self.memory_matters {
             true => self.memory_read,
             false => at.0.abs_diff(read.0) < MEMORY_INTERVAL.0,

@@ -1,8 +1,8 @@
-//! Parser for sessions of systemd-logind, from its files (`/run/systemd/sessions`, one per session)
-//! or from its D-Bus properties. Pure; accepts any text.
+//! Parser for login sessions of systemd-logind, from its files (`/run/systemd/sessions`, one per
+//! session) or from its D-Bus properties. Pure; accepts any text.
 //!
-//! Only sessions of people count: class `user` with a terminal or a screen. A greeter, a lock
-//! screen, a cron job or a command over ssh does not mean that a person uses the machine.
+//! Only sessions of persons are returned: class `user` with a terminal or a screen. A login screen,
+//! a lock screen, a cron job or a command over ssh does not mean that a person uses the machine.
 
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
@@ -12,31 +12,33 @@ pub const SESSION_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of session files that are read.
 pub const SESSIONS_MAX: usize = 1024;
 
-/// Use of a session's screen, as its desktop reports it.
+/// Use of a session's screen, as the desktop reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ScreenUse {
-    /// The desktop does not report it.
+    /// The desktop does not report the use of the screen.
     #[default]
     Unknown,
     InUse,
-    /// Idle since this time of day.
+    /// The screen has been idle since this time of day.
     IdleSince(Micros),
 }
 
-/// The session of a user.
+/// A login session of a person.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// User, terminal and start. Without a terminal, `line` is the display or the session's name.
+    /// User, terminal and start of the session. Without a terminal, `line` is the display or the
+    /// name of the session.
     pub login: Login,
     /// True for a login over the network.
     pub remote: bool,
-    /// True if it has its own screen, whose input does not pass through the terminal.
+    /// True if the session has a screen, whose input does not pass through the terminal.
     pub graphical: bool,
-    /// Use of the screen; unknown if the session comes from a file.
+    /// Use of the screen; [`ScreenUse::Unknown`] if the session was read from a file.
     pub screen_use: ScreenUse,
 }
 
-/// Parses a session file with this name; `None` if the session does not count.
+/// Parses the text of the session file with this name; `None` if the session is not that of a
+/// person.
 pub fn from_file(name: &str, text: &str) -> Option<Session> {
     from_values(name, |key| {
         let line = text
@@ -46,8 +48,8 @@ pub fn from_file(name: &str, text: &str) -> Option<Session> {
     })
 }
 
-/// Creates a session from its values, which `value` returns by their keys in a session file; `None`
-/// if the session does not count.
+/// Creates a session from its values. `value` returns a value by its key in a session file. `None`
+/// if the session is not that of a person.
 pub(crate) fn from_values(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
     let value = |key: &str| {
         value(key)
@@ -90,7 +92,7 @@ pub(crate) fn from_values(name: &str, value: impl Fn(&str) -> Option<String>) ->
     })
 }
 
-/// Sorts sessions by their start.
+/// Sorts sessions by start time, then by terminal line.
 pub(crate) fn sorted_by_start(mut all: Vec<Session>) -> Vec<Session> {
     all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
     all
@@ -105,8 +107,8 @@ fn without_control_chars(value: &str) -> String {
         .collect()
 }
 
-/// Merges login records and sessions, earliest first. A session whose terminal has a login record
-/// is the same visit and is omitted.
+/// Merges login records and sessions into a list of logins, earliest first. A session whose
+/// terminal has a login record is the same visit and is omitted.
 pub fn all_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
     let mut all = records.to_vec();
     let new = sessions
@@ -135,7 +137,7 @@ mod tests {
         from_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
-    /// A session file gives user, terminal, origin and start.
+    /// A session file contains user, terminal, origin and start.
     #[test]
     fn session_file_gives_user_terminal_and_start() {
         let Session {
@@ -170,7 +172,7 @@ mod tests {
         );
     }
 
-    /// Greeters, background jobs and closing sessions do not count.
+    /// Greeters, background jobs and closing sessions are not sessions of persons.
     #[test]
     fn greeters_jobs_and_closing_sessions_are_ignored() {
         for (key, value) in [
@@ -185,7 +187,7 @@ mod tests {
         }
     }
 
-    /// A session whose terminal has a login record is one visit.
+    /// A session and a login record with the same terminal are one login.
     #[test]
     fn session_with_login_record_is_merged() {
         let record = Login {

@@ -1,8 +1,8 @@
-//! Answers queries about the use of this machine.
+//! Answers queries of users about the use of this machine by guests.
 //!
-//! Every load watcher listens on a socket with an abstract name, which leaves no file behind, and
-//! sends one JSON value to each client. The value contains no more than `ps` shows; the watcher
-//! reads nothing from the client. [`query_all`] is the client side.
+//! Every load watcher listens on a socket with an abstract name, so no file remains, and sends one
+//! JSON value to each client. The value contains no more than `ps` shows; the load watcher reads
+//! nothing from the client. [`query_all`] is the client side.
 
 use nix::sys::socket::{getsockopt, sockopt};
 use serde::{Deserialize, Serialize};
@@ -13,39 +13,39 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
-/// Prefix of the names of these sockets.
+/// Prefix of the abstract names of these sockets.
 const NAME_PREFIX: &str = "sempa-owner/";
 /// Maximum number of load watchers of one virtual machine that can listen on one host.
 const LISTENERS_MAX: u32 = 16;
-/// Maximum number of queries that are answered in one call.
+/// Maximum number of clients that one call of [`StatusListener::answer_queries`] answers.
 const ANSWERS_PER_CALL_MAX: usize = 16;
 /// Maximum size of an answer in bytes.
 const STATUS_BYTES_MAX: u64 = 1 << 20;
-/// Time after which a client stops waiting; a load watcher normally answers in milliseconds.
+/// Time limit of a client for an answer; a load watcher normally answers in milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of tasks in an answer.
+/// Maximum number of guests in an answer.
 pub const TASKS_MAX: usize = 512;
 
-/// One setting of the policy.
+/// One setting of the policy in force.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Setting {
     pub name: String,
     /// Value as in a policy file.
     pub value: String,
-    /// Origin: a file, an override or the user of the virtual machine.
+    /// Origin of the setting: a file, an override or the user of the virtual machine.
     pub from: String,
 }
 
-/// A task of the virtual machine on this host.
+/// A guest of the virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GuestStatus {
     pub tid: String,
     pub program: String,
     pub pid: i32,
     pub user: String,
-    /// Start time of its process on this host, in microseconds since 1970; 0 if unknown.
+    /// Start time of the guest's process on this host, in microseconds since 1970; 0 if unknown.
     pub since_us: u64,
-    /// Processor time that its process has used on this host, in seconds.
+    /// Processor time that the guest's process has used on this host, in seconds.
     pub cpu_s: f64,
 }
 
@@ -54,36 +54,38 @@ pub struct GuestStatus {
 pub struct Status {
     /// Name of the virtual machine.
     pub vm: String,
-    /// User of the virtual machine.
+    /// Login name of the user of the virtual machine.
     pub user: String,
     /// Name of this host in the virtual machine.
     pub host: String,
     /// `absent`, `maybe` or `present`.
     pub owner: String,
-    /// Confidence of the owner verdict in percent.
+    /// Confidence in the owner verdict, in percent.
     pub confidence: u8,
-    /// Reason of the owner verdict.
+    /// Reason for the owner verdict, in one sentence.
     pub why: String,
-    /// Name and state of each source.
+    /// Name of each source of the verdict, and a description of its state.
     pub sources: Vec<(String, String)>,
     /// Either `welcome` or `stopped`.
     pub guests: String,
-    /// Why guests must stop; empty if they are welcome.
+    /// Reason why guests must stop; empty if they are welcome.
     pub guests_why: String,
-    /// When guests leave, in microseconds since 1970.
+    /// Time at which guests will be evicted, in microseconds since 1970; `None` if they will not
+    /// be.
     pub leave_at_us: Option<u64>,
-    /// How they leave: `move`, `kill` or `checkpoint`.
+    /// How guests are evicted: `move`, `kill` or `checkpoint`.
     pub then: Option<String>,
-    /// How they are stopped: `control groups`, `signals`, or `unknown`.
+    /// Mechanism by which guests are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]
     pub stopped_by: String,
-    /// Why they are not stopped by control groups; empty otherwise.
+    /// Reason why guests are not stopped by control groups; empty if they are.
     #[serde(default)]
     pub stopped_by_why: String,
     pub policy: Vec<Setting>,
-    /// Errors of the policy: refused files, and blocked users without an account here.
+    /// Errors of the policy in sentences: refused files, and blocked users without an account on
+    /// this host.
     pub wrong: Vec<String>,
-    /// Guest tasks on this host, without tasks that serve the virtual machine.
+    /// Guests on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<GuestStatus>,
 }
 
@@ -92,7 +94,7 @@ pub struct Status {
 pub struct StatusListener(UnixListener);
 
 impl StatusListener {
-    /// Listens for a virtual machine of this user.
+    /// Listens for queries about the virtual machine `vm` of user `uid`.
     ///
     /// # Errors
     /// The error of the system.
@@ -110,13 +112,13 @@ impl StatusListener {
         Ok(StatusListener(listener))
     }
 
-    /// Returns the descriptor, which is readable when a client waits.
+    /// Returns the descriptor of the socket, which is readable when a client waits.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 
-    /// Answers the waiting clients. A client that does not read gets only what fits into the
-    /// kernel's buffer.
+    /// Answers the clients that wait. A client that does not read receives only the bytes that fit
+    /// into the kernel's buffer.
     pub fn answer_queries(&self, status: impl Fn() -> Status) {
         let mut text = None;
         for _ in 0..ANSWERS_PER_CALL_MAX {
@@ -133,7 +135,8 @@ impl StatusListener {
     }
 }
 
-/// Returns the name of a socket and the uid in it, from a line of /proc/net/unix.
+/// Parses a line of /proc/net/unix. Returns the abstract name of the socket and the uid in the
+/// name; `None` if it is not a load watcher's socket.
 fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
     let name = line.rsplit(' ').next()?.strip_prefix('@')?;
     let uid = name
@@ -147,7 +150,8 @@ fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
 
 fn query(name: &str, uid: u32) -> io::Result<Status> {
     let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    // Any process may bind a free name, so the answer is accepted only from the user in the name.
+    // Any process may bind a free name, so the answer is accepted only if the process runs as the
+    // user in the name.
     let server = getsockopt(&stream, sockopt::PeerCredentials)?;
     if server.uid() != uid {
         return Err(io::Error::new(
@@ -161,14 +165,15 @@ fn query(name: &str, uid: u32) -> io::Result<Status> {
     serde_json::from_slice(&text).map_err(io::Error::other)
 }
 
-/// Queries all load watchers of this host. Returns the answers, and a sentence for each one that
-/// did not answer.
+/// Queries all load watchers of this host. Returns their answers, and a sentence for each load
+/// watcher that did not answer.
 ///
 /// # Errors
-/// If the list of sockets cannot be read.
+/// The list of sockets cannot be read.
 pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
     let list = fs::read_to_string("/proc/net/unix")?;
-    // A connection that is being answered has the same name as its listener.
+    // The socket of a connection that is being answered has the same name as its listener, so each
+    // name is used once.
     let mut names: Vec<(&str, u32)> = list.lines().filter_map(parse_socket_name).collect();
     names.sort_unstable();
     names.dedup();
@@ -187,7 +192,8 @@ pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
 mod tests {
     use super::*;
 
-    /// Running load watchers answer a query; one that has ended is not reported as silent.
+    /// Running load watchers answer a query; a load watcher that has exited is not reported as
+    /// silent.
     #[test]
     fn running_watchers_answer_queries() {
         let uid = nix::unistd::geteuid().as_raw();

@@ -1,7 +1,7 @@
-//! Time of day, local time, and nice levels of threads.
+//! Access to the system's time of day and local time, and to the nice levels of threads.
 //!
-//! The two C calls of this module (`localtime_r`, `setpriority`) are not wrapped by any crate that
-//! the project uses.
+//! Two C functions are called directly (`localtime_r`, `setpriority`), because no crate that the
+//! project uses wraps them.
 #![allow(unsafe_code)] // foreign functions can only be called so
 
 use crate::hours::LocalTime;
@@ -12,12 +12,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Converts a duration; the maximum if it does not fit.
+/// Converts a duration to microseconds; returns the maximum if the duration does not fit.
 pub fn to_micros(span: Duration) -> Micros {
     Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// Returns the time of day.
+/// Returns the time of day, in microseconds since 1970.
 pub fn time_of_day() -> Micros {
     to_micros(
         SystemTime::now()
@@ -26,8 +26,8 @@ pub fn time_of_day() -> Micros {
     )
 }
 
-/// Returns day of the week and minute at this time of day (seconds since 1970), in the time zone of
-/// this machine or of `TZ`.
+/// Returns the day of the week and the minute at this time of day (seconds since 1970), in the time
+/// zone of the machine or of `TZ`.
 pub fn local_time(seconds: u64) -> LocalTime {
     let time = libc::time_t::try_from(seconds).unwrap_or(0);
     let mut parts = MaybeUninit::<libc::tm>::zeroed();
@@ -49,13 +49,13 @@ pub fn local_time(seconds: u64) -> LocalTime {
 /// Returns the ids of all threads of a process.
 ///
 /// # Errors
-/// If there is no such process.
+/// The process does not exist.
 pub(crate) fn thread_ids(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
     let entries = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
     Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
 
-/// Raises the nice level of all threads of a process to at least `level`.
+/// Raises the nice level of each thread of a process to at least `level`.
 ///
 /// # Errors
 /// The error of the last thread that failed; threads that have exited do not count.
@@ -80,7 +80,6 @@ pub fn raise_nice(pid: i32, level: i32) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// Local day and minute differ from UTC by at most fourteen hours.
     #[test]
     fn local_time_is_near_utc() {
         // 2001-09-09T01:46:40Z was a Sunday. Every time zone differs from UTC by at most fourteen
@@ -92,7 +91,7 @@ mod tests {
         assert!(apart <= 14 * 60 || apart >= 7 * 1440 - 14 * 60, "{at:?}");
     }
 
-    /// The nice level of a process is raised, and never lowered.
+    /// A process whose own nice level is higher than requested keeps it.
     #[test]
     fn nice_level_is_only_raised() {
         let mut child = std::process::Command::new("sleep")

@@ -1,16 +1,16 @@
 //! Parser for login records in the format of utmp(5): a file of fixed-size records, one per
-//! terminal, overwritten when a login ends. Pure; accepts any bytes.
+//! terminal, each overwritten when a login ends. Pure; accepts any bytes.
 //!
-//! It does not check whether the process of a record still exists: the watcher runs in a PID
-//! namespace of its own, in which the recorded pids have no meaning.
+//! The parser does not check whether the process of a record still exists: the load watcher may run
+//! in its own PID namespace, in which the recorded pids have no meaning.
 
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeMap;
 
-/// Bytes of one record on 64-bit Linux (glibc, `struct utmp`).
+/// Size in bytes of one record on 64-bit Linux (glibc, `struct utmp`).
 pub const RECORD_BYTES: usize = 384;
-/// Maximum number of bytes that are read of the file: about 2,700 terminals.
+/// Maximum number of bytes that are read from the file: about 2,700 terminals.
 pub const FILE_BYTES_MAX: usize = RECORD_BYTES * 2731;
 
 /// Value of `ut_type` for a user who is logged in.
@@ -40,8 +40,9 @@ fn text(field: &[u8]) -> String {
         .collect()
 }
 
-/// Parses a record. Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32),
-/// host 76 (256), exit 332, session 336, seconds 340, microseconds 344, address 348, unused 364.
+/// Parses a record. Offsets (and sizes) in `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4),
+/// user 44 (32), host 76 (256), exit 332, session 336, seconds 340, microseconds 344, address 348,
+/// unused 364.
 fn parse(record: &[u8]) -> Record {
     let seconds = u64::from(u32::from_ne_bytes(array_at(record, 340)));
     let rest = u64::from(u32::from_ne_bytes(array_at(record, 344))).min(999_999);
@@ -56,9 +57,10 @@ fn parse(record: &[u8]) -> Record {
     }
 }
 
-/// Returns the users who are logged in, earliest first. An incomplete record at the end is ignored.
+/// Returns the users who are logged in, earliest first. An incomplete record at the end of the file
+/// is ignored.
 ///
-/// Of several records of one terminal the newest counts; of equally old ones the last.
+/// If a terminal has several records, the newest is used; among equally old records, the last one.
 pub fn logins(file: &[u8]) -> Vec<Login> {
     let mut newest: BTreeMap<String, Record> = BTreeMap::new();
     for record in file.chunks_exact(RECORD_BYTES).map(parse) {
@@ -78,7 +80,7 @@ pub fn logins(file: &[u8]) -> Vec<Login> {
     logins
 }
 
-/// Creates a record as login programs write it.
+/// Creates a login record as login programs write it.
 pub fn encode_record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
     let mut out = [0; RECORD_BYTES];
     out[..2].copy_from_slice(&kind.to_ne_bytes());
@@ -124,7 +126,8 @@ mod tests {
         assert_eq!(logins(&file), [bob, alice]);
     }
 
-    /// A login that has ended is not returned, whatever the order of the records; a newer login is.
+    /// A login that has ended is not returned, whatever the order of the records; a newer login at
+    /// the same terminal is.
     #[test]
     fn ended_login_is_removed_in_any_order() {
         let alice = encode_record(USER_PROCESS, &login("alice", "pts/0", 300));
@@ -155,7 +158,6 @@ mod tests {
         );
     }
 
-    /// Control characters in a record are replaced.
     #[test]
     fn control_characters_are_replaced() {
         let tricky = login("a\x1b[2J", "pts/0", 1);
@@ -166,13 +168,13 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are accepted, and give at most one login per record.
+        /// Any bytes are accepted, and yield at most one login per record.
         #[test]
         fn any_bytes_are_accepted(file in prop::collection::vec(any::<u8>(), 0..RECORD_BYTES * 4)) {
             prop_assert!(logins(&file).len() <= file.len() / RECORD_BYTES);
         }
 
-        /// Written logins are parsed unchanged.
+        /// Written logins are parsed into the same logins.
         #[test]
         fn written_logins_parse_unchanged(
             users in prop::collection::btree_map("[a-z]{1,8}/[0-9]{1,3}", ("[a-z]{1,32}", 0_u64..4_000_000_000_000_000), 0..20),

@@ -1,8 +1,8 @@
-//! Reports changes of files without polling: login records, sessions, policies, owners' overrides
-//! (inotify).
+//! Reports changes of files without polling, by inotify: login records, sessions, policies and
+//! owners' overrides.
 //!
-//! For a file, its folder is watched as well, so that a file that is created later or replaced is
-//! noticed.
+//! For a file, the directory that contains it is watched, too, so that a file that is created later
+//! or replaced is noticed.
 
 use crate::owner::LoginRecords;
 use crate::utmp::{FILE_BYTES_MAX, logins};
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// Default paths of the login records; the first one that exists is used.
 const UTMP_PATHS: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
-/// Returns the path of the login records: the one that was set, else the default.
+/// Returns the path of the login records: `set` if it is given, otherwise the default.
 pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
     let default_path = || {
         UTMP_PATHS
@@ -44,27 +44,27 @@ pub fn read_login_records(path: &Path) -> LoginRecords {
     }
 }
 
-/// Kind of a watched path.
+/// What is watched at a path, and which events concern it.
 #[derive(Debug)]
 enum WatchKind {
     File,
     /// A file that is read only after its writer has closed it, because incomplete content could
-    /// mean something else.
+    /// have another meaning.
     Settings,
-    /// The files of a folder whose names begin with this prefix.
+    /// The files of a directory whose names begin with this prefix.
     Folder(&'static str),
 }
 
-/// A watched path. The file or folder need not exist.
+/// A watched path and its inotify watches. The file or directory need not exist.
 #[derive(Debug)]
 pub struct WatchedPath {
     path: PathBuf,
     kind: WatchKind,
     file: Option<WatchDescriptor>,
     dir: Option<WatchDescriptor>,
-    /// True if the folder does not exist.
+    /// True if the directory that must be watched does not exist.
     folder_missing: bool,
-    /// Number of failed attempts to set a watch since then.
+    /// Number of consecutive failed attempts to set a watch since the directory is missing.
     failed_attempts: u32,
 }
 
@@ -80,22 +80,22 @@ impl WatchedPath {
         }
     }
 
-    /// Watches a file at every write.
+    /// Creates the entry for a file that is read after every write.
     pub fn file(path: PathBuf) -> WatchedPath {
         WatchedPath::new(path, WatchKind::File)
     }
 
-    /// Watches a file of settings, which is read only after its writer has closed it.
+    /// Creates the entry for a file of settings, which is read only after its writer has closed it.
     pub fn settings(path: PathBuf) -> WatchedPath {
         WatchedPath::new(path, WatchKind::Settings)
     }
 
-    /// Watches the files of a folder whose names begin with `prefix`.
+    /// Creates the entry for the files of a directory whose names begin with `prefix`.
     pub fn folder(path: PathBuf, prefix: &'static str) -> WatchedPath {
         WatchedPath::new(path, WatchKind::Folder(prefix))
     }
 
-    /// Returns the folder in which changes are watched.
+    /// Returns the directory that is watched for this path.
     fn folder_path(&self) -> &Path {
         match self.kind {
             WatchKind::File | WatchKind::Settings => self
@@ -114,7 +114,7 @@ impl WatchedPath {
         let name = event.name.as_deref();
         Some(event.wd) == self.dir
             && match self.kind {
-                // An event without a name concerns the folder itself.
+                // An event without a file name concerns the directory itself.
                 WatchKind::File | WatchKind::Settings => {
                     name.is_none() || name == self.path.file_name()
                 }
@@ -125,25 +125,26 @@ impl WatchedPath {
     }
 }
 
-/// Number of attempts after which a path without its folder is no longer read. More than one,
-/// because the folder may have come and gone between the watch and the read, and its last content
-/// may have been refused.
+/// Number of attempts after which a path in a missing directory is not read any more. It is more
+/// than one, because the directory may have been created and removed between the watch and the
+/// read, and the content in between may have been refused.
 const MISSING_FOLDER_READS_MAX: u32 = 2;
-/// Maximum number of idle terminals that are watched; further ones are examined periodically.
+/// Maximum number of idle terminals that are watched; other idle terminals are examined
+/// periodically.
 pub const IDLE_TERMINALS_MAX: usize = 64;
-/// Bit in `changed` for input at an idle terminal.
+/// Bit in [`WakeReasons`] that is set after input at an idle terminal.
 const IDLE_TERMINAL_BIT: u32 = 1 << 31;
 
-/// Reasons for which [`FileWatcher::wait`] returned.
+/// The reasons for which [`FileWatcher::wait`] returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WakeReasons {
     changed: u32,
-    /// True if the other descriptor is readable.
+    /// True if the additional descriptor is readable.
     pub other_ready: bool,
 }
 
 impl WakeReasons {
-    /// True if this path may have changed.
+    /// True if the path with this index may have changed.
     pub fn path_changed(self, spot: usize) -> bool {
         self.changed & (1 << spot) != 0
     }
@@ -159,7 +160,7 @@ impl WakeReasons {
     }
 }
 
-/// Watches up to 31 paths, each known by its index, and idle terminals.
+/// Watches up to 31 paths, each identified by its index, and idle terminals.
 #[derive(Debug)]
 pub struct FileWatcher {
     inotify: Option<Inotify>,
@@ -168,8 +169,8 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Watches these paths. If the kernel has no watch left for one, its changes are noticed only
-    /// by reading it ([`FileWatcher::is_unwatched`]).
+    /// Watches these paths. If the kernel has no watch left for a path, the path must be read
+    /// periodically ([`FileWatcher::is_unwatched`]).
     pub fn new(spots: Vec<WatchedPath>) -> FileWatcher {
         assert!(
             spots.len() < 32,
@@ -189,15 +190,15 @@ impl FileWatcher {
         &self.paths[spot].path
     }
 
-    /// True if neither the file nor its folder could be watched; the path must then be read
+    /// True if neither the file nor its directory could be watched, so that the path must be read
     /// periodically.
     pub fn is_unwatched(&self, spot: usize) -> bool {
         self.paths[spot].file.is_none() && self.paths[spot].dir.is_none()
     }
 
     /// Tries again to watch a path that could not be watched; must be called periodically. Returns
-    /// true if the path must be read, which is not the case after its folder was missing several
-    /// times.
+    /// true if the path must be read now. Returns false if the path is already watched, or if its
+    /// directory was missing in several attempts.
     pub fn retry_watch(&mut self, spot: usize) -> bool {
         if !self.is_unwatched(spot) {
             return false;
@@ -212,8 +213,9 @@ impl FileWatcher {
         spot.failed_attempts <= MISSING_FOLDER_READS_MAX
     }
 
-    /// Sets the watches that are missing. Must be called before reading, so that no change between
-    /// watch and read is lost. A file that replaced another one of the same name gets a new watch.
+    /// Sets the missing watches of the path with index `i`. Must be called before the path is read,
+    /// so that no change between watch and read is missed. A file that has replaced another file of
+    /// the same name gets a new watch.
     pub fn arm(&mut self, i: usize) {
         let Some(inotify) = &self.inotify else { return };
         let spot = &mut self.paths[i];
@@ -251,14 +253,15 @@ impl FileWatcher {
         spot.file = now;
     }
 
-    /// Watches exactly these terminals until there is input. That requires read permission; without
-    /// it, input is noticed only by the next periodic check.
+    /// Watches exactly these terminals until there is input. The watch requires read permission for
+    /// the terminal; without it, input is noticed only by the next periodic check.
     pub fn watch_idle_terminals(&mut self, terminals: &BTreeSet<PathBuf>) {
         let Some(inotify) = &self.inotify else { return };
         self.idle_terminals.retain(|path, wd| {
             let stays = terminals.contains(path);
             if !stays {
-                // Fails if the terminal is gone, because the kernel has then removed the watch.
+                // Fails if the terminal does not exist any more, because the kernel has then
+                // removed the watch.
                 let _ = inotify.rm_watch(*wd);
             }
             stays
@@ -272,7 +275,8 @@ impl FileWatcher {
         }
     }
 
-    /// Waits until a path may have changed or the other descriptor is readable, at most for `span`.
+    /// Waits until a path may have changed or the descriptor `other` is readable, at most for
+    /// `span`.
     pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> WakeReasons {
         let until = Instant::now() + span;
         loop {
@@ -313,7 +317,7 @@ impl FileWatcher {
         }
     }
 
-    /// Reads the pending inotify events and returns a bit for each path that they concern.
+    /// Reads the pending inotify events. Returns a bit for each path that they concern.
     fn read_events(&mut self) -> u32 {
         let Some(inotify) = &self.inotify else {
             return 0;

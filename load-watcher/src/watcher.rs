@@ -1,8 +1,9 @@
 //! The main loop of the load watcher.
 //!
-//! It waits for a change of a watched source or for the next sample, derives a new assessment, and
-//! sends the result. The daemon of this host is notified first, because it can stop guests
-//! immediately; the report to the resource manager follows when nothing else is due.
+//! The loop waits until a watched source changes or the next sample is due. It then derives a new
+//! assessment of the owner, decides whether guests may run, and sends the results. The daemon of
+//! this host is notified first, because it can stop guests immediately; the report to the resource
+//! manager is sent when no other action is due.
 
 use crate::Args;
 use crate::rm_link::RmSubscription;
@@ -46,16 +47,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Minimum interval of reading the expensive sources and of a new assessment without a change.
+/// Minimum interval of reading the expensive sources, and of a new assessment if no source has
+/// changed.
 const SLOW_CHECKS_INTERVAL: Micros = Micros::from_secs(5);
-/// Minimum interval of listing our tasks and measuring their load.
+/// Minimum interval of listing the virtual machine's tasks and measuring their load.
 const TASKS_INTERVAL: Micros = Micros::from_secs(10);
-/// The same interval while the owner limits guests, because new guests must be limited soon.
+/// [`TASKS_INTERVAL`] while the owner limits guests, because the limits must be applied to new
+/// guests soon.
 const LIMITED_TASKS_INTERVAL: Micros = Micros::from_secs(1);
-/// Time after which this load watcher exits if a resource manager exists but does not request its
-/// reports.
+/// Time limit for a request of the resource manager; afterwards this load watcher exits. Without a
+/// resource manager there is no limit.
 const NO_REQUEST_TIMEOUT: Micros = Micros::from_secs(30);
-/// Interval of reading paths that cannot be watched.
+/// Interval of reading the paths that cannot be watched.
 const UNWATCHED_INTERVAL: Micros = Micros::from_secs(10);
 
 /// Error context of a failed sample.
@@ -73,12 +76,12 @@ fn log_line(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
 }
 
-/// What the sources reported when they were last read.
+/// The results of reading the sources, as of the last reading.
 struct Observations {
     records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
-    /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
-    /// they come from logind.
+    /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
+    /// files. `None` if the sessions come from logind itself.
     logind_error: Option<String>,
     terminal_input: BTreeMap<String, Micros>,
     input: InputProbe,
@@ -88,7 +91,7 @@ struct Observations {
 pub(crate) struct Watcher {
     vm: Vm,
     rm: Arc<RmSubscription>,
-    /// Since when a resource manager exists that has not requested reports.
+    /// Time since which a resource manager exists that has not requested reports.
     not_requested_since: Option<Micros>,
     /// Readable when a user of this host queries the status, when logind reports a change, or when
     /// another resource manager requests reports.
@@ -105,7 +108,7 @@ pub(crate) struct Watcher {
     detector: OwnerDetector,
     gate: GuestGate,
     task_load: TaskLoad,
-    /// `None` if the system does not report its processors.
+    /// `None` if the system does not report the processors of this process.
     confine: Option<CpuConfinement>,
     /// True if the owner limits guests by a nice level or by processors.
     limited: bool,
@@ -120,13 +123,13 @@ pub(crate) struct Watcher {
     decision: Decision,
     reported_decision: Option<Decision>,
     sent_directive: Option<GuestDirective>,
-    /// The report to send when nothing else is due.
+    /// The encoded report that is sent when no other action is due.
     outgoing: Option<Body>,
     daemon_refuses: Cell<bool>,
     due: Deadlines,
 }
 
-/// Times at which the next periodic actions are due, by the watcher's monotonic clock.
+/// Times at which the periodic actions are due next, by the watcher's monotonic clock.
 #[derive(Debug, Default)]
 struct Deadlines {
     slow_checks: Micros,
@@ -134,7 +137,8 @@ struct Deadlines {
     unwatched: Micros,
 }
 
-/// Determines the watched paths, and reads the policies of owners, administrator and user.
+/// Determines the paths to watch, and reads the policies of owners, administrator and the user with
+/// the uid `user`.
 fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
     let home = || {
         nix::unistd::User::from_uid(user.into())
@@ -198,7 +202,7 @@ impl Watcher {
             .ok()
             .filter(|name| !name.is_empty())
             .unwrap_or_else(|| "pvm".into());
-        // Without a listener users of this host cannot query the status; everything else works.
+        // Without a listener, users of this host cannot query the status; all other functions work.
         let listener = StatusListener::open(user, &name)
             .inspect_err(|e| log_line(&format!("nobody can ask: {e}")))
             .ok();
@@ -258,7 +262,7 @@ impl Watcher {
         to_micros(self.started.elapsed())
     }
 
-    /// Prepares a report for the resource manager. It is sent only when nothing else is due, so
+    /// Prepares a report for the resource manager. It is sent only when no other action is due, so
     /// that an assessment waits neither for the socket nor for the wake-up of another processor.
     fn prepare_report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.assessment.logins.clone();
@@ -294,14 +298,14 @@ impl Watcher {
     /// Sends the prepared report if there is one.
     fn send_report(&mut self) {
         if let (Some(body), Some(rm)) = (self.outgoing.take(), self.rm.tid()) {
-            // A resource manager that has just exited does not receive it; the next one requests a
-            // complete report.
+            // If the resource manager has just exited, the report is lost; the next resource
+            // manager requests a complete report.
             let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
         }
     }
 
-    /// Derives a new assessment and decision from all sources. The daemon of this host is notified
-    /// first, because it can stop guests immediately.
+    /// Derives a new assessment of the owner and a new decision about guests from all sources. The
+    /// daemon of this host is notified first, because it can stop guests immediately.
     fn assess(&mut self) -> anyhow::Result<()> {
         let now = time_of_day();
         let logins = merged_logins(&self.observations.records, &self.observations.sessions);
@@ -359,7 +363,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the daemon what guests may do, if that has changed.
+    /// Sends the daemon a directive that states whether guests may run, if the directive has
+    /// changed.
     fn send_directive(&mut self) {
         let Decision {
             guests,
@@ -384,8 +389,8 @@ impl Watcher {
         self.sent_directive = Some(word);
     }
 
-    /// Reads the selected sources. Missing watches are set first, so that no change between watch
-    /// and read is lost.
+    /// Reads the sources for which `which` returns true. Missing watches are set before the reads,
+    /// so that no change between watch and read is missed.
     fn read_sources(&mut self, which: impl Fn(usize) -> bool) {
         (0..WATCHED_PATHS)
             .filter(|place| which(*place))
@@ -418,7 +423,7 @@ impl Watcher {
             .for_each(|line| log_line(line));
     }
 
-    /// Reads the selected paths that cannot be watched.
+    /// Reads the paths that cannot be watched and for which `which` returns true.
     fn read_unwatched(&mut self, which: impl Fn(usize) -> bool) {
         let new: Vec<bool> = (0..WATCHED_PATHS)
             .map(|place| which(place) && self.watch.retry_watch(place))
@@ -426,7 +431,8 @@ impl Watcher {
         self.read_sources(|place| new[place]);
     }
 
-    /// Reads the sessions from logind, or else from its files, which contain less.
+    /// Reads the sessions from logind, or from logind's files, which contain less, if logind cannot
+    /// be queried.
     fn read_sessions(&mut self) {
         let why = match self.logind.as_ref().map(LogindClient::sessions) {
             Some(Evidence::Known(sessions)) => {
@@ -441,7 +447,7 @@ impl Watcher {
             (read_session_files(&self.args.sessions), Some(why));
     }
 
-    /// Asks the daemon for the tasks of the virtual machine on this host.
+    /// Requests from the daemon the list of the virtual machine's tasks on this host.
     fn tasks(&self) -> Vec<TaskInfo> {
         match self.vm.runtime().request(Request::Tasks {
             selector: self.vm.host().tid(),
@@ -452,7 +458,8 @@ impl Watcher {
         }
     }
 
-    /// Stores in the sample which part of its load is ours, if the load is high enough to matter.
+    /// Stores in the sample how many processors the virtual machine's tasks use, if the load is
+    /// high enough to matter.
     fn attribute_load(&mut self) {
         let used = self.sample.busy * self.sample.processors();
         let Some(times) = self.sampler.cpu_times().filter(|_| used >= LOW_LOAD) else {
@@ -464,15 +471,16 @@ impl Watcher {
         };
         let before = std::mem::replace(&mut self.external_processors, used - ours);
         if self.external_processors > before + LOW_LOAD {
-            // New external load may come from new tasks of ours, so they are listed first; the next
-            // sample then attributes it correctly.
+            // New external load may come from new tasks of the virtual machine, so the tasks are
+            // listed; the next sample then attributes the load correctly.
             self.set_task_processes(&self.tasks());
         } else {
             self.sample.task_cpus = Some(ours);
         }
     }
 
-    /// Sets the processes whose load is ours: those of these tasks, and those of the daemon.
+    /// Sets the processes whose load is not external: those of these tasks, and those of the
+    /// daemon.
     fn set_task_processes(&mut self, tasks: &[TaskInfo]) {
         let mut pids: Vec<i32> = tasks
             .iter()
@@ -502,7 +510,7 @@ impl Watcher {
                 let processes: Vec<i32> = guests
                     .flat_map(|task| task_processes(Path::new("/proc"), task.pid))
                     .collect();
-                // Fails for a process that has exited meanwhile, which needs no nice level.
+                // Fails for a process that has exited, which needs no nice level.
                 let levels = nice
                     .map(i32::from)
                     .into_iter()
@@ -522,7 +530,7 @@ impl Watcher {
             };
     }
 
-    /// Runs the periodic actions that are due. Returns true if a new assessment is needed.
+    /// Executes the periodic actions that are due. Returns true if a new assessment is needed.
     fn run_periodic_checks(&mut self, now: Micros) -> bool {
         self.read_unwatched(|place| place == UTMP);
         if now < self.due.slow_checks {
@@ -534,7 +542,7 @@ impl Watcher {
             self.due.unwatched = now + UNWATCHED_INTERVAL;
             self.read_unwatched(|place| place != UTMP);
             // A watch does not report that a file has become readable, so refused files are read
-            // again.
+            // again periodically.
             if self.rules.policy_unknown().is_some() {
                 self.read_sources(|place| [ADMIN_POLICY, USER_POLICY, OVERRIDES].contains(&place));
             }
@@ -553,8 +561,8 @@ impl Watcher {
     }
 
     /// Exits if the resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]: it has
-    /// another load watcher here or wants none. Without a resource manager the load watcher keeps
-    /// running to protect the owner.
+    /// another load watcher on this host or needs none. Without a resource manager the load watcher
+    /// continues to run, to protect the owner.
     fn exit_if_not_requested(&mut self, now: Micros) {
         if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
             self.not_requested_since = None;
@@ -567,8 +575,8 @@ impl Watcher {
         }
     }
 
-    /// Returns the time until the next sample. If the policy depends on the clock, the sample is
-    /// not later than the next full minute.
+    /// Returns the time until the next sample. If the policy depends on the time of day, the sample
+    /// is taken no later than at the next full minute.
     fn next_interval(&mut self) -> Micros {
         let pause = self.reporter.interval_after(&self.sample);
         let pause = if self.watch.is_unwatched(UTMP) {
@@ -636,7 +644,7 @@ impl Watcher {
         }
     }
 
-    /// Collects the status for a user of this host.
+    /// Collects the status that is sent to a user of this host.
     fn status(&self) -> Status {
         let (guests, leave_at_us, then) = match self.decision.guests {
             GuestAccess::Welcome => ("welcome", None, None),
@@ -700,7 +708,8 @@ fn is_guest(task: &TaskInfo) -> bool {
         && !is_load_watcher(&task.name)
 }
 
-/// Returns the mechanism by which the daemon stops guests here, and why it is not control groups.
+/// Returns the mechanism by which the daemon stops guests, and the reason if it is not control
+/// groups.
 fn stopped_by(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),

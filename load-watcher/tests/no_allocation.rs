@@ -1,5 +1,6 @@
-//! Samples of the real /proc, of our own tasks and of a limit allocate nothing. These tests count
-//! all allocations of their process, so they have their own binary.
+//! Tests that a sample of the real /proc, a measurement of task load and a measurement of a
+//! processor limit allocate no memory. The tests count all allocations of their process, so they
+//! have their own binary.
 
 #[path = "../../libpvm/proto/tests/counting_allocator/mod.rs"]
 mod counting_allocator;
@@ -24,8 +25,10 @@ fn a_sample_allocates_nothing() {
     assert!(cores > 0);
 }
 
+/// Reading the counters of the virtual machine's tasks, for own and external load, allocates no
+/// memory.
 #[test]
-fn measuring_what_is_ours_allocates_nothing() {
+fn task_load_measurement_allocates_nothing() {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.sample(Micros(0)).expect("this is Linux");
     let times = sampler.cpu_times().expect("a sample was taken");

@@ -1,5 +1,5 @@
-//! Tests of login records in real files, noticed through the kernel, and of /proc in fixed and in
-//! real files.
+//! Tests the watches of login records, terminals and settings with real files and the real kernel,
+//! and samples of /proc with fixed and real files.
 
 use pvm_load_watcher::owner::LoginRecords;
 use pvm_load_watcher::sampler::{MEMORY_INTERVAL, Sampler};
@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Time limit of every wait; a loaded machine may need much of it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn alice() -> Login {
@@ -37,7 +37,7 @@ fn write(path: &Path, kind: i16) {
         .expect("the test's own file");
 }
 
-/// Watched login records, and another watched folder.
+/// A watched file with login records.
 struct Logins {
     path: PathBuf,
     watch: FileWatcher,
@@ -56,7 +56,7 @@ impl Logins {
         read_login_records(&self.path)
     }
 
-    /// Returns true if they may have changed.
+    /// Waits at most for `span`. Returns true if the login records may have changed.
     fn wait(&mut self, span: Duration) -> bool {
         self.watch.wait(span, None).path_changed(0)
     }
@@ -66,7 +66,7 @@ impl Logins {
     }
 }
 
-/// Waits until the records read like this.
+/// Waits until the login records equal `wanted`, and fails the test after a timeout.
 fn until(watch: &mut Logins, wanted: &LoginRecords) {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -110,7 +110,7 @@ fn created_replaced_and_removed_files_are_noticed() {
     write(&other, DEAD_PROCESS);
     fs::rename(&other, &path).expect("the test's own file");
     until(&mut watch, &LoginRecords::Logins(Vec::new()));
-    // The new file is the one that is watched now.
+    // The new file is watched instead of the replaced one.
     write(&path, USER_PROCESS);
     until(&mut watch, &LoginRecords::Logins(vec![alice()]));
     fs::remove_file(&path).expect("the test's own file");
@@ -119,7 +119,7 @@ fn created_replaced_and_removed_files_are_noticed() {
     until(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
-/// A directory that is created later is watched from the next look on.
+/// A directory that is created later is watched from the next retry on.
 #[test]
 fn late_directory_is_watched_from_the_next_look() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -149,19 +149,21 @@ fn late_directory_is_watched_from_the_next_look() {
     );
 }
 
+/// A change of a file that is not watched, in the directory of a watched one, does not end a wait.
 #[test]
-fn other_files_of_the_directory_do_not_wake_it() {
+fn other_files_in_directory_cause_no_wake() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut watch = Logins::new(dir.path().join("utmp"));
     File::create(dir.path().join("other")).expect("the test's own file");
     assert!(!watch.wait(Duration::ZERO));
 }
 
+/// A change of one watched path is not reported for other paths in the same directory.
 #[test]
-fn files_and_folders_watched_together_are_told_apart() {
+fn change_is_reported_for_its_path_only() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = |name: &str| dir.path().join(name);
-    // Two of them lie in one folder, which the kernel counts once.
+    // Two of the paths are in the third, a directory that the kernel watches only once.
     let mut watch = FileWatcher::new(vec![
         WatchedPath::file(at("a")),
         WatchedPath::file(at("b")),
@@ -171,7 +173,7 @@ fn files_and_folders_watched_together_are_told_apart() {
         fs::write(at(name), "x").expect("the test's own file");
         let woken = watch.wait(PATIENCE, None);
         (0..3).for_each(|i| watch.arm(i));
-        // What writing it makes besides.
+        // Discards the further events of this write.
         while watch.wait(Duration::ZERO, None).any_change() {}
         [
             woken.path_changed(0),
@@ -185,7 +187,8 @@ fn files_and_folders_watched_together_are_told_apart() {
     assert_eq!(seen("b"), [false, true, false]);
 }
 
-/// A key at an idle terminal is noticed at once, and other terminals are not read.
+/// Input at an idle terminal is noticed immediately; terminals that are not in the list are
+/// ignored.
 #[test]
 fn key_at_an_idle_terminal_is_noticed_at_once() {
     let (idle, used) = (
@@ -210,7 +213,7 @@ fn key_at_an_idle_terminal_is_noticed_at_once() {
     assert!(!watch.wait(Duration::ZERO, None).any_change());
 }
 
-/// Settings are read only after their writer has closed the file.
+/// A change of a settings file is reported only after the writer has closed the file.
 #[test]
 fn settings_are_read_after_the_writer_closes() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -229,8 +232,9 @@ fn settings_are_read_after_the_writer_closes() {
     assert!(watch.wait(PATIENCE, None).path_changed(0));
 }
 
+/// A wait ends when the additional descriptor is readable.
 #[test]
-fn another_descriptor_wakes_it_as_well() {
+fn additional_descriptor_ends_wait() {
     let (read, write) = nix::unistd::pipe().expect("a pipe");
     let mut watch = FileWatcher::new(Vec::new());
     assert!(!watch.wait(Duration::ZERO, Some(read.as_fd())).other_ready);
@@ -238,15 +242,17 @@ fn another_descriptor_wakes_it_as_well() {
     assert!(watch.wait(PATIENCE, Some(read.as_fd())).other_ready);
 }
 
+/// Login records that cannot be read yield the system's error text.
 #[test]
-fn records_that_cannot_be_read_say_why() {
+fn unreadable_records_contain_reason() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut watch = Logins::new(dir.path().to_path_buf());
     assert!(matches!(watch.read(), LoginRecords::Unreadable(why) if why.contains("directory")));
 }
 
+/// An incomplete login record is ignored until the rest of the record is written.
 #[test]
-fn half_a_record_is_nobody_until_it_is_whole() {
+fn incomplete_record_is_ignored_until_complete() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     let whole = encode_record(USER_PROCESS, &alice());
@@ -257,7 +263,7 @@ fn half_a_record_is_nobody_until_it_is_whole() {
     until(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
-/// If an owner keeps memory free, it is read in turn with the pressure.
+/// If an owner reserves memory, samples read memory and pressure alternately.
 #[test]
 fn kept_memory_is_read_with_the_pressure() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -297,7 +303,7 @@ fn kept_memory_is_read_with_the_pressure() {
     assert_eq!([8, 9].map(|number| sample(number, false)), [(6, 8), (6, 9)]);
 }
 
-/// The load comes from the account of the outermost control group that is visible.
+/// The load is computed from the CPU account of the outermost visible control group.
 #[test]
 fn load_comes_from_the_outermost_control_group() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -321,7 +327,8 @@ fn load_comes_from_the_outermost_control_group() {
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
     sampler.sample(Micros(1)).expect("all files are good");
-    // Both have used one second since, and idled one second.
+    // Both sources report that one second was used and one second was idle since the previous
+    // sample.
     put("groups/cpu.stat", "usage_usec 1001000\n");
     let deadline = Instant::now() + PATIENCE;
     let told = || assert!(Instant::now() < deadline, "the account does not count");
@@ -334,7 +341,7 @@ fn load_comes_from_the_outermost_control_group() {
             break;
         }
     }
-    // Three threads are runnable, but none runs.
+    // Three threads are runnable, but the CPU account shows no use.
     while sampler
         .sample(Micros(4))
         .expect("what is wrong is not read")
@@ -345,7 +352,7 @@ fn load_comes_from_the_outermost_control_group() {
     }
 }
 
-/// Samples of fixed files give their numbers, and follow changes.
+/// Samples of fixed files contain the numbers of the files, and follow their changes.
 #[test]
 fn samples_follow_their_files() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Time limit of every wait; a loaded machine may need much of it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The virtual machine of one test.
@@ -206,7 +206,7 @@ impl Drop for Vm {
     }
 }
 
-/// Waits for a condition.
+/// Waits until the condition holds. Panics after [`DEADLINE`].
 fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !holds() {
@@ -261,12 +261,12 @@ impl Task {
             .expect("the daemon reads");
     }
 
-    /// Returns the next message, `None` at the end.
+    /// Returns the next message; `None` at the end of the stream.
     fn read(&mut self) -> Option<ToTask> {
         Some(self.read_frame()?.decode_control().expect("a message"))
     }
 
-    /// Returns the next frame of any kind, `None` at the end.
+    /// Returns the next frame of any kind; `None` at the end of the stream.
     fn read_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = self.decoder.next_frame().expect("good frames") {
@@ -318,7 +318,7 @@ impl Task {
         assert_eq!(sent, bytes.len());
     }
 
-    /// Returns the next message, which has descriptors, and the files.
+    /// Returns the next message and the files of the descriptors that came with it.
     fn read_with(&mut self) -> (ToTask, Vec<File>) {
         let (mut bytes, mut space) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
         let mut parts = [IoSliceMut::new(&mut bytes)];
@@ -464,7 +464,7 @@ fn daemon_survives_garbage_on_socket_and_port() {
             matches!(answer, Some(ToTask::Refused { .. }) | None),
             "{answer:?}"
         );
-        // The same after a valid hello.
+        // Garbage after a valid hello.
         let mut stranger = Task::enrol(&socket);
         let _ = stranger.stream.write_all(garbage);
         until("it is cut off", || stranger.read().is_none());
@@ -731,7 +731,6 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
     vm.assert_clean();
 }
 
-/// A slave ends with its tasks when its master is killed.
 #[test]
 fn slave_ends_when_its_master_is_killed() {
     let mut vm = Vm::new();
@@ -789,8 +788,8 @@ fn other_user_is_refused_with_reason() {
     const NOBODY: u32 = 65_534;
     let mut vm = Vm::new();
     require_root();
-    // The daemon belongs to nobody, and root is the other user: only root can reach the socket at
-    // all.
+    // The daemon belongs to the user `nobody`, and root is the other user: only root can reach the
+    // socket at all.
     let program = vm.path("pvmd");
     fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
     fs::set_permissions(vm.dir.path(), fs::Permissions::from_mode(0o755)).expect("ours");
@@ -851,7 +850,7 @@ struct Terminal {
 }
 
 impl Terminal {
-    /// Makes a terminal for a command; its standard output may go elsewhere.
+    /// Creates a terminal for a command, whose standard output may be redirected.
     fn of(command: &mut Command) -> Terminal {
         let OpenptyResult { master, slave } = openpty(None, None).expect("a terminal");
         let keys = File::from(master);
@@ -876,7 +875,7 @@ impl Terminal {
         self.shown.lock().expect("no panic").replace('\r', "")
     }
 
-    /// Waits for a text and returns what follows it.
+    /// Waits for a text and returns the text that follows it.
     fn until(&self, text: &str) -> String {
         until(text, || self.shown().contains(text));
         let shown = self.shown();
@@ -908,7 +907,7 @@ fn adding(
     std::thread::spawn(move || Task::enrol(&socket).add(&[line]))
 }
 
-/// Starts a daemon by hand, as the user at the terminal is asked to; returns the daemon's answer.
+/// Starts a daemon by hand, as the master's terminal requests it. Returns the daemon's answer.
 fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
     until("it is asked for the answer", || {
         asked.shown().ends_with("Type response: ")
@@ -947,7 +946,7 @@ fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
         .to_string()
 }
 
-/// Other hosts are added while one waits for a start by hand.
+/// Other hosts are added while one host waits for a start by hand.
 #[test]
 fn manual_start_allows_other_hosts() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
@@ -978,7 +977,7 @@ fn manual_start_allows_other_hosts() {
     vm.assert_clean();
 }
 
-/// A wrong answer at the start by hand is refused with its reason and leaves no daemon.
+/// A wrong answer at the start by hand is refused with the reason, and leaves no daemon.
 #[test]
 fn wrong_manual_answer_leaves_no_daemon() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();

@@ -1,9 +1,9 @@
-//! Simulates, in virtual time, a week of a thousand desktops and days of three users one of whom
-//! requests all hosts. The decisions and the service are the real ones.
+//! Simulates, in virtual time, a week of a thousand desktop machines, and days of three users, one
+//! of whom requests all hosts. The simulations use the real decisions and the real service.
 //!
-//! Durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name the
-//! results of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask bench sim`
-//! runs it and draws the results.
+//! The durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name
+//! the result files of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask
+//! bench sim` runs this program and draws the results.
 
 #[path = "../tests/day/mod.rs"]
 mod day;
@@ -23,7 +23,7 @@ use std::fs;
 use std::process::ExitCode;
 use week::Week;
 
-/// Size of the tasks whose migration times are used, in MiB.
+/// Memory size in MiB of the tasks whose measured migration times are used.
 const MIB: u32 = 128;
 
 /// Results of `cargo xtask bench owners`, in microseconds.
@@ -75,7 +75,7 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
     let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
     let times = Times {
         stops: seconds(of_owners.stood_still_us).collect(),
-        // A host that was clean sooner than any migration takes had no guest.
+        // A duration that is shorter than any migration belongs to a host without guests.
         clears: seconds(of_owners.clean_us)
             .filter(|s| *s * 1e3 >= shortest)
             .collect(),

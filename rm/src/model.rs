@@ -26,15 +26,16 @@ mod work;
 /// Maximum number of ended tasks that are remembered, so that late messages about them do not add
 /// them again.
 const ENDED_MAX: usize = 65_536;
-/// Time without news of a migration after which a task list is requested.
+/// Timeout for news of a migration. After it, a task list is requested.
 pub const MOVE_SILENT_MAX: Micros = Micros::from_secs(60);
 /// A task list that says "not migrating" counts only if the migration began longer ago than this.
 /// Otherwise the list may be older than the migration.
 const MOVE_YOUNG: Micros = Micros::from_secs(3);
-/// Time for which a target is left out after one failure. Doubles with each further failure, up to
-/// [`REFUSED_MAX`].
+/// Time for which a host is excluded as a target of a task after one failure. Doubles with each
+/// further failure, up to [`REFUSED_MAX`].
 pub const REFUSED_MIN: Micros = Micros::from_secs(2);
-/// Time for which a target is left out that refused for a lasting reason or has failed often.
+/// Time for which a host is excluded as a target of a task if it has refused the task for a lasting
+/// reason or has failed often.
 pub const REFUSED_MAX: Micros = Micros::from_secs(60);
 /// Delay before the next attempt to migrate a task that has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
@@ -58,7 +59,7 @@ struct Host {
     cores: u32,
     sample: Option<Sampled>,
     foreign_mean: Option<ForeignMean>,
-    /// Memory in bytes that spawns have asked for, with the time of the request.
+    /// Memory that spawns have requested, as (request time, bytes).
     promised: VecDeque<(Micros, u64)>,
     owner: Owner,
     /// When the last owner left, on the model's clock.
@@ -66,7 +67,7 @@ struct Host {
     terms: Terms,
     /// Task that requested the drain.
     drained: Option<Tid>,
-    /// It was reported that no guest is left.
+    /// True if the absence of guests was reported already.
     clean_told: bool,
     no_moves: Option<Until>,
 }
@@ -80,7 +81,8 @@ struct Task {
     uid: u32,
     name: Arc<str>,
     since: Micros,
-    /// `since` is the start time; otherwise it is the time when the task was first seen.
+    /// True if `since` is the start time. Otherwise `since` is the time when the task was first
+    /// seen.
     born: bool,
     done: Micros,
     bytes: u64,
@@ -131,7 +133,7 @@ impl Task {
 /// Known state of hosts and tasks.
 #[derive(Debug)]
 pub struct Model {
-    /// Input of decisions. Hosts in `touched` are not up to date in it.
+    /// Input of the decisions. Its entries for the hosts in `touched` are out of date.
     view: Snapshot,
     touched: BTreeSet<HostId>,
     /// Hosts whose last guest may have left since the last check.
@@ -186,7 +188,7 @@ impl Model {
         self.view.costs.margin_percent = (margin * 100.0).round() as u32;
     }
 
-    /// Returns the number of own tasks on a host that are part of its load.
+    /// Returns the number of tasks of the virtual machine that are part of a host's load.
     pub fn guests_on(&self, host: HostId) -> u32 {
         u32::try_from(
             self.tasks_on(host)
@@ -196,7 +198,7 @@ impl Model {
         .unwrap_or(u32::MAX)
     }
 
-    /// Sets the user of tasks about which nothing else is known.
+    /// Sets the user to whom tasks belong if their user is not known.
     pub fn set_user(&mut self, user: u32) {
         self.user = user;
     }
@@ -206,7 +208,7 @@ impl Model {
         &self.view.estimates
     }
 
-    /// Continues with values learned earlier.
+    /// Replaces the learned values by values from the history.
     pub fn recall_estimates(&mut self, estimates: Estimates) {
         self.view.estimates = estimates;
     }
@@ -218,19 +220,20 @@ impl Model {
         }
     }
 
-    /// Sets the round-robin position.
+    /// Sets the host after which the next round-robin placement starts.
     pub fn set_rotation(&mut self, rotation: HostId) {
         self.view.rotation = rotation;
     }
 
-    /// Returns a task for modification. Its host must not be changed.
+    /// Returns a task for modification and marks its host as changed. The caller must not change
+    /// the task's host.
     fn edit(&mut self, tid: Tid) -> Option<&mut Task> {
         let task = self.tasks.get_mut(&tid)?;
         self.touched.insert(task.host);
         Some(task)
     }
 
-    /// Returns a host for modification.
+    /// Returns a host for modification and marks it as changed.
     fn edit_host(&mut self, id: HostId) -> Option<&mut Host> {
         let host = self.hosts.get_mut(&id)?;
         self.touched.insert(id);
@@ -270,7 +273,8 @@ impl Model {
             .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
     }
 
-    /// Returns the job of a task with this parent: the parent's job.
+    /// Returns the job of a task: the job of its parent, or the task itself if no task is its
+    /// parent.
     fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
         let top = if parent.is_task() { parent } else { tid };
         self.tasks.get(&parent).map_or(top, |task| task.job)
@@ -329,7 +333,8 @@ impl Model {
             .filter(|tid| !listed.contains(tid))
             .collect();
         for tid in gone {
-            // Not recorded as ended: the task may have started after the list was made.
+            // The task is not recorded as ended, because it may have started after the list was
+            // made.
             self.remove(tid);
         }
         let mut new = Vec::new();
@@ -360,8 +365,8 @@ impl Model {
             }
         }
         for (tid, job) in new {
-            // A daemon lists its own user as the owner of each task. The user of a spawned task is
-            // that of the top of its job.
+            // A daemon lists its own user as the owner of each task. A spawned task belongs to the
+            // user of its job's top task.
             if let Some(user) = self.tasks.get(&job).map(|top| top.uid) {
                 self.belongs(tid, user);
             }
@@ -380,8 +385,8 @@ impl Model {
         self.hosts.remove(&id);
         self.touched.insert(id);
         for tid in self.on.remove(&id).unwrap_or_default() {
-            // A migration to another host may have been committed. Then an event names the task's
-            // host and adds the task again.
+            // A migration of the task to another host may have been committed. In that case an
+            // event names the new host and adds the task again.
             self.tasks.remove(&tid);
         }
     }
@@ -391,7 +396,7 @@ impl Model {
         self.promise_ended(tid);
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
-            // A task that ended before its work was measured teaches nothing.
+            // If the task ended before its work was measured, nothing can be learned from it.
             if task.born && !task.pinned && task.done > Micros::default() {
                 self.view.estimates.ended(&task.name, task.done);
             }
@@ -421,14 +426,15 @@ impl Model {
         }
     }
 
-    /// Sets the job of a task that no event or list has described yet.
+    /// Sets the job of a task whose parent is unknown. Has no effect after an event or a list has
+    /// described the task.
     pub fn task_of(&mut self, tid: Tid, job: Tid) {
         if let Some(task) = self.edit(tid).filter(|task| task.parent.is_none()) {
             task.job = job;
         }
     }
 
-    /// Records the constraints of a task's spawn. `named`: the spawn named the host.
+    /// Records the constraints of a task's spawn. `named`: the spawn named the task's host.
     pub fn task_wanted(&mut self, tid: Tid, named: bool, wants: Wants) {
         let Some(task) = self.edit(tid) else { return };
         task.named |= named;
@@ -441,8 +447,8 @@ impl Model {
         }
     }
 
-    /// Records parent and program of a task. A task belongs to its parent's user, wherever it runs;
-    /// without a parent, to its daemon's user.
+    /// Records the parent and the program of a task. The task belongs to its parent's user, on
+    /// whatever host it runs; without a known parent, to its daemon's user.
     fn task_described(&mut self, tid: Tid, (parent, user): (Tid, u32), name: &str) {
         let job = self.job_of(tid, parent);
         let uid = self.tasks.get(&parent).map(|task| task.uid);
@@ -483,7 +489,7 @@ impl Model {
             .collect()
     }
 
-    /// True while a task of this task's job migrates or is suspended.
+    /// True while any task of the job of `head` migrates or is suspended.
     pub fn is_busy(&self, head: Tid) -> bool {
         let Some(job) = self.tasks.get(&head).map(|task| task.job) else {
             return false;
@@ -493,11 +499,11 @@ impl Model {
             .any(|task| task.job == job && (task.moving.is_some() || task.suspended))
     }
 
-    /// Returns the root of the job for a checkpoint: the ancestor without a parent.
+    /// Returns the top task of the job that contains `tid`, by which the job can be checkpointed.
     ///
-    /// `None` if an ancestor has ended (the other tasks cannot be found from the root then), if one
-    /// is not known yet, or if the top task was started by hand: its user would see the children
-    /// end.
+    /// `None` if an ancestor of the task has ended or is unknown, because some tasks of the job
+    /// cannot be found from the top task then. Also `None` if the top task was started by hand,
+    /// because its user would see the job end.
     pub fn head_of(&self, tid: Tid) -> Option<Tid> {
         let mut at = (tid, self.tasks.get(&tid)?);
         // A chain of parents is at most as long as the number of tasks.
@@ -530,7 +536,7 @@ impl Model {
         self.tasks.get(&tid).is_some_and(|task| !task.pinned)
     }
 
-    /// Returns the known host of a task, else the host in its tid.
+    /// Returns the known host of a task. For an unknown task, returns the birth host in its tid.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks
             .get(&tid)
@@ -538,7 +544,8 @@ impl Model {
             .or_else(|| tid.birth_host())
     }
 
-    /// Returns user and job of a task. An unknown task belongs to the own user and is its own job.
+    /// Returns the user and the job of a task. An unknown task belongs to the default user and is
+    /// its own job.
     pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
         self.tasks
             .get(&tid)
@@ -618,7 +625,7 @@ impl Model {
                 self.task_ended(*tid);
             }
             EventKind::Restarted { tasks, .. } => {
-                // These tasks had ended and run again. A fresh list describes them.
+                // These tasks had ended and have been restarted. A new task list describes them.
                 tasks.iter().for_each(|(tid, _)| self.ended.forget(*tid));
                 self.stale = true;
             }
@@ -666,8 +673,8 @@ impl Model {
         }
     }
 
-    /// Applies a load watcher's report. Returns an event to record if the owner came or left, or if
-    /// the host was closed or opened.
+    /// Applies a load watcher's report. Returns an event to record if the report changes whether
+    /// the host accepts guests, or the kind of reason why not.
     pub fn report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
         let own = self.guests_on(id);
@@ -702,8 +709,8 @@ impl Model {
         Some(reports::came_or_went(&was, report))
     }
 
-    /// Returns the input of decisions as of `now`. The cost depends on what has changed since the
-    /// last call.
+    /// Brings the input of the decisions up to date as of `now` and returns it. The computing time
+    /// depends on the number of hosts changed since the last call.
     pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
         for id in std::mem::take(&mut self.touched) {
             self.maybe_clean.insert(id);
@@ -729,8 +736,8 @@ impl Model {
         &self.view
     }
 
-    /// Updates which tasks of a host migrate. The target of a migration expects a guest until the
-    /// migration is over.
+    /// Updates the set of migrating tasks for the tasks of one host. The targets of these
+    /// migrations must be checked for guests again.
     fn know_moving(&mut self, id: HostId) {
         for tid in self.on.get(&id).into_iter().flatten() {
             match self.tasks.get(tid).and_then(|task| task.moving) {
@@ -744,11 +751,11 @@ impl Model {
         }
     }
 
-    /// True if a fresh host table and task list are needed: entries of the event log were missed,
-    /// or a migration has been silent for too long.
+    /// True if a new host table and task list are needed, because entries of the event log were
+    /// missed or no news of a migration arrived for [`MOVE_SILENT_MAX`].
     pub fn is_stale(&self, now: Micros) -> bool {
-        // There are few migrations. Those that have just begun are not in `moving` yet, and are not
-        // silent.
+        // Few tasks migrate at a time. A migration that has just begun may be missing in `moving`,
+        // but its timeout has not expired either.
         let silent = |tid: &Tid| {
             self.tasks
                 .get(tid)
@@ -816,7 +823,7 @@ impl Task {
     }
 }
 
-/// True for tasks that cannot migrate or that serve their host: started from a command line,
+/// True for tasks that cannot migrate or that serve their host: tasks started from a command line,
 /// resource managers, hosters, taskers, load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
     flags & TASK_FORKED == 0 || flags & TASK_SERVICE_FLAGS != 0 || is_load_watcher(name)

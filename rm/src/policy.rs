@@ -24,7 +24,7 @@ use thiserror::Error;
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum waiting time of a spawn, in seconds: a week.
 pub const WAIT_S_MAX: u64 = 604_800;
-/// Margins that are accepted.
+/// Range of valid margins.
 const MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 
 /// The policy in force.
@@ -32,12 +32,13 @@ const MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 pub struct Conduct {
     /// How new tasks are distributed over the hosts.
     pub placing: Policy,
-    /// Rebalance running tasks by load.
+    /// True if running tasks are rebalanced by load.
     pub balance: bool,
-    /// Minimum gain of such a migration, as a multiple of its cost.
+    /// Minimum gain of a rebalancing migration, as a multiple of its cost.
     pub margin: f64,
     pub rules: Rules,
-    /// Suspend tasks of users with a high index while a spawn of a user with a low index waits.
+    /// True if tasks of users with a high index are suspended while a request of a user with a low
+    /// index waits.
     pub give_way: bool,
 }
 
@@ -120,15 +121,16 @@ struct File {
 }
 
 impl Conduct {
-    /// Returns this policy with the settings of a file. `file`: name of the file, for errors.
+    /// Returns this policy with the settings of a file applied. `file`: name of the file, for
+    /// errors.
     ///
     /// # Errors
-    /// The first error, with its line. None of the file's settings is applied then.
+    /// The first error in the file, with its line. No setting of the file is applied then.
     pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<Conduct, PolicyError> {
         let content = content.as_ref();
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
-            // The text before the invalid byte, for the line number.
+            // The text before the invalid byte determines the line number.
             Err(error) => (
                 std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(),
                 false,
@@ -202,7 +204,7 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
-    /// A file changes the settings that it names, and no others.
+    /// A file changes only the settings that it names.
     #[test]
     fn file_changes_only_the_keys_it_names() {
         let rules = Rules {

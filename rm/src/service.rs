@@ -1,5 +1,6 @@
-//! The loop of the resource manager: receives messages and sends orders. Decisions are made in
-//! [`crate::decide`]; the state is in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
+//! The main loop of the resource manager: receives messages, calls the decision functions of
+//! [`crate::decide`], and sends the resulting orders. The state is in [`crate::model`],
+//! [`crate::spawns`] and [`crate::watchers`].
 
 mod drain;
 mod grants;
@@ -49,52 +50,54 @@ pub const TAG_TASK_EXIT: i32 = 2;
 pub const TAG_HOST_ADD: i32 = 3;
 /// Tag of notifications that a host has left.
 pub const TAG_HOST_DELETE: i32 = 4;
-/// Tag of load reports.
+/// Tag of reports from load watchers.
 pub const TAG_LOAD: i32 = 5;
 
-/// Tag of the policy file's content. The own process sends it when the file has changed.
+/// Tag of a message with the content of the policy file. The thread that follows the file sends it
+/// when the file has changed.
 pub const TAG_POLICY: i32 = 6;
 
 /// Maximum time between two checks of the deadlines.
 const WAIT_MAX: Micros = Micros::from_secs(5);
-/// Maximum number of task reports that are processed before decisions follow.
+/// Maximum number of task reports that are processed before decisions are made.
 const NEWS_AT_ONCE: usize = 64;
 /// Minimum interval between two requests for lists of hosts and tasks.
 const REFRESH_PAUSE: Micros = Micros::from_secs(1);
 /// Interval between two rebalancing decisions.
 pub const BALANCE_PAUSE: Micros = Micros::from_secs(10);
-/// Delay of a rebalancing decision after the end of a task, which may leave a processor idle. Tasks
-/// that end within it are handled together.
+/// Delay of a rebalancing decision after the end of a task, which may make a processor idle. One
+/// decision follows for all tasks that end within this delay.
 pub const BALANCE_PAUSE_AFTER_END: Micros = Micros::from_secs(1);
 const SIGKILL: i32 = 9;
 
 /// Configuration of the resource manager.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Policy of the command line.
+    /// Policy in force: that of the command line, until a policy file is applied.
     pub conduct: Conduct,
-    /// Policy of the command line, without the policy file's settings.
+    /// Policy of the command line without settings from a policy file. Each content of the policy
+    /// file is applied to it.
     pub given: Conduct,
     /// Name of the policy file, for messages.
     pub policy_file: String,
-    /// Content of the policy file at the start, or why it cannot be read. It takes precedence over
-    /// `conduct`. `None`: there is no file.
+    /// Content of the policy file at the start, or the reason why it cannot be read. `None` if
+    /// there is no policy file. It takes precedence over `conduct`.
     pub policy_read: Option<Result<Vec<u8>, String>>,
-    /// Start a load watcher on every host.
+    /// True if a load watcher is started on every host.
     pub watchers: bool,
     pub labels: Labels,
     /// Available external choosers; pvm-rm itself contains none.
     pub choices: Choices,
-    /// Where the history is stored; `None`: it is not stored.
+    /// Database of the history; `None` if the history is not stored.
     pub shelf: Option<Shelf>,
-    /// User of tasks about which nothing else is known: the own user.
+    /// User to whom tasks belong if their user is not known: the user of the resource manager.
     pub user: u32,
 }
 
 /// Why the service did not start, or why it ended.
 #[derive(Debug, Error)]
 pub enum ServiceError {
-    /// Another resource manager is registered.
+    /// Another resource manager is registered, with this tid.
     #[error(
         "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
     )]
@@ -110,14 +113,14 @@ pub enum ServiceError {
         "{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}"
     )]
     NoPolicy {
-        /// The argument that was taken for the file's name.
+        /// The command-line argument that was interpreted as the file's name.
         file: String,
         why: String,
     },
     /// The daemon refused the registration.
     #[error("registering as resource manager: {0}")]
     Refused(Error),
-    /// Another resource manager has taken over.
+    /// The resource manager with this tid has taken over.
     #[error("resource manager {0} has taken over; this one ends")]
     Replaced(Tid),
     /// The daemon is gone.
@@ -134,13 +137,13 @@ pub struct Service<V> {
     spawns: Spawns,
     grants: Grants,
     watchers: Watchers,
-    /// Something has changed on which evictions may depend.
+    /// True if something that evictions depend on has changed since the last decision.
     changed: bool,
-    /// When to decide about evictions again even if nothing changes.
+    /// Time of the next eviction decision if nothing changes before.
     again: Option<Micros>,
-    /// When the next rebalancing decision is due.
+    /// Time of the next rebalancing decision; `None` if the policy does not rebalance.
     balance_at: Option<Micros>,
-    /// Earliest time for the next request for lists.
+    /// Earliest time of the next request for the lists of hosts and tasks.
     refresh_at: Micros,
     hosts_changed: bool,
     memory: Memory,
@@ -151,13 +154,14 @@ pub struct Service<V> {
     recorder: Option<Recorder>,
 }
 
-/// True for a load watcher of an earlier resource manager that can be asked to report here.
+/// True for a load watcher that an earlier resource manager started and that can be asked to report
+/// to this one.
 fn is_left_watcher(task: &TaskInfo) -> bool {
     let serving = TASK_FORKED | TASK_CONNECTED;
     is_load_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
-/// True for daemons' reports about tasks, as opposed to requests.
+/// True for messages in which daemons report about tasks. Requests are not among them.
 fn is_news(message: &Message) -> bool {
     let tag = message.tag;
     message.src.is_daemon()
@@ -186,13 +190,14 @@ impl<V: VmApi> Service<V> {
         if let Some(other) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other.tid));
         }
-        // A registered resource manager must answer requests immediately, and opening the history
-        // may take a while.
+        // A registered resource manager must answer requests immediately, but opening the history
+        // may be slow. So the history is opened before the registration.
         let (mut ledger, mut notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
         notes.extend(options.begin(&mut ledger.books)?);
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
-            // The other one registered between our query and our registration: it was first.
+            // The other resource manager registered after this one had asked for it and before this
+            // one registered. The other one stays.
             let mut body = Packer::new(Encoding::Xdr);
             body.int(previous.raw());
             vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
@@ -337,7 +342,8 @@ impl<V: VmApi> Service<V> {
         match message.tag {
             SM_SPAWN => self.spawn(message),
             SM_SCHED => self.refuse(message, PvmError::Denied),
-            // The daemons serve these requests. A task that sends one here must not wait forever.
+            // Daemons serve these requests. A task that sends one to the resource manager gets an
+            // error, so that it does not wait forever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
                 self.refuse(message, PvmError::NotImpl)
             }
@@ -484,7 +490,7 @@ impl<V: VmApi> Service<V> {
                 self.model.task_started(now, tid, host, true);
             }
         } else if !self.spawns.ack(now, message.wid, started.clone()) {
-            // A process that joined without a spawn.
+            // The sender is a process that joined without a spawn.
             let host = message.src.birth_host().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
                 self.model.task_started(now, tid, host, true);
@@ -541,7 +547,7 @@ impl<V: VmApi> Service<V> {
         grants.keep(|tid| model.knows(tid));
     }
 
-    /// Requests fresh lists of hosts and tasks.
+    /// Requests new lists of hosts and tasks.
     fn refresh(&mut self) -> Result<(), Error> {
         self.refresh_at = self.vm.now() + REFRESH_PAUSE;
         self.refresh_hosts()?;
@@ -606,14 +612,14 @@ impl<V: VmApi> Service<V> {
             self.balance(now);
         }
         let share_due = self.share_due().is_some_and(|at| at <= now);
-        // External load changes without an event.
+        // Rebalancing also checks at an interval, because external load changes without an event.
         if changed || share_due {
             self.spawns.try_waiting(now);
         }
         self.spawns.tick(now);
         self.place(now);
         self.keep_suspended();
-        // Requests that have just begun to wait profit immediately.
+        // A request that has just begun to wait benefits from preempted tasks immediately.
         if self.share_due().is_some_and(|at| at <= now) && self.share(now) {
             self.spawns.try_waiting(now);
             self.place(now);
@@ -642,7 +648,7 @@ impl<V: VmApi> Service<V> {
             // Tasks that were just placed do not run yet, but they occupy their hosts.
             self.model.set_starting(self.spawns.starting());
             let snapshot = self.model.snapshot(now);
-            // A policy that names an unknown chooser was not applied.
+            // A policy with an unknown chooser is never applied, so the lookup does not fail.
             let choice = self.options.choices.of(snapshot.policy).unwrap_or_default();
             let rotation = self.spawns.place(now, snapshot, choice);
             self.model.set_rotation(rotation);
@@ -663,8 +669,8 @@ impl<V: VmApi> Service<V> {
                 step.cause.clone(),
                 None,
             ) {
-                // The next best target is tried with the updated model. Each failure leaves a
-                // target or the task out.
+                // Decide again immediately with the updated model: it excludes the failed target,
+                // or the task.
                 self.again = Some(now);
             }
         }
@@ -760,7 +766,7 @@ impl<V: VmApi> Service<V> {
                 self.standing.task_began();
                 self.changed = true;
             }
-            // The task may have ended already; then there is nothing to do.
+            // The signal fails if the task has ended already. Then nothing must be done.
             spawns::Output::End { tid } => drop(self.vm.signal(tid, SIGKILL)),
             spawns::Output::Record(event) => self.record(event),
             spawns::Output::Decided(what) => self.memory.ledger.books.decided(self.vm.wall(), what),

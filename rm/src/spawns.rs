@@ -1,14 +1,15 @@
-//! Spawn requests that are being carried out: placed, sent to the hosts, acknowledged, answered.
-//! Pure; the service carries out the output of [`Spawns::poll`].
+//! Spawn requests that are being carried out. A request is placed, its orders are sent to the
+//! hosts, the hosts acknowledge them, and the request is answered. Pure; the service carries out
+//! the output of [`Spawns::poll`].
 //!
 //! No request waits forever. If a host is lost or does not acknowledge in time, its tasks are
-//! placed elsewhere (unless the request names the place), and tasks that it starts too late are
-//! terminated. Single failures are handled as in PVM: a program that is not found on a host fails
-//! for all tasks of that host.
+//! placed on other hosts, unless the request names the host. Tasks that such a host starts too late
+//! are terminated. A failure on one host is handled as in PVM: if a program is not found there, all
+//! tasks of that host fail.
 //!
 //! A request that finds no free host, or that exceeds a limit, may wait for a time that the
-//! administrator sets. Whenever something changes, waiting requests are tried again, in the order
-//! of the Up-Down scheme.
+//! administrator sets. After every change, waiting requests are retried in the order of the Up-Down
+//! scheme.
 
 pub mod refusals;
 mod waits;
@@ -35,18 +36,20 @@ pub use crate::decide::SPAWN_TASKS_MAX;
 pub const SPAWNS_OPEN_MAX: usize = 1024;
 /// Timeout for a host's acknowledgement of an order.
 pub const EXEC_TIME_MAX: Micros = Micros::from_secs(20);
-/// Time that a request may take. Tasks that have not started by then have failed.
+/// Timeout of a request, in addition to its waiting time. Tasks that have not started by then have
+/// failed.
 pub const SPAWN_TIME_MAX: Micros = Micros::from_secs(60);
-/// Time for which a host that declined tasks of a request is not asked again for it. Meanwhile the
-/// load watcher's report arrives here, too.
+/// Time for which a host that declined tasks of a request gets no other task of that request. The
+/// load watcher's report, which explains the refusal, arrives within this time.
 const DECLINED_SPAN: Micros = Micros::from_secs(5);
-/// Maximum number of placement attempts that are remembered per request. Beyond it, the second one
-/// is dropped for each new one.
+/// Maximum number of placement attempts that are recorded per request. Beyond it, the second oldest
+/// attempt is dropped, so that the first one is kept.
 const SEARCHES_MAX: usize = 2 * ATTEMPTS_MAX;
-/// Maximum number of abandoned orders whose late acknowledgement is recognized.
+/// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
+/// acknowledgement.
 const LATE_MAX: usize = 4096;
 
-/// Id of an order to one host.
+/// Identifies an order to one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OrderId(u64);
 
@@ -61,12 +64,12 @@ pub struct Incoming {
     pub user: u32,
     pub job: Tid,
     pub request: SpawnRequest,
-    /// Time that the request has already waited under an earlier resource manager.
+    /// Time for which the request had already waited at an earlier resource manager.
     pub waited: Micros,
 }
 
 impl Incoming {
-    /// Returns the output that records the result in the history.
+    /// Returns the output that records the result of the request in the history.
     fn decided(
         &self,
         started: Vec<(Tid, String)>,
@@ -89,7 +92,7 @@ impl Incoming {
         })
     }
 
-    /// Returns the event for a request of which nothing was started.
+    /// Returns the event for a request that failed before any task was started.
     fn not_started(&self, error: PvmError, why: &str) -> EventKind {
         EventKind::Note {
             text: format!(
@@ -100,7 +103,7 @@ impl Incoming {
     }
 }
 
-/// Action for the service.
+/// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
     /// Send an order to a host, then call [`Spawns::sent`].
@@ -110,16 +113,17 @@ pub enum Output {
         /// Parent of the new tasks.
         parent: Tid,
         request: SpawnRequest,
-        /// Memory promised to all of these tasks together, in bytes.
+        /// Memory in bytes that all of these tasks need in total.
         memory: u64,
     },
-    /// Notify a task that its request waits for a host, or stops waiting. While it waits nothing of
-    /// it has started, so the task may repeat it to another resource manager.
+    /// Notify the requesting task that its request waits for a host, or that it stops waiting. None
+    /// of its tasks has started while it waits, so the task may send the request again to another
+    /// resource manager.
     Waits {
         to: Tid,
         /// Wait id of the request.
         wid: i32,
-        /// How long the request has waited; `None`: it stops waiting.
+        /// Time for which the request has waited; `None` if it stops waiting.
         waited: Option<Micros>,
     },
     /// Send the answer to a request.
@@ -129,21 +133,22 @@ pub enum Output {
         wid: i32,
         body: Bytes,
     },
-    /// A request was answered with all its tasks by the first attempt, without waiting.
+    /// All tasks of a request were started by its first placement, without waiting.
     Answered(Incoming),
     /// A task runs on a host.
     Started {
         tid: Tid,
         host: HostId,
-        /// The request named the host.
+        /// True if the request named the host.
         named: bool,
-        /// The request pins the task to its host.
+        /// True if the request pins the task to its host.
         pinned: bool,
         /// Constraints of the request.
         wants: Wants,
         /// User and job of the requesting task.
         by: (u32, Tid),
-        /// The requesting task is the parent, so the new task belongs to its job.
+        /// True if the requesting task is the new task's parent, so that the new task belongs to
+        /// the same job.
         child: bool,
     },
     /// Terminate a task that was started too late for its request.
@@ -170,20 +175,20 @@ struct Spawn {
     began: Micros,
     /// When the request was last placed or refused.
     placed: Micros,
-    /// Until then the request may wait for a host.
+    /// Time until which the request may wait for a host.
     wait_until: Micros,
-    /// The requesting task was notified that the request waits.
+    /// True if the requesting task was notified that its request waits.
     told: bool,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost: Vec<HostId>,
-    /// Hosts that declined its tasks, and when they may be asked again.
+    /// Hosts that declined tasks of this request, with the time from which they may be used again.
     declined: BTreeMap<HostId, Micros>,
     attempts: Vec<PlacementAttempt>,
-    /// Why the request waits.
+    /// Reason why the request waits, for users.
     waits_for: String,
-    /// Names of the chosen hosts.
+    /// Names of the hosts chosen for tasks of this request.
     names: BTreeMap<HostId, String>,
 }
 
@@ -196,7 +201,7 @@ struct Order {
     wid: Option<i32>,
 }
 
-/// All pending requests, with users and limits.
+/// All pending spawn requests, the task limits, and the Up-Down state of the users.
 #[derive(Debug)]
 pub struct Spawns {
     last: u64,
@@ -209,9 +214,9 @@ pub struct Spawns {
     fair: Fair,
     /// Requests that wait for a host.
     waiting: BTreeSet<u64>,
-    /// Reservation for one of the waiting requests.
+    /// Reservation for a waiting request, if there is one.
     kept: Option<Kept>,
-    /// User and job of each running task that was started here.
+    /// User and job of each running task that counts against the limits.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
     /// Suspended tasks with their users. They count against limits but hold no processor.
@@ -219,10 +224,11 @@ pub struct Spawns {
     refusals: Refusals,
 }
 
-/// How long requests may wait, and how many tasks are allowed.
+/// Waiting time of requests, and limits on the number of tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
-    /// How long a request may wait for a free host. Zero: it is refused immediately.
+    /// Maximum time for which a request may wait for a free host. Zero: a request that finds no
+    /// host is refused immediately.
     pub wait: Micros,
     pub limits: Limits,
 }
@@ -253,8 +259,8 @@ impl Spawns {
         }
     }
 
-    /// Replaces the rules. Requests that wait already keep their waiting time, unless waiting has
-    /// become useless.
+    /// Replaces the rules. The new waiting time applies to new requests only; new limits apply to
+    /// waiting requests, too.
     pub fn set_rules(&mut self, rules: Rules) {
         self.rules = rules;
     }
@@ -300,13 +306,13 @@ impl Spawns {
         self.open.insert(self.last, spawn);
     }
 
-    /// True if [`Spawns::place`] has something to place.
+    /// True if a request is queued for [`Spawns::place`].
     pub fn wants_place(&self) -> bool {
         !self.to_place.is_empty()
     }
 
     /// Places the first request in the queue. `choice`: external chooser, if the policy names one.
-    /// Returns the new round-robin position.
+    /// Returns the host after which the next round-robin placement starts.
     pub fn place(
         &mut self,
         now: Micros,
@@ -432,7 +438,7 @@ impl Spawns {
         }
     }
 
-    /// Records that a task was suspended or resumed.
+    /// Records that a task was suspended or resumed. A suspended task holds no processor.
     pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
         let Some((user, _)) = self.tasks.get(&tid) else {
             return;
@@ -444,7 +450,7 @@ impl Spawns {
         }
     }
 
-    /// Returns the number of pending requests of a job, except those of the task `but`.
+    /// Returns the number of pending requests of a job. Requests of the task `but` do not count.
     pub fn starting_for(&self, job: Tid, but: Tid) -> usize {
         self.open
             .values()
@@ -457,7 +463,7 @@ impl Spawns {
         self.orders.values().map(|order| order.host).collect()
     }
 
-    /// Returns the number of tasks that are being started on each host.
+    /// Returns the number of tasks that are being started, by host. Pinned tasks do not count.
     pub fn starting(&self) -> BTreeMap<HostId, u32> {
         let mut starting = BTreeMap::new();
         let is_load = |order: &&Order| {
@@ -471,7 +477,7 @@ impl Spawns {
         starting
     }
 
-    /// True for a task that counts against the limits.
+    /// True if the task counts against the limits.
     pub fn counts(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
     }
@@ -481,13 +487,12 @@ impl Spawns {
         &self.fair
     }
 
-    /// Restores a user's index as it was `ago`.
+    /// Restores a user's index from the history. `ago`: time since it was stored.
     pub fn recall_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
         self.fair.recall(now, user, index, ago);
     }
 
-    /// Stops counting tasks that are not known. They may have ended unnoticed, with a host or while
-    /// events were missed.
+    /// Removes tasks for which `is_known` is false from the limits. Their end may have been missed.
     pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
         let gone: Vec<Tid> = self
             .tasks
@@ -498,7 +503,7 @@ impl Spawns {
         gone.into_iter().for_each(|tid| self.task_ended(now, tid));
     }
 
-    /// Records the end of a task: its processor is free, and its waiting requests are dropped.
+    /// Records the end of a task: releases its processor, and drops its waiting requests.
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
             if self.suspended.remove(&tid).is_none() {
@@ -524,18 +529,19 @@ impl Spawns {
         }
     }
 
-    /// Records that an order was sent with this wait id, or could not be sent (`None`).
+    /// Records the wait id of an order that was sent; `None` if it could not be sent.
     pub fn sent(&mut self, order: OrderId, wid: Option<i32>) {
         match (self.orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
             (Some(_), None) => self.give_up(order),
-            // The order was abandoned before; the tasks that it starts are terminated.
+            // The order was abandoned before it was sent. The tasks that it starts must be
+            // terminated.
             (None, Some(wid)) => self.late.put(wid),
             (None, None) => {}
         }
     }
 
-    /// Handles a host's acknowledgement. False if the wait id is unknown.
+    /// Handles a host's acknowledgement of an order. False if no order has this wait id.
     pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
         let found = self
             .orders
@@ -586,7 +592,7 @@ impl Spawns {
         true
     }
 
-    /// Places tasks elsewhere that were to start on a lost host.
+    /// Handles the loss of a host: tasks that were to start there are placed on other hosts.
     pub fn host_gone(&mut self, host: HostId) {
         let lost: Vec<OrderId> = self
             .orders
@@ -597,7 +603,7 @@ impl Spawns {
         lost.into_iter().for_each(|order| self.give_up(order));
     }
 
-    /// Abandons orders and requests that have taken too long.
+    /// Abandons orders and requests whose timeout has expired.
     pub fn tick(&mut self, now: Micros) {
         let slow: Vec<OrderId> = self
             .orders
@@ -655,7 +661,8 @@ impl Spawns {
         self.out.pop_front()
     }
 
-    /// Abandons an order whose host does not answer.
+    /// Abandons an order that its host has not acknowledged in time. Its tasks are placed on other
+    /// hosts, or fail if the request names the host.
     fn give_up(&mut self, order: OrderId) {
         let Some(order) = self.orders.remove(&order) else {
             return;
@@ -750,8 +757,8 @@ impl Spawns {
         self.out.extend(answered);
     }
 
-    /// Records tasks that a grant started, without a request here. Their daemon has reported them
-    /// to the event log.
+    /// Records tasks that were started by a grant, for which no request arrived here. Their daemon
+    /// has reported their start to the event log.
     pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: PlacementAttempt) {
         self.out.extend(
             started
@@ -780,8 +787,9 @@ impl Spawns {
 }
 
 impl Spawn {
-    /// True if tasks that one host declined may be tried on other hosts. Tasks that must share a
-    /// host, or that are limited per host, may only while none of them has a host.
+    /// True if tasks that a host declined may be placed on other hosts. Tasks that must share a
+    /// host, or whose number per host is limited, may be only if all tasks of the request were
+    /// declined.
     fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
         if self.from.request.has_fixed_place() || !results.contains(&Err(GUEST_REFUSED)) {
             return false;
@@ -794,7 +802,7 @@ impl Spawn {
     }
 }
 
-/// Adds an attempt. Beyond the maximum, the second one is dropped.
+/// Adds an attempt. If there are too many, drops the second oldest one.
 fn searched(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
     if attempts.len() > SEARCHES_MAX {
@@ -802,7 +810,7 @@ fn searched(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     }
 }
 
-/// Returns the action for a started task of this request.
+/// Returns the output that reports a task of this request as started.
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
     let (named, pinned) = (
@@ -821,7 +829,7 @@ fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     }
 }
 
-/// Returns the number of tasks that a user and a job have, including suspended ones.
+/// Returns the number of tasks of a user, and the number of tasks of a job. Suspended tasks count.
 fn held(
     fair: &Fair,
     suspended: &BTreeMap<Tid, u32>,

@@ -17,7 +17,7 @@ use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A host with `index` processors and `index` gigabytes of memory.
+/// Returns a host with `index` processors and `index` gigabytes of memory.
 fn host(index: u16) -> HostView {
     idle(index, u32::from(index), u64::from(index) << 30)
 }
@@ -54,7 +54,7 @@ fn indices(placement: &Placement) -> Vec<u16> {
         .collect()
 }
 
-/// Constraints restrict the hosts under every policy.
+/// Constraints restrict the hosts under every placement policy.
 #[test]
 fn constraints_apply_under_every_policy() {
     let mut snapshot = pool(5);
@@ -86,7 +86,7 @@ fn constraints_apply_under_every_policy() {
     }
 }
 
-/// A request that cannot be met reports which condition excludes which hosts.
+/// If no host meets the constraints, the explanation states which condition excludes which hosts.
 #[test]
 fn unmeetable_request_lists_exclusions() {
     let mut snapshot = pool(4);
@@ -113,7 +113,7 @@ fn unmeetable_request_lists_exclusions() {
     assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
 }
 
-/// A constraint that cannot be parsed places nothing, and the error names it.
+/// If a constraint cannot be parsed, no task is placed, and the error names the invalid part.
 #[test]
 fn invalid_constraint_places_nothing() {
     let placement = placed(&pool(2), &request("?memory >= much", 2));
@@ -124,7 +124,7 @@ fn invalid_constraint_places_nothing() {
     );
 }
 
-/// Spread and memory constraints limit the tasks on one host.
+/// Spread and memory constraints limit the number of tasks per host.
 #[test]
 fn spread_and_memory_limit_tasks_per_host() {
     let snapshot = pool(3);
@@ -140,7 +140,7 @@ fn spread_and_memory_limit_tasks_per_host() {
         "{}",
         short.sentence(&snapshot)
     );
-    // Six tasks of one gigabyte each fit on hosts with one, two and three gigabytes.
+    // Six tasks of one gigabyte each fit on three hosts with one, two and three gigabytes.
     let mut where_to = indices(&placed(&snapshot, &request("?memory >= 1G", 7)));
     where_to.sort_unstable();
     assert_eq!(where_to, [0, 1, 2, 2, 3, 3, 3]);
@@ -148,7 +148,7 @@ fn spread_and_memory_limit_tasks_per_host() {
     assert_eq!(together.hosts, [Err(PvmError::OutOfRes); 4]);
 }
 
-/// Constraints do not change the documented meaning of a spawn's place.
+/// Constraints in `where` do not change the documented meaning of its other parts.
 #[test]
 fn constraints_keep_meaning_of_plain_places() {
     let snapshot = pool(3);
@@ -167,7 +167,7 @@ fn constraints_keep_meaning_of_plain_places() {
     assert_eq!(of(0, "anything at all"), [3]);
 }
 
-/// A host without memory to spare comes last.
+/// A host with too little free memory is used only after all others.
 #[test]
 fn host_without_spare_memory_comes_last() {
     let mut snapshot = pool(2);
@@ -181,7 +181,7 @@ fn host_without_spare_memory_comes_last() {
     );
 }
 
-/// An expired sample meets no constraint on memory or processors.
+/// A host with an expired sample meets no constraint on memory or idle processors.
 #[test]
 fn expired_sample_meets_no_numeric_constraint() {
     for text in [
@@ -209,7 +209,7 @@ fn expired_sample_meets_no_numeric_constraint() {
     }
 }
 
-/// A host that is throttled by a limit does not count as idle.
+/// A host that is throttled by a processor limit does not count as idle.
 #[test]
 fn throttled_host_does_not_count_as_idle() {
     let mut snapshot = pool(2);
@@ -230,7 +230,7 @@ fn throttled_host_does_not_count_as_idle() {
     assert_eq!(indices(&placed(&snapshot, &request("", 3))), [1, 1, 1]);
 }
 
-/// A near host is preferred to a slightly better one in another network.
+/// A host near the peers is preferred to a slightly better one in another network.
 #[test]
 fn near_host_beats_slightly_better_far_one() {
     let mut snapshot = pool(3);
@@ -274,7 +274,7 @@ fn near_host_beats_slightly_better_far_one() {
     assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
 }
 
-/// Records a migration of a gigabyte between two hosts that took this time.
+/// Records the migration of a gigabyte between two hosts in `seconds` seconds.
 fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
     let way = Some(Way::between(&snapshot.hosts[from], &snapshot.hosts[to]));
     let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
@@ -289,7 +289,7 @@ fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
     });
 }
 
-/// The penalty for another network follows the transfer times of earlier migrations.
+/// The weight of a host in another network follows the transfer times of earlier migrations.
 #[test]
 fn network_distance_is_learned_from_migrations() {
     let chosen = |over: Option<u64>| {
@@ -328,7 +328,7 @@ fn network_distance_is_learned_from_migrations() {
     );
 }
 
-/// A batch system that has reserved slots on hosts.
+/// A chooser for a batch system with reserved slots, as (host name, number of slots).
 struct Reserved(Vec<(&'static str, usize)>);
 
 impl Choice for Reserved {
@@ -355,7 +355,7 @@ impl Choice for Reserved {
     }
 }
 
-/// An external chooser may choose hosts, and its choice is checked.
+/// The selection of an external chooser is used and checked.
 #[test]
 fn external_choice_is_checked() {
     let snapshot = pool(3);
@@ -442,8 +442,8 @@ fn many() -> impl Strategy<Value = Vec<HostView>> {
 }
 
 proptest! {
-    /// An index that is updated change by change and one that is built from scratch decide equally,
-    /// and so does a scan of all hosts.
+    /// The decisions are the same with an index that is updated change by change, with a new index,
+    /// and with a scan of all hosts.
     #[test]
     fn updated_index_decides_like_a_new_one(
         before in many(), after in many(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
@@ -480,8 +480,8 @@ proptest! {
         let (mut kept, mut anew) = (kept, anew);
         for snapshot in [&mut kept, &mut anew] {
             for (i, host) in snapshot.hosts.iter_mut().enumerate() {
-                // Owners are present on all but a few hosts, so that many kinds of guests have no
-                // target and some have one.
+                // Owners are present on most hosts, so that many classes of guests have no target
+                // and some have one.
                 if i % 50 != 7 {
                     host.owner = Owner::Present { why: "alice".into() };
                 }
@@ -491,7 +491,8 @@ proptest! {
         prop_assert_eq!(moves(&kept), moves(&anew));
     }
 
-    /// Every host that gets a task meets the conditions, and no host gets more tasks than it may.
+    /// Every host that gets a task meets the constraints, and no host gets more tasks than its
+    /// capacity.
     #[test]
     fn placed_tasks_meet_the_conditions(
         hosts in many(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,

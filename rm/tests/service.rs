@@ -56,7 +56,7 @@ fn ended(tid: Tid) -> EventKind {
     }
 }
 
-/// A spawn is placed, started, acknowledged and answered under its wait id.
+/// A spawn is placed, started, acknowledged and answered; the answer carries its wait id.
 #[test]
 fn spawn_is_placed_started_and_answered() {
     let vm = world(3);
@@ -99,7 +99,7 @@ fn spawn_is_placed_started_and_answered() {
     assert!(why.contains("largest share of a processor"), "{why}");
 }
 
-/// A missing program fails all tasks on that host.
+/// If the program is missing on a host, all tasks on that host fail.
 #[test]
 fn missing_program_fails_tasks_of_its_host() {
     let vm = world(2);
@@ -116,7 +116,7 @@ fn missing_program_fails_tasks_of_its_host() {
     );
 }
 
-/// Tasks on a host that is lost meanwhile are started elsewhere.
+/// If a host is lost while tasks are being started on it, these tasks are started on other hosts.
 #[test]
 fn tasks_of_lost_host_start_elsewhere() {
     let vm = world(3);
@@ -145,7 +145,7 @@ fn tasks_of_lost_host_start_elsewhere() {
     );
 }
 
-/// The loss of a named host fails the spawn.
+/// If a spawn names a host that is lost, the spawn fails.
 #[test]
 fn losing_named_host_fails_spawn() {
     let vm = world(2);
@@ -175,7 +175,8 @@ fn losing_named_host_fails_spawn() {
     assert!(bed.world().notes()[0].starts_with("worker was not started for t40002: Host failed"));
 }
 
-/// A start that a host does not acknowledge is abandoned, and tasks it starts late are killed.
+/// An order that a host does not acknowledge is abandoned. Tasks that the host starts later are
+/// killed.
 #[test]
 fn unacknowledged_start_is_abandoned() {
     let vm = world(2);
@@ -223,7 +224,7 @@ fn every_spawn_is_answered_without_acknowledgements() {
     assert_eq!(bed.world().answer(4), Some(Err(PvmError::OutOfRes)));
 }
 
-/// A second resource manager is refused, and the first one stays.
+/// A second resource manager is refused, and the first one stays registered.
 #[test]
 fn second_resource_manager_is_refused() {
     let vm = world(1);
@@ -243,7 +244,8 @@ fn second_resource_manager_is_refused() {
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
 }
 
-/// A resource manager that registered at the same moment gets its registration back.
+/// If two resource managers register at the same moment, the one that was registered first is
+/// registered again.
 #[test]
 fn concurrent_registration_is_handed_back() {
     let vm = world(1);
@@ -261,7 +263,8 @@ fn concurrent_registration_is_handed_back() {
     );
 }
 
-/// A dead predecessor is no obstacle, and a successor ends this resource manager.
+/// A predecessor that has ended does not prevent the start, and a successor ends this resource
+/// manager.
 #[test]
 fn dead_predecessor_and_successor_are_handled() {
     let vm = world(1);
@@ -340,7 +343,7 @@ fn dying_watcher_restarts_back_off() {
     );
 }
 
-/// A silent load watcher is replaced, and a missing program is reported once.
+/// A silent load watcher is replaced. A missing load watcher program is reported once.
 #[test]
 fn silent_watcher_is_replaced() {
     let vm = world(1);
@@ -364,7 +367,7 @@ fn silent_watcher_is_replaced() {
     );
 }
 
-/// A load watcher of an earlier resource manager is adopted, and a silent one is replaced.
+/// A load watcher of an earlier resource manager is adopted, or replaced if it is silent.
 #[test]
 fn watcher_of_predecessor_is_adopted() {
     let vm = world(3);
@@ -421,7 +424,7 @@ fn watcher_of_predecessor_is_adopted() {
     assert_eq!(hosts(&mut bed), [h(2)]);
 }
 
-/// A load watcher that a host has started is adopted, and a second one is killed.
+/// A load watcher that was started by its host is adopted, and a second one on the host is killed.
 #[test]
 fn watcher_started_by_host_is_adopted() {
     let vm = world(1);
@@ -466,7 +469,7 @@ fn watcher_started_by_host_is_adopted() {
     );
 }
 
-/// A report counts only if it comes from the load watcher of that host.
+/// A report is accepted only from the load watcher of the reported host.
 #[test]
 fn reports_of_other_tasks_are_ignored() {
     let vm = world(2);
@@ -481,7 +484,7 @@ fn reports_of_other_tasks_are_ignored() {
     assert!(bed.world().records.is_empty());
 }
 
-/// The first report of a load watcher may arrive before its start is acknowledged.
+/// The first report of a load watcher is accepted even before its start is acknowledged.
 #[test]
 fn first_report_may_precede_acknowledgement() {
     let vm = world(1);
@@ -506,7 +509,8 @@ fn first_report_may_precede_acknowledgement() {
     assert!(bed.world().killed.is_empty());
 }
 
-/// Three hosts; two tasks on h2 that started before the resource manager.
+/// Returns a service with three hosts, and two tasks on h2 that were started before the resource
+/// manager.
 fn two_tasks_on_h2() -> Bed {
     let vm = world(3);
     vm.0.borrow_mut()
@@ -518,13 +522,14 @@ fn two_tasks_on_h2() -> Bed {
     Bed::quiet(&vm)
 }
 
-/// When an owner arrives all tasks leave at once, and the host is used again when the owner has
-/// left.
+/// When an owner arrives, all tasks leave the host immediately. The host is used again after the
+/// owner has left.
 #[test]
 fn owner_arrival_empties_host_until_departure() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(2);
-    // The tasks are older than this resource manager. The old load watcher is no guest and stays.
+    // The tasks were started before this resource manager. The old load watcher is not a guest and
+    // stays.
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
     let why = "alice on pts/0".to_string();
     let present = EventKind::OwnerPresent {
@@ -563,7 +568,7 @@ fn owner_arrival_empties_host_until_departure() {
     assert_eq!(bed.world().took_execs()[0].host, h(2));
 }
 
-/// One host whose owner is present, with these rules for waiting spawns.
+/// Returns a service with one host whose owner is present, and these rules for waiting spawns.
 fn full(rules: Rules) -> Bed {
     let vm = world(1);
     let options = with_conduct(Conduct {
@@ -575,7 +580,7 @@ fn full(rules: Rules) -> Bed {
     bed
 }
 
-/// A spawn without a free host waits and is placed when one becomes free.
+/// A spawn that finds no free host waits, and is placed when a host becomes free.
 #[test]
 fn spawn_waits_for_free_host() {
     let mut bed = full(Rules {
@@ -602,7 +607,7 @@ fn spawn_waits_for_free_host() {
     );
 }
 
-/// Waiting spawns do not all take the same free slots.
+/// Waiting spawns are not all placed on the same free slots.
 #[test]
 fn waiting_spawns_share_freed_slots() {
     let mut bed = full(Rules {
@@ -627,7 +632,7 @@ fn waiting_spawns_share_freed_slots() {
     assert!(bed.world().took_execs().is_empty() && bed.world().answer(1).is_some());
 }
 
-/// Spawns that arrive at the same moment do not all go to the same host.
+/// Spawns that arrive at the same moment are not all placed on the same host.
 #[test]
 fn concurrent_spawns_go_to_different_hosts() {
     let mut bed = Bed::quiet(&world(3));
@@ -643,7 +648,7 @@ fn concurrent_spawns_go_to_different_hosts() {
     assert_eq!(hosts, [1, 2, 3], "none has acknowledged anything");
 }
 
-/// A spawn that has waited too long is refused as without waiting.
+/// A spawn whose waiting time has ended is refused, as if the policy allowed no waiting.
 #[test]
 fn waiting_spawn_times_out_with_refusal() {
     let mut bed = full(Rules {
@@ -668,7 +673,7 @@ fn waiting_spawn_times_out_with_refusal() {
     );
 }
 
-/// A task is notified once that its request waits, and when it no longer waits.
+/// A task is notified when its request begins to wait and when it stops waiting, once each.
 #[test]
 fn task_is_notified_once_of_waiting_and_of_its_end() {
     let mut bed = full(Rules {
@@ -691,7 +696,7 @@ fn task_is_notified_once_of_waiting_and_of_its_end() {
     assert_eq!(bed.world().waits(2), [], "it never waited");
 }
 
-/// The time that a request has waited under an earlier resource manager counts.
+/// Time for which a request has waited at an earlier resource manager counts as waiting time.
 #[test]
 fn waiting_time_carries_over_to_new_rm() {
     let mut bed = full(Rules {
@@ -719,7 +724,7 @@ fn waiting_time_carries_over_to_new_rm() {
     );
 }
 
-/// The requests of a task are dropped when it ends.
+/// When a task ends, its waiting requests are dropped.
 #[test]
 fn exit_cancels_waiting_requests() {
     let mut bed = full(Rules {
@@ -734,7 +739,7 @@ fn exit_cancels_waiting_requests() {
     assert!(bed.world().took_execs().is_empty());
 }
 
-/// A user never gets more tasks than the limit allows.
+/// A user never has more tasks than the limit.
 #[test]
 fn user_task_limit_is_enforced() {
     let limits = Limits {
@@ -783,7 +788,7 @@ fn user_task_limit_is_enforced() {
     assert_eq!(more, 2, "one has ended, so two more are allowed");
 }
 
-/// Tasks on a lost host do not count towards limits.
+/// Tasks on a lost host do not count against the limits.
 #[test]
 fn tasks_of_lost_host_do_not_count() {
     let limits = Limits {
@@ -826,7 +831,7 @@ fn tasks_of_lost_host_do_not_count() {
     assert_eq!(bed.world().took_execs().len(), 1);
 }
 
-/// A host without guests is recorded as clean as soon as its owner arrives.
+/// A host without guests is recorded as free of guests as soon as its owner arrives.
 #[test]
 fn host_without_guests_is_clean_at_once() {
     let mut bed = two_tasks_on_h2();
@@ -837,7 +842,7 @@ fn host_without_guests_is_clean_at_once() {
     );
 }
 
-/// After a refusal the next best host is tried.
+/// If the best target refuses a task, the next best one is tried.
 #[test]
 fn refused_migration_tries_next_host() {
     let mut bed = two_tasks_on_h2();
@@ -857,7 +862,7 @@ fn refused_migration_tries_next_host() {
     );
 }
 
-/// After a failed migration the next best host is tried, and later the first one again.
+/// If a migration fails, the next best target is tried, and the first one again after some time.
 #[test]
 fn failed_migration_tries_next_host_then_retries() {
     let mut bed = two_tasks_on_h2();
@@ -883,7 +888,7 @@ fn failed_migration_tries_next_host_then_retries() {
     assert_eq!(bed.world().notes().len(), 1, "said once");
 }
 
-/// The migration of a task that has not connected yet is retried soon.
+/// The migration of a task that has not connected yet is retried after a short time.
 #[test]
 fn unconnected_task_is_retried_soon() {
     let mut bed = two_tasks_on_h2();
@@ -901,7 +906,7 @@ fn unconnected_task_is_retried_soon() {
     assert!(bed.world().notes().is_empty());
 }
 
-/// A pinned task is no guest.
+/// A pinned task does not count as a guest.
 #[test]
 fn pinned_task_is_no_guest() {
     let mut bed = two_tasks_on_h2();
@@ -922,7 +927,7 @@ fn pinned_task_is_no_guest() {
     );
 }
 
-/// A host without an engine is no target for any task.
+/// A host without a checkpoint engine is never used as a target.
 #[test]
 fn host_without_engine_is_no_target() {
     let mut bed = two_tasks_on_h2();
@@ -946,7 +951,7 @@ fn host_without_engine_is_no_target() {
     assert!(bed.world().took_migrations().iter().all(|(_, to)| *to == 2));
 }
 
-/// A spawn that names a host waits until the host's owner has left.
+/// A spawn that names a host with a present owner waits until the owner has left.
 #[test]
 fn spawn_on_named_host_waits_for_owner() {
     let vm = world(2);
@@ -981,7 +986,7 @@ fn spawn_on_named_host_waits_for_owner() {
     assert!(matches!(bed.world().answer(1), Some(Ok(tasks)) if tasks.iter().all(Result::is_ok)));
 }
 
-/// A task on a named host is evicted like any other.
+/// A task whose spawn named the host is evicted like any other task.
 #[test]
 fn task_on_named_host_is_evicted_too() {
     let vm = world(2);
@@ -997,7 +1002,7 @@ fn task_on_named_host_is_evicted_too() {
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
     bed.owner_comes(2);
-    // The event arrives before the acknowledgement.
+    // The event of the task's start arrives before the acknowledgement.
     bed.world().event(
         h(2),
         EventKind::TaskStarted {
@@ -1013,7 +1018,8 @@ fn task_on_named_host_is_evicted_too() {
     assert_eq!(bed.world().took_migrations(), [(t(2, 100), 1)]);
 }
 
-/// A task that starts next to an owner is evicted; a command-line task stays.
+/// A task that starts on a host whose owner is present is evicted. A task from a command line
+/// stays.
 #[test]
 fn task_started_beside_owner_is_evicted() {
     let vm = world(2);
@@ -1041,7 +1047,7 @@ fn task_started_beside_owner_is_evicted() {
     assert_eq!(bed.world().took_migrations(), [(t(2, 7), 1)]);
 }
 
-/// A late acknowledgement does not revive a task that has ended.
+/// An acknowledgement that arrives after the end of its task does not add the task again.
 #[test]
 fn late_acknowledgement_does_not_revive_task() {
     let vm = world(2);
@@ -1057,7 +1063,8 @@ fn late_acknowledgement_does_not_revive_task() {
     assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid)])));
 }
 
-/// Consecutive events are handled together, and the next request right after them.
+/// Consecutive events are processed together, and a request that follows them is processed
+/// immediately after them.
 #[test]
 fn events_are_batched_up_to_next_request() {
     let mut bed = two_tasks_on_h2();
@@ -1076,7 +1083,7 @@ fn events_are_batched_up_to_next_request() {
     assert_eq!(bed.world().inbox.len(), 1);
 }
 
-/// Tasks that are restarted from a checkpoint are known again.
+/// Tasks that were restarted from a checkpoint are added to the model again.
 #[test]
 fn restarted_tasks_are_known_again() {
     let mut bed = two_tasks_on_h2();
@@ -1107,7 +1114,7 @@ fn restarted_tasks_are_known_again() {
     assert_eq!(bed.service.model().host_of(tids[1]), Some(h(3)));
 }
 
-/// Missed events make the resource manager request a new task list.
+/// If events were missed, the resource manager requests a new task list.
 #[test]
 fn missed_events_trigger_a_new_list() {
     let mut bed = two_tasks_on_h2();
@@ -1134,7 +1141,8 @@ fn missed_events_trigger_a_new_list() {
     assert!(bed.service.model().knows(t(3, 4)));
 }
 
-/// A migration without a result is checked after a while and repeated.
+/// If no result of a migration arrives, the task's host is checked after a timeout and the
+/// migration is repeated.
 #[test]
 fn silent_migration_is_checked_and_repeated() {
     let mut bed = two_tasks_on_h2();
@@ -1145,11 +1153,11 @@ fn silent_migration_is_checked_and_repeated() {
         bed.signs_of_life(&[1, 3]);
         bed.owner_comes(2);
     }
-    // The list shows that they are on h2 and do not migrate: the migrations are requested again.
+    // The list shows the tasks on h2 and not migrating, so their migrations are requested again.
     assert_eq!(bed.world().took_migrations().len(), 2);
 }
 
-/// A task that tries to register as resource manager through this one is refused.
+/// A request to register as resource manager that a task sends to the resource manager is refused.
 #[test]
 fn registration_through_rm_is_refused() {
     let vm = world(1);
@@ -1163,7 +1171,7 @@ fn registration_through_rm_is_refused() {
     );
 }
 
-/// A task that connects from a command line is known and never migrated.
+/// A task from a command line is added to the model and never migrated.
 #[test]
 fn command_line_task_is_never_migrated() {
     let vm = world(2);
@@ -1181,7 +1189,8 @@ fn command_line_task_is_never_migrated() {
 }
 
 proptest! {
-    /// Any task may send any bytes. Events are accepted only from daemons, which send valid ones.
+    /// A message with arbitrary bytes from a task does not stop the service. Events are accepted
+    /// only from daemons.
     #[test]
     fn invalid_messages_are_survived(messages in prop::collection::vec(
         (prop::sample::select(vec![t(1, 2), Tid::MY_DAEMON, h(2).daemon_tid(), Bed::watcher(1)]),
@@ -1198,7 +1207,7 @@ proptest! {
     }
 }
 
-/// Options with load watchers and this policy.
+/// Returns options with load watchers and this policy.
 fn with_conduct(conduct: Conduct) -> Options {
     Options {
         conduct,
@@ -1208,7 +1217,7 @@ fn with_conduct(conduct: Conduct) -> Options {
     }
 }
 
-/// Options with a history in this directory.
+/// Returns options with a history in this directory.
 fn with_books(dir: &std::path::Path) -> Options {
     let shelf = Some(Shelf {
         dir: dir.to_path_buf(),
@@ -1231,7 +1240,7 @@ fn ask(bed: &mut Bed, question: &RmQuery) -> RmReply {
         .expect("of this version")
 }
 
-/// A changed policy file applies at once; an invalid one does not.
+/// A valid change of the policy file applies immediately; an invalid one is ignored.
 #[test]
 fn valid_policy_change_applies_at_once() {
     let vm = world(3);

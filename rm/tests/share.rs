@@ -1,4 +1,4 @@
-//! Preemption and resumption: decisions on fixed snapshots.
+//! Preemption, and the resume of preempted tasks: decisions about fixed snapshots.
 
 mod idle;
 
@@ -16,7 +16,7 @@ fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
 }
 
-/// Hosts with one processor each, with a task of user 1 on each.
+/// Returns hosts with one processor each. A task of user 1 runs on each.
 fn busy(hosts: u16) -> Snapshot {
     let host = |index| {
         let mut host = idle(index, 1, 0);
@@ -30,7 +30,7 @@ fn busy(hosts: u16) -> Snapshot {
     Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
 }
 
-/// The shares after user 1 has held this number of processors for a hundred hours.
+/// Returns the Up-Down state in which user 1 holds `count` processors and has an index of 100.
 fn shares(count: u32) -> Fair {
     let mut fair = Fair::new(UpDown::default());
     fair.takes(Micros(0), 1, count);
@@ -55,7 +55,7 @@ fn tids(snapshot: &Snapshot, fair: &Fair, request: &SpawnRequest) -> Vec<Tid> {
         .collect()
 }
 
-/// The tasks that started last are preempted, as many as the request needs.
+/// The most recently started tasks are preempted, as many as the request needs.
 #[test]
 fn newest_tasks_are_preempted_first() {
     let (snapshot, fair) = (busy(4), shares(4));
@@ -72,8 +72,8 @@ fn newest_tasks_are_preempted_first() {
     assert_eq!(hosts, [h(3), h(4)], "which gets its places then");
 }
 
-/// A request gets only the slots of users who have used more; a user who has used as little is not
-/// preempted.
+/// A request gets slots only from users with a much higher index. A user with a similar index is
+/// not preempted.
 #[test]
 fn light_users_tasks_are_not_preempted() {
     let (mut snapshot, fair) = (busy(3), shares(3));
@@ -86,8 +86,8 @@ fn light_users_tasks_are_not_preempted() {
     );
 }
 
-/// Tasks that share a host are preempted together, and only if those alone on their hosts are not
-/// enough.
+/// Tasks that share a host are preempted as a group, and only if tasks that are alone on a host do
+/// not suffice.
 #[test]
 fn tasks_sharing_a_host_are_preempted_last() {
     let (mut snapshot, fair) = (busy(3), shares(4));
@@ -109,8 +109,8 @@ fn tasks_sharing_a_host_are_preempted_last() {
     );
 }
 
-/// A host shared by several heavy users is freed by preempting all of them, and only if it is
-/// needed.
+/// A host shared by tasks of several users with a high index is freed by preempting all of them,
+/// and only if the request needs it.
 #[test]
 fn shared_host_is_freed_by_all_its_users() {
     let (mut snapshot, mut fair) = (busy(2), shares(2));
@@ -153,7 +153,7 @@ fn shared_host_is_freed_by_all_its_users() {
     gives(t(2, 2), 3);
 }
 
-/// No task is preempted if that would not help the request.
+/// No task is preempted if the request would get no host by it.
 #[test]
 fn useless_preemption_is_avoided() {
     let (mut snapshot, fair) = (busy(2), shares(2));
@@ -185,7 +185,7 @@ fn useless_preemption_is_avoided() {
     );
 }
 
-/// A preempted task resumes on its host if there is room, or else on another host.
+/// A preempted task resumes on its own host if there is room, otherwise on another host.
 #[test]
 fn preempted_task_resumes_where_there_is_room() {
     let mut snapshot = busy(2);
@@ -276,7 +276,7 @@ fn suspend(snapshot: &mut Snapshot, tid: Tid) -> HostId {
     id
 }
 
-/// External load does not keep a preempted task paused.
+/// External load does not prevent the resume of a preempted task.
 #[test]
 fn external_load_does_not_keep_tasks_paused() {
     let mut snapshot = busy(2);
@@ -326,8 +326,8 @@ fn external_load_does_not_keep_tasks_paused() {
     );
 }
 
-/// A preempted task resumes next to tasks that were there before it, but not next to those that
-/// replaced it.
+/// A preempted task resumes on a host with tasks that ran there before its preemption, but not on a
+/// host with the tasks for which it was preempted.
 #[test]
 fn preempted_task_resumes_beside_old_neighbours() {
     let mut snapshot = busy(1);
@@ -370,7 +370,7 @@ fn preempted_task_resumes_beside_old_neighbours() {
     );
 }
 
-/// A fraction of a processor is enough for a task to resume.
+/// A fraction of a processor is sufficient for a task to resume.
 #[test]
 fn fraction_of_processor_suffices_to_resume() {
     let mut snapshot = busy(1);
@@ -389,8 +389,8 @@ fn fraction_of_processor_suffices_to_resume() {
     );
 }
 
-/// Resumes tasks until no more may resume. Asserts that `good` holds for each host on which one
-/// resumes.
+/// Resumes tasks until the decision selects no more. Asserts that `good` holds for the host of each
+/// resumed task.
 fn goes_on(
     snapshot: &mut Snapshot,
     gave_way: &mut BTreeMap<Tid, Micros>,
@@ -425,9 +425,9 @@ fn goes_on(
 }
 
 proptest! {
-    /// Whatever external load there is, a preempted task does not disturb those that replaced it,
-    /// does not resume only to be preempted again while a request waits, and stays paused only
-    /// while the replacements run.
+    /// With any external load, a preempted task does not slow down the tasks for which it was
+    /// preempted, and is not preempted again after its resume while a request waits. It stays
+    /// suspended only while those tasks run.
     #[test]
     fn preempted_tasks_resume_when_replacements_end(
         hosts in prop::collection::vec((1_u32..4, 0_u32..3, any::<bool>(), 0_u32..8, 0_u32..40), 1..20),
@@ -462,7 +462,7 @@ proptest! {
             suspend(&mut snapshot, gives.tid);
             gave_way.insert(gives.tid, NOW);
         }
-        // The request gets its slots, and then the external load changes.
+        // The tasks of the request start, and then the external load changes.
         snapshot.now = NOW + Micros::from_secs(30);
         for i in (1..).take(hosts.len()) {
             snapshot.hosts.edit(h(i)).expect("a host").sample.as_mut().expect("it is watched").at = snapshot.now;
@@ -492,8 +492,8 @@ proptest! {
         prop_assert!(gave_way.is_empty(), "{:?} stand still, and nobody is in their way", gave_way);
     }
 
-    /// After the chosen victims are paused, the request gets as many slots as if no task of these
-    /// users existed; no victim is superfluous.
+    /// If the selected tasks are suspended, the request gets as many slots as if no task of these
+    /// users existed. No selected task could be omitted.
     #[test]
     fn victims_free_exactly_the_needed_slots(
         hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, which in 0_usize..6,
@@ -502,7 +502,7 @@ proptest! {
         let view = |(i, (cores, tasks, idle_owner)): (usize, (u32, u32, bool))| {
             let index = i as u16 + 1;
             let mut host = idle(index, cores, 0);
-            // Tasks of one of the two users, or of both.
+            // Each task belongs to one of the two users, or all belong to the same user.
             let user = |n| if (n + u32::from(index)) % 3 < second { 3 } else { 1 };
             let task = |n| TaskView { user: user(n), ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
             host.tasks = (1..=tasks).map(task).collect();

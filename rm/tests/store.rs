@@ -1,4 +1,4 @@
-//! The history as a value, and the file it is written to.
+//! Tests of the history in memory and of its file.
 
 use proptest::prelude::*;
 use pvm_rm::store::books::{
@@ -104,8 +104,8 @@ fn owner() -> MigrationCause {
     }
 }
 
-/// A job of a command-line task with three workers: one succeeds, one is killed after an eviction,
-/// one runs.
+/// Returns the log of a job: a task from a command line with three workers. One worker succeeds,
+/// one is killed after an eviction, and one still runs.
 fn story() -> Log {
     let mut log = Log::default();
     for host in 1..=3 {
@@ -143,7 +143,7 @@ fn job(books: &Books, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
     }
 }
 
-/// A job is a top-level task with all its descendants and sums their usage.
+/// A job consists of a top task and all its descendants, and its usage is the sum of theirs.
 #[test]
 fn job_sums_usage_of_its_tasks() {
     let books = books(&story());
@@ -191,8 +191,8 @@ fn job_sums_usage_of_its_tasks() {
     );
 }
 
-/// Restarts a job: each host reports the start of its tasks, and then the master reports the
-/// restart.
+/// Appends the restart of a job: each host reports the start of its tasks, and then the master
+/// reports the restart.
 fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
     for (tid, parent, host) in all {
         log.say(
@@ -220,7 +220,7 @@ fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
     );
 }
 
-/// Local number and home host of a root task, its child and its grandchild.
+/// Task number and birth host of a top task, its child and its grandchild.
 const LINE: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
 fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
@@ -228,7 +228,7 @@ fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
     [(top, above, 3), (child, top, 3), (last, child, 2)]
 }
 
-/// A restarted job is complete, in whatever order its tasks are reported.
+/// After a restart all tasks belong to one job, in whatever order their starts are reported.
 #[test]
 fn restarted_job_is_complete_in_any_report_order() {
     let orders = [
@@ -334,7 +334,7 @@ fn restarted_job_is_complete_in_any_report_order() {
     }
 }
 
-/// Returns what is reported about a task, job or host, as text.
+/// Returns the reported decisions about a task, job or host as texts.
 fn told(books: &Books, question: RmQuery) -> Vec<String> {
     let RmReply::Decisions { decisions, .. } = books.answer(&question) else {
         panic!("nothing is known")
@@ -342,7 +342,7 @@ fn told(books: &Books, question: RmQuery) -> Vec<String> {
     decisions.iter().map(|d| d.kind.to_string()).collect()
 }
 
-/// A task that an owner has ended is reported with the reason and counts as an eviction.
+/// A task that was ended for an owner is reported with the reason, and counts as evicted.
 #[test]
 fn task_killed_by_owner_counts_as_eviction() {
     let mut log = story();
@@ -403,7 +403,7 @@ fn task_killed_by_owner_counts_as_eviction() {
     assert_eq!(users[0].totals.evictions, 2);
 }
 
-/// Each task of a job that is vacated for an owner counts as an eviction.
+/// Each task of a job that was vacated for an owner counts as evicted.
 #[test]
 fn vacating_counts_as_eviction_of_each_task() {
     let mut log = Log::default();
@@ -435,7 +435,7 @@ fn vacating_counts_as_eviction_of_each_task() {
     assert_eq!(job(&books(&log), t(1, 3)).0.totals.evictions, 3);
 }
 
-/// Failures are reported for the jobs and hosts they concern.
+/// Each failure is reported in queries for the job or the host that it concerns.
 #[test]
 fn failures_are_attributed_to_jobs_and_hosts() {
     let mut log = story();
@@ -513,7 +513,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
     assert_eq!(reread(&sheets), books);
 }
 
-/// A restarted job still belongs to the task that had spawned it.
+/// A restarted job still belongs to the job of the task that had spawned it.
 #[test]
 fn restarted_job_keeps_its_parent() {
     let mut log = story();
@@ -532,7 +532,7 @@ fn restarted_job_keeps_its_parent() {
     );
 }
 
-/// Tasks that serve the virtual machine and consoles without children are no jobs.
+/// Tasks that serve the virtual machine, and consoles without children, do not count as jobs.
 #[test]
 fn service_tasks_and_consoles_are_no_jobs() {
     let mut log = story();
@@ -544,7 +544,7 @@ fn service_tasks_and_consoles_are_no_jobs() {
     assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
 }
 
-/// Decisions are reported for the task and host they concern.
+/// Each decision is reported in queries for the task and the host that it concerns.
 #[test]
 fn decisions_are_reported_for_their_subject() {
     let books = books(&story());
@@ -585,7 +585,7 @@ fn decisions_are_reported_for_their_subject() {
     );
 }
 
-/// The loss of a host ends its tasks, and so does a task list without them.
+/// When a host is lost, its tasks end. Tasks that are missing in a task list end, too.
 #[test]
 fn lost_host_or_reconciliation_ends_tasks() {
     let mut log = story();
@@ -620,7 +620,7 @@ fn lost_host_or_reconciliation_ends_tasks() {
     assert_eq!((job.ended, job.totals.running), (Some(second(50)), 0));
 }
 
-/// A new virtual machine keeps the sums and may reuse tids.
+/// In a new virtual machine the totals of users remain, and tids may be reused.
 #[test]
 fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     let mut books = books(&story());
@@ -643,7 +643,7 @@ fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     assert_eq!(users[0].totals.tasks, 6);
 }
 
-/// The tables as a file would contain them.
+/// The stored entries, by table and key, as the database file would contain them.
 type Sheets = BTreeMap<(Sheet, u64), Vec<u8>>;
 
 fn apply(sheets: &mut Sheets, batch: Batch) {
@@ -675,7 +675,7 @@ fn questions() -> Vec<RmQuery> {
     all
 }
 
-/// Random events regardless of sense: hosts, tasks, parents and exits in any order.
+/// Random events without regard to consistency: hosts, tasks, parents and exits in any order.
 fn happenings() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
     prop::collection::vec((0..6_u8, 1..4_u16, 2..12_u32, 0..12_u32, 0..3_i32), 1..80)
 }
@@ -696,7 +696,7 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
                     },
                 );
             }
-            // A tid is reused only after a quarter of a million others.
+            // Skipped, because a tid is reused only after a quarter of a million other tids.
             1 | 2 if seen.contains(&tid) => {}
             1 | 2 => {
                 seen.extend([tid, parent]);
@@ -722,8 +722,8 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
 }
 
 proptest! {
-    /// After a crash at any time, reading the file and the log from the stored position restores
-    /// the history as without a crash.
+    /// After a crash at any time, the file and the rest of the event log restore the same history
+    /// as without a crash.
     #[test]
     fn crash_neither_repeats_nor_loses_events(
         happenings in happenings(), cut in 0..80_usize, lost in 0..20_usize,
@@ -734,10 +734,10 @@ proptest! {
         let (mut before, mut sheets) = (Books::new(USER, own()), Sheets::new());
         log.0[..cut].iter().for_each(|event| before.event(event));
         apply(&mut sheets, before.batch());
-        // Events that were read and not written.
+        // These events were applied but not written before the crash.
         log.0[cut..].iter().take(lost).for_each(|event| before.event(event));
         let mut after = reread(&sheets);
-        // Some events are read twice.
+        // Some events are applied twice.
         log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.event(event));
         for question in questions() {
             prop_assert_eq!(after.answer(&question), whole.answer(&question), "{:?}", question);
@@ -745,7 +745,7 @@ proptest! {
         prop_assert_eq!(after.place(), whole.place());
     }
 
-    /// At every moment, all written batches together contain the whole history.
+    /// At any time, the batches written so far contain the whole history.
     #[test]
     fn batches_contain_whole_history(happenings in happenings(), every in 1..10_usize) {
         let log = written(&happenings);
@@ -761,7 +761,7 @@ proptest! {
         }
     }
 
-    /// The sums of each job equal the sums over its tasks.
+    /// The totals of each job equal the sums over its tasks.
     #[test]
     fn sums_are_sums_of_tasks(happenings in happenings()) {
         let books = books(&written(&happenings));
@@ -787,7 +787,7 @@ proptest! {
     }
 }
 
-/// When there are too many entries the oldest are removed, and the sums remain.
+/// If a table exceeds its maximum size, its oldest entries are removed, and the totals remain.
 #[test]
 fn oldest_entries_are_removed_and_sums_remain() {
     let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
@@ -840,7 +840,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
     assert_eq!(users[0].totals.tasks, tasks as u64);
 }
 
-/// A spawn with these numbers of tasks, attempts, and excluded hosts with reasons.
+/// Returns the decision about a spawn with these numbers of tasks, attempts, and excluded hosts.
 fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     let why = rm::RejectionReason::Other {
         why: "its owner allows two tasks, and they are there".into(),
@@ -881,7 +881,7 @@ fn large_spawn(n: u32) -> DecisionKind {
     spawned(n, 100, 40, 64)
 }
 
-/// Decisions are bounded in bytes, and the newest remain.
+/// The total size of the decisions is bounded, and the newest ones remain.
 #[test]
 fn decisions_are_bounded_in_bytes() {
     let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
@@ -905,7 +905,7 @@ fn decisions_are_bounded_in_bytes() {
     );
     assert_eq!(kept.last().map(|(n, _)| *n), Some(u64::from(decisions)));
     assert!(kept.len() < 600, "{}", kept.len());
-    // Reading the history counts the same bytes.
+    // A history that was read from the file computes the same sizes.
     let mut again = reread(&sheets);
     again.decided(second(9999), large_spawn(9999));
     apply(&mut sheets, again.batch());
@@ -949,11 +949,11 @@ fn decide_much(books: &mut Books) {
     (0..DECISIONS_MAX as u32).for_each(|n| books.decided(second(n.into()), spawned(n, 4, 1, 8)));
 }
 
-/// A history of the maximum size.
+/// Returns a history of the maximum size.
 fn full_books() -> Books {
     let mut books = Books::new(USER, own());
     for n in 0..TASKS_MAX as u32 {
-        // Jobs of a thousand tasks; only the last thousand tasks run.
+        // Each job has a thousand tasks. Only the last thousand tasks still run.
         let (tid, parent) = (
             t(1 + (n % 200) as u16, 10 + n),
             if n % 1000 == 0 {
@@ -993,7 +993,7 @@ fn full_books() -> Books {
     books
 }
 
-/// Writes a batch, waiting for earlier ones if necessary.
+/// Writes a batch, after waiting for earlier ones if necessary.
 fn write(store: &Store, mut batch: Batch) {
     while let Err(back) = store.write(batch) {
         batch = back;
@@ -1001,21 +1001,22 @@ fn write(store: &Store, mut batch: Batch) {
     }
 }
 
-/// A history of the maximum size is read within the time of a restart after its writer was killed.
+/// After the writer was killed, a history of the maximum size can be read fast enough for a
+/// restart.
 #[test]
 fn full_history_is_read_in_time_after_kill() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut books = full_books();
     let opened = open(dir.path());
-    // The file is written several times over, as in a long life.
+    // The content is written several times, as it would be over a long time.
     for _ in 0..3 {
         write(&opened.store, books.batch());
         decide_much(&mut books);
     }
     write(&opened.store, books.batch());
-    // When the second batch is accepted, all earlier ones are written.
+    // When the second empty batch is accepted, all earlier ones have been written.
     (0..2).for_each(|_| write(&opened.store, Batch::new()));
-    // Copies the file as a kill would leave it: it was not closed.
+    // The file is copied without being closed, as after a kill.
     let (path, again) = (dir.path().join("rm.redb"), dir.path().join("again"));
     std::fs::create_dir(&again).expect("a directory");
     let length = std::fs::copy(&path, again.join("rm.redb")).expect("it can be copied");
@@ -1041,7 +1042,8 @@ fn full_history_is_read_in_time_after_kill() {
         (read.place(), read.running().count()),
         (books.place(), 1000)
     );
-    // The goal is two seconds for a whole restart; test machines may be slow.
+    // The goal for a whole restart is two seconds. The limit is higher, because test machines may
+    // be slow.
     assert!(took.as_secs() < 30, "it takes {took:?}");
     opened.store.close(Batch::new());
 }
@@ -1050,7 +1052,8 @@ fn open(dir: &Path) -> Opened {
     Store::open(dir, "rm.redb").expect("it can be opened")
 }
 
-/// The file restores what was written, and no other user or resource manager can open it.
+/// The file restores what was written. Other users cannot read it, and a second resource manager
+/// cannot open it.
 #[test]
 fn file_restores_history_and_is_private() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -1076,7 +1079,7 @@ fn file_restores_history_and_is_private() {
     );
 }
 
-/// A foreign, truncated or damaged file is moved aside and reported.
+/// A file that is no database, truncated or damaged is renamed and reported.
 #[test]
 fn unreadable_file_is_moved_aside_and_reported() {
     let dir = tempfile::tempdir().expect("a directory");

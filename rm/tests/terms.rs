@@ -1,4 +1,5 @@
-//! The owner's rules: when guests leave, how many there may be, and which are excluded.
+//! The owner's terms: when guests leave, how many guests are allowed, and which guests are
+//! excluded.
 
 mod idle;
 
@@ -13,7 +14,7 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::sync::Arc;
 
-/// Hosts with two processors and 4 GiB of free memory, without owners.
+/// Returns hosts with two processors and 4 GiB of free memory, without owners.
 fn pool(hosts: u16) -> Snapshot {
     Snapshot::new(
         NOW,
@@ -48,7 +49,7 @@ fn on(placement: &Placement, index: u16) -> usize {
         .count()
 }
 
-/// One guest on h1, whose owner is present.
+/// Returns a snapshot with one guest on h1, whose owner is present.
 fn guest(leaving: Leaving) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
@@ -68,7 +69,7 @@ fn stays(moves: &Moves) -> (&StayReason, Option<Micros>) {
     (&moves.stay[0].why, moves.stay[0].again)
 }
 
-/// Guests leave when the owner requires it, and not before.
+/// Guests leave at the time that the owner's terms specify, and not before.
 #[test]
 fn guests_leave_when_owner_requires() {
     assert_eq!(moves(&guest(Leaving::Now)).go.len(), 1);
@@ -87,7 +88,7 @@ fn guests_leave_when_owner_requires() {
     );
 }
 
-/// A stay that the owner grants is reported only if it has no end.
+/// If the owner lets guests stay, that is reported only if the time is unlimited.
 #[test]
 fn only_unlimited_stays_are_reported() {
     for (leaving, told) in [
@@ -101,7 +102,7 @@ fn only_unlimited_stays_are_reported() {
     }
 }
 
-/// A host gets no more tasks than its owner allows, even by name.
+/// A host gets no more guests than its owner allows, even if the spawn names it.
 #[test]
 fn host_enforces_owners_task_limit() {
     let mut snapshot = pool(2);
@@ -129,7 +130,7 @@ fn host_enforces_owners_task_limit() {
     );
 }
 
-/// Memory that the owner reserves stays free.
+/// Placement does not use memory that the owner reserves.
 #[test]
 fn memory_reserved_by_owner_stays_free() {
     let mut snapshot = pool(2);
@@ -154,7 +155,7 @@ fn memory_reserved_by_owner_stays_free() {
     assert!(all.excluded.contains(&(h(2), keeps)), "{all:?}");
 }
 
-/// A task does not migrate where it would use memory that the owner reserves.
+/// A task does not migrate to a host where it would use memory that the owner reserves.
 #[test]
 fn migration_respects_reserved_memory() {
     let target = |bytes: u64| {
@@ -187,7 +188,7 @@ fn migration_respects_reserved_memory() {
     );
 }
 
-/// Blocked programs and users are excluded from spawns and migrations.
+/// Programs and users that the owner excludes are neither placed on the host nor migrated to it.
 #[test]
 fn blocked_programs_and_users_are_excluded() {
     let program = GuestLimits {
@@ -220,7 +221,7 @@ fn blocked_programs_and_users_are_excluded() {
     }
 }
 
-/// A host whose owner may be present is the last choice, and tasks there stay.
+/// A host whose owner may be present is used only if there is no other. Guests on it stay.
 #[test]
 fn host_with_idle_owner_is_last_choice() {
     let mut snapshot = pool(2);
@@ -260,7 +261,7 @@ fn host_with_idle_owner_is_last_choice() {
     );
 }
 
-/// External load counts as load only, not as the presence of an owner.
+/// External load counts only as load, and not as presence of an owner.
 #[test]
 fn external_load_is_only_load() {
     let mut snapshot = pool(2);
@@ -269,7 +270,8 @@ fn external_load_is_only_load() {
     assert_eq!(on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
 }
 
-/// A host that is closed for guests gets no tasks, even by name, and its guests leave.
+/// No task is placed on a host that is closed for guests, even if the spawn names it. Its guests
+/// leave.
 #[test]
 fn closed_host_gets_no_tasks() {
     let mut snapshot = guest(Leaving::Now);
@@ -287,8 +289,8 @@ fn closed_host_gets_no_tasks() {
 }
 
 proptest! {
-    /// A random pool with random limits: no host gets more tasks, or a blocked program, than its
-    /// owner allows, and none if it is closed or keeps all memory.
+    /// In a random pool with random limits, no host gets more guests than its owner allows or an
+    /// excluded program, and a host gets none if it is closed or its owner reserves all memory.
     #[test]
     fn owner_limits_are_never_exceeded(
         limits in prop::collection::vec((prop::option::of(0_u32..5), 0_u64..5, any::<bool>(), 0_u8..4), 1..8),

@@ -1,8 +1,8 @@
 //! Hashes the programs and libraries of new tasks shortly after their start, on a thread of low
 //! priority.
 //!
-//! Otherwise they would be hashed during a migration, from a disk if few of their pages are in
-//! memory, and an owner would wait for it.
+//! Without this module the files would be hashed during a migration. If few of their pages are in
+//! memory, they would be read from the disk while an owner waits for the task to depart.
 
 use crate::sys;
 use checkpoint::facts::{HashCache, prehash};
@@ -10,29 +10,31 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-/// Most tasks queued for hashing; further tasks are hashed when needed.
+/// Maximum number of processes that are queued for hashing. Files of further processes are hashed
+/// when they are needed.
 const QUEUED_PROCESSES_MAX: usize = 256;
-/// Delay after which a program has loaded its libraries.
+/// Delay after the start of a process until its files are hashed; a program has then loaded its
+/// libraries.
 const HASH_DELAY: Duration = Duration::from_secs(1);
 /// Nice value of the hashing thread.
 const HASHER_NICE: i32 = 10;
 
-/// Notifies the hashing thread of new tasks. The thread ends when this is dropped.
+/// Queues new processes for the hashing thread. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct BinaryHasher(SyncSender<i32>);
 
 impl BinaryHasher {
-    /// Starts the thread, which stores its results in `hashes`.
+    /// Starts the hashing thread, which stores its results in `hashes`.
     pub(crate) fn new(hashes: Arc<HashCache>) -> BinaryHasher {
         let (sender, receiver) = sync_channel(QUEUED_PROCESSES_MAX);
         let thread = std::thread::Builder::new().name("learning".into());
-        // Without the thread, files are hashed when they are needed; the same holds if the queue is
-        // full.
+        // If the thread cannot be started or the queue is full, files are hashed when they are
+        // needed.
         let _ = thread.spawn(move || hash_loop(&receiver, &hashes));
         BinaryHasher(sender)
     }
 
-    /// Queues the files of a process that has just started.
+    /// Queues a process that has just started, so that its program and libraries are hashed.
     pub(crate) fn on_process_start(&self, pid: i32) {
         let _ = self.0.try_send(pid);
     }

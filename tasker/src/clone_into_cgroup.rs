@@ -1,5 +1,5 @@
-//! Creates a process inside a control group. Until its exec the process shares this process's
-//! memory, as after `vfork`.
+//! Creates a process inside a control group. Until its exec the new process shares the memory of
+//! the tasker, as after `vfork`.
 //!
 //! The C library's `clone` does not support control groups, and the kernel's `clone3` returns twice
 //! on the same stack if it is called like a function. Creating the process outside the group and
@@ -10,22 +10,23 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-/// The flag of `clone3` for a control group; too large for the C library's type.
+/// The flag CLONE_INTO_CGROUP of `clone3`, which is too large for the C library's type.
 pub(crate) const INTO_CGROUP: u64 = 0x2_0000_0000;
-/// True if this processor is supported.
+/// True if this processor architecture is supported.
 pub(crate) const SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
-/// Creates a process in the control group (version 2) of this folder and returns its id.
+/// Creates a process in the control group (version 2) whose directory is `group`, and returns its
+/// PID.
 ///
-/// The process runs `start` with `plan` on `stack` and ends with the value that it returns. The
-/// calling thread continues after the exec or the end of the process. The kernel writes the pidfd
-/// to `pidfd`.
+/// The process runs `start` with the argument `plan` on the stack `stack`, and exits with the value
+/// that `start` returns. The calling thread continues after the exec or the exit of the process.
+/// The kernel writes the pidfd to `pidfd`.
 ///
 /// # Errors
 /// Those of `clone3`.
 ///
 /// # Safety
-/// `start` and `plan` may only do what is allowed between `vfork` and `execve`, `pidfd` must be
+/// `start` may only do with `plan` what is allowed between `vfork` and `execve`, `pidfd` must be
 /// writable, and no other code may use `stack`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn into_group(
@@ -51,9 +52,9 @@ pub(crate) unsafe fn into_group(
     };
     let answer: i64;
     // SAFETY: the new process begins after the first `syscall` with rax 0, all other registers
-    // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. It
-    // leaves these lines only through `start`, and ends with the last `syscall`. The calling thread
-    // skips that part. The kernel changes only rax, rcx and r11.
+    // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. The new
+    // process leaves the assembly code only through `start`, and ends with the last `syscall`. The
+    // calling thread skips that part. The kernel changes only rax, rcx and r11.
     unsafe {
         std::arch::asm!(
             "syscall",
@@ -83,10 +84,10 @@ pub(crate) unsafe fn into_group(
     }
 }
 
-/// Not supported on this processor.
+/// Always fails, because this processor architecture is not supported.
 ///
 /// # Errors
-/// Always.
+/// ENOSYS.
 ///
 /// # Safety
 /// Has no effect.

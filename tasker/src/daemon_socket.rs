@@ -8,13 +8,13 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Queued bytes above which the tasker stops reading its tasks' output; the pipes fill and the
-/// tasks wait.
+/// Number of queued bytes from which on the tasker does not read its tasks' output. The pipes fill
+/// and the tasks wait.
 pub(crate) const OUTBOUND_BYTES_HIGH_WATER: usize = 4 << 20;
-/// Most bytes read from the socket at once.
+/// Maximum number of bytes that are read from the socket at once.
 const READ_BYTES: usize = 64 << 10;
 
-/// The socket with its buffers.
+/// The socket to the daemon with its buffers.
 #[derive(Debug)]
 pub(crate) struct DaemonSocket {
     socket: OwnedFd,
@@ -24,7 +24,7 @@ pub(crate) struct DaemonSocket {
 }
 
 impl DaemonSocket {
-    /// Takes over the socket and makes it non-blocking.
+    /// Makes the socket non-blocking and takes ownership of it.
     ///
     /// # Errors
     /// The descriptor cannot be made non-blocking.
@@ -45,31 +45,30 @@ impl DaemonSocket {
         self.socket.as_fd()
     }
 
-    /// True if bytes are queued for writing.
+    /// True if bytes are queued for writing and the daemon is still connected.
     pub(crate) fn wants_write(&self) -> bool {
         !self.outbound.is_empty() && !self.closed
     }
 
-    /// True if the queue is above [`OUTBOUND_BYTES_HIGH_WATER`], so that the tasks' output must not
-    /// be read.
+    /// True if so many bytes are queued that the tasks' output must not be read.
     pub(crate) fn is_congested(&self) -> bool {
         self.outbound.len() >= OUTBOUND_BYTES_HIGH_WATER
     }
 
-    /// True if the daemon is gone.
+    /// True if the daemon has disconnected, or the socket was closed after an error.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// Sends a message as far as possible and queues the rest. A message that does not fit into a
-    /// frame is replaced by a refusal.
+    /// Queues a message and writes as many bytes as the socket accepts. A message that does not fit
+    /// into a frame is replaced by a refusal.
     pub(crate) fn send(&mut self, message: &FromTasker) {
         let frame = encode_control(message)
             .or_else(|error| encode_control(&substitute_for(message, &error)));
         match frame {
             Ok(frame) => self.outbound.extend(frame.iter()),
-            // The daemon would wait forever for this message. Closing makes it consider the tasker
-            // dead and start another one.
+            // Without this message the daemon would wait forever. If the socket closes, the daemon
+            // considers the tasker dead and starts another one.
             Err(error) => {
                 eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
                 self.closed = true;
@@ -78,7 +77,7 @@ impl DaemonSocket {
         self.flush();
     }
 
-    /// Writes as much as the socket accepts.
+    /// Writes queued bytes until the socket accepts no more.
     pub(crate) fn flush(&mut self) {
         while self.wants_write() {
             let (front, _) = self.outbound.as_slices();
@@ -91,10 +90,10 @@ impl DaemonSocket {
         }
     }
 
-    /// Reads available data and returns the complete messages.
+    /// Reads the available data and returns the complete messages.
     ///
     /// # Errors
-    /// The bytes are not frames; the socket cannot be used any more.
+    /// The bytes are not valid frames. The socket can no longer be used.
     pub(crate) fn receive(&mut self) -> Result<Vec<ToTasker>, FrameError> {
         let mut bytes = vec![0u8; READ_BYTES];
         match nix::unistd::read(&self.socket, &mut bytes) {
@@ -111,8 +110,8 @@ impl DaemonSocket {
     }
 }
 
-/// Returns the substitute for a message that is too long. Only the messages listed here can be too
-/// long.
+/// Returns the refusal that replaces a message which is too long. Only the messages listed here can
+/// be too long.
 fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::UnsupportedResource {
         what: format!("more than can be told of a task: {error}"),

@@ -1,5 +1,5 @@
-//! A dump may take several attempts. This module holds the state of an attempt and the delay before
-//! the next one.
+//! State of one attempt to dump a task, and the delay before the next attempt. A dump may need
+//! several attempts because it can collide with other dumps.
 
 use checkpoint::dump_retry::DumpRetry;
 use checkpoint::engine::{Cancel, SentPages};
@@ -10,17 +10,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// An attempt to dump a task.
+/// The parameters and the retry state of one attempt to dump a task.
 #[derive(Clone, Debug)]
 pub(crate) struct DumpAttempt {
     pub(crate) dir: PathBuf,
-    /// With post-copy: the socket on which the memory will be requested.
+    /// With post-copy: the socket on which the target will request the memory. `None` without
+    /// post-copy.
     pub(crate) page_socket: Option<Arc<OwnedFd>>,
-    /// What was already sent on this socket by pre-copy.
+    /// The pages that pre-copy has already sent on `page_socket`.
     pub(crate) pre_copied: Option<Arc<SentPages>>,
     pub(crate) first_started_at: Instant,
+    /// True for the first attempt, which has a shorter time limit.
     pub(crate) is_first: bool,
-    /// Delays before further attempts.
+    /// Delays before further attempts of this dump.
     pub(crate) retry_backoff: DumpRetry,
 }
 
@@ -42,7 +44,7 @@ impl DumpAttempt {
     }
 }
 
-/// Sleeps for `duration`, or until it is cancelled.
+/// Sleeps for `duration`, or until `cancel` fires.
 pub(crate) fn sleep_unless_cancelled(cancel: &Cancel, duration: Duration) {
     let until = Instant::now() + duration;
     loop {

@@ -1,8 +1,9 @@
-//! Probes the engine by a real dump and restore of a tiny process, in the background.
+//! Probes the engine by dumping and restoring a tiny process, in the background.
 //!
-//! Only this shows that the engine works on this kernel with these rights; its version number does
-//! not. An engine that fails or is missing is probed again from time to time: it may have been
-//! replaced, or a full disk may have been the cause.
+//! Only a real dump shows that the engine works on this kernel with the tasker's rights; the
+//! version number does not. An engine that fails or is missing is probed again at increasing
+//! intervals, because it may have been replaced, or the failure may have been caused by a full
+//! disk.
 
 use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::Namespace;
@@ -21,15 +22,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// First and longest delay before a failed engine is probed again; the delay doubles.
+/// Delay after the first failure until the engine is probed again. The delay doubles with each
+/// failure.
 const RETRY_INTERVAL_MIN: Duration = Duration::from_secs(10);
+/// Maximum delay until a failed engine is probed again.
 const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(300);
-/// Prefix of the name of the probe's directory.
+/// Prefix of the name of the directory in which a probe writes its images.
 const PROBE_DIR_PREFIX: &str = "sempa-trial-";
-/// Age from which a directory was left by a killed tasker: a probe takes much less time.
+/// Age from which the directory of a probe belongs to a killed tasker. A probe takes much less
+/// time.
 const STALE_DIR_AGE: Duration = Duration::from_secs(120);
 
-/// What the probe has created. Dropping it ends the process and removes the images.
+/// The process and the images of a running probe. Dropping this value ends the process and removes
+/// the images.
 pub(crate) struct EngineProbe {
     namespace: Namespace,
     pid: i32,
@@ -40,13 +45,13 @@ pub(crate) struct EngineProbe {
 impl Drop for EngineProbe {
     fn drop(&mut self) {
         self.namespace.kill();
-        // The directory may already be gone; other errors cannot be reported to anyone here.
+        // The directory may already be removed; no caller could handle other errors.
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
 impl Supervisor {
-    /// Starts the probe if there is an engine to probe.
+    /// Starts a probe if the engine was found. If it was missing before, looks for it again.
     pub(crate) fn start_probe(&mut self) {
         match &self.migrations.engine_status {
             EngineStatus::Probing(_) => {}
@@ -65,7 +70,8 @@ impl Supervisor {
         }
     }
 
-    /// Marks the engine as unusable. Reports that to the daemon if the reason is new.
+    /// Marks the engine as unusable because of `why`, and schedules the next probe. Notifies the
+    /// daemon if `why` differs from the previous reason `before`.
     fn mark_engine_unusable(&mut self, before: &str, why: String) {
         self.probe_at = Some(Instant::now() + retry_delay(self.migrations.failed_probes));
         self.migrations.failed_probes = self.migrations.failed_probes.saturating_add(1);
@@ -113,7 +119,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the result of the post-copy check; the dump follows.
+    /// Handles the result of the post-copy check, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
         self.migrations.post_copies.possible =
             result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
@@ -143,7 +149,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the result of the dump; the restore follows.
+    /// Handles the result of the probe's dump, and starts the restore.
     pub(crate) fn on_probe_dumped(&mut self, result: Result<DumpReport, Failure>) {
         if let Err(why) = result.and_then(|_| self.restore_probe()) {
             self.finish_probe(Err(why));
@@ -180,21 +186,21 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the result of the restore; the restored process is not needed.
+    /// Handles the result of the probe's restore, and discards the restored process.
     pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn RestoredTask>, Failure>) {
         let result = result.map(|held| held.abort());
         self.finish_probe(result);
     }
 
-    /// Ends the probe, reports an engine that turned out to be unusable, and handles the orders
-    /// that waited.
+    /// Ends the probe. Notifies the daemon if the engine is unusable, and handles the orders that
+    /// were deferred until the end of the probe.
     fn finish_probe(&mut self, result: Result<(), Failure>) {
         let dir = self
             .migrations
             .probe
             .take()
             .map(|probe| probe.dir.display().to_string());
-        // Equal failures must have equal texts, so the directory's name is replaced.
+        // Replace the directory's name, so that equal failures have equal texts.
         let failed = |why: Failure| {
             let why = why
                 .to_string()
@@ -229,14 +235,14 @@ impl Supervisor {
     }
 }
 
-/// Returns the delay before the next probe after `failed` failures.
+/// Returns the delay before the next probe after `failed` consecutive failures.
 fn retry_delay(failed: u32) -> Duration {
     RETRY_INTERVAL_MIN
         .saturating_mul(1 << failed.min(16))
         .min(RETRY_INTERVAL_MAX)
 }
 
-/// Removes directories that killed taskers of this user left.
+/// Removes probe directories in `temp` that killed taskers of this user have not removed.
 fn remove_stale_dirs(temp: &Path) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in std::fs::read_dir(temp).into_iter().flatten().flatten() {
@@ -250,7 +256,7 @@ fn remove_stale_dirs(temp: &Path) {
             .starts_with(PROBE_DIR_PREFIX)
             && entry.metadata().is_ok_and(old)
         {
-            // Another tasker may be removing it, too.
+            // Another tasker may be removing the directory at the same time.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }

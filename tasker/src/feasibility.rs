@@ -1,5 +1,5 @@
-//! Inspects a task and checks whether this host could run it, for a migration or a query. Nothing
-//! is frozen or changed.
+//! Inspects tasks and checks whether this host could run a task, for a migration or a placement
+//! query. No task is frozen or changed.
 
 use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
@@ -10,12 +10,13 @@ use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
-/// The reason of a check, which determines where its result goes.
+/// The reason for an inspection or a feasibility check. It determines the message in which the
+/// result is reported.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Requester {
     /// A migration of this task.
     Migration { migration: MigrationId, tid: Tid },
-    /// A query without a migration.
+    /// A placement query, without a migration. The value is the id of the query.
     Query(RequestId),
 }
 
@@ -30,7 +31,7 @@ pub(crate) fn needs_engine(order: &ToTasker) -> bool {
 
 impl Supervisor {
     fn engine_refusal(&self) -> Option<Refusal> {
-        // The daemon replaces the host: the tasker does not know its own.
+        // The tasker does not know the id of its host; the daemon replaces it.
         self.migrations
             .engine_state()
             .err()
@@ -40,7 +41,7 @@ impl Supervisor {
             })
     }
 
-    /// Inspects a task on a worker; [`Supervisor::on_inspected`] gets the result.
+    /// Inspects a task on a worker thread. [`Supervisor::on_inspected`] handles the result.
     pub(crate) fn inspect(&mut self, requester: Requester, tid: Tid) {
         let refused = match (self.tasks.get(&tid), self.engine_refusal()) {
             (None, _) => Some(Refusal::NoSuchTask),
@@ -76,7 +77,7 @@ impl Supervisor {
         }
     }
 
-    /// Reports the result of an inspection.
+    /// Reports the result of an inspection to the daemon.
     pub(crate) fn on_inspected(
         &mut self,
         requester: Requester,
@@ -103,14 +104,14 @@ impl Supervisor {
         });
     }
 
-    /// Checks on a worker whether this host could run a task; [`Supervisor::on_verdict`] gets the
-    /// result.
+    /// Checks on a worker thread whether this host could run a task. [`Supervisor::on_verdict`]
+    /// handles the result.
     pub(crate) fn check_feasibility(&mut self, requester: Requester, facts: TaskFacts) {
         if let Some(refusal) = self.engine_refusal() {
             return self.on_verdict(requester, vec![refusal]);
         }
-        // Tasks that are being checked count as reserved: of two tasks that do not fit together
-        // only one may be accepted.
+        // Memory is also reserved for tasks that are being checked: if two tasks do not fit
+        // together, only one may be accepted.
         let reserved_bytes = self.reserved_bytes();
         if let Requester::Migration { migration, .. } = requester {
             self.migrations
@@ -127,7 +128,8 @@ impl Supervisor {
         }
     }
 
-    /// Reports the verdict. A migration with a good verdict gets its place on this host.
+    /// Reports the verdict to the daemon. If the task of a migration is accepted, the host waits
+    /// for its images.
     pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
         let reply = match requester {
             Requester::Query(question) => FromTasker::QueryJudged {
@@ -153,7 +155,7 @@ impl Supervisor {
         self.send(&reply);
     }
 
-    /// Starts a thread that is never cancelled.
+    /// Starts `work` on a worker thread that cannot be cancelled. Returns the id of the worker.
     pub(crate) fn start_uncancelled(
         &mut self,
         work: impl FnOnce() -> WorkerResult + Send + 'static,

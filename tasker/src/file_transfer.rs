@@ -1,10 +1,10 @@
-//! Transfers open files along with a task.
+//! Transfers open files together with a task.
 //!
-//! - At the source they are copied next to the task's images.
-//! - At the target they are written to their original paths, where nothing exists, before the task
-//!   is built.
-//! - If the migration fails, the target removes them again. If this process is killed first, the
-//!   daemon does so with the help of the notes (a journal next to the images).
+//! - At the source the files are copied next to the task's images.
+//! - At the target they are written to their original paths, if no file exists there, before the
+//!   task is restored.
+//! - If the migration fails, the target removes them again. If the tasker is killed first, the
+//!   daemon removes them; a journal next to the images lists the files.
 //!
 //! The files are written with the rights of the task's user, who is also the tasker's user: a
 //! thread that writes for any user but root drops all capabilities first. No symbolic link on the
@@ -32,26 +32,28 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Prefix of the name of a file next to the images, before its number.
+/// Prefix of the name of a transferred file next to the images. A number follows.
 const IMAGE_FILE_PREFIX: &str = "sempa-file-";
-/// Prefix of the name of an incomplete file, before a random number.
+/// Prefix of the temporary name of a file that is being written at the target. A random number
+/// follows.
 const TEMPORARY_PREFIX: &str = ".sempa-";
 
-/// A file that was copied next to the images.
+/// An open file of the task that was copied next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TransferredFile {
-    /// The path at which it was open.
+    /// Path of the file at the source and at the target.
     path: PathBuf,
-    /// Its name next to the images.
+    /// Name of the copy next to the images.
     image: String,
     mode: u32,
     gid: u32,
 }
 
-/// Copies the open files of a stopped task next to its images, if the task's policy asks for that.
+/// Copies the open files of a stopped task next to its images, if the task's policy requires
+/// copies. `root` is the task's root process.
 ///
 /// # Errors
-/// A file cannot be read, or they exceed the limits.
+/// A file cannot be read, or the files exceed the limits.
 pub(crate) fn copy_files_to_images(
     dir: &Path,
     root: i32,
@@ -106,13 +108,13 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     }
 }
 
-/// Files that were written to their original paths. Dropping this removes them unless they are
-/// kept.
+/// Files that were written to their original paths at the target. Dropping this value removes the
+/// files unless [`keep`](Self::keep) was called.
 #[derive(Debug, Default)]
 pub(crate) struct PlacedFiles(Option<FileTransferJournal>);
 
 impl PlacedFiles {
-    /// Keeps the files: the task runs on this host and owns them.
+    /// Keeps the files, because the task runs on this host and owns them.
     pub(crate) fn keep(self) {
         if let Some(notes) = self.0 {
             notes.keep_files();
@@ -120,11 +122,11 @@ impl PlacedFiles {
     }
 }
 
-/// Writes files to their original paths where nothing exists. The calling thread must end
-/// afterwards: it has only its user's rights left.
+/// Writes files to their original paths, if no file exists there. The calling thread must end
+/// afterwards, because it retains only its user's rights.
 ///
 /// # Errors
-/// A file cannot be created; then none of them exists.
+/// A file cannot be created; then none of the files exists.
 fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot give up rights to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
@@ -149,15 +151,15 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
     Ok(PlacedFiles(Some(notes)))
 }
 
-/// Writes the content under a temporary name first, then renames the file.
+/// Writes one file under a temporary name, then renames it.
 fn write_file(
     dir: &Path,
     file: &TransferredFile,
     notes: &mut FileTransferJournal,
 ) -> io::Result<()> {
     let (folder, name) = facts::open_parent_dir(&file.path)?;
-    // An existing file stays: the feasibility check has found that it is the right one, or the
-    // engine will report that it is not.
+    // An existing file is not replaced: the feasibility check has accepted it, or the engine will
+    // report that it differs.
     if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
@@ -184,7 +186,7 @@ fn write_file(
     if meta.gid() != file.gid {
         fchown(&to, None, Some(Gid::from_raw(file.gid)))?;
     }
-    // Set last, because a change of the group clears some mode bits.
+    // Set the mode last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
     notes.record(JournalEntry::Final(
         file.path.clone(),
@@ -192,14 +194,14 @@ fn write_file(
         meta.ino(),
     ))?;
     if !rename_no_replace(&folder, &temporary, &name)? {
-        // Another process has created the file meanwhile.
+        // Another process has just created the file.
         unlinkat(&folder, temporary.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
     }
     Ok(())
 }
 
 impl Supervisor {
-    /// Starts to place the files on a worker, before the task is built.
+    /// Starts a worker thread that writes the task's files before the task is restored.
     pub(crate) fn place_files(
         &mut self,
         migration: MigrationId,
@@ -233,7 +235,8 @@ impl Supervisor {
         }
     }
 
-    /// Handles the result: builds the task, or clears the target.
+    /// Handles the result of writing the task's files: starts the restore, or discards the
+    /// migration.
     pub(crate) fn on_files_placed(
         &mut self,
         migration: MigrationId,
@@ -313,7 +316,7 @@ mod tests {
             }
         }
 
-        /// Runs in a separate thread, as in production.
+        /// Writes the files on a separate thread, because the thread drops its capabilities.
         fn place_in_thread(&self, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
             std::thread::scope(|scope| {
                 scope
@@ -394,7 +397,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.at("data")).expect("there").count(), 0);
     }
 
-    /// The notes of a killed tasker suffice to remove the files that it had placed.
+    /// The journal of a killed tasker suffices to remove the files that it had written.
     #[test]
     fn notes_of_a_killed_tasker_undo_its_files() {
         let dir = TestDir::new();

@@ -1,13 +1,13 @@
 //! Freezes tasks by control groups (version 2).
 //!
-//! All processes of a group stop at once, including those being created, and a program cannot
-//! detect the freeze by a signal. A task is created inside its group, so none of its processes can
-//! be outside.
+//! All processes of a control group stop at once, including processes that are being created, and a
+//! program cannot detect the freeze by a signal. A task is created inside its group, so all its
+//! processes are members.
 //!
 //! If only version 1 is mounted, the tasker mounts version 2 privately; every kernel with pidfds,
-//! which the tasker needs, supports it. The freezer of version 1 is not used: its frozen processes
-//! cannot be killed, so a tasker that dies would leave them behind forever. In version 2 they die
-//! like others.
+//! which the tasker needs, supports version 2. The freezer of version 1 is not used: its frozen
+//! processes cannot be killed, so the tasks of a tasker that dies would remain forever. In version
+//! 2 frozen processes can be killed like others.
 
 use crate::clone_into_cgroup;
 use crate::namespace_init;
@@ -24,33 +24,36 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// Prefix of the name of a tasker's folder of groups, within its own group.
+/// Prefix of the name of the directory that a tasker creates below its own control group for the
+/// groups of its tasks.
 const FOLDER_PREFIX: &str = "sempa-";
-/// Variable that disables control groups if it is `off`.
+/// Environment variable that disables control groups if its value is `off`.
 const SWITCH_VARIABLE: &str = "SEMPA_FREEZER";
-/// Time limit of the probe.
+/// Time limit for the processes of the probe to freeze.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
 const PROBE_INTERVAL: Duration = Duration::from_micros(100);
-/// Attempts to create the folder: another tasker that cleans up may take a new folder for a stale
-/// one.
+/// Maximum number of attempts to create the tasker's directory. Another tasker that removes stale
+/// directories may remove the new directory before it is locked.
 const FOLDER_ATTEMPTS_MAX: usize = 3;
 
-/// The folder of this tasker's groups. Dropping it removes them.
+/// The directory of this tasker's control groups. Dropping this value removes all the groups.
 #[derive(Debug)]
 pub(crate) struct Freezer {
-    /// Locked while the tasker lives: other taskers remove unlocked folders.
+    /// Lock of the directory while the tasker lives. Other taskers remove directories that are not
+    /// locked.
     _folder: Flock<File>,
     path: PathBuf,
-    /// A private mount of version 2, if there is one; `path` leads through it.
+    /// A private mount of version 2, if one was necessary. `path` then starts at this mount.
     _mount: Option<OwnedFd>,
+    /// Number of groups created so far; the name of the next group.
     created_groups: u64,
-    /// Dropped groups that could not be removed yet because processes were inside.
+    /// Paths of dropped groups that could not be removed yet because they contained processes.
     unremoved: Rc<RefCell<Vec<PathBuf>>>,
 }
 
-/// A control group for the processes of a task. It is removed when dropped, or later if processes
-/// are still inside.
+/// A control group for the processes of a task. It is removed when this value is dropped, or later
+/// if it still contains processes then.
 #[derive(Debug)]
 pub(crate) struct ControlGroup {
     path: PathBuf,
@@ -59,10 +62,11 @@ pub(crate) struct ControlGroup {
 }
 
 impl Freezer {
-    /// Creates the folder, and checks that a process created in a group can be frozen and killed.
+    /// Creates the tasker's directory, and checks that a process which is created in a group can be
+    /// frozen and killed.
     ///
     /// # Errors
-    /// One sentence why freezing is not possible here.
+    /// One sentence for users: why freezing is not possible on this host.
     pub(crate) fn new() -> Result<Freezer, String> {
         if std::env::var_os(SWITCH_VARIABLE).is_some_and(|value| value == "off") {
             return Err(format!("{SWITCH_VARIABLE}=off"));
@@ -73,7 +77,7 @@ impl Freezer {
         let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
         let mounts = of_self("mountinfo");
         if cgroup::mount_point(&mounts, None).is_some() {
-            // An existing mount is used as the administrator has configured it.
+            // Use the existing mount as the administrator has configured it.
             let own = cgroup::group_dir(&mounts, &of_self("cgroup"), None)
                 .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
             return Freezer::create_in(&own, None);
@@ -85,7 +89,7 @@ impl Freezer {
         Freezer::create_in(&own, Some(mount))
     }
 
-    /// Creates the folder within this group and probes it.
+    /// Creates the tasker's directory in the control group `own`, and probes freezing.
     fn create_in(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
         remove_stale_folders(own);
         let (path, folder) = (0..FOLDER_ATTEMPTS_MAX)
@@ -108,12 +112,12 @@ impl Freezer {
         Ok(freezer)
     }
 
-    /// Creates an empty group.
+    /// Creates an empty control group.
     ///
     /// # Errors
-    /// The system's error; there may be a limit on groups.
+    /// The system's error, for example because the number of groups is limited.
     pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
-        // Groups that still have processes stay in the list.
+        // Groups that still contain processes remain in the list.
         self.unremoved
             .borrow_mut()
             .retain(|path| fs::remove_dir(path).is_err());
@@ -138,10 +142,10 @@ impl Freezer {
     }
 }
 
-/// Kills a process, which may be frozen, and waits until it has ended.
+/// Kills a process, even if it is frozen, and waits until it has ended.
 fn kill_and_reap(process: &Child) {
     sys::kill_pidfd(process.pidfd.as_fd());
-    // A child of ours, reaped only here.
+    // The process is a child of the tasker, and only this function reaps it.
     let _ = sys::reap_wait(process.pid);
 }
 
@@ -152,8 +156,8 @@ impl Drop for Freezer {
 }
 
 impl ControlGroup {
-    /// Opens the group's folder, in which a process can be created. Close it soon: a host has
-    /// thousands of tasks and a limit on descriptors.
+    /// Opens the group's directory, as needed to create a process in the group. The caller should
+    /// close the descriptor soon: a host has thousands of tasks and a limit on descriptors.
     ///
     /// # Errors
     /// The group was removed by another process.
@@ -161,7 +165,7 @@ impl ControlGroup {
         Ok(File::open(&self.path)?.into())
     }
 
-    /// Returns the processes in the group.
+    /// Returns the PIDs of the processes in the group.
     ///
     /// # Errors
     /// The group was removed by another process.
@@ -175,12 +179,13 @@ impl ControlGroup {
             .collect())
     }
 
-    /// Returns the file to which the ids of joining processes are written.
+    /// Returns the path of the file to which the PIDs of joining processes must be written.
     pub(crate) fn procs_file(&self) -> PathBuf {
         self.path.join("cgroup.procs")
     }
 
-    /// Starts to freeze all processes of the group.
+    /// Starts to freeze all processes of the group. [`is_fully_frozen`](Self::is_fully_frozen)
+    /// shows when the freeze is complete.
     ///
     /// # Errors
     /// The group was removed by another process.
@@ -190,15 +195,15 @@ impl ControlGroup {
         Ok(())
     }
 
-    /// Thaws all processes. Programs do not notice that.
+    /// Thaws all processes of the group. Programs cannot detect the thaw.
     pub(crate) fn thaw(&self) {
         if self.frozen.replace(false) {
-            // Cannot fail: a group that contains frozen processes exists.
+            // Cannot fail: a group that contains frozen processes cannot be removed.
             let _ = self.write_freeze("0");
         }
     }
 
-    /// True after [`ControlGroup::freeze`], until it is thawed.
+    /// True after [`ControlGroup::freeze`], until the group is thawed.
     pub(crate) fn is_frozen(&self) -> bool {
         self.frozen.get()
     }
@@ -236,8 +241,8 @@ impl Drop for ControlGroup {
     }
 }
 
-/// Adds stopped processes to the group with this `cgroup.procs` file. The first one takes
-/// milliseconds, because the kernel waits for all processors.
+/// Adds stopped processes to a control group. `procs_file` is the group's file `cgroup.procs`.
+/// Adding the first process takes milliseconds, because the kernel waits for all processors.
 ///
 /// # Errors
 /// An existing process could not be added.
@@ -251,11 +256,11 @@ pub(crate) fn move_into_group(procs_file: &Path, pids: &[i32]) -> io::Result<()>
     Ok(())
 }
 
-/// Mounts the tasker's own group of version 2 without a mount point: it is reachable only through
-/// this descriptor, and disappears with it.
+/// Mounts the tasker's own control group of version 2 without a mount point: the mount is reachable
+/// only through the returned descriptor, and disappears when it is closed.
 ///
-/// The thread that mounts is in a cgroup namespace of its own: in the initial one a mount would set
-/// options such as `nsdelegate` for the whole machine.
+/// The thread that mounts enters a new cgroup namespace: in the initial cgroup namespace a mount
+/// would set options such as `nsdelegate` for the whole machine.
 fn mount_own_group() -> io::Result<OwnedFd> {
     let mounts = || {
         unshare(CloneFlags::CLONE_NEWCGROUP)?;
@@ -275,8 +280,8 @@ fn mount_own_group() -> io::Result<OwnedFd> {
     })
 }
 
-/// Creates a new folder within `own` and locks it. Returns `None` if another tasker has removed it
-/// as stale.
+/// Creates a new directory for the groups of this tasker in `own`, and locks it. Returns `None` if
+/// another tasker has removed it as stale.
 fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_PREFIX}XXXXXX")))?;
     let Ok(file) = File::open(&path) else {
@@ -288,8 +293,8 @@ fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     Ok(path.exists().then_some((path, folder)))
 }
 
-/// Removes the folders of taskers that were killed. Their tasks died with them; groups that still
-/// have processes, which are about to end, are left to the next tasker.
+/// Removes the directories of taskers that were killed. Their tasks died with them. Groups that
+/// still contain ending processes are removed by the next tasker.
 fn remove_stale_folders(own: &Path) {
     for entry in fs::read_dir(own).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -308,7 +313,7 @@ fn remove_stale_folders(own: &Path) {
     }
 }
 
-/// Removes the groups of a tasker, and its folder.
+/// Removes the control groups of a tasker, and its directory.
 fn remove_groups(folder: &Path) {
     let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
     for group in fs::read_dir(folder)
@@ -317,7 +322,7 @@ fn remove_groups(folder: &Path) {
         .flatten()
         .filter(is_folder)
     {
-        // A group that contains processes stays, and the folder with it.
+        // A group that contains processes remains, and so does the directory.
         let _ = fs::remove_dir(group.path());
     }
     let _ = fs::remove_dir(folder);

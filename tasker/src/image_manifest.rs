@@ -11,33 +11,33 @@ use std::path::{Path, PathBuf};
 const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
 const MANIFEST_VERSION: u16 = 4;
-/// Longest manifest that is read.
+/// Maximum length in bytes of a manifest that is read.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
-/// Most image files of one task.
+/// Maximum number of image files of one task.
 const IMAGE_FILES_MAX: usize = 65_536;
 
-/// The content of a manifest.
+/// The facts in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ImageManifest {
     version: u16,
-    /// Inode number of the pipe for the task's output at the source; images refer to the pipe by
-    /// it.
+    /// Inode number of the pipe that receives the task's output at the source. The images refer to
+    /// the pipe by this number.
     pub(crate) output_pipe: u64,
-    /// Process ids, inside the task's namespace, of processes that were stopped before the
-    /// migration stopped the others.
+    /// PIDs, in the task's namespace, of processes that were already stopped before the migration
+    /// stopped the task.
     pub(crate) stopped_before: Vec<i32>,
-    /// Memory of the task in bytes, post-copied memory included.
+    /// Memory of the task in bytes, including post-copied memory.
     pub(crate) memory_bytes: u64,
     /// Files that the task has open for writing, with their lengths at the time of the dump.
     pub(crate) written_files: Vec<(PathBuf, u64)>,
-    /// Files that are transferred along with the task.
+    /// Files that are transferred together with the task.
     pub(crate) transferred_files: Vec<TransferredFile>,
-    /// Name and length of each image file.
+    /// Name and length in bytes of each image file.
     images: Vec<(String, u64)>,
 }
 
 impl ImageManifest {
-    /// Describes the images in this directory.
+    /// Lists the images in the directory `dir` and returns a manifest with the given facts.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -60,7 +60,7 @@ impl ImageManifest {
         })
     }
 
-    /// Writes the manifest next to the images and returns its length.
+    /// Writes the manifest next to the images and returns its length in bytes.
     ///
     /// # Errors
     /// The manifest cannot be written.
@@ -73,11 +73,11 @@ impl ImageManifest {
         Ok(bytes.len() as u64)
     }
 
-    /// Reads a manifest and checks that all images exist with their full lengths. A truncated image
-    /// can make an engine loop forever.
+    /// Reads a manifest and checks that all images exist with the recorded lengths. A truncated
+    /// image can make an engine loop forever.
     ///
     /// # Errors
-    /// [`Failure::Images`] with what is missing.
+    /// [`Failure::Images`] with the missing or truncated image.
     pub(crate) fn read(dir: &Path) -> Result<ImageManifest, Failure> {
         let path = dir.join(MANIFEST_FILE);
         let bad =
@@ -111,7 +111,7 @@ impl ImageManifest {
         Ok(manifest)
     }
 
-    /// Returns the total length of all images.
+    /// Returns the total length of all images in bytes.
     pub(crate) fn image_bytes(&self) -> u64 {
         self.images.iter().map(|(_, bytes)| bytes).sum()
     }

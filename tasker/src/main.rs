@@ -1,9 +1,10 @@
 //! `pvm-tasker FD`: the parent of all spawned tasks of a host, and the only privileged program of
 //! the virtual machine.
 //!
-//! The daemon starts it with one end of a Unix socket pair; the argument is the descriptor's
-//! number. On the daemon's orders it starts, signals, stops, dumps, restores and reaps task
-//! processes, and it reports the results. When the socket closes, it kills all tasks and exits.
+//! The daemon starts the tasker with one end of a Unix socket pair; the argument is the
+//! descriptor's number. On the daemon's orders the tasker starts, signals, stops, dumps, restores
+//! and reaps task processes, and reports the results. When the socket closes, the tasker kills all
+//! tasks and exits.
 
 mod binary_hashing;
 mod clone_into_cgroup;
@@ -38,8 +39,8 @@ use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
 
-/// Capabilities that the tasker keeps if it runs as root. Tasks and the engine, which must be able
-/// to build any task, regain root's capabilities by their exec.
+/// Capabilities that the tasker retains if it runs as root. Tasks regain all of root's capabilities
+/// by their exec, and so does the engine, which needs them to restore tasks.
 const NEEDED_CAPABILITIES: [Capability; 11] = [
     // For files transferred with a task, and for images.
     Capability::CHOWN,
@@ -47,7 +48,7 @@ const NEEDED_CAPABILITIES: [Capability; 11] = [
     Capability::DAC_READ_SEARCH,
     Capability::FOWNER,
     Capability::FSETID,
-    // For tasks that have changed their user.
+    // For signals to tasks that have changed their user.
     Capability::KILL,
     // For inspecting tasks, and for the engine's ptrace.
     Capability::SYS_PTRACE,
@@ -93,7 +94,7 @@ fn run() -> anyhow::Result<()> {
         .parse()
         .with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
-    // A second arena would keep up to two mebibytes after worker threads have read images and
+    // A second arena would retain up to two mebibytes after worker threads have read images and
     // files.
     allocator::limit_arenas(1);
     let socket = sys::take_inherited_fd(fd)
@@ -102,15 +103,15 @@ fn run() -> anyhow::Result<()> {
     capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
         .context("cannot give up rights")?;
     let _notes = checkpoint::criu::KdatCleanup::arm();
-    // The owner waits for this thread to stop the guests. It never computes for long, and its
-    // children start with normal priority.
+    // The owner waits for this thread to stop the guests. The thread never computes for long, and
+    // its children start with normal priority.
     sempa_socket::boost_priority();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
     supervisor.run().context("lost the daemon")
 }
 
-/// Opens /dev/null for missing standard descriptors, so that no descriptor opened later gets one of
-/// their numbers.
+/// Opens /dev/null for each missing standard descriptor, so that no later descriptor gets the
+/// number of a standard descriptor.
 fn open_standard_descriptors() -> anyhow::Result<()> {
     loop {
         let null = File::options()
@@ -121,12 +122,12 @@ fn open_standard_descriptors() -> anyhow::Result<()> {
         if std::os::fd::AsRawFd::as_raw_fd(&null) > 2 {
             return Ok(());
         }
-        // Stays open on purpose, in place of the missing descriptor.
+        // The descriptor stays open in place of the missing standard descriptor.
         let _ = std::os::fd::IntoRawFd::into_raw_fd(null);
     }
 }
 
-/// Ignores signals of the terminal: the daemon decides when the tasker ends.
+/// Ignores signals of the terminal, because the daemon decides when the tasker ends.
 fn ignore_terminal_signals() -> anyhow::Result<()> {
     for name in [
         Signal::SIGHUP,
@@ -137,8 +138,8 @@ fn ignore_terminal_signals() -> anyhow::Result<()> {
     ] {
         sys::set_handler(name, SigHandler::SigIgn)?;
     }
-    // If SIGCHLD were ignored, as our parent may have set it, the kernel would reap children before
-    // the tasker can.
+    // The parent process may have set SIGCHLD to be ignored. Then the kernel would reap children
+    // before the tasker can.
     sys::set_handler(Signal::SIGCHLD, SigHandler::SigDfl)?;
     Ok(())
 }

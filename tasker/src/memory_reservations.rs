@@ -1,7 +1,7 @@
-//! Memory of this host that is reserved for tasks on their way here.
+//! Memory of this host that is reserved for tasks that are migrating to it.
 //!
-//! Until a task has received its memory, the kernel still counts that memory as free, and the next
-//! task would be promised the same.
+//! Until a task has received its memory, the kernel still counts that memory as free, and the same
+//! memory would be promised to the next task.
 
 use crate::supervisor::Supervisor;
 use crate::target::{IncomingTask, TargetStage};
@@ -13,31 +13,31 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Another file system in memory; nix has no constant for it.
+/// File system type of ramfs, which like tmpfs stores files in memory. nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-/// Unit of the block count of a file.
+/// Size in bytes of the blocks in which the system reports the space of a file.
 const BLOCK_BYTES: u64 = 512;
 
-/// The reservation of one task.
+/// The memory reservation of one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reservation {
-    /// Bytes that the task had when it was last checked.
+    /// Memory in bytes that the task had when it was last checked.
     checked_bytes: u64,
-    /// Bytes of them that have already arrived.
+    /// Number of bytes of the task's memory that have already arrived.
     arrived_bytes: u64,
-    /// The check is in progress; the task may still be refused.
+    /// True while the task is being checked and may still be refused.
     is_pending: bool,
 }
 
 impl Reservation {
-    /// Returns the bytes that have not arrived yet.
+    /// Returns the number of bytes that have not arrived yet.
     fn outstanding_bytes(&self) -> u64 {
         self.checked_bytes.saturating_sub(self.arrived_bytes)
     }
 }
 
-/// All reservations, by migration. Their number is bounded by the limits on migrations to this host
-/// and on worker threads.
+/// All memory reservations, by migration. Their number is bounded by the limits on migrations to
+/// this host and on worker threads.
 #[derive(Debug, Default)]
 pub(crate) struct MemoryReservations(BTreeMap<MigrationId, Reservation>);
 
@@ -54,8 +54,8 @@ impl MemoryReservations {
         );
     }
 
-    /// Records the size of a task whose images have arrived. If it has grown by more than the slack
-    /// since the check, its reservation grows, too, and the result is true.
+    /// Records the memory of a task whose images have arrived. Returns true if the memory has grown
+    /// by more than the slack since the check; the reservation then grows, too.
     fn record_growth(&mut self, migration: MigrationId, memory: u64) -> bool {
         let Some(reservation) = self.0.get_mut(&migration) else {
             return false;
@@ -67,7 +67,7 @@ impl MemoryReservations {
         has_grown
     }
 
-    /// Records the verdict: the reservation stays if the task was accepted.
+    /// Records the verdict on a task: removes its reservation if the task was refused.
     pub(crate) fn record_verdict(&mut self, migration: MigrationId, accepted: bool) {
         match self.0.get_mut(&migration) {
             Some(reservation) if accepted => reservation.is_pending = false,
@@ -75,7 +75,7 @@ impl MemoryReservations {
         }
     }
 
-    /// Returns the outstanding bytes of this task's reservation.
+    /// Returns the number of bytes that are reserved for this task and have not arrived yet.
     pub(crate) fn reserved_for(&self, migration: MigrationId) -> u64 {
         self.0
             .get(&migration)
@@ -89,8 +89,8 @@ impl MemoryReservations {
         }
     }
 
-    /// Records that the task's images have arrived. The memory they occupy is freed while the task
-    /// gets its own.
+    /// Records that the task's images have arrived. The memory that the images occupy is freed
+    /// while the task is restored.
     pub(crate) fn record_images(&mut self, migration: MigrationId, dir: &Path) {
         if let Some(reservation) = self.0.get_mut(&migration) {
             reservation.arrived_bytes = reservation
@@ -99,8 +99,9 @@ impl MemoryReservations {
         }
     }
 
-    /// Returns the bytes reserved for tasks being checked, and for tasks that according to `waits`
-    /// do not have their memory yet.
+    /// Returns the number of bytes that are reserved for tasks being checked, and for tasks whose
+    /// memory has not arrived. `waits` returns true for the migrations of the latter. Removes all
+    /// other reservations.
     fn outstanding_bytes(&mut self, waits: impl Fn(MigrationId) -> bool) -> u64 {
         self.0
             .retain(|migration, reservation| reservation.is_pending || waits(*migration));
@@ -110,7 +111,8 @@ impl MemoryReservations {
     }
 }
 
-/// Returns the bytes that the files of a directory occupy in memory.
+/// Returns the number of bytes of memory that the files of a directory occupy; 0 if its file system
+/// is not in memory.
 fn bytes_in_memory(dir: &Path) -> u64 {
     if !statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type())) {
         return 0;
@@ -125,11 +127,11 @@ fn bytes_in_memory(dir: &Path) -> u64 {
 }
 
 impl Supervisor {
-    /// Checks that there is still room for a task that may have grown since its check, while it
-    /// waited or was pre-copied.
+    /// Checks that the available memory still suffices for a task. The task may have grown since
+    /// its feasibility check, while it was queued or pre-copied.
     ///
-    /// With post-copy, a lack of memory would otherwise show only after the source has given up the
-    /// task.
+    /// With post-copy, a lack of memory would otherwise be detected only after the source has
+    /// released the task.
     pub(crate) fn check_room(
         &mut self,
         migration: MigrationId,
@@ -145,12 +147,12 @@ impl Supervisor {
         check_available(memory, self.reserved_bytes(), memory_available_bytes())
     }
 
-    /// Returns the memory that is reserved but not used yet.
+    /// Returns the number of bytes of memory that are reserved but not used yet.
     pub(crate) fn reserved_bytes(&mut self) -> u64 {
         let (targets, following) = (&self.migrations.targets, &self.migrations.post_copies);
         let is_built = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
         self.migrations.reservations.outstanding_bytes(|migration| {
-            // Post-copied memory arrives when the task is built and while it runs.
+            // Post-copied memory arrives while the task is restored and while it runs.
             following.is_arriving(migration)
                 || targets
                     .get(&migration)
@@ -159,8 +161,8 @@ impl Supervisor {
     }
 }
 
-/// Checks that the available memory covers all reservations, including `post_copy` for the task to
-/// be built.
+/// Checks that the available memory covers all reservations. `reserved` is their total, which
+/// includes `memory` bytes for the task to be restored.
 fn check_available(memory: u64, reserved: u64, available: u64) -> Result<(), Failure> {
     if reserved <= available {
         return Ok(());

@@ -1,8 +1,8 @@
-//! Migration orders, and the source's part of a migration: stop, dump, continue or kill.
-//! [`crate::target`] is the other part.
+//! Handles migration orders. This module implements the source: stop, dump, then continue or kill
+//! the task. [`crate::target`] implements the target.
 //!
-//! The tasker makes no decisions. It guarantees that after any failure the source's task can
-//! continue and nothing is left at the target.
+//! The tasker makes no decisions. It guarantees that after any failure the task can continue at the
+//! source and that no part of it remains at the target.
 
 use crate::binary_hashing::BinaryHasher;
 use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
@@ -37,38 +37,38 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the processes of a task to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time limit of a dump or restore without the part that depends on the size.
+/// Time limit of a dump or restore of a task without memory.
 const ENGINE_TIMEOUT_BASE: Duration = Duration::from_secs(10);
-/// Image bytes for which a dump or restore gets one more second; memory that was never touched is
-/// slow on virtual machines.
+/// Number of image bytes for which the time limit of a dump or restore grows by one second. The
+/// rate is low because memory that was never touched is slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
-/// Time limit of the first attempt to dump a task, without the part for its memory.
+/// Time limit of the first attempt to dump a task without memory.
 ///
-/// CRIU waits forever for a thread that does not halt on request. The one known cause is handled by
-/// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit; the
-/// second attempt gets the full time.
+/// CRIU waits forever for a thread that does not stop on request. The tracer
+/// (`checkpoint/src/criu/ptrace_relay.rs`) handles the only known cause. A successful dump ends
+/// long before this limit; the second attempt has the full time limit.
 const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
-/// Most orders deferred until the engine has been probed.
+/// Maximum number of orders that are deferred until the engine has been probed.
 const DEFERRED_ORDERS_MAX: usize = 256;
 
-/// Reason given when the tasker may not create namespaces.
+/// Refusal of a migration if the tasker may not create PID namespaces.
 pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
      root, or have the task write its own checkpoint (SEMPA_ENGINE), which takes no rights";
 
-/// What is known about the engine.
+/// Whether the engine can be used, as far as the tasker knows.
 #[derive(Clone, Debug)]
 pub(crate) enum EngineStatus {
-    /// The engine starts and has this version; a probe is running.
+    /// The engine can be executed, and a probe is running. The value is its version.
     Probing(String),
-    /// A probe (dump and restore) was successful; the version.
+    /// A probe (dump and restore) was successful. The value is the engine's version.
     Usable(String),
-    /// The engine cannot be used: the reason, and how to get a working one.
+    /// The engine cannot be used. The value is the reason, and how to install a working engine.
     Unusable(String),
-    /// As `Unusable`, but another probe is running.
+    /// The engine could not be used, and another probe is running. The value is as for `Unusable`.
     Reprobing(String),
 }
 
-/// The migrations in progress on this host, and the engine.
+/// The state of all migrations in progress on this host, and of the engine.
 pub(crate) struct Migrations {
     pub(crate) engine: Option<Arc<dyn Engine>>,
     pub(crate) engine_status: EngineStatus,
@@ -77,6 +77,7 @@ pub(crate) struct Migrations {
     /// Number of consecutive failed probes.
     pub(crate) failed_probes: u32,
     pub(crate) targets: BTreeMap<MigrationId, IncomingTask>,
+    /// Orders that wait until the engine has been probed.
     deferred: Vec<ToTasker>,
     pub(crate) post_copies: PostCopies,
     pub(crate) pre_copies: PreCopies,
@@ -86,10 +87,11 @@ pub(crate) struct Migrations {
 }
 
 impl Migrations {
-    /// Locates the engine and asks for its version if it could be used.
+    /// Finds the engine and queries its version. `namespaces` is true if the tasker may create PID
+    /// namespaces; otherwise no engine can be used.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// No descriptors are available.
     pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located = if namespaces {
@@ -121,7 +123,7 @@ impl Migrations {
         })
     }
 
-    /// Returns the engine's version, or why it cannot be used.
+    /// Returns the engine's version, or the reason why it cannot be used.
     pub(crate) fn engine_state(&self) -> Result<String, String> {
         match &self.engine_status {
             EngineStatus::Probing(version) | EngineStatus::Usable(version) => Ok(version.clone()),
@@ -129,13 +131,13 @@ impl Migrations {
         }
     }
 
-    /// Becomes readable when workers have results.
+    /// Returns a descriptor that becomes readable when workers have results.
     pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.workers.wake_fd()
     }
 
-    /// Returns the copies held at this target, each with a descriptor that becomes readable when
-    /// the copy dies.
+    /// Returns the restored tasks at this target that do not run yet. Each has a descriptor that
+    /// becomes readable when the task dies.
     pub(crate) fn held_copies(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
         self.targets
             .iter()
@@ -145,7 +147,8 @@ impl Migrations {
             })
     }
 
-    /// True for processes that only their own waiter may reap.
+    /// True for a process that must not be reaped as an unowned child: an engine process, which its
+    /// worker reaps, or the first process of a restored task that does not run yet.
     pub(crate) fn is_waited_for(&self, pid: i32) -> bool {
         let held = |target: &IncomingTask| match &target.stage {
             TargetStage::Restored { process, .. } => process.pid == pid,
@@ -154,7 +157,7 @@ impl Migrations {
         self.workers.has_engine(pid) || self.targets.values().any(held)
     }
 
-    /// Returns the stage of a migration to this host, until its task runs.
+    /// Returns the stage of a migration to this host; `None` if it does not exist or its task runs.
     pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut TargetStage> {
         self.targets
             .get_mut(&migration)
@@ -166,7 +169,8 @@ impl Migrations {
         self.workers.is_idle()
     }
 
-    /// Cancels everything and drops all copies; called when the tasker ends.
+    /// Cancels all migrations and discards all restored tasks that do not run yet. Called when the
+    /// tasker ends.
     pub(crate) fn cancel_all(&mut self) {
         self.post_copies.stop_serving_all();
         self.pre_copies.abort_all();
@@ -177,7 +181,7 @@ impl Migrations {
 }
 
 impl Supervisor {
-    /// Handles an order that concerns a migration.
+    /// Handles an order that concerns a migration or a query.
     pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
         if matches!(self.migrations.engine_status, EngineStatus::Probing(_))
             && feasibility::needs_engine(&order)
@@ -259,7 +263,7 @@ impl Supervisor {
         }
     }
 
-    /// Handles the orders that waited for the engine's probe.
+    /// Handles the orders that were deferred until the engine was probed.
     pub(crate) fn handle_deferred_orders(&mut self) {
         for order in std::mem::take(&mut self.migrations.deferred) {
             self.handle_migration_order(order);
@@ -342,7 +346,8 @@ impl Supervisor {
         }
     }
 
-    /// Checks whether the tasks with a stop order have stopped.
+    /// Checks whether the tasks that were ordered to stop have stopped, and reports those that
+    /// have.
     pub(crate) fn check_stopping(&mut self) {
         let now = Instant::now();
         let mut stopped = Vec::new();
@@ -370,8 +375,8 @@ impl Supervisor {
                 task.phase = TaskPhase::Stopped { migration };
                 stopped.push((*tid, migration, redirected));
             } else if now >= *deadline {
-                // The task stays in this phase until the daemon continues it, as after any failed
-                // migration.
+                // The task remains in this phase until the daemon orders it to continue, as after
+                // any failed migration.
                 task.phase = TaskPhase::Stopped { migration };
                 stopped.push((
                     *tid,
@@ -383,8 +388,8 @@ impl Supervisor {
             }
         }
         for (tid, migration, result) in stopped {
-            // No process of the task writes any more. Data left in the pipe would be in the images,
-            // too, and arrive twice.
+            // No process of the task writes any more. Output that remained in the pipe would be in
+            // the images, too, and would be delivered twice.
             self.drain_output(tid);
             self.send(&FromTasker::Stopped { migration, result });
         }
@@ -532,8 +537,8 @@ impl Supervisor {
         if matches!(task.phase, TaskPhase::Dumping { migration: of, .. } if of == migration) {
             let phase = std::mem::replace(&mut task.phase, TaskPhase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
-                // An engine that died may have left the task in any state; it must be stopped
-                // again.
+                // An engine that died may have left the task in any state, so the task must be
+                // stopped again.
                 stop::stop_all(&TaskProcesses::Namespace(namespace), &mut BTreeSet::new());
             }
             if let TaskPhase::Dumping {
@@ -565,8 +570,8 @@ impl Supervisor {
         }
     }
 
-    /// Restarts a dump that failed only because it met another dump or hung. Returns false if it is
-    /// not restarted.
+    /// Schedules another attempt if a dump has failed only because it collided with another dump or
+    /// hung. Returns false if no attempt is scheduled.
     fn retry_dump(
         &mut self,
         migration: MigrationId,
@@ -609,7 +614,7 @@ impl Supervisor {
         true
     }
 
-    /// Handles the end of the delay before another attempt, or its cancellation.
+    /// Handles the end of the delay before another dump attempt, or its cancellation.
     fn on_retry_delay_over(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
         if let Some(task) = self.tasks.get_mut(&tid)
             && let TaskPhase::Dumping {
@@ -629,7 +634,7 @@ impl Supervisor {
         self.on_dumped(migration, tid, Err(failure));
     }
 
-    /// Starts a dump again, in an empty directory.
+    /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
     fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
         let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
         let attempt = DumpAttempt {
@@ -650,7 +655,7 @@ impl Supervisor {
                 TaskPhase::Dumping {
                     worker, aborted, ..
                 } => {
-                    // The reply is sent when the engine is dead.
+                    // The reply is sent when the engine has ended.
                     *aborted = true;
                     let worker = *worker;
                     return self.migrations.workers.cancel(worker);
@@ -688,7 +693,7 @@ impl Supervisor {
                 task.kill_all();
                 self.forget_killed(migration, tid, used);
             }
-            // The task has exited, and that was reported.
+            // The task has exited, and its exit was already reported.
             None => self.send(&FromTasker::SourceGone {
                 migration,
                 used: Usage::default(),
@@ -696,10 +701,11 @@ impl Supervisor {
         }
     }
 
-    /// Forgets a task that was killed while it was stopped, and reports it as gone.
+    /// Removes the state of a task that was killed while it was stopped, and reports the end of the
+    /// source's copy.
     ///
-    /// The task executes no further instruction. Waiting until the kernel has freed its memory is
-    /// not necessary, and takes longer the more memory there is.
+    /// The task executes no further instruction. The tasker does not wait until the kernel has
+    /// freed the task's memory, because that takes longer the more memory the task has.
     fn forget_killed(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
         self.drain_output(tid);
         let Some(task) = self.tasks.remove(&tid) else {
@@ -711,8 +717,8 @@ impl Supervisor {
         }
     }
 
-    /// Ends the current migration step of a task that has exited while it was stopped: the daemon
-    /// gets a reply to the step.
+    /// Ends the current migration step of a task that has exited while it was stopped, and sends
+    /// the daemon a reply to the step.
     pub(crate) fn abandon_migration_of(&mut self, task: &Task) {
         self.migrations.pre_copies.on_task_exit(task.tid);
         match task.phase {
@@ -731,8 +737,8 @@ impl Supervisor {
     }
 }
 
-/// Writes a redirection into a stopped task, which the task reads when it continues on another
-/// host.
+/// Writes the redirection into the memory of a stopped task. The task's library reads it when the
+/// task continues on another host.
 pub(crate) fn write_redirection(
     namespace: &Namespace,
     redirection: Option<MemoryWrite>,
@@ -764,7 +770,8 @@ pub(crate) fn write_redirection(
     sys::write_memory(pid, address, &bytes).map_err(failed)
 }
 
-/// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
+/// Returns the time limit of a dump or restore of `bytes` bytes of memory, with a new cancellation
+/// handle.
 pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(CallLimits {
@@ -773,7 +780,7 @@ pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
     })
 }
 
-/// Creates the image directory with mode 0700, or accepts an empty one.
+/// Creates an image directory with mode 0700, or checks that an existing one is empty.
 pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     let bad = |e: &dyn std::fmt::Display| {
         Failure::Io(format!(
@@ -795,7 +802,7 @@ pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Returns the memory of these processes, resident or swapped out.
+/// Returns the total memory of these processes in bytes, resident or swapped out.
 pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
     pids.iter()
         .filter_map(|pid| checkpoint::facts::resident_bytes(*pid))

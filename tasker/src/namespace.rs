@@ -1,10 +1,11 @@
-//! A PID namespace for one task, kept alive by an idle init that is a child of the tasker.
+//! A PID namespace for each task. An idle init process, a child of the tasker, keeps the namespace
+//! alive.
 //!
-//! Process ids inside never collide with those of another host, so the task can be rebuilt on any
-//! host. Killing the init reliably kills all processes inside. The init is not part of dumps.
+//! PIDs in the namespace never collide with those of another host, so the task can be restored on
+//! any host. Killing the init kills all processes in the namespace. The init is not part of dumps.
 //!
-//! If there is a freezer, the namespace has a control group that contains all processes inside
-//! except the init.
+//! If a freezer exists, each namespace has a control group that contains all its processes except
+//! the init.
 
 use crate::freezer::{ControlGroup, Freezer};
 use crate::namespace_init;
@@ -21,26 +22,28 @@ use std::os::linux::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Namespaces kept ready; each costs a sleeping process.
+/// Minimum number of spare namespaces. Each costs a sleeping process.
 const SPARE_MIN: usize = 4;
-/// Most namespaces kept while tasks come and go.
+/// Maximum number of spare namespaces while tasks start and end.
 const SPARE_MAX: usize = 64;
-/// Time without a new task after which only [`SPARE_MIN`] namespaces are kept.
+/// Time without a new task after which only [`SPARE_MIN`] spare namespaces are kept.
 const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Idle time after which spare namespaces are created.
+/// Idle time of the tasker after which it creates spare namespaces.
 const IDLE_DELAY: Duration = Duration::from_millis(1);
 
-/// A namespace and its init. Dropping it ends all processes inside; the init must still be reaped.
+/// A PID namespace and its init. Dropping this value ends all processes in the namespace; the init
+/// must still be reaped.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     init: Child,
+    /// Write end of the pipe on which the init waits for the order to end.
     control: OwnedFd,
     inode: u64,
-    /// The init was ordered to end.
+    /// True if the init was ordered to end.
     ending: Cell<bool>,
-    /// The control group for the processes inside.
+    /// The control group for the processes in the namespace, if one could be created.
     group: Option<ControlGroup>,
-    /// The processes inside are in the control group.
+    /// True if the processes in the namespace are members of the control group.
     in_group: Cell<bool>,
 }
 
@@ -71,7 +74,7 @@ impl Namespace {
         }
     }
 
-    /// True if the tasker may create namespaces: it creates one and ends it.
+    /// Tests whether the tasker may create PID namespaces, by creating one.
     pub(crate) fn is_possible() -> bool {
         let Ok(namespace) = Namespace::new(None) else {
             return false;
@@ -80,24 +83,25 @@ impl Namespace {
         sys::reap_wait(namespace.init.pid).is_ok()
     }
 
-    /// True once the init has ended, and with it all processes inside.
+    /// True when the init has ended, and with it all processes in the namespace.
     pub(crate) fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(self.end_fd(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
-    /// Becomes readable when the init has ended, and with it all processes inside.
+    /// Returns a descriptor that becomes readable when the init has ended, and with it all
+    /// processes in the namespace.
     pub(crate) fn end_fd(&self) -> BorrowedFd<'_> {
         self.init.pidfd.as_fd()
     }
 
-    /// Returns the inode number of the namespace, which identifies it in images.
+    /// Returns the inode number of the namespace, by which images refer to it.
     pub(crate) fn inode(&self) -> u64 {
         self.inode
     }
 
-    /// Opens the namespace, for the engine. Close the descriptor soon: a host has thousands of
-    /// tasks and a limit on descriptors.
+    /// Opens the namespace for the engine. The caller should close the descriptor soon: a host has
+    /// thousands of tasks and a limit on descriptors.
     ///
     /// # Errors
     /// The init has ended.
@@ -105,18 +109,18 @@ impl Namespace {
         Ok(File::open(namespace_path(&self.init))?.into())
     }
 
-    /// Runs `make`; processes that it creates belong to this namespace.
+    /// Runs `make`. Processes that `make` creates belong to this namespace.
     fn with_children_inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
         let own = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
-        // A process can always return to its own namespace.
+        // A process may always return to its own namespace.
         setns(own, CloneFlags::CLONE_NEWPID)
             .expect("the way back into one's own namespace is open");
         Ok(made)
     }
 
-    /// Starts a program inside, as a direct child of the tasker.
+    /// Starts a program in the namespace, as a direct child of the tasker.
     ///
     /// # Errors
     /// As [`sys::start_program`].
@@ -128,7 +132,8 @@ impl Namespace {
         self.start_in_group(|group| sys::start_program(plan, guard, group))
     }
 
-    /// Starts a process inside that stops before its exec, as a direct child of the tasker.
+    /// Starts a process in the namespace that waits before its exec, as a direct child of the
+    /// tasker.
     ///
     /// # Errors
     /// As [`sys::start_waiting`].
@@ -140,7 +145,7 @@ impl Namespace {
         self.start_in_group(|group| sys::start_waiting(plan, allowed, group))
     }
 
-    /// Creates a process inside, in the control group if possible.
+    /// Creates a process in the namespace by calling `make`, in the control group if possible.
     fn start_in_group(
         &self,
         make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
@@ -152,7 +157,7 @@ impl Namespace {
         self.in_group.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {
-                // The kernel refused this group; try without it.
+                // The kernel refused this control group; try without it.
                 Err(StartError::NoProcess(_)) => {}
                 other => {
                     self.in_group.set(true);
@@ -163,24 +168,23 @@ impl Namespace {
         start(None)
     }
 
-    /// Returns the control group if all processes inside are in it.
+    /// Returns the control group if all processes in the namespace are members of it.
     pub(crate) fn group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.in_group.get())
     }
 
-    /// Returns the ids of all processes inside except the init.
+    /// Returns the PIDs of all processes in the namespace except the init.
     ///
     /// With a control group this reads the group's list. [`Namespace::pids`] scans all processes of
-    /// the host; during such a scan, other tasks that must be stopped immediately would continue to
-    /// run.
+    /// the host; during such a scan, tasks that must be stopped immediately would continue to run.
     pub(crate) fn members(&self) -> Vec<i32> {
         self.group()
             .and_then(|group| group.members().ok())
             .unwrap_or_else(|| self.pids())
     }
 
-    /// Returns the file through which the processes inside can join the control group, if they were
-    /// not created in it.
+    /// Returns the path of the control group's file `cgroup.procs`, if the processes in the
+    /// namespace are not members of the group yet.
     pub(crate) fn group_to_join(&self) -> Option<PathBuf> {
         self.group
             .as_ref()
@@ -188,12 +192,12 @@ impl Namespace {
             .map(ControlGroup::procs_file)
     }
 
-    /// Records that the processes inside have joined the control group.
+    /// Records that the processes in the namespace are members of the control group.
     pub(crate) fn set_in_group(&self) {
         self.in_group.set(true);
     }
 
-    /// Starts a process inside that only waits, in this directory.
+    /// Starts a process in the namespace that sleeps in the directory `dir`.
     ///
     /// # Errors
     /// A system call failed.
@@ -206,15 +210,15 @@ impl Namespace {
         self.with_children_inside(|| sys::start_idle_process(dir, stdin.as_fd(), output.as_fd()))?
     }
 
-    /// Kills all processes inside. First the children of the tasker among them, then the init must
-    /// be reaped.
+    /// Kills all processes in the namespace. The caller must first reap the tasker's children among
+    /// them, then the init.
     pub(crate) fn kill(&self) {
         self.ending.set(true);
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if the ended task left no process inside: the init adopts orphans, so it would have
-    /// children.
+    /// True if no process remains in the namespace after its task has ended. The init adopts
+    /// orphans, so a remaining process would be a child of the init.
     fn is_reusable(&self) -> bool {
         let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
         !self.ending.get()
@@ -222,16 +226,18 @@ impl Namespace {
             && std::fs::read(children).is_ok_and(|list| list.is_empty())
     }
 
-    /// Orders the init to end as soon as the namespace is empty.
+    /// Orders the init to end when the namespace is empty.
     pub(crate) fn end_when_empty(&self) {
         self.ending.set(true);
-        // The pipe has space for the only byte it ever gets. A failure means that the init is gone.
+        // The pipe never contains more than this byte, so it has space. A failure means that the
+        // init has ended.
         let _ = nix::unistd::write(&self.control, b"e");
     }
 
-    /// Returns the ids of all processes inside except the init, as the tasker sees them.
+    /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
+    /// namespace.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // After the init's end its pid may belong to another process.
+        // After the init has ended, its PID may belong to another process.
         if !std::fs::metadata(namespace_path(&self.init))
             .is_ok_and(|about| about.st_ino() == self.inode)
         {
@@ -251,20 +257,22 @@ impl Namespace {
     }
 }
 
-/// Returns the path of an init's namespace in /proc. The pid is not reused before the init is
+/// Returns the path in /proc of the namespace of an init. The PID is not reused before the init is
 /// reaped.
 fn namespace_path(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
 }
 
-/// Namespaces prepared for future tasks, so that starting a task does not wait for one. Namespaces
-/// of tasks that left no process are reused, and a few are created in idle moments.
+/// Namespaces that are prepared for future tasks, so that starting a task does not wait for the
+/// creation of a namespace. Namespaces of ended tasks are reused if they are empty, and some
+/// namespaces are created while the tasker is idle.
 #[derive(Debug)]
 pub(crate) struct SpareNamespaces {
     ready: Vec<Namespace>,
-    /// When one was last taken.
+    /// Time at which the last namespace was taken.
     last_taken: Instant,
-    /// The last attempt to create one failed; the start of the next task reports why.
+    /// True if the last attempt to create a namespace failed. The start of the next task reports
+    /// the reason.
     failed: bool,
 }
 
@@ -277,7 +285,7 @@ impl SpareNamespaces {
         }
     }
 
-    /// Returns a namespace; creates one if none is ready.
+    /// Returns a spare namespace, or creates one if no spare exists.
     ///
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
@@ -292,7 +300,8 @@ impl SpareNamespaces {
         Namespace::new(freezer)
     }
 
-    /// Keeps the namespace of an ended task for reuse, or returns it if it cannot be reused.
+    /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
+    /// cannot be reused.
     pub(crate) fn recycle(&mut self, namespace: Namespace) -> Option<Namespace> {
         if self.ready.len() >= SPARE_MAX || !namespace.is_reusable() {
             return Some(namespace);
@@ -302,7 +311,8 @@ impl SpareNamespaces {
         None
     }
 
-    /// Returns the idle time after which [`SpareNamespaces::maintain`] must be called, if at all.
+    /// Returns the idle time after which [`SpareNamespaces::maintain`] must be called; `None` if no
+    /// call is needed.
     pub(crate) fn check_delay(&self) -> Option<Duration> {
         match self.ready.len() {
             ready if ready < SPARE_MIN && !self.failed => Some(IDLE_DELAY),
@@ -311,11 +321,13 @@ impl SpareNamespaces {
         }
     }
 
-    /// Called when idle: creates a missing namespace, or ends those that were not needed for long.
+    /// Creates a missing spare namespace, or ends namespaces that were not needed for
+    /// [`SPARE_IDLE_TIMEOUT`]. Must be called when the tasker is idle.
     pub(crate) fn maintain(&mut self, freezer: Option<&mut Freezer>) {
         if self.ready.len() < SPARE_MIN {
             match Namespace::new(freezer) {
-                // Inserted below namespaces that were used recently, which are taken first.
+                // Insert the new namespace before those that were used recently, which are taken
+                // first.
                 Ok(namespace) => self.ready.insert(0, namespace),
                 Err(_) => self.failed = true,
             }

@@ -1,7 +1,7 @@
 //! The idle init of a PID namespace.
 //!
-//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise it would keep a
-//! snapshot of all that memory as long as its task lives, and a host has thousands of tasks.
+//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise the init would retain
+//! a snapshot of the heap while its task lives, and a host may have thousands of tasks.
 #![allow(unsafe_code)] // What a new process does between system calls has no safe interface.
 
 use crate::sys::{self, Child};
@@ -10,14 +10,15 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-/// Most memory ranges that an init unmaps; it keeps any further ones.
+/// Maximum number of memory ranges that an init unmaps. Further ranges remain mapped.
 const RANGES_MAX: usize = 256;
 
 /// Creates the idle init of a new PID namespace.
 ///
-/// The init holds only `control`. A byte on it means "end when the namespace is empty"; its end of
-/// file means "end now", which kills all processes in the namespace. The init is in the tasker's
-/// own control group, or in `group`.
+/// The init has no open descriptor except `control`. A byte on `control` orders the init to end
+/// when the namespace is empty; the end of file orders it to end immediately, which kills all
+/// processes in the namespace. The init is created in the control group `group`; without it, in the
+/// tasker's own group.
 ///
 /// # Errors
 /// Those of `clone3`; `EPERM` if the tasker may not create namespaces.
@@ -26,7 +27,7 @@ pub(crate) fn start_init(
     group: Option<BorrowedFd<'_>>,
 ) -> io::Result<Child> {
     let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
-    // SAFETY: the new process goes straight into `run_init`, which never returns.
+    // SAFETY: the new process immediately calls `run_init`, which never returns.
     match unsafe { sys::clone3(libc::CLONE_NEWPID, group) }? {
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
@@ -34,8 +35,8 @@ pub(crate) fn start_init(
     }
 }
 
-/// Memory ranges that a copy of this process does not need if it makes only system calls. The list
-/// itself is not on the heap.
+/// Memory ranges (address, size) that a copy of this process does not need if it makes only system
+/// calls. The list itself is not on the heap.
 struct HeapRanges {
     ranges: [(usize, usize); RANGES_MAX],
     count: usize,
@@ -70,7 +71,8 @@ impl HeapRanges {
 }
 
 /// Returns the ranges of private memory without a file: the heap, and stacks of threads. A range
-/// that adjoins a mapped file holds variables of the program or a library (proc_pid_maps(5)).
+/// that adjoins a mapped file contains variables of the program or a library (proc_pid_maps(5)) and
+/// is not returned.
 fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
     let mut end_of_file = None;
     maps.lines().filter_map(move |line| {
@@ -90,8 +92,8 @@ fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
 /// Runs the idle init.
 ///
 /// # Safety
-/// Only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made, and after the
-/// heap is unmapped only those whose code is already in use.
+/// May be called only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made,
+/// and after the heap is unmapped only those whose code is already in use.
 unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
     const NAME: &CStr = c"pvm-init";
     // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
@@ -153,7 +155,7 @@ mod tests {
         );
     }
 
-    /// Returns the anonymous memory of a process in KiB, once it has become an init.
+    /// Waits until the process has become an init. Returns its anonymous memory in KiB.
     fn anonymous_kib(pid: i32) -> u64 {
         let begin = Instant::now();
         while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
@@ -176,7 +178,8 @@ mod tests {
             .expect("a number")
     }
 
-    /// An init keeps none of the tasker's allocations, and ends on the byte or the end of its pipe.
+    /// An init retains none of the tasker's allocations, and ends when the control pipe delivers a
+    /// byte or is closed.
     #[test]
     #[ignore = "system tier: needs root"]
     fn init_frees_tasker_memory_and_ends_on_order() {

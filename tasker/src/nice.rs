@@ -1,28 +1,29 @@
-//! Priorities of a task's threads while the task quiesces: its program's threads get the lowest
-//! priority, its library's threads a high one.
+//! Priorities of a task's threads while the task quiesces: the threads of the program get the
+//! lowest priority, and those of its library a high one.
 
 use crate::sys;
 use std::collections::BTreeMap;
 
 /// Names of the library's threads that quiesce a task.
 const LIBRARY_THREADS: [&str; 2] = ["pvm-helper", "pvm-ear"];
-/// Nice value of all other threads of the task meanwhile.
+/// Nice value of the program's threads while the task quiesces.
 const LOWEST_NICE: i32 = 19;
-/// Nice value of the library's threads meanwhile.
+/// Nice value of the library's threads while the task quiesces.
 const LIBRARY_NICE: i32 = -10;
 
-/// Threads with their previous nice values.
+/// The previous nice values of threads whose priorities were changed, by thread id.
 #[derive(Debug, Default)]
 pub(crate) struct DeprioritizedThreads {
     previous_nice: BTreeMap<i32, i32>,
-    /// Nice value of the first process's first thread, given to threads that were created
-    /// meanwhile.
+    /// Nice value for threads that were created after the change: that of the first thread of the
+    /// first process.
     default_nice: i32,
 }
 
 impl DeprioritizedThreads {
-    /// Changes the priorities of all threads of these processes. Without the capability to raise
-    /// them again nothing is changed.
+    /// Lowers the priorities of the program's threads in these processes, and raises those of the
+    /// library's threads. Changes nothing if the tasker lacks the capability to restore the
+    /// priorities.
     pub(crate) fn lower(pids: &[i32]) -> DeprioritizedThreads {
         let default_nice = pids
             .iter()
@@ -69,16 +70,16 @@ impl DeprioritizedThreads {
     }
 }
 
-/// Gives these processes the lowest priority: they are about to be killed, and the kernel's work
-/// for their end is not urgent.
+/// Gives these processes the lowest priority. They are about to be killed, and the kernel's work
+/// for their exit is not urgent.
 pub(crate) fn deprioritize(pids: &[i32]) {
     for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
         sys::set_nice(thread, LOWEST_NICE);
     }
 }
 
-/// Returns the threads of these processes that are not their library's; empty if no library thread
-/// exists.
+/// Returns the threads of these processes that do not belong to a library; empty if the processes
+/// have no library threads.
 pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
     let is_library = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
     let all = pids.iter().flat_map(|pid| threads(*pid));
@@ -90,7 +91,7 @@ pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
     }
 }
 
-/// Returns the threads of a process with their names.
+/// Returns the ids of a process's threads with their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
         return Vec::new();

@@ -1,16 +1,16 @@
-//! Pauses tasks while the owner of the host needs it.
+//! Pauses tasks while the owner of the host is present.
 //!
-//! 1. The task runs for a short time so that its library can quiesce. Its threads have the lowest
-//!    priority meanwhile, those of the library a high one.
-//! 2. Its control group is frozen; without one, all its processes are stopped by signal.
-//! 3. The pause outlives migrations: after a failed migration the task stays stopped.
+//! 1. The task runs for a short time so that its library can quiesce. During that time the
+//!    program's threads have the lowest priority, and those of the library a high one.
+//! 2. The task's control group is frozen; without one, all its processes are stopped by SIGSTOP.
+//! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
 //!
-//! A task that had not quiesced when it was stopped runs once more before it migrates. The
-//! program's threads are frozen at first: the library gets its time, and the program does not run
-//! while the owner is present.
+//! A task that had not quiesced when it was stopped runs once more before it migrates. At first the
+//! program's threads are frozen: the library can quiesce, and the program does not run while the
+//! owner is present.
 //!
-//! The engine cannot dump a frozen control group. For a migration all processes get SIGSTOP while
-//! they are frozen, and are then thawed; none of them runs in between.
+//! The engine cannot dump a frozen control group. For a migration all processes receive SIGSTOP
+//! while they are frozen, and are then thawed; none of them runs in between.
 
 use crate::nice::{self, DeprioritizedThreads};
 use crate::stop;
@@ -22,10 +22,10 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Time limit for the exit of a paused task after SIGTERM.
+/// Time limit for a paused task to exit after SIGTERM.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// Time after which processes that have not stopped are polled less often: one that waits in the
-/// kernel for a disk or a network file system executes nothing of the program.
+/// Time after which processes that have not stopped are polled less often. A process that waits in
+/// the kernel for a disk or a network file system executes no instructions of the program.
 const FAST_POLL_WINDOW: Duration = Duration::from_secs(2);
 /// Poll interval after [`FAST_POLL_WINDOW`].
 const SLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -37,39 +37,42 @@ pub(crate) enum Pause {
     NotPaused,
     /// The task still runs so that its library can quiesce.
     Quiescing {
-        /// When the task is stopped.
+        /// Time at which the task is stopped even if it has not quiesced.
         until: Instant,
-        /// The threads' previous priorities.
+        /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
-        /// Whether only the library's threads run.
+        /// Whether only the library's threads may run.
         library_only: LibraryOnly,
     },
-    /// The task was ordered to stop.
+    /// The task was ordered to stop, and some processes may still run.
     Stopping {
-        /// Processes that got SIGSTOP, if no control group freezes them.
+        /// Processes that received SIGSTOP; empty if a control group is frozen instead.
         signalled: BTreeSet<i32>,
+        /// Time at which the task was ordered to stop.
         since: Instant,
-        /// The threads' previous priorities.
+        /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
     },
-    /// The task is stopped, or will stay stopped when its current migration ends.
+    /// The task is stopped, or will remain stopped when its current migration ends.
     Paused,
 }
 
-/// Whether only the library's threads of a quiescing task run.
+/// Whether the program's threads of a quiescing task are frozen, so that only the library's threads
+/// run.
 #[derive(Debug, Default)]
 pub(crate) enum LibraryOnly {
-    /// Not requested, or not possible.
+    /// The program's threads are not frozen: that was not requested or is not possible.
     #[default]
     Inactive,
     /// The program's threads are frozen.
     Active {
-        /// When the program may run.
+        /// Time at which the program's threads are released.
         until: Instant,
-        /// Dropping it lets the program's threads run.
+        /// Dropping this value releases the program's threads.
         _frozen_threads: FrozenThreads,
     },
-    /// The time of the library alone is over: it needs something that the program's threads hold.
+    /// The program's threads were released because the library could not quiesce while they were
+    /// frozen; they may hold a lock that it needs.
     Expired,
 }
 
@@ -80,7 +83,8 @@ impl LibraryOnly {
 }
 
 impl Pause {
-    /// Returns the time until the next check, if one is needed.
+    /// Returns the time until the next check; `None` if no check is needed. `soon` is the poll
+    /// interval for a task that is being stopped.
     pub(crate) fn next_check_delay(&self, soon: Duration) -> Option<Duration> {
         match self {
             Pause::NotPaused | Pause::Paused => None,
@@ -104,7 +108,8 @@ impl Pause {
         }
     }
 
-    /// Restores the threads' priorities. Returns the processes that got SIGSTOP.
+    /// Restores the priorities of the task's threads. Returns the processes that have received
+    /// SIGSTOP.
     fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
         let (deprioritized, signalled) = match self {
             Pause::NotPaused | Pause::Paused => return BTreeSet::new(),
@@ -119,14 +124,13 @@ impl Pause {
         signalled
     }
 
-    /// True if the task is not paused.
     pub(crate) fn is_not_paused(&self) -> bool {
         matches!(self, Pause::NotPaused)
     }
 }
 
 impl Task {
-    /// Pauses the task; it may still run for `after`.
+    /// Pauses the task. It may run for the time `after` so that its library can quiesce.
     fn pause(&mut self, after: Duration) {
         match (&self.phase, std::mem::take(&mut self.pause)) {
             (TaskPhase::Running, pause) if after.is_zero() => self.stop_paused(pause),
@@ -147,7 +151,7 @@ impl Task {
                     library_only: LibraryOnly::Inactive,
                 };
             }
-            // The task is stopped for a migration, or soon will be; it stays stopped when the
+            // The task is stopped for a migration, or soon will be. It remains stopped when the
             // migration ends.
             (_, pause) => {
                 pause.restore_priorities(self);
@@ -156,8 +160,9 @@ impl Task {
         }
     }
 
-    /// Lets a paused task run for `after`, at first (`library_only`) only its library. A repeated
-    /// call while it runs changes nothing.
+    /// Lets a paused task run for the time `after` so that it can quiesce. For the time
+    /// `library_only` only its library's threads run. A repeated call while the task runs has no
+    /// effect.
     fn resume_to_quiesce(&mut self, library_only: Duration, after: Duration) {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
             return self.pause(after);
@@ -193,17 +198,17 @@ impl Task {
         };
     }
 
-    /// Gives a paused task a short time in which it can exit.
+    /// Lets a paused task run for [`EXIT_TIMEOUT`], in which it can exit.
     pub(crate) fn allow_exit(&mut self) {
         self.pause(EXIT_TIMEOUT);
     }
 
-    /// Gives a paused task time to exit on request.
+    /// Lets a paused task run for the time `time`, in which it can exit on request.
     pub(crate) fn allow_exit_within(&mut self, time: Duration) {
         self.pause(time);
     }
 
-    /// Stops the task from any state of its pause.
+    /// Stops the task, whatever the state `pause` of its pause is.
     fn stop_paused(&mut self, pause: Pause) {
         let (deprioritized, library_only) = match pause {
             Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
@@ -215,10 +220,12 @@ impl Task {
             } => (deprioritized, library_only),
         };
         if let Some(group) = self.group() {
-            // Fails if the group was removed; then it has no members, and signals stop them.
+            // Fails if the group was removed. Then it has no members, and the processes are stopped
+            // by signals.
             let _ = group.freeze();
         }
-        // Processes stopped by signal before show as stopped in a frozen group, too.
+        // Processes that were already stopped by a signal are recorded before the freeze, because
+        // all processes of a frozen group appear as stopped.
         self.record_stopped();
         let signalled = match library_only {
             LibraryOnly::Active { .. } if self.frozen_group().is_none() => {
@@ -234,8 +241,8 @@ impl Task {
         };
     }
 
-    /// Freezes the program's threads; `None` if that is impossible. Processes that had been stopped
-    /// before are left out: they do not run, and must be found in that state.
+    /// Freezes the program's threads; `None` if that is not possible. Processes that were already
+    /// stopped are not frozen, because they do not run and must remain in that state.
     fn freeze_program_threads(&self) -> Option<FrozenThreads> {
         let threads = nice::program_threads(&stop::without_stopped_before(
             self.members(),
@@ -248,12 +255,13 @@ impl Task {
         }
     }
 
-    /// Records which processes are already stopped for other reasons.
+    /// Records which processes are already stopped for reasons other than the pause.
     fn record_stopped(&mut self) {
         self.stopped_before = stop::stopped_by_signal(&self.members());
     }
 
-    /// Hands the stopping of the task over to a migration. Returns the processes that got SIGSTOP.
+    /// Ends the pause's control of the task, so that a migration can stop it. Returns the processes
+    /// that have received SIGSTOP.
     pub(crate) fn hand_over_to_migration(&mut self) -> BTreeSet<i32> {
         let pause = std::mem::take(&mut self.pause);
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
@@ -277,7 +285,7 @@ impl Task {
         signalled
     }
 
-    /// Ends the pause of the task.
+    /// Ends the pause of the task and lets it run, unless a migration has stopped it.
     fn end_pause(&mut self) {
         let pause = std::mem::take(&mut self.pause);
         let is_stopped = match &pause {
@@ -291,7 +299,7 @@ impl Task {
         }
     }
 
-    /// Checks a task that is paused but not stopped yet. Returns true if it has stopped.
+    /// Checks a task that is being paused but was not stopped yet. Returns true if it has stopped.
     fn check_pause(&mut self) -> bool {
         let now = Instant::now();
         if let Pause::Quiescing {
@@ -322,7 +330,8 @@ impl Task {
             None => stop::stop_all(&self.processes(), &mut signalled),
         };
         if has_stopped {
-            // Images include the threads' priorities, so they must be restored before a dump.
+            // Images include the threads' priorities, so the priorities must be restored before a
+            // dump.
             deprioritized.restore(&self.members());
             self.pause = Pause::Paused;
         } else {
@@ -337,12 +346,13 @@ impl Task {
 }
 
 impl Supervisor {
-    /// Pauses a task on the daemon's order.
+    /// Pauses a task on the daemon's order. The task may run for the time `after` before it is
+    /// stopped.
     pub(crate) fn pause_task(&mut self, tid: Tid, after: Micros) {
         self.change_pause(tid, |task| task.pause(Duration::from_micros(after.0)));
     }
 
-    /// Lets a paused task run so that it can quiesce.
+    /// Lets a paused task run so that it can quiesce, on the daemon's order.
     pub(crate) fn resume_task_to_quiesce(&mut self, tid: Tid, library_only: Micros, after: Micros) {
         self.change_pause(tid, |task| {
             task.resume_to_quiesce(
@@ -358,7 +368,7 @@ impl Supervisor {
         };
         change(task);
         let is_still = matches!(task.pause, Pause::Paused);
-        // A paused task does not change its memory, so sending it before the dump gains nothing.
+        // A paused task does not change its memory, so pre-copying it has no advantage.
         self.migrations.pre_copies.stop_soon(tid);
         if is_still {
             self.send(&FromTasker::Paused { tid });
@@ -373,7 +383,7 @@ impl Supervisor {
         }
     }
 
-    /// Checks the tasks that are paused but not stopped yet.
+    /// Checks the tasks that are being paused but were not stopped yet.
     pub(crate) fn check_pauses(&mut self) {
         let due = |task: &Task| match &task.pause {
             Pause::Quiescing { .. } => task

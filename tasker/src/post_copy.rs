@@ -1,9 +1,9 @@
-//! Post-copy: memory that is transferred after its task has migrated.
+//! Post-copy: transfers memory after its task has migrated.
 //!
 //! - At the source the memory is served after the images are written, even after the task was
 //!   killed.
 //! - At the target the memory arrives while the task already runs.
-//! - It passes through the two daemons, each of which has a socket for it.
+//! - The two daemons forward the memory. Each has a socket for it, to which its tasker connects.
 
 use crate::stop;
 use crate::supervisor::Supervisor;
@@ -23,21 +23,21 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Resident memory from which post-copy is used: below it, a task is stopped hardly longer without
+/// Minimum resident memory in bytes for post-copy. A smaller task is stopped hardly longer without
 /// post-copy.
 const POST_COPY_BYTES_MIN: u64 = 16 << 20;
-/// Variable that selects when post-copy is used: `never`, `always`; if not set, from
-/// [`POST_COPY_BYTES_MIN`] on.
+/// Environment variable that selects when post-copy is used: `never` or `always`. If it is not set,
+/// post-copy is used from [`POST_COPY_BYTES_MIN`] on.
 const POST_COPY_VARIABLE: &str = "SEMPA_POST_COPY";
-/// Time without post-copy after a failure.
+/// Time after a failure during which post-copy is not used.
 const FAILURE_BACKOFF: Duration = Duration::from_secs(600);
-/// Time limit for killed processes to end; they need much less.
+/// Time limit for killed processes to exit. They need much less.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
-/// Longer than any transfer. The daemons notice a transfer that has stalled.
+/// Time limit of a transfer, which no real transfer reaches. The daemons detect a stalled transfer.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// When post-copy is used.
+/// Condition for the use of post-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PostCopyMode {
     Never,
@@ -45,15 +45,16 @@ enum PostCopyMode {
     Always,
 }
 
-/// A value of a setting for post-copy or pre-copy.
+/// The value of the environment variable that selects when post-copy or pre-copy is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ModeOverride {
     Never,
     Always,
 }
 
-/// Reads a setting from the environment; `None` if it is not set. An invalid value counts as
-/// `never`, the mode that cannot lose anything, and `consequence` is printed as the consequence.
+/// Reads a mode from an environment variable; `None` if the variable is not set. An invalid value
+/// counts as `never`, the mode that cannot lose memory; then a warning is printed that ends with
+/// `consequence`.
 pub(crate) fn mode_override(variable: &str, consequence: &str) -> Option<ModeOverride> {
     parse_mode(&std::env::var_os(variable)?.to_string_lossy()).unwrap_or_else(|value| {
         eprintln!("{variable}={value:?} is neither never nor always: {consequence}");
@@ -70,37 +71,39 @@ fn parse_mode(value: &str) -> Result<Option<ModeOverride>, &str> {
     }
 }
 
-/// Post-copied memory that is arriving at this host.
+/// The state of post-copied memory that is arriving at this host.
 #[derive(Debug)]
 struct ArrivingMemory {
+    /// Id of the worker thread that waits for the memory.
     worker: u64,
-    /// Whether any of it is missing.
+    /// Reports whether memory is still missing.
     completeness: FetchCompletion,
-    /// The task, once it runs.
+    /// The task, when it runs; `None` before.
     running_tid: Option<Tid>,
     complete: bool,
-    /// Why the rest of it will not arrive.
+    /// Why the missing memory will not arrive, if it is lost.
     lost_reason: Option<Failure>,
-    /// The task has exited and needs no more memory.
+    /// True if the task has exited and needs no more memory.
     task_exited: bool,
-    /// Processes that were killed because their memory is missing.
+    /// Processes that were killed because their memory is lost.
     killed_pids: Vec<i32>,
 }
 
-/// The post-copies from this host and to it.
+/// The state of all post-copies from this host and to it.
 #[derive(Debug)]
 pub(crate) struct PostCopies {
     mode: PostCopyMode,
-    /// Whether post-copy is possible here; known after the probe of the engine.
+    /// Whether this host supports post-copy; `Err` has the reason. Known after the probe of the
+    /// engine.
     pub(crate) possible: Result<(), String>,
-    /// When post-copy last failed.
+    /// Time of the last failure of a post-copy.
     failed_at: Option<Instant>,
     outgoing: BTreeMap<MigrationId, ServedMemory>,
     arriving: BTreeMap<MigrationId, ArrivingMemory>,
 }
 
 impl PostCopies {
-    /// Reads the setting from the environment.
+    /// Reads the mode of post-copy from the environment.
     pub(crate) fn new() -> PostCopies {
         let mode = match mode_override(POST_COPY_VARIABLE, "tasks take their memory along") {
             Some(ModeOverride::Never) => PostCopyMode::Never,
@@ -117,7 +120,8 @@ impl PostCopies {
         }
     }
 
-    /// True if post-copy is possible from this host and to it.
+    /// True if post-copy may be used on this host: it is supported, not disabled, and has not
+    /// failed recently.
     pub(crate) fn is_available(&self) -> bool {
         let is_out = self
             .failed_at
@@ -125,19 +129,20 @@ impl PostCopies {
         self.mode != PostCopyMode::Never && self.possible.is_ok() && !is_out
     }
 
-    /// True if post-copy should be used for this task.
+    /// True if post-copy should be used for a task with these facts.
     pub(crate) fn applies_to(&self, facts: &TaskFacts) -> bool {
         self.is_available()
             && (self.mode == PostCopyMode::Always || facts.resident_bytes >= POST_COPY_BYTES_MIN)
     }
 
-    /// True while memory for this migration is arriving, or is complete and the task does not run
-    /// yet.
+    /// True while post-copied memory of this migration is arriving, or has arrived while the task
+    /// does not run yet.
     pub(crate) fn is_arriving(&self, migration: MigrationId) -> bool {
         self.arriving.contains_key(&migration)
     }
 
-    /// Disables post-copy for a while if the failure may be due to this host or engine.
+    /// Disables post-copy for [`FAILURE_BACKOFF`] if this host or its engine may have caused the
+    /// failure.
     pub(crate) fn on_failure(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
             eprintln!(
@@ -148,28 +153,28 @@ impl PostCopies {
         }
     }
 
-    /// Keeps the memory of a task that is about to be killed because it runs on another host.
+    /// Retains the memory of a task that is about to be killed because it runs on another host.
     pub(crate) fn keep_after_kill(&self, migration: MigrationId) {
         if let Some(memory) = self.outgoing.get(&migration) {
             memory.keep_after_kill();
         }
     }
 
-    /// Stops serving all memory; called when the tasker ends.
+    /// Stops serving memory for all migrations. Called when the tasker ends.
     pub(crate) fn stop_serving_all(&self) {
         self.outgoing.values().for_each(ServedMemory::stop_serving);
     }
 }
 
-/// Connects to the socket through which the daemon forwards memory.
+/// Connects to the socket at `path` through which the daemon forwards memory.
 pub(crate) fn connect(path: &Path) -> Result<OwnedFd, Failure> {
     let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", path.display()));
     UnixStream::connect(path).map(OwnedFd::from).map_err(failed)
 }
 
-/// Ends all traffic on this socket.
+/// Ends all traffic on this socket in both directions.
 pub(crate) fn shut_down_socket(socket: &OwnedFd) {
-    // Fails if the other end has closed it.
+    // Fails if the peer has closed the socket.
     let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
 }
 
@@ -182,9 +187,9 @@ fn limits() -> Result<CallLimits, Failure> {
 }
 
 impl Supervisor {
-    // ---- source
+    // ---- The source
 
-    /// Starts to serve the memory that is not in the written images.
+    /// Starts to serve the memory of a dumped task that is not in the images.
     pub(crate) fn serve_memory(
         &mut self,
         migration: MigrationId,
@@ -252,9 +257,10 @@ impl Supervisor {
         }
     }
 
-    // ---- target
+    // ---- The target
 
-    /// Starts to fetch the memory of a task that is about to be restored.
+    /// Starts to fetch the memory of a task that is about to be restored. `dir` is the image
+    /// directory, `path` the daemon's socket for the memory.
     pub(crate) fn start_fetch(
         &mut self,
         migration: MigrationId,
@@ -300,7 +306,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Records that the task of this migration runs.
+    /// Records that the restored task of this migration runs.
     pub(crate) fn on_restored_task_runs(&mut self, migration: MigrationId, tid: Tid) {
         let Some(arriving) = self.migrations.post_copies.arriving.get_mut(&migration) else {
             return;
@@ -315,7 +321,7 @@ impl Supervisor {
         }
     }
 
-    /// Cancels the fetch for a copy that is discarded.
+    /// Cancels the fetch for a restored task that is discarded.
     pub(crate) fn cancel_fetch(&mut self, migration: MigrationId) {
         self.migrations.pre_copies.remove_incoming(migration);
         if let Some(arriving) = self.migrations.post_copies.arriving.remove(&migration) {
@@ -323,8 +329,8 @@ impl Supervisor {
         }
     }
 
-    /// Cancels the fetch for a task that has exited. Its remaining processes would need the memory,
-    /// so they are killed.
+    /// Cancels the fetch for a task that has exited. Remaining processes of the task would need the
+    /// memory, so they are killed.
     pub(crate) fn cancel_fetch_of_exited(&mut self, task: &Task) {
         let tid = task.tid;
         for arriving in self
@@ -334,7 +340,7 @@ impl Supervisor {
             .values_mut()
             .filter(|arriving| arriving.running_tid == Some(tid))
         {
-            // A task that was killed because its memory is lost has not exited on its own.
+            // If memory was lost, the task did not exit by itself: it was killed.
             arriving.task_exited = arriving.lost_reason.is_none();
             task.kill_all();
             arriving.killed_pids = task.processes().pids();
@@ -342,8 +348,8 @@ impl Supervisor {
         }
     }
 
-    /// Handles the daemon's report that no more memory will arrive. If any is missing, first kills
-    /// all processes that need it.
+    /// Handles the daemon's report that no more memory will arrive. If memory is missing, first
+    /// kills all processes that need it.
     pub(crate) fn on_memory_lost(&mut self, migration: MigrationId, why: String) {
         if self.migrations.pre_copies.abort_incoming(migration) {
             self.send(&FromTasker::PreCopyLost {
@@ -379,7 +385,7 @@ impl Supervisor {
             Err((why, missing)) => (Err(why), Some(missing)),
         };
         let task = arriving.running_tid.and_then(|tid| self.tasks.get(&tid));
-        // The engine may notice the task's exit before this thread does.
+        // The engine may detect the task's exit before this thread does.
         arriving.task_exited |= arriving.lost_reason.is_none() && task.is_some_and(Task::has_ended);
         let result = match (arriving.lost_reason.take(), result) {
             (None, _) if arriving.task_exited => Ok(()),
@@ -389,7 +395,7 @@ impl Supervisor {
                     .on_failure(result.as_ref().err());
                 result
             }
-            // Its processes are already killed.
+            // The task's processes are already killed.
             (Some(lost), _) => Err(lost),
         };
         if let (Some(task), true) = (task, missing.is_some()) {
@@ -413,8 +419,8 @@ impl Supervisor {
         }
     }
 
-    /// Keeps `missing` until these killed processes are dead. One of them may be in a long system
-    /// call, and must not read zeros in place of the missing memory.
+    /// Keeps the guard `missing` until these killed processes have exited. A killed process may
+    /// still be in a long system call, and must not read zeros in place of the missing memory.
     fn keep_until_dead(&mut self, missing: UffdGuard, pids: Vec<i32>) {
         let Ok(cancel) = Cancel::new() else { return };
         let work = move || {
@@ -425,11 +431,11 @@ impl Supervisor {
             drop(missing);
             WorkerResult::KilledProcessesGone
         };
-        // Without a thread it is dropped now, after the kill.
+        // If no thread can be started, the guard is dropped immediately, after the kill.
         let _ = self.migrations.workers.start(&cancel, None, work);
     }
 
-    /// Clears a copy that does not run yet and will never be complete.
+    /// Discards a restored task that does not run yet, because its memory will never be complete.
     fn on_copy_lost(&mut self, migration: MigrationId, why: Failure) {
         match self.migrations.stage_of(migration) {
             Some(TargetStage::Restoring {
@@ -445,7 +451,7 @@ impl Supervisor {
                 let reply = stage.lost_reply(migration, why);
                 self.remove_target(migration, vec![reply]);
             }
-            // The build that follows the placing of files will notice it.
+            // The restore that follows the writing of files will detect the loss.
             Some(TargetStage::PlacingFiles { .. }) | None => {}
         }
     }

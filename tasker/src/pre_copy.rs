@@ -1,5 +1,6 @@
-//! Pre-copy: memory that is sent to the target while the task still runs at the source. The target
-//! keeps it until the rest is requested on the same socket ([`crate::post_copy`]).
+//! Pre-copy: sends memory to the target while the task still runs at the source. The target stores
+//! the memory until post-copy requests the remaining memory on the same socket
+//! ([`crate::post_copy`]).
 
 use crate::migrations::resident_bytes;
 use crate::post_copy::{ModeOverride, connect, mode_override, shut_down_socket};
@@ -17,22 +18,25 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Resident memory from which pre-copy is used: post-copy transfers less than this faster than
-/// pre-copy could have sent it.
+/// Minimum resident memory in bytes for pre-copy. Post-copy alone transfers less memory faster.
 const PRE_COPY_BYTES_MIN: u64 = 64 << 20;
 /// Transfer rate in bytes per second above which pre-copy stops.
 ///
-/// The task gets pre-copied memory at about 370 MB/s, after the transfer: at the rate of this limit
-/// the whole migration takes two fifths longer, at higher rates up to twice as long.
+/// After the transfer, pre-copied memory is inserted into the task at about 370 MB/s. At the rate
+/// of this limit the whole migration takes two fifths longer than without pre-copy, at higher rates
+/// up to twice as long.
 const FAST_BYTES_PER_SECOND: u64 = 150_000_000;
-/// Variable that selects when pre-copy is used before a post-copy: `never`, `always`; if not set,
-/// from [`PRE_COPY_BYTES_MIN`] on, and up to the rate [`FAST_BYTES_PER_SECOND`].
+/// Environment variable that selects when pre-copy is used before a post-copy: `never` or `always`.
+/// If it is not set, pre-copy is used from [`PRE_COPY_BYTES_MIN`] on, and up to the rate
+/// [`FAST_BYTES_PER_SECOND`].
 const PRE_COPY_VARIABLE: &str = "SEMPA_PRE_COPY";
-/// Growth since the check up to which memory is accepted by pre-copy; the rest is post-copied.
+/// Maximum number of bytes that a pre-copy may send in addition to the task's memory at the
+/// feasibility check. Memory beyond it is post-copied.
 const GROWTH_BYTES_MAX: u64 = 64 << 20;
-/// Time limit of a pre-copy, plus a time for each gigabyte: well within the time limit of the step.
-/// The rest is post-copied.
+/// Time limit of a pre-copy of a task without memory. The limit is well within the time limit of
+/// the migration step. After it the remaining memory is post-copied.
 const TIMEOUT_BASE: Duration = Duration::from_secs(300);
+/// Additional time limit of a pre-copy for each GiB of memory.
 const TIMEOUT_PER_GIB: Duration = Duration::from_secs(300);
 
 /// A pre-copy from this host.
@@ -41,7 +45,7 @@ struct OutgoingPreCopy {
     tid: Tid,
     stream: Arc<OwnedFd>,
     stop: PreCopyStop,
-    /// Set when all of it is at the target.
+    /// The pages that were sent; `None` until all of them are at the target.
     sent: Option<Arc<SentPages>>,
 }
 
@@ -49,23 +53,24 @@ struct OutgoingPreCopy {
 #[derive(Debug)]
 struct IncomingPreCopy {
     stream: Arc<OwnedFd>,
-    /// Set when all of it has arrived.
+    /// The received pages; `None` until all of them have arrived.
     store: Option<ReceivedPages>,
 }
 
-/// The pre-copies from this host and to it. Their number is bounded by the limits on workers and on
-/// migrations.
+/// The state of all pre-copies from this host and to it. Their number is bounded by the limits on
+/// workers and on migrations.
 #[derive(Debug)]
 pub(crate) struct PreCopies {
+    /// Minimum resident memory for pre-copy; `None` if pre-copy is disabled.
     bytes_min: Option<u64>,
-    /// Tasks of this host whose pre-copy failed: their next migration uses only post-copy.
+    /// Tasks of this host whose pre-copy has failed. Their next migration does not use pre-copy.
     failed: BTreeSet<Tid>,
     outgoing: BTreeMap<MigrationId, OutgoingPreCopy>,
     incoming: BTreeMap<MigrationId, IncomingPreCopy>,
 }
 
 impl PreCopies {
-    /// Reads the setting from the environment.
+    /// Reads the mode of pre-copy from the environment.
     pub(crate) fn new() -> PreCopies {
         let bytes_min = match mode_override(PRE_COPY_VARIABLE, "no memory goes ahead") {
             Some(ModeOverride::Never) => None,
@@ -84,7 +89,7 @@ impl PreCopies {
         }
     }
 
-    /// True if pre-copy should be used for this task, provided that post-copy is.
+    /// True if pre-copy should be used for this task, provided that post-copy is used.
     pub(crate) fn applies_to(&self, tid: Tid, facts: &TaskFacts) -> bool {
         !self.failed.contains(&tid)
             && self
@@ -92,12 +97,13 @@ impl PreCopies {
                 .is_some_and(|from| facts.resident_bytes >= from)
     }
 
-    /// True if pre-copy must be used even at rates above [`FAST_BYTES_PER_SECOND`].
+    /// True if pre-copy is used even at rates above [`FAST_BYTES_PER_SECOND`].
     fn ignores_rate(&self) -> bool {
         self.bytes_min == Some(0)
     }
 
-    /// Hands the socket of a pre-copy and the record of what was sent over to the dump.
+    /// Removes and returns the socket of a completed pre-copy at the source and the record of the
+    /// sent pages, for the dump.
     pub(crate) fn take_sent(
         &mut self,
         migration: MigrationId,
@@ -106,7 +112,8 @@ impl PreCopies {
         Some((pre_copy.stream, pre_copy.sent?))
     }
 
-    /// Hands the socket of a pre-copy and the received memory over to the restore.
+    /// Removes and returns the socket of a pre-copy at the target and the received memory, for the
+    /// restore. `None` if the migration has no pre-copy.
     ///
     /// # Errors
     /// The pre-copied memory was expected and has not arrived.
@@ -123,7 +130,7 @@ impl PreCopies {
         Ok(Some((stream, store)))
     }
 
-    /// Ends the pre-copies of this task soon: waiting for them gains nothing any more.
+    /// Stops the pre-copies of this task early, because they no longer shorten its migration.
     pub(crate) fn stop_soon(&self, tid: Tid) {
         self.outgoing
             .values()
@@ -131,7 +138,7 @@ impl PreCopies {
             .for_each(|pre_copy| pre_copy.stop.request());
     }
 
-    /// Aborts the pre-copy of this migration at the source; what was sent is void.
+    /// Aborts the pre-copy of this migration at the source. The sent pages become void.
     pub(crate) fn abort_outgoing(&mut self, migration: MigrationId) {
         if let Some(pre_copy) = self.outgoing.remove(&migration) {
             pre_copy.stop.request();
@@ -152,8 +159,8 @@ impl PreCopies {
         }
     }
 
-    /// Aborts the pre-copy of this migration at the target; what has arrived is void. A later
-    /// restore of the task fails. Returns false if there is no such pre-copy.
+    /// Aborts the pre-copy of this migration at the target. The received pages become void, and a
+    /// later restore of the task fails. Returns false if the migration has no pre-copy.
     pub(crate) fn abort_incoming(&mut self, migration: MigrationId) -> bool {
         let Some(pre_copy) = self.incoming.get_mut(&migration) else {
             return false;
@@ -165,13 +172,13 @@ impl PreCopies {
         true
     }
 
-    /// Aborts the pre-copy of a copy that is discarded.
+    /// Aborts the pre-copy of a migration whose restored task is discarded.
     pub(crate) fn remove_incoming(&mut self, migration: MigrationId) {
         self.abort_incoming(migration);
         self.incoming.remove(&migration);
     }
 
-    /// Aborts all pre-copies; called when the tasker ends.
+    /// Aborts all pre-copies. Called when the tasker ends.
     pub(crate) fn abort_all(&mut self) {
         for pre_copy in self.outgoing.values() {
             pre_copy.stop.request();
@@ -184,7 +191,7 @@ impl PreCopies {
 }
 
 impl Supervisor {
-    /// Starts the pre-copy of a running task.
+    /// Starts the pre-copy of a running task. Reports an error to the daemon.
     pub(crate) fn start_pre_copy_or_report(
         &mut self,
         migration: MigrationId,
@@ -224,7 +231,7 @@ impl Supervisor {
         } else {
             stop.or_above_rate(FAST_BYTES_PER_SECOND)
         };
-        // A paused task does not change its memory, so sending it before the dump gains nothing.
+        // A paused task does not change its memory, so pre-copying it has no advantage.
         if !task.pause.is_not_paused() {
             stop.request();
         }
@@ -236,7 +243,7 @@ impl Supervisor {
                 result: engine.send_pre_copy(&processes, &stream, &stop),
             }
         };
-        // The worker ends when the socket is shut down; the same holds below.
+        // The worker ends when the socket is shut down.
         self.start_uncancelled(work)?;
         self.migrations.pre_copies.outgoing.insert(
             migration,
@@ -250,13 +257,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the end of a pre-copy at the source.
+    /// Handles the end of a pre-copy at the source, and reports it to the daemon.
     pub(crate) fn on_pre_copied(
         &mut self,
         migration: MigrationId,
         result: Result<SentPages, Failure>,
     ) {
-        // The pre-copy was aborted meanwhile.
+        // The pre-copy has been aborted.
         let Some(pre_copy) = self.migrations.pre_copies.outgoing.get_mut(&migration) else {
             return;
         };
@@ -277,7 +284,7 @@ impl Supervisor {
         self.send(&FromTasker::PreCopied { migration, result });
     }
 
-    /// Starts to receive a pre-copy.
+    /// Starts to receive a pre-copy. Reports an error to the daemon.
     pub(crate) fn receive_pre_copy(&mut self, migration: MigrationId, path: &Path) {
         if let Err(why) = self.start_receiving(migration, path) {
             self.send(&FromTasker::PreCopyLost { migration, why });
@@ -318,7 +325,7 @@ impl Supervisor {
     }
 
     /// Handles the end of a pre-copy at the target. The source is notified only after the
-    /// reservation is updated, because the source then proceeds.
+    /// reservation is updated, because the source proceeds when it is notified.
     pub(crate) fn on_pre_copy_received(
         &mut self,
         migration: MigrationId,
@@ -347,10 +354,10 @@ impl Supervisor {
     }
 }
 
-/// Frees the memory on a thread: that takes a while for gigabytes, during which no task could be
-/// stopped.
+/// Frees received pages on another thread: freeing gigabytes takes long, and during that time the
+/// main thread could not stop tasks.
 fn free_in_background(store: ReceivedPages) {
-    // Without a thread it is freed here.
+    // If no thread can be started, the pages are freed on this thread.
     let _ = std::thread::Builder::new()
         .name("gives back".into())
         .spawn(move || drop(store));
@@ -385,7 +392,7 @@ mod tests {
         );
     }
 
-    /// A pre-copy that was expected and lost is an error; without one there is nothing to take.
+    /// A pre-copy that was expected and lost is an error. Without a pre-copy the result is empty.
     #[test]
     fn missing_expected_pre_copy_is_an_error() {
         let mut all = PreCopies::with_bytes_min(None);

@@ -1,19 +1,19 @@
-//! Checks whether a program handles the signal that asks it to checkpoint itself.
+//! Checks whether a program handles the signal that requests a self-checkpoint.
 
 use checkpoint::status::ProcStatus;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-/// True unless this signal would end the process by its default action, as far as /proc shows.
+/// False if the default action of this signal would end the process, as far as /proc shows.
 pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
-    // A process that has ended cannot be harmed.
+    // A process that has ended cannot be killed by the signal.
     let Some(status) = ProcStatus::of(pid) else {
         return true;
     };
     let has = |set| status.signals(set) & bit != 0;
-    // A blocked signal alone is no evidence: a new process has all signals blocked for a moment.
+    // A blocked signal is not sufficient: a new process has all signals blocked for a short time.
     has("SigCgt")
         || has("SigIgn")
         || waits_in_sigwait(pid, bit)
@@ -29,7 +29,8 @@ fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
         .map(|entry| entry.path())
 }
 
-/// True if the process reads this signal from a signalfd.
+/// True if the process reads this signal from a signalfd. `bit` is the signal's bit in a signal
+/// mask.
 fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
     entries(pid, "fdinfo").any(|path| {
         let text = fs::read_to_string(path).unwrap_or_default();
@@ -39,8 +40,9 @@ fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
     })
 }
 
-/// True if a thread waits for this signal in `sigwait`: the signal set is read from the memory of
-/// the call. While it waits, the signal does not count as blocked.
+/// True if a thread of the process waits for this signal in `sigwait`. The awaited set is read from
+/// the memory to which the system call refers. While a thread waits, the signal does not count as
+/// blocked.
 fn waits_in_sigwait(pid: i32, bit: u64) -> bool {
     let call = libc::SYS_rt_sigtimedwait.to_string();
     let waited_for = |thread: PathBuf| {
@@ -99,8 +101,7 @@ mod tests {
         }
     }
 
-    /// A signal that a program catches, ignores or waits for counts as handled; other signals do
-    /// not.
+    /// A signal that a program catches, ignores or waits for counts as handled.
     #[test]
     #[ignore = "system tier: needs python3"]
     fn caught_ignored_and_awaited_signals_are_handled() {
@@ -126,8 +127,8 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn signal_that_is_only_blocked_is_not_handled() {
-        // /proc shows the signal mask of a process's first thread, and the test runs in another
-        // thread; so a separate process is used.
+        // /proc shows the signal mask of a process's first thread, but the test runs in another
+        // thread. Therefore the test uses a separate process.
         let blocks = start_python(
             "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nwhile 1: signal.pause()",
         );

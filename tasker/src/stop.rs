@@ -12,17 +12,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// Time limit for processes to stop after an engine has failed.
+/// Time limit for processes to stop again after an engine has failed.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(200);
-/// Poll interval during that time.
+/// Poll interval while the tasker waits for [`SETTLE_TIMEOUT`].
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The processes of a task.
+/// Selects the processes of a task.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TaskProcesses<'a> {
-    /// All processes of its namespace.
+    /// All processes of the task's PID namespace.
     Namespace(&'a Namespace),
-    /// The processes of its process group, if the tasker may not create namespaces.
+    /// The processes of the task's process group. Used if the tasker may not create namespaces.
     Group(i32),
 }
 
@@ -47,7 +47,7 @@ fn group_pids(group: i32) -> Vec<i32> {
         .collect()
 }
 
-/// State of all threads of a process together, from /proc.
+/// Combined state of all threads of a process, from /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunState {
     /// All threads are stopped or have ended.
@@ -56,8 +56,8 @@ enum RunState {
     Running,
 }
 
-/// Returns which of these processes are stopped by signal, as process ids inside the task's
-/// namespace.
+/// Returns the PIDs, in the task's namespace, of those of these processes that are stopped by a
+/// signal.
 pub(crate) fn stopped_by_signal(pids: &[i32]) -> Vec<i32> {
     let stopped = pids
         .iter()
@@ -66,7 +66,7 @@ pub(crate) fn stopped_by_signal(pids: &[i32]) -> Vec<i32> {
     stopped.filter_map(inner_pid).collect()
 }
 
-/// Returns these processes without those that had been stopped before the others were.
+/// Returns `pids` without the processes that were already stopped before the task was stopped.
 pub(crate) fn without_stopped_before(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
     let was_stopped =
         |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
@@ -74,18 +74,21 @@ pub(crate) fn without_stopped_before(mut pids: Vec<i32>, stopped_before: &[i32])
     pids
 }
 
-/// Sends SIGCONT to all processes except those that had been stopped before.
+/// Sends SIGCONT to all processes of a task except those that were already stopped before the task
+/// was stopped.
 pub(crate) fn continue_all(processes: &TaskProcesses<'_>, stopped_before: &[i32]) {
     for pid in without_stopped_before(processes.pids(), stopped_before) {
         let _ = sys::kill_raw(pid, libc::SIGCONT);
     }
 }
 
-/// Returns true if no process of the task runs. Must be called again until it does.
+/// Stops all processes of a task. Returns true if no process of the task runs; must be called again
+/// until then.
 ///
-/// Each call sends SIGSTOP to the running processes that are not in `signalled`, parents before
-/// their children. If a child between vfork and exec were stopped, its parent, which waits for it
-/// in the kernel, could never stop. A second SIGSTOP would stay pending and disturb a dump.
+/// Each call sends SIGSTOP to the running processes that are not in `signalled`, and adds them.
+/// Parents are stopped before their children: if a child between vfork and exec were stopped, its
+/// parent, which waits for the child in the kernel, could never stop. A second SIGSTOP would stay
+/// pending and disturb a dump.
 pub(crate) fn stop_all(processes: &TaskProcesses<'_>, signalled: &mut BTreeSet<i32>) -> bool {
     let seen: BTreeMap<i32, (RunState, Option<i32>)> = processes
         .pids()
@@ -104,14 +107,14 @@ pub(crate) fn stop_all(processes: &TaskProcesses<'_>, signalled: &mut BTreeSet<i
             let _ = sys::kill_raw(*pid, libc::SIGSTOP);
         }
     }
-    // A process may have forked after the list was read and before it stopped; a second list shows
-    // the child.
+    // A process may have forked after the first list was read and before it stopped; a second list
+    // contains the child.
     all_stopped && processes.pids().iter().all(|pid| seen.contains_key(pid))
 }
 
-/// Continues those of these stopped processes that were stopped on their way out of fork(2): they
-/// still hold copies of the library's connections, which cannot be dumped. Returns true if there
-/// are any; they must be stopped again.
+/// Continues those of these stopped processes that were stopped before they returned from fork(2):
+/// they still have copies of the library's sockets, which cannot be dumped. Returns true if any
+/// process was continued; the task must then be stopped again.
 pub(crate) fn continue_unfinished_forks(
     pids: &[i32],
     stopped_before: &[i32],
@@ -126,16 +129,16 @@ pub(crate) fn continue_unfinished_forks(
     in_fork
         .map(|pid| {
             signalled.remove(&pid);
-            // A process that has ended has no open connections.
+            // A process that has ended has no open sockets.
             let _ = sys::kill_raw(pid, libc::SIGCONT);
         })
         .count()
         > 0
 }
 
-/// Sends SIGSTOP to all processes of a frozen task that are not stopped already, so that none of
-/// them runs when it is thawed. Returns the processes signaled. A child between vfork and exec is
-/// left out, as in [`stop_all`]: it runs on until its parent can stop.
+/// Sends SIGSTOP to all processes of a frozen task that are not stopped yet, so that none of them
+/// runs when the task is thawed. Returns the signaled processes. A child between vfork and exec
+/// receives no signal, as in [`stop_all`]: it must run until its parent can stop.
 pub(crate) fn signal_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
     let shares_memory = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
     let to_signal = processes
@@ -148,8 +151,8 @@ pub(crate) fn signal_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
         .collect()
 }
 
-/// Waits until these processes have stopped again, which happens soon after an engine has released
-/// them.
+/// Waits until these processes have stopped again, which takes a short time after an engine has
+/// detached from them.
 pub(crate) fn wait_until_stopped(pids: &[i32]) {
     let until = Instant::now() + SETTLE_TIMEOUT;
     while pids.iter().any(|pid| state(*pid) == RunState::Running) && Instant::now() < until {
@@ -166,7 +169,8 @@ fn state(pid: i32) -> RunState {
     }
 }
 
-/// True if no thread of a process will execute anything any more, whether it was reaped or not.
+/// True if no thread of a process will execute another instruction, even if the process was not
+/// reaped yet.
 pub(crate) fn has_ended(pid: i32) -> bool {
     thread_states(pid)
         .iter()
@@ -193,7 +197,8 @@ fn parent(pid: i32) -> Option<i32> {
     stat_number(pid, 1)
 }
 
-/// Returns a number of /proc/PID/stat; position 0 is the state letter.
+/// Returns a number of /proc/PID/stat by its position after the name; position 0 is the state
+/// letter.
 fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat[stat.rfind(')')? + 1..]
@@ -203,17 +208,17 @@ fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
         .ok()
 }
 
-/// Returns the state letter of a line of /proc/PID/stat. The name before it may contain any
+/// Returns the state letter of a line of /proc/PID/stat. The name that precedes it may contain any
 /// characters, even parentheses.
 fn state_letter(stat: &str) -> Option<char> {
     stat[stat.rfind(')')? + 1..].trim_start().chars().next()
 }
 
-/// Returns the resources used by a process and the children that it has reaped; zero if the process
-/// was reaped.
+/// Returns the resources that a process and its reaped children have used; zero if the process was
+/// reaped.
 ///
-/// The sum of its own times is exact. Its split into user and system time, and the children's
-/// times, have the resolution of the kernel's ticks.
+/// The sum of the process's user and system time is exact. Its split into the two, and the times of
+/// the children, have the resolution of the kernel's ticks.
 pub(crate) fn resource_usage(pid: i32) -> Usage {
     let Some(user) = stat_number::<u64>(pid, 11) else {
         return Usage::default();
@@ -245,7 +250,7 @@ fn cpu_time_micros(pid: i32) -> Option<u64> {
     u64::try_from(Duration::from(time).as_micros()).ok()
 }
 
-/// Returns the id of a process in its own PID namespace.
+/// Returns the PID of a process in its innermost PID namespace.
 pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
     ProcStatus::of(pid)?
         .field("NSpid")?

@@ -1,8 +1,8 @@
-//! The tasker's loop: handles the daemon's orders, exits and output of tasks, and results of
-//! workers.
+//! The main loop of the tasker: handles the daemon's orders, exits and output of tasks, and results
+//! of workers.
 //!
-//! One thread makes, kills and reaps all processes. Workers (see [`crate::migrations`]) only drive
-//! an engine or read files, and report through a channel.
+//! The main thread creates, kills and reaps all processes. Worker threads (see [`crate::workers`])
+//! only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{ControlGroup, Freezer};
@@ -26,28 +26,29 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Most tasks alive on one host. A tid has room for more, but usually the process table does not.
+/// Maximum number of tasks on one host. Tids permit more tasks, but usually the process table does
+/// not.
 pub(crate) const TASKS_MAX: usize = 16_384;
-/// Time limit for ending all processes after the daemon is gone.
+/// Time limit for ending all processes after the daemon has disconnected.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which conditions are polled that have no descriptor, such as a process reaching the
-/// stopped state.
+/// Interval in milliseconds at which conditions are polled that have no descriptor, for example
+/// whether a process has stopped.
 const POLL_INTERVAL_MS: u16 = 1;
-/// Delay from the start to the probe of the engine, unless a migration needs it earlier: all hosts
-/// are busy when a virtual machine starts.
+/// Delay from the start of the tasker to the probe of the engine, because all hosts are busy when a
+/// virtual machine starts. The probe starts earlier if a migration needs the engine.
 const PROBE_DELAY: Duration = Duration::from_secs(1);
-/// Delay from the end of a worker to the release of freed memory: the next step of the migration
-/// may follow.
+/// Delay from the end of a worker until freed memory is returned to the kernel. The next step of a
+/// migration might reuse the memory immediately.
 const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// Smallest timeout of poll(2).
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
-/// A namespace without a task. Processes that the task left there still run, or all of them have
-/// been killed.
+/// A namespace whose task has ended. Processes of the task still run in the namespace, or were
+/// killed and are ending.
 #[derive(Debug)]
 struct OrphanedNamespace {
     namespace: Namespace,
-    /// Output is read and dropped, so that writers neither block nor die.
+    /// The task's output. It is read and discarded, so that writers neither block nor die.
     output: Option<Output>,
     /// Messages to send when the namespace is empty.
     final_messages: Vec<FromTasker>,
@@ -58,25 +59,26 @@ pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
     pub(crate) tasks: BTreeMap<Tid, Task>,
     pub(crate) migrations: Migrations,
-    /// True if each task gets a namespace of its own.
+    /// True if each task gets its own PID namespace.
     pub(crate) uses_namespaces: bool,
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) inherited: InheritedState,
     start_guard: StartGuard,
     orphaned_namespaces: Vec<OrphanedNamespace>,
-    /// When to probe the engine, for the first time or again.
+    /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
-    /// When to return freed memory to the kernel.
+    /// Time at which freed memory is returned to the kernel.
     heap_trim_at: Option<Instant>,
     signals: SignalFd,
+    /// True after SIGTERM: the main loop must end.
     ending: bool,
-    /// Freezes paused tasks, or the reason why signals stop them. Declared last: it must be dropped
-    /// after all its groups.
+    /// The freezer of paused tasks, or the reason why they are stopped by signals. Declared last,
+    /// because it must be dropped after all its groups.
     pub(crate) freezer: Result<Freezer, String>,
 }
 
-/// The owner of a ready descriptor.
+/// The source of an event: the owner of a ready descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EventSource {
     Control,
@@ -90,14 +92,14 @@ enum EventSource {
 }
 
 impl Supervisor {
-    /// Takes over the socket and sets up the process: subreaper, signals, limits. Must be called
-    /// from the main thread while it is the only thread.
+    /// Takes ownership of the socket and prepares the process: subreaper, signals, limits. Must be
+    /// called from the main thread while it is the only thread.
     ///
     /// # Errors
     /// A system call failed.
     pub(crate) fn new(socket: OwnedFd) -> io::Result<Supervisor> {
-        // Orphans of tasks must become our children and not the host init's, where they would
-        // accumulate.
+        // Orphans of tasks must become children of the tasker and not of the host's init, where
+        // they would accumulate.
         nix::sys::prctl::set_child_subreaper(true)?;
         let mut watched = SigSet::empty();
         watched.add(Signal::SIGCHLD);
@@ -126,10 +128,10 @@ impl Supervisor {
         })
     }
 
-    /// Serves until the daemon is gone, then ends every process of every task.
+    /// Runs the main loop until the daemon disconnects, then ends every process of every task.
     ///
     /// # Errors
-    /// A system call failed, or the daemon sent something that is not an order.
+    /// A system call failed, or the daemon sent an invalid order.
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
         self.send(&FromTasker::Ready(self.capabilities()));
         let served = self.serve();
@@ -137,7 +139,7 @@ impl Supervisor {
         served
     }
 
-    /// Returns what is possible on this host, as far as that is known yet.
+    /// Returns the capabilities of this host that are known so far.
     pub(crate) fn capabilities(&self) -> Capabilities {
         Capabilities {
             pid_namespaces: self.uses_namespaces,
@@ -178,8 +180,8 @@ impl Supervisor {
                 .iter()
                 .any(|(source, _)| *source == EventSource::Signals)
             {
-                // After the exits of tasks: ended children that remain now are waited for by no
-                // other part of the tasker.
+                // Handled after the exits of tasks: only children that no other code reaps are left
+                // to this call.
                 self.on_signal();
             }
             if ready.is_empty() && self.spare_check_delay().is_some() {
@@ -221,7 +223,7 @@ impl Supervisor {
         ];
         let room = !self.daemon_socket.is_congested();
         for task in self.tasks.values() {
-            // Output comes before the exit, so that what a task wrote before its exit is mostly
+            // Output is listed before the exit, so that what a task wrote before its exit is mostly
             // forwarded first.
             watched.extend(
                 task.output
@@ -268,7 +270,7 @@ impl Supervisor {
         Ok(ready.collect())
     }
 
-    /// Returns how long to wait for events.
+    /// Returns the time limit for waiting for events.
     fn poll_timeout(&self) -> PollTimeout {
         if self.is_stopping() {
             return PollTimeout::from(POLL_INTERVAL_MS);
@@ -301,7 +303,7 @@ impl Supervisor {
                 tid,
                 signal,
             } => {
-                // A task that is gone cannot be harmed by the signal.
+                // The signal cannot harm a task that has ended.
                 let handles_signal = self.tasks.get(&tid).is_none_or(|task| {
                     signal_disposition::handles_signal(task.process.pid, signal)
                 });
@@ -324,7 +326,8 @@ impl Supervisor {
             } => self.resume_task_to_quiesce(tid, alone, run_for),
             ToTasker::Resume { tid } => self.end_pause(tid),
             migration_order => {
-                // The order waits for the first probe, so the probe starts without its delay.
+                // The order is deferred until the first probe has ended, so the probe starts
+                // without its delay.
                 if matches!(self.migrations.engine_status, EngineStatus::Probing(_)) {
                     self.start_due_probe();
                 }
@@ -378,8 +381,8 @@ impl Supervisor {
         task::start(order, namespace, &self.inherited, &self.start_guard)
     }
 
-    /// Returns the time until the spare namespaces must be checked; `None` while a task is being
-    /// stopped.
+    /// Returns the time until the spare namespaces must be checked; `None` if no check is needed,
+    /// or while a task is being stopped.
     fn spare_check_delay(&self) -> Option<Duration> {
         self.spare_namespaces
             .check_delay()
@@ -411,13 +414,13 @@ impl Supervisor {
                 task.allow_exit();
             }
         } else if task.kept_signals.len() < KEPT_SIGNALS_MAX {
-            // A stopped task must stay stopped: a SIGCONT could let it run at the same time as its
-            // copy.
+            // A stopped task must remain stopped: SIGCONT could let it run at the same time as its
+            // copy at the target.
             task.kept_signals.push(signal);
         }
     }
 
-    /// Asks a task to exit, so that its program can be restarted.
+    /// Requests a task to exit, so that its program can be restarted.
     fn request_exit(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.exit_request())
         else {
@@ -458,7 +461,8 @@ impl Supervisor {
             .read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// Forwards all output that is in the task's pipe now, even if the socket's queue is full.
+    /// Forwards all output that is in the task's pipe at the time of the call, even if the queue of
+    /// the daemon's socket is full.
     pub(crate) fn drain_output(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
@@ -468,8 +472,8 @@ impl Supervisor {
             .drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// Handles the exit of a task's process. Processes that it left in its namespace continue until
-    /// they end or the daemon does.
+    /// Handles the exit of a task's first process. Other processes of the task in its namespace
+    /// continue until they end or the daemon disconnects.
     fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -481,11 +485,11 @@ impl Supervisor {
             })
         {
             // Without a namespace only the process group can be killed, which may miss processes.
-            // The pid is not reused before it is reaped.
+            // The PID is not reused before the process is reaped.
             let _ = sys::kill_raw(-pid, libc::SIGKILL);
         }
-        // ECHILD is not possible, because only this thread reaps the process. If it occurs, the
-        // exit status is unknown.
+        // ECHILD is not possible, because only this thread reaps the process. If it occurs
+        // nevertheless, exit status 0 is reported.
         let Some((status, used)) =
             sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default())))
         else {
@@ -505,7 +509,7 @@ impl Supervisor {
             let exited = FromTasker::Exited { tid, status, used };
             return self.kill_remaining(task, exited);
         }
-        // Otherwise the task's remaining processes would stay frozen forever.
+        // Without thawing, the task's remaining processes would stay frozen forever.
         task.frozen_group().into_iter().for_each(ControlGroup::thaw);
         self.send(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task
@@ -522,7 +526,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills the remaining processes of a task; sends `final_messages` when they are gone.
+    /// Kills the remaining processes of a task. Sends the message `then` when they have ended.
     fn kill_remaining(&mut self, mut task: Task, then: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.kill_namespace(namespace, vec![then]),
@@ -530,7 +534,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills a namespace; sends the messages when it is empty.
+    /// Kills all processes in a namespace. Sends `final_messages` when they have ended.
     pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
         namespace.kill();
         self.orphaned_namespaces.push(OrphanedNamespace {
@@ -560,8 +564,8 @@ impl Supervisor {
         self.reap_unowned();
     }
 
-    /// Reaps children that no other part waits for: orphans of tasks, ended inits, remains of a
-    /// failed restore.
+    /// Reaps children that no other code waits for: orphans of tasks, ended inits, and processes of
+    /// a failed restore.
     pub(crate) fn reap_unowned(&self) {
         let known = |pid: &i32| {
             self.tasks.values().any(|task| task.process.pid == *pid)
@@ -569,8 +573,8 @@ impl Supervisor {
         };
         while let Some((pid, ended)) = sys::pending_child_event() {
             if !ended || known(&pid) {
-                // waitid reports this child until its waiter has reaped it, so the others must be
-                // checked one by one.
+                // waitid reports this child again and again until its owner has reaped it, so the
+                // other children must be checked one by one.
                 return self.reap_all_but(known);
             }
             let _ = sys::reap(pid);
@@ -579,12 +583,12 @@ impl Supervisor {
 
     fn reap_all_but(&self, known: impl Fn(&i32) -> bool) {
         for pid in children().into_iter().filter(|pid| !known(pid)) {
-            // A process that still runs, or was reaped meanwhile, needs no action.
+            // A process that still runs, or was already reaped, needs no action.
             let _ = sys::reap(pid);
         }
     }
 
-    /// Ends every process that the tasker started and waits until they are gone.
+    /// Ends every process that the tasker has started and waits until all have ended.
     fn shut_down(&mut self) {
         for task in self.tasks.values() {
             task.kill_all();
@@ -595,7 +599,7 @@ impl Supervisor {
         }
         let until = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < until {
-            // Workers end their engines and also wait for them.
+            // Workers end their engines and reap them.
             self.drain_workers();
             let left = children();
             if left.is_empty() && self.migrations.is_idle() {
@@ -610,13 +614,13 @@ impl Supervisor {
                 let _ = sys::reap(pid);
             }
             let mut fds = [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
-            // Used only as a pause; everything is checked again afterwards.
+            // The call is used only as a pause. Everything is checked again afterwards.
             let _ = poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS));
         }
     }
 }
 
-/// Returns the process ids of all children of this process.
+/// Returns the PIDs of all children of the tasker.
 fn children() -> Vec<i32> {
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else {
         return Vec::new();

@@ -1,12 +1,12 @@
 //! System calls that neither std nor nix offers: creating processes, waiting with resource usage,
-//! and the few steps of a new process before it becomes the task's program.
+//! and the steps of a new process before its exec.
 //!
 //! The tasker may have threads when it creates a process, so the child must neither allocate nor
-//! take a lock: everything it needs is in a plan made before.
+//! take a lock: everything that it needs is in an [`ExecPlan`] that was created before.
 //!
 //! Until its exec, a new process shares the tasker's memory (as after `vfork`), because copying the
-//! memory costs more than the rest of a start. The calling thread is suspended meanwhile;
-//! [`StartGuard`] limits that time.
+//! memory costs more than all other steps of a start. The calling thread is suspended until the
+//! exec; [`StartGuard`] limits that time.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
 use crate::clone_into_cgroup;
@@ -30,47 +30,49 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Stack of a new process until its exec; it makes only a few system calls.
+/// Size in bytes of the stack of a new process until its exec. The process makes only a few system
+/// calls.
 const CHILD_STACK_BYTES: usize = 32 << 10;
 /// Highest signal number of Linux.
 const SIGNAL_MAX: i32 = 64;
-/// Words of the kernel's `struct sigaction`.
+/// Size of the kernel's `struct sigaction` in words.
 const SIGACTION_WORDS: usize = 4;
-/// Poll interval for a process that is about to stop.
+/// Poll interval while waiting for a new process to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_micros(100);
 const NO_FD: RawFd = -1;
 
 /// A process that was just created.
 #[derive(Debug)]
 pub(crate) struct Child {
-    /// Its id as the tasker sees it.
+    /// PID of the process in the tasker's PID namespace.
     pub(crate) pid: i32,
-    /// Becomes readable when the process ends.
+    /// Descriptor that becomes readable when the process ends.
     pub(crate) pidfd: OwnedFd,
 }
 
-/// The step at which a new process failed.
+/// The step at which the start of a new process failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExecStage {
     /// Setting up the standard descriptors.
     Stdio,
-    /// Entering the working directory.
+    /// Changing to the working directory.
     Dir,
     /// The exec of the program.
     Exec,
-    /// Checking the program before waiting.
+    /// Checking that the program can be executed, before the process waits.
     Access,
 }
 
-/// Exit status of a process that failed before its program started.
+/// Exit status of a process that failed before its exec, if it reports the error in its plan.
 const STATUS_NOT_STARTED: i32 = 1;
-/// Exit statuses from here on encode an errno of checking the program.
+/// Exit statuses from this value on encode the errno of a failed check of the program.
 const STATUS_PROGRAM_ERROR: i32 = 0x80;
-/// Exit status for a failure with the standard descriptors.
+/// Exit status of a process that failed while it set up the standard descriptors.
 const STATUS_STDIO_ERROR: i32 = 0x7f;
 
 impl ExecError {
-    /// Encodes the error as an exit status. Errors of files and directories are small numbers.
+    /// Encodes the error as an exit status. This is possible because the errno values of files and
+    /// directories are small numbers.
     fn exit_status(self) -> i32 {
         match self.stage {
             ExecStage::Stdio => STATUS_STDIO_ERROR,
@@ -94,7 +96,7 @@ impl ExecError {
     }
 }
 
-/// Why a new process could not become its program.
+/// The reason why a new process could not execute its program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExecError {
     pub(crate) stage: ExecStage,
@@ -111,10 +113,10 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Copies the strings.
+    /// Copies the strings into a new value.
     ///
     /// # Errors
-    /// One sentence if a string contains a zero byte.
+    /// One sentence for users if a string contains a zero byte.
     pub(crate) fn new(
         path: &Path,
         dir: &Path,
@@ -138,7 +140,7 @@ impl Program {
     }
 }
 
-/// Everything a new process needs until its exec. Made before the process is created.
+/// Everything that a new process needs until its exec. It is created before the process.
 pub(crate) struct ExecPlan<'a> {
     program: &'a Program,
     argv: Vec<*const c_char>,
@@ -146,17 +148,17 @@ pub(crate) struct ExecPlan<'a> {
     stdin: RawFd,
     output: RawFd,
     inherited: &'a InheritedState,
-    /// Kill the process when the tasker dies; for processes without a namespace that would be
-    /// killed.
+    /// True if the kernel must kill the process when the tasker dies. Not needed for processes in a
+    /// namespace, which are killed with it.
     die_with_parent: bool,
-    /// The process stops before its exec, with only the program's descriptors open.
+    /// True if the process must stop before its exec, with only the program's descriptors open.
     wait_before_exec: bool,
-    /// Step and errno of a failure, written by the new process.
+    /// The error of a failed start, written by the new process.
     error: Cell<Option<ExecError>>,
 }
 
 impl<'a> ExecPlan<'a> {
-    /// Creates a plan. The descriptors must stay open until it is carried out.
+    /// Creates a plan. The descriptors must stay open until the plan is executed.
     pub(crate) fn new(
         program: &'a Program,
         stdin: BorrowedFd<'_>,
@@ -183,26 +185,26 @@ impl<'a> ExecPlan<'a> {
         }
     }
 
-    /// Makes the process wait before its exec; see [`start_waiting`].
+    /// Makes the process stop before its exec; see [`start_waiting`].
     pub(crate) fn waiting(mut self) -> ExecPlan<'a> {
         self.wait_before_exec = true;
         self
     }
 }
 
-/// State of the tasker that a program must not inherit.
+/// State of the tasker that differs from the state a program must start with.
 #[derive(Debug)]
 pub(crate) struct InheritedState {
-    /// The limit on open descriptors that the tasker started with; tasks get the same.
+    /// The limit on open descriptors with which the tasker was started. Tasks get the same limit.
     files_limit: libc::rlimit,
-    /// Signals that the tasker ignores. `execve` resets all others to their defaults.
+    /// Signals that the tasker ignores. `execve` resets all other signals to their default action.
     ignored: Vec<i32>,
 }
 
 impl InheritedState {
-    /// Raises the tasker's limit on open descriptors to the hard limit (each task takes a few), and
-    /// records what a task gets instead. Must be called after the tasker has set its signals to be
-    /// ignored.
+    /// Raises the tasker's limit on open descriptors to the hard limit, because each task needs a
+    /// few. Records the state that a task gets instead. Must be called after the tasker has set the
+    /// signals that it ignores.
     ///
     /// # Errors
     /// A system call failed.
@@ -240,8 +242,8 @@ fn is_ignored(signal: i32) -> bool {
     done == 0 && now[0] == libc::SIG_IGN
 }
 
-/// Creates a process like `fork`, with additional clone flags, in this control group if one is
-/// given. Returns `None` in the new process.
+/// Creates a process like `fork`, with the additional clone flags `flags`, in the control group
+/// `group` if one is given. Returns `None` in the new process.
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
@@ -284,22 +286,23 @@ pub(crate) unsafe fn clone3(
     }
 }
 
-/// Why no process has become a program.
+/// The reason why a program could not be started.
 #[derive(Debug)]
 pub(crate) enum StartError {
-    /// No process was created.
+    /// No process could be created.
     NoProcess(io::Error),
-    /// The process could not become the program and has ended.
+    /// The process could not execute the program and has ended.
     Failed(ExecError),
     /// The process was killed because its exec took too long.
     TimedOut,
 }
 
-/// Creates a process that becomes the program of `plan`, in the namespace set for the calling
-/// thread's children, and in this control group if one is given. Returns after the exec.
+/// Creates a process that executes the program of `plan`. The process is created in the PID
+/// namespace that is set for the calling thread's children, and in the control group `group` if one
+/// is given. Returns after the exec.
 ///
 /// # Errors
-/// Why it failed. A process that was created has ended but was not reaped.
+/// The reason of the failure. If a process was created, it has ended but was not reaped.
 pub(crate) fn start_program(
     plan: &ExecPlan<'_>,
     guard: &StartGuard,
@@ -308,9 +311,9 @@ pub(crate) fn start_program(
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
     let guarded = guard.guard().map_err(StartError::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // SAFETY: the new process runs `exec_child` on a stack of its own. The stack and the plan
-    // outlive its use of them: this thread continues only after the exec or the end of the process.
-    // The kernel writes the pidfd where the guard looks for it.
+    // SAFETY: the new process runs `exec_child` on its own stack. The stack and the plan outlive
+    // their use by the new process: this thread continues only after the exec or the end of that
+    // process. The kernel writes the pidfd to the address that the guard reads.
     let made = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
         match group {
@@ -330,7 +333,7 @@ pub(crate) fn start_program(
     let pid = match made {
         Ok(pid) => pid,
         Err(failure) => {
-            // The kernel has closed this descriptor already: forget its number.
+            // The kernel has already closed this descriptor, so it must not be closed again.
             let _ = pidfd.map(OwnedFd::into_raw_fd);
             return Err(StartError::NoProcess(failure));
         }
@@ -342,18 +345,20 @@ pub(crate) fn start_program(
     }
 }
 
-/// Creates a process that stops before it becomes the program of `plan` (made by
-/// [`ExecPlan::waiting`]) and does so at the next SIGCONT. Unlike with [`start_program`], it has a
-/// copy of the tasker's memory while it waits. Returns when it has stopped.
+/// Creates a process that stops before its exec and executes the program of `plan` at the next
+/// SIGCONT. The plan must be made by [`ExecPlan::waiting`]. Unlike with [`start_program`], the
+/// process has a copy of the tasker's memory while it is stopped. Returns when the process has
+/// stopped.
 ///
 /// # Errors
-/// Why it failed. A process that was created has ended or was killed, but was not reaped.
+/// The reason of the failure. If a process was created, it has ended or was killed, but was not
+/// reaped.
 pub(crate) fn start_waiting(
     plan: &ExecPlan<'_>,
     timeout: Duration,
     group: Option<BorrowedFd<'_>>,
 ) -> Result<Child, StartError> {
-    // SAFETY: the new process goes straight into `exec_child`, which makes only async-signal-safe
+    // SAFETY: the new process immediately calls `exec_child`, which makes only async-signal-safe
     // calls and never returns; the copy of the plan lives as long as the process does.
     let child = match unsafe { clone3(0, group) }.map_err(StartError::NoProcess)? {
         Some(child) => child,
@@ -381,8 +386,8 @@ pub(crate) fn start_waiting(
     }
 }
 
-/// Creates a process that only waits in this directory, for the probe of the engine. When this
-/// returns, the process has none of the tasker's descriptors.
+/// Creates a process that sleeps in the directory `dir`, for the probe of the engine. On return the
+/// process has no descriptors of the tasker.
 ///
 /// # Errors
 /// Those of `clone3`.
@@ -392,7 +397,7 @@ pub(crate) fn start_idle_process(
     output: BorrowedFd<'_>,
 ) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
-    // The child's end of this pipe closes when it has only its own descriptors left.
+    // The child's end of this pipe is closed when the child has no descriptors of the tasker left.
     let (ready, child_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0, None) }? {
@@ -401,7 +406,7 @@ pub(crate) fn start_idle_process(
             while nix::unistd::read(&ready, &mut [0u8]) == Err(Errno::EINTR) {}
             Ok(child)
         }
-        // SAFETY: as above; dup2, close_range, setsid and pause touch no memory of ours.
+        // SAFETY: as above; dup2, close_range, setsid and pause access no memory of the tasker.
         None => unsafe {
             libc::setsid();
             libc::chdir(dir.as_ptr());
@@ -416,11 +421,12 @@ pub(crate) fn start_idle_process(
     }
 }
 
-/// Becomes the program, or records why not and ends with status 1, as PVM's daemon does. Only for a
-/// process made by [`start_program`] or [`start_waiting`]; makes only async-signal-safe calls.
+/// Executes the program of `plan`. If the exec fails, records the reason and exits with status 1,
+/// like PVM's daemon. Must be called only in a process made by [`start_program`] or
+/// [`start_waiting`]; makes only async-signal-safe calls.
 extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
-    // SAFETY: the creator's plan, which no other code touches until this process has ended or
-    // become its program.
+    // SAFETY: the pointer refers to the creator's plan, which no other code accesses until this
+    // process has ended or executed its program.
     let plan = unsafe { &*plan.cast::<ExecPlan<'_>>() };
     // SAFETY: plain system calls; all pointers come from strings that the plan keeps alive.
     unsafe {
@@ -437,8 +443,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
             fail_child(plan, ExecStage::Dir);
         }
-        // A process that waits must not keep descriptors open: others may wait for them to be
-        // closed.
+        // A process that waits must not keep descriptors open, because other code may wait until
+        // they are closed.
         let close = if plan.wait_before_exec {
             0
         } else {
@@ -446,8 +452,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         };
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, close);
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
-        // A raw system call: the C library refuses to change the signals that it uses itself. All
-        // zeros is the default action.
+        // A raw system call: the C library refuses to change the signals that it uses internally.
+        // All zeros is the default action.
         let default = [0usize; SIGACTION_WORDS];
         for &signal in &plan.inherited.ignored {
             libc::syscall(
@@ -458,19 +464,19 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
                 8,
             );
         }
-        // PVM's daemon leaves these signals ignored for its tasks.
+        // Tasks ignore these signals, like the tasks of PVM's daemon.
         libc::signal(libc::SIGHUP, libc::SIG_IGN);
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
         let mut none = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
-        // Whether the program can be executed must be known before the process is relied on.
+        // The caller relies on the process when it has stopped, so the program is checked before.
         if plan.wait_before_exec && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
             fail_child(plan, ExecStage::Access);
         }
         if plan.wait_before_exec {
-            // Raw system calls: the C library caches the ids of the process that this one is a copy
-            // of.
+            // Raw system calls: the C library caches the PID and thread id of the tasker, of which
+            // this process is a copy.
             libc::syscall(
                 libc::SYS_kill,
                 libc::syscall(libc::SYS_getpid),
@@ -486,8 +492,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     }
 }
 
-/// Records the current errno and ends. Only for a process made by [`start_program`], or by
-/// [`start_waiting`], which reports by its exit status.
+/// Records the current errno and exits. Must be called only in a process made by [`start_program`],
+/// or by [`start_waiting`], where the exit status contains the error.
 fn fail_child(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     let errno = Errno::last();
     let error = ExecError { stage, errno };
@@ -501,18 +507,20 @@ fn fail_child(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-/// Kills a new process whose exec takes too long (its file may be on a file system that hangs): the
-/// thread that started it is suspended until then. A separate thread waits for a timer.
+/// Kills a new process whose exec takes too long, for example because its file is on a file system
+/// that hangs. The thread that starts the process is suspended until the exec, so a separate thread
+/// waits for a timer.
 #[derive(Debug)]
 pub(crate) struct StartGuard {
     timer: Arc<TimerFd>,
-    /// Pidfd of the process being started. The thread that takes it out closes it.
+    /// Pidfd of the process that is being started, or [`NO_FD`]. The thread that removes the
+    /// descriptor owns it.
     pidfd: Arc<AtomicI32>,
     timeout: Duration,
 }
 
 impl StartGuard {
-    /// Starts the thread; `timeout` is the time limit of each start.
+    /// Starts the guard's thread. `timeout` is the time limit of each start.
     ///
     /// # Errors
     /// The system has no thread or descriptor left.
@@ -555,14 +563,14 @@ impl StartGuard {
     }
 }
 
-/// A start that is being guarded.
+/// A start that the guard's timer limits.
 struct GuardedStart<'a>(&'a StartGuard);
 
 impl GuardedStart<'_> {
-    /// Ends the guard. Returns the process's pidfd; `None` if the process was killed or never
-    /// existed.
+    /// Ends the time limit. Returns the process's pidfd; `None` if the process was killed or was
+    /// not created.
     fn finish(self) -> Option<OwnedFd> {
-        // If this fails, the timer expires without effect: the pidfd is gone.
+        // If stopping the timer fails, it expires without effect, because the pidfd is removed.
         let _ = self.0.timer.unset();
         take_fd(&self.0.pidfd)
     }
@@ -570,13 +578,13 @@ impl GuardedStart<'_> {
 
 fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
     let fd = place.swap(NO_FD, Ordering::AcqRel);
-    // SAFETY: the kernel stored the descriptor for us, and the swap removes it, so it has one
-    // owner.
+    // SAFETY: the kernel has stored the descriptor for this process, and the swap removes it, so it
+    // has one owner.
     (fd != NO_FD).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns a child with a pending wait event, and whether it has ended. The event is not consumed:
-/// an engine may be waiting for the child.
+/// Returns the PID of a child with a pending wait event, and true if the child has ended. The event
+/// is not consumed, because an engine may be waiting for the child.
 pub(crate) fn pending_child_event() -> Option<(i32, bool)> {
     let look =
         WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
@@ -587,16 +595,17 @@ pub(crate) fn pending_child_event() -> Option<(i32, bool)> {
     ))
 }
 
-/// Reaps a child without blocking. Returns its wait status and usage, or `None` while it runs.
+/// Reaps a child without blocking. Returns the child's wait status and resource usage, or `None`
+/// while it runs.
 ///
 /// # Errors
-/// `ECHILD` if it is not, or no longer, a child.
+/// `ECHILD` if the process is not, or no longer, a child.
 pub(crate) fn reap(pid: i32) -> io::Result<Option<(i32, Usage)>> {
     wait4(pid, libc::WNOHANG)
 }
 
-/// Returns the wait status of a child that has ended, without reaping it; `None` if it runs or is
-/// not a child.
+/// Returns the wait status of a child that has ended, without reaping it; `None` if the process
+/// runs or is not a child.
 pub(crate) fn peek_exit_status(pid: i32) -> Option<i32> {
     let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     match waitid(Id::Pid(Pid::from_raw(pid)), look) {
@@ -606,10 +615,10 @@ pub(crate) fn peek_exit_status(pid: i32) -> Option<i32> {
     }
 }
 
-/// Reaps a child that is about to end, because it was killed or has ended.
+/// Waits until a child has ended and reaps it. The child must have been killed or be about to end.
 ///
 /// # Errors
-/// `ECHILD` if it is not, or no longer, a child.
+/// `ECHILD` if the process is not, or no longer, a child.
 pub(crate) fn reap_wait(pid: i32) -> io::Result<(i32, Usage)> {
     loop {
         match wait4(pid, 0) {
@@ -647,21 +656,21 @@ fn usage(used: &libc::rusage) -> Usage {
     }
 }
 
-/// Opens a pidfd for a child that exists; it may have ended, but must not have been reaped.
+/// Opens a pidfd for a child that was not reaped yet. The child may have ended.
 ///
 /// # Errors
 /// Those of `pidfd_open`.
 pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: no memory is involved; the result is checked before it is owned.
+    // SAFETY: the call accesses no memory; the result is checked before it is owned.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor (close-on-exec) for us.
+    // SAFETY: the kernel has just created this descriptor (close-on-exec) for this process.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
-/// Kills the process of a pidfd. A process that has already ended is not an error.
+/// Kills the process to which a pidfd refers. A process that has already ended is not an error.
 pub(crate) fn kill_pidfd(pidfd: BorrowedFd<'_>) {
     // SAFETY: no siginfo is passed; the kernel checks the descriptor.
     unsafe {
@@ -680,14 +689,15 @@ pub(crate) fn kill_pidfd(pidfd: BorrowedFd<'_>) {
 /// # Errors
 /// Those of `kill(2)`.
 pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
-    // SAFETY: no memory is involved.
+    // SAFETY: the call accesses no memory.
     match unsafe { libc::kill(pid, signal) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Returns the nice value of a thread: -20 (highest priority) to 19; `None` if it has ended.
+/// Returns the nice value of a thread, from -20 (highest priority) to 19; `None` if the thread has
+/// ended.
 pub(crate) fn nice_of(thread: i32) -> Option<i32> {
     // SAFETY: plain system call; the raw one, because its result, 20 - nice, never collides with an
     // error.
@@ -697,11 +707,11 @@ pub(crate) fn nice_of(thread: i32) -> Option<i32> {
 
 /// Sets the nice value of a thread. Ignored if the thread has ended or the capability is missing.
 pub(crate) fn set_nice(thread: i32, nice: i32) {
-    // SAFETY: no memory is involved.
+    // SAFETY: the call accesses no memory.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.cast_unsigned(), nice) };
 }
 
-/// True if this process may raise priorities.
+/// True if the tasker may raise the priority of processes.
 pub(crate) fn can_raise_priority() -> bool {
     /// Bit of `CAP_SYS_NICE` in a capability mask.
     const SYS_NICE: u64 = 1 << 23;
@@ -722,7 +732,7 @@ pub(crate) fn share_memory(one: i32, other: i32) -> bool {
     answer == 0
 }
 
-/// Writes into the memory of a stopped process.
+/// Writes bytes to the address `at` in the memory of a stopped process.
 ///
 /// # Errors
 /// The memory does not exist, or access is denied.
@@ -734,7 +744,7 @@ pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
         .write_all_at(bytes, at)
 }
 
-/// Drops all capabilities of the calling thread: its file accesses then have only its user's
+/// Drops all capabilities of the calling thread, so that its file accesses have only its user's
 /// rights.
 ///
 /// # Errors
@@ -754,17 +764,18 @@ pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
 /// Takes ownership of a descriptor that was inherited under this number.
 ///
 /// # Errors
-/// `EBADF` if it is not open.
+/// `EBADF` if the descriptor is not open or is a standard descriptor.
 pub(crate) fn take_inherited_fd(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: F_GETFD takes no pointer and fails cleanly on a number that is not open.
+    // SAFETY: F_SETFD takes no pointer and returns an error for a number that is not open.
     if fd < 3 || unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: it is open, and the parent passed it to us by this number; called once, at the start.
+    // SAFETY: the descriptor is open, and the parent passed it to this process by this number; the
+    // function is called once, at the start.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Ignores a signal or restores its default action; never installs a handler function.
+/// Sets a signal to be ignored, or restores its default action. Never installs a handler function.
 ///
 /// # Errors
 /// The signal cannot be changed.
@@ -773,7 +784,7 @@ pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> 
         matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl),
         "no handler runs in the tasker"
     );
-    // SAFETY: no handler function is installed, so nothing can run at a bad moment.
+    // SAFETY: no handler function is installed, so no code runs asynchronously.
     unsafe { nix::sys::signal::signal(name, handler) }.map(drop)
 }
 

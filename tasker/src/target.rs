@@ -1,4 +1,4 @@
-//! The target's part of a migration: prepare, restore or restart, run or discard.
+//! The target of a migration: prepare, restore or restart, then run or discard the task.
 
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
@@ -19,59 +19,60 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-/// Most migrations to this host that are prepared or further advanced; more are refused.
+/// Maximum number of migrations to this host that are prepared or further advanced. Further
+/// migrations are refused.
 const TARGETS_MAX: usize = 64;
 
 /// A migration to this host.
 pub(crate) struct IncomingTask {
     pub(crate) tid: Tid,
-    /// `None` if the tasker may not create namespaces: then only a program that is restarted can be
-    /// hosted.
+    /// `None` if the tasker may not create namespaces. Then only a program that is restarted can
+    /// migrate to this host.
     namespace: Option<Namespace>,
     pub(crate) stage: TargetStage,
     /// Files that were transferred with the task.
     pub(crate) placed_files: PlacedFiles,
-    /// Most of the task's memory is post-copied.
+    /// True if most of the task's memory is post-copied.
     post_copy: bool,
 }
 
 pub(crate) enum TargetStage {
-    /// A place is reserved for the task.
+    /// The host has accepted the task and reserved a namespace for it.
     Prepared,
-    /// Files transferred with the task are being placed.
+    /// Files that were transferred with the task are being written.
     PlacingFiles {
         dir: PathBuf,
         redirection: Option<MemoryWrite>,
         discard: bool,
     },
-    /// The engine builds the task.
+    /// The engine restores the task.
     Restoring {
         worker: u64,
         manifest: ImageManifest,
         output: Output,
         redirection: Option<MemoryWrite>,
         discard: bool,
-        /// Why the post-copied memory will not arrive.
+        /// Why the post-copied memory will not arrive, if it is lost.
         lost_reason: Option<Failure>,
     },
-    /// The task is built and stopped. The engine has ended, so its death cannot kill the task once
-    /// this copy is the only one.
+    /// The task is restored and stopped. The engine has ended, so the end of the engine cannot kill
+    /// the task when it is the only copy.
     Restored {
         process: Child,
-        /// Processes that were stopped before the migration stopped the others.
+        /// Processes that were already stopped before the migration stopped the task.
         stopped_before: Vec<i32>,
         output: Output,
-        /// The processes are joining the control group.
+        /// True while the processes are being added to the control group.
         joining_group: bool,
-        /// Set if the task must run once that is done: its usage on other hosts, and whether it
-        /// stays paused.
+        /// Set if the task must run when its processes are in the control group: its resource usage
+        /// on other hosts, and true if it must stay paused.
         pending_run: Option<(Usage, bool)>,
     },
 }
 
 impl TargetStage {
-    /// Returns the reply for a lost copy: if it was ordered to run, that it does not run;
-    /// otherwise, that it was not restored.
+    /// Returns the reply for a restored task that was lost. If the task was ordered to run, the
+    /// reply is that it does not run; otherwise that it was not restored.
     pub(crate) fn lost_reply(&self, migration: MigrationId, why: Failure) -> FromTasker {
         match self {
             TargetStage::Restored {
@@ -176,12 +177,12 @@ impl Supervisor {
             (Ok(()), Ok(image_manifest)) if !image_manifest.transferred_files.is_empty() => {
                 self.place_files(migration, dir, image_manifest, redirection)
             }
-            // A defect of the manifest is reported when the build reads it.
+            // A defect of the manifest is reported when `build` reads it.
             _ => self.build(migration, dir, redirection),
         }
     }
 
-    /// Makes the engine build a task for which everything else is in place.
+    /// Starts the restore of a task by the engine. All other preparations must be complete.
     pub(crate) fn build(
         &mut self,
         migration: MigrationId,
@@ -202,7 +203,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts a program from its beginning, up to the point before its exec.
+    /// Starts a program from its beginning in place of a restore. The program stops before its
+    /// exec.
     pub(crate) fn build_by_restart(&mut self, migration: MigrationId, start: &StartTask) {
         let room = match self.migrations.targets.get(&migration) {
             Some(IncomingTask {
@@ -277,8 +279,8 @@ impl Supervisor {
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
         let manifest = ImageManifest::read(dir)?;
-        // The images determine the rights of the restored processes, so they must belong to this
-        // user.
+        // The images determine the rights of the restored processes, so they must belong to the
+        // user of the tasker.
         checkpoint::criu::check_owner(dir, nix::unistd::geteuid().as_raw())?;
         if redirection.is_some() {
             written_files::truncate_grown(&manifest.written_files)?;
@@ -297,7 +299,7 @@ impl Supervisor {
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        // The images contain a stopped task, so it stays stopped when the engine releases it.
+        // The images contain a stopped task, so the task remains stopped when the engine detaches.
         let build = move || {
             let built = restoring.wait_until_restored(&limits).and_then(|held| {
                 let process = held.pid();
@@ -387,7 +389,8 @@ impl Supervisor {
         }
     }
 
-    /// Handles the death of a held copy, which another process has killed.
+    /// Handles the death of a restored task that does not run yet, because another process has
+    /// killed it.
     pub(crate) fn on_copy_killed(&mut self, migration: MigrationId) {
         let is_held = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
         if self.migrations.targets.get(&migration).is_some_and(is_held) {
@@ -431,8 +434,8 @@ impl Supervisor {
             ..
         }) = self.migrations.targets.get_mut(&migration)
         {
-            // A stopped copy cannot fork, so no process is missed; it runs after all have joined
-            // the group.
+            // A stopped task cannot fork, so no process is missed. The task runs after all its
+            // processes are in the group.
             *pending_run = Some((used, held));
             return;
         }
@@ -505,7 +508,7 @@ impl Supervisor {
                 let worker = *worker;
                 self.migrations.workers.cancel(worker);
             }
-            // The reply is sent when the files have been placed and removed again.
+            // The reply is sent when the files have been written and removed again.
             TargetStage::PlacingFiles { discard, .. } => *discard = true,
             TargetStage::Prepared | TargetStage::Restored { .. } => {
                 self.remove_target(migration, vec![FromTasker::Discarded { migration }]);
@@ -513,7 +516,8 @@ impl Supervisor {
         }
     }
 
-    /// Kills what exists of a copy; sends the messages when it is gone.
+    /// Discards a migration to this host and kills the restored processes, if any. Sends
+    /// `final_messages` when they have ended.
     pub(crate) fn remove_target(
         &mut self,
         migration: MigrationId,
@@ -525,23 +529,25 @@ impl Supervisor {
                 (Some(namespace), _) => self.kill_namespace(namespace, final_messages),
                 (None, stage) => {
                     if let TargetStage::Restored { process, .. } = stage {
-                        // The copy has never run, so it is a single process.
+                        // Without a namespace this is a program that was stopped before its exec,
+                        // so it is a single process.
                         sys::kill_pidfd(process.pidfd.as_fd());
                     }
                     final_messages.iter().for_each(|reply| self.send(reply));
                 }
             }
-            // A held copy that died is still unreaped, and its namespace cannot end before it is
-            // reaped.
+            // A restored task that has died is not reaped yet, and its namespace cannot end before
+            // it is reaped.
             self.reap_unowned();
         }
     }
 }
 
-/// Starts to add the processes of a restored task to its control group, if it has one. Returns true
-/// if that has begun.
+/// Starts a worker that adds the processes of a restored task to its control group. Returns false
+/// if the task has no group or the worker cannot be started.
 ///
-/// A worker does that, because it takes longer than everything else before the task runs.
+/// A worker is used because adding the processes takes longer than all other steps before the task
+/// runs.
 fn start_joining_group(
     migration: MigrationId,
     namespace: &Namespace,
@@ -558,6 +564,6 @@ fn start_joining_group(
         migration,
         done: freezer::move_into_group(&entrance, &pids).is_ok(),
     };
-    // Without a worker, the task is paused by signals, as without a freezer.
+    // Without a worker, the task will be paused by signals, as without a freezer.
     workers.start(&cancel, None, work).is_ok()
 }

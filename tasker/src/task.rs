@@ -1,4 +1,4 @@
-//! One task: how it is started, its state, and how its output is read.
+//! State of one task, how it is started, and how its output is read.
 
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
@@ -21,77 +21,78 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
-/// Most chunks read from one task before other tasks are served.
+/// Maximum number of chunks that are read from one task before other tasks are served.
 const CHUNKS_PER_READ_MAX: usize = 16;
-/// Most signals kept for a task that is stopped for a migration; more are dropped. The kernel, too,
-/// merges equal pending signals.
+/// Maximum number of signals that are kept for a task which is stopped for a migration. Further
+/// signals are dropped; the kernel, too, merges equal pending signals.
 pub(crate) const KEPT_SIGNALS_MAX: usize = 64;
-/// Time limit for the exec of a program, whose file may be on a slow file system.
+/// Time limit for the exec of a program, because its file may be on a slow file system.
 pub(crate) const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The migration step that a task is in.
 #[derive(Debug)]
 pub(crate) enum TaskPhase {
-    /// No migration step is in progress.
+    /// The task is in no migration step. It runs unless it is paused.
     Running,
     /// The task was ordered to stop.
     Stopping {
         migration: MigrationId,
         deadline: Instant,
-        /// Processes that got SIGSTOP.
+        /// Processes that have received SIGSTOP.
         signalled: BTreeSet<i32>,
     },
-    /// All its processes are stopped.
+    /// All processes of the task are stopped.
     Stopped { migration: MigrationId },
-    /// The engine writes its images.
+    /// The engine writes the task's images.
     Dumping {
         migration: MigrationId,
-        /// Number of the worker that drives the engine, or waits before a retry.
+        /// Id of the worker that controls the engine, or waits before a retry.
         worker: u64,
         /// The current attempt, with its retry state.
         attempt: DumpAttempt,
-        /// The migration was aborted; continue the task when the worker has finished.
+        /// True if the migration was aborted. The task continues when the worker has finished.
         aborted: bool,
     },
-    /// Its images are written, and its memory is being served.
+    /// The task's images are written, and its memory is being served.
     Serving {
         migration: MigrationId,
-        /// Number of the worker that waits for the engine.
+        /// Id of the worker that waits until serving the memory has ended.
         worker: u64,
-        /// The migration was aborted; continue the task when the worker has finished.
+        /// True if the migration was aborted. The task continues when the worker has finished.
         aborted: bool,
     },
 }
 
-/// A task whose process exists.
+/// A task whose first process exists.
 #[derive(Debug)]
 pub(crate) struct Task {
     pub(crate) tid: Tid,
     /// The task's first process.
     pub(crate) process: Child,
-    /// `None` if the tasker may not create namespaces.
+    /// The task's PID namespace; `None` if the tasker may not create namespaces.
     pub(crate) namespace: Option<Namespace>,
     pub(crate) output: Output,
-    /// Resources that it used on other hosts.
+    /// Resources that the task has used on other hosts.
     pub(crate) used_before: Usage,
     pub(crate) phase: TaskPhase,
-    /// Whether it is paused, apart from migrations.
+    /// Progress of pausing the task, independent of migrations.
     pub(crate) pause: Pause,
-    /// Processes that had been stopped before the others were; they are not continued.
+    /// Processes that were already stopped before the task was stopped. They are not continued with
+    /// the task.
     pub(crate) stopped_before: Vec<i32>,
-    /// Set if the task was asked to exit so that its program can be restarted.
+    /// Set if the task was requested to exit so that its program can be restarted.
     pub(crate) exit_requested_for: Option<Engine>,
-    /// Data that the next stop writes into the task.
+    /// Data that must be written into the task's memory when it is next stopped.
     pub(crate) redirection: Option<MemoryWrite>,
-    /// Signals that arrived while it was stopped.
+    /// Signals that arrived while the task was stopped, to be sent when it continues.
     pub(crate) kept_signals: Vec<i32>,
 }
 
 impl Task {
     /// Sends a signal to the task's first process.
     pub(crate) fn send(&self, signal: i32) {
-        // The pid stays valid until we reap it. An invalid signal number or an ended process is not
-        // an error here.
+        // The PID stays valid until the tasker reaps the process. An invalid signal number or an
+        // ended process is not an error here.
         let _ = sys::kill_raw(self.process.pid, signal);
     }
 
@@ -102,14 +103,15 @@ impl Task {
         )
     }
 
-    /// Returns the ids of its processes, by the fastest means.
+    /// Returns the PIDs of the task's processes, from the control group if possible, because that
+    /// is fastest.
     pub(crate) fn members(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
             .map_or_else(|| self.processes().pids(), Namespace::members)
     }
 
-    /// Continues a stopped task and delivers the kept signals, unless it is paused.
+    /// Continues a stopped task, unless it is paused, and sends it the kept signals.
     pub(crate) fn continue_running(&mut self) {
         self.phase = TaskPhase::Running;
         if !self.pause.is_not_paused() {
@@ -122,17 +124,18 @@ impl Task {
         }
     }
 
-    /// Returns the control group if all its processes are in it.
+    /// Returns the task's control group if all its processes are in it.
     pub(crate) fn group(&self) -> Option<&ControlGroup> {
         self.namespace.as_ref()?.group()
     }
 
-    /// Returns the control group if it is frozen.
+    /// Returns the task's control group if it is frozen.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
         self.group().filter(|group| group.is_frozen())
     }
 
-    /// Continues its processes, except those that had been stopped before.
+    /// Continues the task's processes, except those that were already stopped before the task was
+    /// stopped.
     pub(crate) fn continue_processes(&self) {
         match self.frozen_group() {
             Some(group) => group.thaw(),
@@ -140,8 +143,8 @@ impl Task {
         }
     }
 
-    /// Kills all processes of the task that can be reached: the namespace, or else the process
-    /// group.
+    /// Kills all processes in the task's namespace. Without a namespace, kills only the process
+    /// group, which may not contain all processes.
     pub(crate) fn kill(&self) {
         match &self.namespace {
             Some(namespace) => namespace.kill(),
@@ -152,8 +155,8 @@ impl Task {
         sys::kill_pidfd(self.process.pidfd.as_fd());
     }
 
-    /// As [`Task::kill`], but no process of the task executes another instruction after this
-    /// returns, however long its end takes.
+    /// Like [`Task::kill`]. In addition, no process of the task executes another instruction after
+    /// the return, even if its exit takes long.
     pub(crate) fn kill_all(&self) {
         for pid in self.processes().pids() {
             // Fails if the process has ended.
@@ -162,12 +165,12 @@ impl Task {
         self.kill();
     }
 
-    /// True if its first process has ended but was not reaped.
+    /// True if the task's first process has ended but was not reaped.
     pub(crate) fn has_ended(&self) -> bool {
         stop::has_ended(self.process.pid)
     }
 
-    /// Stops processes that a dead engine has left running.
+    /// Stops processes of the task that an engine which died has left running.
     pub(crate) fn stop_stragglers(&self) {
         stop::stop_all(&self.processes(), &mut BTreeSet::new());
     }
@@ -181,10 +184,10 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Creates a pipe. Returns the reading end and the end for the task.
+    /// Creates a pipe. Returns its reading end, and its writing end for the task.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// No descriptors are available.
     pub(crate) fn new() -> io::Result<(Output, OwnedFd)> {
         let (ours, theirs) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
@@ -199,7 +202,7 @@ impl Output {
         ))
     }
 
-    /// Returns the inode number of the pipe, which identifies it in images.
+    /// Returns the inode number of the pipe, by which images refer to it.
     pub(crate) fn inode(&self) -> u64 {
         self.inode
     }
@@ -209,7 +212,7 @@ impl Output {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads some of the available output.
+    /// Reads some of the available output and passes it to `take` in chunks.
     pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
         for _ in 0..CHUNKS_PER_READ_MAX {
             match self.chunk(OUTPUT_CHUNK_BYTES_MAX) {
@@ -219,7 +222,8 @@ impl Output {
         }
     }
 
-    /// Reads what is in the pipe now, but not what is written meanwhile.
+    /// Reads the output that is in the pipe at the time of the call, and passes it to `take` in
+    /// chunks.
     pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
         let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
         while left > 0 {
@@ -251,10 +255,10 @@ impl Output {
     }
 }
 
-/// Starts a program as a task, in this namespace if one is given.
+/// Starts a program as a task, in the namespace if one is given.
 ///
 /// # Errors
-/// One sentence: what failed and why. Nothing is left of the attempt.
+/// One sentence for users: what failed and why. Nothing of the attempt remains.
 pub(crate) fn start(
     order: &StartTask,
     namespace: Option<Namespace>,
@@ -286,7 +290,7 @@ pub(crate) fn start(
     })
 }
 
-/// Starts a process that stops before its exec, in this namespace if one is given. Returns the
+/// Starts a process that stops before its exec, in the namespace if one is given. Returns the
 /// process and its output.
 ///
 /// # Errors
@@ -305,8 +309,8 @@ pub(crate) fn build_stopped(
     })
 }
 
-/// Creates the process of a program and its output pipe. `own_group`: it gets a process group of
-/// its own.
+/// Creates the process of a program and its output pipe. If `own_group` is true, the process gets
+/// its own process group.
 fn create_process(
     order: &StartTask,
     inherited: &InheritedState,
@@ -356,7 +360,7 @@ fn start_failure(order: &StartTask, why: StartError) -> String {
     }
 }
 
-/// Converts a duration, saturating.
+/// Converts a duration to microseconds. A too long duration becomes the maximum.
 pub(crate) fn micros(duration: std::time::Duration) -> Micros {
     Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }

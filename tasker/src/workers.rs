@@ -1,8 +1,8 @@
-//! Threads for work that may take long: driving an engine or reading files. They report to the loop
-//! through a channel.
+//! Worker threads for operations that may take long: controlling an engine or reading files.
+//! Workers report to the main loop through a channel.
 //!
-//! Workers create no processes except the engine and reap only the engine, so the loop remains the
-//! parent of all other processes.
+//! Workers create no processes except the engine and reap only the engine, so the main loop remains
+//! the parent of all other processes.
 
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
@@ -17,28 +17,29 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// Most concurrent threads; more work is refused.
+/// Maximum number of concurrent workers. Further work is refused.
 pub(crate) const WORKERS_MAX: usize = 64;
 
-/// The result of a worker's work.
+/// The result of a worker.
 pub(crate) enum WorkerResult {
-    /// A dump has ended.
+    /// A dump has ended, successfully or not.
     Dumped {
         migration: MigrationId,
         tid: Tid,
-        /// The report, and the server of memory that is not in the images.
+        /// The report of the dump, and with post-copy the server of the memory that is not in the
+        /// images.
         result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     },
     /// Pre-copying the memory of a running task has ended, at the source.
     PreCopied {
         migration: MigrationId,
-        /// What has been sent to the target.
+        /// The pages that were sent to the target.
         result: Result<SentPages, Failure>,
     },
     /// Receiving pre-copied memory has ended, at the target.
     PreCopyReceived {
         migration: MigrationId,
-        /// All memory that was received.
+        /// The pages that were received.
         result: Result<ReceivedPages, Failure>,
     },
     /// Serving the memory of a dumped task has ended.
@@ -47,12 +48,12 @@ pub(crate) enum WorkerResult {
         tid: Tid,
         result: Result<(), Failure>,
     },
-    /// The post-copied memory of a restored task is complete, or the rest will not arrive.
+    /// All post-copied memory of a restored task has arrived, or some memory will not arrive.
     MemoryArrived {
         migration: MigrationId,
         result: Result<(), (Failure, UffdGuard)>,
     },
-    /// Processes that were killed because their memory is lost are dead.
+    /// Processes that were killed because their memory is lost have exited.
     KilledProcessesGone,
     /// The delay before another dump attempt is over.
     RetryDelayOver {
@@ -61,43 +62,44 @@ pub(crate) enum WorkerResult {
         /// Why the previous attempt failed.
         failure: Failure,
     },
-    /// Files transferred with a task have been placed.
+    /// The files that were transferred with a task have been written.
     FilesPlaced {
         migration: MigrationId,
-        /// The placed files; on an error none of them exists.
+        /// The written files. On an error none of the files exists.
         result: Result<PlacedFiles, Failure>,
     },
-    /// A restore has ended. The task is stopped.
+    /// A restore has ended, successfully or not. A restored task is stopped.
     Restored {
         migration: MigrationId,
-        /// The task's first process.
+        /// PID of the task's first process.
         result: Result<i32, Failure>,
     },
-    /// The processes of a restored task have joined their control group, or failed to.
+    /// The processes of a restored task were added to their control group (`done`), or adding them
+    /// failed.
     JoinedCgroup { migration: MigrationId, done: bool },
-    /// A task was inspected.
+    /// A task was inspected for a migration or a query.
     Inspected {
         requester: Requester,
         result: Result<TaskFacts, Refusal>,
     },
-    /// A task's facts were compared with this host.
+    /// This host was checked against the facts of a task.
     Judged {
         requester: Requester,
         verdict: Verdict,
     },
-    /// The check for post-copy support, the first part of the probe.
+    /// The first step of the engine's probe, the check for post-copy support, has ended.
     ProbeChecked(Result<(), Failure>),
-    /// The dump of the probe.
+    /// The dump of the engine's probe has ended.
     ProbeDumped(Result<DumpReport, Failure>),
-    /// The restore of the probe.
+    /// The restore of the engine's probe has ended.
     ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
 }
 
-/// A running worker as the loop knows it.
+/// The main loop's record of a running worker.
 #[derive(Debug)]
 struct Worker {
     cancel: Cancel,
-    /// The engine process that the thread waits for.
+    /// PID of the engine process that the worker waits for, if any.
     engine: Option<i32>,
 }
 
@@ -111,10 +113,10 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    /// Creates a pool without threads.
+    /// Creates a pool without workers.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// No descriptors are available.
     pub(crate) fn new() -> io::Result<Workers> {
         let (sender, receiver) = channel();
         let wake = Arc::new(EventFd::from_flags(
@@ -129,29 +131,30 @@ impl Workers {
         })
     }
 
-    /// Becomes readable when results are available.
+    /// Returns a descriptor that becomes readable when results are available.
     pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// True if no thread is running.
+    /// True if no worker is running.
     pub(crate) fn is_idle(&self) -> bool {
         self.running.is_empty()
     }
 
-    /// True if a thread waits for this engine process.
+    /// True if a worker waits for this engine process.
     pub(crate) fn has_engine(&self, pid: i32) -> bool {
         self.running
             .values()
             .any(|worker| worker.engine == Some(pid))
     }
 
-    /// True if another thread may be started.
+    /// True if another worker may be started.
     pub(crate) fn has_room(&self) -> bool {
         self.running.len() < WORKERS_MAX
     }
 
-    /// Starts a thread and returns its number.
+    /// Starts a worker that executes `work`, and returns the worker's id. `engine` is the engine
+    /// process that the worker waits for.
     ///
     /// # Errors
     /// The limit is reached or the system refused; `work` is dropped.
@@ -173,7 +176,7 @@ impl Workers {
             .name(format!("worker-{number}"))
             .spawn(move || {
                 let result = work();
-                // Fails only at the end of the tasker, when the result is not needed.
+                // Fails only when the tasker ends, when the result is not needed.
                 let _ = sender.send((number, result));
                 let _ = wake.write(1);
             })
@@ -190,7 +193,7 @@ impl Workers {
 
     /// Returns the results since the last call.
     pub(crate) fn take_results(&mut self) -> Vec<WorkerResult> {
-        // The eventfd is not readable if no worker has finished.
+        // Clears the event. It is not set if no worker has finished.
         let _ = self.wake.read();
         let mut results = Vec::new();
         while let Ok((number, result)) = self.receiver.try_recv() {
@@ -200,14 +203,14 @@ impl Workers {
         results
     }
 
-    /// Cancels the work of a thread.
+    /// Cancels the work of one worker.
     pub(crate) fn cancel(&self, number: u64) {
         if let Some(worker) = self.running.get(&number) {
             worker.cancel.fire();
         }
     }
 
-    /// Cancels the work of all threads.
+    /// Cancels the work of all workers.
     pub(crate) fn cancel_all(&self) {
         for worker in self.running.values() {
             worker.cancel.fire();

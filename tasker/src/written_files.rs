@@ -1,7 +1,9 @@
-//! Truncates files that a task continued to write after the checkpoint from which it is restarted.
+//! Truncates files to which a task continued to write after the checkpoint from which it is
+//! restarted.
 //!
-//! The task will write the same data again. A file that has grown is truncated to its length at the
-//! checkpoint, so the content is not duplicated and the engine finds the file in its old state.
+//! The restarted task will write the same data again. A file that has grown since the checkpoint is
+//! truncated to its length at the checkpoint, so that its content is not duplicated and the engine
+//! finds the file with the expected length.
 
 use nix::sys::stat::SFlag;
 use sempa_proto::migration::Failure;
@@ -13,11 +15,11 @@ use std::path::{Path, PathBuf};
 /// Truncates each of these files to its length at the checkpoint if it has grown.
 ///
 /// Only regular files of the tasker's user are changed, and no symbolic link is followed. If a file
-/// has become shorter, none is changed: its old content is missing, and a program that appends
-/// would leave a gap that the engine does not check for.
+/// is shorter than at the checkpoint, no file is changed: its old content is missing, and a program
+/// that appends would leave a gap that the engine does not detect.
 ///
 /// # Errors
-/// [`Failure::Io`] with the file that could not be truncated or has become shorter.
+/// [`Failure::Io`] with the file that could not be truncated or is too short.
 pub(crate) fn truncate_grown(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     for (path, bytes) in files {
         let now = std::fs::symlink_metadata(path)
@@ -58,7 +60,7 @@ fn truncate(path: &Path, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// True if the path still refers to the same file.
+/// True if the open file is the regular file whose metadata was read before.
 fn is_same_file(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
     let meta = file.metadata()?;
     let is_regular = SFlag::from_bits_truncate(meta.mode()).contains(SFlag::S_IFREG);

@@ -1,4 +1,4 @@
-//! Tests of programs that write their own checkpoints: they are asked to end, and started again.
+//! Tests programs that write their own checkpoints: they are requested to exit, and started again.
 
 mod common;
 
@@ -15,7 +15,7 @@ const OWN: Engine = Engine::SelfCheckpoint {
     exit_status: 85,
     timeout_s: 30,
 };
-/// Removes all capabilities: an ordinary user may not make namespaces.
+/// Command that removes all capabilities; without them a process may not create namespaces.
 const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
 
 fn shell(script: &str) -> StartTask {
@@ -29,13 +29,14 @@ fn restored(tasker: &mut Tasker) -> Result<i32, Failure> {
     })
 }
 
-/// Returns the output of the task and its wait status.
+/// Waits until the task has exited. Returns its output and its wait status.
 fn end(tasker: &mut Tasker) -> (String, i32) {
     let (out, status, _) = tasker.follow_to_the_end(tid(1));
     (String::from_utf8_lossy(&out).into_owned(), status)
 }
 
-/// Starts a task with a sleeping child, waits for `ready`, and returns the child's pid.
+/// Starts a task with a sleeping child and waits until the task prints `ready`. Returns the child's
+/// PID.
 fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
     tasker.send(ToTasker::Start(shell(&format!("sleep 1000 & {script}"))));
     let mut out = Vec::new();
@@ -73,7 +74,7 @@ fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
     }
 }
 
-/// A program that is built runs only after `Run`.
+/// A program that is started for a migration runs only after the order to run.
 #[test]
 fn built_program_waits_for_run() {
     with_and_without_rights(|tasker| {
@@ -108,7 +109,8 @@ fn built_program_waits_for_run() {
     });
 }
 
-/// A program that is built and discarded never runs; one that cannot be started is reported.
+/// A program that is started for a migration and discarded never runs. A program that cannot be
+/// started is reported.
 #[test]
 fn discarded_program_never_runs() {
     with_and_without_rights(|tasker| {
@@ -137,7 +139,7 @@ fn discarded_program_never_runs() {
             why.contains("working directory /nowhere/at/all") && why.contains("No such file"),
             "{why}"
         );
-        // Refused before any resource is taken.
+        // The start is refused before any resource is allocated.
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("no-program");
         std::fs::write(&path, "not to be run").expect("written");
@@ -155,7 +157,7 @@ fn discarded_program_never_runs() {
     });
 }
 
-/// A program that is held at `Run` begins when it is freed.
+/// A program that is ordered to run as paused runs only when it is resumed.
 #[test]
 fn held_program_begins_when_freed() {
     with_and_without_rights(|tasker| {
@@ -184,7 +186,8 @@ fn held_program_begins_when_freed() {
     });
 }
 
-/// Children that a program leaves are ended if it ends with the agreed code, and only then.
+/// If a program exits with the agreed status, its remaining children are ended; with another status
+/// they continue.
 #[test]
 fn agreed_exit_ends_children_left_behind() {
     with_and_without_rights(|tasker| {
@@ -202,7 +205,7 @@ fn agreed_exit_ends_children_left_behind() {
                 wait_until("it is gone", || !is_alive(sleeper));
             }
             assert_eq!(is_alive(sleeper), stays, "{code}");
-            // Without a namespace nothing else ends it.
+            // Without a namespace only this signal ends the sleeper.
             let _ = nix::sys::signal::kill(
                 nix::unistd::Pid::from_raw(sleeper),
                 nix::sys::signal::Signal::SIGKILL,
@@ -211,7 +214,7 @@ fn agreed_exit_ends_children_left_behind() {
     });
 }
 
-/// A program that is asked by a message may end as soon as that is expected, and no child remains.
+/// A program that was requested by a message to exit may exit immediately, and no child remains.
 #[test]
 fn exit_before_the_message_is_accepted() {
     let by_message = Engine::SelfCheckpoint {
@@ -222,7 +225,7 @@ fn exit_before_the_message_is_accepted() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let go = dir.path().join("go");
-        // Without a handler for SIGUSR1 the tasker would not ask it by the signal.
+        // Without a handler for SIGUSR1 the tasker would not request the exit by the signal.
         let script = format!(
             "echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85",
             go.display()
@@ -242,7 +245,7 @@ fn exit_before_the_message_is_accepted() {
     });
 }
 
-/// A program that the signal would end is not asked.
+/// The exit signal is not sent to a program that does not handle it.
 #[test]
 fn program_without_handler_gets_no_signal() {
     with_and_without_rights(|tasker| {

@@ -1,4 +1,4 @@
-//! Tests of tasks that are held for the owner of the host.
+//! Tests tasks that are paused for the owner of the host.
 
 mod common;
 
@@ -31,7 +31,7 @@ fn used(pid: i32) -> u64 {
     fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
 }
 
-/// Returns the number of write calls of a process. The counter writes all the time.
+/// Returns the number of write calls that a process has made. The counter writes all the time.
 fn written(pid: i32) -> u64 {
     let io = std::fs::read_to_string(format!("/proc/{pid}/io")).expect("it is there");
     let calls = io
@@ -55,7 +55,7 @@ fn niceness(pid: i32) -> Vec<String> {
         .collect()
 }
 
-/// A held task uses no processor time, and loses nothing when it continues.
+/// A paused task uses no processor time, and loses no output when it is resumed.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn held_task_uses_no_cpu_and_loses_nothing() {
@@ -77,7 +77,7 @@ fn held_task_uses_no_cpu_and_loses_nothing() {
             niceness(pid).iter().all(|nice| nice == "0"),
             "a dump must not find it lowered"
         );
-        // Again: it runs for a moment, then it is held.
+        // Pause the task again: it runs for a short time, then it is stopped.
         held(&mut tasker, Micros::from_millis(20), &mut seen);
         output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
         let before = used(pid);
@@ -91,7 +91,7 @@ fn held_task_uses_no_cpu_and_loses_nothing() {
     tasker.stop();
 }
 
-/// A task that is held and freed in any order during a migration obeys the last order.
+/// If a task is paused and resumed in any order during a migration, the last order counts.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn last_order_wins_during_a_migration() {
@@ -106,7 +106,7 @@ fn last_order_wins_during_a_migration() {
         assert!(tasker.poll().is_none());
         assert_eq!(used(pid), before);
     };
-    // After a cancelled migration the task is in the state that the owner wants.
+    // After a cancelled migration the task is paused or runs, as the owner's last order requires.
     held(&mut tasker, Micros::from_millis(5), &mut seen);
     stop(&mut tasker, tid(1), common::migration(1), &mut seen);
     continue_task(&mut tasker, tid(1), common::migration(1), &mut seen);
@@ -129,7 +129,8 @@ fn last_order_wins_during_a_migration() {
     tasker.stop();
 }
 
-/// A held task migrates without running, and stays held at a target that is held as well.
+/// A paused task migrates without running, and stays paused if the target is ordered to keep it
+/// paused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn held_task_migrates_without_running() {
@@ -172,7 +173,7 @@ fn held_task_migrates_without_running() {
     there.stop();
 }
 
-/// A held task gets SIGTERM when it continues, and can be killed at once.
+/// A paused task receives SIGTERM when it is resumed, and can be killed while it is paused.
 #[test]
 fn held_task_can_be_terminated_and_killed() {
     let mut tasker = Tasker::start();
@@ -201,7 +202,7 @@ fn held_task_can_be_terminated_and_killed() {
         matches!(m, FromTasker::Paused { .. }).then_some(())
     });
     let before = used(pid);
-    // A signal that would continue it waits.
+    // A signal that would continue the task is kept until it is resumed.
     tasker.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGCONT,
@@ -217,7 +218,7 @@ fn held_task_can_be_terminated_and_killed() {
     tasker.stop();
 }
 
-/// The redirection for its library is written into the memory of a stopped task.
+/// The redirection for a task's library is written into the memory of the stopped task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn redirection_is_written_into_a_stopped_task() {
@@ -228,7 +229,8 @@ fn redirection_is_written_into_a_stopped_task() {
     let (mut output, mut seen) = (Vec::new(), Vec::new());
     tasker.output_until(tid(1), &mut output, |text| lines(text) > 3);
     held(&mut tasker, NOW, &mut seen);
-    // Finds the word in writable memory; any other place there works too.
+    // Use an address in writable memory after the mapping's first page; any other address in it
+    // would do as well.
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it is there");
     let (from, _) = maps
         .lines()
@@ -285,7 +287,7 @@ fn redirection_is_written_into_a_stopped_task() {
     tasker.stop();
 }
 
-/// Children that a held task has stopped itself stay stopped.
+/// Children that a paused task itself has stopped stay stopped when the task is resumed.
 #[test]
 fn own_stopped_children_stay_stopped() {
     let mut tasker = Tasker::start();
@@ -310,7 +312,7 @@ fn own_stopped_children_stay_stopped() {
     tasker.stop();
 }
 
-/// Quiesces a held task: its library runs, alone for `alone` at most.
+/// Lets a paused task quiesce. For at most `alone` only its library's threads run.
 fn eased(tasker: &mut Tasker, alone: Micros) {
     tasker.send(ToTasker::ResumeToQuiesce {
         tid: tid(1),
@@ -321,7 +323,8 @@ fn eased(tasker: &mut Tasker, alone: Micros) {
 
 const LONG: Micros = Micros::from_millis(600_000);
 
-/// A held task that must quiesce runs its library only, and the program if that is not enough.
+/// If a paused task must quiesce, only its library's threads run at first; the program runs if that
+/// is not enough.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn quiesce_of_held_task_runs_the_library_first() {
@@ -344,12 +347,12 @@ fn quiesce_of_held_task_runs_the_library_first() {
             let before = of_program();
             eased(&mut tasker, LONG);
             counts_on("the library runs alone", &of_library);
-            // A second order changes nothing.
+            // A second order has no effect.
             eased(&mut tasker, LONG);
             counts_on("the library runs alone", &of_library);
             held(&mut tasker, NOW, &mut Vec::new());
             if of_program() != before {
-                // The tasker stops the program's threads within 20 ms or lets them run.
+                // The tasker freezes the program's threads within 20 ms, or lets them run.
                 assert!(Instant::now() < end, "the program runs in each round");
                 continue;
             }
@@ -375,7 +378,7 @@ fn quiesce_of_held_task_runs_the_library_first() {
         tasker.send(ToTasker::Resume { tid: tid(1) });
         counts_on("the program goes on", &of_program);
         counts_on("its child does", &|| counts.word(2));
-        // During its time to quiesce.
+        // Pause the task while it quiesces.
         tasker.send(ToTasker::Pause {
             tid: tid(1),
             run_for: LONG,
@@ -400,7 +403,7 @@ fn quiesce_of_held_task_runs_the_library_first() {
     }
 }
 
-/// A task of which the library runs alone can be stopped, and migrates.
+/// A task of which only the library's threads run can be stopped and migrated.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn task_with_library_running_alone_migrates() {
@@ -431,7 +434,7 @@ fn task_with_library_running_alone_migrates() {
             if of_program() == before {
                 break (id, before);
             }
-            // The tasker stops the program's threads within 20 ms or lets them run.
+            // The tasker freezes the program's threads within 20 ms, or lets them run.
             assert!(Instant::now() < end, "the program runs in each attempt");
             continue_task(&mut here, tid(1), id, &mut seen);
             here.send(ToTasker::Resume { tid: tid(1) });
@@ -466,10 +469,11 @@ fn task_with_library_running_alone_migrates() {
     }
 }
 
-/// Holds by signals, as a tasker does that may not make control groups.
+/// Environment in which the tasker pauses tasks by signals, like a tasker that may not create
+/// control groups.
 const BY_SIGNAL: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
 
-/// Starts a tasker with a freezer that the test can inspect.
+/// Starts a tasker whose freezer the test can inspect.
 fn with_freezer() -> Tasker {
     let mounts = std::fs::read("/proc/self/mountinfo").expect("it is there");
     assert!(
@@ -483,7 +487,7 @@ fn with_freezer() -> Tasker {
     tasker
 }
 
-/// Counters in a file that the forking program maps.
+/// Counters in a file that the test program maps into its memory.
 struct Counts(PathBuf);
 
 impl Counts {
@@ -498,7 +502,7 @@ impl Counts {
         u64::from_ne_bytes(bytes[index * 8..][..8].try_into().expect("eight"))
     }
 
-    /// Waits until one of the processes has stopped itself.
+    /// Waits until one of the program's processes has stopped itself.
     fn wait_for_the_stopped(&self) {
         let mark = self.0.to_str().expect("text");
         let stat =
@@ -522,7 +526,7 @@ impl Counts {
         (self.word(2), self.word(3))
     }
 
-    /// Runs the program as a task, and holds and frees it several times.
+    /// Runs the program as a task, and pauses and resumes it several times.
     fn rounds(&self, tasker: &mut Tasker, program: &Path, how: &str) {
         tasker.run(tid(1), program, &[self.0.to_str().expect("text"), how]);
         for after in [
@@ -547,7 +551,7 @@ impl Counts {
     }
 }
 
-/// A task that forks all the time is held as a whole, by the freezer and by signals.
+/// A task that forks continuously is paused as a whole, by the freezer and by signals.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn forking_task_is_held_by_freezer_and_signal() {
@@ -571,7 +575,7 @@ fn forking_task_is_held_by_freezer_and_signal() {
     }
 }
 
-/// A chain of processes that fork and exit does not escape the freezer.
+/// A chain of processes that fork and exit cannot escape the freezer.
 #[test]
 #[ignore = "system tier: needs root, gcc and control groups of version 2"]
 fn fork_chain_does_not_escape_the_freezer() {
@@ -596,7 +600,7 @@ fn is_frozen(group: &Path) -> bool {
     std::fs::read_to_string(group.join("cgroup.events")).is_ok_and(|text| text.contains("frozen 1"))
 }
 
-/// A held task that migrates is frozen at the target, and is not thawed before it is stopped.
+/// A paused task that migrates is frozen at the target, and is not thawed before it is stopped.
 #[test]
 #[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
 fn held_task_stays_frozen_through_a_migration() {
@@ -605,7 +609,8 @@ fn held_task_stays_frozen_through_a_migration() {
     moves_frozen(here, Tasker::start());
 }
 
-/// Migrates a held task between two taskers: it is frozen before and after.
+/// Migrates a paused task between two taskers, and asserts that the task is frozen before and
+/// after.
 fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     let dir = tempfile::tempdir().expect("dir");
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
@@ -629,7 +634,8 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
         !is_frozen(&group_of(pid)),
         "the engine cannot dump what is frozen"
     );
-    // The kernel itself uses some processor time for it during the migration.
+    // The counter of write calls is used because the kernel itself uses processor time for the task
+    // during the migration.
     assert_eq!(written(pid), before, "its program does not run in between");
     dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
@@ -659,7 +665,7 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     assert!(!folder.exists(), "{} is left", folder.display());
 }
 
-/// Where control groups of version 2 are not mounted, the tasker mounts them for itself.
+/// If control groups of version 2 are not mounted, the tasker mounts them privately.
 #[test]
 #[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
 fn tasker_mounts_the_freezer_for_itself() {

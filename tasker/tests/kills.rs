@@ -1,4 +1,4 @@
-//! Tests of CRIU processes that are killed, hang or are cancelled during a dump.
+//! Tests CRIU processes that are killed, hang or are cancelled during a dump.
 
 mod common;
 
@@ -9,7 +9,7 @@ use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Starts a tasker with this engine, and waits for the engine's trial.
+/// Starts a tasker with this engine, and waits until the engine has been probed.
 fn with_engine(engine: &Path) -> Tasker {
     let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
@@ -17,7 +17,7 @@ fn with_engine(engine: &Path) -> Tasker {
     here
 }
 
-/// Starts a tasker and a dump of the counter, whose engine waits to be killed.
+/// Starts a tasker and a dump of the counter. The engine waits to be killed.
 fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     let mut here = with_engine(&waiting_wrapper(dir));
     stopped_counter(&mut here, dir, output);
@@ -60,7 +60,7 @@ fn killed_dump_leaves_task_at_source() {
     there.stop();
 }
 
-/// A dump that hangs is tried once more.
+/// A dump that hangs is attempted a second time.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn hanging_dump_is_tried_once_more() {
@@ -80,7 +80,7 @@ fn hanging_dump_is_tried_once_more() {
     here.stop();
 }
 
-/// Returns how many bytes of memory a dump has written.
+/// Returns the number of bytes of memory that a dump has written.
 fn pages_written(images: &Path) -> u64 {
     let files = std::fs::read_dir(images).into_iter().flatten().flatten();
     let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
@@ -90,7 +90,7 @@ fn pages_written(images: &Path) -> u64 {
         .sum()
 }
 
-/// CRIU that is killed while it writes memory leaves the task whole.
+/// If CRIU is killed while it writes memory, the task continues undamaged.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_while_writing_leaves_task_whole() {
@@ -121,7 +121,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
         wait_until("it writes", || {
             pages_written(&images) >= bytes || !is_alive(engine)
         });
-        // If the engine was quicker, the dump is good and there is nothing to kill.
+        // If the engine has already ended, the dump is successful and there is no process to kill.
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(engine),
             nix::sys::signal::SIGKILL,
@@ -146,7 +146,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
     here.stop();
 }
 
-/// A migration that is cancelled during the dump ends CRIU, and the task continues.
+/// Cancelling a migration during the dump ends CRIU, and the task continues.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_dump_ends_the_engine() {
@@ -168,7 +168,7 @@ fn cancelled_dump_ends_the_engine() {
     here.stop();
 }
 
-/// Compiles the library that kills an engine at one of its ptrace calls.
+/// Compiles the library that kills the engine at one of its ptrace calls.
 fn killer(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
     let out = dir.join("killer.so");
@@ -182,11 +182,11 @@ fn killer(dir: &Path) -> PathBuf {
     out
 }
 
-/// Distance of the ptrace calls at which the engine is killed; the seed chooses the first one. With
-/// `SEMPA_TEST_FULL` it is killed at each call.
+/// Distance between the ptrace calls at which the engine is killed. A seed selects the first of
+/// them. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace call.
 const STRIDE: usize = 23;
 
-/// CRIU that is killed before or after any of its ptrace calls leaves the task whole.
+/// If CRIU is killed before or after any of its ptrace calls, the task continues undamaged.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_at_any_ptrace_leaves_task_whole() {
@@ -194,7 +194,7 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
     let dir = tempfile::tempdir().expect("dir");
     let (killer, at) = (killer(dir.path()), dir.path().join("at"));
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
-    // Set for the engine only: the shell makes no ptrace calls.
+    // The variable affects only the engine, because the shell makes no ptrace calls.
     let engine = wrapper_in_env(
         dir.path(),
         &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()),

@@ -1,5 +1,5 @@
-//! Tests of post-copy and pre-copy with two taskers. The test plays the daemons: it forwards the
-//! memory stream and can block or cut it.
+//! Tests post-copy and pre-copy between two taskers. The test simulates the daemons: it forwards
+//! the memory stream and can block or close it.
 
 mod common;
 
@@ -16,44 +16,45 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// Memory of the task in megabytes.
+/// Memory of the task in megabytes, as an argument of the program.
 const MEGABYTES: &str = "48";
-/// The file whose creation starts the task's work during post-copy.
+/// Name of the file whose creation starts the task's work during post-copy.
 const SIGN: &str = "sign";
-/// Enables post-copy for tasks of any size, and pre-copy if a test orders it.
+/// Environment that enables post-copy for tasks of any size, and pre-copy if a test orders it.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 
-/// Bytes that pass before the stream is opened. A restore needs some: the kernel writes into the
-/// task's memory.
+/// Number of bytes that are forwarded before the stream is opened. A restore needs some of them,
+/// because the kernel writes into the task's memory.
 const FIRST_BYTES: usize = 8 << 20;
 
-/// The forwarded memory stream: `FIRST_BYTES` at once, the rest when it is opened.
+/// The forwarded memory stream: `FIRST_BYTES` are forwarded immediately, all other data when the
+/// stream is opened.
 struct Way {
     source: PathBuf,
     target: PathBuf,
-    /// Bytes that may still pass.
+    /// Number of bytes that may still be forwarded, and a condition variable for its changes.
     gate: Arc<(Mutex<usize>, Condvar)>,
     leave: Arc<Leave>,
 }
 
-/// State of the message by which the target confirms that all memory has arrived.
+/// State of the final message, by which the target confirms that all memory has arrived.
 #[derive(Default)]
 struct Leave {
-    /// The message must not pass.
+    /// True if the final message must not be forwarded.
     stays: AtomicBool,
-    /// The target has sent the message.
+    /// True when the target has sent the final message.
     is_said: AtomicBool,
-    /// The target has closed its end.
+    /// True when the target has closed its end of the stream.
     is_closed: AtomicBool,
 }
 
 impl Leave {
-    /// Commands of that message, for two versions of CRIU.
+    /// Command numbers of the final message, for two versions of CRIU.
     const WORDS: [u32; 2] = [0x1023, 0x1024];
-    /// Bytes of a page request, for two versions of CRIU.
+    /// Size in bytes of a page request, for two versions of CRIU.
     const QUESTION_BYTES: [usize; 2] = [24, 32];
 
-    /// True if the requests end with that message.
+    /// True if `questions`, the target's requests, end with the final message.
     fn is_in(questions: &[u8]) -> bool {
         let last = Leave::QUESTION_BYTES
             .iter()
@@ -103,7 +104,7 @@ impl Way {
         }
     }
 
-    /// Opens the stream at a limited rate, so that some memory is always under way.
+    /// Opens the stream at a limited rate, so that some memory is always in transit.
     fn open_slowly(&self) {
         let gate = self.gate.clone();
         std::thread::spawn(move || {
@@ -120,7 +121,8 @@ impl Way {
         self.gate.1.notify_all();
     }
 
-    /// Opens the stream for all but the final message, and waits until the target sends that.
+    /// Opens the stream but withholds the final message, and waits until the target has sent that
+    /// message.
     fn open_until_all_is_there(&self) {
         self.leave.stays.store(true, Ordering::SeqCst);
         self.open();
@@ -134,13 +136,13 @@ impl Way {
         self.leave.stays.store(false, Ordering::SeqCst);
     }
 
-    /// Blocks the stream as at the start.
+    /// Blocks the stream as at the start of the test.
     fn shut(&self) {
         *self.gate.0.lock().expect("no panic") = FIRST_BYTES;
     }
 }
 
-/// Bytes per millisecond of the slow line.
+/// Number of bytes that are forwarded per millisecond if the stream is opened at a limited rate.
 const SLOW_LINE_BYTES: usize = 64 << 10;
 
 fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
@@ -161,8 +163,8 @@ fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>
     let _ = to.shutdown(std::net::Shutdown::Both);
 }
 
-/// A task that was dumped at the source and restored at the target without its memory; both copies
-/// are stopped.
+/// A task that was dumped at the source and restored at the target without its memory. The task is
+/// stopped on both hosts.
 struct Scene {
     dir: tempfile::TempDir,
     here: Tasker,
@@ -176,14 +178,14 @@ impl Scene {
         Scene::of("pages")
     }
 
-    /// Makes the scene with a task that runs this program.
+    /// Creates a scene with a task that runs the program `name`.
     fn of(name: &str) -> Scene {
         let scene = Scene::begin(name).go_on();
         std::fs::write(scene.dir.path().join(SIGN), "").expect("a file");
         scene
     }
 
-    /// Starts a task with this program; it is still running at the source.
+    /// Starts a task with the program `name`, which still runs at the source.
     fn begin(name: &str) -> Scene {
         let dir = tempfile::tempdir().expect("dir");
         let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
@@ -236,7 +238,7 @@ impl Scene {
         }
     }
 
-    /// Pre-copies its memory and returns the number of bytes.
+    /// Pre-copies the task's memory and returns the number of bytes.
     fn pre_copy(&mut self) -> u64 {
         let (source, target) = (self.way.source.clone(), self.way.target.clone());
         self.there.send(ToTasker::ReceivePreCopy {
@@ -257,7 +259,7 @@ impl Scene {
         went.expect("it is there")
     }
 
-    /// Dumps the task and restores it at the target.
+    /// Stops and dumps the task, and restores it at the target.
     fn go_on(self) -> Scene {
         let Scene {
             dir,
@@ -303,7 +305,7 @@ impl Scene {
         }
     }
 
-    /// Kills the source and runs the copy; most of its memory is missing.
+    /// Kills the task at the source and runs it at the target; most of its memory is missing.
     fn commit(&mut self) {
         let used = moving::kill_moved(&mut self.here, tid(1), migration(1), &mut Vec::new());
         assert_ne!(used, Usage::default());
@@ -320,7 +322,7 @@ impl Scene {
         (result, seen)
     }
 
-    /// Asserts that the copy was killed and never read a wrong word.
+    /// Asserts that the task at the target was killed and never read a wrong word.
     fn dies(mut self, seen: Vec<FromTasker>) {
         let mut output = moving::output_of(&seen, tid(1));
         let exited = |m: &FromTasker| match m {
@@ -338,7 +340,7 @@ impl Scene {
         self.end();
     }
 
-    /// Sends a signal to the process that fetches its memory.
+    /// Sends a signal to the process that fetches the task's memory.
     fn to_fetching(&self, signal: Signal) {
         let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
         let [fetching] = fetching[..] else {
@@ -347,13 +349,14 @@ impl Scene {
         kill(Pid::from_raw(fetching), signal).expect("it is there");
     }
 
-    /// Waits for all memory, and asserts that the copy never read a wrong word.
+    /// Waits for all memory, and asserts that the task at the target continues and never read a
+    /// wrong word.
     fn arrives_and_goes_on(mut self) {
         let arrived = self.arrival();
         self.goes_on(arrived);
     }
 
-    /// Asserts that all memory has arrived and the task continues.
+    /// Asserts that all memory has arrived and that the task continues.
     fn goes_on(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
         let mut output = moving::output_of(&seen, tid(1));
@@ -375,7 +378,8 @@ impl Scene {
     }
 }
 
-/// A task runs at the target before its memory arrives, and its copy at the source is dead by then.
+/// A task runs at the target before its memory arrives. At that time it no longer exists at the
+/// source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn post_copy_task_runs_before_its_memory_arrives() {
@@ -386,8 +390,9 @@ fn post_copy_task_runs_before_its_memory_arrives() {
     scene.arrives_and_goes_on();
 }
 
-/// After a pre-copy a task needs little more memory from the source: the stream passes a sixth of
-/// it at most. The task does not fork, because missing pages of children are requested again.
+/// After a pre-copy a task needs little memory from the source: at most a sixth of its memory is
+/// forwarded in the stream. The task does not fork, because missing pages of children are requested
+/// again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pre_copied_task_needs_few_pages_more() {
@@ -411,7 +416,7 @@ fn cancelled_migration_ends_the_pre_copy() {
         migration: migration(1),
         memory_socket: target,
     });
-    // The stream blocks after the first bytes.
+    // The stream is blocked after the first bytes.
     scene.here.send(ToTasker::PreCopy {
         migration: migration(1),
         tid: tid(1),
@@ -433,7 +438,7 @@ fn cancelled_migration_ends_the_pre_copy() {
     scene.end();
 }
 
-/// A target that loses the pre-copied memory reports that and restores nothing.
+/// A target that loses the pre-copied memory reports the loss and does not restore the task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn lost_pre_copy_fails_the_restore() {
@@ -494,7 +499,7 @@ fn unmapped_pages_do_not_return_in_post_copy() {
     scene.end();
 }
 
-/// A process whose memory is complete may fork while that of others still follows.
+/// A process whose memory is complete may fork while memory of other processes is still arriving.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_process_may_fork_in_post_copy() {
@@ -505,7 +510,7 @@ fn complete_process_may_fork_in_post_copy() {
     scene.arrives_and_goes_on();
 }
 
-/// A task whose memory does not arrive ends, and never reads zeros in its place.
+/// A task whose memory does not arrive ends. It never reads zeros in place of its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_memory_ends_the_task_without_zeros() {
@@ -522,7 +527,7 @@ fn missing_memory_ends_the_task_without_zeros() {
     scene.dies(seen);
 }
 
-/// A task that has all its memory continues if the stream ends before the last message.
+/// A task that has all its memory continues if the stream ends before the final message.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_closed_memory_stream() {
@@ -539,8 +544,8 @@ fn complete_task_survives_a_closed_memory_stream() {
     scene.goes_on(arrived);
 }
 
-/// The memory stream is closed when all memory has arrived, even if CRIU does not end. The fetcher
-/// is stopped after its final message; only its exit is missing.
+/// The memory stream is closed when all memory has arrived, even if CRIU does not exit. The
+/// fetching process is stopped after its final message.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_memory_closes_the_stream() {
@@ -557,7 +562,7 @@ fn complete_memory_closes_the_stream() {
     scene.arrives_and_goes_on();
 }
 
-/// A task that has all its memory continues if its fetcher is killed.
+/// A task that has all its memory continues if the process that fetches memory is killed.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_killed_fetcher() {
@@ -571,7 +576,8 @@ fn complete_task_survives_a_killed_fetcher() {
     scene.goes_on(arrived);
 }
 
-/// A task whose fetcher is killed ends, and never reads zeros in place of its memory.
+/// If the process that fetches memory is killed, the task ends. It never reads zeros in place of
+/// its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_fetcher_ends_the_task_without_zeros() {

@@ -1,4 +1,4 @@
-//! Tests of migrations between two taskers on this machine, which stand for two hosts.
+//! Tests migrations between two taskers on this machine, which simulate two hosts.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A counter with threads and pipes migrates there and back, and loses no line.
+/// A counter with threads and pipes migrates to the target and back, and loses no line.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn counter_migrates_there_and_back_without_loss() {
@@ -70,7 +70,7 @@ fn two_hundred_mebibytes_migrate_intact() {
     there.stop();
 }
 
-/// Children of a task migrate with it, and the target reports its exit.
+/// Children of a task migrate with the task, and the target reports its exit.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn children_migrate_and_exit_is_reported_there() {
@@ -104,8 +104,8 @@ fn children_migrate_and_exit_is_reported_there() {
     assert_eq!(processes_with("sleep 57721"), []);
 }
 
-/// A child with a copy of a connection that its library closes after fork(2): it does so when it
-/// continues.
+/// Python code of a child that has a copy of a library socket. The library closes that copy after
+/// fork(2), when the child continues.
 const FORKED: &str = "
 import fcntl, os, signal, socket
 listener = socket.create_server(('127.0.0.1', 0))
@@ -123,7 +123,7 @@ print('ready', flush=True)
 os.waitpid(child, 0)
 ";
 
-/// A child that is stopped on its return from fork completes that before the dump.
+/// A child that is stopped before its return from fork completes the fork before the dump.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn child_stopped_in_fork_returns_before_the_dump() {
@@ -186,7 +186,7 @@ fn killed_restore_leaves_task_at_source() {
     there.stop();
 }
 
-/// A restored copy can be discarded, and the source continues.
+/// A restored task can be discarded, and the task continues at the source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn discarded_copy_leaves_task_at_source() {
@@ -204,7 +204,7 @@ fn discarded_copy_leaves_task_at_source() {
     there.stop();
 }
 
-/// A restored copy needs no CRIU, and its death is reported.
+/// A restored task does not depend on CRIU. Its death before the order to run is reported.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn restored_copy_needs_no_engine() {
@@ -251,7 +251,7 @@ fn restored_copy_needs_no_engine() {
     there.stop();
 }
 
-/// Damaged images fail the restore in time and leave no process.
+/// Damaged images make the restore fail before its deadline and leave no process.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn damaged_images_fail_and_leave_no_process() {
@@ -272,7 +272,7 @@ fn damaged_images_fail_and_leave_no_process() {
         matches!(&cut, Err(Failure::Images(why)) if why.contains("pages-1.img")),
         "{cut:?}"
     );
-    // With the full length again but another file destroyed, only CRIU can notice.
+    // The file has its full length again. Only CRIU can detect that another file is destroyed.
     std::fs::File::options()
         .write(true)
         .open(&pages)
@@ -303,7 +303,7 @@ fn images_of_another_user_are_refused() {
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    // Real, effective and saved user and group of root, as CRIU encodes them.
+    // Real, effective and saved user and group ids of root, as CRIU encodes them.
     let root = [8, 0, 16, 0, 24, 0, 32, 0, 40, 0, 48, 0];
     let mut changed = 0;
     for path in std::fs::read_dir(&images)
@@ -369,7 +369,7 @@ fn hanging_engine_is_killed_at_its_deadline() {
     there.stop();
 }
 
-/// A tasker that is killed during a migration leaves no process.
+/// If the tasker is killed during a migration, no process of the task remains.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn tasker_killed_in_migration_leaves_no_process() {
@@ -389,7 +389,7 @@ fn tasker_killed_in_migration_leaves_no_process() {
     });
 }
 
-/// A task that dies while it is stopped fails the migration, and its exit is reported.
+/// A task that dies while it is stopped makes the migration fail, and its exit is reported.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn exit_of_stopped_task_fails_the_migration() {
@@ -397,7 +397,8 @@ fn exit_of_stopped_task_fails_the_migration() {
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
     stopped_counter(&mut here, dir.path(), &mut Vec::new());
-    // A signal waits until the task continues; the daemon's order to kill does not.
+    // A signal is kept until the task continues; the daemon's order to kill takes effect
+    // immediately.
     here.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGCONT,
@@ -416,7 +417,7 @@ fn exit_of_stopped_task_fails_the_migration() {
     here.stop();
 }
 
-/// Signals for a stopped task wait until it continues.
+/// Signals for a stopped task are kept until it continues.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn signals_wait_while_a_task_is_stopped() {
@@ -445,7 +446,8 @@ fn signals_wait_while_a_task_is_stopped() {
     here.stop();
 }
 
-/// Resources that do not survive a migration are refused by their names.
+/// A task with a resource that does not survive a migration is refused, and the refusal names the
+/// resource.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unsupported_resources_are_refused_by_name() {
@@ -471,7 +473,7 @@ fn unsupported_resources_are_refused_by_name() {
         let result = inspect(&mut here, tid, migration(1));
         match (said.as_slice(), what) {
             (b"unable\n", _) => eprintln!("{what}: not possible on this machine"),
-            // Both ends are inside the task, so this one migrates.
+            // The task has both ends of the terminal, so it can migrate.
             (_, "pty") => assert!(result.is_ok(), "{result:?}"),
             _ => assert!(
                 matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(expected)),
@@ -484,7 +486,7 @@ fn unsupported_resources_are_refused_by_name() {
     here.stop();
 }
 
-/// A target that lacks something refuses before the task is stopped.
+/// A target that lacks a requirement of the task refuses before the task is stopped.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unfit_target_refuses_before_the_stop() {
@@ -509,7 +511,7 @@ fn unfit_target_refuses_before_the_stop() {
     there.stop();
 }
 
-/// Of several migrations at once the target accepts those for which its memory suffices.
+/// Of several concurrent migrations the target accepts those for which its memory suffices.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn concurrent_migrations_share_free_memory() {
@@ -534,7 +536,7 @@ fn concurrent_migrations_share_free_memory() {
         [Refusal::Memory { have, .. }] => *have,
         other => panic!("nobody has so much: {other:?}"),
     };
-    // The free memory suffices for one such task and for little more.
+    // The free memory suffices for one such task, but not for two.
     let resident_bytes = free / 4 * 3;
     let large = TaskFacts {
         resident_bytes,
@@ -570,7 +572,7 @@ fn concurrent_migrations_share_free_memory() {
         "a small one has room beside it"
     );
     discard(&mut there, migration(4), &mut Vec::new());
-    // Discarded memory no longer counts, and neither does memory that has arrived.
+    // Memory of discarded tasks is no longer reserved, nor is memory that has arrived.
     discard(&mut there, migration(1), &mut Vec::new());
     assert_eq!(prepare(&mut there, tid(1), migration(5), large.clone()), []);
     assert!(promised(&prepare(
@@ -595,7 +597,7 @@ fn concurrent_migrations_share_free_memory() {
     there.stop();
 }
 
-/// A missing or broken CRIU is reported together with the way to get one.
+/// A missing or broken CRIU is reported together with advice on how to install it.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_engine_is_reported_with_a_remedy() {
@@ -614,7 +616,7 @@ fn missing_engine_is_reported_with_a_remedy() {
     );
     tasker.stop();
 
-    // An engine that has a version number but cannot dump.
+    // The engine has a version number but cannot dump.
     let broken = dir.path().join("criu");
     std::fs::write(
         &broken,
@@ -632,7 +634,7 @@ fn missing_engine_is_reported_with_a_remedy() {
     tasker.stop();
 }
 
-/// Starts, stops and dumps a counter. Returns the folder of the images and the output until then.
+/// Starts, stops and dumps a counter. Returns the image directory and the output until the dump.
 fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     let mut output = Vec::new();
     stopped_counter(tasker, dir, &mut output);
@@ -641,7 +643,7 @@ fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     (images, output)
 }
 
-/// Returns the live processes of the counter that was compiled in this directory.
+/// Returns the PIDs of the running processes of the counter that was compiled in this directory.
 fn counters(dir: &Path) -> Vec<i32> {
     processes_with(dir.join("counter").to_str().expect("text"))
 }
@@ -732,7 +734,7 @@ fn tasks_with_one_directory_migrate_at_once() {
     there.stop();
 }
 
-/// Waits for the tasker's next report and returns its engine.
+/// Waits for the tasker's next report about the engine. Returns the engine's version or the error.
 fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Ready(capabilities) => Some(capabilities.engine.clone()),
@@ -740,7 +742,8 @@ fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
     })
 }
 
-/// CRIU that was missing or failed its trial is tried again, and used when it works.
+/// If CRIU was missing or its probe failed, the probe is repeated, and CRIU is used when the probe
+/// succeeds.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn failed_engine_is_tried_again() {

@@ -1,4 +1,4 @@
-//! Tests of starting, signalling and ending tasks.
+//! Tests starting, signalling and ending tasks.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn task_gets_its_arguments_and_reports_its_exit() {
     tasker.stop();
 }
 
-/// A death by a signal is reported as such.
+/// A task that is killed by a signal is reported with that signal.
 #[test]
 fn death_by_signal_is_reported() {
     let mut tasker = Tasker::start();
@@ -66,7 +66,8 @@ fn processor_time_and_memory_are_reported() {
     tasker.stop();
 }
 
-/// Output and errors arrive in the order written, and before the exit.
+/// Standard output and standard error arrive in the order in which they were written, and before
+/// the exit.
 #[test]
 fn output_comes_in_order_and_before_the_exit() {
     let mut tasker = Tasker::start();
@@ -84,7 +85,7 @@ fn output_comes_in_order_and_before_the_exit() {
     tasker.stop();
 }
 
-/// Large output arrives whole, in chunks of limited size.
+/// Large output arrives completely, in chunks of limited size.
 #[test]
 fn large_output_arrives_in_limited_chunks() {
     let mut tasker = Tasker::start();
@@ -186,7 +187,7 @@ fn fifty_tasks_start_and_end() {
     tasker.stop();
 }
 
-/// A child that a task leaves delays no exit report, and ends with the tasker.
+/// A child that outlives its task does not delay the report of the exit, and ends with the tasker.
 #[test]
 fn child_left_behind_ends_with_the_tasker() {
     let mut tasker = Tasker::start();
@@ -245,7 +246,7 @@ fn no_task_survives_a_killed_tasker() {
     });
 }
 
-/// A task without remaining children leaves its process-id namespace to the next task.
+/// If no child of a task remains, the next task reuses its PID namespace.
 #[test]
 #[ignore = "system tier: needs root and process-id namespaces"]
 fn empty_namespace_is_reused() {
@@ -257,14 +258,13 @@ fn empty_namespace_is_reused() {
     let mut namespace_of = |number: u32, more: &str| {
         let script = format!("readlink /proc/self/ns/pid; {more}");
         tasker.run(tid(number), &sh(), &["-c", &script]);
-        // A remaining child holds the pipe too, so the test does not wait for the end of the
-        // output.
+        // A remaining child has the pipe open, so the test does not wait for the end of the output.
         String::from_utf8(tasker.follow_to_the_end(tid(number)).0).expect("text")
     };
     let first = namespace_of(1, "exit 3");
     assert_eq!(namespace_of(2, ""), first);
     assert_eq!(namespace_of(3, "setsid sleep 14142 & exit 0"), first);
-    // The sleeper exists, and dies with its namespace; no other process does.
+    // The sleeper exists, and dies with its namespace. No other process is killed.
     let fourth = namespace_of(4, "");
     assert_ne!(fourth, first);
     wait_until("the sleeper is alone", || {

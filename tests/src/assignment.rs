@@ -1,22 +1,22 @@
-//! The best assignment of tasks to hosts if all work is known and no task migrates: the baseline
-//! for placement and balancing.
+//! Computes the shortest time in which tasks can end on given hosts if the work of each task is
+//! known and no task migrates. Tests compare placement and balancing with this time.
 
-/// The speed of a host.
+/// The speed and the number of processors of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Speed {
-    /// Work that one of its processors does in a second, in the caller's unit.
+    /// Work that one processor of the host does per second, in the caller's unit.
     pub each: f64,
-    /// The number of its processors.
     pub processors: f64,
 }
 
-/// Returns the seconds until the last of these tasks ends if all of them share one host. No order
-/// of them is faster.
+/// Returns the seconds until the last task of a host ends. `sum` is the work of all its tasks,
+/// `largest` that of the largest one. No schedule of the tasks is shorter.
 fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
     (sum / (host.each * host.processors)).max(largest / host.each)
 }
 
-/// Returns the seconds of the best assignment. Tries all assignments.
+/// Returns the seconds until the last task ends in the best assignment. Tries all assignments that
+/// can be the best.
 pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
         let now = hosts
@@ -39,15 +39,16 @@ pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
         }
     }
     let mut work = work.to_vec();
-    // The largest tasks first, so that bad assignments are rejected early.
+    // The largest tasks come first, so that bad assignments are rejected early.
     work.sort_by(|a, b| b.total_cmp(a));
     let mut best = f64::MAX;
     search(hosts, &work, &mut vec![(0.0, 0.0); hosts.len()], &mut best);
     best
 }
 
-/// Returns the seconds if all tasks make progress at the same pace and migrations cost nothing: the
-/// best that a scheduler without knowledge can expect.
+/// Returns the seconds until the last task ends if all running tasks make progress at the same
+/// speed and migrations cost nothing. No scheduler without knowledge of the work can be expected to
+/// do better.
 pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
     let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
     let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();
@@ -74,7 +75,7 @@ mod tests {
     };
 
     #[test]
-    fn the_best_assignment_gives_the_fast_host_more() {
+    fn best_assignment_gives_fast_host_more() {
         let fast = Speed {
             each: 2.0,
             ..ORDINARY
@@ -93,9 +94,10 @@ mod tests {
         );
     }
 
+    /// Without knowledge of the work, all running tasks make progress at the same speed.
     #[test]
-    fn who_knows_nothing_has_all_tasks_do_the_same() {
-        // Ten units of each task in ten seconds; then one processor is idle for twenty.
+    fn uninformed_seconds_are_of_equal_progress() {
+        // Each task does ten units in ten seconds. Then one processor is idle for twenty seconds.
         assert_eq!(blind(&[ORDINARY, ORDINARY], &[10.0, 30.0]), 30.0);
         assert_eq!(blind(&[ORDINARY], &[10.0, 30.0]), 40.0);
         let fast = Speed {

@@ -1,7 +1,9 @@
-//! Faults during checkpoints of jobs and their restarts, with real processes.
+//! Injects faults into checkpoints of jobs and into their restarts, with real processes.
 //!
-//! A round holds several operations, each of a job of its own: the first task of the job is on the
-//! master's host, the other one on a host that no other job uses. Then the fault hits all of them.
+//! A round has several operations (checkpoints or restarts), each of another job. The first task of
+//! every job is on the master's host; its other task is on a host that no other job uses. All
+//! operations of a round are held at their points, then one fault hits all of them, and the outcome
+//! is judged.
 
 mod fault_points;
 mod hold;
@@ -28,32 +30,34 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Time for a point to be reached, for an operation to end, and for a lost host to be noticed.
+/// Time limit for an operation to reach a point, for an operation to end, and for the virtual
+/// machine to notice a lost host.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Jobs of one round.
+/// Number of jobs, and maximum number of operations in a round.
 const JOBS: usize = 5;
-/// Hosts of the testbed: that of the master, and one for each job.
+/// Hosts of the testbed: the master's host, and one for each job.
 pub const HOSTS: usize = 1 + JOBS;
-/// Checkpoint interval: no checkpoint is due during a test, but a job rolls back to its newest one
-/// when it loses a task.
+/// Interval of periodic checkpoints. None is due during a test, but an interval must be set, so
+/// that a job rolls back to its newest checkpoint when it loses a task.
 const SELDOM: &str = "1h";
-/// Taskers and the resource manager are killed at most this often within [`DEATHS_PERIOD`]. This
-/// leaves a margin to the number of restarts allowed.
+/// Maximum number of taskers and resource managers that are killed within [`DEATHS_PERIOD`]. It is
+/// below the number of restarts that daemons allow in that period.
 const DEATHS_MAX: usize = 4;
 const DEATHS_PERIOD: Duration = Duration::from_secs(65);
-/// Rounds of computation that prove progress: more than the number of lines that may arrive late.
+/// Number of rounds of a job's computation that prove progress: more than the number of lines of
+/// its log that may arrive late.
 const PROGRESS: usize = 4;
 
 /// The process that a fault hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Victim {
-    /// The daemon of the job's own host.
+    /// The daemon of the host that no other job uses.
     Host,
-    /// The tasker of the job's own host.
+    /// The tasker of the host that no other job uses.
     Tasker,
-    /// CRIU processes that the tasker has started.
+    /// CRIU processes that this tasker has started.
     Engine,
-    /// The daemon of the master.
+    /// The daemon of the master's host.
     Master,
     ResourceManager,
 }
@@ -69,7 +73,7 @@ impl Victim {
         }
     }
 
-    /// Returns what a job loses by this fault on this victim.
+    /// Returns what a job loses if `fault` hits this victim.
     fn loss(self, fault: Fault) -> Loss {
         match (self, fault) {
             (Victim::Host | Victim::Master, _) if fault.is_lasting() => Loss::Host,
@@ -89,32 +93,32 @@ enum Loss {
 /// The means by which an operation is held.
 #[derive(Debug)]
 enum Holder {
-    /// A process that is stopped by a signal.
+    /// A process that was stopped by a signal.
     Process(Pid),
-    /// The stand-in of CRIU, which waits for another command word.
+    /// The fake CRIU, which waits for another command word.
     Word,
-    /// The lock of the checkpoint store.
+    /// The lock of the checkpoint store, which this process has acquired.
     Lock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
 }
 
-/// An operation that is held at a point.
+/// An operation that is held at a fault point.
 #[derive(Debug)]
 struct Held {
     point: FaultPoint,
     job: usize,
-    /// `None` if the operation was over before it could be held.
+    /// `None` if the operation ended before it could be held.
     holder: Option<Holder>,
     console: Running,
     /// Names of the job's checkpoints before the operation.
     before: Vec<String>,
 }
 
-/// A job, and the host that no other job uses.
+/// A job and the host that no other job uses.
 #[derive(Debug)]
 struct Member {
     host: usize,
     job: Job,
-    /// The tid of its task on that host.
+    /// The tid of the job's task on that host.
     worker: String,
     runs: bool,
     /// True if a fault has hit a checkpoint of the job, and its newest checkpoint has not been
@@ -138,23 +142,22 @@ pub struct CheckpointFaults<'a> {
     vm: &'a Vm<'a>,
     breakpoints: PathBuf,
     members: Vec<Member>,
-    /// Chooses the points of the next round.
+    /// Selects the points of the next round; incremented by each round.
     turn: usize,
-    /// The number of engines hit so far.
+    /// The number of engine processes that faults have hit so far.
     engines: usize,
-    /// The times at which taskers or the resource manager were killed.
+    /// Times at which a test has killed a tasker or the resource manager.
     killed: Vec<Instant>,
-    /// Operations held so far, and how many of them ended before the fault.
+    /// Number of operations that were held so far.
     held: usize,
+    /// Number of held operations that ended before the fault.
     early: usize,
 }
 
 impl<'a> CheckpointFaults<'a> {
-    /// Adds all hosts of the testbed, which has its own engine, starts the jobs and makes a
-    /// checkpoint of each. `offset` and the seed choose the points of the first round.
-    ///
-    /// # Errors
-    /// A job does not start, or has no checkpoint.
+    /// Adds all hosts of the testbed to the virtual machine, starts the jobs, and makes a
+    /// checkpoint of each job. The testbed must have its own engine. `offset` and the seed select
+    /// the points of the first round.
     pub fn start(vm: &'a Vm<'a>, offset: usize) -> Result<CheckpointFaults<'a>> {
         let bed = vm.bed();
         let breakpoints = bed
@@ -196,11 +199,8 @@ impl<'a> CheckpointFaults<'a> {
         })
     }
 
-    /// Restarts the same jobs in the next virtual machine, each from its newest checkpoint in the
-    /// store. Checks that nothing is left of incomplete checkpoints.
-    ///
-    /// # Errors
-    /// A job cannot be restarted, or makes no progress.
+    /// Restarts the same jobs on `vm`, the next virtual machine of the testbed, each from its
+    /// newest checkpoint in the store. Checks that the store has no incomplete checkpoints.
     pub fn start_again<'b>(mut self, vm: &'b Vm<'b>) -> Result<CheckpointFaults<'b>> {
         vm.take_in(&vm.bed().hosts().iter().collect::<Vec<_>>())?;
         for member in &mut self.members {
@@ -215,16 +215,13 @@ impl<'a> CheckpointFaults<'a> {
         Ok(faults)
     }
 
-    /// Returns the number of engines hit so far.
+    /// Returns the number of engine processes that faults have hit so far.
     pub fn engines(&self) -> usize {
         self.engines
     }
 
-    /// Makes a checkpoint of a job and restarts it without any fault. Returns the points that its
-    /// daemon reaches in each operation.
-    ///
-    /// # Errors
-    /// An operation fails.
+    /// Makes a checkpoint of a job and restarts the job from it, without a fault. Returns the
+    /// points that the daemon of the job's own host reaches in each of the two operations.
     pub fn undisturbed(&mut self) -> Result<[(Operation, BTreeSet<Point>); 2]> {
         let member = &self.members[0];
         let log = PointLog::new(&self.breakpoints, &member.worker)?;
@@ -244,18 +241,16 @@ impl<'a> CheckpointFaults<'a> {
         (self.turn - rounds..self.turn).map(round).collect()
     }
 
-    /// Injects one fault into one victim at the points of the next rounds.
-    ///
-    /// # Panics
-    /// The outcome is wrong; the message has all logs.
+    /// Injects `fault` into `victim` at the points of the next rounds.
     pub fn run(&mut self, sampling: Sampling, victim: Victim, fault: Fault) {
         self.run_mixed(sampling, &[victim], fault);
     }
 
-    /// As [`CheckpointFaults::run`], with these victims in turn.
+    /// Injects `fault` at the points of the next rounds. The operations of a round, and successive
+    /// rounds, take the victims in turn.
     ///
     /// # Panics
-    /// See there.
+    /// As [`CheckpointFaults::run`].
     pub fn run_mixed(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
         for (number, round) in self.next_rounds(sampling).into_iter().enumerate() {
             let round = round.into_iter().enumerate();
@@ -293,11 +288,11 @@ impl<'a> CheckpointFaults<'a> {
         }
     }
 
-    /// Kills the master while the operations of one round are held. Checks that nothing is left of
-    /// the virtual machine then.
+    /// Kills the master while the operations of one round are held. Checks that nothing of the
+    /// virtual machine remains.
     ///
     /// # Errors
-    /// An operation cannot be held, or something is left.
+    /// An operation cannot be held, or something remains.
     pub fn kill_master(&mut self) -> Result<()> {
         let (mut held, from) = self.hold(&round(self.turn))?;
         let victims = vec![Victim::Master; held.len()];
@@ -322,11 +317,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Restarts what every interrupted checkpoint has left in the store, and lets all jobs finish
-    /// with the right result.
-    ///
-    /// # Panics
-    /// A result is wrong, or too many operations ended before their fault.
+    /// Restarts the jobs of which a checkpoint was interrupted, from their newest checkpoints in
+    /// the store. Then lets all jobs finish and checks their results.
     pub fn finish(mut self) {
         let (held, early) = (self.held, self.early);
         assert!(
@@ -346,7 +338,8 @@ impl<'a> CheckpointFaults<'a> {
             .for_each(|member| member.job.finish(self.vm));
     }
 
-    /// Waits until another death of these victims does not exceed the allowed number of restarts.
+    /// Waits until another kill of these victims does not exceed [`DEATHS_MAX`] in
+    /// [`DEATHS_PERIOD`].
     fn wait_for_restarts(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
         let is_limited =
             |victim: &Victim| matches!(victim, Victim::Tasker | Victim::ResourceManager);
@@ -366,8 +359,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Injects a fault into operations that are held, and waits until the fault is over. `from` is
-    /// the number of the first event after they began.
+    /// Injects a fault into held operations, and waits until the fault is over. `from` is the
+    /// number of the first event since the operations began.
     fn inject(
         &mut self,
         held: &mut [Held],
@@ -395,7 +388,7 @@ impl<'a> CheckpointFaults<'a> {
                 match holder {
                     Some(Holder::Process(pid)) if !hit.contains(&pid) => {
                         let told = signal(pid, Signal::SIGCONT);
-                        // An engine may have ended with its tasker.
+                        // An engine may have ended with its tasker, so an error is ignored.
                         if point.1 != Hold::EngineWorks {
                             told?;
                         }
@@ -440,7 +433,7 @@ impl<'a> CheckpointFaults<'a> {
         Ok(checkpoints)
     }
 
-    /// Ends these jobs and their tasks.
+    /// Ends these jobs with all their tasks.
     fn end(&mut self, jobs: &[usize]) -> Result<()> {
         let running = || {
             let jobs = jobs.iter().copied();
@@ -466,8 +459,8 @@ impl<'a> CheckpointFaults<'a> {
         Ok(())
     }
 
-    /// Restarts a job that does not run from its newest checkpoint, on its own hosts. Checks that
-    /// it makes progress.
+    /// Restarts a job that does not run, from its newest checkpoint and on its own hosts. Checks
+    /// that the job makes progress.
     fn restart(&mut self, job: usize) -> Result<()> {
         let newest = self.checkpoints(job)?.pop().context("a checkpoint")?;
         let member = &mut self.members[job];
@@ -482,7 +475,7 @@ impl<'a> CheckpointFaults<'a> {
     }
 }
 
-/// Succeeds if the master has lost a host since an event.
+/// Succeeds if the master has lost the host since event number `from`.
 fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     find_event(vm, from, |kind| {
         let name = vm.bed().host(host).name();
@@ -491,7 +484,8 @@ fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     .map_err(|error| format!("h{host} is not lost: {error}"))
 }
 
-/// Returns what `find` finds in the first event from this number on for which it finds something.
+/// Applies `find` to the events from number `from` on, and returns its first result that is not
+/// `None`.
 fn find_event<T>(
     vm: &Vm<'_>,
     from: u64,
@@ -502,7 +496,6 @@ fn find_event<T>(
     found.next().ok_or_else(|| "no such event".to_string())
 }
 
-/// True for a task of a ring job.
 fn is_ring(task: &Task) -> bool {
     task.name == "ring_job"
 }

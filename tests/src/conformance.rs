@@ -1,15 +1,15 @@
-//! The conformance suite: sentences about the interface of PVM 3, each checked by a C program of
+//! The conformance suite: sentences about the interface of PVM 3, each checked by a C program in
 //! `tests/conformance`.
 //!
-//! A program prints a line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted …`,
-//! and `end` at the end. The same programs run on three systems:
+//! A program prints one line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted
+//! …`, and finally `end`. The same programs run on three systems:
 //!
-//! - Debian's PVM 3.4.6, which proves the programs;
+//! - Debian's PVM 3.4.6, which proves that the programs are right;
 //! - Sempa, compiled with our header;
-//! - Sempa, as they were compiled and linked for Debian's library.
+//! - Sempa, with the binaries that were compiled and linked for Debian's library.
 //!
-//! If a sentence does not hold on a system, `differences.txt` has the sentence, the system, and the
-//! words of `docs/COMPATIBILITY.md` that explain the difference to users.
+//! If a sentence does not hold on a system, `differences.txt` lists the sentence, the system, and a
+//! text of `docs/COMPATIBILITY.md` that explains the difference to users.
 
 use crate::run::{Done, must, run};
 use crate::testbed::{Host, Testbed, gone};
@@ -23,18 +23,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Time for one program on a loaded machine. Programs give up a little earlier.
+/// Time limit for one program on a loaded machine. The programs' own timeouts are shorter.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(90);
-/// Time for one compilation on a loaded machine.
+/// Time limit for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time for a virtual machine to end after a program has halted it.
+/// Time limit for a virtual machine to end after a program has halted it.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Lines of a program's standard error that a report shows.
+/// Number of lines of a program's standard error that are shown in a report.
 const LINES_SHOWN: usize = 4;
-/// Hosts of the testbed. Programs add the hosts that they need.
+/// Hosts of the testbed. Programs add the ones they need to the virtual machine.
 const HOSTS: usize = 3;
 
-/// A system on which the programs run.
+/// A system on which the programs run, and the way they are built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
     /// Debian's PVM 3.4.6 with its own library.
@@ -46,7 +46,7 @@ pub enum System {
 }
 
 impl System {
-    /// Returns its name in tables and in `differences.txt`.
+    /// Returns the name of the system in tables and reports.
     pub fn name(self) -> &'static str {
         match self {
             System::Pvm3 => "pvm3",
@@ -55,7 +55,8 @@ impl System {
         }
     }
 
-    /// True if a line of `differences.txt` is about this system.
+    /// True if `word`, the first column of a line in `differences.txt`, stands for this system.
+    /// Both variants of Sempa have the same word.
     fn is_meant_by(self, word: &str) -> bool {
         word == if self == System::Pvm3 {
             "pvm3"
@@ -68,10 +69,10 @@ impl System {
 /// The result of one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Name of the program that has checked it.
+    /// Name of the program that has checked the sentence.
     pub program: String,
     pub sentence: String,
-    /// None if the sentence holds, otherwise what was observed.
+    /// `None` if the sentence holds; otherwise what the program observed and what it expected.
     pub wrong: Option<String>,
 }
 
@@ -87,7 +88,7 @@ pub struct Difference {
     /// The system on which the sentence does not hold: `pvm3` or `sempa`.
     pub system: String,
     pub sentence: String,
-    /// The words of `docs/COMPATIBILITY.md` that explain it.
+    /// A text of `docs/COMPATIBILITY.md` that explains the difference.
     pub explained: String,
 }
 
@@ -151,11 +152,11 @@ pub fn differences() -> Result<Vec<Difference>> {
     Ok(all)
 }
 
-/// Runs programs on a system, each on its own virtual machine. `chosen` are parts of program names;
-/// if there are none, all programs run.
+/// Runs programs on a system, each on a new virtual machine. `chosen` are parts of program names;
+/// if it is empty, all programs run.
 ///
 /// # Errors
-/// The system or the compiler does not work. Failures of programs are outcomes.
+/// The system or the compiler does not work. A failed program is an outcome, not an error.
 pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
     let prefix = if system == System::Pvm3 {
         None
@@ -197,7 +198,7 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
             .iter()
             .try_for_each(|host| gone(host, "pvmd", deadline))
     };
-    // A program may have ended the virtual machine itself.
+    // The program may have halted the virtual machine.
     let halted = vm.halt().or_else(|error| left(TIMEOUT).map_err(|_| error));
     if halted.is_err() {
         bed.hosts().iter().for_each(Host::kill_all);
@@ -207,7 +208,8 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
     done.with_context(|| logs)
 }
 
-/// Parses the outcomes in a program's output.
+/// Parses the outcomes in a program's output. If the program did not run to its end, adds an
+/// outcome for that.
 fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
     let outcome = |sentence: &str, wrong: Option<String>| Outcome {
         program: program.to_string(),
@@ -249,7 +251,7 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
     all
 }
 
-/// Returns the sentence that a program proves by exiting with success.
+/// Returns the sentence that holds if a program exits with success.
 fn ending(program: &str) -> String {
     format!("{program} runs to its end")
 }
@@ -260,7 +262,8 @@ fn end_of(text: &str) -> String {
     lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" / ")
 }
 
-/// Compiles the programs, against our header and library or against Debian's.
+/// Compiles the programs into the folder `place`: against our header and library in `ours`, or
+/// against Debian's if `ours` is `None`.
 fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
     let at_once = std::thread::available_parallelism()
         .map_or(1, usize::from)
@@ -314,7 +317,7 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
         // gfortran does not search this folder by default.
         None => command.arg("-I/usr/include"),
     };
-    // PVM's examples are linked with both libraries, so these programs are, too.
+    // PVM's examples are linked with both libraries, and so are these programs.
     command
         .args(libraries)
         .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
@@ -323,7 +326,7 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
         .with_context(|| format!("compiling {}", source.display()))
 }
 
-/// Provides a group server in the search path, if the library is PVM's: ours needs none.
+/// Provides PVM's group server in the search path if the library is PVM's. Our library needs none.
 fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
     if own {
@@ -333,20 +336,21 @@ fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     }
 }
 
-/// The comparison of systems.
+/// The result of a comparison of several systems.
 #[derive(Debug, Default)]
 pub struct Verdict {
     /// Unexplained results, one line each.
     pub unexplained: Vec<String>,
     /// Explained differences, one line each.
     pub explained: Vec<String>,
-    /// The number of sentences that hold and of all sentences, per program and system.
+    /// Number of sentences that hold and number of all sentences, by program and system.
     pub table: BTreeMap<(String, System), (usize, usize)>,
     /// All sentences of all systems.
     pub sentences: BTreeSet<String>,
 }
 
-/// Compares the outcomes of systems. `whole` is true if all programs have run.
+/// Compares the outcomes of all systems with the known differences. `whole` is true if all programs
+/// have run; only then an unused difference is reported.
 pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool) -> Verdict {
     let mut verdict = Verdict::default();
     for (system, outcomes) in runs {
@@ -404,7 +408,7 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
         .collect();
     for (system, outcomes) in runs {
         let own: BTreeSet<(&str, &str)> = outcomes.iter().map(Outcome::who_and_what).collect();
-        // A program that has failed is listed already.
+        // A program that has failed is already listed as failed.
         let broken = |program: &str| own.contains(&(program, ending(program).as_str()));
         for (program, sentence) in said
             .difference(&own)
@@ -559,8 +563,9 @@ mod tests {
         assert_eq!(unexplained(System::Pvm3, "ok a\nok a\nend\n", &[]).len(), 1);
     }
 
+    /// A sentence that one system has checked must be checked on all systems.
     #[test]
-    fn what_one_system_says_the_other_has_to_say_too() {
+    fn sentence_missing_on_one_system_is_unexplained() {
         let runs = [
             (System::Pvm3, heard("p", done(0, "ok a\nok b\nend\n"))),
             (System::Sempa, heard("p", done(0, "ok a\nend\n"))),

@@ -1,4 +1,4 @@
-//! Tasks that exchange messages all the time (`tests/programs/all_to_all.c`), and their migrations.
+//! Starts and migrates tasks that exchange messages all the time (`tests/programs/all_to_all.c`).
 
 use crate::rng::Rng;
 use crate::run::{Running, eventually};
@@ -9,24 +9,24 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Time for all workers to start, and to finish.
+/// Time limit for all workers to start, and for all of them to finish.
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// Time for one migration on a loaded machine.
+/// Time limit for one migration on a loaded machine.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The director and its workers.
+/// The director process and its worker tasks.
 #[derive(Debug)]
 pub struct Crowd {
     director: Running,
-    /// Each worker's tid and the host where it runs.
+    /// Tid and current host of each worker.
     pub workers: Vec<(String, String)>,
     hosts: Vec<String>,
 }
 
-/// The sum of what all workers report at the end.
+/// The sum of the final reports of all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Account {
-    /// Messages whose number and sum were checked.
+    /// Number of messages whose sequence number and checksum were checked.
     pub checked: u64,
     pub lost: u64,
     pub doubled: u64,
@@ -59,12 +59,9 @@ impl Account {
 }
 
 impl Crowd {
-    /// Compiles the program and starts `count` workers on the hosts in turn. Each worker exchanges
-    /// messages with `2 * reach` others, or with all others if `reach` is 0. Waits until all
-    /// workers do. `options` are further options of the program.
-    ///
-    /// # Errors
-    /// A worker does not start.
+    /// Compiles the program and starts `count` workers on `hosts` in turn. Each worker exchanges
+    /// messages with `2 * reach` others, or with all others if `reach` is 0. `options` are further
+    /// options of the program. Returns when all workers exchange messages.
     pub fn start(
         vm: &Vm<'_>,
         count: usize,
@@ -106,8 +103,8 @@ impl Crowd {
         })
     }
 
-    /// Returns a random host for this worker: another one, among those with the fewest workers. So
-    /// the workers stay evenly spread, and the load of the hosts stays the same.
+    /// Returns a random host among the other hosts with the fewest workers. So the workers stay
+    /// evenly distributed, and the load of the hosts stays the same.
     fn elsewhere(&self, who: usize, rng: &mut Rng) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
         let others: Vec<&String> = self
@@ -137,7 +134,8 @@ impl Crowd {
         for (who, moving) in moves {
             let (tid, to) = &self.workers[who];
             let done = moving.finish(MOVE_TIMEOUT)?;
-            // If the library has not completed the previous migration: try again as soon as it has.
+            // The library may not have completed the worker's previous migration. Then the
+            // migration is repeated until it is accepted.
             let done = if done.good() {
                 done
             } else {
@@ -169,11 +167,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// Returns the number of direct routes so far, including rings, from each worker to each other
-    /// worker.
-    ///
-    /// # Errors
-    /// The director's output cannot be read.
+    /// Returns the number of direct routes so far, including rings, by (worker, other worker).
     pub fn routes(&self) -> Result<HashMap<(usize, usize), u32>> {
         let route = |line: &str| {
             let mut words = line.strip_prefix("route ")?.split(' ');
@@ -188,11 +182,8 @@ impl Crowd {
             .collect())
     }
 
-    /// Waits until both sides of all conversations of these workers have had more routes than
-    /// `before`. Returns their numbers.
-    ///
-    /// # Errors
-    /// A route is missing.
+    /// Waits until each worker in `who` has had more routes with every other worker than in
+    /// `before`, in both directions. Returns the numbers of routes.
     pub fn have_routes(
         &self,
         who: &[usize],
@@ -221,10 +212,10 @@ impl Crowd {
         })
     }
 
-    /// Checks that all tasks are on the hosts to which they migrated.
+    /// Checks that all workers are on the hosts to which they were migrated.
     ///
     /// # Errors
-    /// A task is on another host, or gone.
+    /// A worker is on another host, or has ended.
     pub fn all_in_place(&self, vm: &Vm<'_>) -> Result<()> {
         let tasks = vm.tasks()?;
         for (tid, host) in &self.workers {
@@ -240,10 +231,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// True while the director runs. It ends on request or after an error.
-    ///
-    /// # Errors
-    /// The process cannot be waited for.
+    /// True while the director runs. The director ends on request or after an error.
     pub fn goes_on(&mut self) -> Result<bool> {
         Ok(self.director.poll()?.is_none())
     }

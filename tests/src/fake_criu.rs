@@ -1,16 +1,17 @@
-//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has ordered
-//! it to misbehave.
+//! A fake CRIU on the hosts of a testbed. It runs the real CRIU, unless a test has set a command
+//! word for it to misbehave.
 
 use crate::testbed::Testbed;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-/// The command with which a hanging stand-in replaces itself; no other process of a host has these
+/// The command that the fake CRIU executes when it must hang. No other process of a host has these
 /// arguments.
 const HANGING: &str = "sleep 14142";
 
-/// Forwards messages between the real CRIU and the tasker. After all images are written, and before
-/// CRIU reports it, cuts images of one kind in half. Without a kind, removes all images.
+/// Python program: forwards messages between the real CRIU and the tasker. When all images are
+/// written, and before CRIU's report is forwarded, truncates the images of one kind to half their
+/// size. Without a kind, removes all images.
 const CUTTER: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
@@ -32,8 +33,8 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real CRIU as soon as it has written this number of bytes of memory. If the number is a
-/// megabyte, a part of it has already left the host.
+/// Python program: stops the real CRIU as soon as it has written this number of bytes of memory.
+/// With a megabyte, a part of the memory has already been sent to the other host.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
@@ -49,8 +50,8 @@ if status < 0:
 sys.exit(status)
 "#;
 
-/// Reports a restored task without restoring one. The word `nobody` makes it first report a process
-/// number that cannot exist. Passes other requests to the real CRIU.
+/// Python program: reports a restored task without restoring one. With the word `nobody`, first
+/// reports a process number that cannot exist. Passes all other requests to the real CRIU.
 const CLAIMER: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
@@ -64,10 +65,7 @@ if how == "nobody":
 starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
-/// Installs the stand-in on all hosts. [`behave`] controls it.
-///
-/// # Panics
-/// The testbed has no engine of its own, or its folder cannot be written.
+/// Installs the fake CRIU on all hosts. [`behave`] selects its behaviour.
 pub fn install(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link").display().to_string();
@@ -103,24 +101,24 @@ pub fn install(bed: &Testbed) {
     fs::rename(&fresh, link).expect("in place");
 }
 
-/// Sets the behaviour of the stand-in on a host by a command word:
-/// - empty: run the real CRIU.
-/// - `silent`: end at once with success.
+/// Sets the behaviour of the fake CRIU on a host by a command word:
+/// - empty word: run the real CRIU.
+/// - `silent`: exit at once with success.
 /// - `garbage`: answer with bytes that are no message.
 /// - `killed`: die of SIGKILL.
-/// - `hang`: neither answer nor end.
-/// - `cut KIND`: write all images, then cut those of one kind in half.
+/// - `hang`: neither answer nor exit.
+/// - `cut KIND`: write all images, then truncate those of one kind to half their size.
 /// - `empty`: write all images, then remove them.
-/// - `stall BYTES`: stop once this number of bytes of memory is written, and behave the next time;
-///   a restore does not even begin.
-/// - `wait`: wait for another word, then behave.
+/// - `stall BYTES`: stop once this number of bytes of memory is written, and run the real CRIU the
+///   next time; a restore is stopped before it begins.
+/// - `wait`: wait for another word, then run the real CRIU.
 /// - `nothing`: report a restored task without restoring one.
 /// - `nobody`: as `nothing`, and report a process that does not exist.
-/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: the same, in the process that fetches the memory
-///   of a task.
+/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: as the words without `lazy-`, in the process that
+///   fetches the memory of a task in post-copy.
 /// - `lazy-early`: fetch memory for a second, then report that all of it has arrived.
 ///
-/// `stall` and `wait` apply to tasks, and not to the tasker's engine probe.
+/// `stall` and `wait` do not affect the tasker's engine probe.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.
@@ -128,15 +126,15 @@ pub fn behave(bed: &Testbed, host: &str, word: &str) {
     fs::write(bed.folder().join(format!("lie-{host}")), word).expect("written");
 }
 
-/// Returns how the stand-in of a host has misbehaved since [`take_misbehaved`] was called, oldest
-/// first.
+/// Returns the words by which the fake CRIU of a host has misbehaved since the last call of
+/// [`take_misbehaved`], oldest first.
 pub fn misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost, so a test
-/// that waits for one must call [`misbehaved`].
+/// As [`misbehaved`]; also clears the record. A line that is added between the read and the removal
+/// is lost, so a test that waits for a line must call [`misbehaved`].
 pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = misbehaved(bed, host);
     // The file may not exist.
@@ -144,7 +142,7 @@ pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     lines
 }
 
-/// True for the command line of CRIU or of its stand-in.
+/// True for the command line of CRIU or of the fake CRIU.
 pub fn is_engine(line: &str) -> bool {
     [" swrk ", " lazy-pages ", HANGING]
         .iter()

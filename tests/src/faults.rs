@@ -15,34 +15,35 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A fault that exceeds no lease: with the delays before and after it, it is well below the default
-/// lease of 10 s.
+/// Duration of a fault that exceeds no lease. Even with the delays before and after the fault, it
+/// is well below the default lease of 10 s.
 pub const BRIEF: Until = Until::Elapsed(Duration::from_secs(1));
-/// As [`BRIEF`], but long enough for retries and shorter deadlines.
+/// Duration of a fault that also exceeds retries and deadlines shorter than a lease, but no lease.
 pub const LONGER: Until = Until::Elapsed(Duration::from_secs(5));
-/// Upper bound of a fault that ends when it has been noticed.
+/// Maximum duration of a fault with [`Until::Noticed`].
 const NOTICED_WITHIN: Duration = Duration::from_secs(30);
-/// Time for a killed process to die, and for a fault to be over.
+/// Time limit for a killed process to die, and for a fault to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The lease for tests that wait for a host to be lost.
+/// Environment variable and value that set a lease of 3 s, for tests that wait for the loss of a
+/// host.
 pub const SHORT_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
 
-/// Environment variable that asks for every fault on every victim at every step. Without it each
-/// fault is tried once per step, and a seed chooses the victim.
+/// Environment variable that requests every fault on every victim at every step. Without it, each
+/// fault is tried once per step, and a seed selects the victim.
 const FULL: &str = "SEMPA_TEST_FULL";
 
-/// True if all cases are wanted, not only a sample.
+/// True if all cases are requested, not only a sample.
 pub fn is_full() -> bool {
     std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
 }
 
-/// One end of a step.
+/// An edge of a step: its start or its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StepEdge {
-    /// Nothing of the step is done.
+    /// No part of the step is done.
     Before,
-    /// The step is done, and no other daemon knows it.
+    /// The step is done, and no other daemon has been notified.
     After,
 }
 
@@ -54,7 +55,8 @@ impl StepEdge {
         }
     }
 
-    /// Returns the edge for an even or an odd number.
+    /// Returns the edge before a step for an even number, and the one after a step for an odd
+    /// number.
     pub(crate) fn of(number: usize) -> StepEdge {
         if number.is_multiple_of(2) {
             StepEdge::Before
@@ -64,17 +66,17 @@ impl StepEdge {
     }
 }
 
-/// A point in a migration, checkpoint or restart at which a fault can be injected.
+/// A step of a migration, checkpoint or restart and the edge at which a fault can be injected.
 pub type Point = (Step, StepEdge);
 
-/// Returns both edges of these steps.
+/// Returns the points at both edges of each step.
 pub(crate) fn edges(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item = Point> {
     steps
         .into_iter()
         .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
 }
 
-/// A request to the daemons: the one that reaches a point with a task stops itself there.
+/// A file that stops a daemon: the daemon that reaches the point with the task stops itself.
 #[derive(Debug)]
 pub struct Breakpoint {
     request: PathBuf,
@@ -97,11 +99,11 @@ impl Breakpoint {
         let _ = fs::remove_file(&self.request);
     }
 
-    /// Returns the daemon of one of these hosts that is stopped here, or none if no daemon has
-    /// reached the breakpoint yet.
+    /// Returns the daemon, on one of these hosts, that has stopped at the breakpoint; `None` if no
+    /// daemon has reached the breakpoint.
     ///
     /// # Errors
-    /// A daemon has reached the breakpoint, and is not stopped yet.
+    /// A daemon has reached the breakpoint and has not stopped yet.
     pub fn stopped_daemon(&self, hosts: &[&Host]) -> Result<Option<Pid>, String> {
         if !self.request.with_extension("reached").exists() {
             return Ok(None);
@@ -160,18 +162,18 @@ fn name((step, edge): Point) -> String {
 pub enum Role {
     Daemon,
     Tasker,
-    /// CRIU processes that the tasker has started, or their stand-ins; there may be none.
+    /// CRIU processes that the tasker has started, or fake ones. There may be none.
     Engine,
     /// The resource manager, if the host runs it.
     ResourceManager,
 }
 
-/// When a fault ends.
+/// The condition on which a fault ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// After a fixed time.
     Elapsed(Duration),
-    /// When the virtual machine has reacted: the lost hosts are known, and the migrations have
+    /// The virtual machine has reacted: the loss of the hosts is known, and the migrations have
     /// ended.
     Noticed,
 }
@@ -179,13 +181,13 @@ pub enum Until {
 /// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// SIGKILL, which has no end.
+    /// Sends SIGKILL. This fault does not end.
     Kill,
-    /// SIGSTOP, and SIGCONT at the end.
+    /// Sends SIGSTOP, and SIGCONT at the end.
     Pause(Until),
-    /// Takes the host off the network.
+    /// Disconnects the host from the network until the end of the fault.
     Cut(Until),
-    /// Interrupts the network between two hosts. All other hosts reach both.
+    /// Interrupts the network between two hosts. All other hosts can reach both of them.
     Part(Until),
 }
 
@@ -197,7 +199,7 @@ impl Fault {
         }
     }
 
-    /// True if the fault lasts until the virtual machine has given up its victim.
+    /// True if the fault lasts until the virtual machine has declared its victim lost.
     pub fn is_lasting(self) -> bool {
         matches!(self.until(), None | Some(Until::Noticed))
     }
@@ -206,18 +208,16 @@ impl Fault {
 /// The victims of a fault.
 #[derive(Clone, Debug, Default)]
 pub struct Targets {
-    /// Processes, each with the number of its host.
+    /// Kinds of processes, each with the number of its host.
     pub roles: Vec<(usize, Role)>,
     /// Pairs of hosts for [`Fault::Part`].
     pub pairs: Vec<(usize, usize)>,
 }
 
-/// Injects a fault, calls `resume` with the victims, which it must not resume, and waits until the
-/// fault is over. [`Until::Noticed`] lasts until `noticed` succeeds. Returns how many engines the
-/// fault has hit.
-///
-/// # Errors
-/// A process is missing, or the kernel refuses.
+/// Injects a fault and waits until it is over. While the fault lasts, calls `resume` with the
+/// processes that the fault has hit, which `resume` must not resume. A fault with
+/// [`Until::Noticed`] lasts until `noticed` succeeds. Returns the number of engine processes that
+/// the fault has hit.
 pub fn inject(
     bed: &Testbed,
     fault: Fault,
@@ -231,7 +231,7 @@ pub fn inject(
     } else {
         (Vec::new(), 0)
     };
-    // An engine may end by itself at any moment.
+    // An engine may exit at any moment.
     let may_be_gone = targets.roles.iter().all(|(_, role)| *role == Role::Engine);
     let tell = |pid: Pid, what| {
         signal(pid, what).or_else(|error| if may_be_gone { Ok(()) } else { Err(error) })
@@ -245,8 +245,8 @@ pub fn inject(
     victims.iter().try_for_each(|pid| tell(*pid, first))?;
     let begun = Instant::now();
     if fault == Fault::Kill {
-        // A killed process may die late on a loaded machine, and a resumed daemon could leave the
-        // step before that.
+        // On a loaded machine a killed process may die late. If other daemons were resumed before
+        // its death, they could leave the step.
         victims.iter().copied().try_for_each(dies)?;
     }
     resume(&victims)?;
@@ -276,7 +276,8 @@ fn victims(bed: &Testbed, targets: &Targets) -> Result<(Vec<Pid>, usize)> {
     Ok((victims, engines))
 }
 
-/// Takes hosts off the network, or puts them back; does nothing for other faults.
+/// Disconnects the hosts of a network fault, or reconnects them if `on` is true. Does nothing for
+/// other faults.
 fn switch_networks(bed: &Testbed, fault: Fault, targets: &Targets, on: bool) -> Result<()> {
     match fault {
         Fault::Cut(_) => targets
@@ -305,7 +306,7 @@ fn wait_until(
             }
         }),
         Until::Noticed => {
-            // Some faults are noticed only when they are over.
+            // Some faults are noticed only after their end.
             if let Err(error) = eventually(NOTICED_WITHIN, &mut noticed) {
                 eprintln!("the fault ends although {error:#}");
             }
@@ -331,7 +332,7 @@ pub fn daemon_of(host: &Host) -> Option<Pid> {
     Some(Pid::from_raw(daemon.0.cast_signed()))
 }
 
-/// Returns the processes of a host that play a role: at most one, except for engines.
+/// Returns the processes of a host in a role: at most one, except for engines.
 pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
     let Some(daemon) = daemon_of(host) else {
         return Vec::new();
@@ -348,13 +349,13 @@ pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
     let one = |found: Vec<Pid>| found.into_iter().take(1).collect();
     match role {
         Role::Daemon => vec![daemon],
-        // Its children have the same name.
+        // The children of the tasker have the same name.
         Role::Tasker => one(those(&|pid, line| {
             line.contains("pvm-tasker")
                 && field(pid, "PPid:").is_some_and(|parent| parent == daemon.to_string())
         })),
         Role::ResourceManager => one(those(&|_, line| line.contains("bin/pvm-rm"))),
-        // The link that starts the engine has another name than the program.
+        // The link by which the engine is started has another name than the program.
         Role::Engine => those(&|pid, line| {
             let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
             program.ends_with("criu") || (program.ends_with("bash") && fake_criu::is_engine(line))
@@ -362,7 +363,8 @@ pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
     }
 }
 
-/// Returns images and tokens that migrations, checkpoints and restarts have left on a host.
+/// Returns the images and resume tokens that remain on a host from migrations, checkpoints and
+/// restarts.
 pub fn leftovers(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.path("/tmp/sempa-0/pvm"))
         .into_iter()

@@ -1,5 +1,5 @@
-//! The resources that a virtual machine uses on the hosts of a testbed: memory, descriptors,
-//! threads, processes, files.
+//! Measures the resources that a virtual machine uses on the hosts of a testbed: memory,
+//! descriptors, threads, processes and files.
 
 use crate::testbed::Host;
 use crate::vm::Vm;
@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The kinds of processes. A process that is of no other kind is a task.
+/// Names of the kinds of processes. The last one is for tasks: a process that belongs to no other
+/// kind.
 pub const KINDS: [&str; 6] = [
     "master",
     "daemons",
@@ -16,45 +17,45 @@ pub const KINDS: [&str; 6] = [
     "load watchers",
     "tasks",
 ];
-/// The index of the kind for processes of users.
+/// Index in [`KINDS`] for tasks.
 pub const TASKS: usize = KINDS.len() - 1;
 
-/// The name of the records in tables.
+/// Name of the records' disk space in tables.
 pub const RECORDS: &str = "records: KiB";
-/// The upper bound of the records in KiB: the resource manager's history, and two files of
-/// committed migrations of a mebibyte each.
+/// Upper bound of the records' disk space in KiB: the resource manager's history, and two files of
+/// 1 MiB each with committed migrations.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
-/// The resources of all processes of one kind.
+/// The total resources of all processes of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
     pub processes: u64,
     pub threads: u64,
     pub descriptors: u64,
     /// Memory in KiB. File pages and shared memory count in proportion (the kernel's `Pss`).
-    /// Private pages count in full, also while they are shared after a fork: otherwise a process
-    /// would seem to grow when another one writes or ends.
+    /// Private pages count in full even while they are shared after a fork; otherwise a process
+    /// would seem to grow when another process writes to its pages or ends.
     pub memory_kib: u64,
 }
 
-/// The resources at one moment.
+/// The resources that a virtual machine used when it was measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// In the order of [`KINDS`].
+    /// Resources of the processes, in the order of [`KINDS`].
     pub kinds: [Sum; KINDS.len()],
-    /// Files in the daemons' folders of all hosts, and in their shared memory.
+    /// Number of files in the daemons' folders and the shared memory of all hosts.
     pub files: u64,
     /// Disk space of these files in KiB, without the records and the store.
     pub files_kib: u64,
-    /// Disk space in KiB of the resource manager's history and of the record of committed
-    /// migrations, both of which are bounded.
+    /// Disk space in KiB of the records: the resource manager's history and the files of committed
+    /// migrations. The sizes of these files are bounded.
     pub records_kib: u64,
     /// Disk space of the checkpoint store in KiB.
     pub store_kib: u64,
 }
 
 impl Footprint {
-    /// Measures all hosts. Processes that end meanwhile are left out.
+    /// Measures all hosts. A process that ends during the measurement is not counted.
     pub fn of(vm: &Vm<'_>) -> Footprint {
         let mut seen = Footprint::default();
         let mut kinds = HashMap::new();
@@ -89,7 +90,7 @@ impl Footprint {
         seen
     }
 
-    /// Returns all numbers by name, for tables.
+    /// Returns all values with their names, for tables.
     pub fn figures(&self) -> Vec<(String, u64)> {
         let mut all = Vec::new();
         for (name, sum) in KINDS.iter().zip(&self.kinds) {
@@ -110,7 +111,8 @@ impl Footprint {
     }
 }
 
-/// Returns the files in a host's daemon folders and shared memory, with their KiB on the disk.
+/// Returns the files in the daemons' folders and the shared memory of a host, each with its disk
+/// space in KiB.
 pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(host.path("/tmp"))
@@ -127,8 +129,8 @@ pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     found
 }
 
-/// Returns the kind of a process; `None` for processes of the testbed and for the commands that
-/// measure.
+/// Returns the index in [`KINDS`] of the kind of the process with this command line; `None` for
+/// processes of the testbed and for the commands that measure.
 fn kind_of(host: &Host, line: &str) -> Option<usize> {
     let program = line
         .split(' ')
@@ -163,7 +165,7 @@ fn sum_of(pid: u32) -> Option<Sum> {
     })
 }
 
-/// Returns the number after this name in a text.
+/// Returns the number that follows `name` at the beginning of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()

@@ -1,4 +1,5 @@
-//! Virtual machines with the program `hold`, which holds memory and checks that it is unchanged.
+//! Starts virtual machines for the test program `hold`, which allocates memory and checks that it
+//! stays unchanged.
 
 use crate::needs::testbed_with_env;
 use crate::run::must;
@@ -10,18 +11,15 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs a test on a virtual machine of `count` hosts, each with these environment variables.
-///
-/// # Panics
-/// The virtual machine does not start.
+/// Runs `test` on a virtual machine of `count` hosts. `env` are environment variables of all hosts.
 pub fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
     with_changed_hosts(count, env, |_| (), test);
 }
 
-/// As [`with_hosts`], after `change` has changed the hosts.
+/// As [`with_hosts`]. Calls `change` with the testbed before the virtual machine starts.
 ///
 /// # Panics
-/// See there.
+/// As [`with_hosts`].
 pub fn with_changed_hosts(
     count: usize,
     env: &[(&str, &str)],
@@ -45,11 +43,11 @@ pub fn with_changed_hosts(
     vm.halt().expect("halts");
 }
 
-/// Checks that a task answers and that its memory is unchanged. Returns how often it has counted:
-/// about once per millisecond in which it runs.
+/// Checks that a task of `hold` answers and that its memory is unchanged. Returns the task's
+/// counter, which grows about once per millisecond while the task runs.
 ///
 /// # Panics
-/// It does not answer, or its memory is damaged.
+/// The task does not answer, or its memory is damaged.
 pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
@@ -61,10 +59,10 @@ pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
         .unwrap_or_else(|| panic!("no count: {done:?}"))
 }
 
-/// Waits until the migration of a task has completed this step.
+/// Waits until the migration of a task has completed the step `wanted`.
 ///
 /// # Panics
-/// It does not complete it in time.
+/// The step is not completed within the time limit.
 pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
         EventKind::MigrationStep { tid: of, step, .. } => *step == wanted && of.to_string() == tid,

@@ -1,8 +1,8 @@
-//! The first processes of a host: the program `sempa-host`.
+//! The first processes of a testbed host; run by the program `sempa-host`.
 //!
 //! Each host has two. The outer one makes the namespaces and waits. The inner one is process 1 of
-//! the host: it mounts, reports that it is ready, reaps orphans, and ends when its lifeline
-//! (standard input) closes, which ends every process of the host.
+//! the host: it mounts file systems, reports that the host is ready, and reaps orphans. It ends
+//! when standard input closes, and the kernel then kills all processes of the host.
 
 use anyhow::{Context, Result, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -17,7 +17,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Folders of which each host has its own, with their modes.
+/// Folders that are private to each host, with their modes.
 const PRIVATE: [(&str, u32); 5] = [
     ("/tmp", 0o1777),
     ("/run", 0o755),
@@ -26,21 +26,23 @@ const PRIVATE: [(&str, u32); 5] = [
     ("/var/tmp", 0o1777),
 ];
 
-/// The description of one host, which its first processes read.
+/// The description of one host, which the first processes read from a file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HostPlan {
     pub name: String,
-    /// Folders that stay visible although a private one covers them: (folder, its path in the
-    /// host).
+    /// Folders of the machine that stay visible although a private folder covers them, as (folder,
+    /// path in the host).
     pub keep: Vec<(PathBuf, PathBuf)>,
-    /// Files mounted over others: (content, path).
+    /// Files that are mounted over other files, as (file with the content, path in the host).
     pub over: Vec<(PathBuf, PathBuf)>,
-    /// The folder to remove when the host has ended. One host of a testbed removes it.
+    /// Folder that this host removes when it has ended. Only one host of a testbed has such a
+    /// folder.
     pub remove_at_end: Option<PathBuf>,
 }
 
-/// Runs the outer process: makes the namespaces, starts process 1 and removes its files at the end.
-/// `plan_file` is JSON.
+/// Runs the outer process: makes the namespaces, starts process 1, and removes
+/// [`HostPlan::remove_at_end`] when process 1 has ended. `plan_file` contains a [`HostPlan`] as
+/// JSON.
 ///
 /// # Errors
 /// The kernel refuses, mostly for lack of privileges.
@@ -56,7 +58,7 @@ pub fn outer(plan_file: &Path) -> Result<()> {
     say(&format!("pid {}", init.id()))?;
     init.wait()?;
     if let Some(folder) = &plan.remove_at_end {
-        // Other hosts may still write into it.
+        // Other hosts may still write into the folder.
         let _ =
             crate::run::eventually(
                 std::time::Duration::from_secs(5),
@@ -69,17 +71,14 @@ pub fn outer(plan_file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs process 1 of the host.
-///
-/// # Errors
-/// A mount fails.
+/// Runs process 1 of the host. Returns only after an error.
 pub fn init(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
     let mut children = SigSet::empty();
     children.add(Signal::SIGCHLD);
     children.thread_block()?;
-    // The outer process keeps the machine's mounts, because it needs the machine's files to clean
-    // up.
+    // The outer process needs the machine's mounts to remove files, so the new mount namespace is
+    // made only here.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
     mounts(&plan)?;
     let up = Command::new("ip")
@@ -201,11 +200,13 @@ fn bind(open: &File, place: &Path) -> Result<()> {
     .with_context(|| format!("{} over {}", source, place.display()))
 }
 
-/// Makes the root of this process the root of the namespace, too. In a chroot it is not: a process
-/// that enters the namespace would be outside, and CRIU would find no parent of a mount.
+/// Makes the root of this process the root of its mount namespace. In a chroot the two differ: a
+/// process that enters the namespace would be outside of the chroot, and CRIU would find no parent
+/// of a mount.
 fn leave_a_chroot() -> Result<()> {
     let root = || fs::metadata("/").map(|meta| (meta.dev(), meta.ino()));
-    // Entering a mount namespace, even the own one, changes to its root.
+    // Entering a mount namespace, even one's own, changes the root of the process to that of the
+    // namespace.
     let own = File::open("/proc/self/ns/mnt")?;
     let to_the_top = || setns(&own, CloneFlags::CLONE_NEWNS).context("own mount namespace");
     let (seen, inside) = (root()?, File::open("/")?);

@@ -1,4 +1,4 @@
-//! A virtual machine of one host in its own folders, without namespaces and without root, for tests
+//! A virtual machine of one host in private folders, without namespaces and without root, for tests
 //! of one program.
 
 use crate::needs;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 /// Time for one command on a loaded machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-/// Variables of the caller that must not reach the virtual machine.
+/// Environment variables of the calling process that must not reach the virtual machine.
 const FOREIGN: [&str; 8] = [
     "PVM_RM",
     "PVMSOCK",
@@ -32,10 +32,8 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Makes the folders and starts nothing. `console` replaces the installed console.
-    ///
-    /// # Panics
-    /// The programs are not installed, or a folder or a copy of a program cannot be made.
+    /// Makes the folders and copies the programs, and starts nothing. `console` replaces the
+    /// installed console.
     pub fn new(console: Option<&Path>) -> Lab {
         let prefix = needs::prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
         Lab::fill(&prefix, console)
@@ -43,7 +41,7 @@ impl Lab {
     }
 
     fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
-        // The length of a socket's path is limited, so this one is short.
+        // The path of a socket is limited in length, so the folder's path is short.
         let folder = tempfile::Builder::new()
             .prefix("sempa-lab")
             .tempdir_in("/tmp")?;
@@ -60,8 +58,8 @@ impl Lab {
             .into_iter()
             .chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))])
         {
-            // A child makes the copy. If this process did, a parallel test could fork and inherit
-            // the file, and a program that is open for writing cannot be started.
+            // A child process makes the copy. If this process did, a parallel test could fork and
+            // inherit the open file, and a program that is open for writing cannot be executed.
             let mut copy = Command::new("cp");
             copy.arg(from).arg(bin.join(name));
             must(copy, COMMAND_TIMEOUT).with_context(|| format!("copying {}", from.display()))?;
@@ -84,7 +82,7 @@ impl Lab {
         lab
     }
 
-    /// Returns a path below the virtual machine's folder.
+    /// Returns a path below the folder of the virtual machine.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -106,7 +104,7 @@ impl Lab {
         self.place().join("pvmd.sock")
     }
 
-    /// Returns a command with the environment of this virtual machine.
+    /// Returns a command that runs `program` with the environment of this virtual machine.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         let mut command = Command::new(program.as_ref());
         command
@@ -133,10 +131,7 @@ impl Lab {
         self.command(self.path("bin/pvm"))
     }
 
-    /// Runs one command of the console.
-    ///
-    /// # Panics
-    /// The console does not start or does not end.
+    /// Runs the console with one command.
     pub fn pvm(&self, words: &[&str]) -> Done {
         let mut command = self.console();
         command.args(words);
@@ -144,7 +139,7 @@ impl Lab {
             .unwrap_or_else(|error| panic!("pvm {}: {error:#}", words.join(" ")))
     }
 
-    /// Returns the daemon's process number, if it runs.
+    /// Returns the daemon's process number; `None` if no daemon runs.
     pub fn daemon(&self) -> Option<i32> {
         fs::read_to_string(self.place().join("pvmd.lock"))
             .ok()?

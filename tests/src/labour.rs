@@ -1,4 +1,5 @@
-//! A farm of tasks with different amounts of work on hosts that control groups make unequal.
+//! Runs a farm of tasks with different amounts of work on hosts whose processor shares are made
+//! unequal by control groups.
 
 use crate::limits::Limit;
 use crate::run::{Running, eventually, must};
@@ -9,10 +10,11 @@ use sempa_proto::event::EventKind;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// Hosts of one machine with unequal shares of its processors.
+/// A testbed whose hosts have different shares of one processor each.
 #[derive(Debug)]
 pub struct Unequal {
-    // The testbed is dropped before the groups, which must be empty when they are removed.
+    // The testbed is dropped before the control groups, which can be removed only when they are
+    // empty.
     bed: Testbed,
     groups: Vec<Limit>,
     shares: Vec<f64>,
@@ -21,30 +23,27 @@ pub struct Unequal {
 /// The result of one task of a farm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reaped {
-    /// Its tid as printed by the console.
+    /// The tid, as the console prints it.
     pub tid: String,
     pub units: u32,
-    /// Microseconds from the first spawn of the farm until its result arrived.
+    /// Microseconds from the first spawn of the farm until the result of this task arrived.
     pub us: u64,
-    /// True if its result was right.
+    /// True if the task's result was correct.
     pub right: bool,
 }
 
-/// The results of a farm.
+/// The results of all tasks of a farm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Harvest {
     /// The tasks, in the order in which they ended.
     pub tasks: Vec<Reaped>,
-    /// Microseconds from the first spawn until the last result arrived.
+    /// Microseconds from the first spawn of the farm until the last result arrived.
     pub us: u64,
 }
 
 impl Unequal {
-    /// Makes hosts h1, h2, … for these shares of one processor. See [`crate::limits::lacks`] for
-    /// what the machine needs.
-    ///
-    /// # Errors
-    /// The machine cannot have such hosts.
+    /// Makes hosts h1, h2, …, one for each of these shares of one processor.
+    /// [`crate::limits::lacks`] tells whether the machine can limit processors.
     pub fn new(prefix: &Path, shares: &[f64]) -> Result<Unequal> {
         let bed = Testbed::new(shares.len(), Some(prefix), &[])?;
         let groups = bed.hosts().iter().map(Limit::new).collect::<Result<_>>()?;
@@ -64,13 +63,10 @@ impl Unequal {
         &self.groups[i - 1]
     }
 
-    /// Starts a virtual machine on all hosts, without a resource manager. From now on the daemons
-    /// and their children have the shares of their hosts.
-    ///
-    /// # Errors
-    /// The console or the kernel refuses.
+    /// Starts a virtual machine on all hosts, without a resource manager. When it runs, limits the
+    /// daemons and their children to the shares of their hosts.
     pub fn start(&self) -> Result<Vm<'_>> {
-        // The start itself is not limited.
+        // The hosts are not limited while the virtual machine starts.
         self.groups.iter().try_for_each(Limit::lift)?;
         let vm = Vm::start(&self.bed, Settings::default())?;
         vm.program("labour")?;
@@ -94,11 +90,8 @@ impl Unequal {
         )
     }
 
-    /// Starts a resource manager that balances, and waits for the load watchers of all hosts. It
-    /// ends with the virtual machine.
-    ///
-    /// # Errors
-    /// The resource manager does not start.
+    /// Starts a resource manager that rebalances, and waits for the load watchers of all hosts. The
+    /// resource manager ends with the virtual machine.
     pub fn manage(&self, vm: &Vm<'_>) -> Result<Running> {
         let mut command = vm.command(self.bed.host(1), self.program("pvm-rm")?);
         command.arg("--balance");
@@ -121,11 +114,12 @@ impl Unequal {
         Ok(running)
     }
 
-    /// Starts a farm from h1. Its tasks declare that an ordinary processor takes `unit` seconds for
-    /// a unit of work. They declare nothing if it is `None`.
+    /// Starts a farm from h1, with one task for each number of work units in `units`. The tasks
+    /// declare that a unit takes `unit` seconds on an ordinary processor; if `unit` is `None`, they
+    /// declare nothing.
     ///
     /// # Errors
-    /// It does not start.
+    /// The farm does not start.
     pub fn farm(&self, vm: &Vm<'_>, unit: Option<f64>, units: &[u32]) -> Result<Running> {
         let mut command = vm.command(self.bed.host(1), vm.home().join("pvm3/bin/LINUX64/labour"));
         command
@@ -135,10 +129,8 @@ impl Unequal {
         Running::start(command, Stdio::null())
     }
 
-    /// Returns the processor time in seconds that a unit of work takes on this machine.
-    ///
-    /// # Errors
-    /// The program cannot be compiled or run.
+    /// Compiles and runs a program that measures a unit of work. Returns the processor time in
+    /// seconds that a unit takes on this machine.
     pub fn unit(&self) -> Result<f64> {
         let prefix = self.bed.prefix().context("programs are installed")?;
         let program =
@@ -179,8 +171,8 @@ impl Harvest {
     }
 }
 
-/// Returns the tids of a running farm in the order of their spawns; `None` while fewer than `count`
-/// are spawned.
+/// Returns the tids of a running farm's tasks, in the order of their spawns; `None` while fewer
+/// than `count` tasks are spawned.
 pub fn spawned(out: &str, count: usize) -> Option<Vec<String>> {
     let tids = out
         .lines()

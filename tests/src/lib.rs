@@ -1,9 +1,9 @@
 //! The testbed: hosts of a virtual machine on one machine, and tools for tests and the demo.
 //!
 //! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`,
-//! `/run`, terminals and `sshd`. It does not touch the network or the files of the machine, and it
-//! ends with the process that made it, however that process ends. It needs root; [`lacks`] returns
-//! what is missing.
+//! `/run`, terminals and `sshd`. It does not change the network or the files of the machine. It
+//! ends with the process that made it, even if that process is killed. A testbed needs root;
+//! [`lacks`] returns what the machine lacks.
 
 pub mod assignment;
 pub mod checkpoint_steps;

@@ -1,4 +1,4 @@
-//! Limits of processors and memory of hosts, by a control group per host.
+//! Limits the processors and the memory of hosts, by a control group per host.
 
 use crate::run::eventually;
 use crate::testbed::Host;
@@ -11,13 +11,13 @@ use std::time::Duration;
 const ROOT: &str = "/sys/fs/cgroup";
 /// The period of all limits in microseconds; short, so that a process is never throttled for long.
 const PERIOD: u32 = 20_000;
-/// Time for all processes of a host to enter its group.
+/// Time limit for all processes of a host to enter its control group.
 const IN_WITHIN: Duration = Duration::from_secs(10);
-/// Time for all processes of a host to leave its group.
+/// Time limit for all processes of a host to exit, so that its control group can be removed.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
-/// The groups of one host, one in each hierarchy. Dropping this removes them, so it must outlive
-/// the host.
+/// The control groups of one host: one in version 2 of control groups, one per controller in
+/// version 1. Dropping removes them, so a [`Limit`] must outlive its host.
 #[derive(Debug)]
 pub struct Limit {
     folders: Vec<PathBuf>,
@@ -67,16 +67,16 @@ pub fn lacks_memory() -> Option<String> {
     (!here).then(|| format!("no control groups for memory that can be written below {ROOT}"))
 }
 
-/// A group that limits the memory of one host. Dropping this removes it, so it must outlive the
-/// host.
+/// A control group that limits the memory of one host. Dropping removes the group, so a
+/// [`MemoryLimit`] must outlive its host.
 #[derive(Debug)]
 pub struct MemoryLimit(Limit);
 
 impl MemoryLimit {
-    /// Makes a group for a host, without a limit and without processes.
+    /// Makes a control group for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// [`lacks_memory`].
+    /// The machine lacks something ([`lacks_memory`]), or the kernel refuses.
     pub fn new(host: &Host) -> Result<MemoryLimit> {
         let Some(roots) = hierarchies_of(&["memory"]) else {
             bail!("{}", lacks_memory().unwrap_or_default())
@@ -84,18 +84,15 @@ impl MemoryLimit {
         Limit::below(&roots, host).map(MemoryLimit)
     }
 
-    /// As [`Limit::take_in`].
+    /// Moves all processes of the host into the group, as [`Limit::take_in`].
     ///
     /// # Errors
-    /// See there.
+    /// As [`Limit::take_in`].
     pub fn take_in(&self, host: &Host) -> Result<()> {
         self.0.take_in(host)
     }
 
-    /// Limits the host to this number of bytes above its present use.
-    ///
-    /// # Errors
-    /// The kernel refuses.
+    /// Limits the memory of the host to its present use plus `bytes`.
     pub fn leave(&self, bytes: u64) -> Result<()> {
         let (used, limit) = self.files();
         let used: u64 = fs::read_to_string(self.0.folders[0].join(used))?
@@ -126,10 +123,10 @@ impl MemoryLimit {
 }
 
 impl Limit {
-    /// Makes a group for a host, without a limit and without processes.
+    /// Makes control groups for a host, without a limit and without processes.
     ///
     /// # Errors
-    /// [`lacks`].
+    /// The machine lacks something ([`lacks`]), or the kernel refuses.
     pub fn new(host: &Host) -> Result<Limit> {
         let Some(roots) = hierarchies() else {
             bail!("{}", lacks().unwrap_or_default())
@@ -148,11 +145,10 @@ impl Limit {
         Ok(limit)
     }
 
-    /// Moves all processes of the host into the group. Processes that they start later are in the
-    /// group, too.
+    /// Moves all processes of the host into the group. Their later children are in the group, too.
     ///
     /// # Errors
-    /// The kernel refuses, or a process stays outside.
+    /// The kernel refuses, or a process remains outside the group.
     pub fn take_in(&self, host: &Host) -> Result<()> {
         eventually(IN_WITHIN, || {
             let outside = || {
@@ -164,20 +160,17 @@ impl Limit {
             for (pid, folder) in
                 all.flat_map(|pid| self.folders.iter().map(move |folder| (pid, folder)))
             {
-                // The process may have ended meanwhile.
+                // The process may have ended since it was listed.
                 let _ = fs::write(folder.join("cgroup.procs"), pid.to_string());
             }
-            // A process that was forking may have a child outside.
+            // A process that was forking may have a child outside the group.
             outside().next().map_or(Ok(()), |(pid, line)| {
                 Err(format!("{pid} {line} is not in the group"))
             })
         })
     }
 
-    /// True if this process, by its number on the machine, is in the group.
-    ///
-    /// # Errors
-    /// The kernel refuses.
+    /// True if the process `pid`, by its number on the machine, is in the group.
     pub fn holds(&self, pid: u32) -> Result<bool> {
         let processes = fs::read_to_string(self.folders[0].join("cgroup.procs"))?;
         Ok(processes.lines().any(|line| line == pid.to_string()))
@@ -188,7 +181,7 @@ impl Limit {
     /// # Errors
     /// The kernel refuses.
     pub fn set(&self, share: f64) -> Result<()> {
-        // The kernel accepts no less than a millisecond.
+        // The kernel accepts no quota below one millisecond.
         self.quota(&(share * f64::from(PERIOD)).round().max(1000.0).to_string())
     }
 

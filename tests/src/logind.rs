@@ -1,5 +1,5 @@
-//! An imitation of systemd-logind on a bus in a host. The bus is D-Bus's own daemon; the interfaces
-//! are those of org.freedesktop.login1(5).
+//! A fake systemd-logind on a bus in a host. The bus is D-Bus's own daemon; the interfaces are
+//! those of org.freedesktop.login1(5).
 
 use crate::Host;
 use crate::run::{Running, eventually};
@@ -17,7 +17,7 @@ use zbus::{Connection, connection, fdo, interface};
 const DAEMON: &str = "/usr/bin/dbus-daemon";
 /// The socket of the system bus.
 const SOCKET: &str = "/run/dbus/system_bus_socket";
-/// Rules of the bus, in the host: everything is allowed.
+/// Path in the host of the bus configuration, which permits everything.
 const CONFIG: &str = "/run/dbus/all.conf";
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -25,32 +25,33 @@ const NAME: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const SESSION_PATH: &str = "/org/freedesktop/login1/session/c1";
 
-/// Returns why no bus can run here; `None` if it can.
+/// Returns why no bus can run on this machine; `None` if one can.
 pub fn lacks() -> Option<String> {
     (!Path::new(DAEMON).exists()).then(|| format!("{DAEMON} is missing: install dbus-daemon"))
 }
 
-/// The state of the only session: a desktop on terminal 2.
+/// The state of the fake's only session: a desktop on terminal 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Desk {
     /// The name of the session's user.
     pub user: String,
     /// True if the desktop reports that it is idle.
     pub idle: bool,
-    /// The time of its last such report, in microseconds since 1970; zero for never.
+    /// Time of the desktop's last report about idleness, in microseconds since 1970; zero if there
+    /// was none.
     pub idle_since: u64,
     pub locked: bool,
 }
 
 type Seat = Arc<Mutex<Option<Desk>>>;
-/// A session in a list: its name, its user's number and name, its seat and its path.
+/// An entry in the list of sessions: session name, user number, user name, seat, and object path.
 type Listed = (String, u32, String, String, OwnedObjectPath);
 
 fn look(seat: &Seat) -> Option<Desk> {
     seat.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// The imitation on the bus of a host. The bus ends with the host at the latest.
+/// The fake logind on the bus of a host. The bus ends with the host at the latest.
 #[derive(Debug)]
 pub struct Logind {
     bus: Running,
@@ -60,10 +61,7 @@ pub struct Logind {
 }
 
 impl Logind {
-    /// Starts the bus and the imitation, without a session.
-    ///
-    /// # Errors
-    /// The bus does not start.
+    /// Starts the bus and the fake logind, without a session.
     pub fn start(host: &Host) -> Result<Logind> {
         fs::create_dir_all(host.path("/run/dbus"))?;
         let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
@@ -103,11 +101,11 @@ impl Logind {
         })
     }
 
-    /// Sets the state of the session, or removes the session if it is `None`. All listeners are
-    /// notified.
+    /// Sets the state of the session, or removes the session if `desk` is `None`. Notifies all
+    /// listeners.
     ///
     /// # Errors
-    /// The bus is gone.
+    /// The bus has ended.
     pub fn say(&self, desk: Option<Desk>) -> Result<()> {
         let before = std::mem::replace(
             &mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner),
@@ -145,10 +143,7 @@ impl Logind {
         Ok(())
     }
 
-    /// Ends the bus and the imitation.
-    ///
-    /// # Errors
-    /// The bus cannot be ended.
+    /// Ends the bus and the fake logind.
     pub fn end(self) -> Result<()> {
         self.runtime.block_on(self.connection.close())?;
         self.bus.end_inside()

@@ -1,5 +1,5 @@
-//! Runs Debian's PVM programs on PVM 3.4.6 and on Sempa, also those built here from Debian's
-//! sources, and compares their output without times and tids.
+//! Runs Debian's PVM programs, and the examples built from Debian's sources, on PVM 3.4.6 and on
+//! Sempa. Compares their output without times and tids.
 
 use crate::real::RealVm;
 use crate::run::{Done, Running, eventually, run};
@@ -13,26 +13,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for one program on a loaded machine.
+/// Time limit for one program on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(40);
-/// Attempts on PVM, which sometimes fails.
+/// Number of times a run on PVM is tried, because PVM itself sometimes fails.
 const RUNS_OF_PVM: usize = 3;
-/// Hosts of each virtual machine.
+/// Number of hosts of each virtual machine.
 const HOSTS: usize = 3;
 /// The smallest number that counts as a tid.
 const SMALLEST_TID: u64 = 0x40000;
 
-/// The output of a case, or why there is none.
+/// The output of a case, or the reason why there is no output.
 pub type Heard = Result<String, String>;
 
-/// A system with the programs that it runs.
+/// A system, and the programs that run on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
     /// PVM 3.4.6 with Debian's programs.
     Pvm,
     /// Sempa with Debian's programs.
     Ours,
-    /// Sempa with PVM's examples built with our headers and libraries, and Debian's other programs.
+    /// Sempa with PVM's examples, built with our headers and libraries, and with Debian's other
+    /// programs.
     Built,
 }
 
@@ -51,18 +52,18 @@ enum Either<'a> {
     Ours(Vm<'a>),
 }
 
-/// A command line on a host.
+/// A program with arguments and standard input, to be run on a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Shell<'a> {
     /// Number of the host, counted from 1.
     pub host: usize,
-    /// The program, from the search path.
+    /// Name of the program, found in the search path.
     pub program: &'a str,
     pub words: &'a [&'a str],
     pub input: &'a str,
 }
 
-/// Returns a program on h1 without arguments and input.
+/// Returns a run of `program` on h1 without arguments and input.
 pub fn alone(program: &str) -> Shell<'_> {
     Shell {
         host: 1,
@@ -72,7 +73,7 @@ pub fn alone(program: &str) -> Shell<'_> {
     }
 }
 
-/// Returns a program on h1 with arguments.
+/// Returns a run of `program` on h1 with these arguments and without input.
 pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
     Shell {
         words,
@@ -81,7 +82,8 @@ pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
 }
 
 impl Machine<'_> {
-    /// Returns a command with the environment of this virtual machine.
+    /// Returns a command that runs `program` on a host with the environment of this virtual
+    /// machine.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         match &self.vm {
             Either::Real(vm) => vm.command(host, program),
@@ -89,7 +91,7 @@ impl Machine<'_> {
         }
     }
 
-    /// As [`Machine::command`], for a program of Debian's whose output is line buffered.
+    /// As [`Machine::command`], for one of Debian's programs; its output is line buffered.
     fn by_lines(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
         command
@@ -102,18 +104,18 @@ impl Machine<'_> {
         self.bed
     }
 
-    /// Starts a program and returns.
+    /// Starts a program and returns without waiting for its end.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The program cannot be started.
     pub fn start(&self, shell: Shell) -> Result<Running> {
         self.start_with(shell, |_| {})
     }
 
-    /// As [`Machine::start`], after `change` has changed the command.
+    /// As [`Machine::start`]. Calls `change` with the command before the start.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The program cannot be started.
     pub fn start_with(&self, shell: Shell, change: impl FnOnce(&mut Command)) -> Result<Running> {
         let mut command = self.by_lines(self.bed.host(shell.host), shell.program);
         command.args(shell.words);
@@ -127,16 +129,16 @@ impl Machine<'_> {
         Ok(running)
     }
 
-    /// Runs a program to its end. Returns its output, exit status and error output.
+    /// Runs a program to its end. Returns its output, exit status and error output as one text.
     ///
     /// # Errors
-    /// It does not start or does not end.
+    /// The program does not start or does not end.
     pub fn run(&self, shell: Shell) -> Result<String> {
         Ok(self.text(&self.start(shell)?.finish(TIMEOUT)?))
     }
 
-    /// Returns output, exit status and error output as one text. The testbed's folder is masked,
-    /// and all programs have Debian's paths.
+    /// Returns output, exit status and error output as one text. The path of the testbed's folder
+    /// is masked, and paths of built programs are replaced by Debian's.
     pub fn text(&self, done: &Done) -> String {
         let status = done
             .status
@@ -147,10 +149,11 @@ impl Machine<'_> {
         all.replace(&self.bed.folder().display().to_string(), "FOLDER")
     }
 
-    /// Gives commands to Debian's console, and `quit` when its output contains `until`.
+    /// Passes commands to Debian's console, waits until its output contains `until`, and passes
+    /// `quit`. Returns all output.
     ///
     /// # Errors
-    /// The output does not contain it, or the console fails.
+    /// The output never contains `until`, or the console fails.
     pub fn console(&self, commands: &str, until: &str) -> Result<String> {
         let command = self.by_lines(self.bed.host(1), "pvm");
         let mut running = Running::start(command, Stdio::piped())?;
@@ -170,10 +173,10 @@ impl Machine<'_> {
         Ok(self.text(&running.finish(TIMEOUT)?))
     }
 
-    /// Waits until a running program has printed some words.
+    /// Waits until a running program has printed `words`.
     ///
     /// # Errors
-    /// It does not print them in time.
+    /// The words are not printed within the time limit.
     pub fn printed(&self, running: &Running, words: &str) -> Result<()> {
         eventually(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(words) => Ok(()),
@@ -181,10 +184,11 @@ impl Machine<'_> {
         })
     }
 
-    /// Waits until a program from a command line, other than this console, has connected.
+    /// Waits until a program that was started from a command line has connected. The console that
+    /// checks this does not count.
     ///
     /// # Errors
-    /// No program connects in time.
+    /// No program connects within the time limit.
     pub fn connected(&self) -> Result<()> {
         eventually(TIMEOUT, || match self.console("ps -ax\n", "\n") {
             Ok(out)
@@ -198,10 +202,10 @@ impl Machine<'_> {
         })
     }
 
-    /// Waits until the mailbox contains a name.
+    /// Waits until the mailbox contains `name`.
     ///
     /// # Errors
-    /// It does not contain it in time.
+    /// The name is not in the mailbox within the time limit.
     pub fn in_mailbox(&self, name: &str) -> Result<()> {
         eventually(TIMEOUT, || match self.run(alone("gmbi")) {
             Ok(out) if out.contains(name) => Ok(()),
@@ -209,10 +213,10 @@ impl Machine<'_> {
         })
     }
 
-    /// Waits until a command of Debian's console prints some words.
+    /// Waits until a command of Debian's console prints `words`. The command is repeated.
     ///
     /// # Errors
-    /// It does not print them in time.
+    /// The words are not printed within the time limit.
     pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
         eventually(TIMEOUT, || match self.console(command, "\n") {
             Ok(out)
@@ -236,10 +240,11 @@ impl Machine<'_> {
     }
 }
 
-/// Runs the same cases on several systems in parallel, each on three hosts. Returns the results.
+/// Runs the cases of `what` on several systems in parallel, each on three hosts. Returns the
+/// results of each system.
 ///
 /// # Panics
-/// The machine lacks something, a system does not start, or the closure fails.
+/// The machine lacks something, a system does not start, or `what` fails.
 pub fn on<const N: usize>(
     systems: [System; N],
     what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync,
@@ -281,9 +286,11 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
     )
 }
 
-/// Repeats a run in which PVM itself fails. The first task that joins a group starts PVM's group
-/// server. On a loaded machine tasks that join at the same time start several servers. All but one
-/// of these end, and the tasks that have sent requests to them fail ("Could not join group").
+/// Runs the cases on PVM; repeats the run if PVM fails.
+///
+/// The first task that joins a group starts PVM's group server. On a loaded machine tasks that join
+/// at the same time start several servers. All but one of the servers end, and the tasks that have
+/// sent requests to those fail ("Could not join group").
 fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     for _ in 1..RUNS_OF_PVM {
         let error = match on_pvm(what) {
@@ -330,12 +337,12 @@ fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> 
     halted.map(|()| result)
 }
 
-/// Returns the folder of programs that are not Debian's; it may be missing.
+/// Returns the folder of the programs that are built here. The folder may not exist.
 fn own_programs(bed: &Testbed) -> PathBuf {
     bed.folder().join("built")
 }
 
-/// Returns the path of a program: in this folder if it exists there, else Debian's.
+/// Returns the path of a program: in `programs` if it exists there, otherwise Debian's.
 fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     let own = programs.join(name);
     if own.exists() {
@@ -376,7 +383,7 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
     Ok(programs)
 }
 
-/// The way to compare texts.
+/// The form in which two texts are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compare {
     /// All lines in order; tids are masked.
@@ -389,7 +396,7 @@ pub enum Compare {
     Kinds,
 }
 
-/// Returns a text in the form in which it is compared.
+/// Returns a text in the form in which `how` compares it.
 pub fn normal(text: &str, how: Compare) -> String {
     let all = matches!(how, Compare::Shapes | Compare::Kinds);
     let any_order = matches!(how, Compare::Sorted | Compare::Kinds);
@@ -414,8 +421,8 @@ pub fn normal(text: &str, how: Compare) -> String {
     lines.join("\n")
 }
 
-/// Returns a line with single blanks and masked tids: `t` or `0x` and hexadecimal digits, or a
-/// large decimal number. With `all`, masks all numbers.
+/// Returns a line with single blanks and masked tids. A tid is `t` or `0x` with hexadecimal digits,
+/// or a large decimal number. If `all` is true, masks all numbers.
 fn masked(line: &str, all: bool) -> String {
     let mut out = String::new();
     let bytes: Vec<char> = line
@@ -472,7 +479,8 @@ fn masked(line: &str, all: bool) -> String {
     out
 }
 
-/// Returns the length of a fraction after the integer part of a number: `.5`, `.5e-03`.
+/// Returns the length of the fraction and exponent after the integer part of a number: `.5`,
+/// `.5e-03`.
 fn fraction_behind(rest: &[char]) -> usize {
     let digits = |from: usize| {
         rest.get(from..)

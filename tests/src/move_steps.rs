@@ -1,7 +1,7 @@
-//! Faults at the steps of migrations, with real processes.
+//! Injects faults at the steps of migrations, with real processes.
 //!
-//! A round holds several migrations at breakpoints, each between two hosts of its own. Then it
-//! injects the fault, and judges the outcome for every task.
+//! A round holds several migrations at breakpoints, each between another pair of hosts. Then it
+//! injects one fault and judges the outcome for every task.
 
 use crate::faults::{self, Breakpoint, Fault, Point, Role, StepEdge, Targets, edges, is_full};
 use crate::faults::{leftovers, signal};
@@ -18,14 +18,15 @@ use sempa_proto::migration::Step;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time for a step to be reached, for a migration to end, and for a lost host to be noticed.
+/// Time limit for a migration to reach a step, for a migration to end, and for the virtual machine
+/// to notice a lost host.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Migrations that are held at the same time.
+/// Maximum number of migrations that are held at the same time.
 const PAIRS: usize = 4;
-/// Hosts of the testbed: that of the master, and two for each held migration.
+/// Hosts of the testbed: the master's host, and two for each held migration.
 pub const HOSTS: usize = 1 + 2 * PAIRS;
 
-/// The process that a fault hits, by its part in the migration.
+/// The process that a fault hits, by its role in the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Victim {
     /// The daemon of the source.
@@ -39,8 +40,8 @@ pub enum Victim {
     /// The tasker of the target.
     TargetTasker,
     ResourceManager,
-    /// CRIU at the target, if it works for the migration at that point. At the source CRIU runs
-    /// only within a step.
+    /// CRIU at the target, if it runs for the migration at that point. At the source CRIU runs only
+    /// within a step, so no breakpoint can hit it there.
     TargetEngine,
 }
 
@@ -63,10 +64,10 @@ impl Victim {
     }
 }
 
-/// A point of a migration, and the victim of the fault there.
+/// A point of a migration and the victim of the fault at that point.
 pub type Case = (Point, Victim);
 
-/// The number of cases tried for one fault, unless all are wanted.
+/// The cases that are tried for one fault. With [`is_full`] all cases are tried instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
     /// Each step once: at one edge, with one victim.
@@ -75,16 +76,16 @@ pub enum Sampling {
     EachThirdStep,
 }
 
-/// Returns the steps that can be held at the same time. [`Step::PreCopy`] is one of them only with
-/// pre-copy.
+/// Returns the steps of which several can be held at the same time. [`Step::PreCopy`] is included
+/// only if `pre_copies`.
 fn early_steps(pre_copies: bool) -> impl Iterator<Item = Step> {
     Step::ALL
         .into_iter()
         .filter(move |step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy))
 }
 
-/// Returns the steps that are held one by one. Each needs the answer of all daemons, including
-/// those that are stopped for other migrations.
+/// Returns the steps that are held one at a time. Each needs answers of all daemons, so no daemon
+/// may be stopped for another migration.
 fn late_steps() -> impl Iterator<Item = Step> {
     Step::ALL.into_iter().filter(|step| *step >= Step::Commit)
 }
@@ -93,7 +94,8 @@ fn steps(pre_copies: bool) -> impl Iterator<Item = Step> {
     early_steps(pre_copies).chain(late_steps())
 }
 
-/// Distributes cases to rounds.
+/// Distributes cases to rounds: up to [`PAIRS`] cases with early steps in one round, and one round
+/// for each case with a late step.
 fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
     let (early, late): (Vec<Case>, Vec<Case>) = cases
         .into_iter()
@@ -104,7 +106,7 @@ fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
         .collect()
 }
 
-/// Returns each victim at each point.
+/// Returns the cases of each victim at each point.
 fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
     victims
         .iter()
@@ -112,7 +114,7 @@ fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
         .collect()
 }
 
-/// Returns the cases of one turn. Successive turns combine each step with all victims and both
+/// Returns the sample of one turn. Successive turns combine each step with all victims and both
 /// edges.
 fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool) -> Vec<Case> {
     let case = |(i, step): (usize, Step)| {
@@ -120,7 +122,8 @@ fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool)
         let edge = StepEdge::of(number / victims.len());
         ((step, edge), victims[number % victims.len()])
     };
-    // The chosen third of the steps and the victims must not rotate in step.
+    // If the choice of steps and the choice of victims rotated in step, some combinations would
+    // never be tried.
     let is_chosen = |i: usize| match sampling {
         Sampling::EachStep => true,
         Sampling::EachThirdStep => (i + turn + turn / 3).is_multiple_of(3),
@@ -132,7 +135,7 @@ fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool)
         .collect()
 }
 
-/// Returns points for a test that needs each step once, in rounds.
+/// Returns points for a test that needs each step at least once, grouped into rounds.
 pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
     let cases = if is_full() {
         all_cases(&[Victim::Source], false)
@@ -143,12 +146,11 @@ pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
     rounds(cases).into_iter().map(points).collect()
 }
 
-/// A migration that is held at a breakpoint.
+/// A migration that is held at a breakpoint, or has ended since.
 #[derive(Debug)]
 pub struct HeldMove {
-    /// The point where it is held.
     pub point: Point,
-    /// The name of its task.
+    /// The name by which the oracle knows the task.
     pub name: String,
     pub tid: String,
     /// Number of its source host.
@@ -156,52 +158,47 @@ pub struct HeldMove {
     /// Number of its target host.
     pub target: usize,
     breakpoint: Breakpoint,
-    /// The daemon that is stopped at the breakpoint.
+    /// The daemon that is stopped at the breakpoint; `None` before the breakpoint is reached.
     stopped: Option<Pid>,
     console: Option<Running>,
-    /// Output of the console, once the migration has ended.
+    /// Output of the console; empty until the migration has ended.
     output: String,
 }
 
-/// True if a fault on this victim at this point may cost the task its life.
+/// Function that returns true if a fault on this victim at this point may end the task.
 pub type MayBeLost = fn(Fault, Victim, Point) -> bool;
 
-/// Injects faults into migrations on one virtual machine, and judges their outcome.
+/// Injects faults into migrations on one virtual machine, and judges the outcomes.
 #[derive(Debug)]
 pub struct MoveFaults<'a> {
     pub vm: &'a Vm<'a>,
-    /// The director that checks the tasks.
+    /// The director process that checks the tasks.
     pub oracle: Oracle,
     /// True if the migrations use pre-copy, so that [`Step::PreCopy`] is one of the steps.
     pub pre_copies: bool,
     may_be_lost: MayBeLost,
     breakpoints: PathBuf,
-    /// Number of rounds held so far.
+    /// Number of rounds that were held so far.
     round: usize,
-    /// Chooses the sample of the next fault.
+    /// Selects the sample of the next fault; incremented by each fault.
     turn: usize,
-    /// Number of engines hit so far.
+    /// Number of engine processes that faults have hit so far.
     engines: usize,
-    /// Number of the first event of this round.
+    /// Number of the first event of the current round.
     from: u64,
-    /// The source of all migrations, if it is always the same host.
+    /// Number of the host that is the source of all migrations; `None` if each migration has
+    /// another source.
     home: Option<usize>,
 }
 
 impl<'a> MoveFaults<'a> {
-    /// Prepares faults on a virtual machine whose testbed has its own engine.
-    ///
-    /// # Errors
-    /// The oracle does not start.
+    /// Prepares faults on a virtual machine. Its testbed must have its own engine.
     pub fn new(vm: &'a Vm<'a>, may_be_lost: MayBeLost) -> Result<MoveFaults<'a>> {
         MoveFaults::with(vm, Oracle::start(vm)?, may_be_lost, None)
     }
 
-    /// As [`MoveFaults::new`] with another oracle. If all tasks leave the same host `home`, only
-    /// one migration at a time can be held.
-    ///
-    /// # Errors
-    /// The testbed has no engine of its own.
+    /// As [`MoveFaults::new`], with another oracle. With `home`, all tasks migrate from this host,
+    /// and only one migration at a time can be held.
     pub fn with(
         vm: &'a Vm<'a>,
         oracle: Oracle,
@@ -227,16 +224,13 @@ impl<'a> MoveFaults<'a> {
         })
     }
 
-    /// Returns the number of engines hit so far.
+    /// Returns the number of engine processes that faults have hit so far.
     pub fn engines(&self) -> usize {
         self.engines
     }
 
-    /// Injects one fault into a sample of migrations. With [`is_full`], injects it at each point
-    /// and into each of these victims.
-    ///
-    /// # Panics
-    /// A migration ends in a forbidden way; the message has all logs.
+    /// Injects one fault into a sample of migrations. With [`is_full`], injects the fault at every
+    /// point and into each of these victims.
     pub fn run(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
         let cases = if is_full() {
             all_cases(victims, self.pre_copies)
@@ -254,10 +248,10 @@ impl<'a> MoveFaults<'a> {
         }
     }
 
-    /// Injects one fault in these cases at the same time.
+    /// Injects one fault into all of these cases at the same time.
     ///
     /// # Panics
-    /// See [`MoveFaults::run`].
+    /// As [`MoveFaults::run`].
     pub fn run_round(&mut self, cases: &[Case], fault: Fault) {
         let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
@@ -284,7 +278,8 @@ impl<'a> MoveFaults<'a> {
         }
     }
 
-    /// Adds hosts as needed, spawns a task for each point and migrates it until it is held there.
+    /// Adds missing hosts, spawns a task for each point, and migrates each task until it is held at
+    /// its point.
     ///
     /// # Errors
     /// A point is not reached.
@@ -294,8 +289,7 @@ impl<'a> MoveFaults<'a> {
             self.home.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
-        // A daemon delays the restart of a tasker that has died before, so the next round takes
-        // other hosts.
+        // A daemon delays the second restart of a tasker, so the next round uses other hosts.
         let first = if points.len() == 1 {
             self.round % PAIRS
         } else {
@@ -307,7 +301,8 @@ impl<'a> MoveFaults<'a> {
         let needed = (0..points.len()).flat_map(|i| <[usize; 2]>::from(pair(i)));
         let needed: Vec<&Host> = needed.map(|number| &hosts[number - 1]).collect();
         self.vm.take_in(&needed)?;
-        // A master that is stopped at a breakpoint cannot answer, so events are read before.
+        // A master that is stopped at a breakpoint cannot answer, so the events are read before the
+        // migrations start.
         let events = self.vm.events()?;
         self.from = events.last().map_or(0, |entry| entry.number + 1);
         let named = |(i, (step, _)): (usize, &Point)| {
@@ -351,11 +346,8 @@ impl<'a> MoveFaults<'a> {
         Ok(())
     }
 
-    /// Injects a fault into held migrations, one victim for each, and waits until the fault is
+    /// Injects a fault into held migrations, with one victim each, and waits until the fault is
     /// over.
-    ///
-    /// # Errors
-    /// A process is missing, or the kernel refuses.
     pub fn inject(
         &mut self,
         moves: &mut [HeldMove],
@@ -413,13 +405,13 @@ impl<'a> MoveFaults<'a> {
     /// Waits for the end of all migrations of a round and judges them. Then ends the tasks. Returns
     /// the number of tasks that have survived. The checks are:
     ///
-    /// - Each task runs once and exchanges messages. Or, if `may_be_lost` allows it, the task has
-    ///   ended, nothing of it is left, and the oracle was notified.
+    /// - Each task runs once and exchanges messages. If `may_be_lost` allows it, the task may
+    ///   instead have ended; then nothing of the task is left, and the oracle was notified.
     /// - No task has ever run twice, no message was lost, and the event log has the outcome.
-    /// - After the end of the tasks no host has anything left of the migrations.
+    /// - After the end of the tasks, no files or processes of the migrations are left on any host.
     ///
     /// # Errors
-    /// The first migration with another outcome.
+    /// A migration had another outcome; the error describes the first one.
     pub fn judge(
         &mut self,
         moves: Vec<HeldMove>,
@@ -445,7 +437,7 @@ impl<'a> MoveFaults<'a> {
     /// As [`MoveFaults::judge`], for migrations that have ended.
     ///
     /// # Errors
-    /// See there.
+    /// As [`MoveFaults::judge`].
     pub fn judge_ended(
         &mut self,
         moves: Vec<HeldMove>,
@@ -500,7 +492,8 @@ impl<'a> MoveFaults<'a> {
         Ok(lives)
     }
 
-    /// Checks that the event log has the end of the migration, and that of the task or of its host.
+    /// Checks that the event log has the end of the migration and, if the task has not survived,
+    /// the end of the task or of its host.
     fn end_is_logged(&self, held: &HeldMove, lives: bool) -> Result<()> {
         let move_ended = |entry: &Entry| match &entry.kind {
             EventKind::Migrated { tid, .. } | EventKind::MigrationFailed { tid, .. } => {
@@ -523,7 +516,7 @@ impl<'a> MoveFaults<'a> {
             .map(drop)
     }
 
-    /// Checks that no host has images, tokens or a process of a task.
+    /// Checks that no host has images, resume tokens or a process of a task.
     fn nothing_is_left(&self) -> Result<()> {
         eventually(TIMEOUT, || {
             let here = self.vm.hosts().map_err(|error| error.to_string())?;
@@ -546,7 +539,7 @@ impl<'a> MoveFaults<'a> {
     /// Waits until no host has a process of the virtual machine or of its tasks.
     ///
     /// # Errors
-    /// There still is one; the error names it.
+    /// A process remains; the error names it.
     pub fn all_has_ended(&self) -> Result<()> {
         self.vm.is_gone(TIMEOUT)?;
         eventually(TIMEOUT, || {
@@ -560,8 +553,8 @@ impl<'a> MoveFaults<'a> {
     }
 }
 
-/// Returns how long a migration waits at most for a process that no lease guards: more than two
-/// short leases.
+/// Returns a duration that exceeds two short leases. No migration waits longer for a process that
+/// no lease guards.
 fn outlasting() -> Duration {
     Duration::from_secs(if is_full() { 30 } else { 7 })
 }
@@ -575,7 +568,7 @@ fn has_ended(held: &mut HeldMove) -> Result<(), String> {
     }
 }
 
-/// Succeeds if the master has lost a host since an event.
+/// Succeeds if the master has lost the host since event number `from`.
 fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     let name = vm.bed().host(host).name();
     let events = vm.events_from(from).map_err(|error| error.to_string())?;
@@ -599,18 +592,19 @@ pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
     }
 }
 
-/// True while only the source has the whole task. The master may notice the loss of the source
+/// True while only the source has the whole task. The master may learn that the source is lost
 /// before it learns that the target has the task.
 pub fn only_source_has_it(point: Point) -> bool {
     point < (Step::Restore, StepEdge::After)
 }
 
-/// True before the commit. The death of a tasker is noticed at once, even just before a commit.
+/// True before the commit. The master learns of the death of a tasker at once, even just before a
+/// commit.
 pub fn not_committed(point: Point) -> bool {
     point < (Step::Commit, StepEdge::After)
 }
 
-/// True if a fault may cost the life of a task whose memory is in its images.
+/// True if a fault may end a task whose memory is in its images.
 pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
@@ -623,7 +617,7 @@ pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     }
 }
 
-/// Returns the process of a host that plays this part.
+/// Returns the process of a host that is this victim; `None` if there is none.
 pub fn process_of(host: &Host, victim: Victim) -> Option<Pid> {
     faults::processes_of(host, victim.role()).into_iter().next()
 }
@@ -645,7 +639,8 @@ mod tests {
         all_cases(victims, pre_copies).into_iter().collect()
     }
 
-    /// All rounds together have each case once, and each fits on the testbed.
+    /// All rounds together have each case once, and each round has at most as many cases as the
+    /// testbed has pairs of hosts.
     #[test]
     fn rounds_have_each_case_once_and_fit_on_the_testbed() {
         for pre_copies in [false, true] {
@@ -667,7 +662,8 @@ mod tests {
         }
     }
 
-    /// Successive turns combine each step with each victim at both edges, with any first turn.
+    /// Successive turns combine each step with each victim at both edges, whatever the first turn
+    /// is.
     #[test]
     fn successive_samples_cover_all_cases() {
         let cases = [(Sampling::EachStep, 1), (Sampling::EachThirdStep, 9)];

@@ -1,11 +1,11 @@
-//! Checks what the testbed needs of the machine, and finds the installed programs.
+//! Checks what a testbed needs of the machine, and finds the installed programs.
 
 use crate::Testbed;
 use anyhow::{Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Programs of Debian packages that the testbed calls.
+/// Programs that the testbed calls, each with its Debian package.
 const PROGRAMS: [(&str, &str); 4] = [
     ("/usr/sbin/sshd", "openssh-server"),
     ("/usr/bin/ssh", "openssh-client"),
@@ -18,7 +18,7 @@ pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
-/// Returns why no testbed can be made here, in one line; `None` if one can.
+/// Returns in one line why no testbed can be made on this machine; `None` if one can.
 pub fn lacks() -> Option<String> {
     if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
@@ -37,14 +37,14 @@ pub fn lacks() -> Option<String> {
         .map(|(path, package)| format!("{path} is missing: install {package}"))
 }
 
-/// Returns why the folders of a testbed are on no disk here; `None` if they are on one.
+/// Returns why the folders of a testbed are not on a disk on this machine; `None` if they are.
 pub fn lacks_disk() -> Option<String> {
     let memory = nix::sys::statfs::statfs("/tmp")
         .is_ok_and(|of| of.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC);
     memory.then(|| "/tmp is in memory here".to_string())
 }
 
-/// Returns why the kernel refuses namespaces to root; `None` if it does not.
+/// Returns why the kernel refuses namespaces to root; `None` if it permits them.
 fn no_namespaces() -> Option<String> {
     match Command::new("unshare")
         .args(["--mount", "--net", "--uts", "--pid", "--fork", "true"])
@@ -65,10 +65,8 @@ pub fn find_in_path(name: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// Returns the folder of built programs: the one where this program was built.
-///
-/// # Errors
-/// The program's own path is unknown.
+/// Returns the folder of built programs: the folder of the running program, or its parent if that
+/// folder is `deps`.
 pub fn build_folder() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().unwrap_or(Path::new("/"));
@@ -101,7 +99,7 @@ pub fn prefix() -> Result<PathBuf> {
     Ok(place.canonicalize()?)
 }
 
-/// Returns the dump engine that the tasker would find, by its own search order.
+/// Returns the dump engine that the tasker would use. The search order is that of the tasker.
 pub fn engine() -> Option<PathBuf> {
     let named = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
     let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
@@ -121,13 +119,13 @@ pub fn prefix_in_bed() -> PathBuf {
     crate::testbed::place_of(&prefix)
 }
 
-/// Stops a test that was started on a machine without what the test needs.
+/// Stops a test if the machine lacks what the test needs. `lack` is what is missing.
 ///
-/// Such a test must fail: one that returns early counts as passed. `cargo xtask test` leaves it out
-/// beforehand and reports it as skipped.
+/// Such a test must fail, because a test that returns early counts as passed. `cargo xtask test`
+/// excludes such tests and reports them as skipped.
 ///
 /// # Panics
-/// There is a lack.
+/// `lack` is not `None`.
 pub fn require(lack: Option<String>) {
     if let Some(lack) = lack {
         panic!("cannot run here: {lack}");
@@ -155,19 +153,13 @@ pub fn testbed(count: usize) -> Testbed {
     make(|prefix| Testbed::new(count, Some(prefix), &[]))
 }
 
-/// Makes a testbed with an engine of its own ([`Testbed::with_own_engine`]).
-///
-/// # Panics
-/// As [`testbed`].
+/// As [`testbed`], with a testbed that has its own engine ([`Testbed::with_own_engine`]).
 pub fn testbed_with_own_engine(count: usize) -> Testbed {
     make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
 }
 
-/// Makes a testbed with additional environment variables for all daemons except the first
+/// As [`testbed`], with additional environment variables for all daemons except the first one
 /// ([`Testbed::with_env`]).
-///
-/// # Panics
-/// As [`testbed`].
 pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Testbed {
     make(|prefix| Testbed::with_env(count, Some(prefix), env))
 }

@@ -1,5 +1,5 @@
-//! Tasks that notice when they run twice or lose a message (`tests/programs/witness.c`), and the
-//! director that talks to them.
+//! Detects whether a task runs twice or loses a message: the tasks of `tests/programs/witness.c`
+//! and the director process that exchanges messages with them.
 
 use crate::run::{Running, eventually};
 use crate::vm::Vm;
@@ -11,10 +11,10 @@ use std::path::PathBuf;
 use std::process::{ChildStdin, Stdio};
 use std::time::Duration;
 
-/// Time for one answer of the director on a loaded machine.
+/// Time limit for one answer of the director on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The director and the known facts of its tasks. It ends with the virtual machine.
+/// The director process and its files. The director ends with the virtual machine.
 #[derive(Debug)]
 pub struct Oracle {
     direct: bool,
@@ -24,12 +24,13 @@ pub struct Oracle {
     program: String,
 }
 
-/// What the director and a task have received from each other.
+/// The director's account of the messages between itself and a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Account {
-    /// Messages of the task that the director has received.
+    /// Number of messages that the director has received from the task.
     pub got: u64,
-    /// Lost, repeated, damaged or disordered messages that either side has seen.
+    /// Number of lost, repeated, damaged or disordered messages that the director or the task has
+    /// detected.
     pub faults: u64,
 }
 
@@ -37,19 +38,20 @@ impl Oracle {
     /// Compiles the program and starts the director on h1.
     ///
     /// # Errors
-    /// It does not start.
+    /// The director does not start.
     pub fn start(vm: &Vm<'_>) -> Result<Oracle> {
         Oracle::start_on(vm, 1, false)
     }
 
-    /// As [`Oracle::start`] on any host. With `direct` all tasks ask for direct routes, and a task
-    /// counts as spawned only when the director has a direct route to it.
+    /// As [`Oracle::start`], on any host. With `direct` all tasks request direct routes, and
+    /// [`Oracle::spawn`] also waits for the director's direct route to each task.
     ///
     /// # Errors
-    /// It does not start.
+    /// The director does not start.
     pub fn start_on(vm: &Vm<'_>, host: usize, direct: bool) -> Result<Oracle> {
         let program = vm.program("witness")?;
-        // Several virtual machines may run on one testbed, one after the other.
+        // Several virtual machines may run on one testbed, one after another, so the folder needs a
+        // new name.
         let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
         let folder = folders
             .find(|folder| !folder.exists())
@@ -73,7 +75,8 @@ impl Oracle {
         Ok(self.words.write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Returns the rest of each line of the director that begins with `begin`, newest first.
+    /// Returns the lines of the director's output that start with `begin`, without `begin`, newest
+    /// first.
     fn said(&self, begin: &str) -> Result<Vec<String>, String> {
         let out = self
             .director
@@ -89,11 +92,8 @@ impl Oracle {
             .collect())
     }
 
-    /// Spawns one task for each (host, name) and waits until all exchange messages. Returns their
-    /// tids in the same order.
-    ///
-    /// # Errors
-    /// A task does not start.
+    /// Spawns one task for each (host, name) and waits until all of them exchange messages. Returns
+    /// their tids in the same order.
     pub fn spawn(&mut self, which: &[(String, String)]) -> Result<Vec<String>> {
         for (host, name) in which {
             self.say(&format!("spawn {host} {name} {}", self.folder.display()))?;
@@ -120,10 +120,7 @@ impl Oracle {
         Ok(tids)
     }
 
-    /// Returns the account of a task so far.
-    ///
-    /// # Errors
-    /// The director does not answer.
+    /// Requests and returns the account of a task.
     pub fn account(&mut self, tid: &str) -> Result<Account> {
         let begin = format!("account {tid} ");
         let before = self.said(&begin).map_err(anyhow::Error::msg)?.len();
@@ -146,10 +143,11 @@ impl Oracle {
         })
     }
 
-    /// Waits until a task has sent more messages than it may send without an answer.
+    /// Waits until a task has sent more messages than it may send without an answer. So the
+    /// messages in both directions arrive.
     ///
     /// # Errors
-    /// The task is silent, or a message was lost, repeated, damaged or out of order.
+    /// The task sends nothing, or a message was lost, repeated, damaged or out of order.
     pub fn talks(&mut self, tid: &str) -> Result<()> {
         // Exceeds the number of messages that a task sends without an answer.
         const SOME: u64 = 12;
@@ -167,10 +165,10 @@ impl Oracle {
         Ok(())
     }
 
-    /// Waits until the director has had this number of direct routes to a task.
+    /// Waits until the director has had `count` direct routes to a task, in total.
     ///
     /// # Errors
-    /// There were fewer in time.
+    /// The number is not reached within the time limit.
     pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
         eventually(TIMEOUT, || {
             let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
@@ -183,17 +181,11 @@ impl Oracle {
     }
 
     /// True if the director was notified that a task has ended.
-    ///
-    /// # Errors
-    /// The director's output cannot be read.
     pub fn has_gone(&self, tid: &str) -> Result<bool, String> {
         Ok(!self.said(&format!("gone {tid}"))?.is_empty())
     }
 
-    /// Ends a task and waits until the director is notified.
-    ///
-    /// # Errors
-    /// The task does not end.
+    /// Ends a task and waits until the director is notified of the end.
     pub fn stop(&mut self, tid: &str) -> Result<()> {
         self.say(&format!("stop {tid}"))?;
         eventually(TIMEOUT, || {
@@ -205,11 +197,8 @@ impl Oracle {
         })
     }
 
-    /// Checks that a task has written the lines 0, 1, 2, …: at no time have two copies of it run.
-    /// Returns the number of lines.
-    ///
-    /// # Errors
-    /// A number is missing or repeated; the error has the lines around it.
+    /// Checks the lines of a task's file: they must be 0, 1, 2, …. Otherwise two copies of the task
+    /// have run at some time. Returns the number of lines.
     pub fn ran_once(&self, name: &str) -> Result<usize> {
         let text = fs::read_to_string(self.folder.join(name))?;
         let lines: Vec<&str> = text.lines().collect();
@@ -224,7 +213,7 @@ impl Oracle {
         Ok(lines.len())
     }
 
-    /// Returns the number of processes of each task, on all hosts.
+    /// Returns the number of processes of all hosts, by name of the task.
     pub fn processes(&self) -> HashMap<String, usize> {
         let mut found = HashMap::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {

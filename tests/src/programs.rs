@@ -10,29 +10,26 @@ use std::time::{Duration, SystemTime};
 
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Files below `prefix` from which programs are built.
+/// Installed files below `prefix` on which the programs depend.
 const INSTALLED: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
 
-/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns the
-/// program's path.
-///
-/// # Errors
-/// gcc is missing or refuses the program; the error has its output.
+/// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries under `prefix`.
+/// Returns the program's path.
 pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
     let program = folder.join(name);
-    // A task may run it: to replace it would delete the file of the running program.
+    // A task may run the program. A replacement would delete the file of the running program.
     if program.exists() {
         return Ok(program);
     }
-    // A child copies. If this process did, a parallel test could fork and inherit the file, and a
-    // program that is open for writing cannot be started.
+    // A child process makes the copy. If this process did, a parallel test could fork and inherit
+    // the open file, and a program that is open for writing cannot be executed.
     let mut copy = Command::new("cp");
     copy.arg(built(name, prefix)?).arg(&program);
     must(copy, COMPILE_TIMEOUT)?;
     Ok(program)
 }
 
-/// Compiles a program into the build folder, unless it is up to date there.
+/// Compiles a program into the build folder unless it is up to date there. Returns its path.
 fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs");
     let source = sources.join(name).with_extension("c");
@@ -44,7 +41,7 @@ fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
     if is_newer(&program, &inputs) {
         return Ok(program);
     }
-    // Tests compile in parallel; the last one to rename wins.
+    // Tests compile in parallel. Each writes its own file and renames it; the last rename wins.
     let id = std::thread::current().id();
     let fresh = folder.join(format!("{name}-{}-{id:?}", std::process::id()));
     let mut gcc = Command::new("gcc");
@@ -61,7 +58,7 @@ fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Returns true if a file exists and is newer than all of the others.
+/// True if `file` exists and is newer than all of `others`.
 fn is_newer(file: &Path, others: &[PathBuf]) -> bool {
     let changed = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
     changed(file).is_ok_and(|at| {

@@ -1,4 +1,4 @@
-//! Debian's PVM 3.4.6 on the hosts of a testbed, for comparisons.
+//! Runs Debian's PVM 3.4.6 on the hosts of a testbed, for comparisons with Sempa.
 
 use crate::run::{Running, eventually, run};
 use crate::ssh;
@@ -10,15 +10,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for daemons to start and to end.
+/// Time limit for daemons to start, and for them to end.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(30);
-/// The file on each host in which a daemon writes its address.
+/// File on each host to which PVM's daemon writes its address.
 const ADDRESS: &str = "/tmp/pvmd.0";
-/// The file on each host in which a daemon writes its log.
+/// File on each host to which PVM's daemon writes its log.
 const LOG: &str = "/tmp/pvml.0";
 
-/// A virtual machine of PVM's own daemons with its master on h1. The testbed must be made without
-/// our programs.
+/// A virtual machine of PVM's own daemons, with its master on h1. The testbed must be made without
+/// the programs of Sempa.
 #[derive(Debug)]
 pub struct RealVm<'a> {
     bed: &'a Testbed,
@@ -32,7 +32,7 @@ impl<'a> RealVm<'a> {
     /// # Errors
     /// PVM is not installed or does not start.
     pub fn start(bed: &'a Testbed) -> Result<RealVm<'a>> {
-        // PVM_RSH must be one word.
+        // PVM_RSH must be a single word, so a script is needed.
         let rsh = bed.folder().join("rsh");
         fs::write(
             &rsh,
@@ -59,12 +59,14 @@ impl<'a> RealVm<'a> {
         Ok(vm)
     }
 
-    /// Returns a command on a host with the environment of this virtual machine's user.
+    /// Returns a command that runs `program` on a host with the environment of the virtual
+    /// machine's user.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         in_host(host, &self.rsh, program.as_ref())
     }
 
-    /// Returns a program that is called like ssh and reaches the hosts of the testbed.
+    /// Returns the path of a program that takes the arguments of ssh and reaches the hosts of the
+    /// testbed.
     pub fn remote_shell(&self) -> &Path {
         &self.rsh
     }
@@ -74,8 +76,8 @@ impl<'a> RealVm<'a> {
         fs::read_to_string(self.bed.host(1).path(LOG)).unwrap_or_default()
     }
 
-    /// Ends the virtual machine and every process that it has left on the hosts: PVM's own `halt`
-    /// is not reliable.
+    /// Ends the virtual machine. Kills every process that remains on the hosts, because PVM's own
+    /// `halt` is not reliable.
     ///
     /// # Errors
     /// A process cannot be ended.
@@ -85,7 +87,7 @@ impl<'a> RealVm<'a> {
         end.args(["-c", "kill -TERM $(pidof pvmd)"]);
         run(end, STARTUP_TIMEOUT)?;
         for host in self.bed.hosts() {
-            // The master requests the slaves to end; those that do not are killed.
+            // The master requests the slaves to end. Those that do not end are killed.
             let asked = gone(host, "pvm", Duration::from_secs(3));
             if asked.is_err() {
                 host.kill_all();

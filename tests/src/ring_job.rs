@@ -1,5 +1,6 @@
 //! A job that computes in a ring (`tests/programs/ring_job.c`, and `own_ring.c`, whose tasks write
-//! self-checkpoints). Every line that it writes is known in advance.
+//! self-checkpoints). Every line that the job writes is known in advance, so tests can check the
+//! results.
 
 use crate::run::eventually;
 use crate::vm::{Sure, Vm};
@@ -7,20 +8,21 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Time for any part of a job on a loaded machine.
+/// Time limit for anything that a test waits for in a job, on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(300);
-/// The tasks of a job in addition to the first one.
+/// Number of tasks of a job in addition to the first one.
 pub const WORKERS: usize = 4;
 const MODULUS: i64 = 1_000_003;
-/// The work of a task in a round: a positive number of microseconds to compute, or a negative one
-/// to sleep. A sleeping task leaves the processors to the system under test.
+/// Work of a task in one round: microseconds of computation if positive, microseconds of sleep if
+/// negative. Sleep leaves the processors to the system under test.
 const PAUSE: i32 = -2000;
-/// The work of a task of a small job. Several small jobs run at a time.
+/// Work of a task of a small job in one round. Several small jobs run at the same time, so it is
+/// longer than [`PAUSE`].
 const SMALL_PAUSE: i32 = -10_000;
-/// A number of rounds that no job reaches: a job ends when [`Job::finish`] requests it.
+/// Number of rounds that no job reaches. A job ends when [`Job::finish`] requests it.
 pub const ENDLESS: &str = "100000000";
 
-/// Returns the sums that a job with this number of workers writes, one per round.
+/// Returns the sums that a job with this number of workers writes in its first `rounds` rounds.
 fn sums(workers: usize, rounds: i64) -> Vec<i64> {
     let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
     let mut states = vec![0; workers + 1];
@@ -41,28 +43,28 @@ fn sums(workers: usize, rounds: i64) -> Vec<i64> {
     all
 }
 
-/// A running job, and the folder that it writes to.
+/// A running job and the folder to which it writes.
 #[derive(Debug)]
 pub struct Job {
-    /// The folder with its log and its result.
+    /// The folder with the job's log and result.
     pub folder: PathBuf,
     workers: usize,
-    /// The tid of its first task.
+    /// The tid of the job's first task.
     pub tid: String,
 }
 
-/// A round that the job has computed, and its time in microseconds since 1970.
+/// A round that the job has computed, and the time of its end in microseconds since 1970.
 pub type Mark = (i64, u64);
 
-/// The parameters of a job's start.
+/// The parameters with which a job is started.
 struct Start<'a> {
     program: &'a str,
     folder: &'a str,
-    /// Option of the console's spawn that says where the first task runs.
+    /// Option of the console's `spawn` command that selects the host of the first task.
     place: &'a str,
     workers: usize,
     pause: i32,
-    /// The host of the workers, if all are on the same one.
+    /// The host of all workers; `None` if the spawn selects their hosts.
     host: Option<&'a str>,
 }
 
@@ -80,10 +82,11 @@ impl Default for Start<'_> {
 }
 
 impl Job {
-    /// Starts a job whose first task is at `place`, an option of the console's spawn.
+    /// Starts a job. `place` is the option of the console's `spawn` command that selects the host
+    /// of the first task.
     ///
     /// # Panics
-    /// It does not start.
+    /// The job does not start.
     pub fn start(vm: &Vm<'_>, place: &str) -> Job {
         Job::start_with(
             vm,
@@ -94,10 +97,10 @@ impl Job {
         )
     }
 
-    /// As [`Job::start`]; each task computes for this number of microseconds in a round.
+    /// As [`Job::start`]. Each task computes for `pause` microseconds in a round.
     ///
     /// # Panics
-    /// It does not start.
+    /// The job does not start.
     pub fn start_slow(vm: &Vm<'_>, place: &str, pause: i32) -> Job {
         Job::start_with(
             vm,
@@ -109,10 +112,10 @@ impl Job {
         )
     }
 
-    /// As [`Job::start`], with a folder of this name.
+    /// As [`Job::start`], with a job that writes to the folder `folder`.
     ///
     /// # Panics
-    /// It does not start.
+    /// The job does not start.
     pub fn start_beside(vm: &Vm<'_>, folder: &str, place: &str) -> Job {
         Job::start_with(
             vm,
@@ -124,13 +127,13 @@ impl Job {
         )
     }
 
-    /// Starts a small job with a folder of this name. Its first task is on h1, and its one worker
-    /// on `host`.
+    /// Starts a small job that writes to the folder `folder`. Its first task is on h1, and its only
+    /// worker is on `host`.
     ///
     /// # Panics
-    /// It does not start.
+    /// The job does not start.
     pub fn start_small(vm: &Vm<'_>, folder: &str, host: &str) -> Job {
-        // An earlier virtual machine may have had a job with this folder.
+        // A job on an earlier virtual machine may have used this folder.
         let _ = std::fs::remove_dir_all(vm.home().join(folder));
         Job::start_with(
             vm,
@@ -144,10 +147,10 @@ impl Job {
         )
     }
 
-    /// As [`Job::start`]; the tasks write self-checkpoints if the environment requests them.
+    /// As [`Job::start`], with tasks that write self-checkpoints if the environment requests them.
     ///
     /// # Panics
-    /// It does not start.
+    /// The job does not start.
     pub fn start_own(vm: &Vm<'_>, place: &str) -> Job {
         Job::start_with(
             vm,
@@ -174,7 +177,8 @@ impl Job {
         }
     }
 
-    /// Returns a job that was started in another way, or that writes to another folder than before.
+    /// Returns a job that was started by other means, or that writes to another folder than at its
+    /// start.
     pub fn at(folder: PathBuf, tid: String) -> Job {
         Job {
             folder,
@@ -189,8 +193,8 @@ impl Job {
             .unwrap_or_default()
     }
 
-    /// Returns all rounds that the job has computed, including those lost later, in the order of
-    /// time.
+    /// Returns all rounds that the job has computed, in the order of time. Rounds that a rollback
+    /// has undone are included.
     pub fn marks(&self) -> Vec<Mark> {
         let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
@@ -201,10 +205,10 @@ impl Job {
         whole.lines().filter_map(mark).collect()
     }
 
-    /// Waits until the job has computed this number of rounds from now on.
+    /// Waits until the job has computed `rounds` more rounds.
     ///
     /// # Panics
-    /// It does not get that far in time.
+    /// The rounds are not computed within the time limit.
     pub fn go_on(&self, vm: &Vm<'_>, rounds: usize) {
         let until = self.lines() + rounds;
         let gone = eventually(TIMEOUT, || {
@@ -218,10 +222,7 @@ impl Job {
         gone.sure(vm);
     }
 
-    /// Checks that the job's log is right so far and has each line once.
-    ///
-    /// # Panics
-    /// A line is wrong, missing or repeated.
+    /// Checks that the job's log has each line once and all lines so far are correct.
     pub fn is_right(&self) {
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let whole = log.rfind('\n').map_or("", |end| &log[..end]);
@@ -234,11 +235,11 @@ impl Job {
         );
     }
 
-    /// Ends the job and waits for its end. Checks that the result is right, and that the log has
+    /// Ends the job and waits for its end. Checks that the result is correct and that the log has
     /// each line once.
     ///
     /// # Panics
-    /// The job does not end, or something is wrong.
+    /// The job does not end, or a check fails.
     pub fn finish(&self, vm: &Vm<'_>) {
         std::fs::write(self.folder.join("last"), "").expect("written");
         let result = eventually(TIMEOUT, || {
@@ -263,7 +264,7 @@ fn wanted(sums: &[i64]) -> Vec<String> {
         .collect()
 }
 
-/// Makes a folder for a job.
+/// Makes the folder of a job. Returns its path.
 fn folder_of(vm: &Vm<'_>, name: &str) -> PathBuf {
     let folder = vm.home().join(name);
     std::fs::create_dir_all(&folder).expect("a folder");

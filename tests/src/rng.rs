@@ -3,14 +3,14 @@
 use crate::faults::is_full;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Environment variable with the seed of tests that try a sample of all cases.
+/// Environment variable with the seed of tests that try a sample of their cases.
 const SEED: &str = "SEMPA_TEST_SEED";
 const SECONDS_PER_DAY: u64 = 86_400;
 
 /// Returns the seed for this run, and prints it so that a failed run can be repeated.
 ///
-/// Without [`SEED`] the seed is the number of the day. Runs of one day try the same sample, and
-/// those of the next day another one.
+/// Without the environment variable [`SEED`] the seed is the number of the day. All runs on one day
+/// try the same sample; on the next day the sample is another one.
 ///
 /// # Panics
 /// The environment variable is not a number.
@@ -27,8 +27,8 @@ pub fn seed() -> u64 {
     seed
 }
 
-/// Returns `count` cases, chosen by the seed, or all of them if all are wanted. Successive seeds
-/// choose successive cases, so a few days cover all.
+/// Returns `count` successive cases, selected by the seed; all cases if all are requested.
+/// Successive seeds select successive cases, so a few days cover all cases.
 pub fn sample<T>(cases: impl IntoIterator<Item = T>, count: usize, seed: u64) -> Vec<T> {
     let mut cases: Vec<T> = cases.into_iter().collect();
     if !is_full() && !cases.is_empty() {
@@ -39,12 +39,12 @@ pub fn sample<T>(cases: impl IntoIterator<Item = T>, count: usize, seed: u64) ->
     cases
 }
 
-/// A small xorshift generator: the same seed gives the same numbers on every machine.
+/// A xorshift generator of pseudo-random numbers. The same seed gives the same numbers on every
+/// machine.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// Creates a generator from a seed.
     pub fn new(seed: u64) -> Rng {
         Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
@@ -57,7 +57,7 @@ impl Rng {
         (self.0 >> 33) as usize % limit
     }
 
-    /// Returns `count` different numbers below `limit`.
+    /// Returns `count` different random numbers below `limit`.
     pub fn choose(&mut self, limit: usize, count: usize) -> Vec<usize> {
         let mut all: Vec<usize> = (0..limit).collect();
         for i in 0..count {

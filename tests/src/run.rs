@@ -1,6 +1,7 @@
 //! Runs commands with a deadline, and waits for conditions.
 //!
-//! Output goes to files, not pipes: a daemon that a command starts could keep a pipe open.
+//! The output of commands is written to files instead of pipes, because a daemon that a command
+//! starts could keep a pipe open.
 
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
@@ -10,16 +11,16 @@ use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Lower bound of the pause between two checks of a condition. The pause is a sixteenth of the time
-/// waited so far, within its bounds. Many conditions start a console, which slows down the awaited
-/// work.
+/// Minimum pause between two checks of a condition. The pause is a sixteenth of the time waited so
+/// far, between this minimum and [`PAUSE_MAX`]. Many checks start a console, and frequent checks
+/// would slow down the work that the test waits for.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// Time for a killed process to end.
+/// Time limit for a killed process to end.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The result of a command that has ended.
+/// Exit status and output of a command that has ended.
 #[derive(Debug, Clone)]
 pub struct Done {
     pub status: ExitStatus,
@@ -33,10 +34,10 @@ impl Done {
         self.status.success()
     }
 
-    /// Returns the result if the command has succeeded.
+    /// Returns the result if the command has succeeded. `what` describes the command in the error.
     ///
     /// # Errors
-    /// It has failed; the error has its output.
+    /// The command has failed; the error has its output.
     pub fn expect_good(self, what: &str) -> Result<Done> {
         if self.good() {
             return Ok(self);
@@ -50,11 +51,11 @@ impl Done {
     }
 }
 
-/// Checks a condition until it holds, or until the deadline. The closure returns what is still
-/// missing; the last such text is the error.
+/// Repeats `check` until it succeeds or `deadline` has passed. An error of `check` says what is
+/// still missing.
 ///
 /// # Errors
-/// The condition did not hold in time.
+/// The deadline has passed; the error is the last one of `check`.
 pub fn eventually<T>(
     deadline: Duration,
     mut check: impl FnMut() -> Result<T, String>,
@@ -84,10 +85,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts a command; standard input is `/dev/null` unless `stdin` says otherwise.
-    ///
-    /// # Errors
-    /// The program cannot be started.
+    /// Starts a command with `stdin` as its standard input.
     pub fn start(mut command: Command, stdin: Stdio) -> Result<Running> {
         let what = format!("{command:?}");
         let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
@@ -106,45 +104,36 @@ impl Running {
         })
     }
 
-    /// Returns its standard output so far.
-    ///
-    /// # Errors
-    /// The file cannot be read.
+    /// Returns the standard output of the command so far.
     pub fn out_so_far(&self) -> Result<String> {
         slurp(&self.out)
     }
 
-    /// Returns its standard error so far.
-    ///
-    /// # Errors
-    /// The file cannot be read.
+    /// Returns the standard error of the command so far.
     pub fn err_so_far(&self) -> Result<String> {
         slurp(&self.err)
     }
 
-    /// Returns its process number on the machine.
+    /// Returns the process number on the machine.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Returns the write end of its standard input, if it is piped and not taken yet.
+    /// Returns the write end of the standard input; `None` if it is not piped or was taken before.
     pub fn take_stdin(&mut self) -> Option<std::process::ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// Returns its exit status, or `None` while it runs.
-    ///
-    /// # Errors
-    /// The process cannot be waited for.
+    /// Returns the exit status; `None` while the command runs.
     pub fn poll(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Kills its children and waits for its own end: for a program that `nsenter` has started in a
-    /// host.
+    /// Kills the children of the process and waits until the process ends. For a program that
+    /// `nsenter` has started in a host: the process is `nsenter`, and the program is its child.
     ///
     /// # Errors
-    /// Its processes cannot be found or ended.
+    /// A process cannot be found or ended.
     pub fn end_inside(self) -> Result<()> {
         let outer = self.id();
         let children = std::fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
@@ -154,10 +143,10 @@ impl Running {
         self.finish(END_TIMEOUT).map(|_| ())
     }
 
-    /// Waits for its end, and kills it at the deadline.
+    /// Waits until the command ends. Kills it at the deadline.
     ///
     /// # Errors
-    /// It did not end in time; the error has its output.
+    /// The command did not end before the deadline; the error has its output.
     pub fn finish(mut self, deadline: Duration) -> Result<Done> {
         let ended = eventually(deadline, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
@@ -186,8 +175,8 @@ impl Drop for Running {
 }
 
 fn slurp(file: &File) -> Result<String> {
-    // A duplicate of the descriptor would share the offset with the writer, so this opens the file
-    // again.
+    // A duplicate of the descriptor would share the file offset with the writer, so the file is
+    // opened again.
     use std::os::fd::AsRawFd;
     let mut fresh = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     fresh.rewind()?;
@@ -199,15 +188,16 @@ fn slurp(file: &File) -> Result<String> {
 /// Runs a command to its end, without input.
 ///
 /// # Errors
-/// It does not start or does not end in time. A failure of the command is no error.
+/// The command does not start, or does not end before the deadline. A failure of the command is no
+/// error.
 pub fn run(command: Command, deadline: Duration) -> Result<Done> {
     Running::start(command, Stdio::null())?.finish(deadline)
 }
 
-/// Runs a command that must succeed.
+/// Runs a command to its end. The command must succeed.
 ///
 /// # Errors
-/// As [`run`], and when the exit status is not 0.
+/// As [`run`]; also if the exit status is not 0.
 pub fn must(command: Command, deadline: Duration) -> Result<Done> {
     let what = format!("{command:?}");
     run(command, deadline)?.expect_good(&what)

@@ -1,4 +1,4 @@
-//! A virtual display in a host, for programs that draw: tests read its pixels and move its mouse.
+//! A virtual display in a host, for programs that draw. Tests read its pixels and move its mouse.
 
 use crate::Host;
 use crate::run::{Running, eventually, must};
@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for the server to start, and for one dump, on a loaded machine.
+/// Time limit for the X server to start, and for one dump, on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Required programs, each with its Debian package.
 const PROGRAMS: [(&str, &str); 3] = [
@@ -16,22 +16,21 @@ const PROGRAMS: [(&str, &str); 3] = [
     ("/usr/bin/xwd", "x11-apps"),
     ("/usr/bin/xdotool", "xdotool"),
 ];
-/// The path of a dump in the host.
+/// Path in the host of the file with a dump of the display.
 const DUMP: &str = "/tmp/screen.xwd";
-/// Number of words of a dump's head, which a name follows. The constants below are the positions of
-/// the words used here.
+/// Number of 32-bit words of a dump's header; the window's name follows them.
 const HEAD_WORDS: usize = 25;
 const COLOUR_ENTRY: usize = 12;
 const PIXEL: usize = 4;
 
-/// Returns why no display can run here; `None` if it can.
+/// Returns why no display can run on this machine; `None` if one can.
 pub fn lacks() -> Option<String> {
     let missing = PROGRAMS.iter().find(|(path, _)| !Path::new(path).exists());
     missing.map(|(path, package)| format!("{path} is missing: install {package}"))
 }
 
-/// The display. Its server listens on the host's own sockets only, and ends with the host at the
-/// latest.
+/// A display of a host. Its X server listens only on sockets within the host, and ends with the
+/// host at the latest.
 #[derive(Debug)]
 pub struct Screen<'a> {
     host: &'a Host,
@@ -40,10 +39,7 @@ pub struct Screen<'a> {
 }
 
 impl<'a> Screen<'a> {
-    /// Starts a server in a host under the first free number.
-    ///
-    /// # Errors
-    /// The server does not start.
+    /// Starts an X server in a host, with the first free display number.
     pub fn start(host: &'a Host) -> Result<Screen<'a>> {
         let mut command = host.command(PROGRAMS[0].0);
         command.args([
@@ -55,8 +51,8 @@ impl<'a> Screen<'a> {
             "-nolisten",
             "tcp",
         ]);
-        // Without this the server resets when its last client leaves, for instance a dump, and
-        // refuses clients that connect at that moment.
+        // Without this option the server resets when its last client (for instance a dump)
+        // disconnects, and refuses clients that connect at that moment.
         command.arg("-noreset");
         let server = Running::start(command, Stdio::null())?;
         let number = eventually(STARTUP_TIMEOUT, || match server.out_so_far() {
@@ -78,10 +74,7 @@ impl<'a> Screen<'a> {
         &self.name
     }
 
-    /// Returns the picture.
-    ///
-    /// # Errors
-    /// The dump fails or is malformed.
+    /// Dumps the display and returns its pixels.
     pub fn picture(&self) -> Result<Picture> {
         let mut command = self.command(PROGRAMS[1].0);
         command.args(["-root", "-silent", "-out", DUMP]);
@@ -91,10 +84,10 @@ impl<'a> Screen<'a> {
         Picture::of_dump(&dump)
     }
 
-    /// Moves the mouse and presses its buttons, with arguments of xdotool.
+    /// Moves the mouse and presses its buttons. `words` are the arguments of xdotool.
     ///
     /// # Errors
-    /// xdotool refuses them.
+    /// xdotool refuses the arguments.
     pub fn mouse(&self, words: &str) -> Result<()> {
         let mut command = self.command(PROGRAMS[2].0);
         command.args(words.split_whitespace());
@@ -107,10 +100,10 @@ impl<'a> Screen<'a> {
         command
     }
 
-    /// Ends the server.
+    /// Ends the X server.
     ///
     /// # Errors
-    /// It cannot be ended.
+    /// The server cannot be ended.
     pub fn end(self) -> Result<()> {
         self.server.end_inside()
     }
@@ -120,10 +113,10 @@ impl<'a> Screen<'a> {
 pub type Colour = [u8; 3];
 /// The colour of the background.
 pub const BLACK: Colour = [0; 3];
-/// The other colour of a drawing with two.
+/// The foreground colour of a drawing with two colours.
 pub const WHITE: Colour = [255; 3];
 
-/// The picture on a display.
+/// The pixels of a display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
     width: usize,
@@ -159,7 +152,7 @@ impl Picture {
         })
     }
 
-    /// Returns the pixels of some lines and columns, line by line.
+    /// Returns the pixels within these lines and columns, line by line.
     pub fn part(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
         let rows = self
             .pixels
@@ -170,8 +163,8 @@ impl Picture {
             .collect()
     }
 
-    /// Returns the picture as text that tests can compare line by line: the colours in the order of
-    /// their first appearance, then each line of pixels as runs.
+    /// Returns the picture as a text that tests can compare line by line: first the colours in the
+    /// order of their appearance, then each line of pixels as runs of one colour.
     pub fn text(&self) -> String {
         let mut colours: Vec<Colour> = Vec::new();
         let mut lines = String::new();
@@ -199,7 +192,7 @@ impl Picture {
 mod tests {
     use super::*;
 
-    /// A dump of one line of pixels.
+    /// Returns a dump of a display with one line of pixels.
     fn dump(pixels: &[Colour]) -> Vec<u8> {
         let mut words = [0u32; HEAD_WORDS];
         let line = (pixels.len() * PIXEL) as u32;
@@ -224,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_is_read_and_told_in_words() {
+    fn dump_is_parsed_and_shown_as_text() {
         let picture = Picture::of_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
         assert_eq!(
             picture.text(),

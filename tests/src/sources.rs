@@ -1,4 +1,4 @@
-//! PVM's examples, built from the sources that Debian ships with our headers and libraries.
+//! Builds PVM's examples from Debian's copy of their sources, with our headers and libraries.
 
 use crate::needs::find_in_path;
 use crate::run::must;
@@ -10,18 +10,18 @@ use std::time::Duration;
 
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
-/// The folder of the archives in Debian.
+/// Folder in which Debian's package installs the archives.
 const PLACE: &str = "/usr/share/doc/pvm-examples";
 /// The archives; each contains one folder.
 const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
 
-/// A program: its name, its source file, further arguments for the compiler.
+/// A program, as (name, source file, further arguments of the compiler).
 type Program = (&'static str, &'static str, &'static [&'static str]);
 
-/// The source file that the examples of the mailbox share.
+/// Source file that all examples of the mailbox need in addition to their own.
 const HELPER: &[&str] = &["examples/taskf.c"];
 
-/// All examples. Debian has no binaries of the last two, so they are only built.
+/// All examples. Debian has no binaries of the last two, so tests only build these two.
 const PROGRAMS: [Program; 44] = [
     ("hello.pvm", "examples/hello.c", &[]),
     ("hello_other", "examples/hello_other.c", &[]),
@@ -81,7 +81,7 @@ const PROGRAMS: [Program; 44] = [
     ("ptest", "examples/ptest.c", &[]),
 ];
 
-/// Returns why the examples cannot be built here; `None` if they can.
+/// Returns why the examples cannot be built on this machine; `None` if they can.
 pub fn lacks() -> Option<String> {
     let compiler = ["gcc", "gfortran"]
         .into_iter()
@@ -94,10 +94,7 @@ pub fn lacks() -> Option<String> {
     missing.map(|path| format!("{} is missing: install pvm-examples", path.display()))
 }
 
-/// Builds all examples with what is installed under `prefix`, into `folder`.
-///
-/// # Errors
-/// A compiler fails; the error has its output.
+/// Builds all examples into `folder`, with the headers and libraries under `prefix`.
 pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
     let sources = folder.join("sources");
     fs::create_dir_all(&sources)?;
@@ -109,12 +106,12 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
             .arg(&sources);
         must(tar, COMPILE_TIMEOUT)?;
     }
-    // The Fortran sources look for the header next to their folder.
+    // The Fortran sources search for the header next to their own folder.
     std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
     for (name, source, more) in PROGRAMS {
         let fortran = source.ends_with(".f");
         let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
-        // These are Debian's options: the sources do not declare the types of functions, and some
+        // These are Debian's options. The sources do not declare the types of functions, and some
         // functions return nothing.
         compiler
             .args([

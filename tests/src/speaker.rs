@@ -1,4 +1,5 @@
-//! An agent that directs the guests of a host on behalf of its owner, like a load watcher.
+//! Runs an owner agent on a host: a program that directs the guests on behalf of the owner, like a
+//! load watcher.
 
 use crate::run::{Running, eventually, run};
 use crate::testbed::{Host, OLGA_UID, Testbed};
@@ -7,7 +8,7 @@ use serde_json::Value;
 use std::io::Write;
 use std::process::{ChildStdin, Stdio};
 
-/// The program `owner-speaks` on a host. Its last directive is in force until the program ends.
+/// The running program `owner-speaks` on a host. Its last directive applies until the program ends.
 #[derive(Debug)]
 pub struct Speaker {
     session: Running,
@@ -16,10 +17,7 @@ pub struct Speaker {
 }
 
 impl Speaker {
-    /// Starts the program, which is in the file `built`.
-    ///
-    /// # Panics
-    /// The program does not start or cannot join the virtual machine.
+    /// Starts the program on a host. `built` is the path of the program.
     pub fn new(vm: &Vm, host: &Host, built: &str) -> Speaker {
         let program = vm.home().join("owner-speaks");
         if !program.exists() {
@@ -37,7 +35,7 @@ impl Speaker {
         speaker
     }
 
-    /// Waits for the answer with this number. Returns its time.
+    /// Waits for the program's answer number `number`. Returns the time in the answer.
     fn hear(&self, number: usize) -> u64 {
         let heard = eventually(COMMAND_TIMEOUT, || {
             let out = self
@@ -59,11 +57,8 @@ impl Speaker {
             .map_or(0, |at| at.parse().expect("a time"))
     }
 
-    /// Gives a directive and waits until the daemon has received it. Returns its time in
-    /// microseconds since 1970.
-    ///
-    /// # Panics
-    /// The program does not answer.
+    /// Passes a directive to the program and waits until the daemon has received it. Returns the
+    /// time of the directive in microseconds since 1970.
     pub fn say(&mut self, word: &str) -> u64 {
         self.said += 1;
         let mut input = self.input.as_ref().expect("it listens");
@@ -82,10 +77,7 @@ impl Speaker {
     }
 }
 
-/// Runs `pvm owner ...` on a host as olga, who is no user of any virtual machine.
-///
-/// # Panics
-/// The command fails.
+/// Runs `pvm owner ...` on a host as olga, who has no virtual machine. Returns the output as JSON.
 pub fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
     let home = bed.folder().join("olga");
     let mut command = bed

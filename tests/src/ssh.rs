@@ -1,4 +1,4 @@
-//! ssh in a testbed: keys, daemons, client settings, and logins with a terminal.
+//! Sets up ssh in a testbed: keys, daemons and client settings. Also makes logins with a terminal.
 
 use crate::run::{Running, eventually, must};
 use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed};
@@ -12,7 +12,7 @@ use std::time::Duration;
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes the keys of users and hosts and the settings of clients and daemons, all in the testbed's
-/// folder. `remote` is the environment of commands that ssh starts.
+/// folder. `remote` is the environment of commands that are started through ssh.
 pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> {
     let all = folder.join("ssh");
     fs::create_dir_all(&all)?;
@@ -49,14 +49,13 @@ fn make_key(file: &Path, comment: &str) -> Result<String> {
     Ok(fs::read_to_string(public)?)
 }
 
-/// Returns the file with the client settings of `root`, `alice` or `olga`. On the hosts ssh finds
-/// the file without an option.
+/// Returns the path of the client settings of `root`, `alice` or `olga`. On the hosts ssh finds the
+/// file without an option.
 pub fn client_config(folder: &Path, user: &str) -> PathBuf {
     crate::testbed::home_of(folder, user).join(".ssh/config")
 }
 
-/// Returns a remote shell with this user's settings, for programs that do not find the settings
-/// without an option.
+/// Returns an ssh command with the settings of this user, for programs that run outside the hosts.
 pub fn remote_shell(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config(folder, user).display())
 }
@@ -92,7 +91,7 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
         .arg("-E")
         .arg(own.join("sshd.log"));
     must(command, STARTUP_TIMEOUT)?;
-    // sshd writes its process number after it has started to listen.
+    // sshd starts to listen before it writes its process number.
     eventually(STARTUP_TIMEOUT, || {
         if own.join("sshd.pid").exists() {
             Ok(())
@@ -102,7 +101,7 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
     })
 }
 
-/// A login with a terminal from the desk. Dropping it ends it.
+/// A login on a host, with a terminal, from the desk. Dropping ends the login.
 #[derive(Debug)]
 pub struct Login {
     session: Running,
@@ -110,10 +109,8 @@ pub struct Login {
 }
 
 impl Login {
-    /// Logs a user in on a host with `ssh -tt`, and waits until the host's utmp has the record.
-    ///
-    /// # Errors
-    /// ssh fails, or no record appears.
+    /// Logs in a user on a host with `ssh -tt`, and waits until the record of the login is in the
+    /// host's utmp.
     pub fn new(testbed: &Testbed, user: &str, host: &Host) -> Result<Login> {
         let before = crate::utmp::logins(host)?.len();
         let mut command = testbed.desk().command("ssh");
@@ -156,7 +153,7 @@ impl Login {
     pub fn out(mut self) -> Result<()> {
         use std::io::Write;
         if let Some(mut input) = self.input.take() {
-            // The shell may have ended already.
+            // The shell may have ended before, so an error is ignored.
             let _ = input.write_all(b"exit\n");
         }
         let session = &mut self.session;

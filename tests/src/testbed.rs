@@ -1,8 +1,9 @@
-//! A testbed: a desk and hosts h1..hN on one bridge, all in namespaces of their own.
+//! A testbed: a desk and hosts h1..hN on one bridge, each in its own namespaces.
 //!
-//! The bridge is in the network namespace of the desk, so nothing appears in the machine's network,
-//! any number of testbeds can exist at once, and the kernel removes all of it when the testbed's
-//! process ends. A killed process leaves one folder, which the desk or the next testbed removes.
+//! The bridge is in the network namespace of the desk. Therefore nothing appears in the machine's
+//! network, any number of testbeds can exist at once, and the kernel removes the network when the
+//! testbed's process ends. A testbed whose process was killed leaves one folder, which the desk or
+//! the next testbed removes.
 
 use crate::hosts::HostPlan;
 use crate::run::{Done, Running, eventually, must, run};
@@ -18,21 +19,21 @@ use std::time::Duration;
 
 /// Upper bound of the hosts of a testbed.
 pub const HOSTS_MAX: usize = 32;
-/// First three bytes of the addresses. The network is closed, so it cannot collide with another
-/// one.
+/// First three bytes of the hosts' addresses. The network has no connection to other networks, so
+/// the addresses cannot collide.
 pub const NETWORK: &str = "10.77.0";
-/// Uid of the ordinary user `alice`, known on all hosts.
+/// Uid of the ordinary user `alice`, who has an account on all hosts.
 pub const ALICE_UID: u32 = 21_001;
-/// Uid of the ordinary user `olga`, the owner of the hosts.
+/// Uid of the ordinary user `olga`, who is the owner of the hosts.
 pub const OLGA_UID: u32 = 21_002;
-/// Time for any program to start on a loaded machine.
+/// Time limit for a program to start on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
-/// The parent of the folders of all testbeds. All users can access it, whatever TMPDIR is.
+/// Parent of the folders of all testbeds. All users can access it, whatever TMPDIR is.
 const TOP: &str = "/tmp";
-/// Beginning of the name of a testbed's folder, before its process number.
+/// Beginning of the name of a testbed's folder. The number of the testbed's process follows.
 const FOLDER: &str = "sempa-testbed-";
 
-/// One host of the testbed, or the desk.
+/// A host of the testbed, or the desk.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -43,7 +44,7 @@ pub struct Host {
     lifeline: Option<ChildStdin>,
 }
 
-/// The hosts, and the desk: one more machine on their network.
+/// The hosts, and the desk: an additional machine on their network.
 #[derive(Debug)]
 pub struct Testbed {
     folder: PathBuf,
@@ -65,12 +66,12 @@ struct Wanted<'a> {
 }
 
 impl Testbed {
-    /// Makes `count` hosts named h1, h2, … All hosts share the folders in `keep`. `prefix` is where
-    /// the programs are installed.
+    /// Makes `count` hosts named h1, h2, …. The folders in `keep` are visible on all hosts.
+    /// `prefix` is where the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses. Nothing is left of the
-    /// testbed then.
+    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses. Nothing of the testbed
+    /// remains.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
         Testbed::make(&Wanted {
             count,
@@ -81,11 +82,8 @@ impl Testbed {
         })
     }
 
-    /// As [`Testbed::new`]. `SEMPA_CRIU` is [`Testbed::engine`] on all hosts, a link to the real
-    /// CRIU that a test may replace, and daemons stop at breakpoints in [`Testbed::steps`].
-    ///
-    /// # Errors
-    /// As [`Testbed::new`].
+    /// As [`Testbed::new`]. On all hosts `SEMPA_CRIU` is [`Testbed::engine`], a link to the real
+    /// CRIU that a test may replace. Daemons stop at breakpoints in [`Testbed::steps`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
         Testbed::make(&Wanted {
             count,
@@ -211,23 +209,18 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Takes host number `i` off the network, or puts it back.
-    ///
-    /// # Errors
-    /// The kernel refuses.
+    /// Connects host number `i` to the network if `on` is true; disconnects it otherwise.
     pub fn plug(&self, i: usize, on: bool) -> Result<()> {
         self.desk
             .ip(&format!("link set p{i} {}", if on { "up" } else { "down" }))
             .map(drop)
     }
 
-    /// Cuts the connection between two hosts, or restores it. All others still reach both.
-    ///
-    /// # Errors
-    /// The kernel refuses.
+    /// Interrupts the connection between hosts `i` and `j` if `apart` is true; restores it
+    /// otherwise. All other hosts can reach both of them.
     pub fn part(&self, i: usize, j: usize, apart: bool) -> Result<()> {
         for (here, there) in [(i, j), (j, i)] {
-            // Frames for the other host go to an unused address.
+            // Frames for the other host are sent to an unused hardware address.
             let line = if apart {
                 format!(
                     "neigh replace {NETWORK}.{there} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
@@ -240,16 +233,13 @@ impl Testbed {
         Ok(())
     }
 
-    /// Replaces `/tmp` of host number `i`, which is in memory, by a folder on the disk.
-    ///
-    /// # Errors
-    /// The kernel refuses.
+    /// Replaces the `/tmp` of host number `i`, which is in memory, by a folder on the disk.
     pub fn put_tmp_on_disk(&self, i: usize) -> Result<()> {
         let disk = self.folder.join(format!("h{i}-tmp"));
         fs::create_dir_all(&disk)?;
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
         let mut line = format!("mount --bind {} /tmp", disk.display());
-        // The testbed's folder, and perhaps the programs, are below `/tmp`: they must stay visible.
+        // The testbed's folder, and perhaps the programs, are below `/tmp` and must stay visible.
         let kept = [Some(&self.folder), self.prefix.as_ref()]
             .into_iter()
             .flatten();
@@ -298,33 +288,34 @@ impl Testbed {
         &self.hosts
     }
 
-    /// Returns the desk: it is no host of a virtual machine, and on the same network.
+    /// Returns the desk. It is on the network of the hosts, and belongs to no virtual machine.
     pub fn desk(&self) -> &Host {
         &self.desk
     }
 
-    /// Returns the testbed's folder, which all hosts share under the same path.
+    /// Returns the testbed's folder. All hosts share it under the same path.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Returns `SEMPA_CRIU` of all hosts: the testbed's own engine, or that of this process.
+    /// Returns the value of `SEMPA_CRIU` on all hosts: the testbed's own engine, or the engine of
+    /// this process.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
     }
 
-    /// Returns `SEMPA_TEST_STEPS` of all hosts: the folder of breakpoints
+    /// Returns the value of `SEMPA_TEST_STEPS` on all hosts: the folder of breakpoints
     /// ([`crate::faults::Breakpoint`]).
     pub fn steps(&self) -> Option<&Path> {
         self.steps.as_deref()
     }
 
-    /// Returns where the programs are installed on the machine.
+    /// Returns the folder on the machine where the programs are installed.
     pub fn prefix(&self) -> Option<&Path> {
         self.prefix.as_deref()
     }
 
-    /// Returns root's home, which all hosts share.
+    /// Returns the home folder of root, which all hosts share.
     pub fn home(&self) -> PathBuf {
         home_of(&self.folder, "root")
     }
@@ -396,22 +387,24 @@ impl Host {
         &self.name
     }
 
-    /// Returns process 1 of the host, by its number on the machine.
+    /// Returns the number on the machine of the host's process 1.
     pub fn init(&self) -> u32 {
         self.init
     }
 
-    /// Returns the path on the machine of a path in the host.
+    /// Converts a path in the host to a path on the machine.
     pub fn path(&self, inside: &str) -> PathBuf {
         Path::new(&format!("/proc/{}/root", self.init)).join(inside.trim_start_matches('/'))
     }
 
-    /// Returns a command in the host, as root, in root's home, with a plain environment.
+    /// Returns a command that runs in the host as root, in root's home folder, with a minimal
+    /// environment.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         self.command_as(None, program)
     }
 
-    /// Returns a command in the host as an ordinary user: (name, uid, home).
+    /// Returns a command that runs in the host as `user`, an ordinary user given as (name, uid,
+    /// home); as root if `user` is `None`.
     pub fn command_as(
         &self,
         user: Option<(&str, u32, &Path)>,
@@ -451,25 +444,19 @@ impl Host {
         command
     }
 
-    /// Runs a shell line in the host as root.
-    ///
-    /// # Errors
-    /// The shell does not start or does not end in time.
+    /// Runs a command line with the shell, in the host, as root.
     pub fn shell(&self, line: &str, deadline: Duration) -> Result<Done> {
         let mut command = self.command("/bin/sh");
         command.args(["-c", line]);
         run(command, deadline)
     }
 
-    /// Starts a command in the host and returns.
-    ///
-    /// # Errors
-    /// The command does not start.
+    /// Starts a command that was made for the host, and returns without waiting for its end.
     pub fn start_command(&self, command: Command) -> Result<Running> {
         Running::start(command, Stdio::null())
     }
 
-    /// Returns the processes of the host except for its first one: (number on the machine, command
+    /// Returns the processes of the host except for process 1, as (number on the machine, command
     /// line).
     pub fn processes(&self) -> Vec<(u32, String)> {
         let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else {
@@ -484,7 +471,8 @@ impl Host {
             else {
                 continue;
             };
-            // Compares network namespaces, because tasks have process-id namespaces of their own.
+            // Network namespaces are compared, because tasks have process-id namespaces of their
+            // own.
             let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
             if inside && pid != self.init {
                 let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -515,7 +503,7 @@ impl Host {
             let Ok(pid) = i32::try_from(pid) else {
                 continue;
             };
-            // The process may have ended meanwhile.
+            // The process may have ended since it was listed.
             if nix::sys::signal::kill(
                 nix::unistd::Pid::from_raw(pid),
                 nix::sys::signal::Signal::SIGKILL,
@@ -566,8 +554,8 @@ impl Drop for Host {
     }
 }
 
-/// Returns where the programs are installed in the hosts: under the same path, unless ordinary
-/// users cannot access it.
+/// Returns where the programs are installed, as seen in the hosts: under the same path, unless
+/// ordinary users cannot access that path.
 pub(crate) fn place_of(prefix: &Path) -> PathBuf {
     let open = |folder: &Path| {
         fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005)
@@ -579,7 +567,7 @@ pub(crate) fn place_of(prefix: &Path) -> PathBuf {
     }
 }
 
-/// Returns the search path of commands in a host.
+/// Returns the value of PATH for commands in a host.
 pub(crate) fn path_of(prefix: Option<&Path>) -> String {
     let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     match prefix {
@@ -605,7 +593,7 @@ fn make_folder() -> Result<PathBuf> {
     bail!("{} is full of testbeds", top.display())
 }
 
-/// Removes the folders of testbeds whose process and desk were killed.
+/// Removes the folders of testbeds of which both the process and the desk were killed.
 fn remove_what_dead_ones_left() {
     for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -622,13 +610,13 @@ fn remove_what_dead_ones_left() {
     }
 }
 
-/// Returns the home of `root`, `alice` or `olga` on all hosts.
+/// Returns the home folder of `root`, `alice` or `olga`.
 pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
     folder.join(if user == "root" { "home" } else { user })
 }
 
-/// Writes the files that replace those of /etc on all hosts: names of the hosts, and two ordinary
-/// users.
+/// Writes the files that replace files of /etc on all hosts: the host table, and the accounts with
+/// two additional ordinary users.
 fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     let mut hosts = format!("127.0.0.1 localhost\n{NETWORK}.254 desk\n");
     for (i, name) in (1..).zip(names) {
@@ -688,10 +676,10 @@ pub fn left(host: &Host) -> u64 {
         .expect("the ninth is what was sent")
 }
 
-/// Waits until a host has no process whose command line holds `word`.
+/// Waits until no process of a host has `word` in its command line.
 ///
 /// # Errors
-/// There still is one at the deadline; the error names it.
+/// Such a process remains at the deadline; the error names it.
 pub fn gone(host: &Host, word: &str, deadline: Duration) -> Result<()> {
     eventually(deadline, || {
         let left: Vec<String> = host

@@ -1,8 +1,8 @@
-//! A school's timetable as a problem for tablix2, and the check of its solution.
+//! Generates a school's timetable as a problem for tablix2, and checks the solution.
 //!
-//! The generator makes a valid timetable and drops times and rooms, so a solution exists. Two soft
-//! constraints (no holes, free first lessons) conflict, so the search ends only when nothing
-//! improves for a while.
+//! The generator makes a valid timetable and removes its times and rooms, so a solution exists. Two
+//! soft constraints (no holes, free first lessons) conflict, so the search ends only when there has
+//! been no improvement for some time.
 
 use crate::rng::Rng;
 use anyhow::{Context, Result, bail};
@@ -12,19 +12,18 @@ use std::fmt::Write;
 /// The size of the school.
 #[derive(Clone, Copy, Debug)]
 pub struct School {
-    /// The number of classes, and of rooms.
+    /// Number of classes; also the number of rooms.
     pub classes: usize,
     pub teachers: usize,
     /// Days of a school week.
     pub days: usize,
-    /// Lessons of each day.
+    /// Number of lessons per day.
     pub lessons: usize,
-    /// Lessons at the same time, at most `classes`.
+    /// Number of lessons that take place at the same time, at most `classes`.
     pub at_once: usize,
 }
 
-/// The school of the demo: with [`PATIENCE`] the search takes half a minute to a minute on two
-/// cores.
+/// The school of the demo. With [`PATIENCE`] the search takes 30 to 60 seconds on two cores.
 pub const SCHOOL: School = School {
     classes: 14,
     teachers: 18,
@@ -32,10 +31,10 @@ pub const SCHOOL: School = School {
     lessons: 7,
     at_once: 10,
 };
-/// tablix2's `finish`: populations without improvement after which a kernel stops.
+/// tablix2's option `finish`: number of populations without improvement after which a kernel stops.
 pub const PATIENCE: &str = "finish=1300";
 
-/// Returns the problem in tablix2's XML.
+/// Returns the problem as XML for tablix2.
 pub fn problem(school: School, seed: u64) -> String {
     let mut rng = Rng::new(seed);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
@@ -105,10 +104,10 @@ fn resources(xml: &mut String, kind: &str, count: usize) {
     );
 }
 
-/// The result of a check.
+/// A solution that violates no hard constraint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Solution {
-    /// tablix2's measure of the soft constraints that are not met.
+    /// tablix2's measure of the violated soft constraints; lower is better.
     pub fitness: u64,
     /// The number of lessons in the table.
     pub lessons: usize,
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_uses_somebody_twice_is_no_solution() {
+    fn teacher_used_twice_is_no_solution() {
         let head = "\"Title\",\"x\"\n\"Fitness\",18\n\"Event name\",\"teacher\",\"class\",\"time\",\"room\"\n";
         let good = format!(
             "{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n"

@@ -1,14 +1,14 @@
-//! Reads a host's utmp file, which the real sshd writes.
+//! Reads a host's utmp file, which the real sshd of the host writes.
 
 use crate::testbed::Host;
 use anyhow::{Context, Result};
 
-/// Size of one record of glibc on 64-bit Linux (`struct utmp`).
+/// Size of a record (`struct utmp`) of glibc on 64-bit Linux.
 const RECORD_BYTES: usize = 384;
 /// The type of a record of a logged-in user.
 const USER_PROCESS: i16 = 7;
 
-/// The record of a login.
+/// A record of a login.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub user: String,
@@ -16,14 +16,11 @@ pub struct Record {
     pub line: String,
     /// The host from which the user has logged in.
     pub from: String,
-    /// The time in microseconds since 1970.
+    /// Time of the login in microseconds since 1970.
     pub at_us: u64,
 }
 
-/// Returns the users that are logged in on a host, by its utmp file.
-///
-/// # Errors
-/// The file cannot be read.
+/// Returns the logins that the utmp file of a host lists.
 pub fn logins(host: &Host) -> Result<Vec<Record>> {
     let bytes = std::fs::read(host.path("/run/utmp")).context("utmp of the host")?;
     Ok(bytes

@@ -15,22 +15,25 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for one command of the console on a loaded machine, including migrations of much memory.
+/// Time limit for one command of the console on a loaded machine. Migrations with much memory
+/// finish within it.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time until lost hosts are members again.
+/// Time limit for lost hosts to become members again.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Lines of a host's log that a failed test shows.
+/// Number of lines of a host's log that are shown when a test fails.
 const LOG_LINES_SHOWN: usize = 150;
 
-/// The text of a temporary refusal: a task that has just been spawned is not enrolled.
+/// Part of the message with which the console refuses a task that has been spawned and is not
+/// enrolled yet. The refusal is temporary.
 const NOT_YET: &str = "it is not connected to its daemon";
 
-/// Events that a failed test shows.
+/// Number of events that are shown when a test fails.
 const EVENTS_SHOWN: usize = 100;
 
-/// Formats the newest events. Leaves out those of consoles, because a waiting test starts many.
+/// Formats the newest events. Omits those of consoles, because a test that waits starts many
+/// consoles.
 fn newest_of(events: &[Entry]) -> String {
     let asking = |entry: &Entry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
@@ -58,16 +61,17 @@ fn newest_of(events: &[Entry]) -> String {
 /// Settings of a virtual machine.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// The command of `PVM_RM`. Without one the daemons place round robin.
+    /// The command in `PVM_RM` that starts the resource manager. If `None`, the daemons place tasks
+    /// round robin.
     pub rm: Option<String>,
-    /// True if the user is alice, not root.
+    /// True if the user of the virtual machine is alice; otherwise it is root.
     pub as_alice: bool,
     /// Additional environment variables of daemons and commands on h1.
     pub env: Vec<(String, String)>,
 }
 
 impl Settings {
-    /// Returns environment variables in the form of [`Settings::env`].
+    /// Converts environment variables to the form of [`Settings::env`].
     pub fn env_of(variables: &[(&str, &str)]) -> Vec<(String, String)> {
         let variables = variables.iter();
         variables
@@ -79,21 +83,21 @@ impl Settings {
 /// One line of `pvm ps -a --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Task {
-    /// Its tid as printed, `t40001`.
+    /// The tid as the console prints it, such as `t40001`.
     pub tid: String,
-    /// Name of the host where it runs.
+    /// Name of the host where the task runs.
     pub host: Option<String>,
-    /// Its program; empty for a task from a command line.
+    /// Name of the program; empty for a task that was started from a command line.
     pub name: String,
-    /// Process number on its host.
+    /// Process number on the task's host.
     pub pid: i32,
-    /// PVM's flags; 4: connected to its daemon.
+    /// PVM's flags; the bit 4 means that the task is connected to its daemon.
     pub flags: i32,
-    /// True while it migrates.
+    /// True while the task migrates.
     pub moving: bool,
-    /// True if it is paused for the owner of its host.
+    /// True if the task is paused for the owner of its host.
     pub stopped: bool,
-    /// True if it is suspended, until a user resumes it.
+    /// True if the task is suspended, until a user resumes it.
     pub suspended: bool,
 }
 
@@ -116,7 +120,7 @@ pub struct Vm<'a> {
     settings: Settings,
 }
 
-/// A result without which a test cannot continue.
+/// A result that a test needs in order to continue.
 pub trait Sure<T> {
     /// Returns the value.
     ///
@@ -164,7 +168,7 @@ impl<'a> Vm<'a> {
         self.bed
     }
 
-    /// Returns the home folder of its user, which all hosts share.
+    /// Returns the home folder of the virtual machine's user. All hosts share it.
     pub fn home(&self) -> PathBuf {
         let user = if self.settings.as_alice {
             "alice"
@@ -174,7 +178,8 @@ impl<'a> Vm<'a> {
         home_of(self.bed.folder(), user)
     }
 
-    /// Returns a command on a host with the environment of this virtual machine's user.
+    /// Returns a command that runs `program` on a host with the environment of the virtual
+    /// machine's user.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         let home = self.home();
         let mut command = if self.settings.as_alice {
@@ -198,28 +203,22 @@ impl<'a> Vm<'a> {
         command
     }
 
-    /// Runs a one-shot command of the console on h1. A failure of the command is no error.
-    ///
-    /// # Errors
-    /// The console does not start or does not end.
+    /// Runs the console on h1 with one command. A failure of the command is no error.
     pub fn pvm(&self, words: &[&str]) -> Result<Done> {
         self.pvm_on(self.bed.host(1), words)
     }
 
-    /// As [`Vm::pvm`] on any host.
-    ///
-    /// # Errors
-    /// The console does not start or does not end.
+    /// As [`Vm::pvm`], on any host.
     pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<Done> {
         let mut command = self.command(host, self.prefix.join("bin/pvm"));
         command.args(words);
         run(command, COMMAND_TIMEOUT)
     }
 
-    /// Runs a one-shot command with `--json` and returns its values, one per line.
+    /// Runs the console with `--json` and one command. Returns the printed values.
     ///
     /// # Errors
-    /// The command fails, or its output is no JSON.
+    /// The command fails, or its output is not JSON.
     pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
         let words = [&["--json"], words].concat();
         let done = self
@@ -231,10 +230,7 @@ impl<'a> Vm<'a> {
             .collect()
     }
 
-    /// Adds hosts by name with one command.
-    ///
-    /// # Errors
-    /// A host cannot be added; the error has the reason.
+    /// Adds hosts by name, with one command of the console.
     pub fn add(&self, hosts: &[&str]) -> Result<()> {
         let mut words = vec!["add"];
         words.extend(hosts);
@@ -258,10 +254,11 @@ impl<'a> Vm<'a> {
             .collect())
     }
 
-    /// Adds those of these hosts that are not in the virtual machine.
+    /// Adds the hosts of `hosts` that are not in the virtual machine. Repeats the command until all
+    /// are members.
     ///
     /// # Errors
-    /// A host cannot be added in time.
+    /// A host is no member within the time limit.
     pub fn take_in(&self, hosts: &[&Host]) -> Result<()> {
         eventually(JOIN_TIMEOUT, || {
             let here = self.hosts().map_err(|error| error.to_string())?;
@@ -272,7 +269,7 @@ impl<'a> Vm<'a> {
             if missing.is_empty() {
                 return Ok(());
             }
-            // A daemon that has lost its master may still be running.
+            // A daemon that has lost its master may still run; then the host cannot be added yet.
             self.add(&missing).map_err(|error| format!("{error:#}"))
         })
     }
@@ -301,10 +298,7 @@ impl<'a> Vm<'a> {
         self.events_from(0)
     }
 
-    /// Returns the events from this number on.
-    ///
-    /// # Errors
-    /// The console fails.
+    /// Returns the events with this number and later ones.
     pub fn events_from(&self, number: u64) -> Result<Vec<Entry>> {
         let values = self.json(&["events", "--from", &number.to_string()])?;
         values
@@ -313,10 +307,11 @@ impl<'a> Vm<'a> {
             .collect()
     }
 
-    /// Waits for an event.
+    /// Waits for an event that `is_it` accepts, and returns it. `what` describes the event in the
+    /// error.
     ///
     /// # Errors
-    /// It does not happen in time; the error has the newest events.
+    /// The event does not happen before the deadline; the error has the newest events.
     pub fn event(
         &self,
         deadline: Duration,
@@ -338,20 +333,18 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Waits until a job has rolled back to its newest checkpoint for this reason.
+    /// Waits until a job has rolled back to its newest checkpoint for this reason. Returns the
+    /// event.
     ///
     /// # Errors
-    /// It does not roll back in time.
+    /// No job rolls back for this reason before the deadline.
     pub fn went_back(&self, deadline: Duration, reason: &str) -> Result<Entry> {
         let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
         self.event(deadline, "a job that went back", is_it)
     }
 
-    /// Spawns one task with options of the console's spawn, such as `-h2`, and waits until it has
-    /// connected to its daemon. Returns its tid.
-    ///
-    /// # Errors
-    /// The task cannot be spawned.
+    /// Spawns one task with arguments of the console's `spawn` command, such as `-h2`. Waits until
+    /// the task has connected to its daemon. Returns its tid.
     pub fn spawn(&self, words: &[&str]) -> Result<String> {
         let mut all = vec!["spawn"];
         all.extend(words);
@@ -380,11 +373,12 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
-    /// Migrates a task with the console as soon as an earlier migration is complete. A failure of
-    /// the migration is no error.
+    /// Migrates a task with the console. Repeats the command while the task is not connected to its
+    /// daemon, for instance because an earlier migration is not complete. A failure of the
+    /// migration is no error.
     ///
     /// # Errors
-    /// The task does not become ready, or the console does not end.
+    /// The task does not connect within the time limit, or the console does not end.
     pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<Done> {
         eventually(COMMAND_TIMEOUT, || match self.migrate(tid, host) {
             Ok(done) if done.err.contains(NOT_YET) => Err(done.err),
@@ -392,10 +386,7 @@ impl<'a> Vm<'a> {
         })?
     }
 
-    /// Migrates a task with the console, as soon as the task is enrolled.
-    ///
-    /// # Panics
-    /// The migration fails. The message has the console's output, the newest events and the logs.
+    /// Migrates a task with the console as soon as the task is connected to its daemon.
     pub fn must_migrate(&self, tid: &str, host: &str) {
         match self.migrate_when_ready(tid, host) {
             Ok(done) if done.good() => {}
@@ -403,23 +394,18 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// Starts a migration with the console and returns.
-    ///
-    /// # Errors
-    /// The console does not start.
+    /// Starts a migration with the console, and returns without waiting for its end.
     pub fn start_migrate(&self, tid: &str, host: &str) -> Result<Running> {
         self.start_pvm(&["migrate", tid, host])
     }
 
-    /// Starts the console on h1 with this command and returns.
-    ///
-    /// # Errors
-    /// The console does not start.
+    /// Starts the console on h1 with one command, and returns without waiting for its end.
     pub fn start_pvm(&self, words: &[&str]) -> Result<Running> {
         Running::start(self.pvm_command(words), Stdio::null())
     }
 
-    /// Returns the console on h1 with these arguments; without arguments it reads commands.
+    /// Returns a command that runs the console on h1 with these arguments. Without arguments the
+    /// console reads commands from standard input.
     pub fn pvm_command(&self, words: &[&str]) -> Command {
         let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
         command.args(words);
@@ -441,10 +427,7 @@ impl<'a> Vm<'a> {
             .with_context(|| format!("{tid} runs on no known host"))
     }
 
-    /// Compiles a C program of the tests into the folder where spawn searches.
-    ///
-    /// # Errors
-    /// gcc fails; the error has its output.
+    /// Compiles a C program of the tests into the folder where `spawn` searches. Returns its path.
     pub fn program(&self, name: &str) -> Result<PathBuf> {
         let prefix = self
             .bed
@@ -453,11 +436,8 @@ impl<'a> Vm<'a> {
         programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
     }
 
-    /// Returns the times in which a task of the program `busy` did not run, by its own clock: begin
-    /// and end in microseconds since 1970, oldest first.
-    ///
-    /// # Errors
-    /// The task does not answer.
+    /// Returns the intervals in which a task of the test program `busy` did not run, by the task's
+    /// own clock, as (begin, end) in microseconds since 1970, oldest first.
     pub fn gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
         let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
         command.args(["ask", tid]);
@@ -499,7 +479,7 @@ impl<'a> Vm<'a> {
     /// Waits until no host has a daemon or a tasker.
     ///
     /// # Errors
-    /// There still is one; the error names it.
+    /// Such a process remains at the deadline; the error names it.
     pub fn is_gone(&self, deadline: Duration) -> Result<()> {
         for host in self.bed.hosts() {
             crate::testbed::gone(host, "pvmd", deadline)?;
@@ -508,10 +488,10 @@ impl<'a> Vm<'a> {
         Ok(())
     }
 
-    /// Ends the virtual machine and waits until no process of it is left on any host.
+    /// Halts the virtual machine and waits until no process of it remains on any host.
     ///
     /// # Errors
-    /// A process is left; the error names it.
+    /// A process remains; the error names it.
     pub fn halt(&self) -> Result<()> {
         self.pvm(&["halt"])?.expect_good("halt")?;
         for host in self.bed.hosts() {

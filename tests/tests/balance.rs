@@ -1,5 +1,5 @@
-//! Load balancing on unequal hosts: control groups give them different shares of the processors.
-//! Tasks migrate for a predicted gain, and a balanced farm is left alone.
+//! Rebalancing on hosts with different shares of the processors, which are set by control groups. A
+//! task migrates if a gain is predicted; in a balanced farm no task migrates.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::MigrationCause;
@@ -12,10 +12,10 @@ use serde_json::Value;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Time for all of the work on a loaded machine.
+/// Time limit for all work of the farm on a loaded machine.
 const FARM_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Makes hosts with these shares of a processor.
+/// Makes hosts, one for each of these shares of a processor.
 fn hosts(shares: &[f64]) -> Unequal {
     require(lacks().or_else(limits::lacks));
     prefix()
@@ -23,7 +23,7 @@ fn hosts(shares: &[f64]) -> Unequal {
         .unwrap_or_else(|error| panic!("no hosts: {error:#}"))
 }
 
-/// Converts seconds of a processor to units of work.
+/// Converts seconds of processor time to units of work. `unit` is the number of seconds per unit.
 fn units(unit: f64, seconds: &[f64]) -> Vec<u32> {
     seconds
         .iter()
@@ -42,7 +42,7 @@ fn tids(farm: &Running, count: usize) -> Vec<String> {
     eventually(TIMEOUT, look).expect("tasks are spawned")
 }
 
-/// Waits for the end of the farm, and checks that each task has done its work once, with the right
+/// Waits for the end of the farm. Checks that each task has done its work once, with the correct
 /// result.
 fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     let done = farm
@@ -56,7 +56,7 @@ fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     harvest
 }
 
-/// Returns the migrations for load balancing: tasks and their new hosts.
+/// Returns the migrations for rebalancing, as (tid, index of the new host).
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
         EventKind::Migrated {
@@ -74,7 +74,7 @@ fn shifts(vm: &Vm) -> Vec<(String, u16)> {
         .collect()
 }
 
-/// Returns predicted gain and cost of each decided migration of a task, in microseconds.
+/// Returns (predicted gain, predicted cost) of each decided migration of a task, in microseconds.
 fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     let answer = vm
         .json(&["why", tid])
@@ -89,14 +89,14 @@ fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     decisions.iter().filter_map(go).collect()
 }
 
-/// A task on a slow host migrates to a host that has finished its work, and no other task migrates.
+/// A task on a slow host migrates to a host that has finished its work. No other task migrates.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and processor control groups"]
-fn a_farm_is_balanced_once_and_then_left_alone() {
+fn unbalanced_farm_is_rebalanced_once() {
     let hosts = hosts(&[0.5, 0.1, 0.5]);
     let vm = hosts.start().expect("a virtual machine");
-    // Without a resource manager the daemons place in turn: one on the slow h2, a short one on h3,
-    // a long one on h1.
+    // Without a resource manager the daemons place round robin: one task is on the slow h2, a short
+    // one on h3, and a long one on h1.
     let units = units(hosts.unit().expect("gcc"), &[12.0, 1.0, 20.0]);
     let farm = hosts.farm(&vm, None, &units).expect("it starts");
     let tids = tids(&farm, 3);
@@ -137,7 +137,7 @@ fn a_farm_is_balanced_once_and_then_left_alone() {
     reap(&vm, farm, 3);
 
     let moved = shifts(&vm);
-    // All other tasks were on the best hosts, and stayed.
+    // All other tasks were on the best hosts, so they did not migrate.
     let whole = [(tids[0].clone(), u16::try_from(to).expect("a host"))];
     assert_eq!(moved, whole, "{}", vm.logs());
     let expected = predicted(&vm, &tids[0]);

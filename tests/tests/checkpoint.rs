@@ -1,4 +1,5 @@
-//! Jobs with checkpoints lose hosts or everything, and still finish with the right result.
+//! Jobs with checkpoints lose hosts or the whole virtual machine, and still finish with the correct
+//! result.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -16,7 +17,7 @@ fn pvm(vm: &Vm, words: &[&str]) -> Done {
     vm.pvm(words).sure(vm)
 }
 
-/// Makes a checkpoint of a job and returns its name.
+/// Makes a checkpoint of a job. Returns its name.
 fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     let all = [&["checkpoint"], words].concat();
     let values = vm.json(&all).sure(vm);
@@ -28,7 +29,7 @@ fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
-/// Returns all files below a folder.
+/// Returns the paths of all files below a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();
@@ -45,10 +46,11 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A job is restarted from a checkpoint after the old virtual machine has ended, on other hosts.
+/// After the virtual machine has ended, a new one restarts the job from a checkpoint on other
+/// hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_restarts_in_a_new_virtual_machine() {
+fn job_restarts_in_new_virtual_machine() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -100,8 +102,8 @@ fn a_job_restarts_in_a_new_virtual_machine() {
     vm.halt().expect("halts");
 }
 
-/// Checkpoints are removed by name and by job, except for the one to which a running job goes back.
-/// The list says which jobs have ended.
+/// Checkpoints are removed by name and by job, except for the one to which a running job rolls
+/// back. The list shows which jobs have ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn checkpoints_are_listed_and_removed() {
@@ -168,10 +170,10 @@ fn checkpoints_are_listed_and_removed() {
     vm.halt().expect("halts");
 }
 
-/// A job goes back to its newest checkpoint, twice in a row.
+/// When a host is killed the job rolls back to its newest checkpoint. This happens twice.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_when_a_host_is_killed() {
+fn job_rolls_back_when_host_is_killed() {
     let bed = testbed(4);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
@@ -204,10 +206,10 @@ fn a_job_goes_back_when_a_host_is_killed() {
     vm.halt().expect("halts");
 }
 
-/// A job goes back to its newest checkpoint, twice in a row.
+/// When a tasker is killed the job rolls back to its newest checkpoint. This happens twice.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_when_a_tasker_is_killed() {
+fn job_rolls_back_when_tasker_is_killed() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -225,11 +227,11 @@ fn a_job_goes_back_when_a_tasker_is_killed() {
     vm.halt().expect("halts");
 }
 
-/// The target has no such file. It is copied there if its folder exists, and has each line once in
-/// the end.
+/// A task migrates with its log file, which the target does not have. The file is copied to the
+/// target if the folder exists there. At the end the log has each line once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_log_moves_along_and_has_each_line_once() {
+fn log_file_migrates_with_each_line_once() {
     let bed = testbed(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
@@ -243,7 +245,7 @@ fn a_log_moves_along_and_has_each_line_once() {
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("ring_job").expect("gcc");
-    // Each host has its own folder of this name.
+    // Each host has its own folder with this name.
     let place = |host: usize| bed.host(host).path("/tmp/ring");
     std::fs::create_dir(place(2)).expect("made");
     let workers = WORKERS.to_string();
@@ -266,10 +268,10 @@ fn a_log_moves_along_and_has_each_line_once() {
     vm.halt().expect("halts");
 }
 
-/// With a resource manager: the job rolls back, one of its tasks migrates, and the job finishes.
+/// With a resource manager, the job rolls back, one of its tasks migrates, and the job finishes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_restarted_job_can_move_and_finish() {
+fn rolled_back_job_migrates_and_finishes() {
     let bed = testbed(3);
     let settings = Settings {
         rm: Some("pvm-rm".into()),
@@ -296,7 +298,7 @@ fn a_restarted_job_can_move_and_finish() {
         }
     });
     all.sure(&vm);
-    // A checkpoint may be in progress.
+    // The migration is refused while a checkpoint is in progress, so it is repeated.
     let moved = eventually(TIMEOUT, || {
         let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
             "h3"
@@ -313,11 +315,11 @@ fn a_restarted_job_can_move_and_finish() {
     vm.halt().expect("halts");
 }
 
-/// Owners return to all hosts, so no host takes the job: it is checkpointed and ended, and restarts
-/// when an owner leaves.
+/// Owners are present on all hosts, so no host accepts the job. The resource manager makes a
+/// checkpoint and ends the job, and restarts it when an owner leaves.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_parked_job_restarts_when_the_owner_leaves() {
+fn vacated_job_restarts_when_owner_leaves() {
     let bed = testbed(2);
     let settings = Settings {
         rm: Some("pvm-rm --policy load".into()),
@@ -375,7 +377,8 @@ fn a_parked_job_restarts_when_the_owner_leaves() {
     vm.halt().expect("halts");
 }
 
-/// The store shows nothing of what a task holds, and a checkpoint with a changed byte is refused.
+/// The files of the store do not reveal the memory of tasks, and a checkpoint with a changed byte
+/// is not restarted.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_changed_checkpoint_is_not_restarted() {

@@ -1,9 +1,9 @@
-//! Faults during checkpoints and restarts, with real processes.
+//! Faults during checkpoints and restarts of jobs, with real processes.
 //!
 //! After each fault the job makes progress, or has rolled back to its newest checkpoint. A restart
-//! has started the whole job or nothing and can be repeated. No task runs twice, no message is
-//! lost, and no files or processes remain. Each fault is tried at some points, chosen by a seed;
-//! with `SEMPA_TEST_FULL=1` at all of them.
+//! has started the whole job, or nothing; in that case it can be repeated. No task runs twice, no
+//! message is lost, and no files or processes remain. Each fault is tried at some points, which a
+//! seed selects; with `SEMPA_TEST_FULL=1` it is tried at all points.
 
 use sempa_tests::checkpoint_steps::{
     CheckpointFaults, HOSTS, Sampling, Victim, all_rounds, daemon_points,
@@ -23,7 +23,8 @@ fn start<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
     Vm::start(bed, settings).expect("a virtual machine")
 }
 
-/// Runs jobs that must finish with the right result in spite of the faults that `test` injects.
+/// Starts jobs and calls `test`, which injects faults. Then all jobs must finish with the correct
+/// result.
 fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut CheckpointFaults<'_>)) {
     let bed = testbed_with_own_engine(HOSTS);
     fake_criu::install(&bed);
@@ -34,11 +35,11 @@ fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut Checkpo
     vm.halt().expect("halts");
 }
 
-/// Faults meet checkpoints and restarts at each point that these reach, and at no other one: a new
-/// step must be added to the points that are tried.
+/// The points that checkpoints and restarts reach are exactly those at which the tests inject
+/// faults. If a step is added to a checkpoint, its points must be added to the list.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn faults_meet_checkpoints_at_each_point() {
+fn all_points_of_checkpoints_are_tried() {
     with_jobs(&[], 0, |faults| {
         let reached = faults.undisturbed().expect("no fault");
         let tried = reached
@@ -48,11 +49,11 @@ fn faults_meet_checkpoints_at_each_point() {
     });
 }
 
-/// After the kill of any victim the job makes progress or rolls back, and a restart has happened or
-/// can be repeated.
+/// After the kill of any victim the job makes progress or rolls back. A restart succeeds, or can be
+/// repeated.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_kill_during_a_checkpoint_costs_no_job() {
+fn no_job_is_lost_after_kill_during_checkpoint() {
     with_jobs(&[], 0, |faults| {
         faults.run(Sampling::Half, Victim::ResourceManager, Fault::Kill);
         for victim in [Victim::Tasker, Victim::Engine, Victim::Host] {
@@ -62,7 +63,7 @@ fn a_kill_during_a_checkpoint_costs_no_job() {
     });
 }
 
-/// When the master is killed, the next virtual machine restarts the jobs from their newest
+/// After the master was killed, the next virtual machine restarts the jobs from their newest
 /// checkpoints.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
@@ -81,7 +82,7 @@ fn jobs_restart_after_the_master_was_killed() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_pause_during_a_checkpoint_costs_nothing() {
+fn short_pause_during_checkpoint_has_no_effect() {
     let pause = Fault::Pause(BRIEF);
     with_jobs(&[], 6, |faults| {
         for victim in [Victim::Host, Victim::Master, Victim::Tasker, Victim::Engine] {
@@ -93,7 +94,7 @@ fn a_brief_pause_during_a_checkpoint_costs_nothing() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_longer_pause_during_a_checkpoint_costs_nothing() {
+fn long_pause_during_checkpoint_has_no_effect() {
     with_jobs(&[], 11, |faults| {
         let victims = [Victim::Host, Victim::Tasker, Victim::Master];
         if is_full() {
@@ -106,20 +107,20 @@ fn a_longer_pause_during_a_checkpoint_costs_nothing() {
     });
 }
 
-/// A pause that lasts until the hosts are lost. Those of one round are paused together.
+/// The pause lasts until the hosts are lost. All victims of a round are paused at the same time.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_when_a_paused_host_is_lost() {
+fn job_rolls_back_when_paused_host_is_lost() {
     with_jobs(&[SHORT_LEASE], 14, |faults| {
         let victims = [Victim::Host, Victim::Tasker];
         faults.run_mixed(Sampling::Half, &victims, Fault::Pause(Until::Noticed));
     });
 }
 
-/// All other hosts give a paused master up and end, and it finds them lost.
+/// All other hosts lose a paused master and end, and the resumed master finds them lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn jobs_go_back_when_a_paused_master_loses_all_hosts() {
+fn jobs_roll_back_when_master_loses_all_hosts() {
     with_jobs(&[SHORT_LEASE], 15, |faults| {
         faults.run(Sampling::Half, Victim::Master, Fault::Pause(Until::Noticed));
     });
@@ -127,17 +128,18 @@ fn jobs_go_back_when_a_paused_master_loses_all_hosts() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_cut_during_a_checkpoint_costs_nothing() {
+fn short_disconnection_has_no_effect() {
     with_jobs(&[], 16, |faults| {
         faults.run(Sampling::Half, Victim::Host, Fault::Cut(BRIEF));
         faults.run(Sampling::Half, Victim::Master, Fault::Cut(BRIEF));
     });
 }
 
-/// Hosts that are off the network until they are lost, and a master that loses all hosts that way.
+/// Hosts are disconnected from the network until they are lost. In the last round the master is
+/// disconnected, and loses all hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_when_a_host_is_cut_off() {
+fn job_rolls_back_when_host_is_disconnected() {
     with_jobs(&[SHORT_LEASE], 18, |faults| {
         faults.run(Sampling::Both, Victim::Host, Fault::Cut(Until::Noticed));
         faults.run(Sampling::Half, Victim::Master, Fault::Cut(Until::Noticed));

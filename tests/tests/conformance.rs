@@ -1,9 +1,9 @@
-//! The sentences of `tests/conformance` on PVM 3.4.6 and on Sempa.
+//! Runs the conformance suite of `tests/conformance` on PVM 3.4.6 and on Sempa.
 
 use sempa_tests::conformance::{System, differences, judge, outcomes};
 use sempa_tests::needs;
 
-/// A lower bound for the number of sentences: the programs have run.
+/// Minimum number of checked sentences. It shows that the programs have run.
 const SENTENCES_AT_LEAST: usize = 300;
 
 fn all_sentences_hold_on(system: System) {
@@ -34,7 +34,7 @@ fn sentences_hold_with_our_header() {
     all_sentences_hold_on(System::Sempa);
 }
 
-/// Programs that were compiled for Debian's library.
+/// The programs were compiled and linked for Debian's library.
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn sentences_hold_for_debian_binaries() {

@@ -1,5 +1,5 @@
-//! Copies of checkpoints in the stores of other hosts: they survive the master's host and its disk,
-//! and are removed when they are not needed any more.
+//! Copies of checkpoints in the stores of other hosts. A copy can be restarted after the loss of
+//! the master's host with its disk, and is removed when it is no longer needed.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed_with_env;
@@ -15,7 +15,7 @@ use std::process::Command;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Each host has its own folder of this name.
+/// Path of the store. Each host has its own folder with this name.
 const STORE: &str = "/tmp/own/store";
 const KEY: &str = "/tmp/own/key";
 const ENV: [(&str, &str); 3] = [
@@ -49,7 +49,8 @@ fn started(bed: &Testbed) -> Vm<'_> {
     vm
 }
 
-/// Returns the entries of a host's store: checkpoints, drafts, and what is being deleted.
+/// Returns the names of all entries in a host's store: checkpoints, drafts, and checkpoints that
+/// are being deleted.
 fn sets(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.path(STORE))
         .into_iter()
@@ -59,14 +60,14 @@ fn sets(host: &Host) -> Vec<String> {
     names.filter(|name| name != "lock").collect()
 }
 
-/// Makes a checkpoint of a job and returns its name.
+/// Makes a checkpoint of a job. Returns its name.
 fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
     let values = vm.json(&["checkpoint", &job.tid]).sure(vm);
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
-/// Waits for the event about the copies of a checkpoint. Returns how many hosts have one, how many
-/// copies are missing, and why.
+/// Waits for the event about the copies of a checkpoint. Returns the number of hosts that have a
+/// copy, the number of missing copies, and the reason why they are missing.
 fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     let is = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: of, .. } if of == set);
     let told = vm
@@ -88,7 +89,7 @@ fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     (hosts.len(), missing, why)
 }
 
-/// Waits until the copy of a checkpoint exists. Returns its host.
+/// Waits until the copy of a checkpoint exists. Returns the number of its host.
 fn copied(vm: &Vm<'_>, set: &str) -> usize {
     let (hosts, missing, why) = told(vm, set);
     assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
@@ -105,7 +106,8 @@ fn copied(vm: &Vm<'_>, set: &str) -> usize {
         .expect("a host of the testbed")
 }
 
-/// The master's host and its store are lost; the copy on another host becomes the store.
+/// The master's host and its store are lost. The copy from another host is placed in the store, and
+/// the job restarts from it.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_from_a_copy_of_its_checkpoint() {
@@ -134,7 +136,7 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
         host.kill_all();
     }
     drop(vm);
-    // h1 has a new disk, and the copy is on it.
+    // h1 gets a new disk, and the copy is placed on it.
     fs::remove_dir_all(place(1, "/tmp/own")).expect("removed");
     let mut copy = Command::new("cp");
     copy.arg("-a")
@@ -147,7 +149,8 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     vm.halt().expect("halts");
 }
 
-/// Each copy replaces the older one on the same host, and is removed when the job ends.
+/// The copy of a new checkpoint replaces the older copy on the same host. The copies are removed
+/// when the job ends.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn only_the_newest_checkpoint_is_copied() {
@@ -191,13 +194,14 @@ fn only_the_newest_checkpoint_is_copied() {
     vm.halt().expect("halts");
 }
 
-/// The event names the hosts whose stores cannot be used, and the reasons.
+/// If a store cannot be used, another host stores the copy. If none is left, the event has the
+/// hosts with their reasons.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn another_host_takes_a_copy_if_a_store_fails() {
+fn other_host_stores_copy_if_store_fails() {
     let bed = bed();
     for n in [2, 3] {
-        // A folder that other users can read is refused as a store.
+        // A store in a folder that other users can read is refused.
         let place = bed.host(n).path(STORE);
         fs::create_dir(&place).expect("made");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -209,7 +213,7 @@ fn another_host_takes_a_copy_if_a_store_fails() {
     let vm = started(&bed);
     let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 5);
-    // The order in which hosts are asked depends on the job.
+    // The order in which hosts are requested to store copies depends on the job.
     let set = checkpoint(&vm, &job);
     assert_eq!(copied(&vm, &set), 3);
     fs::remove_dir_all(bed.host(3).path(STORE)).expect("removed");

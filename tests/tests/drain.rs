@@ -1,5 +1,5 @@
-//! The hosts that would accept a task are known before a migration; and hosts are drained, kept
-//! empty and used again.
+//! Placement queries and drains. A placement query returns the hosts that would accept a task. All
+//! tasks migrate off a drained host, which stays empty until `undrain`.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -20,7 +20,8 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
     with_three_hosts_in(&[], rm, test);
 }
 
-/// As [`with_three_hosts`], with additional environment variables.
+/// Runs `test` on a virtual machine of three hosts with the environment variables `env` and the
+/// resource manager `rm`.
 fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_env(3, env);
     let settings = Settings {
@@ -39,7 +40,7 @@ fn pvm(vm: &Vm, words: &[&str]) -> Done {
     vm.pvm(words).sure(vm)
 }
 
-/// Checks that the task answers and that its memory is unchanged.
+/// Checks that a task answers and that its memory is unchanged.
 fn lives(vm: &Vm, tid: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
@@ -56,10 +57,10 @@ fn registered(vm: &Vm) -> usize {
         .count()
 }
 
-/// Hosts answer in advance whether they would accept a task, and a migration confirms the answer.
+/// Each host answers whether it would accept a task, and a migration confirms the answer.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn can_migrate_tells_which_hosts_take_a_task() {
+fn can_migrate_lists_accepting_hosts() {
     with_three_hosts(None, |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -117,7 +118,8 @@ fn can_migrate_tells_which_hosts_take_a_task() {
     });
 }
 
-/// All tasks leave, the next resource manager keeps the host empty, and undrain ends that.
+/// All tasks leave the drained host. The next resource manager keeps the host empty, until
+/// `undrain`.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drained_host_stays_empty_until_undrained() {
@@ -157,7 +159,7 @@ fn a_drained_host_stays_empty_until_undrained() {
             .find(|(_, line)| line.contains("pvm-rm"))
             .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
-        // The order is on the disk when it is in the log.
+        // When the event is in the log, the drain is in the resource manager's file, too.
         vm.event(TIMEOUT, "drain", |entry| {
             matches!(entry.kind, EventKind::DrainStarted { .. })
         })
@@ -188,10 +190,10 @@ fn a_drained_host_stays_empty_until_undrained() {
     });
 }
 
-/// No host accepts the job, so the drain writes a checkpoint and ends the job.
+/// No host accepts the job, so the drain makes a checkpoint of it and ends it.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_stuck_job_leaves_as_a_checkpoint() {
+fn unmigratable_job_is_checkpointed_and_ended() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -237,10 +239,10 @@ fn a_stuck_job_leaves_as_a_checkpoint() {
     });
 }
 
-/// Only the job that no host accepts is checkpointed; the others migrate.
+/// Only the job that no host accepts is checkpointed and ended. All other jobs migrate.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn stuck_jobs_are_checkpointed_before_the_deadline() {
+fn only_unmigratable_job_is_checkpointed() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
         let stays = vm
@@ -280,7 +282,7 @@ fn stuck_jobs_are_checkpointed_before_the_deadline() {
     });
 }
 
-/// Returns the word after this beginning of a line.
+/// Returns the word that follows `begin` in the line that starts with `begin`.
 fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
     out.lines()
         .find_map(|line| line.strip_prefix(begin))?
@@ -288,10 +290,11 @@ fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
         .next()
 }
 
-/// The job continues on the host, and can be restarted elsewhere after the host has gone.
+/// The job that no host accepts continues on the drained host. At the deadline it has a checkpoint,
+/// from which it can be restarted on another host after the drained one has gone.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_stuck_job_is_stored_by_the_deadline() {
+fn unmigratable_job_has_checkpoint_by_deadline() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -329,8 +332,8 @@ fn a_stuck_job_is_stored_by_the_deadline() {
     });
 }
 
-/// Returns the deadline of the last drain, and when checkpoints were complete after it began, in
-/// microseconds since 1970.
+/// Returns the deadline of the newest drain, and the times after the start of that drain at which
+/// checkpoints were complete, in microseconds since 1970.
 fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().sure(vm);
     let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainStarted { .. });
@@ -350,7 +353,7 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     )
 }
 
-/// A drain uses the checkpoints that the daemons make of the job already.
+/// A drain uses the periodic checkpoints of the job, and makes no additional one.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_writes_no_second_checkpoint() {
@@ -376,8 +379,8 @@ fn a_drain_writes_no_second_checkpoint() {
     });
 }
 
-/// The network is slow and the store is on the host itself: jobs that wait for their turn to
-/// migrate are written there meanwhile.
+/// The network is slow and the store is on the drained host. Jobs that wait for their migration are
+/// checkpointed during the wait.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn queued_jobs_are_stored_while_others_leave() {
@@ -411,7 +414,7 @@ fn queued_jobs_are_stored_while_others_leave() {
     });
 }
 
-/// Spawns a task that only h2 accepts.
+/// Spawns a task that only h2 accepts. Returns its tid.
 fn spawn_what_stays(vm: &Vm) -> String {
     std::fs::create_dir_all(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
     let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).sure(vm);
@@ -419,7 +422,7 @@ fn spawn_what_stays(vm: &Vm) -> String {
     tid
 }
 
-/// Starts a drain and waits until the host is being emptied.
+/// Starts a drain with the console and waits until the host accepts no tasks.
 fn begin(vm: &Vm, words: &[&str]) -> Running {
     let drain = vm.start_pvm(words).sure(vm);
     let told = || match drain.out_so_far() {
@@ -430,14 +433,16 @@ fn begin(vm: &Vm, words: &[&str]) -> Running {
     drain
 }
 
-/// An argument of the process that executes a drain; the typed command only shows its progress.
+/// Argument of the process that executes a drain. The console command that a user types only shows
+/// the progress.
 const APART: &str = "--apart";
 
-/// Sends a signal to the typed command, not to the process that executes it.
+/// Sends a signal to the typed console command, but not to the process that executes the drain.
 fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     let own = format!("bin/pvm {words}");
     let typed = |line: &str| !line.contains(APART) && line.ends_with(own.trim());
-    // `nsenter` and `env` have these words until they have started it.
+    // `nsenter` and `env` have these words in their command lines until they execute the command,
+    // so they are excluded.
     let mut found = vm
         .bed()
         .host(1)
@@ -450,8 +455,8 @@ fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     kill(Pid::from_raw(pid.cast_signed()), signal).expect("it is there");
 }
 
-/// Checks that the last drain was executed by its deadline: the job is in the store, once, and
-/// continues; no process of the drain is left.
+/// Checks that the newest drain was executed by its deadline: one checkpoint of the job was made,
+/// the job continues, and no process of the drain is left.
 fn is_written_and_goes_on(vm: &Vm, tid: &str) {
     let written = |entry: &Entry| matches!(&entry.kind, EventKind::Checkpointed { job, .. } if job.to_string() == tid);
     eventually(TIMEOUT, || match drain_and_sets(vm).1.len() {
@@ -468,7 +473,7 @@ fn is_written_and_goes_on(vm: &Vm, tid: &str) {
     lives(vm, tid);
 }
 
-/// The job is in the store at the deadline although the command was killed or interrupted.
+/// The job has a checkpoint at the deadline although the console command was killed or interrupted.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_survives_its_command() {
@@ -496,7 +501,7 @@ fn a_drain_survives_its_command() {
     });
 }
 
-/// The job is in the store at the deadline although resource managers are killed until then.
+/// The job has a checkpoint at the deadline although the resource managers are killed until then.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_survives_its_resource_managers() {
@@ -532,7 +537,8 @@ fn a_drain_survives_its_resource_managers() {
     });
 }
 
-/// The command of the earlier drain was killed. No checkpoint is written twice.
+/// `undrain` ends a drain whose console command was killed. A second drain with another deadline
+/// replaces the first one. Only one checkpoint of the job is made.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_later_drain_or_undrain_replaces_a_drain() {
@@ -545,7 +551,7 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
         assert!(pvm(vm, &["undrain", "h2"]).good());
         gone(vm.bed().host(1), APART, TIMEOUT).sure(vm);
         let earlier = begin(vm, &words);
-        // A drain without a deadline only shows progress.
+        // A drain command without a deadline only shows the progress of the drain.
         let looks_on = begin(vm, &["drain", "h2"]);
         let later = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         assert!(
@@ -566,7 +572,8 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
     });
 }
 
-/// A drain checkpoints a job that the console itself has started.
+/// The drain checkpoints a job that was started by the console that runs the drain, although that
+/// console ends.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_outlives_its_console() {
@@ -623,7 +630,7 @@ fn a_drain_outlives_its_console() {
     });
 }
 
-/// The error says what is missing, and nothing changes.
+/// Without a resource manager a drain fails. The error says what is missing, and nothing changes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_needs_a_resource_manager() {

@@ -1,4 +1,4 @@
-//! Migration without CRIU: by a task's self-checkpoint, or by a restart.
+//! Migration without CRIU: by a self-checkpoint of the task, or by a restart of its program.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
@@ -11,7 +11,8 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The folder in which tasks keep their counts; all hosts of a testbed share home folders.
+/// Returns the path of the file in which a task stores its counter. All hosts of a testbed share
+/// the folder.
 fn count_file(vm: &Vm) -> String {
     vm.home().join("again.count").display().to_string()
 }
@@ -24,7 +25,8 @@ fn exported(engine: &str) -> Vec<(String, String)> {
     ]
 }
 
-/// Runs a test on a virtual machine of two hosts without CRIU. Spawned tasks request this engine.
+/// Runs `test` on a virtual machine of two hosts that have no CRIU. Spawned tasks request the
+/// migration engine `engine`.
 fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_own_engine(2);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
@@ -46,8 +48,8 @@ fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Sends a question to a task. Returns its numbers, how often it was restarted, and its working
-/// directory.
+/// Sends `count` questions to a task. Returns for each answer its number, the number of restarts of
+/// the task, and the task's working directory.
 fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
     command.args([how, tid, &count.to_string()]);
@@ -99,7 +101,8 @@ fn failure(vm: &Vm) -> Failure {
     }
 }
 
-/// Migrates a task with its self-checkpoint there and back; its count continues.
+/// Migrates a task with its self-checkpoint to the other host and back. The task's counter
+/// continues.
 fn counts_on(vm: &Vm) {
     let file = count_file(vm);
     let place = vm.home().join("place");
@@ -132,16 +135,17 @@ fn counts_on(vm: &Vm) {
     assert_eq!(ended.count(), 0, "it has never ended");
 }
 
-/// A task migrates by its self-checkpoint; no host has CRIU.
+/// A task migrates by its self-checkpoint although no host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_with_its_own_checkpoint_moves() {
+fn task_migrates_by_self_checkpoint() {
     without_criu("own", counts_on);
 }
 
+/// A program that waits for messages is requested by a message to write its self-checkpoint.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_waits_for_messages_is_asked_by_one() {
+fn program_is_asked_to_exit_by_message() {
     without_criu("own:message=77:wait=30", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "waits"])
@@ -162,7 +166,7 @@ fn a_program_that_waits_for_messages_is_asked_by_one() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_ordinary_users_own_checkpoint_moves() {
+fn ordinary_users_task_migrates_by_self_checkpoint() {
     let bed = testbed(2);
     let settings = Settings {
         as_alice: true,
@@ -180,7 +184,7 @@ fn an_ordinary_users_own_checkpoint_moves() {
     });
 }
 
-/// Questions that are in transit during the migration are answered once.
+/// Questions that are in transit during a migration are answered exactly once, in order.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_moving_task_answers_all_questions_in_order() {
@@ -219,10 +223,10 @@ fn a_moving_task_answers_all_questions_in_order() {
     });
 }
 
-/// A task migrates by a restart; no host has CRIU.
+/// A task migrates by a restart of its program although no host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_restartable_task_moves_and_starts_over() {
+fn restartable_task_migrates_and_starts_over() {
     without_criu("restart:wait=20", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "plain"])
@@ -262,14 +266,14 @@ fn a_program_that_ignores_the_signal_stays() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_is_too_late_restarts_in_place() {
+fn program_that_exits_late_restarts_at_source() {
     without_criu("own:wait=1", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "late"])
             .expect("spawned");
         assert!(!vm.migrate(&tid, "h1").expect("ends").good());
-        // The task answers the questions that arrive before its last look at its inbox, then ends;
-        // the next question waits for the new process.
+        // The task answers the questions that arrive before it checks its inbox for the last time,
+        // and exits. The next question waits for the new process.
         let after = ask(vm, "until", &tid, 1);
         let all: Vec<u32> = (1..=after.len() as u32).collect();
         let (last, before) = after.split_last().expect("an answer at least");
@@ -282,10 +286,11 @@ fn a_program_that_is_too_late_restarts_in_place() {
     });
 }
 
-/// A program that dies on the request to exit, or ends with another status, counts as ended.
+/// A program that is killed or exits with another status after the request to exit has ended; it is
+/// not restarted.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_dies_when_asked_has_ended() {
+fn program_that_dies_on_request_has_ended() {
     without_criu("own", |vm| {
         for (how, status) in [("other", 3 << 8), ("dies", 9)] {
             let tid = vm
@@ -308,8 +313,8 @@ fn a_program_that_dies_when_asked_has_ended() {
     });
 }
 
-/// A host without the program or the directory refuses the task, and a wrong setting starts
-/// nothing.
+/// A host without the program or the working directory refuses the task. A program with a wrong
+/// setting is not started.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn missing_programs_and_wrong_settings_are_named() {

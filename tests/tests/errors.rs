@@ -1,5 +1,5 @@
-//! An error is one clear line and a non-zero exit status; garbage does no harm; halt leaves
-//! nothing.
+//! Errors of the console and of programs are one clear line and a non-zero exit status. Malformed
+//! input to a daemon has no effect. After `halt` no processes and no files remain.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{self, testbed, testbed_with_own_engine};
@@ -16,7 +16,8 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Checks for a non-zero exit status and exactly one line on standard error, with these words.
+/// Checks that a command has failed with exactly one line on standard error, which contains these
+/// words.
 fn one_line(done: &Done, words: &[&str]) {
     assert!(!done.good(), "it must fail: {done:?}");
     let lines: Vec<&str> = done
@@ -62,7 +63,7 @@ fn ssh_uses_fast_keys_unless_configured() {
     let config = client_config(bed.folder(), "root");
     let usual = std::fs::read_to_string(&config).expect("the testbed has written it");
     let agreed_with = |own: &str| {
-        // ssh uses the first value of each setting.
+        // The settings are put first, because ssh uses the first value of each setting.
         std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
         vm.add(&["h2"]).expect("it joins");
@@ -103,7 +104,7 @@ fn without_a_daemon_console_and_programs_say_so() {
     let mut command = vm.command(bed.host(1), program);
     command.args(["ask", "t40001"]);
     let done = run(command, TIMEOUT).expect("ends");
-    // PVM's library prints the second line for every call that fails.
+    // The second line is PVM's: its library prints it for every call that fails.
     let lines: Vec<&str> = done.err.lines().collect();
     assert!(!done.good() && lines.len() == 2, "{done:?}");
     assert!(
@@ -164,7 +165,7 @@ fn a_second_resource_manager_is_refused() {
     vm.halt().expect("halts");
 }
 
-/// A second virtual machine of the same user is refused.
+/// The same user cannot start a second virtual machine on the same hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_virtual_machine_is_refused() {
@@ -176,7 +177,7 @@ fn a_second_virtual_machine_is_refused() {
     });
 }
 
-/// The error names a CRIU that is missing, or that does not work, with the remedy.
+/// If CRIU is missing or does not work, the error of a migration says so and names the remedy.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_missing_criu_is_named_with_the_remedy() {
@@ -204,7 +205,7 @@ fn a_missing_criu_is_named_with_the_remedy() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn senseless_moves_are_refused_with_the_reason() {
+fn impossible_migrations_are_refused_with_reason() {
     with_hosts(2, &["h2"], |vm, _| {
         vm.program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -219,7 +220,7 @@ fn senseless_moves_are_refused_with_the_reason() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn garbage_on_the_unix_socket_hurts_nobody() {
+fn garbage_on_unix_socket_has_no_effect() {
     with_hosts(1, &[], |vm, _| {
         let socket = vm.bed().host(1).path("/tmp/sempa-0/pvm/pvmd.sock");
         let garbage: Vec<Vec<u8>> = vec![
@@ -231,7 +232,8 @@ fn garbage_on_the_unix_socket_hurts_nobody() {
         for bytes in garbage {
             let mut stream = UnixStream::connect(&socket).expect("it listens");
             stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-            // The daemon may close the connection before it has read everything.
+            // The daemon may close the connection before it has read everything, so errors are
+            // ignored.
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let mut answer = Vec::new();
@@ -243,7 +245,7 @@ fn garbage_on_the_unix_socket_hurts_nobody() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn garbage_on_the_udp_port_hurts_nobody() {
+fn garbage_on_udp_port_has_no_effect() {
     with_hosts(2, &["h2"], |vm, _| {
         let port = udp_port(vm.bed().host(1));
         for bytes in [1, 20, 1200, 60_000] {
@@ -274,7 +276,7 @@ fn udp_port(host: &Host) -> u16 {
     ports.next().expect("the daemon has a UDP port")
 }
 
-/// A daemon of another virtual machine is refused with a log line and an event, and both virtual
+/// A daemon of another virtual machine is refused, with a log line and an event. Both virtual
 /// machines continue.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
@@ -344,7 +346,8 @@ fn a_foreign_daemon_is_refused_and_logged() {
     ours.halt().expect("ours halts");
 }
 
-/// Writes a remote shell that gives each new daemon this address as that of its master.
+/// Writes a remote shell that passes `address` to each new daemon as the address of its master.
+/// Returns the path of the shell.
 fn misleading_shell(bed: &Testbed, address: &str) -> String {
     let place = bed.folder().join("misleading-shell");
     let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);

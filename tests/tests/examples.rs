@@ -1,5 +1,5 @@
-//! Debian's unmodified programs print on three hosts what they print on PVM 3.4.6. So do PVM's
-//! examples built from their sources with our headers and libraries.
+//! Debian's unmodified programs print the same output on three hosts of Sempa as on PVM 3.4.6. So
+//! do PVM's examples that are built from their sources with our headers and libraries.
 
 use anyhow::Result;
 use sempa_tests::eventually;
@@ -15,22 +15,22 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(40);
 
-/// A case: its name, how its output is compared, how it is run.
+/// A test case, as (name, form of the comparison, function that runs it).
 type Case<'a> = (
     &'a str,
     Compare,
     Box<dyn Fn(&Machine) -> Result<String> + Sync + 'a>,
 );
 
-/// Runs all cases on PVM and on Sempa, one after the other on the same virtual machine, and
-/// compares the output.
+/// Runs all cases on PVM and on Sempa, and compares the outputs. The cases run one after another on
+/// the same virtual machine.
 fn the_same_on_both(cases: &[Case]) {
     let [real, ours] = on([System::Pvm, System::Ours], |machine| heard(machine, cases));
     let wrong = differences(cases, &real, "ours", &ours);
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// As [`same`], also with programs built from their sources.
+/// As [`the_same_on_both`]; also runs the programs that are built from their sources.
 fn the_same_on_both_and_built(cases: &[Case]) {
     let systems = [System::Pvm, System::Ours, System::Built];
     let [real, ours, built] = on(systems, |machine| heard(machine, cases));
@@ -46,7 +46,8 @@ fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
         .collect())
 }
 
-/// Returns how the output of a system differs from that of PVM; nothing if it does not.
+/// Returns a description of the differences between the outputs of PVM and of another system; an
+/// empty text if there are none.
 fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Heard]) -> String {
     let mut wrong = String::new();
     for (((name, how, _), real), other) in cases.iter().zip(real).zip(other) {
@@ -86,7 +87,8 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
     wrong
 }
 
-/// Returns the multiset difference of the lines of two texts.
+/// Returns the lines of `text` that `other` does not have. A repeated line counts as often as it
+/// occurs.
 fn only_in(text: &str, other: &str) -> String {
     let mut rest: Vec<&str> = other.lines().collect();
     let missing = text
@@ -113,7 +115,7 @@ fn plain<'a>(shell: Shell<'a>, how: Compare) -> Case<'a> {
     case(shell.program, how, move |machine| machine.run(shell))
 }
 
-/// Returns the output without lines that are not compared.
+/// Returns a case whose output is compared without the lines for which `left_out` returns true.
 fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Case<'a> {
     case(shell.program, how, move |machine| {
         let text = machine.run(shell)?;
@@ -125,15 +127,17 @@ fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Ca
     })
 }
 
-/// Parts of Fortran's message on a missing number that depend on the paths of source and code.
+/// True for lines of Fortran's message about a missing number that depend on the paths of source
+/// and code.
 fn where_it_was_compiled(line: &str) -> bool {
     ["At line", "at ", "#"]
         .iter()
         .any(|start| line.trim().starts_with(start))
 }
 
-/// `frsg` sums up in an uninitialised variable, so that line is wrong on PVM as well, unless the
-/// stack happens to be zero. Its other line shows that its group works.
+/// True for the line in which `frsg` prints a sum. The variable of the sum is not initialised, so
+/// the line is wrong on PVM, too, unless the stack happens to be zero. Another line of `frsg` shows
+/// that its group works.
 fn sum_of_frsg(line: &str) -> bool {
     line.contains("Sum of Squares of")
 }
@@ -148,7 +152,8 @@ fn typed<'a>(program: &'a str, input: &'a str, how: Compare) -> Case<'a> {
     )
 }
 
-/// Runs two copies of a program in two shells. Returns both outputs.
+/// Returns a case that runs two copies of a program, on two hosts at the same time. Its output is
+/// that of both.
 fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
     case(program, how, move |machine| {
         let first = machine.start(alone(program))?;
@@ -160,7 +165,8 @@ fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
     })
 }
 
-/// Runs a server, and others when the mailbox has its name. Returns all outputs, the server's last.
+/// Returns a case that runs a server and, when `name` is in the mailbox, the programs `others`. Its
+/// output is that of all programs, the server's last.
 fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Compare) -> Case<'a> {
     case(server.program, how, move |machine| {
         let running = machine.start(server)?;
@@ -173,8 +179,8 @@ fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Co
     })
 }
 
-/// Runs a worker without a master. Returns its output up to these words, which it prints some time
-/// after it has connected.
+/// Returns a case that runs a worker without a master. Its output is what the worker prints until
+/// `last_words`, which appear some time after it has connected.
 fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
     case(program, Compare::Lines, move |machine| {
         let mut slave = machine.start(alone(program))?;
@@ -227,17 +233,19 @@ fn examples_with_workers() {
     ]);
 }
 
-/// Arguments of xdotool: xep's buttons, and a drag over its picture that selects a part of it.
+/// Arguments of xdotool that press xep's button for the end.
 const QUIT: &str = "mousemove 19 46 click 1";
+/// Arguments of xdotool that drag the mouse over xep's picture, which selects a part of it.
 const ENLARGE: &str =
     "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
-/// The lines of its picture on the screen, without the frame.
+/// Lines of xep's picture on the screen, without its frame.
 const LINES: Range<usize> = 70..268;
-/// A column without white once the whole set is drawn, and one without white once the selected part
-/// is drawn. White is outside of the whole set, and what no worker has drawn yet.
+/// A column of the picture that has no white pixels when the whole set is drawn. White pixels are
+/// outside of the set, or not yet drawn by a worker.
 const IN_THE_WHOLE: usize = 106;
+/// A column of the picture that has no white pixels when the selected part is drawn.
 const IN_THE_PART: usize = 8;
-/// Lines and columns of its text and its six buttons, which are black and white.
+/// Lines and columns on the screen of xep's text and of its six buttons, which are black and white.
 const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (8..24, 8..130),
     (36..58, 11..29),
@@ -248,7 +256,7 @@ const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (36..58, 159..177),
 ];
 
-/// Waits until xep has drawn all labels, and its picture as far as this column shows.
+/// Waits until xep has drawn all labels and its picture is complete in the column `column`.
 fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
     eventually(TIMEOUT, || {
         let picture = screen.picture().map_err(|error| format!("{error:#}"))?;
@@ -292,7 +300,7 @@ fn xep_and_its_workers_draw_the_same_pictures() {
             let said = machine.text(&running.finish(TIMEOUT)?);
             machine.console("ps -a\n", "COMMAND")?;
             screen.end()?;
-            // It prints the descriptors of direct routes; their numbers are arbitrary.
+            // xep prints the descriptors of direct routes. Their numbers are arbitrary.
             let said: String = said
                 .lines()
                 .map(|line| format!("{}\n", without_descriptors(line)))
@@ -306,7 +314,7 @@ fn xep_and_its_workers_draw_the_same_pictures() {
     ]);
 }
 
-/// Returns a line without the numbers of descriptors and the addresses of the toolkit.
+/// Returns a line in which the numbers of descriptors and the addresses of X's toolkit are masked.
 fn without_descriptors(line: &str) -> String {
     let mut words = line.split(' ').peekable();
     let mut kept = Vec::new();
@@ -321,7 +329,7 @@ fn without_descriptors(line: &str) -> String {
     kept.join(" ")
 }
 
-/// A small problem that is solved within a second.
+/// A small timetable problem, which is solved within a second.
 const SCHOOL: School = School {
     classes: 5,
     teachers: 6,
@@ -352,7 +360,7 @@ fn tablix_finds_valid_timetables() {
             &problem,
         ];
         let said = machine.run(with("tablix2", &words))?;
-        // How often kernels report, in which order, and how fast they are, is random.
+        // The number, order and speed of the kernels' reports are random.
         let chance = |line: &&str| {
             [" reports ", "] kernel: ", "\t", "per minute"]
                 .iter()
@@ -370,7 +378,7 @@ fn tablix_finds_valid_timetables() {
                 &place(&format!("out_result{number}.xml")),
             ]);
             must(output, TIMEOUT)?;
-            // It fails if a hard constraint is violated.
+            // The check fails if a hard constraint is violated.
             let solution = timetable::check(&fs::read_to_string(&table)?)?;
             all += &format!(
                 "a valid table of {} lessons\n",
@@ -396,7 +404,7 @@ fn examples_with_groups() {
             "finished",
             Compare::Kinds,
         ),
-        // The last digits depend on the order of multiplications.
+        // The last digits of its results depend on the order of multiplications.
         plain(alone("fgexample"), Compare::Kinds),
         but_for(
             sum_of_frsg,
@@ -416,7 +424,7 @@ fn examples_with_groups() {
         ),
         but_for(where_it_was_compiled, alone("frsg"), Compare::Sorted),
         typed("trsg", "8 4\n", Compare::Sorted),
-        // Members may ask for each other's numbers before all have joined.
+        // A member may request the numbers of other members before all have joined.
         but_for(
             |line| line.contains("doesn't match up"),
             with("ge", &["4"]),
@@ -424,7 +432,7 @@ fn examples_with_groups() {
         ),
         plain(alone("ge"), Compare::Lines),
         plain(with("gexamp", &["4"]), Compare::Kinds),
-        // This line appears only if the children are slower than their parent.
+        // The line appears only if the children are slower than their parent.
         but_for(
             |line| line.contains("waiting on kids"),
             with("gs.pvm", &["4"]),
@@ -433,7 +441,7 @@ fn examples_with_groups() {
         plain(alone("gs.pvm"), Compare::Lines),
         plain(with("joinleave", &["200"]), Compare::Lines),
         plain(with("thb", &["3"]), Compare::Kinds),
-        // It reads one name past the end of its table.
+        // The program reads one name beyond the end of its table.
         but_for(
             |line| matches!(line.trim(), "joined" | "joined group32"),
             alone("tjf"),
@@ -452,7 +460,7 @@ fn examples_with_groups() {
             first.finish(TIMEOUT)?;
             Ok(shown)
         }),
-        // PVM's server prints to the log, our library to standard output.
+        // PVM's server prints the dump to the log, our library to standard output.
         but_for(
             |line| line.contains("DUMP"),
             alone("pvmgroups"),
@@ -461,7 +469,7 @@ fn examples_with_groups() {
     ]);
 }
 
-/// Debian's group library, which programs do not use on Sempa by default.
+/// Path of Debian's group library, which programs on Sempa do not use by default.
 const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
 
 #[test]
@@ -474,7 +482,7 @@ fn calls_of_pvms_own_group_library_are_traced() {
         let mut tracer = machine.command(host, "/usr/bin/tracer");
         tracer.args(["-T", &place]);
         let mut tracer = Running::start(tracer, Stdio::piped())?;
-        // It ends at the end of its input.
+        // The tracer ends at the end of its input, so the input stays open.
         let input = tracer.take_stdin();
         machine.connected()?;
         let mut task = machine.command(host, "/usr/bin/env");
@@ -487,8 +495,8 @@ fn calls_of_pvms_own_group_library_are_traced() {
         })?;
         drop(input);
         tracer.finish(TIMEOUT)?;
-        // The names of the items of all records are announced differently, and our daemons trace
-        // more.
+        // Only the records of group calls are compared: the two systems announce the items of
+        // records in different forms, and our daemons trace more calls.
         let of_groups = records
             .lines()
             .filter(|line| line.starts_with('"') && line.contains("group("));
@@ -590,7 +598,8 @@ fn programs_of_other_packages() {
                 .finish(TIMEOUT)?;
             Ok(machine.text(&said))
         }),
-        // It does not wait for output that arrives after the message that its slave has finished.
+        // The program does not wait for output that arrives after its slave's message about the
+        // end.
         but_for(
             |line| line == "hi",
             with("slsh", &["master", "echo hi", "2"]),
@@ -607,7 +616,7 @@ fn programs_of_other_packages() {
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_resource_manager() {
     the_same_on_both(&[case("srm.pvm", Compare::Lines, |machine| {
-        // PVM's daemons accept only a manager that was registered before they started.
+        // PVM's daemons accept only a resource manager that was registered before they started.
         machine.console("delete h2 h3\n", "deleted")?;
         machine.shown_at_console("conf\n", "1 host,")?;
         let mut manager = machine.start(alone("srm.pvm"))?;

@@ -1,4 +1,4 @@
-//! A migration that fails leaves the task alive at the source, and the event log has the reason.
+//! A failed migration: the task continues at the source, and the event log has the reason.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -13,8 +13,9 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A stand-in for CRIU. On hosts with a file `hold-HOST` it writes its process number and waits at
-/// a gate before it executes the real CRIU. On other hosts it executes the real CRIU at once.
+/// Replaces CRIU by a script. On hosts with a file `hold-HOST` the script writes its process number
+/// and waits until the gate is opened, before it executes the real CRIU. On other hosts it executes
+/// the real CRIU at once.
 fn put_gated_engine(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link");
@@ -52,13 +53,13 @@ fn release(bed: &Testbed, host: &Host) {
     fs::remove_file(bed.folder().join(format!("hold-{}", host.name()))).expect("removed");
 }
 
-/// Opens the gate for the waiting engine.
+/// Opens the gate, so that the waiting engine continues.
 fn open_gate(bed: &Testbed, host: &Host) {
     fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n")
         .expect("somebody waits at the gate");
 }
 
-/// Waits for the engine at the gate. Returns its process number on its host.
+/// Waits until the engine of a host waits at the gate. Returns its process number on the host.
 fn at_gate(bed: &Testbed, host: &Host) -> String {
     let file = bed.folder().join(format!("at-{}", host.name()));
     eventually(TIMEOUT, || {
@@ -80,7 +81,7 @@ fn kill_9(host: &Host, pid: &str) {
 }
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
-    // In these tests the images have all of the memory.
+    // The images must contain all memory in these tests.
     let all_at_once = ("SEMPA_POST_COPY", "never");
     let bed = testbed_with_env(3, &[all_at_once]);
     put_gated_engine(&bed);
@@ -95,8 +96,8 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
-    // A tasker tries its engine when it starts, and the first migration waits for that. The gate is
-    // for later migrations.
+    // The first migration waits for the tasker's engine probe. The gate must not hold the probe, so
+    // a migration is made before.
     let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     vm.must_migrate(&first, "h3");
     assert!(vm.pvm(&["kill", &first]).expect("ends").good());
@@ -109,7 +110,7 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Checks that the task answers and that its memory is unchanged.
+/// Checks that a task runs on `host`, answers, and that its memory is unchanged.
 fn lives_on(vm: &Vm, tid: &str, host: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
@@ -248,7 +249,8 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         hold(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
         at_gate(bed, source);
-        // The receiving daemon is stopped, so that the transfer begins and cannot end.
+        // The daemon that receives the images is stopped, so that the transfer begins and cannot
+        // end.
         let daemon = target
             .processes()
             .into_iter()
@@ -294,7 +296,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
     });
 }
 
-/// The disk of the source or of the target.
+/// The migration fails if the disk of the source or that of the target is full.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_full_disk_leaves_the_task_at_the_source() {
@@ -328,12 +330,13 @@ fn a_full_disk_leaves_the_task_at_the_source() {
     });
 }
 
-/// A migration and a checkpoint are refused with the reason.
+/// A migration and a checkpoint of a task with a debugger are refused with the reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_with_a_debugger_stays() {
+fn task_with_debugger_is_not_migrated() {
     let bed = testbed_with_env(2, &[]);
-    // No debugger is attached: only the spawn option shows that there will be one.
+    // The replaced debugger does not attach. The option of the spawn alone shows that the task is
+    // to be debugged.
     let debugger = bed.home().join("debugger");
     replace(&debugger, "#!/bin/sh\nexec \"$@\"\n");
     let env = vec![("PVM_DEBUGGER".to_string(), debugger.display().to_string())];

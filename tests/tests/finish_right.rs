@@ -1,6 +1,6 @@
-//! Real programs migrate several times while they compute, and finish with the result of an
-//! undisturbed run: Debian's unmodified tablix2, tasks in Python with ctypes, tasks in Fortran with
-//! OpenMP.
+//! Real programs that migrate several times while they compute finish with the result of a run
+//! without migrations: Debian's unmodified tablix2, tasks in Python with ctypes, and tasks in
+//! Fortran with OpenMP.
 
 use sempa_tests::needs::{require_program, testbed};
 use sempa_tests::run::{Running, must};
@@ -14,13 +14,14 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(300);
-/// Migrations of each job; its tasks migrate in turn.
+/// Number of migrations of each job. The tasks of a job migrate in turn.
 const MOVES: usize = 8;
-/// Rounds that a job computes between two migrations.
+/// Number of rounds that a job computes between two migrations.
 const ROUNDS_BETWEEN: usize = 3;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
-/// Kernels of tablix2, and the populations without improvement after which each stops.
+/// Number of tablix2's kernels.
 const KERNELS: usize = 2;
+/// Argument of tablix2: number of populations without improvement after which a kernel stops.
 const PATIENCE: &str = "finish=400";
 const SCHOOL: School = School {
     classes: 10,
@@ -45,7 +46,7 @@ fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
     eventually(TIMEOUT, look).sure(vm)
 }
 
-/// Returns the tasks of a program.
+/// Returns the tids of all tasks of a program.
 fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
     let tasks = vm.tasks().sure(vm);
     tasks
@@ -55,7 +56,7 @@ fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
         .collect()
 }
 
-/// Migrates a task to another host.
+/// Migrates a task to another host. `number` selects the host.
 fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
     let from = vm.host_of(tid).sure(vm);
     let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
@@ -64,7 +65,8 @@ fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
     vm.must_migrate(tid, to);
 }
 
-/// A job of two tasks that writes a line for each round (`tests/programs/digest.py`, `waves.f90`).
+/// A job of two tasks that writes one line for each round (`tests/programs/digest.py`,
+/// `waves.f90`).
 struct Job<'a> {
     vm: &'a Vm<'a>,
     program: &'static str,
@@ -105,7 +107,7 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// Waits for the end of all its tasks. Returns all that it has written.
+    /// Waits for the end of all tasks of the job. Returns the lines of its log and its result.
     fn ends(self) -> (Vec<String>, String) {
         let result = wait(self.vm, || {
             let text = fs::read_to_string(self.folder.join("result"));
@@ -125,8 +127,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs the job once with migrations of both tasks, and once without migrations for the same number
-/// of rounds.
+/// Runs the job with migrations of both tasks, and then without migrations for the same number of
+/// rounds. Checks that the results are equal.
 fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
     let job = Job::start(vm, program, "moved", 0);
     job.goes_on();
@@ -175,7 +177,7 @@ fn moved_python_tasks_finish_with_the_right_result() {
     });
 }
 
-/// Fortran tasks that compute with OpenMP finish with the right result.
+/// Tasks in Fortran that compute with OpenMP finish with the correct result after migrations.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and gfortran"]
 fn moved_fortran_tasks_finish_with_the_right_result() {
@@ -198,7 +200,7 @@ fn moved_fortran_tasks_finish_with_the_right_result() {
     });
 }
 
-/// A search of tablix2, and the folder of its results.
+/// A running search of tablix2 and the folder of its results.
 struct Search {
     running: Running,
     folder: PathBuf,
@@ -219,14 +221,15 @@ impl Search {
         }
     }
 
-    /// Returns how often its kernels have reported progress.
+    /// Returns the number of progress reports of all kernels so far.
     fn reports(&self) -> usize {
         let out =
             |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
         out(self.running.out_so_far()) + out(self.running.err_so_far())
     }
 
-    /// Waits until its kernels have reported more progress; returns false when they have finished.
+    /// Waits until the kernels have made more progress reports. Returns false if they have
+    /// finished.
     fn goes_on(&self, vm: &Vm<'_>) -> bool {
         let until = self.reports() + KERNELS;
         wait(vm, || match self.reports() {
@@ -239,8 +242,8 @@ impl Search {
         })
     }
 
-    /// Returns the timetables that it has found, one for each kernel, after checking their hard
-    /// constraints.
+    /// Waits for the end of the search and checks the hard constraints. Returns the timetables, one
+    /// for each kernel.
     fn ends(self, vm: &Vm<'_>) -> Vec<Solution> {
         let done = self.running.finish(TIMEOUT).sure(vm);
         assert!(done.good(), "{done:?}\n{}", vm.logs());
@@ -260,7 +263,7 @@ impl Search {
     }
 }
 
-/// The timetables are as good as those of an undisturbed run.
+/// A search with migrations finds timetables with the same lessons as a search without migrations.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
 fn moved_tablix_kernels_find_good_timetables() {
@@ -275,7 +278,7 @@ fn moved_tablix_kernels_find_good_timetables() {
                 Err(format!("{kernels:?} are there"))
             }
         });
-        // The length of the search is random, so it may end before the last migration.
+        // The duration of the search is random, so it may end before the last migration.
         let mut moves = 0;
         while moves < MOVES && (moves < KERNELS || search.goes_on(vm)) {
             move_on(vm, &kernels[moves % KERNELS], moves / KERNELS);
@@ -283,7 +286,8 @@ fn moved_tablix_kernels_find_good_timetables() {
         }
         let moved = search.ends(vm);
         let undisturbed = Search::start(vm, "undisturbed").ends(vm);
-        // Each search is random: all meet the hard constraints, and soft ones differ.
+        // A search is random: the hard constraints are met in every result, but the soft ones
+        // differ.
         let lessons = |found: &[Solution]| {
             found
                 .iter()

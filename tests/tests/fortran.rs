@@ -1,4 +1,4 @@
-//! Fortran programs, built with gfortran against the installed header and libraries.
+//! Programs in Fortran that are built with gfortran and with the installed header and libraries.
 
 use sempa_tests::Vm;
 use sempa_tests::needs::{require_program, testbed};
@@ -18,7 +18,8 @@ fn on_one_host(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Compiles a source file into the folder in which spawn searches, under this name.
+/// Compiles a source file into the folder in which `spawn` searches. `name` is the name of the
+/// program. Returns its path.
 fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64").join(name);
@@ -40,10 +41,10 @@ fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and gfortran"]
-fn every_kind_of_argument_goes_both_ways() {
+fn all_argument_types_are_passed_and_returned() {
     on_one_host(|vm| {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/calls.f");
-        // The header must be valid in both source forms.
+        // The header must be valid in both source forms of Fortran.
         for (form, name) in [
             ("-ffixed-form", "calls-fixed"),
             ("-ffree-form", "calls-free"),

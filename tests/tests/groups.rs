@@ -1,5 +1,5 @@
-//! Groups without a server task: members on several hosts meet, are killed, migrate, and lose their
-//! hosts.
+//! Groups without a server task: members on several hosts wait in barriers and make collective
+//! calls, are killed, migrate, and lose their hosts.
 
 use sempa_tests::needs::{prefix_in_bed, require_program, testbed};
 use sempa_tests::run::{Running, run};
@@ -14,7 +14,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 const END_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A member that reads commands.
+/// A running member that reads commands from standard input.
 struct Member<'a> {
     host: &'a Host,
     task: Running,
@@ -38,7 +38,8 @@ impl<'a> Member<'a> {
         member
     }
 
-    /// Waits for the line with this number, counted from 0, and returns what follows `start`.
+    /// Waits for the line number `number` (counted from 0) in the member's output. Returns what
+    /// follows `start` in this line.
     fn line(&self, start: &str, number: usize) -> String {
         let found = eventually(TIMEOUT, || {
             let out = self.task.out_so_far().map_err(|error| error.to_string())?;
@@ -59,7 +60,8 @@ impl<'a> Member<'a> {
             .to_string()
     }
 
-    /// Gives a command; [`Member::result`] waits for its result.
+    /// Sends a command to the member. [`Member::result`] waits for the result of the returned
+    /// command.
     fn tell(&mut self, command: &str) -> (String, usize) {
         writeln!(self.to, "{command}").expect("it listens");
         self.asked += 1;
@@ -101,7 +103,7 @@ fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
     vm.halt().expect("halts");
 }
 
-/// Starts one member on each of these hosts.
+/// Starts one member on each of these hosts. All members join the group.
 fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
     let mut members: Vec<Member> = hosts
         .iter()
@@ -129,7 +131,7 @@ fn waiting(vm: &Vm, wanted: usize) {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn members_are_numbered_asked_for_and_let_go_together() {
+fn members_join_and_leave_barriers_together() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
         assert_eq!(
@@ -152,7 +154,7 @@ fn members_are_numbered_asked_for_and_let_go_together() {
             ),
             (0, -20, 1)
         );
-        // A barrier receives messages while it waits.
+        // A barrier does not prevent that messages are received.
         assert_eq!(m[1].ask("listen 5"), 0);
         let first = m[1].tell("barrier g 3");
         waiting(vm, 1);
@@ -172,8 +174,8 @@ fn members_are_numbered_asked_for_and_let_go_together() {
             other => Err(format!("{other} messages were handled")),
         })
         .expect("the handler ran");
-        // A member that leaves the virtual machine leaves its groups, and another one may take its
-        // instance number.
+        // A member that leaves the virtual machine also leaves its groups. Another member may then
+        // get its instance number.
         let waits = m[0].tell("barrier g 3");
         let waits_too = m[1].tell("barrier g 3");
         waiting(vm, 2);
@@ -210,7 +212,7 @@ fn collective_calls_support_every_type() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_waits_hears_of_a_member_that_was_killed() {
+fn waiting_members_learn_of_killed_member() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
         let waits: Vec<_> = m[..2]
@@ -223,7 +225,7 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
             assert_eq!(member.result(asked), -19);
         }
         assert_eq!(m[0].ask("size g"), 2);
-        // A member that is killed during the barrier.
+        // The member is killed while another one waits in the barrier.
         let waits = m[0].tell("barrier g 2");
         waiting(vm, 1);
         m[0].kill();
@@ -237,10 +239,11 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
     });
 }
 
-/// The members of a group are notified when it breaks.
+/// The members of a frozen group are notified when a member is lost. No task can join a frozen
+/// group.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_frozen_group_has_no_new_members() {
+fn frozen_group_accepts_no_members() {
     on_hosts(1, |vm, program| {
         let mut m = members(vm, program, &[1, 1, 1]);
         let first: Vec<_> = m[..2]
@@ -275,17 +278,17 @@ fn a_frozen_group_has_no_new_members() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_receiver_is_told_of_a_dead_member() {
+fn receiver_is_notified_of_ended_member() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
         let root = m[0].tell("gather g 0");
-        // The contribution of a member before its end counts.
+        // The contribution that a member has sent before its end is used.
         assert_eq!(m[1].ask("gather g 0"), 0);
         m[1].kill();
         m[2].kill();
         assert_eq!(m[0].result(root), -21);
         assert_eq!(m[0].ask("size g"), 1);
-        // A member that waits for its part while the root ends.
+        // The root ends while a member waits for its part of the data.
         let mut root = Member::start(vm, 2, program);
         assert_eq!(root.ask("join g"), 1);
         let waits = m[0].tell("scatter g 1");
@@ -399,7 +402,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
     });
 }
 
-/// Debian's group programs, with their input and a line that they print on success.
+/// Debian's group programs, as (name, arguments, input, line that is printed on success).
 const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
     (
         "gexample",
@@ -414,7 +417,8 @@ const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
         "8 4\n",
         "Test OK: Sum of Squares of first 32 integers is 11440",
     ),
-    // Its sum starts with an uninitialised variable; this line is about the group.
+    // The sum that `frsg` prints starts with an uninitialised variable; this line shows that its
+    // group works.
     ("frsg", &[], "8\n4\n", "Test Ok: Received ("),
     ("ge", &["4"], "", "done"),
     ("gexamp", &["4"], "", "gexamp 0: sync"),
@@ -434,12 +438,13 @@ fn examples_where_spawn_looks(bed: &Testbed) {
     }
 }
 
-/// Runs an example to its end. Panics unless its output or error output has this line.
+/// Runs an example to its end. Panics unless its standard output or standard error has the line
+/// `sign`.
 fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &str) {
     let mut command = vm.command(vm.bed().host(1), program);
     command.args(words);
     let mut task = Running::start(command, Stdio::piped()).expect("it starts");
-    // A program that reads nothing may have ended before.
+    // A program that reads nothing may have ended before, so an error is ignored.
     let _ = task
         .take_stdin()
         .expect("piped")
@@ -518,7 +523,7 @@ fn pvms_own_group_library_and_server_work() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn a_tracer_is_told_of_group_calls_as_wholes() {
+fn tracer_gets_one_record_per_group_call() {
     let tracer = "/usr/bin/tracer";
     require_program(tracer, "pvm");
     on_hosts(1, |vm, program| {
@@ -536,7 +541,8 @@ fn a_tracer_is_told_of_group_calls_as_wholes() {
         eventually(TIMEOUT, ready).expect("a tracer");
         let mut member = Member::start(vm, 1, program);
         assert_eq!((member.ask("join g"), member.ask("gather g 0")), (0, 0));
-        // It checks its inbox only when a message arrives, so another message must follow.
+        // The tracer checks its inbox only when a message arrives, so further calls must follow the
+        // traced ones.
         let told = eventually(TIMEOUT, || {
             member.ask("barrier g 1");
             let text = std::fs::read_to_string(&file).map_err(|error| error.to_string())?;
@@ -569,7 +575,7 @@ fn a_tracer_is_told_of_group_calls_as_wholes() {
     });
 }
 
-/// Compiles the program of these tests with the static group library.
+/// Compiles the program of these tests with the static group library. Returns its path.
 fn with_static_library(vm: &Vm) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64/groups-static");
@@ -588,7 +594,7 @@ fn with_static_library(vm: &Vm) -> PathBuf {
     program
 }
 
-/// The static group library uses the shared library of the task.
+/// A program with the static group library works with the shared library libpvm3.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_static_group_library_works() {

@@ -1,4 +1,5 @@
-//! Guests are stopped by directives of the owner: real processes, judged by the guests' own clocks.
+//! Guests are stopped by directives of an owner agent. The tests use real processes and check the
+//! guests' own records of when they ran.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -10,11 +11,12 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The program that directs guests on behalf of owners.
+/// Path of the program that acts as an owner agent.
 const SPEAKS: &str = env!("CARGO_BIN_EXE_owner-speaks");
-/// How often the guests are stopped.
+/// Number of times the guests are stopped.
 const ROUNDS: usize = 5;
-/// Microseconds that an owner stays at least: more than the gaps that guests note while they run.
+/// Minimum duration in microseconds for which guests are stopped. It is longer than the gaps that
+/// running guests record.
 const STAY: u64 = 300_000;
 
 fn now() -> u64 {
@@ -24,12 +26,13 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// Returns the gaps in a guest's own time.
+/// Returns the times in which a guest did not run, by its own clock, as (begin, end) in
+/// microseconds since 1970.
 fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     vm.gaps(tid).sure(vm)
 }
 
-/// Returns the processor time of a process in ticks.
+/// Returns the processor time that a process has used, in ticks.
 fn used(host: &Host, pid: i32) -> u64 {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
@@ -49,7 +52,7 @@ fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// Returns the number of events that report that all guests of a host are stopped.
+/// Returns the number of events so far that report that all guests of a host are stopped.
 fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
@@ -70,10 +73,10 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
     vm.halt().expect("halts");
 }
 
-/// Guests that occupy all processors stop, and continue when they are welcome.
+/// Guests that occupy all processors stop, and continue when the owner permits guests again.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn stopped_guests_stand_still_by_their_own_clocks() {
+fn stopped_guests_do_not_run_by_their_clocks() {
     with_guests(4, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         let mut words = Vec::new();
@@ -102,7 +105,7 @@ fn stopped_guests_stand_still_by_their_own_clocks() {
         for tid in guests {
             let gaps = gaps(vm, tid);
             for (said, welcome) in &words {
-                // From some moment on the guest did not run until guests were welcome.
+                // The guest did not run from some time until guests were permitted again.
                 let last = gaps
                     .iter()
                     .find(|(from, to)| from < welcome && to >= welcome);
@@ -182,7 +185,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
     vm.halt().expect("halts");
 }
 
-/// Stopped guests get no processor time, migrate, and continue at the target.
+/// Stopped guests get no processor time. They migrate, and continue at the target.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_move_without_running() {

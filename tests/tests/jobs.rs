@@ -1,4 +1,5 @@
-//! Whole jobs of real processes: they are ended, and started from a file.
+//! Operations on whole jobs of real processes: end a job, start a job from a file, list waiting
+//! spawns. Also tests that events can be followed.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -14,7 +15,7 @@ fn with_rm(test: impl FnOnce(&Vm)) {
     with("pvm-rm", test);
 }
 
-/// Runs a test with this resource manager.
+/// Runs `test` on a virtual machine of two hosts with the resource manager `rm`.
 fn with(rm: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
     let vm = Vm::start(
@@ -30,10 +31,10 @@ fn with(rm: &str, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// A job that ignores the request to end is killed, and nothing of it is left.
+/// A job that ignores the request to exit is killed. No process of it remains.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_that_ignores_its_end_is_killed() {
+fn job_that_ignores_exit_request_is_killed() {
     with_rm(|vm| {
         let program = vm.program("deaf").expect("gcc");
         let mut command = vm.command(vm.bed().host(1), program);
@@ -68,7 +69,7 @@ fn a_job_that_ignores_its_end_is_killed() {
             (Some(6), Some(0)),
             "{answer:?}"
         );
-        // All tasks but the one that obeys.
+        // Five tasks ignore the request to exit; one task obeys.
         assert_eq!(count("forced"), Some(5), "{answer:?}");
         assert_eq!(deaf(), 0);
         let status = eventually(TIMEOUT, || {
@@ -87,7 +88,8 @@ fn a_job_that_ignores_its_end_is_killed() {
     });
 }
 
-/// An error in the file is reported with its line.
+/// A job file starts its tasks on the hosts that it requests. An error in the file is reported with
+/// its line.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_file_starts_its_tasks_on_their_hosts() {
@@ -170,7 +172,7 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
     });
 }
 
-/// Followed events end with the virtual machine.
+/// A console that follows events prints one event per line, and ends with the virtual machine.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn followed_events_arrive_one_per_line() {
@@ -184,7 +186,7 @@ fn followed_events_arrive_one_per_line() {
         let out = follower
             .out_so_far()
             .map_err(|error| format!("{error:#}"))?;
-        // The last line may be incomplete.
+        // The last line of the output may be incomplete.
         let whole = out.rfind('\n').map_or("", |end| &out[..end]);
         Ok(whole
             .lines()
@@ -202,7 +204,7 @@ fn followed_events_arrive_one_per_line() {
         });
         seen.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
     };
-    // Earlier events come first, then each event as it happens.
+    // The console prints the earlier events first, then each new event when it happens.
     let before = seen("the first entry", &|_| true).len();
     vm.add(&["h2"]).expect("it joins");
     seen(

@@ -1,5 +1,5 @@
-//! Messages that a task has sent over a direct route before it is killed are received, also those
-//! in transit.
+//! Messages that a task has sent over a direct route before it was killed are received, including
+//! those in transit.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -12,12 +12,13 @@ use std::process::Stdio;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes that the sender sends before it is killed: fewer than the receiver acknowledges, because
-/// an acknowledgement to a dead task makes its kernel drop the rest.
+/// Number of messages that the sender sends before it is killed. The receiver does not acknowledge
+/// so few messages; an acknowledgement to a dead task would make the kernel drop the rest.
 const WORDS: usize = 7;
+/// Size of each message in bytes.
 const WORD_BYTES: usize = 64 << 10;
 
-/// Returns the process of the receiver on its host.
+/// Returns the process id of the receiver, as the machine numbers it.
 fn listener(vm: &Vm) -> Pid {
     let host = vm.bed().host(3);
     let is_it = |line: &str| {
@@ -37,7 +38,8 @@ fn listener(vm: &Vm) -> Pid {
     Pid::from_raw(pid.cast_signed())
 }
 
-/// The receiver was stopped while the task sent them.
+/// The receiver was stopped while the killed task sent its messages, and still receives all of
+/// them.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_task_has_delivered_its_messages() {

@@ -1,7 +1,7 @@
-//! Sizes and numbers that PVM 3.4.6 does not support.
+//! Message sizes and numbers of tasks that PVM 3.4.6 does not support.
 //!
-//! The default sizes show the mechanism; with `SEMPA_TEST_FULL=1` they exceed the limits of PVM
-//! itself.
+//! With the default sizes the tests show that the mechanism works. With `SEMPA_TEST_FULL=1` the
+//! sizes exceed the limits of PVM itself.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
@@ -19,20 +19,23 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A size, and the free memory that the test needs, both in MiB.
+/// A message size, and the free memory that the test with this size needs, both in MiB.
 type Size = (u64, u64);
 
-/// A message that is too long for 32 bits: it is at the sender, in the receiver's inbox as it
-/// grows, and in between.
+/// A message whose length exceeds 32 bits. Copies of it are in the memory of the sender, in the
+/// growing inbox of the receiver, and in transit.
 const GIANT: Size = (4352, 14 << 10);
-/// More than all buffers between two tasks.
+/// A message that is larger than all buffers between two tasks.
 const LARGE: Size = (300, 2 << 10);
-/// What two tasks send each other before either receives: it is at the sender, the daemons and the
-/// receiver.
+/// Amount of data that two tasks send each other before either receives. It is in the memory of the
+/// sender, of the daemons and of the receiver.
 const FLOOD: Size = (1024, 6 << 10);
+/// Amount of data that two tasks send each other by default, without `SEMPA_TEST_FULL`.
 const SMALL_FLOOD: Size = (256, 2 << 10);
-/// Tasks: PVM supports 4095 on a host, and more than 1024 exceed the usual limit of descriptors.
+/// Number of tasks on one host: PVM supports 4095.
 const MANY_TASKS: u32 = 4100;
+/// Number of tasks on one host by default. It exceeds the default limit of 1024 descriptors per
+/// process.
 const SOME_TASKS: u32 = 1100;
 
 fn sized<T>(full: T, default: T) -> T {
@@ -62,9 +65,9 @@ fn good(vm: &Vm, words: &[&str]) {
     );
 }
 
-/// Returns what some of the tasks wait for, and which sockets hold unread bytes.
+/// Describes for a report what some of the tasks wait for, and which sockets have unread bytes.
 fn waiting_tasks(vm: &Vm) -> String {
-    /// The first task, and some of those that it has started.
+    /// Number of tasks that are described: the first task and some of its children.
     const SOME: usize = 4;
     let host = vm.bed().host(1);
     let tasks = host
@@ -88,7 +91,7 @@ fn waiting_tasks(vm: &Vm) -> String {
                 of("syscall").trim()
             );
         }
-        // The stack, if there is a debugger.
+        // Adds the stack of the task if a debugger is installed.
         let mut debugger = std::process::Command::new("gdb");
         debugger.args([
             "-p",
@@ -138,9 +141,10 @@ fn more_tasks_than_descriptors_live_on_one_host() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_deliver_their_last_messages_to_a_slow_daemon() {
-    /// Longer than a task waits for an answer about a ring.
+    /// Duration of a pause of the daemon. It exceeds the time for which a task waits for an answer
+    /// about a ring.
     const PAUSED: Duration = Duration::from_millis(700);
-    /// The rhythm of the fault: some of the work is done in between. Nothing waits for it.
+    /// Time between two pauses, in which the daemon runs.
     const RUNNING: Duration = Duration::from_millis(100);
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
@@ -160,7 +164,7 @@ fn tasks_deliver_their_last_messages_to_a_slow_daemon() {
     vm.halt().expect("it ends");
 }
 
-/// Limits a process to this number of further descriptors.
+/// Limits the number of descriptors of a process to those that are open, plus `more`.
 fn limit_descriptors(pid: Pid, more: u32) {
     let open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
     let free = (0..).find(|fd| !open(fd)).expect("one of them");
@@ -174,8 +178,8 @@ fn limit_descriptors(pid: Pid, more: u32) {
     assert!(done.good(), "{}", done.err);
 }
 
-/// Two tasks meet, then their daemon is limited to this number of further descriptors, and the
-/// tasks exchange messages.
+/// Starts two tasks that exchange messages. When they have met, limits their daemon to `more`
+/// further descriptors.
 fn talk_with_limit(vm: &Vm, folder: &str, more: u32) {
     let folder = vm.home().join(folder);
     std::fs::create_dir(&folder).expect("made");
@@ -208,7 +212,7 @@ fn no_message_is_lost_without_free_descriptors() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn no_message_is_lost_with_many_descriptors_in_flight() {
-    /// More than the daemon's user may have in flight.
+    /// Number of descriptors in flight, which exceeds the limit for the daemon's user.
     const IN_FLIGHT: usize = 200;
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
@@ -236,11 +240,11 @@ fn free_mebibytes() -> u64 {
         / 1024
 }
 
-/// Waits for other tests that need much memory, also those of other processes, and keeps them
-/// waiting while the result is held.
+/// Waits until no other test that needs much memory runs, in this process or another one. Other
+/// such tests wait until the returned lock is dropped.
 ///
 /// # Panics
-/// There is not enough free memory.
+/// The machine does not have enough free memory.
 fn memory((_, mebibytes): Size) -> File {
     let turn = File::create(std::env::temp_dir().join("sempa-tests-memory.lock")).expect("a file");
     turn.lock().expect("a lock");
@@ -250,7 +254,8 @@ fn memory((_, mebibytes): Size) -> File {
     turn
 }
 
-/// One message that is larger than all buffers; with `SEMPA_TEST_FULL=1` larger than 4 GiB.
+/// One message that is larger than all buffers arrives. With `SEMPA_TEST_FULL=1` it is larger than
+/// 4 GiB.
 #[test]
 #[ignore = "system tier: needs root, hosts and free memory"]
 fn a_giant_message_arrives_whole() {
@@ -262,7 +267,8 @@ fn a_giant_message_arrives_whole() {
     vm.halt().expect("it ends");
 }
 
-/// Two tasks, one on h1 and one on `host`, send each other much before either receives.
+/// A task on h1 and a task on `host` send each other a [`FLOOD`] of data by the route `route`
+/// before either receives.
 fn flood(route: &str, host: &str) {
     let size = sized(FLOOD, SMALL_FLOOD);
     let _turn = memory(size);

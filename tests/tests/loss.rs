@@ -1,5 +1,5 @@
-//! What a job with checkpoints loses when a host dies, counted by the job itself; and the death of
-//! all hosts at once.
+//! Measures how much work a job with checkpoints loses when a host dies, as counted by the job
+//! itself. Also tests the death of all hosts at once.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::faults::is_full;
@@ -12,7 +12,7 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The wanted bound of the loss.
+/// Maximum time of work that may be lost.
 const BOUND: Duration = Duration::from_secs(5);
 /// Microseconds for which each task of the job computes in a round.
 const PAUSE: i32 = 4000;
@@ -24,7 +24,7 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// Returns the complete checkpoints: when each was complete, and its name.
+/// Returns the complete checkpoints in the event log, as (time of completion, name).
 fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
     let checkpoint = |entry: &Entry| match &entry.kind {
         EventKind::Checkpointed {
@@ -35,7 +35,7 @@ fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
     events.iter().filter_map(checkpoint).collect()
 }
 
-/// Returns the checkpoints to which the job rolled back.
+/// Returns the names of the checkpoints to which the job has rolled back, in order.
 fn restarts(events: &[Entry]) -> Vec<String> {
     let restart = |entry: &Entry| match &entry.kind {
         EventKind::Restarted {
@@ -46,8 +46,8 @@ fn restarts(events: &[Entry]) -> Vec<String> {
     events.iter().filter_map(restart).collect()
 }
 
-/// Returns the number of rounds lost with a host that was killed at this time, and the time from
-/// the last round that was kept until then; none before the job computes again.
+/// Returns the number of rounds that were lost with a host killed at the time `killed`, and the
+/// time from the last retained round until then. Returns `None` until the job computes again.
 fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
     let back = marks
         .windows(2)
@@ -63,12 +63,12 @@ fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
     ))
 }
 
-/// How a host dies.
+/// The order in which the processes of a host are killed.
 #[derive(Clone, Copy, PartialEq)]
 enum Death {
-    /// All processes at once.
+    /// All processes are killed at once.
     Sudden,
-    /// The tasks first, so that the daemon reports their death.
+    /// The tasks are killed first, so that the daemon reports their death.
     TasksFirst,
 }
 
@@ -94,7 +94,7 @@ fn die(vm: &Vm<'_>, host: &Host, death: Death) {
     host.kill_all();
 }
 
-/// Waits for a checkpoint that is newer than all there are. Returns when it was complete.
+/// Waits until a new checkpoint is complete. Returns the time of its completion.
 fn next_checkpoint(vm: &Vm<'_>) -> u64 {
     let before = checkpoints(&vm.events().sure(vm)).len();
     let newest = eventually(TIMEOUT, || {
@@ -108,8 +108,8 @@ fn next_checkpoint(vm: &Vm<'_>) -> u64 {
     newest.sure(vm)
 }
 
-/// Kills a host, and waits until the job computes again, after its rollback to the newest
-/// checkpoint. Returns the time lost.
+/// Kills a host and waits until the job has rolled back to its newest checkpoint and computes
+/// again. Returns the time of work that was lost.
 fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Duration {
     let before = vm.events().sure(vm);
     let killed = now();
@@ -122,7 +122,7 @@ fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Durati
         newest.cloned().ok_or("no restart".to_string())
     })
     .sure(vm);
-    // A checkpoint that was almost complete may have become complete.
+    // The newest checkpoint may have become complete after the kill.
     let made = checkpoints(&vm.events().sure(vm));
     let old = checkpoints(&before).len();
     let newest = made[old - 1..].iter().map(|(_, name)| name);
@@ -138,9 +138,10 @@ fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Durati
     time
 }
 
-/// Kills hosts at random moments under a job whose checkpoints have this pace. The job rolls back
-/// to its newest checkpoint each time and has the right result in the end. How much time it loses
-/// depends on the machine; the campaign compares it with the bound.
+/// Kills hosts at random times while a job with periodic checkpoints runs. `pace` is the console's
+/// option for the checkpoint interval. Each time the job must roll back to its newest checkpoint,
+/// and finally its result must be correct. The lost time depends on the machine, so only the
+/// campaign compares it with [`BOUND`].
 fn hosts_die(pace: &str, death: Death) {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
@@ -153,7 +154,8 @@ fn hosts_die(pace: &str, death: Death) {
     let first = rng.below(2);
     for number in first..first + deaths {
         let victim = bed.host(2 + number % 2);
-        // A moment before the next checkpoint is complete, or a second after it.
+        // The time of the kill is up to six seconds after a checkpoint: just before the next one is
+        // complete, or within a second after it.
         let moment = next_checkpoint(&vm) + rng.below(6_000_000) as u64;
         eventually(TIMEOUT, || {
             if now() >= moment {
@@ -173,10 +175,10 @@ fn hosts_die(pace: &str, death: Death) {
     vm.halt().expect("halts");
 }
 
-/// Checks the time lost on a machine that has nothing else to do.
+/// Checks the lost times. Only meaningful on a machine without other load.
 fn is_within_bound(vm: &Vm<'_>, times: &[Duration]) {
-    /// Time for two checkpoints on a slow machine, if an event warns that checkpoints take too
-    /// long.
+    /// Additional time that may be lost on a slow machine, if an event warns that checkpoints take
+    /// too long.
     const MARGIN: Duration = Duration::from_secs(4);
     let too_slow =
         |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains("may be lost"));
@@ -189,21 +191,23 @@ fn is_within_bound(vm: &Vm<'_>, times: &[Duration]) {
     );
 }
 
-/// A checkpoint is made every five seconds.
+/// With a checkpoint every five seconds, the job rolls back to the newest one and finishes with the
+/// correct result.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_with_a_pace_loses_little() {
+fn job_with_checkpoint_interval_loses_little() {
     hosts_die("--every", Death::TasksFirst);
 }
 
-/// At most five seconds of work may be lost.
+/// With a bound of five seconds for lost work, the job rolls back and finishes with the correct
+/// result.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_with_a_bound_loses_little() {
+fn job_with_loss_bound_loses_little() {
     hosts_die("--loss", Death::Sudden);
 }
 
-/// All hosts of a virtual machine are killed at once, and a new one restarts the job.
+/// All hosts of a virtual machine are killed at once. A new virtual machine restarts the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_after_the_death_of_all_hosts() {

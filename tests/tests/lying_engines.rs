@@ -1,8 +1,8 @@
-//! Engines and stores that fail or lie during checkpoints and restarts of jobs. Each failure is
-//! reported in one line, all tasks continue, no files or processes remain, and the checkpoint made
-//! before can be restarted.
+//! Engines and stores that fail or report false results during checkpoints and restarts of jobs.
+//! Each failure is reported in one line, all tasks continue, no files or processes remain, and the
+//! previous checkpoint can be restarted.
 //!
-//! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
+//! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
 use sempa_tests::fake_criu::{self, behave};
 use sempa_tests::faults::leftovers;
@@ -20,7 +20,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const WORKERS: usize = 2;
 
-/// A job of three tasks on h1 and h2 that writes a line per round.
+/// A job of three tasks on h1 and h2 that writes one line per round.
 struct Job<'a> {
     vm: &'a Vm<'a>,
     folder: PathBuf,
@@ -46,7 +46,7 @@ impl<'a> Job<'a> {
         job
     }
 
-    /// Waits for some rounds, to each of which all tasks contribute.
+    /// Waits for five more rounds. All tasks contribute to each round.
     fn goes_on(&self) {
         let lines =
             || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
@@ -71,8 +71,8 @@ impl<'a> Job<'a> {
         values[0]["set"].as_str().expect("a name").to_string()
     }
 
-    /// Makes a checkpoint, which must fail with these words in one line. The job continues, and
-    /// nothing is left of the checkpoint.
+    /// Makes a checkpoint, which must fail with one line that contains `words`. Checks that the job
+    /// continues and nothing of the checkpoint remains.
     fn fails(&self, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.checkpoint();
@@ -109,7 +109,8 @@ impl<'a> Job<'a> {
         ended.sure(self.vm);
     }
 
-    /// Restarts a checkpoint, which must fail with these words. No task runs, and nothing is left.
+    /// Restarts a checkpoint, which must fail with `words`. Checks that no task runs and no files
+    /// or processes remain.
     fn is_not_started(&self, set: &str, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.vm.pvm(&["restart", set]).expect("the console");
@@ -141,7 +142,7 @@ fn store(vm: &Vm<'_>) -> PathBuf {
     vm.home().join(".local/state/sempa/checkpoints")
 }
 
-/// Returns the checkpoints in the store, also incomplete ones.
+/// Returns the names of all checkpoints in the store, including incomplete ones.
 fn sets(vm: &Vm<'_>) -> Vec<String> {
     let entries = fs::read_dir(store(vm)).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -152,7 +153,8 @@ fn sets(vm: &Vm<'_>) -> Vec<String> {
     names
 }
 
-/// Waits until the store is as before, and no host has images, tokens or an engine.
+/// Waits until the store has the entries `before`, and no host has images, resume tokens or an
+/// engine process.
 fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
     let clean = eventually(TIMEOUT, || {
         let mut left: Vec<String> = sets(vm)
@@ -191,14 +193,14 @@ fn with_job(
     vm.halt().expect("halts");
 }
 
-/// What an engine does instead of the request, and words of the error that follows.
+/// Command words that make the fake CRIU fail, each with words of the error that follows.
 const LIES: [(&str, &str); 4] = [
     ("silent", "engine"),
     ("garbage", "engine's answer cannot be read"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];
-/// Kinds of images that are cut in half.
+/// Kinds of images that are truncated to half their size.
 const IMAGES: [&str; 8] = [
     "inventory",
     "files",
@@ -212,7 +214,7 @@ const IMAGES: [&str; 8] = [
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn lying_engines_harm_no_job() {
+fn failing_engines_harm_no_job() {
     let seed = seed();
     with_job(
         |_| Settings::default(),
@@ -230,7 +232,7 @@ fn lying_engines_harm_no_job() {
                 behave(bed, "h2", "");
             }
             job.end();
-            // Not the kind that the checkpoint has met.
+            // The kind of failure differs from the one that was tried with the checkpoint.
             for (what, words) in sample(LIES, 1, seed + 1) {
                 behave(bed, "h1", what);
                 behave(bed, "h2", what);
@@ -243,7 +245,7 @@ fn lying_engines_harm_no_job() {
     );
 }
 
-/// A small file system for the store, on h1.
+/// Path on h1 where a small file system is mounted for the store.
 const STORE: &str = "/tmp/small";
 
 fn with_small_store(bed: &Testbed) -> Settings {
@@ -262,7 +264,7 @@ fn with_small_store(bed: &Testbed) -> Settings {
     }
 }
 
-/// Returns all files below a folder of h1.
+/// Returns the paths of all files below a folder of h1.
 fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
     fn below(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -301,7 +303,8 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             .filter_map(|path| fs::metadata(path).ok())
             .map(|meta| meta.blocks() * 512)
             .sum();
-        // Full at once, during the first task, during the others, and just before the end.
+        // The store becomes full at once, during the first task, during the other tasks, and just
+        // before the end.
         for part in [0.0, 0.05, 0.3, 0.6, 0.9, 0.99] {
             room(&format!(
                 "{}k",
@@ -336,7 +339,8 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
                 .to_string_lossy()
                 .into_owned();
             if name == "ended" {
-                // It only says since when the checkpoint is unused, and a restart ignores it.
+                // The file only records since when the checkpoint is unused, and a restart ignores
+                // it.
                 fs::write(&path, b"\xffnonsense").expect("written");
                 continue;
             }
@@ -365,7 +369,8 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
         job.end();
         job.starts_again(&good);
         job.end();
-        // The log was cut back to the older checkpoint, so the newer one would leave a gap.
+        // The restart has truncated the log to the older checkpoint, so a restart of the newer one
+        // would leave a gap.
         job.is_not_started(
             &newer,
             "a log that is shorter",

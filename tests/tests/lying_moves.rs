@@ -1,7 +1,8 @@
-//! Engines that fail or lie, full disks and short memory during a migration. Each failure is
-//! reported in one line, the task continues at the source, and no files or processes remain.
+//! Engines that fail or report false results, full disks, and too little memory during a migration.
+//! Each failure is reported in one line, the task continues at the source, and no files or
+//! processes remain.
 //!
-//! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
+//! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -21,7 +22,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Memory of a task, in MiB.
 const MIB: &str = "24";
-/// What an engine does instead of the request, and words of the error that follows.
+/// Command words that make the fake CRIU fail, each with words of the error that follows.
 const LIES: [(&str, &str); 4] = [
     ("silent", "ended without an answer"),
     ("garbage", "cannot be read"),
@@ -30,9 +31,10 @@ const LIES: [(&str, &str); 4] = [
 ];
 const ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// Bytes per second at which memory takes longer than the engine waits.
+/// Transfer rate in bytes per second with which the transfer of the memory exceeds the engine's
+/// timeout.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-/// Kinds of images that are cut in half.
+/// Kinds of images that are truncated to half their size.
 const IMAGES: [&str; 8] = [
     "inventory",
     "pstree",
@@ -43,7 +45,8 @@ const IMAGES: [&str; 8] = [
     "pagemap-",
     "pages-",
 ];
-/// What an engine reports that has restored nothing, and words of the error that follows.
+/// Command words that make the fake CRIU report a restore that it has not done, each with words of
+/// the error that follows.
 const CLAIMS: [(&str, &str); 2] = [
     ("nothing", "let the task run without asking"),
     ("nobody", "no descriptor for process 4194304"),
@@ -53,7 +56,7 @@ fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
     done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
 }
 
-/// Hosts h1 to h3 with the stand-in of CRIU.
+/// Runs `test` on a virtual machine with hosts h1 to h3, on which a fake CRIU is installed.
 fn with_fake_criu(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
     let bed = testbed_with_env(3, env);
     fake_criu::install(&bed);
@@ -68,12 +71,13 @@ fn with_fake_criu(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
     vm.halt().expect("halts");
 }
 
-/// Spawns a task on h2 that has touched its memory. The taskers have tried their engines.
+/// Spawns a task on h2. Waits until the task has written to all of its memory, and until the
+/// taskers' engine probes have ended.
 fn a_task(vm: &Vm<'_>) -> String {
     a_task_with(vm, &[])
 }
 
-/// As [`a_task`], with additional arguments for the program.
+/// As [`a_task`], with additional arguments for the task's program.
 fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
     let tid = check(
         vm,
@@ -95,7 +99,7 @@ fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
     tid
 }
 
-/// Checks that the task answers from this host, and that its memory is unchanged.
+/// Checks that a task answers from `host` and that its memory is unchanged.
 fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
@@ -108,7 +112,8 @@ fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     assert_eq!(check(vm, what, vm.host_of(tid)), host, "{what}");
 }
 
-/// Waits until no host has images, memory, tokens or an engine, and only h2 has the task.
+/// Waits until no host has images, resume tokens or an engine process, and only h2 has a process of
+/// the task.
 fn nothing_is_left(vm: &Vm<'_>, what: &str) {
     let clean = eventually(TIMEOUT, || {
         let mut left = Vec::new();
@@ -141,8 +146,8 @@ fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
         .collect()
 }
 
-/// Migrates the task from h2 to h3, which must fail at this step with these words in one line. The
-/// task continues at h2, and nothing is left.
+/// Migrates a task from h2 to h3. The migration must fail at `step`, with one line that contains
+/// `words`. Checks that the task continues on h2 and nothing else remains.
 fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
     let done = check(vm, what, vm.migrate_when_ready(tid, "h3"));
@@ -163,7 +168,7 @@ fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     nothing_is_left(vm, what);
 }
 
-/// As [`fails`], with an engine on this host that misbehaves.
+/// As [`fails`], with an engine on `host` that fails by the command word `word`.
 fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, words: &str) {
     let what = format!("{word} on {host}");
     behave(vm.bed(), host, word);
@@ -175,10 +180,10 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
     );
 }
 
-/// The images contain all memory.
+/// Without post-copy, so the images contain all memory.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_lying_engine_leaves_the_task_at_the_source() {
+fn failing_engine_leaves_task_at_source() {
     let seed = seed();
     with_fake_criu(&[NEVER], |_, vm| {
         let tid = a_task(vm);
@@ -199,11 +204,11 @@ fn a_lying_engine_leaves_the_task_at_the_source() {
     });
 }
 
-/// With post-copy. After a failure a tasker uses no post-copy for a while, so each case has new
-/// taskers.
+/// With post-copy. A tasker does not use post-copy for some time after a failure, so each case has
+/// new taskers.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
+fn failing_post_copy_engine_leaves_task_at_source() {
     let at_source = [
         ("silent", "ended without an answer"),
         ("garbage", "cannot be read"),
@@ -225,7 +230,7 @@ fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
         for (host, step, (word, words)) in cases {
             let tid = a_task(vm);
             lie_fails(vm, &tid, (host, word), step, words);
-            // The next migration transfers all memory.
+            // The next migration uses no post-copy.
             vm.must_migrate(&tid, "h3");
             lives_on(vm, &tid, "h3", "afterwards");
             for words in [
@@ -240,14 +245,14 @@ fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
     });
 }
 
-/// The first dump gets as far as a file whose memory is not the task's own, and some of its images
-/// have left the host. The second dump makes more files.
+/// The first dump is stopped at a file of memory that the task shares, when some images have
+/// already been sent to the target. The repeated dump writes more files.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_arrives_whole_after_a_repeated_dump() {
     with_fake_criu(&[NEVER], |bed, vm| {
         let tid = a_task_with(vm, &["memfd"]);
-        // An engine that ends before it is stopped does not count.
+        // A case in which the engine ends before it is stopped does not count.
         let stalled = [(2, "h2", "h3"), (3, "h3", "h2")]
             .into_iter()
             .cycle()
@@ -271,8 +276,8 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
     });
 }
 
-/// An engine reports that all memory has arrived, and it has not. The source's copy is dead by
-/// then: the task must end before it reads zeros.
+/// The engine at the target reports that all memory has arrived although it has not. By then the
+/// source's copy is dead, so the task must be ended before it reads zeros.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn memory_reported_too_early_ends_the_task() {
@@ -306,7 +311,7 @@ fn memory_reported_too_early_ends_the_task() {
     });
 }
 
-/// Takes all free room from the file system of a host's daemon, or gives it back.
+/// Fills the file system of a host's daemon if `full` is true; otherwise makes it usable again.
 fn fill(host: &Host, full: bool) {
     let size = if full {
         "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
@@ -317,11 +322,11 @@ fn fill(host: &Host, full: bool) {
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
 }
 
-/// The disk of the source, the target or the master is full from a step on: whatever the steps
-/// write, images, records and tokens, finds no room.
+/// The disk of the source, of the target or of the master becomes full at some step. All files that
+/// later steps write (images, records, resume tokens) fail. No task is lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_full_disk_at_any_step_costs_no_task() {
+fn full_disk_at_any_step_loses_no_task() {
     let bed = testbed_with_own_engine(move_steps::HOSTS);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
@@ -356,7 +361,7 @@ fn a_full_disk_at_any_step_costs_no_task() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_file_without_room_leaves_the_task_at_the_source() {
+fn full_target_disk_leaves_task_at_source() {
     let bed = testbed_with_own_engine(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
@@ -406,7 +411,8 @@ fn a_file_without_room_leaves_the_task_at_the_source() {
 fn a_control_group_without_memory_refuses_the_task() {
     needs::require(limits::lacks_memory());
     let bed = testbed_with_own_engine(3);
-    // The group must be dropped after the testbed, when it is empty.
+    // The control group can be removed only when it is empty, so it must be dropped after the
+    // testbed.
     let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -419,7 +425,7 @@ fn a_control_group_without_memory_refuses_the_task() {
     fails(&vm, &large, Step::Prepare, "no memory for it", "memory");
     let asked = check(&vm, "can-migrate", vm.pvm(&["can-migrate", &large, "h3"]));
     assert!(!asked.good() && asked.out.contains("memory"), "{asked:?}");
-    // There is room for the small task.
+    // The memory suffices for the small task.
     vm.must_migrate(&tid, "h3");
     lives_on(&vm, &tid, "h3", "the small one");
     group.lift().expect("no limit");

@@ -1,9 +1,9 @@
 //! Faults at each step of a migration, with real processes.
 //!
-//! After each fault the task runs exactly once, or, when its only host was lost, is known to have
-//! ended; it never runs twice, and no message is lost. Each fault is tried once at each step, with
-//! a victim that a seed chooses; with `SEMPA_TEST_FULL=1` at both edges of each step and with each
-//! victim.
+//! After each fault the task runs exactly once. If its only host was lost, the task is instead
+//! known to have ended. No task ever runs twice, and no message is lost. Each fault is tried once
+//! at each step, with a victim that a seed selects; with `SEMPA_TEST_FULL=1` it is tried at both
+//! edges of each step with each victim.
 
 use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, Until, is_full};
 use sempa_tests::move_steps::{
@@ -50,7 +50,7 @@ fn with_faults(
     test(&vm, &mut faults);
 }
 
-/// Returns this number of rounds, chosen by the seed, or all of them.
+/// Returns `count` rounds that the seed selects; all rounds if all cases are requested.
 fn rounds_of_points(count: usize) -> Vec<Vec<Point>> {
     let turn = usize::try_from(seed()).expect("a seed");
     let mut rounds = sampled_points(turn);
@@ -72,7 +72,8 @@ fn a_task_runs_once_when_a_process_is_killed() {
     });
 }
 
-/// When the master is killed all daemons and tasks end with it, and another virtual machine starts.
+/// When the master is killed, all daemons and tasks end. Then another virtual machine can be
+/// started.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_tasks_end_when_the_master_is_killed() {
@@ -98,7 +99,7 @@ fn all_tasks_end_when_the_master_is_killed() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_pause_at_any_step_costs_nothing() {
+fn pause_at_any_step_has_no_effect() {
     let bed = testbed_with_own_engine(HOSTS);
     with_faults(&bed, &[], |vm, faults| {
         faults.run(Sampling::EachStep, &PAUSABLE, Fault::Pause(BRIEF));
@@ -107,7 +108,7 @@ fn a_pause_at_any_step_costs_nothing() {
     });
 }
 
-/// A pause that lasts until the victim is lost. Those of one round are paused together.
+/// The pause lasts until the victim is lost. All victims of a round are paused at the same time.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_runs_once_when_a_paused_process_is_lost() {
@@ -122,7 +123,8 @@ fn a_task_runs_once_when_a_paused_process_is_lost() {
     });
 }
 
-/// All other hosts give the master up and end; the master has lost all of them, and halts.
+/// Injects `fault` into the master until all other hosts lose it and end. Checks that the master,
+/// which has lost all hosts, halts as well.
 fn master_is_lost(fault: Fault) {
     let bed = testbed_with_own_engine(HOSTS);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
@@ -150,13 +152,13 @@ fn all_hosts_end_when_the_master_is_paused_too_long() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn all_hosts_end_when_the_master_is_cut_off() {
+fn all_hosts_end_when_master_is_disconnected() {
     master_is_lost(Fault::Cut(Until::Noticed));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_cut_at_any_step_costs_nothing() {
+fn short_disconnection_at_any_step_has_no_effect() {
     let bed = testbed_with_own_engine(HOSTS);
     with_faults(&bed, &[], |vm, faults| {
         let victims = [Victim::Source, Victim::Target, Victim::Master];
@@ -172,7 +174,7 @@ fn a_brief_cut_at_any_step_costs_nothing() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_runs_once_when_a_host_is_cut_off() {
+fn task_runs_once_when_host_is_disconnected() {
     let bed = testbed_with_own_engine(HOSTS);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         let victims = [Victim::Source, Victim::Target];
@@ -181,10 +183,10 @@ fn a_task_runs_once_when_a_host_is_cut_off() {
     });
 }
 
-/// Source and target do not reach each other, and the master reaches both.
+/// The source and the target cannot reach each other; the master can reach both.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_runs_once_when_source_and_target_are_parted() {
+fn task_runs_once_when_source_and_target_are_separated() {
     let bed = testbed_with_own_engine(HOSTS);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         faults.run(

@@ -1,4 +1,5 @@
-//! The transfer of a task from host to host: which memory is sent, and by which route.
+//! The transfer of a task between hosts: which memory is sent, where images are stored, and which
+//! connection is used.
 
 use nix::sys::signal::{Signal, kill};
 use sempa_tests::faults::{daemon_of, kill_and_wait};
@@ -12,12 +13,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Memory of a task that is full of zeros: the argument of its program in MiB, and bytes.
+/// Memory of a task that contains only zeros, as (argument of its program in MiB, bytes).
 const ZEROS: (&str, u64) = ("-96", 96 << 20);
-/// Bound for the bytes that a host sends for such a task, including other messages.
+/// Maximum number of bytes that a host sends for such a task, including other messages.
 const LEAVES_MAX: u64 = 8 << 20;
 
-/// Zero pages are sent neither in the images nor after the task.
+/// Pages that contain only zeros are sent neither with the images nor after the task runs.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn zero_pages_are_not_sent() {
@@ -38,7 +39,7 @@ fn zero_pages_are_not_sent() {
     }
 }
 
-/// Returns the folders of images below this folder of a host.
+/// Returns the paths of the image folders below the folder `top` of a host.
 fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
         for path in std::fs::read_dir(folder)
@@ -63,7 +64,7 @@ fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Images stay in memory although `/tmp` is on a disk, and nothing is left of them.
+/// Images are stored in memory although `/tmp` is on a disk. After the migration no images remain.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and a /tmp on a disk"]
 fn images_stay_in_memory_if_tmp_is_on_disk() {
@@ -82,7 +83,7 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
         );
         let tid = vm.spawn(&["-h2", "hold", "4"]).expect("spawned");
         is_whole(vm, &tid);
-        // At these points the source, and then the target, has all images.
+        // At these points the source has all images, and then the target.
         for (step, holder) in [("dump", 2), ("transfer", 3)] {
             std::fs::write(
                 bed.steps()
@@ -110,7 +111,7 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
                 !images(host, "/dev/shm").is_empty(),
                 "{step}: somewhere they must be"
             );
-            // The daemon may be about to stop itself.
+            // The daemon may be about to stop itself, so the signal is repeated.
             eventually(TIMEOUT, || {
                 for pid in bed.hosts().iter().filter_map(daemon_of) {
                     let _ = kill(pid, Signal::SIGCONT);
@@ -144,15 +145,16 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
     });
 }
 
-/// A host that TCP does not reach gets the task and its memory over the daemons' session.
+/// A task and its memory migrate over the session of the daemons if TCP between the hosts is
+/// blocked.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_move_over_the_session_without_tcp() {
     for policy in ["never", "always"] {
         with_hosts(3, &[("SEMPA_POST_COPY", policy)], |vm| {
             let (two, three) = (vm.bed().host(2), vm.bed().host(3));
-            // TCP packets from h2 to h3 are dropped: its answers are lost, and its own connections
-            // fail.
+            // TCP packets from h2 to h3 are dropped: answers of h2 are lost, and its connections to
+            // h3 fail.
             let cut = two.shell(
                 &format!("ip rule add pref 1 to {NETWORK}.3 ipproto tcp blackhole"),
                 TIMEOUT,
@@ -181,15 +183,16 @@ fn tasks_move_over_the_session_without_tcp() {
     }
 }
 
-/// A file that only h2 has, and the settings by which the file migrates with a task.
+/// Path of a file that only h2 has.
 const CARRIED: &str = "/tmp/carried-along";
+/// Environment variables with which the file is copied to the target of a migration.
 const CARRY: [(&str, &str); 3] = [
     ("PVM_EXPORT", "SEMPA_FILES"),
     ("SEMPA_FILES", "copy"),
     ("SEMPA_LEASE_MS", "5000"),
 ];
 
-/// Starts a migration to h3 that is held when the task and its file are there.
+/// Starts a migration to h3, and waits until it is held after the restore of the task and its file.
 fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
     let steps = vm.bed().steps().expect("it has some");
     let reached = steps.join(format!("{tid}-restore.reached"));
@@ -210,7 +213,7 @@ fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
 
 fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
     eventually(TIMEOUT, || {
-        // The daemon may be about to stop itself.
+        // The daemon may be about to stop itself, so the signal is repeated.
         for pid in vm.bed().hosts().iter().filter_map(daemon_of) {
             let _ = kill(pid, Signal::SIGCONT);
         }
@@ -229,7 +232,8 @@ fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");
 }
 
-/// The target's tasker, or its whole host, is killed before the task runs.
+/// The target's tasker or the whole target host is killed before the task runs. The copied file is
+/// removed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn copied_files_are_removed_after_a_failed_move() {
@@ -244,7 +248,8 @@ fn copied_files_are_removed_after_a_failed_move() {
         has_no_file_and_goes_on(vm, &tid);
         assert!(!moving.finish(TIMEOUT).expect("the console ends").good());
 
-        // The next tasker tries its engine first; until then the host refuses tasks.
+        // A new tasker first runs its engine probe. Until the probe has ended, the host refuses
+        // tasks.
         let tried = || {
             let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml"))
                 .map_err(|error| error.to_string())?;

@@ -1,5 +1,5 @@
-//! An ordinary user has a virtual machine; only migrations need more rights, and their refusal
-//! reports so. Also tests the rights that root's programs keep.
+//! An ordinary user can use a virtual machine. Only migrations and checkpoints need more rights;
+//! they are refused with this reason. Also tests which rights the programs of root keep.
 
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
@@ -14,13 +14,14 @@ use sempa_tests::vm::Settings;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes that the kernel buffers for a UDP port of root's daemons; the kernel doubles the number.
+/// Size in bytes of the kernel's buffer for a UDP port of root's daemons. The kernel doubles the
+/// requested number.
 const PORT_BYTES: usize = 8 << 20;
 
-/// The user is notified why tasks can neither migrate nor be checkpointed.
+/// Tasks of an ordinary user run. A migration or a checkpoint is refused with the reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_ordinary_users_tasks_run_and_do_not_move() {
+fn ordinary_users_tasks_run_and_do_not_migrate() {
     let bed = testbed(2);
     let vm = Vm::start(
         &bed,
@@ -55,7 +56,7 @@ fn an_ordinary_users_tasks_run_and_do_not_move() {
     else {
         panic!("{entry:?}")
     };
-    // The message names the alternatives; tests/tests/engines.rs covers the second one.
+    // The message lists the alternatives. tests/tests/engines.rs tests the second one.
     let hint = |why: &str| {
         why.contains("run the daemon as root")
             && why.contains("SEMPA_ENGINE")
@@ -85,7 +86,7 @@ fn an_ordinary_users_tasks_run_and_do_not_move() {
     vm.halt().expect("halts");
 }
 
-/// Returns a set of capabilities of a process.
+/// Returns the set of capabilities of a process with this name in its status file, as a bit mask.
 fn rights(pid: Pid, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
         .unwrap_or_else(|e| panic!("process {pid}: {e}"));
@@ -96,11 +97,11 @@ fn rights(pid: Pid, name: &str) -> u64 {
     u64::from_str_radix(set.trim(), 16).expect("it is hexadecimal")
 }
 
-/// Daemon and tasker of root keep only the capabilities that they need. Tasks keep all, also after
-/// a migration.
+/// Daemon and tasker of root keep only the capabilities that they need. Tasks have all
+/// capabilities, even after a migration.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn roots_daemons_drop_rights_and_tasks_keep_them() {
+fn roots_daemons_drop_capabilities_tasks_keep_them() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
@@ -127,7 +128,8 @@ fn roots_daemons_drop_rights_and_tasks_keep_them() {
             );
         }
     };
-    // Capabilities over other processes, networks, modules, devices, clocks and the whole machine.
+    // Numbers of capabilities that no daemon or tasker keeps: those for other processes, networks,
+    // modules, devices, clocks and the whole machine.
     let never = [
         12, 13, 14, 15, 16, 17, 20, 22, 25, 26, 27, 29, 30, 33, 34, 35, 36, 38, 39,
     ];
@@ -156,8 +158,8 @@ fn roots_daemons_drop_rights_and_tasks_keep_them() {
                 host.name()
             );
         }
-        // The buffer that it got with the rights that it has dropped since: larger than ordinary
-        // users may have.
+        // The daemon has dropped the capability for this buffer size. So the buffer, which is
+        // larger than ordinary users may have, shows that the size was set before.
         let ports = host.shell("ss -Huanm", TIMEOUT).expect("iproute2").out;
         assert!(
             ports.contains(&format!("rb{}", 2 * PORT_BYTES)),

@@ -1,4 +1,4 @@
-//! A checkpoint of a job stops no other job, however long it takes.
+//! A checkpoint of one job does not stop other jobs, even if it takes long.
 
 use sempa_tests::fake_criu::{self, behave, misbehaved, take_misbehaved};
 use sempa_tests::needs::testbed_with_own_engine;
@@ -11,12 +11,15 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 2] = ["h1", "h2"];
-/// Rounds of the other job during the checkpoint: some barriers of its group, too.
+/// Number of rounds that the other job must compute during the checkpoint. They include some
+/// barriers of its group.
 const ROUNDS: usize = 20;
-/// Attempts: an engine has ten seconds, and on a loaded machine the rounds may take longer.
+/// Maximum number of attempts. The engine's timeout is ten seconds, and on a loaded machine the
+/// rounds may take longer.
 const TRIES: usize = 5;
 
-/// Starts `pvm checkpoint` of a job, and returns when its engines wait before they write anything.
+/// Starts `pvm checkpoint` for a job. Returns when the engines on all hosts wait before they write
+/// anything.
 fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
     for host in HOSTS {
         take_misbehaved(bed, host);
@@ -35,7 +38,7 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
     running
 }
 
-/// Returns how many tasks of both jobs run on each host.
+/// Returns the number of tasks of both jobs on each host.
 fn spread(vm: &Vm<'_>) -> [usize; 2] {
     let tasks = vm.tasks().sure(vm);
     let is_on = |name: &str| {
@@ -47,8 +50,8 @@ fn spread(vm: &Vm<'_>) -> [usize; 2] {
     HOSTS.map(is_on)
 }
 
-/// Holds a checkpoint of the job until the other job has made progress. Returns true if it was held
-/// until then; then it succeeds.
+/// Holds a checkpoint of `job` until `outside` has computed [`ROUNDS`] rounds, and lets it finish.
+/// Returns true if the checkpoint was still held at that time; in that case it must succeed.
 fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool {
     let checkpoint = start_checkpoint(bed, vm, job);
     let before = job.marks().len();
@@ -76,7 +79,7 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     held
 }
 
-/// Another job on the same hosts computes on while the checkpoint is held.
+/// While a checkpoint of a job is held, another job on the same hosts continues.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_checkpoint_stops_no_other_job() {

@@ -1,4 +1,4 @@
-//! Jobs with self-checkpoints: no host has CRIU, or the user may not use it.
+//! Jobs with self-checkpoints, on hosts without CRIU or for a user who may not use CRIU.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
@@ -11,8 +11,9 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Settings for a job: the engines of its first task and of its workers. Their files are in a
-/// folder of their home, which all hosts share.
+/// Returns settings for a job whose first task requests the engine `first` and whose workers
+/// request the engine `workers`. Self-checkpoints are written to the user's home folder, which all
+/// hosts share.
 fn settings(as_alice: bool, first: &str, workers: &str) -> Settings {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
     let env = vec![
@@ -52,14 +53,15 @@ fn until_more_are_made(vm: &Vm<'_>, more: usize) {
     eventually(TIMEOUT, enough).sure(vm);
 }
 
-/// Returns the names in a folder that Sempa has made.
+/// Returns the names of files in a folder that Sempa has made.
 fn strangers(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).expect("a folder").flatten();
     let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
     names.filter(|name| name.starts_with(".sempa")).collect()
 }
 
-/// Waits until none is left: hosts are notified of a failed checkpoint after the answer.
+/// Waits until a folder has no files of Sempa. Hosts may be notified of a failed checkpoint only
+/// after the console's answer.
 fn no_strangers(vm: &Vm<'_>, folder: &Path) {
     let none = || match strangers(folder) {
         left if left.is_empty() => Ok(()),
@@ -68,11 +70,11 @@ fn no_strangers(vm: &Vm<'_>, folder: &Path) {
     eventually(TIMEOUT, none).sure(vm);
 }
 
-/// The tasks of an ordinary user's job write self-checkpoints, and the job rolls back when two
-/// hosts are killed.
+/// The tasks of an ordinary user's job write self-checkpoints. The job rolls back to them when a
+/// host is killed, and again when a second one is killed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_ordinary_users_job_goes_back() {
+fn ordinary_users_job_rolls_back() {
     let bed = testbed(4);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
@@ -134,12 +136,12 @@ fn a_job_restarts_without_criu_on_any_host() {
         vm.logs()
     );
     let set = said.out.split(':').next().expect("a name").to_string();
-    // This progress is lost.
+    // The restart loses these rounds.
     job.go_on(&vm, 20);
     for host in bed.hosts() {
         host.kill_all();
     }
-    // A file that a program has written since must be replaced.
+    // A restart must replace a file that a program has written since the checkpoint.
     fs::write(
         job.folder.join(format!("state-{}", job.tid)),
         "of another time",
@@ -153,7 +155,7 @@ fn a_job_restarts_without_criu_on_any_host() {
         "{again:?}\n{}",
         vm.logs()
     );
-    // One task migrates with its self-checkpoint.
+    // A task migrates by its self-checkpoint.
     let moved = vm.migrate_when_ready(&job.tid, "h2").sure(&vm);
     assert!(
         moved.good() && moved.out.contains("by its own checkpoint"),
@@ -199,7 +201,8 @@ fn criu_and_programs_share_a_checkpoint() {
     vm.halt().expect("halts");
 }
 
-/// One file of the checkpoint cannot be restored, so no task starts and no file is changed.
+/// One file of the checkpoint cannot be restored. Therefore no task is started and no file is
+/// changed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_restart_that_cannot_write_changes_nothing() {
@@ -226,7 +229,7 @@ fn a_restart_that_cannot_write_changes_nothing() {
         "{alive:?}"
     );
     job.finish(&vm);
-    // The tasks have ended, and one of the files cannot be written.
+    // When all tasks have ended, one of the files is made impossible to write.
     eventually(TIMEOUT, || match vm.tasks() {
         Ok(tasks)
             if tasks

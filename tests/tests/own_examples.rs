@@ -1,5 +1,5 @@
-//! The programs of the folder `examples` on two hosts: `make` builds those in C and Fortran, the
-//! build of the workspace those in Rust.
+//! Builds and runs the programs of the folder `examples` on two hosts. Those in C and Fortran are
+//! built by `make`, those in Rust by the build of the workspace.
 
 use sempa_tests::needs::{build_folder, require, require_program, testbed};
 use sempa_tests::run::{Running, must, run};
@@ -13,10 +13,10 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// The result of every master with all workers of every language.
+/// The line that every master prints, whatever the language of its workers.
 const PI: &str = "pi is about 3.141659: 50266542 of 64000000 points";
 
-/// The masters, with the workers of the same language.
+/// Masters, each with the worker of the same language.
 const MASTERS: [(&str, &str); 3] = [
     ("pi_master", "pi_worker"),
     ("fpi_master", "fpi_worker"),
@@ -24,7 +24,7 @@ const MASTERS: [(&str, &str); 3] = [
 ];
 const RUST: [&str; 3] = ["rust-pi-master", "rust-pi-worker", "rust-prefix-sums"];
 
-/// A worker on h1, and a task that never answers on h2.
+/// Script that runs a worker on h1, and on h2 a task that never answers.
 const SILENT_ON_H2: &str = "#!/bin/sh
 case $(uname -n) in
 h2) exec tail -f /dev/null ;;
@@ -32,12 +32,12 @@ h2) exec tail -f /dev/null ;;
 esac
 ";
 
-/// The folder where spawn searches for programs.
+/// Returns the folder in which `spawn` searches for programs.
 fn bin(vm: &Vm) -> PathBuf {
     vm.home().join("pvm3/bin/LINUX64")
 }
 
-/// Builds programs in C or Fortran with `make`, which gets these words as well.
+/// Runs `make` for the programs in C or Fortran, with additional arguments `words`.
 fn make(vm: &Vm, words: &[&str], env: Option<(&str, &Path)>) {
     for (name, package) in [("make", "make"), ("gcc", "gcc")] {
         require_program(name, package);
@@ -51,7 +51,7 @@ fn make(vm: &Vm, words: &[&str], env: Option<(&str, &Path)>) {
     must(make, LONG).expect("make builds the examples");
 }
 
-/// Copies the Rust programs, which the build of the workspace has made, to the folder where spawn
+/// Copies the programs in Rust from the build of the workspace to the folder in which `spawn`
 /// searches.
 fn put_rust(vm: &Vm) {
     let built = build_folder().expect("a folder");
@@ -63,7 +63,8 @@ fn put_rust(vm: &Vm) {
     }
 }
 
-/// Installs a worker that never answers on h2 in the folder where spawn searches.
+/// Installs a program `name` in the folder in which `spawn` searches. On h1 it runs `worker`; on h2
+/// it never answers.
 fn put_silent(vm: &Vm, name: &str, worker: &str) {
     let (place, worker) = (bin(vm).join(name), bin(vm).join(worker));
     let text = SILENT_ON_H2.replace("PROGRAM", &worker.display().to_string());
@@ -77,12 +78,12 @@ fn command(vm: &Vm, words: &[&str]) -> Command {
     command
 }
 
-/// Runs a program on h1 to its end.
+/// Runs a program on h1 to its end. Returns its result.
 fn ran(vm: &Vm, words: &[&str]) -> Done {
     run(command(vm, words), LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
 }
 
-/// Asserts that a program on h1 succeeds and prints this.
+/// Asserts that a program on h1 succeeds and prints `text`.
 fn prints(vm: &Vm, words: &[&str], text: &str) {
     let done = ran(vm, words);
     assert!(
@@ -101,7 +102,7 @@ fn on_two_hosts(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Waits until this number of processes of this kind runs on a host.
+/// Waits until exactly `count` processes of a host match `is_one`.
 fn has_processes(vm: &Vm, host: usize, count: usize, is_one: impl Fn(&str) -> bool) {
     let look = || {
         let processes = vm.bed().host(host).processes();
@@ -113,8 +114,8 @@ fn has_processes(vm: &Vm, host: usize, count: usize, is_one: impl Fn(&str) -> bo
     eventually(LONG, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
 }
 
-/// Starts a master with four workers, of which the two on h2 never answer; both run when this
-/// returns.
+/// Starts a master with four workers and waits until all of them run. The two workers on h2 never
+/// answer.
 fn start_with_silent(vm: &Vm, master: &str, workers: &str) -> Running {
     let running =
         Running::start(command(vm, &[master, "4", workers]), Stdio::null()).expect("it starts");
@@ -126,7 +127,7 @@ fn is_silent(line: &str) -> bool {
     line.contains("tail -f")
 }
 
-/// Waits for the end of a master that has lost the workers on h2.
+/// Waits for the end of a master that has lost the two workers on h2, and checks its output.
 fn ends_without_h2(vm: &Vm, master: Running) {
     let done = master
         .finish(LONG)
@@ -138,7 +139,8 @@ fn ends_without_h2(vm: &Vm, master: Running) {
     );
 }
 
-/// With `pkg-config`: a task on each host says hello, and a token goes round a ring of tasks.
+/// The examples are built with `pkg-config`. A task on each host prints a greeting, and a token is
+/// passed around a ring of tasks.
 #[test]
 #[ignore = "system tier: needs root, hosts and gcc"]
 fn hello_and_ring_print_their_results() {
@@ -153,15 +155,15 @@ fn hello_and_ring_print_their_results() {
         prints(vm, &["ring"], said);
         let said = "the token is 21 after 3 rounds of 7 members\n";
         prints(vm, &["ring", "7", "3"], said);
-        // A worker that no task has started says so.
+        // A worker that was not spawned by a task reports an error.
         let done = ran(vm, &["hello_worker"]);
         assert!(!done.good() && done.err.contains("pvm_parent"), "{done:?}");
     });
 }
 
-/// Every master in C, Fortran and Rust gets the same result of the workers in every language. A
-/// master continues without workers that are killed or whose host is lost, and reports it if no
-/// worker is left.
+/// Every master in C, Fortran and Rust gets the same result from the workers in every language. A
+/// master continues if workers are killed or their host is lost, and reports an error if no worker
+/// is left.
 #[test]
 #[ignore = "system tier: needs root, hosts and gfortran"]
 fn masters_in_c_fortran_and_rust_agree_on_pi() {
@@ -193,7 +195,7 @@ fn masters_in_c_fortran_and_rust_agree_on_pi() {
     });
 }
 
-/// No worker waits for a master that is killed.
+/// When the master is killed, its workers end.
 #[test]
 #[ignore = "system tier: needs root, hosts and gfortran"]
 fn workers_in_c_fortran_and_rust_end_with_master() {
@@ -208,7 +210,7 @@ fn workers_in_c_fortran_and_rust_end_with_master() {
             let running = start_with_silent(vm, master, &silent);
             let is_worker = |line: &str| line.contains(&format!("/{worker}"));
             has_processes(vm, 1, 2, is_worker);
-            // The master waits for the results of the workers on h2.
+            // The master still waits for the results of the workers on h2.
             running.end_inside().expect("it is killed");
             has_processes(vm, 1, 0, is_worker);
             vm.bed().host(2).kill_those(is_silent);
@@ -216,7 +218,7 @@ fn workers_in_c_fortran_and_rust_end_with_master() {
     });
 }
 
-/// A group of tasks on both hosts adds up numbers.
+/// A group of tasks on both hosts computes sums.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn rust_group_prints_prefix_sums() {

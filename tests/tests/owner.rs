@@ -1,5 +1,5 @@
-//! The main purpose: guests leave a host whose owner returns, continue on other hosts, and the host
-//! is used again later.
+//! The main purpose of Sempa: guests migrate off a host whose owner logs in, continue on other
+//! hosts, and the host is used again after the owner has logged out.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -54,7 +54,8 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// The host is used again after the owner has logged out.
+/// Guests leave the host when the owner logs in. After the logout, tasks are placed on the host
+/// again.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_leave_when_the_owner_logs_in() {
@@ -132,7 +133,7 @@ fn no_task_is_placed_while_the_owner_is_present() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn spawns_go_on_when_the_resource_manager_is_killed() {
+fn spawns_succeed_after_kill_of_resource_manager() {
     with_policy("load", 2, |vm| {
         let processes = vm.bed().host(1).processes();
         let (rm, _) = processes

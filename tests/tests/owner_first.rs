@@ -1,5 +1,5 @@
-//! The owner comes first although the master's daemon, the resource manager or the load watcher is
-//! dead. Judged by the guests' own clocks.
+//! Guests yield to the owner even if the master's daemon, the resource manager or the load watcher
+//! is dead or stopped. The guests' own records of when they ran prove it.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -16,10 +16,11 @@ use std::fs;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The lease: a daemon is stopped for a while, and no host may be lost.
+/// Environment variable and value that set a lease of 120 s. A daemon is stopped for some time in
+/// these tests, and no host may be lost.
 const LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
-/// Microseconds without processor time after which a guest counts as stopped: more than the gaps
-/// that it notes while it runs.
+/// A guest that has used no processor time for this number of microseconds counts as stopped. It is
+/// longer than the gaps that a running guest records.
 const STILL: u64 = 1_000_000;
 
 fn now() -> u64 {
@@ -29,7 +30,7 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// Returns the processes of a host that run this program.
+/// Returns the processes of a host that run the program `program`.
 fn processes(host: &Host, program: &str) -> Vec<Pid> {
     let name = |line: &str| {
         line.split(' ')
@@ -55,7 +56,7 @@ fn only(host: &Host, program: &str) -> Pid {
     found[0]
 }
 
-/// Returns the processor time of a guest in ticks; `None` if it has ended.
+/// Returns the processor time that a guest has used, in ticks; `None` if the guest has ended.
 fn used(host: &Host, pid: i32) -> Option<u64> {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
@@ -64,8 +65,8 @@ fn used(host: &Host, pid: i32) -> Option<u64> {
     Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
 }
 
-/// Waits until a guest that computes has had no processor time for [`STILL`]. Returns the time when
-/// that was observed.
+/// Waits until a guest that computes has used no processor time for [`STILL`]. Returns the time of
+/// this observation.
 fn stands_still(host: &Host, pid: i32) -> u64 {
     let mut since = (used(host, pid), now());
     let look = || {
@@ -82,8 +83,9 @@ fn stands_still(host: &Host, pid: i32) -> u64 {
     eventually(TIMEOUT, look).expect("it stands still")
 }
 
-/// Runs a test on a virtual machine with a resource manager and load watchers, and a guest that
-/// computes on h2, with its process there.
+/// Runs `test` on a virtual machine with a resource manager and load watchers. `policy` is the
+/// owner's policy. The arguments of `test` are the virtual machine, the tid of a guest that
+/// computes on h2, and the guest's process number.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     let bed = testbed_with_env(2, &[LEASE]);
     let (rm, env) = (
@@ -115,7 +117,7 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     test(&vm, &guest, pid);
 }
 
-/// Waits until the load watcher of a host has a status like this.
+/// Waits until the status of a host's load watcher matches `is_so`.
 fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
@@ -131,7 +133,7 @@ fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     eventually(TIMEOUT, look).sure(vm);
 }
 
-/// Waits until a guest has had more processor time.
+/// Waits until a guest has used more processor time.
 fn runs_on(host: &Host, pid: i32) {
     let before = used(host, pid).expect("it is there");
     let look = || match used(host, pid) {
@@ -141,7 +143,7 @@ fn runs_on(host: &Host, pid: i32) {
     eventually(TIMEOUT, look).expect("it runs on");
 }
 
-/// Waits until a host has no process of a guest.
+/// Waits until a host has no process of the guest.
 fn is_ended(host: &Host, pid: i32) {
     let look = || match (used(host, pid), processes(host, "busy")) {
         (None, left) if left.is_empty() => Ok(()),
@@ -150,8 +152,8 @@ fn is_ended(host: &Host, pid: i32) {
     eventually(TIMEOUT, look).expect("it is ended");
 }
 
-/// Checks in the event log that this guest, and no other, was ended for the owner of h2. Returns
-/// the owner's reason.
+/// Checks that the event log reports the end of this guest, and of no other task, for the owner of
+/// h2. Returns the owner's reason.
 fn told_as_ended(vm: &Vm, guest: &str) -> String {
     let is_it = |tid: &Tid| tid.to_string() == guest;
     let ended = vm.event(TIMEOUT, "guests that are ended", |entry| {
@@ -173,7 +175,7 @@ fn told_as_ended(vm: &Vm, guest: &str) -> String {
     why
 }
 
-/// Waits until guests are started on h2 again.
+/// Waits until a task can be spawned on h2 again.
 fn is_used_again(vm: &Vm) {
     let spawn = || {
         vm.spawn(&["-h2", "busy"])
@@ -196,7 +198,8 @@ fn continued(vm: &Vm) {
     .sure(vm);
 }
 
-/// Stops the master's daemon, and then logs the owner of h2 in.
+/// Stops the master's daemon; then logs in the owner of h2. Returns the stopped process and the
+/// login.
 fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
     let master = only(vm.bed().host(1), "pvmd");
     kill(master, Signal::SIGSTOP).expect("it is there");
@@ -206,7 +209,7 @@ fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
     )
 }
 
-/// Checks that the guest did not run between these times, by its own clock.
+/// Checks that a guest did not run between two times, by the guest's own clock.
 fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
     let gaps = vm.gaps(guest).sure(vm);
     assert!(
@@ -215,7 +218,7 @@ fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
     );
 }
 
-/// The master's daemon is stopped when the owner logs in.
+/// The guest is stopped although the master's daemon is stopped when the owner logs in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_stops_guests_without_the_master() {
@@ -226,14 +229,14 @@ fn an_owner_stops_guests_without_the_master() {
         let resumed = now();
         kill(master, Signal::SIGCONT).expect("it is there");
         login.out().expect("logs out");
-        // Only its own host can have stopped it before.
+        // Only the guest's own host can have stopped it before the master's daemon was resumed.
         assert_still(vm, guest, still - STILL, resumed);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         vm.halt().expect("halts");
     });
 }
 
-/// The owner leaves while the master's daemon is stopped.
+/// The guest continues although the master's daemon is stopped when the owner logs out.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_continue_without_the_master() {
@@ -257,7 +260,7 @@ fn guests_continue_without_the_master() {
     });
 }
 
-/// The owner's policy is to kill guests, and the master's daemon is stopped.
+/// With a policy that kills guests, the guest is killed although the master's daemon is stopped.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_are_killed_without_the_master() {
@@ -273,10 +276,11 @@ fn guests_are_killed_without_the_master() {
     });
 }
 
-/// The owner's policy is to kill guests.
+/// With a policy that kills guests, the guest is killed, and the event log and `why` have the
+/// reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_are_killed_and_the_reason_is_told() {
+fn guests_are_killed_and_the_reason_is_reported() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
         let theirs = vm.bed().host(2);
@@ -286,14 +290,14 @@ fn guests_are_killed_and_the_reason_is_told() {
         assert!(said.contains("olga"), "{said}");
         let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
         for subject in ["h2", guest] {
-            // The resource manager is notified a moment later.
+            // The resource manager is notified after the event is logged.
             let told = || match vm.pvm(&["why", subject]) {
                 Ok(done) if done.out.contains(&words) => Ok(()),
                 other => Err(format!("{other:?}")),
             };
             eventually(TIMEOUT, told).sure(vm);
         }
-        // Guests of other hosts are not affected.
+        // Guests on other hosts continue.
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
         vm.gaps(&other).sure(vm);
         login.out().expect("logs out");
@@ -302,7 +306,8 @@ fn guests_are_killed_and_the_reason_is_told() {
     });
 }
 
-/// The master's daemon was killed before the owner logs in.
+/// The guest is stopped although the master's daemon is killed before the owner logs in, so the
+/// owner has all processors.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_has_all_processors_without_the_master() {
@@ -323,8 +328,8 @@ fn an_owner_has_all_processors_without_the_master() {
     });
 }
 
-/// The load watcher is killed while the owner is present, with a resource manager and without. The
-/// guests stay stopped.
+/// The load watcher is killed while the owner is present: first with a resource manager, then
+/// without. The guests stay stopped.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_stopped_without_load_watcher() {
@@ -336,7 +341,7 @@ fn guests_stay_stopped_without_load_watcher() {
         let present = |status: &serde_json::Value| status["owner"] == "present";
         for round in 0..2 {
             if round == 1 {
-                // SIGTERM is a request to end, so it is not restarted.
+                // SIGTERM is a request to exit, so the resource manager is not restarted.
                 kill(only(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM).expect("it is there");
                 vm.event(TIMEOUT, "no resource manager", |e| {
                     matches!(e.kind, EventKind::RmGone { .. })
@@ -364,10 +369,10 @@ fn guests_stay_stopped_without_load_watcher() {
     });
 }
 
-/// The owner leaves before the guests' time is over: they continue, and none has migrated.
+/// The owner logs out before guests must leave. The guests continue, and none has migrated.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_stay_if_the_owner_leaves_soon() {
+fn guests_stay_if_owner_leaves_early() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");

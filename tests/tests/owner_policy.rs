@@ -1,5 +1,5 @@
-//! The will of owners counts on their machines: by a command, which needs no rights in the virtual
-//! machine, and by files.
+//! Owners control guests on their machines by commands and by files. They need no rights in the
+//! virtual machine.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -22,7 +22,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits until the owner's status of a host is like this, and returns it.
+/// Waits until the owner's status of a host matches `is_so`. `what` describes this status in the
+/// error. Returns the status.
 fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
@@ -38,18 +39,19 @@ fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> V
     eventually(TIMEOUT, look).sure(vm)
 }
 
-/// True if no owner is present for sure. Other load on the machine may look like an owner.
+/// True if guests are permitted and the owner is not certainly present. Other load on the machine
+/// may look like an owner.
 fn is_free(status: &Value) -> bool {
     status["owner"] != "present" && status["guests"] == "welcome"
 }
 
-/// Runs a test on a virtual machine with load watchers on all hosts.
+/// Runs `test` on a virtual machine of `hosts` hosts with load watchers.
 fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
     let bed = testbed(hosts);
     watched_on(&bed, as_alice, test);
 }
 
-/// As [`watched`], on these hosts.
+/// As [`watched`], on the hosts of an existing testbed.
 fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
@@ -87,7 +89,7 @@ fn note(vm: &Vm, says: &str) {
         .sure(vm);
 }
 
-/// Waits until a spawn without a host is placed on this host.
+/// Waits until a spawned task for which no host was requested is placed on the host `wanted`.
 fn used_again(vm: &Vm, wanted: &str) {
     let spawn = || {
         let tid = vm
@@ -103,10 +105,11 @@ fn used_again(vm: &Vm, wanted: &str) {
     eventually(TIMEOUT, spawn).sure(vm);
 }
 
-/// The command `here` makes guests leave; `away` admits them although the owner is logged in.
+/// The command `here` makes guests leave the host. The command `away` permits guests although the
+/// owner is logged in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_says_here_and_away() {
+fn owner_commands_here_and_away() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let before = status(vm, 2, "used by one task", |s| {
@@ -159,7 +162,7 @@ fn an_owner_says_here_and_away() {
             s["owner"] == "absent" && s["confidence"] == 100
         });
         used_again(vm, "h2");
-        // The command was for this visit.
+        // The command applies only until the owner's next login.
         let second = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         status(vm, 2, "present", |s| s["owner"] == "present");
         for login in [login, second] {
@@ -199,7 +202,8 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
         .sum()
 }
 
-/// The owner can withdraw the limit and the forbidden hours.
+/// An owner limits guests to one core, then forbids guests at all hours, and withdraws both
+/// settings.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_limits_guests_and_forbids_hours() {
@@ -208,7 +212,8 @@ fn an_owner_limits_guests_and_forbids_hours() {
         status(vm, 2, "limited", |s| {
             s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner"
         });
-        // The place of a second task depends on the load, also of other programs.
+        // The placement of a second task depends on the load, which includes that of other
+        // programs.
         let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let others = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("spawned"));
         let guests: Vec<String> = std::iter::once(first).chain(others).collect();
@@ -264,10 +269,10 @@ fn an_owner_limits_guests_and_forbids_hours() {
     });
 }
 
-/// The owner withdraws the limit while no load watcher runs, and no guest stays confined.
+/// The owner withdraws a limit while no load watcher runs. The guest may then use all processors.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_limit_ends_although_no_load_watcher_runs() {
+fn limit_is_withdrawn_without_load_watcher() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let has = |count: usize| {
@@ -299,8 +304,8 @@ fn a_limit_ends_although_no_load_watcher_runs() {
     });
 }
 
-/// Guests stop and leave when less memory is free than the owner keeps, and return when there is
-/// room.
+/// Guests are stopped and leave if less memory is free than the owner reserves. They return when
+/// enough memory is free.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_leave_the_owner_enough_memory() {
@@ -343,7 +348,8 @@ fn guests_leave_the_owner_enough_memory() {
     }
 }
 
-/// An owner without input for long may be away. Input at a terminal or a keyboard counts at once.
+/// An owner without input for a long time may be absent. Input at a terminal or a keyboard makes
+/// the owner present at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_idle_owner_returns_with_the_first_key() {
@@ -431,7 +437,8 @@ fn since_1970(time: SystemTime) -> Duration {
     time.duration_since(UNIX_EPOCH).expect("after 1970")
 }
 
-/// A wrong file leaves the old policy in force; a valid one takes effect at once.
+/// While a policy file has an error, the previous policy stays in force. A valid file takes effect
+/// at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_wrong_policy_file_leaves_the_old_policy() {
@@ -492,10 +499,10 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
     });
 }
 
-/// A wrong first policy admits no guest until it is corrected.
+/// If the first policy has an error, no guest is permitted until the error is corrected.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_wrong_first_policy_lets_no_guest_in() {
+fn wrong_first_policy_permits_no_guest() {
     let bed = testbed(2);
     let published = bed.host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
     fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
@@ -537,7 +544,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
     )
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    // The daemon of h1 has the environment of the console, without this setting.
+    // The daemon of h1 has the environment of the console, which does not have this setting.
     note(
         &vm,
         "load watcher of h2 ends at its start, 3 times in a row",
@@ -553,7 +560,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
     vm.halt().expect("halts");
 }
 
-/// Returns a setting in an owner's status: its value and its origin.
+/// Returns (value, origin) of a setting in an owner's status.
 fn setting(status: &Value, name: &str) -> Option<(String, String)> {
     let one = status["policy"]
         .as_array()?
@@ -580,7 +587,7 @@ fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
         .unwrap_or_else(|| panic!("{stat:?}"))
 }
 
-/// The virtual machine belongs to another user.
+/// An owner publishes a policy that a virtual machine of another user applies.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_publishes_a_policy_for_others() {
@@ -635,7 +642,8 @@ fn an_owner_publishes_a_policy_for_others() {
         })
         .expect("it is nice");
 
-        // A wrong policy is refused by the command, and where it is read.
+        // A policy with an error is refused by the command that publishes it, and by the load
+        // watcher that reads it.
         fs::write(&file, "leave_after = 1\nleaves = 1\n").expect("the testbed's own home");
         let home = vm.bed().folder().join("olga");
         let mut command = vm
@@ -674,7 +682,7 @@ fn an_owner_publishes_a_policy_for_others() {
             Some("[blocked]\nusers = [\"alice\"]\n"),
             "{shown}"
         );
-        // Tasks of an ordinary user cannot migrate, so they are stopped.
+        // The tasks of an ordinary user cannot migrate, so they are stopped.
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         status(vm, 2, "blocked", blocked);
@@ -687,11 +695,11 @@ fn an_owner_publishes_a_policy_for_others() {
     });
 }
 
-/// The user of the virtual machine has a policy file, too.
+/// An administrator's policy has priority over the policy file of the virtual machine's user.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_users_policy_overrides_no_administrator() {
-    // Hosts share /etc of the machine, so the policy is elsewhere.
+    // Hosts share /etc of the machine, so the administrator's policy is in another folder.
     let place = "/var/tmp/the-administrators.toml";
     let bed = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]);
     let admin = |host: usize, text: &str| {
@@ -699,7 +707,7 @@ fn a_users_policy_overrides_no_administrator() {
         fs::write(&file, text).expect("the testbed's own file");
         file
     };
-    // On h2 the file belongs to root, on h3 to a user.
+    // The file belongs to root on h2, and to a user on h3.
     admin(2, "cores = 1\n");
     chown(admin(3, "cores = 99\n"), Some(ALICE_UID), None).expect("the testbed's own file");
     watched_on(&bed, true, |vm| {
@@ -725,13 +733,13 @@ fn a_users_policy_overrides_no_administrator() {
     });
 }
 
-/// The virtual machine belongs to an ordinary user. A file of another user in the owner's name does
-/// not count.
+/// The virtual machine belongs to an ordinary user. An owner's file that another user has written
+/// is ignored.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn owners_need_no_rights_and_cannot_be_forged() {
     watched(true, 2, |vm| {
-        // A file of another user in olga's name.
+        // The file has olga's name, but belongs to another user.
         let forged = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml");
         fs::write(
             &forged,
@@ -766,7 +774,7 @@ fn owners_need_no_rights_and_cannot_be_forged() {
     });
 }
 
-/// A systemd session without a login record counts as an owner.
+/// A systemd session without a login record counts as an owner's presence.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_systemd_session_counts_as_an_owner() {
@@ -793,7 +801,7 @@ fn a_systemd_session_counts_as_an_owner() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and dbus-daemon"]
-fn logind_tells_whether_desktops_are_used() {
+fn logind_shows_whether_desktops_are_used() {
     let bed = testbed(2);
     needs::require(logind::lacks());
     let logind = Logind::start(bed.host(2)).expect("a bus");
@@ -860,14 +868,14 @@ fn logind_tells_whether_desktops_are_used() {
     });
 }
 
-/// The owner's status says how guests are stopped, and why control groups are not used if they are
-/// not.
+/// The owner's status shows how guests are stopped, and if not by control groups, for which reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_is_told_how_guests_are_stopped() {
+fn status_shows_how_guests_are_stopped() {
     let bed = testbed(2);
     let rm = Some("pvm-rm --policy load".to_string());
-    // Only for h1: the other daemon has the environment of the remote shell.
+    // The setting applies only to h1, because the daemon of h2 has the environment of the remote
+    // shell.
     let env = vec![("SEMPA_FREEZER".to_string(), "off".to_string())];
     let vm = Vm::start(
         &bed,

@@ -1,5 +1,5 @@
-//! Memory that follows a task (post-copy), between hosts: the task runs before all of its memory
-//! has arrived, is whole in the end, and ends with a reason if memory is lost.
+//! Post-copy between hosts: the task runs before all of its memory has arrived, has all of its
+//! memory in the end, and ends with a reason if memory is lost.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -14,22 +14,25 @@ use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Memory of a task in MiB, and the bound for the bytes of images without it.
+/// Memory of a task in MiB.
 const MIB: &str = "80";
+/// Maximum size in bytes of images that do not contain the task's memory.
 const IMAGES_MAX: u64 = 8 << 20;
-/// The lease for tests in which a host is lost.
+/// Lease in milliseconds for tests in which a host is lost.
 const LEASE_MS: &str = "5000";
-/// Settings with which tasks of any size use post-copy and pre-copy.
+/// Environment variables with which tasks of any size use post-copy and pre-copy.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
-/// Setting without pre-copy: with a low rate it would take longer than the tests.
+/// Environment variable and value that disable pre-copy. With a low transfer rate, pre-copy would
+/// take longer than the tests.
 const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
-/// Bytes per second at which memory takes longer than any of these tests.
+/// Transfer rate in bytes per second with which the memory takes longer than any of these tests.
 const SLOWLY: &str = "1000000";
 
-/// The memory is not in the images, all of it arrives, and the task can migrate again at once.
+/// The images do not contain the memory, all memory arrives, and the task can migrate again at
+/// once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn the_memory_of_a_large_task_follows_it() {
+fn large_task_uses_post_copy() {
     with_hosts(3, &[], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -60,7 +63,7 @@ fn the_memory_of_a_large_task_follows_it() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_administrator_can_say_that_memory_never_follows() {
+fn administrator_can_disable_post_copy() {
     with_hosts(2, &[("SEMPA_POST_COPY", "never")], |vm| {
         let tid = vm.spawn(&["-h1", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -77,7 +80,7 @@ fn an_administrator_can_say_that_memory_never_follows() {
     });
 }
 
-/// The source dies before all memory has followed. The reason is reported.
+/// The source dies before all memory has arrived. The task ends, and the reason is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_ends_if_its_memory_is_lost() {
@@ -121,7 +124,7 @@ fn a_task_ends_if_its_memory_is_lost() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_if_memory_of_it_is_lost() {
+fn job_rolls_back_if_memory_is_lost() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
         ("SEMPA_MOVE_RATE", SLOWLY),
@@ -129,7 +132,7 @@ fn a_job_goes_back_if_memory_of_it_is_lost() {
         NOTHING_AHEAD,
     ];
     with_hosts(3, &env, |vm| {
-        // The checkpoint has the same low rate.
+        // The images of the checkpoint are sent at the same low rate.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
         is_whole(vm, &tid);
         let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
@@ -162,7 +165,7 @@ fn a_job_goes_back_if_memory_of_it_is_lost() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_may_end_while_its_memory_follows() {
+fn task_may_end_during_post_copy() {
     with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -184,20 +187,22 @@ fn a_task_may_end_while_its_memory_follows() {
     });
 }
 
-/// True until all memory has arrived: both hosts have a part of the task.
+/// True while the memory has not arrived completely, so that each of the two hosts has a part of
+/// the task.
 fn not_arrived(point: Point) -> bool {
     point < (Step::Arrive, StepEdge::After)
 }
 
-/// True if a fault may cost the life of a task that uses post-copy.
+/// True if a fault may end a task that uses post-copy.
 fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
-        // From the commit on the target requests memory.
+        // From the commit on, the target fetches memory from the source.
         (_, Fault::Part(_)) => !not_committed(point) && not_arrived(point),
         (Victim::Source, _) | (Victim::SourceTasker, Fault::Kill) => not_arrived(point),
         (Victim::Target, _) | (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
-        // The target's tasker notices first, and the commit may be over by then.
+        // The target's tasker notices the fault first. The coordinator may commit before it is
+        // notified.
         (Victim::TargetEngine, _) => point >= (Step::Restore, StepEdge::After),
         _ => false,
     }
@@ -220,8 +225,8 @@ fn a_post_copy_task_runs_once_when_a_process_dies() {
     });
 }
 
-/// The memory needs some seconds, so that the process which fetches it runs at each of these
-/// points.
+/// The transfer of the memory takes some seconds, so that the process that fetches it exists at
+/// each of these points.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_post_copy_task_survives_faults_of_its_fetcher() {
@@ -245,7 +250,7 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
         let turn = usize::try_from(seed()).expect("a seed");
         for (i, point) in points.into_iter().enumerate() {
             for (j, fault) in kinds.into_iter().enumerate() {
-                // Each point meets one kind, and the kill meets two points.
+                // Each point is tried with one kind of fault; the kill is tried at two points.
                 let is_chosen =
                     (i + turn) % points.len() == j || (i + turn) % points.len() == 4 && j == 0;
                 if is_full() || is_chosen {
@@ -259,7 +264,7 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_pause_costs_a_post_copy_task_nothing() {
+fn short_pause_during_post_copy_has_no_effect() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [&VICTIMS[..], &[Victim::Master]].concat();
     with_faults(&bed, &[], |faults| {
@@ -269,7 +274,7 @@ fn a_brief_pause_costs_a_post_copy_task_nothing() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_cut_costs_a_post_copy_task_nothing() {
+fn short_disconnection_during_post_copy_has_no_effect() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [Victim::Source, Victim::Target, Victim::Master];
     with_faults(&bed, &[], |faults| {
@@ -282,10 +287,11 @@ fn a_brief_cut_costs_a_post_copy_task_nothing() {
     });
 }
 
-/// A host is cut off until it is lost, or its way to the other host is.
+/// A host is disconnected from all hosts, or only from the other host of the migration, until it is
+/// lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_post_copy_task_runs_once_when_a_host_is_cut() {
+fn post_copy_task_runs_once_when_host_is_disconnected() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [Victim::Source, Victim::Target];
     with_faults(&bed, &[SHORT_LEASE], |faults| {

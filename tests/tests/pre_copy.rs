@@ -1,5 +1,5 @@
-//! Pre-copy between hosts: memory is sent while the task runs, the task arrives whole, and it
-//! survives a failed pre-copy.
+//! Pre-copy between hosts: memory is sent while the task still runs, the task's memory is complete
+//! at the target, and the task survives a failed pre-copy.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -10,20 +10,22 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Memory of a task: the argument of its program in MiB, and bytes.
+/// Memory of a large task, as (argument of its program in MiB, bytes).
 const LARGE: (&str, u64) = ("96", 96 << 20);
-/// Bytes per second at which memory takes longer than any of these tests.
+/// Environment variable and transfer rate in bytes per second with which the memory takes longer
+/// than any of these tests.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-/// Bytes per second at which migrations use pre-copy; on a faster network they use post-copy.
+/// Environment variable and transfer rate in bytes per second with which migrations use pre-copy.
+/// On a faster network they use post-copy.
 const SLOW: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
-/// Bytes that have left the host before a fault.
+/// Number of bytes that the host must have sent before a fault.
 const BEGUN: u64 = 2 << 20;
-/// Bytes that a program writes each time it counts: four pages.
+/// Number of bytes that the program writes each time it increments its counter: four pages.
 const WRITTEN: u64 = 4 * 4096;
-/// Bound for images without memory and for messages between the hosts, in bytes.
+/// Maximum size in bytes of images without memory, plus the messages between the hosts.
 const OVERHEAD: u64 = 8 << 20;
 
-/// Returns the bytes that pre-copy sent in each migration so far.
+/// Returns the number of bytes that pre-copy has sent, for each migration so far.
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
@@ -40,7 +42,7 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
         .collect()
 }
 
-/// Pre-copy sends the memory once, and the pages written meanwhile follow.
+/// Pre-copy sends all memory once. Afterwards only pages that the task has written since are sent.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_writes_during_pre_copy_is_whole() {
@@ -54,7 +56,7 @@ fn a_task_that_writes_during_pre_copy_is_whole() {
             vm.must_migrate(&tid, to);
             let bytes = left(vm.bed().host(from)) - before;
             let earlier = std::mem::replace(&mut count, is_whole(vm, &tid));
-            // All memory passes once, and again at most what was written since.
+            // All memory is sent once, and then at most the pages that were written since.
             let bound = LARGE.1 + (count - earlier) * WRITTEN + OVERHEAD;
             assert!(bytes < bound, "{bytes} bytes have left, bound {bound}");
         }
@@ -106,7 +108,7 @@ fn a_suspended_task_does_not_wait_for_pre_copy() {
     });
 }
 
-/// The task stays at the source, and the reason of the failure is reported.
+/// The task continues at the source, and the reason of the failure is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_failed_pre_copy_leaves_the_task_at_the_source() {

@@ -1,5 +1,5 @@
-//! What survives the resource manager: it is killed, the virtual machine continues, and the next
-//! one continues with its knowledge.
+//! The resource manager is killed: the virtual machine continues, and the next resource manager
+//! continues with the knowledge of the previous one.
 
 use pvm_rm::store::books::{DECISIONS_MAX, TASKS_MAX};
 use pvm_rm::store::{Ledger, Shelf};
@@ -22,8 +22,8 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Wanted time from the death of a resource manager to the registration of the next one. It depends
-/// on the machine, so only the campaign compares it.
+/// Maximum time from the death of a resource manager to the registration of the next one. It
+/// depends on the machine, so only the campaign checks it.
 const RESTART_MAX: Duration = Duration::from_secs(2);
 
 fn with_rm(hosts: usize, test: impl FnOnce(&Vm)) {
@@ -53,7 +53,7 @@ fn with_command(bed: &Testbed, rm: String, test: impl FnOnce(&Vm)) {
     }
 }
 
-/// Waits for a load watcher on each host. Returns their tids.
+/// Waits until each host has a load watcher. Returns the tids of the load watchers.
 fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
     eventually(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
@@ -70,7 +70,7 @@ fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
     .expect("a load watcher on every host")
 }
 
-/// Kills the process on h1 whose command line contains this.
+/// Kills the process on h1 whose command line contains `what`.
 fn kill(vm: &Vm, what: &str) {
     let processes = vm.bed().host(1).processes();
     let (pid, _) = processes
@@ -89,7 +89,7 @@ fn registered(events: &[Entry]) -> Vec<u64> {
         .collect()
 }
 
-/// Kills the resource manager and waits for the next one.
+/// Kills the resource manager. Waits until the next one has registered.
 fn kill_rm(vm: &Vm) {
     let before = registered(&vm.events().expect("events")).len();
     kill(vm, "pvm-rm");
@@ -111,7 +111,7 @@ fn kill_rm(vm: &Vm) {
     assert!(!is_full() || span < RESTART_MAX, "{span:?}");
 }
 
-/// Waits until the present knowledge of the resource manager is in its file.
+/// Waits until the resource manager has written its current knowledge to its file.
 fn written(vm: &Vm) {
     written_to(vm, &vm.bed().host(1).path("/tmp/sempa-0/pvm/rm.redb"));
 }
@@ -119,7 +119,7 @@ fn written(vm: &Vm) {
 fn written_to(vm: &Vm, file: &Path) {
     let now = SystemTime::now();
     eventually(TIMEOUT * 5, || {
-        // Each command is a task, which the resource manager records.
+        // Each console command is a task, which the resource manager must record.
         vm.events().map_err(|error| format!("{error:#}"))?;
         let at = file
             .metadata()
@@ -151,7 +151,7 @@ fn kinds(answer: &Value) -> Vec<String> {
     decisions.iter().filter_map(kind).collect()
 }
 
-/// The next resource manager answers questions about earlier decisions.
+/// The next resource manager answers questions about decisions of the previous one.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_keeps_its_knowledge() {
@@ -188,7 +188,7 @@ fn a_killed_resource_manager_keeps_its_knowledge() {
     });
 }
 
-/// Fills the history of a resource manager to its limits.
+/// Fills the history of a resource manager up to its limits.
 fn fill_books(folder: &Path) {
     let shelf = Shelf {
         dir: folder.to_path_buf(),
@@ -263,11 +263,11 @@ fn fill_books(folder: &Path) {
     ledger.close();
 }
 
-/// A resource manager with as many records as it keeps is killed. A spawn succeeds meanwhile, and
-/// the next one knows the decisions.
+/// A resource manager with a full history is killed. A spawn succeeds in the meantime, and the next
+/// resource manager knows the earlier decisions.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn full_books_do_not_delay_spawns() {
+fn full_history_does_not_delay_spawns() {
     let bed = testbed(2);
     let state = bed.folder().join("state");
     fill_books(&state);
@@ -351,7 +351,7 @@ fn no_spawn_fails_while_resource_managers_die() {
     });
 }
 
-/// Runs a program that spawns this number of tasks, one after the other. Returns their tids.
+/// Runs a program that spawns `count` tasks, one after another. Returns their tids.
 fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
     let mut command = vm.command(vm.bed().host(1), program);
     command.arg(count.to_string());
@@ -370,18 +370,19 @@ fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
         .collect()
 }
 
-/// A program that spawns one task after the other sends requests only for some of them, and all are
-/// explained.
+/// A program that spawns tasks one after another sends requests only for some of them, because it
+/// gets placement leases. The placement of every task can be explained.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn repeated_spawns_use_grants_and_are_explained() {
+fn repeated_spawns_use_leases_and_are_explained() {
     with_rm(3, |vm| {
         let program = vm.program("one_by_one").expect("gcc");
         let tids = one_by_one(vm, &program, 30);
         assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
         let beforehand = |tid: &String| why(vm, tid).to_string().contains("said beforehand");
         let granted = tids.iter().filter(|tid| beforehand(tid)).count();
-        // The first two are always asked for, and others in a slow moment.
+        // The first two tasks are always requested. Others may be requested if a placement lease
+        // arrives late.
         assert!(
             (1..=28).contains(&granted),
             "{granted} of {tids:?}\n{}",
@@ -445,7 +446,8 @@ fn a_waiting_spawn_survives_its_resource_manager() {
                 }
             })
             .expect("it asks");
-            // Its next question is answered after that.
+            // The answer to this question shows that the resource manager has handled the spawn
+            // request before it.
             why(vm, &first);
             for _ in 0..2 {
                 kill_rm(vm);
@@ -473,8 +475,9 @@ fn a_waiting_spawn_survives_its_resource_manager() {
     });
 }
 
-/// Starts two hosts with load watchers, and a resource manager that the master has not started and
-/// therefore does not restart.
+/// Starts two hosts with load watchers and a resource manager. The resource manager was not started
+/// by the master, so the master does not restart it. Returns the virtual machine and the tids of
+/// the load watchers.
 fn with_rm_by_hand(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
     let vm = Vm::start(bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
@@ -484,7 +487,8 @@ fn with_rm_by_hand(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
     (vm, watchers)
 }
 
-/// Kills a resource manager that the master does not restart.
+/// Kills a resource manager that is not restarted, and waits until the virtual machine knows its
+/// end.
 fn kill_for_good(vm: &Vm) {
     kill(vm, "pvm-rm");
     vm.event(TIMEOUT, "no resource manager", |entry| {
@@ -552,8 +556,8 @@ fn owners_limits_hold_without_a_resource_manager() {
     std::fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
     std::fs::write(&file, "[blocked]\nprograms = [\"busy\"]\n").expect("the testbed's own home");
     owner(vm.bed(), 2, &["limit", "1", "cores"]);
-    // When the daemon refuses both, the load watcher has read both settings; tasks that were
-    // started before are killed.
+    // When the daemon refuses both spawns, the load watcher has applied both settings. Tasks that
+    // were started before that are killed.
     let refused = |spawn: &[&str], why: &str| {
         eventually(TIMEOUT, || {
             if let Ok(tid) = vm.spawn(spawn) {
@@ -570,7 +574,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         .sure(&vm);
     };
     refused(&["-h2", "busy"], "its owner lets nobody run busy");
-    // The last of those tasks may be ending.
+    // The last of these tasks may still be ending.
     let allowed = || {
         vm.spawn(&["-h2", "hold", "1"])
             .map_err(|error| format!("{error:#}"))
@@ -621,7 +625,8 @@ fn a_load_watcher_that_is_killed_is_started_again() {
     });
 }
 
-/// A record of decisions is replayed with another policy.
+/// A changed policy file takes effect, and a record of decisions can be replayed with another
+/// policy.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_file_is_followed_and_can_be_replayed() {
@@ -688,7 +693,8 @@ fn a_policy_file_is_followed_and_can_be_replayed() {
     );
 }
 
-/// The resource manager is killed and the next one uses the policy that was in force.
+/// The resource manager is killed while the policy file is wrong or missing. The next one uses the
+/// policy that was in force.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_survives_a_wrong_or_missing_file() {

@@ -1,6 +1,6 @@
-//! Migrations of tasks that exchange messages on direct routes: rings on one host, connections
-//! between two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many migrations and
-//! faults as for the default route.
+//! Migrations of tasks that exchange messages on direct routes: on rings within a host, on
+//! connections between two hosts, and on both in turn. With `SEMPA_TEST_FULL=1` there are as many
+//! migrations and faults as in the tests of the default route.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::crowd::Crowd;
@@ -19,7 +19,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const WORKERS: usize = 6;
 const ALL: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
 
-/// Returns `few`, or `all` if all cases are wanted.
+/// Returns `all` if all cases are requested, otherwise `few`.
 fn times(few: usize, all: usize) -> usize {
     if is_full() { all } else { few }
 }
@@ -40,8 +40,8 @@ fn finish(vm: &Vm<'_>, crowd: Crowd) {
     eprintln!("{account:?}");
 }
 
-/// Starts all workers on `hosts` and migrates them one after the other among the hosts `to`, each
-/// when all routes of the migration before are restored.
+/// Starts all workers on `hosts` and migrates random workers to the hosts `to`, one after another.
+/// Before each migration, all routes of the previously migrated worker are restored.
 fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
     let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], hosts).sure(vm);
     let mut had = crowd.have_routes(&ALL, &HashMap::new()).sure(vm);
@@ -66,13 +66,13 @@ fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn rings_deliver_once_when_tasks_part_and_meet_again() {
+fn rings_deliver_once_when_tasks_separate_and_rejoin() {
     with_hosts(2, |vm, hosts| {
         moved_with_routes(vm, &hosts[1..], hosts, times(10, 50));
     });
 }
 
-/// Three tasks migrate at the same time while routes are made and end everywhere.
+/// Three tasks migrate at the same time, while routes are made and closed on all hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_deliver_once_in_parallel_moves() {
@@ -86,8 +86,8 @@ fn direct_routes_deliver_once_in_parallel_moves() {
     });
 }
 
-/// The guests of a host are stopped, migrate while they are stopped, and are resumed. They have
-/// rings to those that stay, and direct connections to those that left.
+/// The guests of a host are stopped, some migrate while they are stopped, and all are resumed. They
+/// have rings to guests on the same host, and connections to those on other hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_deliver_once_to_stopped_guests() {
@@ -114,7 +114,8 @@ fn direct_routes_deliver_once_to_stopped_guests() {
     });
 }
 
-/// `home` is the host that all tasks leave, if it is always the same one. The director runs there.
+/// Runs `test` with migrations that use direct routes. `home` is the host from which all tasks
+/// migrate, if it is always the same one; the director runs on that host.
 fn with_faults(env: &[(&str, &str)], home: Option<usize>, test: impl FnOnce(&mut MoveFaults<'_>)) {
     let bed = testbed_with_own_engine(HOSTS);
     let settings = Settings {
@@ -156,12 +157,12 @@ fn a_task_with_a_direct_route_survives_faults() {
     });
 }
 
-/// Each task that migrates leaves the host of its peer, with which it has a ring.
+/// Each task that migrates leaves the host of its peer, to which it had a ring.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_with_a_ring_survives_faults_of_its_move() {
+fn task_with_ring_survives_faults_in_migration() {
     with_faults(&[SHORT_LEASE], Some(2), |faults| {
-        // The source is the peer's host, too: it is only paused.
+        // The peer is on the source, too, so the source is only paused.
         let mortal = [Victim::TargetTasker, Victim::Target];
         faults.run(Sampling::EachThirdStep, &mortal, Fault::Kill);
         let ends = [Victim::Source, Victim::Target];

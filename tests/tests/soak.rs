@@ -1,5 +1,5 @@
 //! Tasks that exchange messages migrate many times. Every message arrives once, and no files,
-//! processes or other resources remain of a migration.
+//! processes or other resources of a migration remain.
 
 use sempa_tests::crowd::Crowd;
 use sempa_tests::footprint::{Footprint, KINDS, TASKS};
@@ -12,19 +12,20 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
 const WORKERS: usize = 12;
-/// Each worker exchanges messages with this number of neighbours on either side.
+/// Number of neighbours on each side with which a worker exchanges messages.
 const REACH: usize = 2;
-/// Migrations at the same time, and how often they are repeated.
+/// Migrations, as (migrations at the same time, repetitions).
 const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 
-/// Migrations before the first count: hosts keep some resources from their first migrations.
+/// Migrations before the first count, as (migrations at the same time, repetitions). Hosts keep
+/// some resources from their first migrations.
 const WARM_UP: [(usize, usize); 1] = [(4, 3)];
-/// Descriptors of a spare process-id namespace and its process; taskers keep some for the next
-/// tasks.
+/// Number of descriptors that a tasker holds for a spare process-id namespace and its process.
+/// Taskers keep some namespaces for the next tasks.
 const OF_A_NAMESPACE: u64 = 3;
 
-/// Returns descriptors and threads of each kind of the virtual machine's own processes, without
-/// those of spare namespaces.
+/// Returns the numbers of descriptors and threads of the virtual machine's own processes, by kind.
+/// Those of spare namespaces are subtracted.
 fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
         let sum = &footprint.kinds[kind];
@@ -44,7 +45,7 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     (0..TASKS).map(count).collect()
 }
 
-/// Starts tasks that exchange messages, and migrates them.
+/// Starts tasks that exchange messages, migrates them, and checks that every message arrived once.
 fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
     for (at_once, times) in rounds {
@@ -63,7 +64,8 @@ fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     .expect("all end");
 }
 
-/// Twelve tasks exchange messages and migrate 24 times.
+/// Twelve tasks exchange messages. 24 migrations lose no messages and leave no files, processes or
+/// other resources.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn many_moves_lose_nothing_and_leave_nothing() {
@@ -74,7 +76,7 @@ fn many_moves_lose_nothing_and_leave_nothing() {
     moved(&vm, &WARM_UP, &mut rng);
     let quiet = Footprint::of(&vm);
     moved(&vm, &ROUNDS, &mut rng);
-    // Idle threads stay for a while.
+    // Idle threads exit only after some time.
     let same = eventually(TIMEOUT, || {
         let now = Footprint::of(&vm);
         let (before, after) = (counts(&quiet), counts(&now));

@@ -1,5 +1,5 @@
-//! Suspended jobs, and jobs that yield to those of another user: real processes, judged by their
-//! own clocks and by their processor time.
+//! Suspension and preemption of jobs. The tests use real processes, and check their own records of
+//! when they ran and their processor time.
 
 use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::EventKind;
@@ -15,7 +15,7 @@ use std::process::Stdio;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Microseconds for which suspended tasks are watched.
+/// Microseconds for which suspended tasks are observed.
 const STAND: u64 = 1_000_000;
 
 fn now() -> u64 {
@@ -25,14 +25,14 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// Returns the content of a file as a host sees it.
+/// Returns the content of a file, as a host sees it.
 fn file(host: &Host, path: &str) -> String {
     let mut command = host.command("cat");
     command.arg(path);
     must(command, TIMEOUT).expect("it is there").out
 }
 
-/// Returns the state of a process, and its processor time in ticks.
+/// Returns the state of a process, and the processor time that it has used in ticks.
 fn stat(host: &Host, pid: i32) -> (String, u64) {
     let stat = file(host, &format!("/proc/{pid}/stat"));
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
@@ -42,14 +42,14 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
     (fields[0].to_string(), ticks(11) + ticks(12))
 }
 
-/// Returns true if the control group of a process is frozen.
+/// True if the control group of a process is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
     let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
     let Some(group) = cgroup::group_dir(&of("mountinfo"), &of("cgroup"), None) else {
         return false;
     };
     let events = group.join("cgroup.events");
-    // The root group has no such file, and cannot be frozen.
+    // The root group has no such file; it cannot be frozen.
     events.exists()
         && file(host, &events.to_string_lossy())
             .lines()
@@ -73,7 +73,8 @@ fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
         .expect("one of ours")
 }
 
-/// Waits until a task is stopped by a signal or frozen. Returns its processor time.
+/// Waits until a task is stopped by a signal or frozen. Returns the processor time that it has
+/// used, in ticks.
 fn still(vm: &Vm, tid: &str) -> u64 {
     let task = task(vm, tid);
     assert!(task.suspended && !task.stopped, "{task:?}");
@@ -89,7 +90,7 @@ fn still(vm: &Vm, tid: &str) -> u64 {
     .sure(vm)
 }
 
-/// Waits until this time.
+/// Waits until the time `until`, in microseconds since 1970.
 fn pass(until: u64) {
     eventually(TIMEOUT, || {
         if now() > until {
@@ -101,7 +102,8 @@ fn pass(until: u64) {
     .expect("time passes");
 }
 
-/// Suspends or resumes a job. Returns the answer of the resource manager.
+/// Runs a `job` command of the console, such as `suspend`. Returns the answer of the resource
+/// manager.
 fn order(vm: &Vm, words: &[&str]) -> Value {
     let answer = vm.json(&[&["job"], words].concat());
     answer.sure(vm).pop().expect("one value")
@@ -116,7 +118,8 @@ fn tids(value: &Value) -> Vec<String> {
     list.collect()
 }
 
-/// Runs a test on a virtual machine with a resource manager and a job of two tasks on h2.
+/// Runs `test` on a virtual machine with a resource manager and a job of two tasks on h2. The
+/// second argument of `test` is the tids of the job.
 fn with_job(test: impl FnOnce(&Vm, &[String])) {
     let bed = testbed(3);
     let vm = Vm::start(
@@ -130,7 +133,7 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("busy").expect("gcc");
     let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
-    // A task that answers is connected, and has started the other one before.
+    // An answer shows that the first task is connected; it spawns the other task before it answers.
     vm.gaps(&top).sure(&vm);
     let all = vm
         .tasks()
@@ -146,7 +149,7 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     vm.halt().expect("halts");
 }
 
-/// Checks that a task did not run between these times, by its own clock, and that it continues.
+/// Checks that a task did not run between two times, by its own clock, and that it continues.
 fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     let gaps = vm.gaps(tid).sure(vm);
     assert!(
@@ -155,7 +158,7 @@ fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     );
 }
 
-/// The tasks of a suspended job can migrate meanwhile, and continue when the job is resumed.
+/// A task of a suspended job can migrate. All tasks continue when the job is resumed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_suspended_job_gets_no_processor_time() {
@@ -203,7 +206,7 @@ fn a_suspended_job_gets_no_processor_time() {
     });
 }
 
-/// The resource manager is killed, and the next one resumes the job.
+/// The resource manager is killed while the job is suspended. The next one resumes the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_stays_suspended_without_its_manager() {
@@ -254,8 +257,8 @@ fn a_job_stays_suspended_without_its_manager() {
                 .expect_good("kill")
                 .expect("it ends");
         }
-        // A single task: its daemon suspends it without a resource manager, and it can be ended
-        // meanwhile.
+        // A daemon can suspend a single task without a resource manager. A suspended task can be
+        // ended.
         let alone = vm.spawn(&["-h3", "busy"]).expect("spawned");
         order(vm, &["suspend", "--task", &alone]);
         still(vm, &alone);
@@ -275,7 +278,7 @@ fn a_job_stays_suspended_without_its_manager() {
     });
 }
 
-/// Writes the history of a resource manager in this folder: a user has used much.
+/// Writes the history of a resource manager into `folder`, in which `user` has used much.
 fn has_taken(folder: &Path, user: u32, index: f64) {
     let shelf = Shelf {
         dir: folder.to_path_buf(),
@@ -287,7 +290,7 @@ fn has_taken(folder: &Path, user: u32, index: f64) {
     ledger.close();
 }
 
-/// Runs a test on two hosts whose owners allow one task each. h2 is used as alice, and root has
+/// Runs `test` on two hosts whose owners permit one task each. h2 is used by alice, and root has
 /// used much.
 fn with_two_users(test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
@@ -336,11 +339,11 @@ fn why(vm: &Vm, tid: &str) -> String {
         .out
 }
 
-/// A job of a user who has used much is suspended while another user's job runs, and resumed after
-/// it.
+/// A job of a user who has used much is suspended while the job of another user runs, and is
+/// resumed afterwards.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_user_with_a_large_share_yields_to_another() {
+fn job_of_heavy_user_is_preempted() {
     with_two_users(|vm| {
         let farm: Vec<String> = (0..2)
             .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))

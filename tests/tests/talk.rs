@@ -1,4 +1,4 @@
-//! Six tasks on three hosts exchange messages, each with all others, and migrate meanwhile.
+//! Six tasks on three hosts exchange messages, each with all others, and migrate at the same time.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::fake_criu::{self, behave, misbehaved};
@@ -16,11 +16,12 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
-/// Migrations by default, and if all cases are wanted.
+/// Number of migrations: by default, and if all cases are requested.
 const MOVES: [usize; 2] = [15, 50];
-/// Migrations after each of which all routes must be restored.
+/// Number of migrations after each of which all routes must be restored: by default, and if all
+/// cases are requested.
 const MOVES_WITH_ROUTES: [usize; 2] = [6, 12];
-/// Times that guests of a host are stopped.
+/// Number of times the guests of a host are stopped: by default, and if all cases are requested.
 const STOPS: [usize; 2] = [6, 16];
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 
@@ -34,7 +35,7 @@ fn start(bed: &Testbed) -> Vm<'_> {
     vm
 }
 
-/// The director, and its workers as (tid, host).
+/// The director process, and its workers as (tid, host).
 struct Talk {
     director: Running,
     workers: Vec<(String, String)>,
@@ -73,6 +74,7 @@ impl Talk {
     }
 
     /// Lets all workers finish. Panics if a message was lost, repeated, damaged or out of order.
+    /// Returns the director's output.
     fn finish(mut self, vm: &Vm) -> String {
         self.director
             .take_stdin()
@@ -101,7 +103,7 @@ impl Talk {
     }
 }
 
-/// Returns the number of direct routes so far from each worker to each other one.
+/// Returns the number of direct routes so far, by (worker, other worker).
 fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     let route = |line: &str| {
         let mut words = line.strip_prefix("route ")?.split(' ');
@@ -111,8 +113,8 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     out.lines().filter_map(route).collect()
 }
 
-/// Migrates workers that use direct routes, one after the other. Before the next migration both
-/// sides of all conversations of the migrated worker have a new route.
+/// Migrates workers that use direct routes, one after another. Before each migration, every
+/// conversation of the previously migrated worker has a new route in both directions.
 fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut rng = Rng::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
@@ -143,7 +145,8 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     };
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
     for number in 0..times(MOVES_WITH_ROUTES) {
-        // Those that compute, block and send large messages migrate first, then random ones.
+        // The workers that compute, block and send large messages migrate first; then random
+        // workers migrate.
         let who = if number < 3 { number } else { rng.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
@@ -168,7 +171,8 @@ fn messages_arrive_once_through_random_moves() {
     let mut talk = Talk::start(&vm, &[]);
     let mut rng = Rng::new(7);
     for number in 0..times(MOVES) {
-        // Those that compute, block and send large messages migrate first, then random ones.
+        // The workers that compute, block and send large messages migrate first; then random
+        // workers migrate.
         let who = if number < 3 { number } else { rng.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
@@ -184,7 +188,8 @@ fn messages_arrive_once_through_random_moves() {
     vm.halt().expect("halts");
 }
 
-/// No message is lost, repeated or out of order.
+/// After each migration the direct routes are restored. No message is lost, repeated or out of
+/// order.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_are_restored_after_moves() {
@@ -196,7 +201,7 @@ fn direct_routes_are_restored_after_moves() {
     vm.halt().expect("halts");
 }
 
-/// Forked children disturb neither messages nor direct routes.
+/// Children that a task has forked affect neither its messages nor its direct routes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn forked_children_do_not_disturb_moves() {
@@ -234,7 +239,7 @@ fn has_moved(vm: &Vm, tid: &str) {
     .sure(vm);
 }
 
-/// Guests are stopped, migrate and are resumed while they exchange messages.
+/// Guests are stopped, migrate while they are stopped, and are resumed. Every message arrives once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn messages_arrive_once_to_stopped_guests() {
@@ -274,7 +279,7 @@ fn messages_arrive_once_to_stopped_guests() {
             has_moved(&vm, &talk.workers[who].0);
         }
         owner.say("welcome nobody is there");
-        // Those that have left do not return by themselves.
+        // Workers that have left do not return without a request.
         if let Some(away) = (0..6)
             .find(|who| talk.workers[*who].1 == "h1")
             .filter(|_| theirs.len() < 2)
@@ -288,7 +293,7 @@ fn messages_arrive_once_to_stopped_guests() {
     vm.halt().expect("halts");
 }
 
-/// The engine waits while the migration has stopped its task, and all other workers make progress.
+/// The engine waits after a migration has stopped its task. All other workers make progress.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn peers_make_progress_during_a_move() {
@@ -331,7 +336,7 @@ fn peers_make_progress_during_a_move() {
     vm.halt().expect("halts");
 }
 
-/// Returns worker and count of the director's line "progress WORKER TIME COUNT".
+/// Returns (worker, count) of a line `progress WORKER TIME COUNT` of the director.
 fn progress(line: &str) -> Option<(usize, u64)> {
     let mut words = line.strip_prefix("progress ")?.split(' ');
     let (worker, _time, count) = (words.next()?, words.next()?, words.next()?);

@@ -1,4 +1,4 @@
-//! The testbed itself: hosts are separate, logins are real, and no files or processes remain.
+//! Tests of the testbed: hosts are separate, logins are real, and no files or processes remain.
 
 use sempa_tests::ssh::{Login, client_config};
 use sempa_tests::{Testbed, eventually, needs, utmp};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Makes hosts without installed programs.
+/// Makes a testbed of `count` hosts without installed programs.
 fn testbed(count: usize) -> Testbed {
     needs::require(needs::lacks());
     Testbed::new(count, None, &[]).expect("a testbed")
@@ -40,7 +40,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
     );
 }
 
-/// A login writes a record, and a logout removes it.
+/// A login writes a record to utmp, and the logout removes it.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn a_login_writes_a_utmp_record() {
@@ -69,7 +69,7 @@ fn a_login_writes_a_utmp_record() {
 
 #[test]
 #[ignore = "system tier: needs root and hosts"]
-fn nothing_of_a_testbed_stays_when_it_ends() {
+fn ended_testbed_leaves_nothing() {
     let bed = testbed(1);
     let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
     let left = bed
@@ -113,7 +113,7 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
 
 #[test]
 #[ignore = "system tier: needs root and hosts"]
-fn nothing_is_left_of_a_killed_testbed() {
+fn killed_testbed_leaves_nothing() {
     use std::io::{BufRead, BufReader};
     needs::require(needs::lacks());
     let mut owner = std::process::Command::new(env!("CARGO_BIN_EXE_sempa-host"))

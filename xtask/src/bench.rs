@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: measures single layers, or compares the running system with its peers.
+//! `cargo xtask bench`: selects and runs the benchmarks, and builds the programs that they measure.
 
 use crate::install::{self, Parts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
@@ -17,32 +17,33 @@ enum What {
     Micro,
     /// The running system, compared with PVM 3.4.6, Open MPI and MPICH
     Peers,
-    /// What a load watcher costs its host, compared with SEMPA's figures
+    /// The cost of a load watcher for its host, compared with SEMPA's figures
     Load,
-    /// What a decision of the resource manager costs, with up to 10,000 hosts
+    /// The cost of a decision of the resource manager, with up to 10,000 hosts
     Decide,
-    /// A week of a thousand desktops and days of a greedy user, in virtual time, with the results
-    /// of owners and migrate
+    /// A simulated week of a thousand desktops, and simulated days in which one user requests far
+    /// more than all others; uses the results of owners and migrate
     Sim,
-    /// What the resource manager adds to spawns and added hosts
+    /// The time that the resource manager adds to spawns and to the addition of hosts
     Rm,
-    /// A farm of unequal tasks on unequal hosts, balanced, compared with the best assignment and
-    /// with assignment in turn
+    /// A farm of unequal tasks on unequal hosts with rebalancing, compared with the best assignment
+    /// and with round-robin placement
     Balance,
-    /// How soon guests stop, by their own clocks, when people log in at random times
+    /// How soon guests stop after random logins, by their own clocks
     Owners,
-    /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, with
-    /// post-copy, and with all memory at once
+    /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, and
+    /// with and without pre-copy and post-copy
     Migrate,
-    /// Whether hundreds of migrations of tasks that exchange messages lose a message or leave
-    /// anything behind
+    /// Whether hundreds of migrations of tasks that exchange messages lose a message or leak
+    /// resources
     Soak,
     /// Single layers and peers
     All,
 }
 
-/// Minutes of the login measurement by default. A load watcher is measured for three.
+/// Default duration of the login measurement in minutes.
 const OWNERS_MINUTES: u64 = 10;
+/// Default duration of the measurement of a load watcher in minutes.
 const LOAD_MINUTES: u64 = 3;
 
 #[derive(Args)]
@@ -51,7 +52,7 @@ pub(crate) struct Words {
     #[arg(default_value = "all")]
     what: What,
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
-    /// `2`; soak: only `tasks` or `moves`; added to the rows measured before
+    /// `2`; soak: only `tasks` or `moves`; all other stored results are retained
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
     /// micro: save this run for later comparisons
@@ -60,27 +61,27 @@ pub(crate) struct Words {
     /// micro: fail if a result is slower than the saved one
     #[arg(long)]
     strict: bool,
-    /// micro: changes below this share do not count
+    /// micro: changes below this percentage do not count
     #[arg(long, value_name = "PERCENT", default_value_t = 25.0)]
     share: f64,
-    /// peers, rm, balance, migrate, soak: fewer repetitions and rounds
+    /// peers, rm, balance, migrate, soak: reduce repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers, balance, migrate, owners with sizes: repetitions of each measurement
+    /// peers, balance, migrate, owners with sizes: number of repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
-    /// owners, load: minutes of the run, instead of ten and three
+    /// owners, load: duration in minutes; default: 10 for owners, 3 for load
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
-    /// migrate: MiB that the tasks hold, such as `16,512`; owners: also measure how soon a task
-    /// with this much memory leaves, one size after the other
+    /// migrate: memory of the tasks in MiB, such as `16,512`; owners: also measure how soon a task
+    /// with this much memory is evicted, one size after another
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
-    /// migrate: bytes per second that our migrations may send, as with `SEMPA_MOVE_RATE`
+    /// migrate: maximum transfer rate of our migrations in bytes per second, as `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, owners, load, balance, migrate, soak: measure the programs installed here instead
-    /// of building and installing them
+    /// peers, rm, owners, load, balance, migrate, soak: measure the programs installed under this
+    /// prefix; build and install nothing
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
     /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: folder of the table,
@@ -89,10 +90,7 @@ pub(crate) struct Words {
     results: Option<PathBuf>,
 }
 
-/// Runs the measurements. Returns false if one fails or exceeds its limit.
-///
-/// # Errors
-/// A build fails, or a system cannot be started.
+/// Runs the selected measurements. Returns false if one fails or exceeds its limit.
 pub(crate) fn run(words: &Words) -> Result<bool> {
     if words.what == What::Load {
         setup::everything()?;
@@ -141,13 +139,14 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     Ok(good)
 }
 
-/// Returns the folder of the installed programs. Builds and installs them unless the command line
-/// names a folder.
+/// Returns the folder of the installed programs. Builds and installs them first, unless the command
+/// line has a folder.
 fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
-            // The testbed's hosts need a program of their own. One build of both uses the same
-            // features and builds nothing twice.
+            // The hosts of the testbed need a program of their own (`sempa-host`). It is built in
+            // the same cargo call as the installed programs, so that cargo selects the same
+            // features and compiles nothing twice.
             if !install::cargo(&[
                 "build",
                 "--locked",
@@ -174,7 +173,8 @@ fn installed(words: &Words) -> Result<PathBuf> {
     .canonicalize()?)
 }
 
-/// Returns the folder for results: that of the project for a run of all rows.
+/// Returns the folder for results: the one on the command line. Without one: the folder of the
+/// project for a complete run, or a folder below the target folder for a partial one.
 fn results(words: &Words) -> Result<PathBuf> {
     let whole =
         words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
@@ -257,7 +257,8 @@ fn managed(words: &Words) -> Result<bool> {
     )
 }
 
-/// Measures single layers. Prints their output as it comes, and parses it.
+/// Runs the benchmarks of single layers. Prints each line of their output when it arrives, and
+/// evaluates all of it at the end.
 fn micro(words: &Words) -> Result<bool> {
     let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?
         .stdout(Stdio::piped())

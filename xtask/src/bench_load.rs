@@ -1,6 +1,6 @@
-//! `cargo xtask bench load`: what a load watcher costs its host, compared with SEMPA's figures.
-//! Measures the parts of a load watcher one by one, and a load watcher at work on a host of a
-//! virtual machine.
+//! `cargo xtask bench load`: measures what a load watcher costs its host, and compares the results
+//! with SEMPA's figures. Measures single operations of a load watcher, and a load watcher that runs
+//! on a host of a virtual machine.
 
 use crate::install;
 use anyhow::{Context, Result, bail};
@@ -14,7 +14,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Rows: description, name of the figure, SEMPA's figure, our limit.
+/// Rows of the table, as (description, name of the figure, SEMPA's figure, our maximum).
 const ROWS: [(&str, &str, &str, f64); 6] = [
     ("a sample, every second", "sample_busy_us", "10-170", 12.0),
     (
@@ -48,35 +48,32 @@ const ROWS: [(&str, &str, &str, f64); 6] = [
         5000.0,
     ),
 ];
-/// The share of a processor, in percent, that a load watcher may use on an idle host.
+/// Maximum share of a processor, in percent, that a load watcher may use on an idle host.
 const LIVE_PERCENT_MAX: f64 = 0.01;
-/// A machine that uses more than this share of its processors is not quiet. The share above is then
-/// reported and not judged.
+/// Maximum share of the machine's processors in use, 0.0 to 1.0, on a quiet machine. On a busier
+/// machine the share of the load watcher is reported and not judged.
 const QUIET: f64 = 0.05;
-/// Startup costs are over after this time.
+/// Time after which a load watcher has no more startup costs.
 const SETTLES: Duration = Duration::from_secs(30);
-/// Time limit of each wait.
+/// Time limit for each condition that the benchmark waits for.
 const SOON: Duration = Duration::from_secs(60);
-/// The program that sends load reports and times the calls.
+/// Name of the program that sends load reports and measures the duration of the calls.
 const SENDER: &str = "report-cost";
 
-/// The processor time of a load watcher at work.
+/// The processor time that a running load watcher has used.
 #[derive(Debug, Serialize)]
 struct Live {
     seconds: f64,
-    /// Processor time of all its threads in microseconds, in the measured span.
+    /// Processor time of all threads of the load watcher during the measurement, in microseconds.
     used_us: f64,
     percent: f64,
-    /// The share of the machine's processors in use meanwhile, 0.0 to 1.0.
+    /// Share of the machine's processors that were in use during the measurement, 0.0 to 1.0.
     busy: f64,
     quiet: bool,
 }
 
-/// Measures for this number of minutes and prints the results. `results` is the folder for the
-/// JSON. Returns false if a figure exceeds its limit.
-///
-/// # Errors
-/// The build fails, a program's output is malformed, or no virtual machine can be started.
+/// Runs the measurement for `minutes` minutes and prints the results. Writes JSON to the folder
+/// `results`. Returns false if a figure exceeds its maximum.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     let out = install::cargo(&["bench", "-q", "-p", "pvm-load-watcher", "--bench", "load"])?
         .stderr(std::process::Stdio::inherit())
@@ -140,8 +137,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// Measures the load watcher of h2 at work, and the microseconds that it takes to send a report
-/// from h2.
+/// Measures the running load watcher of h2. Also returns the microseconds for sending a report from
+/// h2.
 fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
     vm.add(&["h2"])?;
     let host = vm.bed().host(2);
@@ -174,7 +171,7 @@ fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
     Ok((live, median / 1e3))
 }
 
-/// Returns the process number of a host's load watcher.
+/// Returns the process number of a host's load watcher; `None` if it does not run.
 fn watcher(host: &Host) -> Option<u32> {
     let is = |line: &str| {
         line.split(' ')
@@ -201,7 +198,8 @@ fn used(pid: u32) -> Result<f64> {
     Ok(sum)
 }
 
-/// Returns all processor time of this machine since it was started, and its idle part, in ticks.
+/// Returns the processor time of this machine since it was started: in total, and the idle part.
+/// The unit is ticks.
 fn machine() -> Result<(f64, f64)> {
     let text = fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;

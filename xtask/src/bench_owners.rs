@@ -1,8 +1,9 @@
-//! `cargo xtask bench owners`: people log in at random times on hosts where tablix2 and a farm
-//! compute.
+//! `cargo xtask bench owners`: owners log in at random times on hosts on which tablix2 and a farm
+//! of tasks compute.
 //!
-//! Measures how soon the guests stop, by their own clocks and by the kernel's counts. Checks where
-//! the guests go, and that their jobs end with the right results.
+//! Measures how soon the guests stop after a login, by the guests' own clocks and by the kernel's
+//! counts of processor time. Checks to which hosts the guests migrate, and that the jobs end with
+//! correct results.
 
 mod judge;
 mod kernels;
@@ -23,28 +24,30 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Hosts of the testbed. People log in on any of them, also on the master's.
+/// Number of hosts of the testbed. Owners log in on any of them, including the master's host.
 const HOSTS: usize = 4;
-/// Tasks of the farm: each computes all the time and watches its own clock.
+/// Number of tasks of the farm. Each computes all the time and records when it ran.
 const WORKERS: usize = 4;
-/// Units of work of each task for each second of the run. A unit is about 10 ms of processor time.
-/// With this number of tasks and processors a farm takes a third of the run.
+/// Units of work of each task per second of the run. A unit takes about 10 ms of processor time.
+/// With [`WORKERS`] tasks on as many processors, a farm takes a third of the run.
 const UNITS_PER_SECOND: u64 = 5;
-/// Upper bound of people who are logged in at the same time, so that guests have a host to go to.
+/// Maximum number of owners who are logged in at the same time, so that guests always have a host
+/// to which they can migrate.
 const AT_ONCE: usize = 2;
-/// Bounds of the length of a visit, and of the time between two arrivals, in milliseconds.
+/// Minimum and maximum duration of a login, in milliseconds.
 const STAY_MS: (usize, usize) = (3_000, 15_000);
+/// Minimum and maximum time between two logins, in milliseconds.
 const PAUSE_MS: (usize, usize) = (1_000, 6_000);
-/// Time limit of each wait.
+/// Time limit for each condition that the benchmark waits for.
 const SOON: Duration = Duration::from_secs(60);
-/// Time for tablix2 and the farm to end after the last visit.
+/// Time limit for tablix2 and the farm to end after the last logout.
 const REST_TIME: Duration = Duration::from_secs(900);
 
-/// Runs for this number of minutes. `results` is the folder for the JSON. Returns false if a check
-/// fails.
+/// Runs the benchmark for `minutes` minutes. Writes JSON to the folder `results`. Returns false if
+/// a check fails.
 ///
 /// # Errors
-/// A step could not be performed at all.
+/// A step cannot be performed.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         anyhow::bail!("bench owners: {lack}");
@@ -111,7 +114,7 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
             outcome.visits += 1;
         }
         jobs.go_on(vm, &mut outcome)?;
-        // The log is bounded; events read in time cannot be lost.
+        // The event log is bounded, so new events are read before they can be overwritten.
         note(vm, &mut events)?;
     }
     leave(&mut there, &mut stays, |_| true)?;
@@ -133,7 +136,7 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// A running tablix2 and a running farm; each starts again when it ends.
+/// A running tablix2 and a running farm. Each is started again when it ends.
 struct Jobs {
     search: Running,
     farm: Running,
@@ -152,7 +155,7 @@ impl Jobs {
         })
     }
 
-    /// Judges the jobs that have ended, and starts them again.
+    /// Checks the results of the jobs that have ended, and starts these jobs again.
     fn go_on(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
         if self.search.poll()?.is_some() {
             let ended = std::mem::replace(&mut self.search, start_search(vm, say)?);
@@ -165,7 +168,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Waits for both jobs. Returns the clocks of all workers.
+    /// Waits until both jobs have ended and checks their results. Returns the clocks of all
+    /// workers.
     fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Clocks> {
         searched(vm, self.search, REST_TIME, outcome);
         harvested(self.farm, REST_TIME, outcome, &mut self.clocks);
@@ -179,7 +183,7 @@ fn start_farm(vm: &Vm, units: u64) -> Result<Running> {
     Running::start(command, Stdio::null())
 }
 
-/// Waits until tablix2 has ended, at most until the deadline, and checks its timetables.
+/// Waits until tablix2 has ended, and checks its timetables. Adds the result to `outcome`.
 fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome) {
     let checked = search.finish(deadline).and_then(|done| {
         done.expect_good("tablix2")?;
@@ -195,7 +199,7 @@ fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome)
     }
 }
 
-/// Waits until a farm has ended, at most until the deadline, and checks the result of each task.
+/// Waits until a farm has ended, and checks the result of each task. Adds the result to `outcome`.
 fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &mut Clocks) {
     outcome.farms += 1;
     match farm
@@ -213,7 +217,8 @@ fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &
     }
 }
 
-/// Returns the number of right results of a farm. Adds the clocks of its tasks to `clocks`.
+/// Returns the number of correct results in a farm's output. Adds the clocks of the farm's tasks to
+/// `clocks`.
 fn read_farm(out: &str, clocks: &mut Clocks) -> usize {
     let span = |from: &str, to: &str| Some((from.parse::<u64>().ok()?, to.parse::<u64>().ok()?));
     let mut right = 0;
@@ -248,15 +253,15 @@ fn pause(rng: &mut Rng, span: (usize, usize)) {
     std::thread::sleep(millis(rng, span));
 }
 
-/// A person who is logged in on a host.
+/// An owner who is logged in on a host.
 struct There {
     until: Instant,
-    /// Just before the login, in microseconds since 1970.
+    /// Time just before the login, in microseconds since 1970.
     from: u64,
     login: Login,
 }
 
-/// Logs out all people whose time is over.
+/// Logs out all owners for whose time of logout `is_over` returns true.
 fn leave(
     there: &mut BTreeMap<u16, There>,
     stays: &mut Vec<Stay>,
@@ -285,7 +290,7 @@ fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
     Ok(())
 }
 
-/// Returns all decisions about a host that the resource manager remembers.
+/// Returns all decisions about a host that the resource manager has recorded.
 fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
     let mut answer = vm
         .json(&["why", host])?
@@ -393,8 +398,10 @@ fn tell(outcome: &Outcome) {
 mod tests {
     use super::*;
 
+    /// The output of a farm has the correctness of each result, and the times in which each task
+    /// did not run.
     #[test]
-    fn a_farm_says_which_results_are_right_and_when_its_tasks_stood_still() {
+    fn farm_output_has_results_and_gaps() {
         let mut clocks = Clocks::new();
         let out = "spawned t40002\nspawned t40003\nwatched t40003 10 400\ngap t40003 100 250\ntask t40003 right\n\
                    watched t40002 12 300\ntask t40002 wrong\nfarm 2\n";

@@ -1,5 +1,5 @@
-//! `cargo xtask bench decide` and `cargo xtask bench sim`: run programs of the resource manager
-//! (`rm/benches`) that need no other host. Their output is printed and saved.
+//! `cargo xtask bench decide` and `cargo xtask bench sim`: run benchmarks of the resource manager
+//! (`rm/benches`) that need no other host. Their output is printed and stored.
 
 use crate::{install, setup};
 use anyhow::{Context, Result};
@@ -7,21 +7,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// Measures the cost of decisions. Returns false if the median of one exceeds its limit.
-///
-/// # Errors
-/// The build fails, or the results cannot be written.
+/// Measures the cost of decisions of the resource manager. Returns false if the median of a cost
+/// exceeds its limit.
 pub(crate) fn decide(results: &Path) -> Result<bool> {
     let (text, json, good) = run("decide", &[])?;
     sempa_benches::store_decide(&text, &json, results)?;
     Ok(good)
 }
 
-/// Simulates a week, and some days, in virtual time with measured values. Returns false if a wait
-/// exceeds its limit.
-///
-/// # Errors
-/// The build fails, a measurement is missing, or the results cannot be written.
+/// Simulates a week, and some days, in virtual time. The simulation uses the stored results of
+/// `bench owners` and `bench migrate`. Returns false if a waiting time exceeds its limit.
 pub(crate) fn simulate(results: &Path) -> Result<bool> {
     let measured = |name: &str| {
         format!(
@@ -36,12 +31,13 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// Builds and runs a program. Returns its output, the file with its results, and true if they are
-/// as expected.
+/// Builds and runs a benchmark. Returns its output, the path of its JSON file, and true if all
+/// results are within their limits.
 fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
     let json = install::target()?.join(format!("{name}.json"));
     if json.exists() {
-        // Results of an earlier run must not be taken for those of this run.
+        // The file of an earlier run is removed, so that it cannot be mistaken for that of this
+        // run.
         fs::remove_file(&json).with_context(|| json.display().to_string())?;
     }
     let mut command = install::cargo(&["bench", "-q", "-p", "pvm-rm", "--bench", name, "--"])?;

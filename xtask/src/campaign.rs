@@ -1,8 +1,8 @@
 //! `cargo xtask campaign`: runs checks that take too long for each change, in steps that can be
 //! resumed.
 //!
-//! A campaign belongs to a commit and a seed. Each step that ends is a line in the journal. A
-//! campaign that is started again runs the steps that have not passed.
+//! A campaign belongs to a commit and a seed. Each step that has ended has a line in the journal. A
+//! campaign that is started again runs only the steps that have not passed.
 
 mod journal;
 mod steps;
@@ -23,7 +23,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use steps::{PARTS, Step};
 
-/// A step that takes longer than this is stopped and fails.
+/// Time limit of one step. A step that exceeds it is killed and has failed.
 const STEP_TIME: Duration = Duration::from_secs(2 * 60 * 60);
 
 #[derive(Args)]
@@ -49,7 +49,7 @@ pub(crate) struct Words {
     list: bool,
 }
 
-/// Counts of the steps of one part, by outcome.
+/// Number of steps of one part, by outcome.
 #[derive(Clone, Debug, Default, Serialize)]
 struct PartSummary {
     part: String,
@@ -71,10 +71,10 @@ struct Summary {
     skipped: Vec<Record>,
 }
 
-/// Runs the steps that have not passed yet. Returns false if one fails.
+/// Runs the steps of the campaign that have not passed yet. Returns false if one fails.
 ///
 /// # Errors
-/// Set-up or build failed, a part is unknown, or the results cannot be written.
+/// The set-up or the build fails, a part is unknown, or the results cannot be written.
 pub(crate) fn run(words: &Words) -> Result<bool> {
     if let Some(unknown) = words.only.iter().find(|name| !PARTS.contains(&&***name)) {
         bail!("there is no part {unknown:?}: {}", PARTS.join(", "));
@@ -132,7 +132,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     finish(&chosen, &journal, &folder)
 }
 
-/// Returns the commit that is checked out, or git's error.
+/// Returns the commit that is checked out, or the error of git.
 fn commit() -> String {
     let done = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
@@ -144,7 +144,7 @@ fn commit() -> String {
         .unwrap_or_else(|| "unknown".to_string())
 }
 
-/// Runs one step, with its output in a log of its own.
+/// Runs one step and writes its output to a log file.
 fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record> {
     let begun = Instant::now();
     let log = folder
@@ -164,7 +164,7 @@ fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record>
     })
 }
 
-/// Starts the program of a step and waits for its end. Returns the outcome and its reason.
+/// Starts the program of a step and waits for its end. Returns the outcome and the reason for it.
 fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, String)> {
     let file = fs::File::create(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(&step.program);
@@ -190,7 +190,7 @@ fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, St
             });
         }
         if Instant::now() >= end {
-            // The step leads a process group of its own.
+            // The step runs in its own process group, which is killed as a whole.
             let group = format!("-{}", child.id());
             let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
             child.wait()?;
@@ -201,7 +201,7 @@ fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, St
     }
 }
 
-/// Writes and prints the summary. Returns false if a step has failed.
+/// Writes and prints the summary of the campaign. Returns false if a step has failed.
 fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
     let mut parts: Vec<PartSummary> = Vec::new();
     let (mut failures, mut skipped) = (Vec::new(), Vec::new());
@@ -276,7 +276,7 @@ fn text(summary: &Summary) -> String {
 mod tests {
     use super::*;
 
-    /// The summary names what failed, with its log, and what is left.
+    /// The summary has each failed step with its log, and the number of steps that have not run.
     #[test]
     fn summary_names_failures_and_what_is_left() {
         let failure = Record {

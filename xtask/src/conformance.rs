@@ -1,4 +1,5 @@
-//! `cargo xtask conformance`: compares PVM 3.4.6 and Sempa by the sentences of `tests/conformance`.
+//! `cargo xtask conformance`: compares PVM 3.4.6 and Sempa with the conformance suite
+//! (`tests/conformance`).
 
 use crate::install::{self, Parts};
 use crate::setup;
@@ -6,11 +7,12 @@ use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::needs;
 
-/// Runs the programs on the systems that `against` names; `chosen` are parts of program names.
+/// Runs the programs of the suite on the systems that `against` names. `chosen` are parts of
+/// program names; if empty, all programs run. With `as_installed`, builds and installs nothing.
 /// Returns false if there is an unexplained difference.
 ///
 /// # Errors
-/// No testbed can be made here, or a system does not start.
+/// The machine lacks something for a testbed, or a system does not start.
 pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("no conformance run: {lack}");

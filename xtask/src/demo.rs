@@ -1,8 +1,8 @@
-//! `cargo xtask demo`: a running PVM program leaves a host whose owner comes back.
+//! `cargo xtask demo`: tasks of a running PVM program migrate off a host whose owner logs in.
 //!
-//! The demo has four hosts on this machine, Debian's unmodified tablix2 on them, and a real ssh
-//! login on one. Then it prints what the virtual machine did. Everything runs in namespaces that
-//! end with this process, so an interruption needs no handler to clean up.
+//! The demo makes four hosts on this machine, runs Debian's unmodified tablix2 on them, and logs in
+//! on one by ssh. Then it prints what the virtual machine did. All processes are in namespaces that
+//! end with this process, so an interrupted demo leaves nothing.
 
 use crate::install::{self, Parts};
 use crate::timeline::Timeline;
@@ -21,37 +21,37 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Time limit of each wait on a loaded machine.
+/// Time limit for each condition that the demo waits for, on a loaded machine.
 const SOON: Duration = Duration::from_secs(60);
-/// Longest search of tablix2 on a slow machine.
+/// Time limit for the search of tablix2 on a slow machine.
 const SEARCH_TIME: Duration = Duration::from_secs(600);
-/// The program must run at least this long for the demo to show anything.
+/// Minimum duration of the search. In a shorter search the demo would show nothing.
 const SEARCH_LEAST: Duration = Duration::from_secs(20);
-/// Kernels of tablix2, one for each host.
+/// Number of tablix2's kernels, one for each host.
 const KERNELS: usize = 4;
-/// The host to which the owner comes back.
+/// Number of the host whose owner logs in.
 const OWNED: usize = 2;
 
-/// The content of the JSON file.
+/// The results of the demo, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
 struct Outcome {
     /// True if all checks have passed.
     good: bool,
-    /// The reasons why a check has failed.
+    /// The reasons for which checks have failed.
     reasons: Vec<String>,
-    /// The story of the login.
+    /// The events after the login; `None` if the login was not detected.
     timeline: Option<Timeline>,
-    /// Seconds that tablix2 ran for.
+    /// Duration of tablix2's run in seconds.
     search_s: f64,
-    /// Unmet wishes in the solutions, one for each kernel.
+    /// Violation of soft constraints in the solution of each kernel, as computed by tablix2.
     fitness: Vec<u64>,
 }
 
-/// Runs the demo on four hosts. `json` is the file for the timeline. Returns false if a check
+/// Runs the demo on four hosts. Writes the results to the file `json`. Returns false if a check
 /// fails.
 ///
 /// # Errors
-/// A step could not be performed at all.
+/// A step cannot be performed.
 pub(crate) fn run(json: &Path) -> Result<bool> {
     setup::everything()?;
     say("building (release)");
@@ -102,7 +102,7 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     Ok(outcome.good)
 }
 
-/// Prints a line of the demo.
+/// Prints a line with the prefix `demo:`.
 pub(crate) fn say(line: &str) {
     println!("demo: {line}");
 }
@@ -177,7 +177,8 @@ fn story(vm: &Vm) -> Result<Outcome> {
     })
 }
 
-/// Adds the hosts over ssh and waits for a load watcher on each. Returns the host names by index.
+/// Adds the hosts over ssh and waits for a load watcher on each. Returns the host names, by host
+/// index.
 pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>> {
     let hosts = vm.bed().hosts();
     let others: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
@@ -244,7 +245,7 @@ pub(crate) fn start_search(vm: &Vm, say: fn(&str)) -> Result<Running> {
     Running::start(command, Stdio::null())
 }
 
-/// Waits until a kernel runs on the owned host and the search has made progress.
+/// Waits until a kernel of tablix2 runs on the owner's host and the search has made progress.
 fn wait_for_guests(vm: &Vm, search: &mut Running) -> Result<()> {
     let owned = vm.bed().host(OWNED).name();
     eventually(SOON, || {
@@ -272,14 +273,15 @@ fn wait_for_guests(vm: &Vm, search: &mut Running) -> Result<()> {
     .map_err(anyhow::Error::msg)
 }
 
-/// The name of tablix2's program that runs on each host.
+/// Name of the tablix2 program that runs on each host.
 pub(crate) const KERNEL: &str = "tablix2_kernel";
 
 fn is_kernel(name: &str) -> bool {
     name.ends_with(KERNEL)
 }
 
-/// Returns the kernels that are still on a host, by the console and by the host's process table.
+/// Returns the kernels that are still on a host, according to the console and to the host's process
+/// table.
 fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for task in vm.tasks()? {
@@ -295,7 +297,7 @@ fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
     Ok(left)
 }
 
-/// Checks that a new task without a given host is placed on the host that its owner has left.
+/// Waits until a new task that names no host is placed on `host`, whose owner has logged out.
 fn used_again(vm: &Vm, host: &str) -> Result<()> {
     vm.program("hold")?;
     eventually(SOON, || {
@@ -317,14 +319,15 @@ fn used_again(vm: &Vm, host: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns what is wrong with the solutions as a whole; `None` if they are right.
+/// Returns what is wrong in the set of solutions; `None` if all solutions have all lessons.
 pub(crate) fn lacks(solutions: &[Solution]) -> Option<String> {
     let lessons = SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once;
     let wrong = solutions.iter().any(|solution| solution.lessons != lessons);
     wrong.then(|| format!("a solution does not have all {lessons} lessons: {solutions:?}"))
 }
 
-/// Reads every result with tablix2's own program and checks it.
+/// Converts the result of each kernel with tablix2's own program, and checks it. Returns the
+/// solutions.
 pub(crate) fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
     let folder = work_folder(vm);
     let mut solutions = Vec::new();
@@ -346,7 +349,7 @@ pub(crate) fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
     Ok(solutions)
 }
 
-/// Halts the virtual machine. Adds a reason for each process or file that remains.
+/// Halts the virtual machine. Adds a reason to `reasons` for each process or file that remains.
 fn leave_nothing(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
     vm.halt()?;
     let before = reasons.len();

@@ -1,5 +1,5 @@
-//! The part of the demo that needs no hosts: a virtual machine of this host alone that runs a PVM
-//! program.
+//! The part of the demo that needs no testbed: a virtual machine that consists only of this host
+//! and runs a PVM program.
 
 use crate::demo::say;
 use anyhow::{Context, Result, bail};
@@ -10,14 +10,14 @@ use std::process::Command;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
-/// One of Debian's examples, used when it is installed.
+/// Path of one of Debian's examples. If it is not installed, a program of the tests is run instead.
 const EXAMPLE: &str = "/usr/bin/master1";
 
-/// Starts, uses and halts a virtual machine with files in its own folder. Returns false if a check
-/// fails.
+/// Starts, uses and halts a virtual machine whose files are in a temporary folder. Returns false if
+/// a check fails.
 ///
 /// # Errors
-/// A program could not be started.
+/// A program cannot be started.
 pub(crate) fn run(prefix: &Path) -> Result<bool> {
     let folder = tempfile_folder()?;
     let command = |program: &Path| {
@@ -26,7 +26,7 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
             .env("PVM_TMP", &folder)
             .env("LD_LIBRARY_PATH", prefix.join("lib"))
             .current_dir(&folder);
-        // The daemon searches this folder for programs to spawn.
+        // The daemon searches the folders in PVM_PATH for programs to spawn.
         command
             .env("PVM_PATH", "/usr/bin")
             .env("PVM_ALLOW_ROOT", "1");

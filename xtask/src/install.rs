@@ -17,7 +17,7 @@ const PROGRAMS: [&str; 6] = [
     "pvm-tasker",
     "pvm_gstat",
 ];
-/// Packages that build the programs and the libraries.
+/// Names of the packages that build the programs and the libraries.
 const CRATES: [&str; 7] = [
     "pvm-console",
     "pvmd",
@@ -28,16 +28,16 @@ const CRATES: [&str; 7] = [
     "gpvm3",
 ];
 
-/// The profile of the build that users install and benchmarks measure.
+/// Name of the build profile for the programs that users install and benchmarks measure.
 pub(crate) const RELEASE: &str = "release";
 
-/// Returns the target folder of this build: two levels above the running program.
+/// Returns cargo's target folder of this build: two levels above the running program.
 pub(crate) fn target() -> Result<PathBuf> {
     let build = sempa_tests::needs::build_folder()?;
     Ok(build.parent().unwrap_or(&build).to_path_buf())
 }
 
-/// Returns the profile with which this program was built: `ci` for tests, else `release`.
+/// Returns the profile with which this program was built: `ci` for tests, otherwise `release`.
 pub(crate) fn own_profile() -> Result<String> {
     let build = sempa_tests::needs::build_folder()?;
     let folder = build.file_name().unwrap_or_default().to_string_lossy();
@@ -47,7 +47,7 @@ pub(crate) fn own_profile() -> Result<String> {
     })
 }
 
-/// Returns the folder of a profile's programs, below the target folder.
+/// Returns the name of the folder in the target folder that contains the programs of a profile.
 fn folder_of(profile: &str) -> &str {
     if profile == "dev" { "debug" } else { profile }
 }
@@ -59,8 +59,8 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
         .args(words)
         .current_dir(project())
         .env("CARGO_TARGET_DIR", target()?);
-    // Variables that describe this package look like a change to the build scripts of other
-    // packages: cargo would rebuild them and all their dependents each time.
+    // Cargo sets variables that describe this package. To the build scripts of other packages they
+    // look like a change: cargo would rebuild those packages and all their dependents each time.
     let ours = |name: &OsString| {
         ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
@@ -76,7 +76,7 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
 pub(crate) enum Parts {
     /// The installed programs and libraries.
     Programs,
-    /// The programs, and those that start hosts of a testbed.
+    /// The programs, and those that run the hosts of a testbed.
     ProgramsAndHosts,
     /// The whole workspace with its tests.
     Tests,
@@ -102,11 +102,11 @@ pub(crate) fn build(profile: &str, parts: Parts) -> Result<()> {
     Ok(())
 }
 
-/// Copies the build of a profile to its places under `prefix`. Each file is replaced as a whole, so
-/// running programs are not disturbed.
+/// Copies the programs and files of a build to their places under `prefix`. Replaces each file as a
+/// whole, so running programs are not affected.
 ///
 /// # Errors
-/// Something was not built, or the prefix cannot be written.
+/// A program was not built, or the prefix cannot be written.
 pub(crate) fn lay_out(prefix: &Path, profile: &str) -> Result<()> {
     let built = target()?.join(folder_of(profile));
     for folder in ["bin", "lib/pkgconfig", "include"] {
@@ -140,7 +140,7 @@ pub(crate) fn lay_out(prefix: &Path, profile: &str) -> Result<()> {
     manuals(prefix)
 }
 
-/// Installs the group library with its programs, and the files for building Fortran programs.
+/// Installs the group library with its programs, and the files that Fortran programs need.
 fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
     put(
         &built.join("libgpvm3.so"),
@@ -163,7 +163,7 @@ fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
     )
 }
 
-/// Writes a file for pkg-config from its template.
+/// Writes a file for pkg-config from the template `form`.
 fn package_config(prefix: &Path, form: &Path) -> Result<()> {
     let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
     let place = std::path::absolute(prefix)?.display().to_string();
@@ -204,8 +204,8 @@ fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
     replace(to, &bytes, mode)
 }
 
-/// Writes a temporary file in the same folder and renames it. An identical file stays, because
-/// other builds compare its time stamp.
+/// Replaces a file: writes a temporary file in the same folder and renames it. An identical file is
+/// not replaced, because other builds compare its time of modification.
 fn replace(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(to).is_ok_and(|there| there == bytes) {
         return Ok(());
@@ -228,7 +228,7 @@ fn link(content: &str, place: &Path) -> Result<()> {
         .with_context(|| place.display().to_string())
 }
 
-/// Returns a path in the same folder that no other process uses.
+/// Returns the path of a temporary file in the same folder. No other process uses this path.
 fn beside(place: &Path) -> PathBuf {
     let name = place
         .file_name()

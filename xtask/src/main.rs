@@ -33,7 +33,7 @@ struct Words {
 
 #[derive(Subcommand)]
 enum What {
-    /// Show an owner who comes back: four hosts on this machine, a running PVM program
+    /// Show an owner who logs in: four hosts on this machine, a running PVM program
     Demo {
         /// The JSON file for the timeline
         #[arg(long, default_value = "target/demo.json")]
@@ -41,7 +41,7 @@ enum What {
     },
     /// Set up, build, install under target/ and run all tests
     Test {
-        /// Words for the test runner, such as the name of a test
+        /// Arguments for the test runner, such as the name of a test
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
@@ -62,16 +62,16 @@ enum What {
         #[arg(long, default_value = setup::CRIU_PREFIX)]
         prefix: PathBuf,
     },
-    /// Compare PVM 3.4.6 and Sempa by the sentences of tests/conformance
+    /// Compare PVM 3.4.6 and Sempa with the conformance suite (tests/conformance)
     Conformance {
-        /// `pvm3`: Debian's; `sempa`: ours, with programs compiled for ours and with programs
-        /// compiled for Debian's
+        /// `pvm3`: Debian's PVM; `sempa`: Sempa, with programs built for it and with programs built
+        /// for Debian's PVM
         #[arg(long, default_value = "both", value_parser = ["pvm3", "sempa", "both"])]
         against: String,
         /// Use the programs in the prefix; neither build nor install anything
         #[arg(long)]
         as_installed: bool,
-        /// Parts of names of programs; all programs if empty
+        /// Parts of program names; all programs if empty
         programs: Vec<String>,
     },
     /// Measure single layers, or compare the running system with PVM 3.4.6, Open MPI and MPICH

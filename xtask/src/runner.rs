@@ -1,5 +1,5 @@
-//! Lists and runs the tests of the workspace, by nextest, or without it by the test binaries
-//! themselves.
+//! Lists and runs the tests of the workspace. Uses nextest if it is installed; otherwise runs the
+//! test binaries directly.
 
 use crate::install;
 use anyhow::{Context, Result, bail};
@@ -8,22 +8,22 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A test as its binary lists it.
+/// A test function, as its test binary lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Test {
-    /// The binary as nextest names it, such as `sempa-tests::drain`.
+    /// Name of the test binary in nextest's form, such as `sempa-tests::drain`.
     pub(crate) binary: String,
-    /// The name within its binary.
+    /// Name of the test within the binary.
     pub(crate) name: String,
-    /// True if it is marked with `#[ignore]` and so belongs to the system tier.
+    /// True if the test has the attribute `#[ignore]`, so that it belongs to the system tier.
     pub(crate) ignored: bool,
-    /// The file of its test binary.
+    /// Path of the test binary.
     pub(crate) path: PathBuf,
-    /// The folder of its package, in which it runs.
+    /// Folder of the test's package. Tests run in this folder.
     pub(crate) folder: PathBuf,
 }
 
-/// The number of tests of a run, by outcome.
+/// Number of tests of a run, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) passed: usize,
@@ -37,10 +37,10 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// Which packages a run builds, with which features.
+/// The packages, features and environment variables of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Selection<'a> {
-    /// Arguments for cargo: `--workspace`, or a package with its features.
+    /// Arguments of cargo: `--workspace`, or packages with their features.
     pub(crate) packages: &'a [&'a str],
     /// Environment variables of the tests.
     pub(crate) env: &'a [(&'a str, String)],
@@ -54,15 +54,16 @@ pub(crate) fn has_nextest() -> bool {
         .is_ok_and(|done| done.status.success())
 }
 
-/// A way to list and run tests.
+/// Lists and runs tests.
 pub(crate) trait Runner {
-    /// Builds the tests and lists them.
+    /// Builds the selected tests and lists them.
     fn list(&self, selection: Selection) -> Result<Vec<Test>>;
-    /// Runs all tests but those in `skipped`, of both tiers. `words` choose among the tests.
+    /// Runs all tests of both tiers except for those in `skipped`. `words` are arguments that
+    /// restrict the tests.
     fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts>;
 }
 
-/// Returns the runner for this machine.
+/// Returns the runner for this machine: [`Nextest`] if nextest is installed, otherwise [`Libtest`].
 pub(crate) fn runner(profile: &str) -> Box<dyn Runner> {
     let profile = profile.to_string();
     if has_nextest() {
@@ -72,7 +73,7 @@ pub(crate) fn runner(profile: &str) -> Box<dyn Runner> {
     }
 }
 
-/// Runs each test in a process of its own, several at a time (`.config/nextest.toml`).
+/// Runs each test in its own process, several at the same time (`.config/nextest.toml`).
 struct Nextest {
     profile: String,
 }
@@ -122,12 +123,13 @@ impl Runner for Nextest {
     }
 }
 
-/// Returns the path of nextest's report.
+/// Returns the path of nextest's JUnit report.
 pub(crate) fn junit(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
-/// True if a name is that of a test. Functions `child_…` are bodies of processes that tests start.
+/// True if `name` is the name of a test. Functions named `child_…` are not tests: they run in
+/// processes that tests start.
 fn is_test(name: &str) -> bool {
     !name
         .rsplit("::")
@@ -136,7 +138,7 @@ fn is_test(name: &str) -> bool {
         .starts_with("child_")
 }
 
-/// Parses the JSON output of `cargo nextest list`.
+/// Returns the tests in the JSON output of `cargo nextest list`.
 fn listed(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
@@ -156,7 +158,7 @@ fn listed(list: &Value) -> Result<Vec<Test>> {
     Ok(tests)
 }
 
-/// Returns a filter that leaves these tests out.
+/// Returns nextest's filter expression that excludes these tests.
 fn without(tests: &[Test]) -> String {
     let mut binaries: Vec<&str> = tests.iter().map(|test| test.binary.as_str()).collect();
     binaries.sort_unstable();
@@ -173,7 +175,7 @@ fn without(tests: &[Test]) -> String {
     format!("not ({})", all.join(" | "))
 }
 
-/// Counts the cases of a report in JUnit's format.
+/// Returns the number of tests in a JUnit report, by outcome.
 fn counted(report: &str) -> Counts {
     let number = |name: &str| {
         let head = report.split_once("<testsuites ")?.1;
@@ -188,14 +190,14 @@ fn counted(report: &str) -> Counts {
     }
 }
 
-/// Runs one test binary after the other, each on two threads.
+/// Runs the test binaries one after the other, each with two threads.
 struct Libtest {
     profile: String,
 }
 
 struct Binary {
     id: String,
-    /// Functions that are no tests but bodies of processes that tests start.
+    /// Names of functions that are not tests: they run in processes that tests start.
     children: Vec<String>,
     path: PathBuf,
     folder: PathBuf,
@@ -238,7 +240,8 @@ impl Libtest {
     }
 }
 
-/// Returns the test binary that a message of cargo describes, if it describes one.
+/// Returns the test binary that a JSON message of cargo describes; `None` if the message describes
+/// something else.
 fn binary(message: &Value) -> Option<Binary> {
     let path = message["executable"].as_str()?;
     if message["profile"]["test"] != true {
@@ -265,7 +268,7 @@ fn binary(message: &Value) -> Option<Binary> {
     })
 }
 
-/// Returns the names of tests that a binary lists.
+/// Runs a test binary with list arguments. Returns the names of the tests that it prints.
 fn names_in(binary: &Binary, words: &[&str]) -> Result<Vec<String>> {
     let done = Libtest::words(binary, words, &[]).output()?;
     let text = String::from_utf8_lossy(&done.stdout);
@@ -301,7 +304,8 @@ impl Runner for Libtest {
             let children = binary.children.iter().map(String::as_str);
             names.extend(children);
             all.extend(names.iter().flat_map(|name| ["--skip", name]));
-            // Words are parts of names; exact names are for the skipped tests only.
+            // The words are parts of test names. Exact names are possible only if there are no
+            // words.
             if !names.is_empty() && words.is_empty() {
                 all.push("--exact");
             }
@@ -323,7 +327,7 @@ impl Runner for Libtest {
     }
 }
 
-/// Sums the last lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
+/// Sums the result lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
 pub(crate) fn summed(text: &str) -> Counts {
     let mut counts = Counts::default();
     for line in text
@@ -348,7 +352,7 @@ pub(crate) fn summed(text: &str) -> Counts {
 mod tests {
     use super::*;
 
-    /// The counts of a report are those of its first element.
+    /// The counts of a report are in its first element.
     #[test]
     fn report_is_counted() {
         let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">";
@@ -360,7 +364,7 @@ mod tests {
         assert_eq!(counted(""), Counts::default());
     }
 
-    /// The last lines of several binaries add up.
+    /// The counts of several binaries are added.
     #[test]
     fn results_of_binaries_add_up() {
         let text = "test result: ok. 5 passed; 0 failed; 1 ignored\n\
@@ -372,7 +376,7 @@ mod tests {
         assert_eq!(summed(text), counts);
     }
 
-    /// The filter names each test that is left out, with its binary.
+    /// The filter contains each excluded test with its binary.
     #[test]
     fn filter_names_binary_and_test() {
         let test = |binary: &str, name: &str| Test {
@@ -389,7 +393,7 @@ mod tests {
         );
     }
 
-    /// The list of nextest shows for each test whether it belongs to the system tier.
+    /// The list has for each test whether it belongs to the system tier.
     #[test]
     fn list_tells_the_tier() {
         let list = serde_json::json!({"rust-suites": {"a::b": {"testcases": {

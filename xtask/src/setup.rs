@@ -1,4 +1,5 @@
-//! Installs what the tests and the demo need of the machine: Debian packages and a working CRIU.
+//! Installs what tests and the demo need on the machine: Debian packages and a CRIU that works on
+//! its kernel.
 
 use anyhow::{Context, Result, bail};
 use sempa_tests::needs;
@@ -11,7 +12,7 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "openssh-server",
     "openssh-client",
     "iproute2",
-    // PVM's daemon and library look the protocol number of TCP up in its file.
+    // PVM's daemon and library look up the protocol number of TCP in a file of this package.
     "netbase",
     "pvm",
     "pvm-dev",
@@ -19,11 +20,11 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "netpipe-pvm",
     "slang-pvm",
     "slsh",
-    // A display without a screen, and programs that read its pixels and move its mouse.
+    // A virtual display, and programs that read its pixels and move its mouse.
     "xvfb",
     "x11-apps",
     "xdotool",
-    // A bus for the imitation of logind.
+    // A bus for the fake logind.
     "dbus-daemon",
     "procps",
     "gcc",
@@ -31,14 +32,13 @@ pub(crate) const PACKAGES: [&str; 22] = [
     "make",
     "pkg-config",
     "libc6-dev",
-    // Tasks in other languages that migrate; Perl is always installed.
+    // For tests that migrate tasks in other languages. Perl is always installed.
     "python3",
 ];
 
-/// The prefix of a CRIU that this program installs.
+/// The prefix under which this program installs CRIU.
 pub(crate) const CRIU_PREFIX: &str = "/opt/sempa/criu";
 
-/// True for uid 0.
 pub(crate) fn is_root() -> bool {
     needs::is_root()
 }
@@ -51,13 +51,14 @@ pub(crate) fn project() -> PathBuf {
         .to_path_buf()
 }
 
-/// Installs what is missing. Without root, only prints what is missing.
+/// Installs the missing packages and CRIU. Without root, only prints what is missing.
 ///
 /// # Errors
-/// Root could not install something.
+/// A package or CRIU cannot be installed although the user is root.
 pub(crate) fn everything() -> Result<()> {
     packages(&PACKAGES)?;
-    // Without hosts no task can migrate; the caller reports it.
+    // If no testbed can be made, no task can migrate and CRIU is not needed. The caller reports
+    // this.
     if needs::lacks().is_none() {
         engine()
     } else {
@@ -65,10 +66,11 @@ pub(crate) fn everything() -> Result<()> {
     }
 }
 
-/// Makes sure that a CRIU works here, in its usual place.
+/// Makes sure that a CRIU under [`CRIU_PREFIX`], or another one that the tasker finds, works on
+/// this kernel.
 ///
 /// # Errors
-/// As [`criu`], or this is not root.
+/// The user is not root, or the call of [`criu`] fails.
 pub(crate) fn engine() -> Result<()> {
     if !is_root() {
         bail!("tasks are moved by CRIU, which needs root");
@@ -76,10 +78,10 @@ pub(crate) fn engine() -> Result<()> {
     criu(Path::new(CRIU_PREFIX))
 }
 
-/// Installs what is missing of these Debian packages.
+/// Installs those of these Debian packages that are missing.
 ///
 /// # Errors
-/// Root could not install something.
+/// A package cannot be installed although the user is root.
 pub(crate) fn packages(names: &[&'static str]) -> Result<()> {
     let missing: Vec<&str> = names
         .iter()
@@ -136,11 +138,11 @@ fn apt(words: &[&str]) -> Result<()> {
     )
 }
 
-/// Makes sure that there is a CRIU that works on this kernel: the one that the tasker would find,
-/// or a new one under `prefix`.
+/// Makes sure that a CRIU works on this kernel: the one that the tasker finds, or a new one under
+/// `prefix`.
 ///
 /// # Errors
-/// None works, and none could be installed.
+/// No CRIU works, and none can be installed.
 pub(crate) fn criu(prefix: &Path) -> Result<()> {
     if let Some(program) = needs::engine().filter(|program| works(program)) {
         println!("setup: {} works", program.display());
@@ -168,7 +170,8 @@ pub(crate) fn criu(prefix: &Path) -> Result<()> {
     }
 }
 
-/// True if `criu check` succeeds. Version numbers prove nothing, because the kernel decides.
+/// True if `criu check` succeeds and the version is known to work. The version alone proves
+/// nothing, because the result depends on the kernel.
 fn works(program: &Path) -> bool {
     let quiet = |word: &str| Command::new(program).arg(word).output();
     let version = quiet("--version")

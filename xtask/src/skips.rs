@@ -1,26 +1,26 @@
-//! Finds the tests of the system tier that this machine cannot run, with the reason.
+//! Decides which tests of the system tier this machine cannot run, and for which reason.
 //!
-//! Such a test is left out before the run and reported as skipped. A test that is started anyway
-//! panics with the same reason (`sempa_tests::needs`).
+//! Such a test is excluded before the run and reported as skipped. A test that is started
+//! nevertheless panics with the same reason (`sempa_tests::needs`).
 
 use sempa_tests::{limits, logind, needs, screen, sources};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A need of a test beyond the programs of this build.
+/// Something that a test needs in addition to the programs of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
     Root,
-    /// Root, namespaces, and the programs of the testbed.
+    /// Root, namespaces, and the programs that the testbed calls.
     Hosts,
     /// A CRIU that works on this kernel.
     Criu,
-    /// A program, and the Debian package that installs it.
+    /// A program, given as (name or path, Debian package that installs it).
     Program(&'static str, &'static str),
-    /// The sources of PVM's examples, with their compilers.
+    /// The sources of PVM's examples, and the compilers for them.
     Examples,
     Screen,
-    /// A bus for the imitation of logind.
+    /// A bus for the fake logind.
     Bus,
     /// Control groups that limit processors.
     ProcessorGroups,
@@ -30,7 +30,7 @@ enum Need {
     Freezer,
     /// A `/tmp` on a disk, not in memory.
     Disk,
-    /// Free memory in MiB: for the usual sizes, and for those with `SEMPA_TEST_FULL`.
+    /// Free memory in MiB, as (for the default sizes, for the sizes with `SEMPA_TEST_FULL`).
     FreeMemory(u64, u64),
 }
 
@@ -50,8 +50,9 @@ const TABLIX: Need = Need::Program("/usr/bin/tablix2", "tablix2");
 const NETPIPE: Need = Need::Program("/usr/bin/NPpvm", "netpipe-pvm");
 const SLSH: Need = Need::Program("/usr/bin/slsh", "slsh");
 
-/// The needs of ignored tests. A row has a binary as nextest names it (the part before `::` stands
-/// for all binaries of a package), a part of the test's name (empty for all tests), and the needs.
+/// The needs of ignored tests, as (binary, test, needs). The binary has nextest's form; the part
+/// before `::` alone stands for all binaries of a package. The test is a part of the test's name,
+/// or empty for all tests.
 const TABLE: &[(&str, &str, &[Need])] = &[
     ("sempa-tests", "", &[Hosts]),
     ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
@@ -129,7 +130,8 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
 ];
 
-/// Returns the needs of an ignored test: hosts if the table does not name its binary.
+/// Returns the needs of an ignored test. If the table does not have its binary, the test needs
+/// hosts.
 fn needs_of(binary: &str, test: &str) -> Vec<Need> {
     let package = binary.split("::").next().unwrap_or(binary);
     let rows = TABLE
@@ -144,8 +146,8 @@ fn needs_of(binary: &str, test: &str) -> Vec<Need> {
     if known { needs } else { vec![Hosts] }
 }
 
-/// Returns why a need is not met here; `None` if it is met. `criu` is the reason why CRIU does not
-/// work, from the set-up. `full` is true for a campaign.
+/// Returns why a need is not met on this machine; `None` if it is met. `criu` is the reason why
+/// CRIU does not work, as found by the set-up. `full` is true if tests run with `SEMPA_TEST_FULL`.
 fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
     match need {
         Need::FreeMemory(usual, all) => {
@@ -179,7 +181,7 @@ fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
     }
 }
 
-/// Returns the memory that the kernel could give to a program, in MiB.
+/// Returns the memory in MiB that the kernel could still give to programs.
 fn free_mebibytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text
@@ -189,7 +191,7 @@ fn free_mebibytes() -> u64 {
     kibibytes.unwrap_or(0) >> 10
 }
 
-/// Decides which tests are skipped, and asks the machine once for each need.
+/// Decides which tests are skipped. Each need is checked only once.
 pub(crate) struct Skips {
     criu: Option<String>,
     full: bool,
@@ -197,8 +199,8 @@ pub(crate) struct Skips {
 }
 
 impl Skips {
-    /// `criu` is the reason why there is no working CRIU, if so. `full` is true if tests run with
-    /// `SEMPA_TEST_FULL`.
+    /// `criu` is the reason why CRIU does not work; `None` if it works. `full` is true if tests run
+    /// with `SEMPA_TEST_FULL`.
     pub(crate) fn new(criu: Option<String>, full: bool) -> Skips {
         Skips {
             criu,
@@ -222,7 +224,7 @@ impl Skips {
 mod tests {
     use super::*;
 
-    /// A test gets the needs of its package, of its binary and of its name.
+    /// A test has the needs of its package, of its binary and of its name.
     #[test]
     fn needs_of_package_binary_and_name_add_up() {
         assert_eq!(

@@ -1,4 +1,5 @@
-//! `cargo xtask test`: sets up, checks the sources, builds once, installs, runs both tiers.
+//! `cargo xtask test`: sets up the machine, checks the sources, builds once, installs the programs,
+//! and runs the tests of both tiers.
 
 use crate::install::{self, Parts};
 use crate::runner::{self, Counts, Runner, Selection, Test};
@@ -9,22 +10,22 @@ use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::{Instant, SystemTime};
 
-/// The seed of proptest. It is fixed, so that a new failure comes from a change.
+/// Environment variable and value that set the seed of proptest. The seed is fixed, so that a new
+/// failure is caused by a change.
 const PROPTEST_SEED: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
 
-/// The variable with the seed that chooses among faults, victims and steps.
+/// Environment variable with the seed that selects faults, victims and steps.
 pub(crate) const SEED: &str = "SEMPA_TEST_SEED";
 
-/// The number of random inputs for all parsers of packed data.
+/// Environment variable and value that set the number of random inputs for all parsers of packed
+/// data.
 const FUZZ_INPUTS: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
 
-/// Runs all tests. `words` go to the test runner and choose among the tests; the checks of the
-/// sources are left out then.
-///
-/// Returns false if a test or a check fails.
+/// Runs all tests. `words` are passed to the test runner and restrict the tests; if there are any,
+/// the sources are not checked. Returns false if a test or a check fails.
 ///
 /// # Errors
-/// Set-up or build failed.
+/// The set-up or the build fails.
 pub(crate) fn run(words: &[String]) -> Result<bool> {
     let start = Instant::now();
     let profile = install::own_profile()?;
@@ -65,11 +66,11 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     Ok(good)
 }
 
-/// The result of the preparation for tests of the system tier.
+/// The result of the set-up for tests of the system tier.
 pub(crate) struct Prepared {
-    /// Where the programs are installed.
+    /// Folder in which the programs are installed.
     pub(crate) prefix: String,
-    /// The reason why there is no working CRIU, if so.
+    /// The reason why CRIU does not work; `None` if it works.
     pub(crate) no_criu: Option<String>,
 }
 
@@ -89,7 +90,7 @@ pub(crate) fn prepare(profile: &str) -> Result<Prepared> {
     })
 }
 
-/// Returns the seed of this run: the caller's, or the number of the day.
+/// Returns the seed of this run: the value of [`SEED`], or the number of the day.
 pub(crate) fn seed() -> u64 {
     let given = std::env::var(SEED).ok().and_then(|text| text.parse().ok());
     given.unwrap_or_else(|| {
@@ -98,7 +99,8 @@ pub(crate) fn seed() -> u64 {
     })
 }
 
-/// Returns the environment variables of all tests. Those that the caller has set stay.
+/// Returns the environment variables for all tests. A variable that the caller has set keeps its
+/// value.
 pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
     let usual = [PROPTEST_SEED, FUZZ_INPUTS];
     let unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
@@ -112,8 +114,8 @@ pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> 
     all
 }
 
-/// Returns the tests of the system tier that cannot run here. Prints their number for each binary
-/// and reason.
+/// Returns the tests of the system tier that this machine cannot run. Prints their number for each
+/// binary and reason.
 pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
     let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
     let mut skipped = Vec::new();
@@ -129,7 +131,7 @@ pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
     skipped
 }
 
-/// Checks rings and doorbells with two threads under every interleaving, by the model checker.
+/// Runs the model checker: checks rings and doorbells with two threads in all interleavings.
 fn models(runner: &dyn Runner) -> Result<Counts> {
     let packages = [
         "--package",
@@ -171,7 +173,7 @@ fn has(component: &str) -> bool {
         .is_ok_and(|done| done.status.success())
 }
 
-/// Checks the format of the sources. Returns true if there is no rustfmt.
+/// Checks the format of the sources. Returns true if it is correct, or if rustfmt is not installed.
 fn formatted() -> bool {
     if !has("fmt") {
         println!("test: rustfmt is not installed: the format is not checked");
@@ -186,8 +188,9 @@ fn formatted() -> bool {
     good
 }
 
-/// Checks the lints of the workspace by clippy. Returns true if there is no clippy. Build scripts
-/// and procedural macros are those of the tests' build.
+/// Checks the workspace with clippy. Returns true if there are no findings, or if clippy is not
+/// installed. Uses the profile of the tests' build, so that build scripts and procedural macros are
+/// not compiled again.
 fn lints(profile: &str) -> Result<bool> {
     if !has("clippy") {
         println!("test: clippy is not installed: the lints are not checked");

@@ -1,5 +1,5 @@
-//! Makes the timeline of an owner's return from the event log: milliseconds since the login, as
-//! text and as JSON.
+//! Makes a timeline of the events after an owner's login, from the event log. The timeline is
+//! printed as a table and written as JSON.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -7,52 +7,54 @@ use sempa_tests::vm::Entry;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The migrations of one host's guests after one login.
+/// What happened to the guests of one host after one login. All times with the unit `ms` are
+/// milliseconds after the login record.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Timeline {
     /// The name of the owner's host.
     pub(crate) host: String,
     /// Time of the login record, in microseconds since 1970.
     pub(crate) login_at_us: u64,
-    /// The load watcher's reason.
+    /// The load watcher's reason why the owner is present.
     pub(crate) why: String,
-    /// When the load watcher noticed the login.
+    /// Time at which the load watcher detected the login.
     pub(crate) login_seen_ms: Option<f64>,
-    /// When the last guest stopped.
+    /// Time at which the last guest had stopped.
     pub(crate) guests_stopped_ms: Option<f64>,
-    /// One entry for each task that left.
+    /// The migrations of guests off the host.
     pub(crate) moves: Vec<Journey>,
-    /// When no guest was left on the host.
+    /// Time at which no guest was left on the host.
     pub(crate) host_clean_ms: Option<f64>,
-    /// Failed migrations, with the reason.
+    /// Migrations that have failed, each with the reason.
     pub(crate) failures: Vec<String>,
 }
 
-/// The migration of one task.
+/// The migration of one task. All times are milliseconds after the login record, except for
+/// `frozen_ms`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Journey {
     pub(crate) tid: String,
-    /// The name of the source.
+    /// Name of the source host.
     pub(crate) from: String,
-    /// The name of the target.
+    /// Name of the target host.
     pub(crate) to: String,
-    /// The size of its images.
+    /// Size of the images in bytes.
     pub(crate) bytes: u64,
-    /// When all its processes were stopped.
+    /// Time at which all processes of the task had stopped.
     pub(crate) stopped_ms: Option<f64>,
-    /// When its images were written.
+    /// Time at which all images were written.
     pub(crate) dumped_ms: Option<f64>,
-    /// When its images were at the target and verified.
+    /// Time at which all images had arrived on the target and were verified.
     pub(crate) transferred_ms: Option<f64>,
-    /// When it ran again.
+    /// Time at which the task ran again.
     pub(crate) running_ms: Option<f64>,
-    /// The time from its disconnection from the daemon until it ran again.
+    /// Milliseconds from the task's disconnection from its daemon until the task ran again.
     pub(crate) frozen_ms: Option<f64>,
 }
 
 impl Timeline {
-    /// Returns the timeline of the first login on the host with this index, from the events at or
-    /// after it. `names` are the host names by index.
+    /// Returns the timeline of the first login on the host `index`; `None` if the event log has no
+    /// login there. `names` are the host names by index.
     pub(crate) fn of(
         index: u16,
         names: &BTreeMap<u16, String>,
@@ -150,7 +152,7 @@ impl Timeline {
             .map(|(_, journey)| journey)
             .filter(|one| one.running_ms.is_some())
             .collect();
-        // Without a directive for the whole host, each task is stopped by its own migration.
+        // If there was no directive for the whole host, each task was stopped by its own migration.
         let by_moves = || {
             line.moves
                 .iter()
@@ -161,7 +163,7 @@ impl Timeline {
         Some(line)
     }
 
-    /// Returns what is missing in the timeline; empty if it is complete.
+    /// Returns the parts that are missing in the timeline; empty if it is complete.
     pub(crate) fn lacks(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.moves.is_empty() {
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn the_story_of_a_login_is_read_from_the_events() {
+    fn timeline_is_made_from_events() {
         let (h1, h2) = (HostId::MASTER, HostId::new(2).expect("an index"));
         let (id, tid) = (MigrationId(7), Tid::task(h2, 1).expect("a tid"));
         let step = |step, bytes| EventKind::MigrationStep {

@@ -1,5 +1,6 @@
-//! Migrates the task's program with CRIU alone, without a virtual machine, on hosts of its own: by
-//! stop-and-copy ([`StopAndCopy`]) or by post-copy ([`PostCopy`]).
+//! Migrates a process of the measured program with CRIU alone, without a virtual machine: by
+//! stop-and-copy ([`StopAndCopy`]) or by post-copy ([`PostCopy`]). The hosts are used for nothing
+//! else.
 
 use super::{GapRecord, IMAGE_FOLDER, MigrationTimes, STEP_TIMEOUT, ms, now_us};
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
@@ -12,25 +13,24 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 
-/// Indexes of the host for stop-and-copy, and of the second host for post-copy, which migrates
-/// between the two.
+/// Numbers of the two hosts. Stop-and-copy uses the first one; post-copy migrates between both.
 pub(super) const BARE_HOSTS: [usize; 2] = [3, 4];
-/// Port on which the source serves memory pages.
+/// Port on which the source of a post-copy migration serves memory pages.
 const PAGE_SERVER_PORT: &str = "7000";
-/// Process ids of post-copy processes are above this: free on both hosts, because no other process
-/// gets such an id.
+/// The process of a post-copy migration has an id above this. Other processes have lower ids, so
+/// the id is free on both hosts.
 const PID_MIN: u32 = 30_000;
-/// Machine-wide limit of the size of a pipe.
+/// File with the kernel's limit of the size of a pipe, for the whole machine.
 const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
-/// Size of the pipes in which CRIU holds memory for post-copy.
+/// Size of the pipes in which CRIU stores memory for post-copy, in bytes.
 const CRIU_PIPE_BYTES: u64 = 16 << 20;
 
-/// A process, and the program that waits for it.
+/// A process of the measured program, and the command that waits for its end.
 struct BareProcess {
     notes: GapRecord,
-    /// The process, or the CRIU that restored it and waits for it.
+    /// The command that started or restored the process and waits for its end.
     running: Running,
-    /// Process id on its host.
+    /// Id of the process, as seen on its host.
     pid: i64,
 }
 
@@ -48,7 +48,7 @@ impl BareProcess {
         })
     }
 
-    /// Kills the process. If this is not reached, the process ends with its host.
+    /// Kills the process. A process that is not killed ends with its host.
     fn kill(self, host: &Host) -> Result<()> {
         let mut kill = host.command("kill");
         kill.args(["-9", &self.pid.to_string()]);
@@ -57,7 +57,7 @@ impl BareProcess {
     }
 }
 
-/// Returns a CRIU command on a host.
+/// Returns a command that runs CRIU on a host with the command word `word`.
 fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     let mut command = host.command(engine);
     command
@@ -68,19 +68,19 @@ fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     command
 }
 
-/// Returns the name of a command's log file.
+/// Returns the name of the log file of a CRIU command.
 fn log_name(word: &str) -> String {
     format!("{word}.log")
 }
 
-/// Returns the total size of the files in a folder.
+/// Returns the total size of the files in a folder, in bytes.
 fn folder_bytes(folder: &Path) -> Result<u64> {
     fs::read_dir(folder)?
         .map(|entry| Ok(entry?.metadata()?.len()))
         .sum()
 }
 
-/// Returns the errors in the log of a CRIU command, except the harmless one about RLIMIT_NOFILE.
+/// Returns the errors in the log of a CRIU command, except for a harmless one about RLIMIT_NOFILE.
 fn log_errors(images: &Path, word: &str) -> String {
     let log = fs::read_to_string(images.join(log_name(word))).unwrap_or_default();
     let lines = log
@@ -89,7 +89,8 @@ fn log_errors(images: &Path, word: &str) -> String {
     lines.map(|line| format!("\ncriu {word}: {line}")).collect()
 }
 
-/// Stop-and-copy: dumps to memory, copies, and restores on the same host.
+/// Stop-and-copy: dumps a process to images in memory, copies the images, and restores the process
+/// on the same host.
 pub(super) struct StopAndCopy<'a> {
     host: &'a Host,
     engine: PathBuf,
@@ -125,8 +126,8 @@ impl<'a> StopAndCopy<'a> {
         copy.arg("-r").arg(&from).arg(&to);
         must(copy, STEP_TIMEOUT)?;
         let copied = now_us();
-        // The restored process needs the same process id. It is free, because the program that
-        // waited for the process has ended too.
+        // The restored process needs the id of the old one. The id is free, because the command
+        // that waited for the old process has ended and so has reaped it.
         let restore = Running::start(criu(self.host, &self.engine, "restore", &to), Stdio::null())?;
         std::mem::replace(&mut self.process.running, restore).finish(STEP_TIMEOUT)?;
         let gap = self.process.notes.await_gap(dumped);
@@ -156,21 +157,22 @@ impl<'a> StopAndCopy<'a> {
     }
 }
 
-/// Post-copy: restores on another host from images without memory, while a CRIU daemon (lazy-pages)
-/// fetches the memory from the source. Source and copy exist at the same time under the same
-/// process id, which requires two hosts.
+/// Post-copy: restores a process on another host from images without memory, while a CRIU daemon
+/// (lazy-pages) fetches the memory from the source. The source and the copy exist at the same time
+/// with the same process id, so this needs two hosts.
 pub(super) struct PostCopy<'a> {
     bed: &'a Testbed,
     engine: PathBuf,
     process: BareProcess,
-    /// Indexes of the process's host and of the other one.
+    /// Number of the host where the process runs.
     current_host: usize,
+    /// Number of the host that is the target of the next migration.
     other_host: usize,
-    /// Restored when this is dropped.
+    /// Dropping restores the machine's limit.
     _limit: PipeLimit,
 }
 
-/// The CRIU processes of a post-copy migration, which run at the same time.
+/// The CRIU processes of a post-copy migration. All of them run at the same time.
 struct CriuProcesses {
     dump: Running,
     pages: Running,
@@ -181,8 +183,8 @@ impl<'a> PostCopy<'a> {
     pub(super) fn start(vm: &Vm<'a>, engine: &Path, mib: u32) -> Result<PostCopy<'a>> {
         let limit = PipeLimit::raise()?;
         let (bed, [other, at]) = (vm.bed(), BARE_HOSTS);
-        // Every command on the other host consumes a process id, so the ids of this process start
-        // much higher.
+        // Every command on the other host uses a process id there, so the id of this process must
+        // be much higher than those.
         let next = format!("echo {PID_MIN} > /proc/sys/kernel/ns_last_pid");
         bed.host(at)
             .shell(&next, STEP_TIMEOUT)?
@@ -255,7 +257,7 @@ impl<'a> PostCopy<'a> {
         let bytes = folder_bytes(&to.path(IMAGE_FOLDER))?;
         let restore = parts.await_arrival()?;
         let arrived = now_us().max(until);
-        // The source has exited, and with it the program that waited for it.
+        // The source process has exited, and so has the command that waited for it.
         std::mem::replace(&mut self.process.running, restore).finish(STEP_TIMEOUT)?;
         self.process.notes.number_pairs("gap").map_err(Error::msg)?;
         let steps = [
@@ -284,7 +286,8 @@ impl<'a> PostCopy<'a> {
 }
 
 impl CriuProcesses {
-    /// Waits until the process runs again. Fails if one of the CRIU processes fails before.
+    /// Waits until the process runs again after it was stopped at time `at`. Returns the begin and
+    /// the end of the gap. The inner error reports a CRIU process that has failed.
     fn await_gap(&mut self, notes: &GapRecord, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIMEOUT, || {
             for (part, word) in [
@@ -307,8 +310,8 @@ impl CriuProcesses {
         .map_err(Error::msg)
     }
 
-    /// Waits until all memory has been transferred. Returns the CRIU that restored the process and
-    /// waits for it.
+    /// Waits until all memory has been transferred. Returns the CRIU process that has restored the
+    /// process and waits for it.
     fn await_arrival(self) -> Result<Running> {
         self.pages
             .finish(STEP_TIMEOUT)?
@@ -320,8 +323,8 @@ impl CriuProcesses {
 
 /// Starts a long-running CRIU command and waits until it reports that it is ready.
 ///
-/// The status pipe takes the place of standard input, which CRIU does not need: entering a host
-/// passes on only the three standard descriptors.
+/// The status pipe replaces standard input, which CRIU does not need. A command in a host inherits
+/// only the three standard descriptors.
 fn start_until_ready(mut command: Command) -> Result<Running> {
     command.args(["--status-fd", "0"]);
     let (mut word, its_end) = std::io::pipe()?;
@@ -338,10 +341,10 @@ fn start_until_ready(mut command: Command) -> Result<Running> {
     }
 }
 
-/// Raises the machine's pipe size limit to what CRIU needs. Without CAP_SYS_RESOURCE CRIU cannot
-/// exceed the limit; it ignores the error and fills the pipe until it blocks.
+/// Raises the machine's pipe size limit to the size that CRIU needs. Without CAP_SYS_RESOURCE CRIU
+/// cannot exceed the limit: it ignores the error and fills the pipe until it blocks.
 struct PipeLimit {
-    /// The previous limit, if it was lower.
+    /// The limit before; `None` if it was high enough.
     previous: Option<String>,
 }
 
@@ -365,7 +368,7 @@ impl PipeLimit {
 
 impl Drop for PipeLimit {
     fn drop(&mut self) {
-        // An error does not matter: a higher limit harms no process.
+        // An error is ignored: a higher limit harms no process.
         let _ = self
             .previous
             .take()

@@ -1,16 +1,17 @@
-//! `cargo xtask bench migrate`: measures how long a task is frozen during a migration, by its own
-//! clock.
+//! `cargo xtask bench migrate`: measures how long a task is frozen during a migration, by the
+//! task's own clock.
 //!
-//! Five ways of migration are compared:
+//! Five methods of migration are compared:
 //!
-//! - bare CRIU, stop-and-copy: the process is dumped to memory, the images are copied and restored;
+//! - bare CRIU, stop-and-copy: the process is dumped to memory, the images are copied, and the
+//!   process is restored;
 //! - bare CRIU, post-copy;
 //! - our system with pre-copy and post-copy;
 //! - our system without pre-copy;
 //! - our system without post-copy: all memory is sent with the images.
 //!
-//! All of them are up at the same time and run in turn, so that other load on the machine affects
-//! all alike.
+//! The hosts of all methods are up at the same time and the methods take turns, so that other load
+//! on the machine affects all methods equally.
 
 mod bare;
 
@@ -31,24 +32,25 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Memory of the tasks in MiB.
 const SIZES: [u32; 4] = [16, 128, 512, 2048];
-/// The same in a quick run.
+/// Memory of the tasks in a quick run, in MiB.
 const SIZES_QUICK: [u32; 2] = [16, 128];
-/// Repetitions, and those for large tasks and quick runs.
+/// Number of repetitions in a full run.
 const REPETITIONS_FULL: usize = 7;
+/// Number of repetitions for large tasks, and in quick runs.
 const REPETITIONS_FEW: usize = 3;
-/// Size from which a task counts as large.
+/// Minimum memory of a large task in MiB.
 const LARGE_MIB: u32 = 1024;
-/// Goal: largest difference of our freeze time to that of bare CRIU.
+/// Goal: maximum difference between our freeze time and that of bare CRIU, in milliseconds.
 const FREEZE_GOAL_MS: f64 = 30.0;
-/// Time limit for one step.
+/// Time limit for one step of a migration.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
-/// Environment variable that disables pre-copy.
+/// Environment variable and value that disable pre-copy.
 const NO_PRE_COPY: (&str, &str) = ("SEMPA_PRE_COPY", "never");
-/// Environment variable that disables post-copy.
+/// Environment variable and value that disable post-copy.
 const NO_POST_COPY: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// Environment variable that limits the rate of migrations, in bytes per second.
+/// Environment variable with the limit of the transfer rate of migrations, in bytes per second.
 const RATE_VARIABLE: &str = "SEMPA_MOVE_RATE";
-/// The compared ways of migration.
+/// Names of the compared methods, in the order in which they are measured.
 const SIDES: [&str; 5] = [
     "bare CRIU",
     "bare CRIU, memory follows",
@@ -56,7 +58,8 @@ const SIDES: [&str; 5] = [
     "ours, nothing ahead",
     "ours, at once",
 ];
-/// Folder for the images of bare CRIU on its hosts. It is in memory, as that of the daemons.
+/// Folder for the images of bare CRIU on its hosts. Like the image folder of the daemons, it is in
+/// memory.
 const IMAGE_FOLDER: &str = "/tmp/bare";
 
 /// Settings of `bench migrate`.
@@ -66,34 +69,35 @@ pub struct MigrationSettings {
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Uses small tasks and few repetitions.
+    /// Uses small tasks and fewer repetitions.
     pub quick: bool,
     /// Memory of the tasks in MiB. If empty, the defaults are used.
     pub sizes: Vec<u32>,
-    /// Number of repetitions in place of the default.
+    /// Number of repetitions; `None` for the default.
     pub repetitions: Option<usize>,
-    /// Limit of the rate of our migrations, in bytes per second.
+    /// Limit of the transfer rate of our migrations, in bytes per second.
     pub rate: Option<u64>,
-    /// Folder for table, JSON and plot.
+    /// Folder to which the table, the JSON file and the plot are written.
     pub results: PathBuf,
 }
 
-/// Result of one migration.
+/// The times and the size of one migration.
 #[derive(Clone, Debug, Serialize)]
 struct MigrationTimes {
-    /// Time during which the task did not run, by its own clock.
+    /// Time for which the task did not run, by the task's own clock.
     freeze_ms: f64,
-    /// From the command until the task ran again.
+    /// Time from the command until the task ran again.
     total_ms: f64,
-    /// From the command until all memory had arrived.
+    /// Time from the command until all memory had arrived.
     arrived_ms: f64,
-    /// Size of the images.
+    /// Size of the images in bytes.
     bytes: u64,
-    /// Duration of each step in order, up to the one that ends when the task runs.
+    /// Names of the steps in order, each with its duration in milliseconds. The last step ends when
+    /// the task runs.
     steps: Vec<(String, f64)>,
 }
 
-/// All migrations of tasks of one size.
+/// The migrations of the tasks of one size, by method.
 #[derive(Clone, Debug, Default, Serialize)]
 struct SizeResult {
     mib: u32,
@@ -111,18 +115,14 @@ struct SizeResult {
 struct Results {
     machine: MachineInfo,
     goal_ms: f64,
-    /// Limit of the rate of our migrations, in bytes per second.
+    /// Limit of the transfer rate of our migrations, in bytes per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     rate: Option<u64>,
     sizes: Vec<SizeResult>,
 }
 
-/// Measures, prints a table, and writes it, JSON and a plot after each size. Returns true if the
-/// medians meet the goal.
-///
-/// # Errors
-/// Fails if hosts cannot be created, a migration fails, memory has changed, or the results cannot
-/// be written.
+/// Runs the measurement and prints a table. Writes the table, JSON and a plot after each size.
+/// Returns true if the medians meet the goal.
 pub fn bench_migrations(settings: &MigrationSettings) -> Result<bool> {
     if let Some(missing) = needs::lacks() {
         bail!("bench migrate: {missing}");
@@ -186,7 +186,7 @@ pub fn bench_migrations(settings: &MigrationSettings) -> Result<bool> {
     Ok(good)
 }
 
-/// Starts a virtual machine of two hosts and installs the program.
+/// Starts a virtual machine of two hosts and compiles the measured program there.
 fn start_vm<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     let env = env
         .iter()
@@ -204,8 +204,9 @@ fn start_vm<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     Ok(vm)
 }
 
-/// Measures one size. `vms` are ours with the hosts for bare CRIU, ours without pre-copy, and ours
-/// without post-copy.
+/// Measures the migrations of tasks of one size. The first of `vms` has the default settings, and
+/// its testbed also has the hosts for bare CRIU; the second one runs without pre-copy, the third
+/// one without post-copy.
 fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<SizeResult> {
     let mut bare = StopAndCopy::start(&vms[0], engine, mib)?;
     let mut followed = PostCopy::start(&vms[0], engine, mib)?;
@@ -232,7 +233,7 @@ fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result
                 "bench migrate: {mib} MiB, {}: {:.0} ms",
                 SIDES[side], once.freeze_ms
             );
-            // The first run on each side is not counted, because caches are cold.
+            // The first run of each method is not counted, because caches are cold.
             if number > 0 {
                 all.push(once);
             }
@@ -244,7 +245,7 @@ fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result
     Ok(size)
 }
 
-/// Returns the microseconds since the Unix epoch, the clock of the program `memory`.
+/// Returns the microseconds since 1970. The program `memory` uses the same clock.
 pub(crate) fn now_us() -> i64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -255,12 +256,12 @@ pub(crate) fn ms(from: i64, to: i64) -> f64 {
     (to - from) as f64 / 1e3
 }
 
-/// The file in which the program `memory` records its gaps.
+/// The file in which the program `memory` records the gaps in its run time.
 #[derive(Debug)]
 pub(crate) struct GapRecord(pub(crate) PathBuf);
 
 impl GapRecord {
-    /// Waits until the program's memory is filled. Returns its process id as it sees it.
+    /// Waits until the program has filled its memory. Returns the process id that the program sees.
     pub(crate) fn await_ready(&self) -> Result<i64> {
         eventually(STEP_TIMEOUT, || {
             let ready = self.number_pairs("ready")?.first().copied();
@@ -270,7 +271,7 @@ impl GapRecord {
         })
     }
 
-    /// Returns the two numbers in each line that begins with this word.
+    /// Returns the two numbers after `word` in each line that begins with `word`.
     fn number_pairs(&self, word: &str) -> Result<Vec<(i64, i64)>, String> {
         let text = fs::read_to_string(&self.0).unwrap_or_default();
         if text.lines().any(|line| line.starts_with("bad")) {
@@ -283,12 +284,14 @@ impl GapRecord {
         Ok(text.lines().filter_map(pair).collect())
     }
 
-    /// Waits for the gap in the program's time that contains this moment.
+    /// Waits until the program has recorded the gap that contains the time `at`. Returns the gap's
+    /// begin and end, in microseconds since 1970.
     fn await_gap(&self, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIMEOUT, || self.find_gap(at))
     }
 
-    /// Returns that gap if it is recorded already.
+    /// Returns the gap that contains the time `at`. The error reports that the gap is not recorded
+    /// yet.
     pub(crate) fn find_gap(&self, at: i64) -> Result<(i64, i64), String> {
         let found = self
             .number_pairs("gap")?
@@ -303,7 +306,7 @@ struct SempaTask<'a> {
     vm: &'a Vm<'a>,
     tid: String,
     notes: GapRecord,
-    /// Number of the last event log entry that was read.
+    /// Number of the newest event log entry that was read.
     last_event: u64,
 }
 
@@ -382,7 +385,8 @@ impl<'a> SempaTask<'a> {
     }
 }
 
-/// Returns the duration of each step from their end times. The last step ends when the task runs.
+/// Returns the duration of each step in milliseconds. `steps` has the time of the end of each step;
+/// the last step ends at `until`, when the task runs.
 fn step_durations(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(String, f64)> {
     let mut before = begin;
     let last = steps.len().saturating_sub(1);
@@ -399,7 +403,7 @@ fn median_of(all: &[MigrationTimes], of: &dyn Fn(&MigrationTimes) -> f64) -> f64
     median(all.iter().map(of).collect()).unwrap_or(f64::NAN)
 }
 
-/// Returns the table, and whether the goal is met.
+/// Returns the table as text, and true if the goal is met.
 fn table(sizes: &[SizeResult]) -> (String, bool) {
     let mut text = format!(
         "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>15} {:>9} {:>10}\n",
@@ -463,7 +467,8 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
     (text, good)
 }
 
-/// Compares two ways of migration whose memory arrives partly after the task runs.
+/// Returns a table that compares two methods with post-copy: their memory partly arrives after the
+/// task runs.
 fn comparison_table(
     what: &str,
     sizes: &[SizeResult],

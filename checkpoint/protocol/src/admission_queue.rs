@@ -1,24 +1,26 @@
-//! The queue of tasks that wait to depart from one host. Pure.
+//! The admission queue: decides which queued migrations away from one host may start. A pure
+//! function.
 //!
-//! The tasks share the host's link, so the smallest depart first and most tasks are gone at any
-//! time. A task occupies a slot until its images have arrived; with post-copy, until all its memory
-//! has.
+//! The tasks share the host's network connection, so the smallest depart first: at any time most
+//! tasks have already migrated. A task occupies a slot until its images have arrived; with
+//! post-copy, until all its memory has arrived.
 //!
 //! A task may depart while
 //!
-//! - fewer than [`DEPARTURES_MAX`] tasks of at most its size occupy slots, so that larger ones
-//!   do not delay it, and
-//! - fewer than [`DEPARTURES_WITH_SMALLER_MAX`] tasks in all occupy slots.
+//! - fewer than [`DEPARTURES_MAX`] tasks of at most its size occupy slots, so that larger ones do
+//!   not delay it, and
+//! - fewer than [`DEPARTURES_WITH_SMALLER_MAX`] tasks of any size occupy slots.
 //!
-//! Memory of post-copy occupies the link as well, but for a paused task it does not count.
+//! A paused task does not wait for tasks whose post-copy memory is being sent.
 
 use sempa_proto::{Micros, MigrationId};
 
-/// Limit of the tasks that depart from one host at a time, not counting larger ones than the next.
+/// Maximum number of tasks that depart from one host at a time, when a task of their size or a
+/// larger one is next in the queue.
 pub const DEPARTURES_MAX: usize = 4;
-/// Limit of all tasks that depart from one host at a time.
+/// Maximum number of tasks of any size that depart from one host at a time.
 pub const DEPARTURES_WITH_SMALLER_MAX: usize = 8;
-/// Longest time that a task waits until the sizes of the others are known.
+/// Maximum time that a task waits for the sources to report the sizes of the other tasks.
 pub const SIZE_WAIT_MAX: Micros = Micros::from_millis(50);
 
 /// The state of one migration away from the host, as far as the queue needs it.
@@ -29,27 +31,27 @@ pub(super) enum QueueState {
     /// The task is queued.
     Queued {
         id: MigrationId,
-        /// Resident memory of the task.
+        /// Resident memory of the task in bytes.
         bytes: u64,
-        /// When it was queued.
+        /// Time at which the task was queued.
         since: Micros,
-        /// The task is paused until it has departed, because its host's owner is present.
+        /// The task is paused until it has departed, because the owner of its host is present.
         paused: bool,
     },
     /// The images are being sent.
     Departing {
-        /// Resident memory of the task.
+        /// Resident memory of the task in bytes.
         bytes: u64,
     },
-    /// The task has departed, and its memory is being sent (post-copy).
+    /// The task runs at the target, and its memory is still being sent (post-copy).
     SendingMemory {
-        /// Resident memory of the task.
+        /// Resident memory of the task in bytes.
         bytes: u64,
     },
 }
 
-/// Returns the queued migrations of one host that may depart now, the smallest first; and when to
-/// call again although nothing has happened.
+/// Returns the queued migrations of one host that may depart now, the smallest first. Also returns
+/// the time at which to call again, unless the states change before.
 pub(super) fn admit(now: Micros, states: &[QueueState]) -> (Vec<MigrationId>, Option<Micros>) {
     let (mut departing, mut sending_memory, mut queued) = (Vec::new(), Vec::new(), Vec::new());
     for one in states {
@@ -133,8 +135,8 @@ mod tests {
         );
     }
 
-    /// Smaller tasks depart in addition to four larger ones that already depart, up to the second
-    /// limit.
+    /// Smaller tasks depart although four larger tasks are already departing, until the limit for
+    /// tasks of any size is reached.
     #[test]
     fn small_tasks_need_no_slot_of_large_ones() {
         let large = [QueueState::Departing { bytes: 1 << 30 }; 4];
@@ -188,7 +190,8 @@ mod tests {
         );
     }
 
-    /// While the size of a task is unknown, the others wait for it, at most for the gather time.
+    /// While the size of a task is unknown, the other tasks wait for it, at most for
+    /// [`SIZE_WAIT_MAX`].
     #[test]
     fn admission_waits_for_unknown_sizes() {
         let all = [QueueState::SizeUnknown, waits(1, 90), waits(2, 10)];

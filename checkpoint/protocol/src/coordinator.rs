@@ -1,8 +1,9 @@
-//! Coordinates all migrations: decides the next step of each, whether it is aborted, and when it is
-//! committed.
+//! Coordinates all migrations: decides the next step of each migration, whether it is aborted, and
+//! when it is committed.
 //!
-//! [`Step`] lists the steps. The steps up to the restore have deadlines, but not the time in the
-//! queue. The commit and the later steps end when they are done or a host is lost.
+//! [`Step`] lists the steps. The steps up to the restore have deadlines; the time in the admission
+//! queue does not count. The commit and the later steps have no deadline: each ends when it is done
+//! or when a host is lost.
 
 use super::admission_queue::{QueueState, admit};
 use sempa_proto::engine::Engine;
@@ -17,17 +18,18 @@ use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
-/// Limit of migrations in progress. Further ones are refused.
+/// Maximum number of migrations in progress. Further migrations are refused.
 pub const MIGRATIONS_MAX: usize = 64;
 /// Timeout of the steps that do not depend on the size of the task.
 const STEP_TIMEOUT: Micros = Micros::from_secs(10);
-/// Additional timeout for each GiB of memory, in the steps that depend on it.
+/// Additional timeout for each GiB of memory, for the steps that depend on the size of the task.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(60);
-/// Factor of the timeout for pre-copy. The task runs meanwhile, and some memory is sent more than
-/// once.
+/// Factor by which the timeout of the pre-copy is longer. The task runs during the pre-copy, and
+/// some memory is sent more than once.
 const PRE_COPY_TIMEOUT_FACTOR: u64 = 10;
-/// Time after the loss of a source until its copy is considered dead. Its daemon has exited at the
-/// end of its own, shorter lease, and its tasker with it; this margin is for killing the task.
+/// Time after the loss of a source's host until the task's copy there is considered dead. The
+/// host's daemon exits at the end of its own, shorter lease, and its tasker exits with the daemon;
+/// this margin is the time to kill the task.
 const FENCE_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// An instruction to the coordinator's daemon.
@@ -39,24 +41,24 @@ pub enum CoordinatorOutput {
         migration: Migration,
         order: MigrationOrder,
     },
-    /// Write the location record durably, then call [`Coordinator::on_location_recorded`]. It
-    /// commits the migration to `to`; with `to` equal to `from` it takes a commit back, and no call
-    /// is needed.
+    /// Write the location record durably, then call [`Coordinator::on_location_recorded`]. The
+    /// record commits the migration to `to`. If `to` equals `from`, the record reverses a commit,
+    /// and no call is needed.
     RecordLocation(Migration),
     /// Announce the location `to` to every daemon under a new epoch. When all living daemons have
-    /// acknowledged it, call [`Coordinator::on_location_announced`].
+    /// acknowledged the location, call [`Coordinator::on_location_announced`].
     AnnounceLocation(Migration),
     LogEvent(EventKind),
-    /// Answer an end that has forwarded a suspend request. The answer must not overtake the orders
-    /// to that end.
+    /// Answer the source or target that has forwarded a suspend request. The answer must not
+    /// overtake the orders to that host.
     SuspendDecided {
         host: HostId,
-        /// The migration that it named.
+        /// The migration that the forwarded request named.
         migration: MigrationId,
-        /// Its id of the request.
+        /// The id that the forwarding host gave the request.
         request: RequestId,
-        /// The suspensions in force; `None` if this end was not entitled to forward the request,
-        /// because the migration is over or the other end is authoritative.
+        /// The suspensions in force. `None` if the host was not entitled to forward the request,
+        /// because the migration is over or the other host is authoritative.
         suspensions: Option<Suspensions>,
     },
     Ended {
@@ -70,7 +72,7 @@ impl CoordinatorOutput {
     /// source or the target.
     pub fn started_step(&self) -> Option<(Tid, Step)> {
         match self {
-            // A record that takes a commit back starts no step.
+            // A record that reverses a commit starts no step.
             CoordinatorOutput::RecordLocation(migration) if migration.to != migration.from => {
                 Some((migration.tid, Step::Commit))
             }
@@ -83,45 +85,46 @@ impl CoordinatorOutput {
 #[derive(Debug)]
 struct ActiveMigration {
     migration: Migration,
-    /// The step that must complete next.
+    /// The step whose completion is awaited.
     step: Step,
     deadline: Option<Micros>,
     /// Timeout of the steps that depend on the size of the task.
     sized_timeout: Micros,
     resume_token: PathBuf,
-    /// The engine, once the target has chosen it; CRIU before.
+    /// The engine that the target has chosen; CRIU until the target has chosen.
     engine: Engine,
     bytes: u64,
-    /// When the source was ordered to let the task depart, and the duration of the pre-copy since
-    /// then.
+    /// Time at which the source was ordered to start the pre-copy or the quiesce.
     departure_ordered_at: Option<Micros>,
+    /// Duration of the pre-copy; 0 without pre-copy.
     pre_copy_time: Micros,
     stopped_at: Option<Micros>,
-    /// Time for which the task was stopped.
+    /// Duration for which the task was stopped.
     frozen: Micros,
-    /// Post-copy is used. Before the target's verdict: the source supports it.
+    /// True if post-copy is used. Before the target's verdict: true if the source supports
+    /// post-copy.
     post_copy: bool,
-    /// Pre-copy precedes the dump.
+    /// True if pre-copy precedes the dump.
     pre_copy: bool,
-    /// When the copy on a lost source is considered dead.
+    /// Time at which the task's copy on a lost source is considered dead.
     source_dead_at: Option<Micros>,
-    /// The record is on disk, and the daemons are being notified.
+    /// The location record is on disk, and the location is being announced to the daemons.
     announcing: bool,
-    /// Suspensions of the task. The coordinator keeps them because either host may be lost, and the
-    /// other one continues with them.
+    /// Suspensions of the task. The coordinator keeps them because either host may be lost; the
+    /// surviving host continues with them.
     suspensions: Suspensions,
-    /// The target has forwarded a suspend request. Requests from the source may be older, so they
-    /// are refused from now on.
+    /// True when the target has forwarded a suspend request. From then on requests from the source
+    /// are refused, because they may be older.
     target_is_authoritative: bool,
-    /// Resident memory of the task in bytes, once the source has reported it.
+    /// Resident memory of the task in bytes; `None` until the source has reported it.
     resident_bytes: Option<u64>,
-    /// Set while the inspected task is queued: since when, and its facts.
+    /// Set while the inspected task is queued: the time since which it is queued, and its facts.
     queued: Option<(Micros, TaskFacts)>,
 }
 
 impl ActiveMigration {
-    /// Returns its state in the queue of its source host; `None` if it no longer occupies the
-    /// host's link.
+    /// Returns the migration's state in the admission queue of its source host; `None` if it no
+    /// longer occupies the host's network connection.
     fn queue_state(&self) -> Option<QueueState> {
         match (self.resident_bytes, &self.queued) {
             (None, _) => Some(QueueState::SizeUnknown),
@@ -136,14 +139,16 @@ impl ActiveMigration {
             }
             // Other engines than CRIU send no images.
             (Some(_), None) if self.engine != Engine::Criu => None,
-            // Pre-copy uses the link like post-copy memory: paused tasks do not wait for it.
+            // Pre-copy shares the network connection like post-copy memory: paused tasks do not
+            // wait for it.
             (Some(bytes), None) if self.step == Step::PreCopy => {
                 Some(QueueState::SendingMemory { bytes })
             }
             (Some(bytes), None) if self.step <= Step::Transfer => {
                 Some(QueueState::Departing { bytes })
             }
-            // The remaining steps do not use the source's link, except for post-copy memory.
+            // The remaining steps do not use the source's network connection, except for post-copy
+            // memory.
             (Some(bytes), None) => self
                 .post_copy
                 .then_some(QueueState::SendingMemory { bytes }),
@@ -155,8 +160,8 @@ impl ActiveMigration {
         match (step, self.engine.exit_request()) {
             (Step::PreCopy, _) => Micros(self.sized_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized_timeout,
-            // The program is asked to exit. Its host reports if it has not done so within `wait`
-            // seconds.
+            // The program is asked to exit. Its host reports a failure if it does not exit within
+            // `wait` seconds.
             (Step::Quiesce | Step::Stop, Some((_, wait))) => {
                 STEP_TIMEOUT + Micros::from_secs(wait.into())
             }
@@ -171,7 +176,7 @@ pub struct Coordinator {
     migrations: BTreeMap<MigrationId, ActiveMigration>,
     last_id: MigrationId,
     outputs: VecDeque<CoordinatorOutput>,
-    /// When the queues must be examined again although nothing has happened.
+    /// Time at which the admission queues must be examined again although no event occurs.
     queue_check_at: Option<Micros>,
 }
 
@@ -185,7 +190,7 @@ impl Coordinator {
         self.migrations.len()
     }
 
-    /// Returns the migration of this task that is in progress.
+    /// Returns the migration of this task that is in progress, if any.
     pub fn migration_of(&self, tid: Tid) -> Option<&Migration> {
         self.migrations
             .values()
@@ -193,8 +198,8 @@ impl Coordinator {
             .find(|m| m.tid == tid)
     }
 
-    /// True if the migration of this task away from this host has reached the commit, and some of
-    /// its memory is still there (post-copy).
+    /// True if the migration of the task `tid` away from `host` is committed, and some of the
+    /// task's memory is still on `host` (post-copy).
     pub fn has_memory_on(&self, tid: Tid, host: HostId) -> bool {
         let memory_remains = |m: &ActiveMigration| {
             m.migration.tid == tid
@@ -205,7 +210,8 @@ impl Coordinator {
         self.migrations.values().any(memory_remains)
     }
 
-    /// Returns when [`Coordinator::on_timer`] must be called, if at all.
+    /// Returns the time at which [`Coordinator::on_timer`] must be called; `None` if no call is
+    /// needed.
     pub fn next_deadline(&self) -> Option<Micros> {
         let deadlines = self
             .migrations
@@ -214,7 +220,7 @@ impl Coordinator {
         deadlines.chain(self.queue_check_at).min()
     }
 
-    /// Returns the next output to execute.
+    /// Returns the next output that the daemon must execute, if any.
     pub fn poll(&mut self) -> Option<CoordinatorOutput> {
         self.outputs.pop_front()
     }
@@ -225,7 +231,7 @@ impl Coordinator {
         self.last_id
     }
 
-    /// Starts a migration. The caller has resolved the hosts.
+    /// Starts a migration of the task `tid` from `from` to `to`.
     ///
     /// # Errors
     /// The migration is refused; nothing was started.
@@ -283,8 +289,8 @@ impl Coordinator {
         Ok(self.last_id)
     }
 
-    /// Handles a report of one end. Reports that do not match the current step belong to an aborted
-    /// migration and are ignored.
+    /// Handles a report of the source or the target. Reports that do not match the current step
+    /// belong to an aborted migration and are ignored.
     pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: StepReport) {
         let Some(m) = self.migrations.get(&id) else {
             return;
@@ -302,10 +308,9 @@ impl Coordinator {
         };
         if let StepReport::Failed { step, why } = report {
             if host == m.migration.from && m.step == Step::KillSource {
-                // The source was ordered to release the task. This report means that its copy had
-                // exited before. Other failures at the source, for example a missing
-                // acknowledgement of the transfer, do not mean that the copy is gone; `SourceGone`
-                // follows.
+                // The source was ordered to release the task, and its copy had already exited.
+                // Other failures at the source, for example a missing acknowledgement of the
+                // transfer, do not mean that the copy has ended; `SourceGone` follows.
                 if (step, why) == (Step::KillSource, Failure::TaskEnded) {
                     self.order_run(id, Usage::default());
                 }
@@ -384,7 +389,7 @@ impl Coordinator {
                 Step::Quiesce
             }
             // Source and target report over different connections. A report may overtake an earlier
-            // one of the other end, and implies it.
+            // report of the other host. A later report implies the earlier one.
             StepReport::Quiesced if m.step >= Step::PreCopy => Step::Stop,
             StepReport::Stopped if m.step >= Step::PreCopy => {
                 m.stopped_at.get_or_insert(now);
@@ -420,7 +425,7 @@ impl Coordinator {
         self.advance_step(now, id, step, next);
     }
 
-    /// Completes the step `done` and waits for `next`, unless a later step is awaited already.
+    /// Completes the step `done` and waits for `next`, unless a later step is already awaited.
     fn advance_step(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
         let m = self.migrations.get_mut(&id).expect("the caller found it");
         if next > m.step {
@@ -433,7 +438,7 @@ impl Coordinator {
         self.log_completed_step(id, done);
     }
 
-    /// Lets queued tasks depart as far as the limits of their hosts permit.
+    /// Orders queued tasks to depart, within the limits of their hosts.
     fn admit_queued(&mut self, now: Micros) {
         let hosts: BTreeSet<HostId> = self
             .migrations
@@ -537,7 +542,8 @@ impl Coordinator {
         }
     }
 
-    /// Orders the target to run its copy. The source's copy is gone.
+    /// Orders the target to run its copy of the task. The source's copy has ended; `used` are the
+    /// resources that it had used.
     fn order_run(&mut self, id: MigrationId, used: Usage) {
         let Some(m) = self.migrations.get_mut(&id) else {
             return;
@@ -553,10 +559,10 @@ impl Coordinator {
         self.send_order(migration.to, &migration, MigrationOrder::Run(parting));
     }
 
-    /// Handles a suspend or resume request that one end has forwarded.
+    /// Handles a suspend or resume request that the source or the target has forwarded.
     ///
-    /// From the inspection on, each end forwards such requests before it acknowledges them, and
-    /// applies the result.
+    /// From the inspection on, both hosts forward such requests before they acknowledge them, and
+    /// apply the result.
     pub fn on_suspend_request(
         &mut self,
         host: HostId,
@@ -606,7 +612,7 @@ impl Coordinator {
             if m.migration.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
                 m.source_dead_at = Some(now + FENCE_TIMEOUT);
             } else if m.migration.from == host && m.step >= Step::Run {
-                // The source has finished, or the target itself reports the memory that is missing.
+                // The source has finished, or the target reports that memory is missing.
             } else {
                 let step = m.step;
                 self.fail_migration(id, step, Failure::HostLost(host));
@@ -627,8 +633,8 @@ impl Coordinator {
     /// returns true.
     ///
     /// Does nothing and returns false unless every migration of these tasks is queued for departure
-    /// from a host that is being drained. The cancelled ones fail with [`Refusal::AlreadyMigrating`],
-    /// like a migration that cannot start because of a checkpoint.
+    /// from a host that is being drained. The cancelled migrations fail with
+    /// [`Refusal::AlreadyMigrating`], like a migration that cannot start because of a checkpoint.
     pub fn cancel_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
         let migrations: Vec<&ActiveMigration> = self
             .migrations
@@ -655,7 +661,8 @@ impl Coordinator {
         true
     }
 
-    /// Handles the time that [`Coordinator::next_deadline`] has returned.
+    /// Handles deadlines that have passed, and examines the admission queues. Must be called at the
+    /// time that [`Coordinator::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
         let ids: Vec<MigrationId> = self.migrations.keys().copied().collect();
         for id in ids {
@@ -732,14 +739,14 @@ impl Coordinator {
 
     /// Ends a migration as failed.
     ///
-    /// Until the source is ordered to release the task, both ends are ordered to abort, and a
-    /// commit that has begun is taken back. After that there is no way back.
+    /// Until the source is ordered to release the task, source and target are ordered to abort, and
+    /// a commit that has begun is reversed. After the release the migration cannot be undone.
     fn fail_migration(&mut self, id: MigrationId, step: Step, why: Failure) {
         let Some(m) = self.migrations.remove(&id) else {
             return;
         };
         if self.migrations.values().any(|other| other.queued.is_some()) {
-            // A queued task may be able to depart: request an immediate wake-up.
+            // A queued task may be able to depart: request an immediate call of `on_timer`.
             self.queue_check_at = Some(Micros(0));
         }
         if m.step <= Step::Commit {
@@ -829,7 +836,7 @@ mod tests {
         )
     }
 
-    /// Returns the results of all migrations that have ended.
+    /// Returns the results of all migrations that have ended, and discards the other outputs.
     fn ended(
         coordinator: &mut Coordinator,
     ) -> Vec<(MigrationId, Result<MigrationReport, MigrationError>)> {
@@ -842,7 +849,7 @@ mod tests {
             .collect()
     }
 
-    /// With 64 migrations in progress another one is refused until one has ended.
+    /// With 64 migrations in progress another migration is refused until one of the 64 has ended.
     #[test]
     fn migrations_beyond_the_limit_are_refused() {
         let mut coordinator = Coordinator::new();
@@ -869,8 +876,8 @@ mod tests {
         );
     }
 
-    /// The loss of source or target before the commit fails the migration with the lost host as the
-    /// reason. Other migrations continue.
+    /// If the source or the target is lost before the commit, the migration fails, and the reason
+    /// names the lost host. Other migrations continue.
     #[test]
     fn lost_host_fails_its_migrations_only() {
         for lost in [2, 3] {

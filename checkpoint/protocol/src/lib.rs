@@ -1,8 +1,8 @@
 //! The migration protocol as pure state machines: [`Coordinator`] on the master, [`Source`] and
 //! [`Target`] on the two hosts.
 //!
-//! The machines do no I/O. The daemon (`pvmd`) feeds them with events and executes their outputs in
-//! order.
+//! The state machines do no I/O. The daemon (`pvmd`) feeds them with events and executes their
+//! outputs in order.
 //!
 //! ```text
 //! coordinator                  source                         target
@@ -10,56 +10,55 @@
 //! 1 Inspect  --------------->  report facts
 //! 2 (queue: the smallest tasks of a host depart first)
 //! 3 Prepare  ---------------------------------------------->  verdict; reserve memory
-//! 4 Depart   --------------->  pre-copy  ------------------>  keep the pages
-//!                             quiesce, stop, dump, send  ->  verify, restore,
-//!                                                            hold before the first instruction
+//! 4 Depart   --------------->  pre-copy  ------------------>  store the pages
+//!                            quiesce, stop, dump, send  ->  verify, restore,
+//!                                                           stop before the first instruction
 //! 5 commit: record the new location, announce it to all daemons
 //! 6 Release  --------------->  kill and reap, forward items
 //! 7 Run      ---------------------------------------------->  run, wake the library
 //! 8                                                           all memory has arrived
 //! ```
 //!
-//! The task is not disturbed before step 4. Pre-copy takes place only for large tasks with
-//! post-copy.
+//! The task runs undisturbed before step 4. Only large tasks that use post-copy are pre-copied.
 //!
 //! # Failures
 //!
 //! - **Before `Release` is sent**, every failure aborts the migration: a source that was ordered to
-//!   let the task depart gets `Resume`, a target that was ordered to prepare gets `Discard`, and a
-//!   commit that has begun is taken back. The task continues at the source.
-//! - **After `Release`** there is no way back. If the target fails, the task has ended, and the
-//!   target's daemon reports its exit like that of any task.
+//!   let the task depart receives `Resume`, a target that was ordered to prepare receives
+//!   `Discard`, and a commit that has begun is reversed. The task continues at the source.
+//! - **After `Release`** the migration cannot be undone. If the target fails, the task has ended,
+//!   and the target's daemon reports its exit like that of any task.
 //! - **At most one copy may run at any instant.** The target never runs its copy without `Run`. The
-//!   coordinator sends `Run` only when the source's copy is gone, or when the source's host is lost
-//!   and the fence timeout has passed. On a lost host the copy is dead: a daemon that loses the
-//!   master exits, and a tasker that loses its daemon kills its tasks.
-//! - The tasker executes the orders for one task in sequence. An order to continue or to discard
-//!   overtakes a running dump or restore and aborts it.
+//!   coordinator sends `Run` only when the source's copy has ended, or when the source's host is
+//!   lost and the fence timeout has passed. On a lost host the copy is dead: a daemon that loses
+//!   the master exits, and a tasker that loses its daemon kills its tasks.
+//! - The tasker executes the orders for one task in sequence. An order to resume or to discard the
+//!   task overtakes a running dump or restore and aborts it.
 //!
 //! # Post-copy and pre-copy
 //!
-//! With post-copy the images lack most of the memory. The source's engine keeps it when the copy
-//! there is killed, and the target requests it from the restore on. After `Release` and until all
-//! memory has arrived, losing the source or the connection to it ends the task: the target kills it
-//! before it can continue without its memory.
+//! With post-copy the images lack most of the memory. The source's engine retains the memory when
+//! the source's copy is killed, and the target requests it from the restore on. After `Release` and
+//! until all memory has arrived, the loss of the source or of the connection to it ends the task:
+//! the target kills the task before it can continue without its memory.
 //!
 //! Pre-copy shortens that period: it sends memory of a large task while the task still runs at the
-//! source, over the stream on which the target later requests the rest. It is skipped if the task
-//! is suspended, or if its host's owner waits for it to depart. A failed pre-copy aborts the
-//! migration before the task was stopped.
+//! source. It uses the stream on which the target later requests the remaining memory. Pre-copy is
+//! skipped if the task is suspended, or if the owner of its host waits for it to depart. A failed
+//! pre-copy aborts the migration before the task is stopped.
 //!
 //! # Suspension
 //!
 //! The coordinator decides whether the task is suspended. The source reports the suspensions with
-//! the facts; from then on both ends forward each suspend request to the coordinator before they
-//! acknowledge it. `Run` and `Resume` carry the result. So a suspended task runs on neither host,
-//! whichever host is lost at any time.
+//! the facts; from then on source and target forward each suspend request to the coordinator before
+//! they acknowledge it. `Run` and `Resume` carry the result. A suspended task therefore runs on
+//! neither host, whichever host is lost at any time.
 //!
 //! # Checkpoints
 //!
-//! Snapshots of jobs ([`Snapshots`]) and restarts from checkpoints ([`Restarts`]) use the same two
-//! ends: a snapshot uses a source that resumes its task when the images are written, and a restart
-//! uses a target.
+//! Snapshots of jobs ([`Snapshots`]) and restarts from checkpoints ([`Restarts`]) use the same
+//! state machines: a snapshot uses a [`Source`] that resumes its task when the images are written,
+//! and a restart uses a [`Target`].
 
 mod admission_queue;
 mod coordinator;

@@ -1,17 +1,17 @@
-//! Restarts of all tasks of a checkpoint, or of none.
+//! Restarts jobs from checkpoints: either all tasks of a checkpoint are restarted, or none.
 //!
 //! ```text
 //! coordinator            host of each task
 //!
-//! 1 Prepare  --------->  verdict; reserve memory (a host that refuses is replaced by the next one)
+//! 1 Prepare  --------->  verdict; reserve memory (a host that refuses is replaced by the next candidate)
 //! 2 (unpack the images from the store and send them)
-//!                       verify, restore, hold before the first instruction
-//! 3 (all are held: announce their locations to all daemons)
+//!                      verify, restore, stop before the first instruction
+//! 3 (all tasks are restored: announce their locations to all daemons)
 //! 4 Run      --------->  run, wake the libraries
 //! ```
 //!
-//! Each host acts as the target of a migration ([`super::Target`]). No task runs before all are
-//! restored. If a step fails before the order to run, everything that was restored is discarded.
+//! Each host acts as the target of a migration ([`super::Target`]). No task runs before all tasks
+//! are restored. If a step fails before the order to run, all restored tasks are discarded.
 
 use sempa_proto::checkpoint::RestartFailure;
 use sempa_proto::migration::{
@@ -24,7 +24,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// Timeout of the steps that do not depend on the size of the tasks.
 const STEP_TIMEOUT: Micros = Micros::from_secs(15);
-/// Additional timeout for each GiB of all tasks together, to unpack, send and restore.
+/// Additional timeout for each GiB of memory of all tasks together, for unpacking, sending and
+/// restoring.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
 
 /// Number of one restart of a job.
@@ -35,7 +36,7 @@ pub type RestartId = u64;
 pub struct RestartTask {
     pub tid: Tid,
     pub facts: TaskFacts,
-    /// Hosts that may take it, the best first.
+    /// Hosts that may run the task, the best first.
     pub hosts: Vec<HostId>,
 }
 
@@ -45,7 +46,7 @@ pub enum RestartOutput {
     /// Send this order to the host of a task.
     Order {
         host: HostId,
-        /// The task's part of the restart.
+        /// The restart of this one task, in the form of a migration.
         part: Migration,
         order: MigrationOrder,
     },
@@ -58,7 +59,7 @@ pub enum RestartOutput {
     /// The restart has ended.
     Ended {
         restart: RestartId,
-        /// The host of each task, or why none of them runs.
+        /// The host on which each task runs, or the reason why the restart failed.
         result: Result<Vec<(Tid, HostId)>, RestartFailure>,
     },
 }
@@ -77,7 +78,7 @@ struct RestartPart {
     migration: Migration,
     progress: PartProgress,
     facts: TaskFacts,
-    /// Hosts to try if this one refuses.
+    /// Hosts to try if the current host refuses the task.
     alternatives: VecDeque<HostId>,
 }
 
@@ -107,17 +108,18 @@ pub struct Restarts {
 }
 
 impl Restarts {
-    /// Returns the next output to execute.
+    /// Returns the next output that the daemon must execute, if any.
     pub fn poll(&mut self) -> Option<RestartOutput> {
         self.outputs.pop_front()
     }
 
-    /// Returns when [`Restarts::on_timer`] must be called, if at all.
+    /// Returns the time at which [`Restarts::on_timer`] must be called; `None` if no call is
+    /// needed.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.active.values().map(|restart| restart.deadline).min()
     }
 
-    /// Returns the restart to which this part belongs.
+    /// Returns the restart that contains the part `id`; `None` if no restart does.
     pub fn restart_of(&self, id: MigrationId) -> Option<RestartId> {
         self.active
             .iter()
@@ -133,7 +135,8 @@ impl Restarts {
             .any(|part| part.migration.tid == tid)
     }
 
-    /// Starts to restart these tasks together. `next_id` generates ids.
+    /// Starts to restart these tasks together; returns the number of the restart. `next_id`
+    /// generates migration ids.
     pub fn begin(
         &mut self,
         now: Micros,
@@ -178,8 +181,8 @@ impl Restarts {
         self.last_id
     }
 
-    /// Handles a report of a task's host. `next_id` generates an id in case that another host must
-    /// be tried.
+    /// Handles a report of a task's host. `next_id` generates an id if the report is a refusal and
+    /// another host is tried.
     pub fn on_report(
         &mut self,
         now: Micros,
@@ -237,7 +240,8 @@ impl Restarts {
         self.advance(now, number);
     }
 
-    /// Handles that a host refuses a task: tries the next one under a new id, or fails.
+    /// Handles that a host refuses a task: tries the next host under the new id `id`. If no host
+    /// remains, the restart fails.
     fn try_next_host(
         &mut self,
         number: RestartId,
@@ -330,7 +334,8 @@ impl Restarts {
         }
     }
 
-    /// Handles the time that [`Restarts::next_deadline`] has returned.
+    /// Fails the restarts whose deadline has passed. Must be called at the time that
+    /// [`Restarts::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
         let late = self
             .active
@@ -344,7 +349,7 @@ impl Restarts {
         }
     }
 
-    /// Enters the next stage when all tasks have reached the progress that it requires.
+    /// Enters the next stage when all tasks have reached the progress that the next stage requires.
     fn advance(&mut self, now: Micros, number: RestartId) {
         let Some(restart) = self.active.get_mut(&number) else {
             return;
@@ -405,8 +410,8 @@ impl Restarts {
         }
     }
 
-    /// Fails a restart and discards everything that was restored. If tasks were ordered to run
-    /// already, the caller must end them.
+    /// Fails a restart and discards all restored tasks. If tasks were already ordered to run, the
+    /// caller must end them.
     fn fail(&mut self, number: RestartId, why: RestartFailure) {
         let Some(restart) = self.active.remove(&number) else {
             return;
@@ -417,7 +422,7 @@ impl Restarts {
             ..
         } in restart.parts.into_values()
         {
-            // After the order to run a target cannot discard its task.
+            // After the order to run, a target cannot discard its task.
             if restart.stage < RestartStage::Running && progress >= PartProgress::Started {
                 self.outputs.push_back(RestartOutput::Order {
                     host: migration.to,

@@ -6,19 +6,20 @@
 //!
 //! 1 Inspect  --------->  report facts                           reserve space
 //! 2 Pause    --------->  programs that write their own
-//!                       checkpoint do so and exit
+//!                      checkpoint do so and exit
 //! 3 Pause    --------->  all other tasks quiesce and stop
 //! 4 (all are paused: count the tasks of the job again)
 //! 5 Dump     --------->  dump, or copy the state files;
-//!                       resume or restart; upload  --------->  store the images
+//!                      resume or restart; upload  --------->  store the images
 //! 6 (all are stored)  -------------------------------------->  seal: the checkpoint exists
 //! ```
 //!
-//! **Consistency.** Links number the messages between tasks and keep each one until it has arrived.
-//! Tasks that are paused at the same moment therefore form a consistent cut, whatever is in transit
-//! between them. A process that has exited counts as paused: its daemon keeps the messages that
-//! were not acknowledged. Because writing its own checkpoint may take a program long, the other
-//! tasks run until then. Step 4 detects tasks that the job has spawned meanwhile.
+//! **Consistency.** Links number the messages between tasks and retain each message until it has
+//! arrived. Tasks that are paused at the same moment therefore form a consistent cut, whatever is
+//! in transit between them. A process that has exited counts as paused: its daemon keeps the
+//! messages that were not acknowledged. A program may need a long time to write its own checkpoint,
+//! so the other tasks run until it has exited. Step 4 detects tasks that the job has spawned since
+//! step 1.
 //!
 //! Tasks outside the job are never paused. If a step fails before the seal, every task continues
 //! and nothing of the checkpoint remains.
@@ -32,10 +33,11 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// Timeout of the steps that do not depend on the size of the tasks.
 const STEP_TIMEOUT: Micros = Micros::from_secs(15);
-/// Timeout for pausing all tasks, including the replies to their requests. The first paused task
-/// waits all that time.
+/// Timeout for pausing all tasks, including the replies to their requests. The task that is paused
+/// first may wait this long.
 const PAUSE_TIMEOUT: Micros = Micros::from_secs(5);
-/// Additional timeout for each GiB of all tasks together, to dump, upload and store.
+/// Additional timeout for each GiB of memory of all tasks together, for dumping, uploading and
+/// storing.
 const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
 
 /// Number of one snapshot of a job.
@@ -47,7 +49,7 @@ pub enum SnapshotOutput {
     /// Send this order to the host of a task.
     Order {
         host: HostId,
-        /// The task's part of the snapshot.
+        /// The snapshot of this one task, in the form of a migration.
         part: Migration,
         order: MigrationOrder,
     },
@@ -66,11 +68,11 @@ pub enum SnapshotOutput {
     /// [`Snapshots::on_sealed`].
     Seal {
         snapshot: SnapshotId,
-        /// Each task, its host, and its facts.
+        /// Each task with its host and its facts.
         parts: Vec<(Tid, HostId, TaskFacts)>,
     },
-    /// Remove everything of the snapshot: in the store, and images of these tasks that are on the
-    /// way.
+    /// Remove everything of the snapshot: its data in the store, and the images of these tasks that
+    /// are in transit.
     Abandon {
         snapshot: SnapshotId,
         parts: Vec<MigrationId>,
@@ -78,7 +80,7 @@ pub enum SnapshotOutput {
     /// The snapshot has ended.
     Ended {
         snapshot: SnapshotId,
-        /// The time for which tasks were paused, or the reason of the failure.
+        /// The time for which tasks were paused, or the reason why the snapshot failed.
         result: Result<Micros, CheckpointFailure>,
     },
 }
@@ -86,7 +88,7 @@ pub enum SnapshotOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum SnapshotStage {
     Inspecting,
-    /// The tasks that write their own checkpoints do so and exit.
+    /// The programs that write their own checkpoints do so and exit.
     SelfCheckpointing,
     Pausing,
     Counting,
@@ -112,7 +114,8 @@ struct SnapshotPart {
 }
 
 impl SnapshotPart {
-    /// Returns the time limit in seconds of the program's self-checkpoint; `None` if CRIU dumps it.
+    /// Returns the program's time limit for its self-checkpoint, in seconds; `None` if CRIU dumps
+    /// the task.
     fn self_checkpoint_secs(&self) -> Option<u32> {
         self.facts
             .restart_engine()
@@ -124,18 +127,19 @@ impl SnapshotPart {
 #[derive(Debug)]
 struct Snapshot {
     stage: SnapshotStage,
-    /// The store has reserved space.
+    /// True when the store has reserved space.
     has_space: bool,
     parts: BTreeMap<MigrationId, SnapshotPart>,
     deadline: Micros,
     timeout: Micros,
-    /// When the first task was paused, and when the last one was dumped.
+    /// Time at which the first task was paused.
     first_paused_at: Option<Micros>,
+    /// Time at which the most recent dump was completed.
     last_dumped_at: Option<Micros>,
 }
 
 impl Snapshot {
-    /// Sets the timeout for dumping and storing, which depends on the size of all tasks together.
+    /// Sets the timeout for dumping and storing, which depends on the total memory of all tasks.
     fn set_dump_timeout(&mut self) {
         let bytes = self.parts.values().fold(0, |sum: u64, part| {
             sum.saturating_add(part.facts.resident_bytes)
@@ -153,12 +157,13 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    /// Returns the next output to execute.
+    /// Returns the next output that the daemon must execute, if any.
     pub fn poll(&mut self) -> Option<SnapshotOutput> {
         self.outputs.pop_front()
     }
 
-    /// Returns when [`Snapshots::on_timer`] must be called, if at all.
+    /// Returns the time at which [`Snapshots::on_timer`] must be called; `None` if no call is
+    /// needed.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.active
             .values()
@@ -167,7 +172,7 @@ impl Snapshots {
             .min()
     }
 
-    /// Returns the snapshot to which this part belongs.
+    /// Returns the snapshot that contains the part `id`; `None` if no snapshot does.
     pub fn snapshot_of(&self, id: MigrationId) -> Option<SnapshotId> {
         self.active
             .iter()
@@ -175,8 +180,8 @@ impl Snapshots {
             .map(|(number, _)| *number)
     }
 
-    /// Returns the part of this task in a snapshot in progress. It will pause the task, pauses it,
-    /// or has resumed it.
+    /// Returns the task's part in a snapshot in progress; `None` if no snapshot contains the task.
+    /// The snapshot may not have paused the task yet, or may have resumed it already.
     pub fn part_of(&self, tid: Tid) -> Option<&Migration> {
         let parts = self
             .active
@@ -187,8 +192,8 @@ impl Snapshots {
             .find(|migration| migration.tid == tid)
     }
 
-    /// Returns the snapshot, and its part, that binds this task to its host. A task is bound until
-    /// it is dumped.
+    /// Returns the snapshot, and its part, that forbids this task to migrate. A task may not
+    /// migrate until it is dumped.
     pub fn binding_part(&self, tid: Tid) -> Option<(SnapshotId, MigrationId)> {
         let parts = self.active.iter().flat_map(|(number, snapshot)| {
             snapshot
@@ -204,8 +209,8 @@ impl Snapshots {
             .next()
     }
 
-    /// Aborts a snapshot because one of its tasks must leave its host now. All tasks continue, and
-    /// the caller may retry.
+    /// Aborts a snapshot because one of its tasks must migrate immediately. All tasks continue, and
+    /// the caller may retry the snapshot.
     pub fn abort_for_migration(&mut self, number: SnapshotId, tid: Tid, why: String) {
         self.abort(
             number,
@@ -222,7 +227,8 @@ impl Snapshots {
         self.active.contains_key(&snapshot)
     }
 
-    /// Starts a snapshot of these tasks, each with an unused id and its host.
+    /// Starts a snapshot of these tasks. Each entry has an unused id, the task, and the task's
+    /// host.
     pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> SnapshotId {
         self.last_id += 1;
         let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
@@ -259,8 +265,8 @@ impl Snapshots {
         self.last_id
     }
 
-    /// Handles a report of a task's host. Reports that do not match belong to a snapshot that has
-    /// ended.
+    /// Handles a report of a task's host. Reports that do not match the current stage belong to a
+    /// snapshot that has ended, and are ignored.
     pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: StepReport) {
         let Some(number) = self.snapshot_of(id) else {
             return;
@@ -288,7 +294,7 @@ impl Snapshots {
                 part.progress = PartProgress::Dumped;
                 snapshot.last_dumped_at = Some(now);
                 if part.self_checkpoint_secs().is_some() {
-                    // The size of a program's own checkpoint is known only when it is written.
+                    // The size of a self-checkpoint is known only when it is written.
                     part.facts.resident_bytes = bytes;
                     let before = snapshot.timeout;
                     snapshot.set_dump_timeout();
@@ -303,7 +309,7 @@ impl Snapshots {
         self.advance(now, number);
     }
 
-    /// Handles that the images of a task are at the master, or did not arrive.
+    /// Handles that the images of a task have arrived at the master, or that the transfer failed.
     pub fn on_images_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         let Some(snapshot) = self.snapshot_of(id) else {
             return;
@@ -332,7 +338,7 @@ impl Snapshots {
         }
     }
 
-    /// Handles that the images of a task are in the store, or could not be stored.
+    /// Handles that the images of a task were stored, or that storing them failed.
     pub fn on_images_stored(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
         let Some(number) = self.snapshot_of(id) else {
             return;
@@ -350,10 +356,10 @@ impl Snapshots {
         }
     }
 
-    /// Handles the second count, which took place while all tasks were paused.
+    /// Handles the second count of the job's tasks, which took place while all tasks were paused.
     ///
     /// - `tasks`: the tasks of the job.
-    /// - `open_requests`: the requests of each task with which it waits for other tasks.
+    /// - `open_requests`: by task, the requests with which the task waits for other tasks.
     /// - `ended_tasks`: tasks of the job that have ended since its last checkpoint.
     pub fn on_tasks_counted(
         &mut self,
@@ -392,8 +398,8 @@ impl Snapshots {
             .find(waits_for_others)
             .map(|part| part.migration.tid)
         {
-            // Its restarted program would not join the barrier again, and the others would wait
-            // forever.
+            // After a restart this program would not enter the barrier again, and the other tasks
+            // would wait forever.
             let why = Failure::Engine(
                 "it has ended while it waited for others, in a barrier for example".into(),
             );
@@ -435,7 +441,7 @@ impl Snapshots {
         self.outputs.extend(dump_orders);
     }
 
-    /// Handles that the second count failed, or found more than a checkpoint can hold.
+    /// Handles that the second count failed, or found more tasks than a checkpoint can hold.
     pub fn on_count_failed(&mut self, number: SnapshotId, why: CheckpointFailure) {
         if self
             .active
@@ -446,7 +452,7 @@ impl Snapshots {
         }
     }
 
-    /// Handles that the checkpoint is sealed, or could not be.
+    /// Handles that the checkpoint was sealed, or that sealing failed.
     pub fn on_sealed(&mut self, number: SnapshotId, result: Result<(), String>) {
         let Some(snapshot) = self
             .active
@@ -472,7 +478,8 @@ impl Snapshots {
         }
     }
 
-    /// Handles that the store has reserved space, or has none. No task is paused before.
+    /// Handles that the store has reserved space, or that the reservation failed. No task is paused
+    /// before.
     pub fn on_space_reserved(
         &mut self,
         now: Micros,
@@ -492,7 +499,7 @@ impl Snapshots {
 
     /// Handles that a host has left or was lost.
     pub fn on_host_lost(&mut self, host: HostId) {
-        // Images in the store do not depend on the host that they came from.
+        // Stored images do not depend on the host that sent them.
         let is_affected = |snapshot: &Snapshot| {
             snapshot
                 .parts
@@ -510,9 +517,10 @@ impl Snapshots {
         }
     }
 
-    /// Handles the time that [`Snapshots::next_deadline`] has returned.
+    /// Aborts the snapshots whose deadline has passed. Must be called at the time that
+    /// [`Snapshots::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
-        // Sealing has no deadline: it waits only for the disk, and either succeeds or fails.
+        // Sealing has no deadline: it depends only on the disk, and either succeeds or fails.
         let late = self.active.iter().filter(|(_, snapshot)| {
             snapshot.deadline <= now && snapshot.stage != SnapshotStage::Sealing
         });
@@ -524,7 +532,7 @@ impl Snapshots {
         }
     }
 
-    /// Enters the next stage when all tasks have reached the progress that it requires.
+    /// Enters the next stage when all tasks have reached the progress that the next stage requires.
     fn advance(&mut self, now: Micros, number: SnapshotId) {
         let Some(snapshot) = self.active.get_mut(&number) else {
             return;
@@ -549,7 +557,7 @@ impl Snapshots {
                     .max()
                     .unwrap_or_default();
                 // Before the program is asked to exit, its library reports the state of its links;
-                // that takes part of this time.
+                // the report takes part of this timeout.
                 snapshot.timeout =
                     PAUSE_TIMEOUT + PAUSE_TIMEOUT + Micros::from_secs(longest.into());
                 (snapshot.stage, snapshot.deadline) =
@@ -605,7 +613,7 @@ impl Snapshots {
             .extend(snapshot.parts.values().filter(|part| selects(part)).map(to));
     }
 
-    /// Aborts a snapshot: all tasks continue. Those that are dumped already do.
+    /// Aborts a snapshot: all tasks continue. Tasks that are already dumped have already continued.
     fn abort(&mut self, number: SnapshotId, why: CheckpointFailure) {
         self.send_order(number, &MigrationOrder::Abort, |_| true);
         let Some(snapshot) = self.active.remove(&number) else {

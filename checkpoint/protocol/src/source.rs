@@ -1,7 +1,8 @@
 //! The source of a migration: the host that the task leaves.
 //!
-//! The same machine pauses and dumps a task for a snapshot of its job. The task then stays: its
-//! images go to the master, and it resumes as soon as they are written.
+//! The same state machine pauses and dumps a task for a snapshot of its job. In a snapshot the task
+//! stays on its host: its images are sent to the master, and it resumes as soon as they are
+//! written.
 //!
 //! The phases in order:
 //!
@@ -30,9 +31,10 @@ use std::path::PathBuf;
 pub struct InspectedTask {
     pub facts: TaskFacts,
     pub suspensions: Suspensions,
-    /// Post-copy pays off for this task and is possible as far as the source is concerned.
+    /// True if post-copy is worthwhile for this task and the source supports it. The target may
+    /// still decline.
     pub supports_post_copy: bool,
-    /// The task is large enough for pre-copy.
+    /// True if the task is large enough for pre-copy.
     pub supports_pre_copy: bool,
 }
 
@@ -41,27 +43,29 @@ pub struct InspectedTask {
 pub enum SourceEvent {
     /// An order of the coordinator.
     Order(MigrationOrder),
-    /// The result of [`SourceOutput::Inspect`]: from the tasker, or a refusal of the daemon itself.
+    /// The result of [`SourceOutput::Inspect`]: facts from the tasker, or a refusal.
     Inspected(Result<InspectedTask, Refusal>),
-    /// The result of [`SourceOutput::PreCopy`]: the bytes sent.
+    /// The result of [`SourceOutput::PreCopy`]: the number of bytes sent, or the failure.
     PreCopied(Result<u64, Failure>),
     /// The library has quiesced, and its socket is closed.
     Quiesced,
     /// The result of [`SourceOutput::Stop`] or [`SourceOutput::RequestExit`].
     Stopped(Result<(), Failure>),
     /// The result of [`SourceOutput::Dump`] or [`SourceOutput::CopyStateFiles`]. An error may also
-    /// answer [`SourceOutput::SaveTaskState`]: the task must receive something first before it can
-    /// be dumped.
+    /// answer [`SourceOutput::SaveTaskState`] if the task must receive an item before it can be
+    /// dumped.
     Dumped(Result<DumpReport, Failure>),
-    /// The images are at the target, or could not be sent.
+    /// The images have arrived at the target, or the transfer failed.
     ImagesSent(Result<(), Failure>),
     /// The tasker has executed [`SourceOutput::ResumeTask`].
     Continued,
-    /// The wait of [`SourceOutput::AwaitReplies`] or [`SourceOutput::SaveTaskState`] is over.
+    /// All requests for which [`SourceOutput::AwaitReplies`] or [`SourceOutput::SaveTaskState`]
+    /// waits are answered.
     RequestsSettled,
-    /// The library has reconnected.
+    /// The task's library has reconnected to this daemon.
     Reconnected,
-    /// The tasker has executed [`SourceOutput::KillSource`]; the resources that the task had used.
+    /// The tasker has executed [`SourceOutput::KillSource`]. The value is the resources that the
+    /// task had used.
     Killed(Usage),
     /// The task has exited or was killed.
     TaskExited,
@@ -73,40 +77,41 @@ pub enum SourceOutput {
     Report(StepReport),
     /// Request the task's facts from the tasker.
     Inspect,
-    /// Open the stream on which the target will request memory.
+    /// Open the stream on which the target will request the task's memory.
     OpenMemoryStream,
-    /// Request the tasker to send memory of the running task on that stream.
+    /// Order the tasker to send memory of the running task on the stream of
+    /// [`SourceOutput::OpenMemoryStream`].
     PreCopy,
     /// Discard the pre-copied memory: the migration is aborted.
     DiscardPreCopy,
-    /// From now on buffer, in order, everything that arrives for the task.
+    /// From now on buffer, in order, all items that arrive for the task.
     BufferIncoming,
-    /// Request the library to quiesce. It then looks for a token file at the path that the daemon
-    /// adds, and at this path.
+    /// Request the library to quiesce. The quiesced library looks for a resume token at a path on
+    /// this host, which the daemon adds, and at `resume_token`.
     Quiesce {
-        /// Path of the token at the target; `None` for a snapshot, after which the task always
-        /// resumes here.
+        /// Path of the resume token at the target. `None` for a snapshot, after which the task
+        /// always resumes on this host.
         resume_token: Option<PathBuf>,
     },
     /// Snapshot: send [`SourceEvent::RequestsSettled`] when all requests of the task are answered,
-    /// except for those that it can repeat.
+    /// except for requests that the task can repeat.
     AwaitReplies,
     /// Snapshot: send [`SourceEvent::RequestsSettled`] when no requests of the task are open except
-    /// for these, and save the daemon's state of the task at that moment.
+    /// for `open_requests`, and save the daemon's state of the task at that moment.
     SaveTaskState {
         /// Requests with which the task waits for other tasks.
         open_requests: Vec<RequestId>,
-        /// Tasks whose exits must be known here first.
+        /// Tasks whose exits this daemon must know before it saves the state.
         ended_tasks: Vec<Tid>,
     },
-    /// Snapshot: copy the program's state files to the image directory; they are the images of the
-    /// task. [`SourceEvent::Dumped`] is the answer.
+    /// Snapshot: copy the program's state files to the image directory; the copies are the images
+    /// of the task. [`SourceEvent::Dumped`] is the answer.
     CopyStateFiles,
-    /// Snapshot: add the saved state of the task to the images and upload them to the master. The
-    /// daemon owns the directory from now on.
+    /// Snapshot: add the saved state of the task to the images and upload the images to the master.
+    /// From now on the daemon owns the image directory.
     Upload,
     /// Ask the program to exit, so that it can be restarted. [`SourceEvent::Stopped`] reports that
-    /// it has exited and that the daemons of its peers have all its messages.
+    /// the program has exited and that the daemons of its peers have all its messages.
     RequestExit {
         engine: Engine,
     },
@@ -114,16 +119,17 @@ pub enum SourceOutput {
     Stop,
     /// Request the tasker to dump the task.
     Dump {
-        /// Post-copy: most memory is not in the images; it is served when the target requests it.
+        /// Post-copy: most memory is not written to the images; it is served when the target
+        /// requests it.
         post_copy: bool,
     },
     /// Start to send the images to the target while they are being written. If the dump fails, the
-    /// target discards what it has received.
+    /// target discards the received images.
     StartSendingImages,
-    /// The images are complete: send the rest of them to the target.
+    /// The images are complete: send the remaining ones to the target.
     FinishSendingImages,
-    /// Send the task's record to the target. Nothing else remains of a task whose process has
-    /// exited.
+    /// Send the task's record to the target. If the process has exited, the record is all that
+    /// remains of the task.
     SendRecord,
     /// Request the tasker to resume the task.
     ResumeTask,
@@ -133,17 +139,17 @@ pub enum SourceOutput {
     DeliverBuffered,
     /// Request the tasker to kill and reap the stopped task.
     KillSource,
-    /// The task now belongs to the target: send it the buffered items, an end mark, and the task's
+    /// The target now owns the task: send it the buffered items, an end mark, and the task's
     /// record.
     TransferOwnership,
     /// Stop sending and delete the images.
     DropImages,
-    /// Nothing remains to be done: forget the migration.
+    /// The migration needs no further action: delete its state.
     Done,
 }
 
 impl SourceOutput {
-    /// Returns the step that starts with this output.
+    /// Returns the migration step that starts with this output; `None` if no step does.
     pub fn started_step(&self) -> Option<Step> {
         match self {
             SourceOutput::Inspect => Some(Step::Inspect),
@@ -166,13 +172,13 @@ enum SourceState {
     PreCopying,
     Quiescing,
     Stopping,
-    /// The program was asked to exit, to be restarted.
+    /// The program was asked to exit, so that it can be restarted.
     AwaitingExit,
-    /// Snapshot: the task is stopped, and its open requests are being answered.
+    /// Snapshot: the task is stopped, and replies to its open requests are awaited.
     AwaitingReplies,
-    /// Snapshot: the task is stopped, or its process has exited and was not restarted yet.
+    /// Snapshot: the task is stopped, or its process has exited and is not restarted yet.
     Paused,
-    /// Snapshot: all tasks of the job are stopped, and the last replies arrive.
+    /// Snapshot: all tasks of the job are stopped, and the last replies are awaited.
     SavingState,
     Dumping,
     Sending,
@@ -189,16 +195,16 @@ enum SourceState {
 pub struct Source {
     migration: Migration,
     state: SourceState,
-    /// A snapshot: the task stays here.
+    /// True for a snapshot, after which the task stays on this host.
     for_snapshot: bool,
     /// Snapshot: the engine that writes the images.
     engine: Engine,
-    /// The images belong to the upload.
+    /// True when the images are being uploaded and belong to the upload.
     uploaded: bool,
     post_copy: bool,
-    /// Pre-copy precedes the dump.
+    /// True if pre-copy precedes the dump.
     pre_copy: bool,
-    /// Path of the token at the target, until it is passed to the library.
+    /// Path of the resume token at the target. Empty after it was passed to the library.
     resume_token: PathBuf,
     outputs: VecDeque<SourceOutput>,
 }
@@ -226,8 +232,8 @@ impl Source {
         &self.migration
     }
 
-    /// True while everything for the task must be buffered: from the quiesce request, or the
-    /// request to exit, until the task is back or gone.
+    /// True while all items for the task must be buffered: from the request to quiesce or to exit,
+    /// until the task's library has reconnected or the task has ended here.
     pub fn buffers_incoming(&self) -> bool {
         !matches!(
             self.state,
@@ -238,13 +244,14 @@ impl Source {
         )
     }
 
-    /// True from the order to depart until the task is back or gone.
+    /// True from the order to depart until the task's library has reconnected or the task has ended
+    /// here.
     pub fn is_departing(&self) -> bool {
         self.buffers_incoming() || self.state == SourceState::PreCopying
     }
 
-    /// True while the coordinator decides whether the task is suspended: from the inspection's
-    /// report until the task is back or gone.
+    /// True while the coordinator decides whether the task is suspended: from the report of the
+    /// inspection until the task continues or has ended here.
     pub fn coordinator_decides_suspension(&self) -> bool {
         use SourceState as S;
         !self.for_snapshot
@@ -261,17 +268,17 @@ impl Source {
             )
     }
 
-    /// True while the program is asked to exit, to be restarted.
+    /// True while the program is asked to exit, so that it can be restarted.
     pub fn awaits_exit(&self) -> bool {
         self.state == SourceState::AwaitingExit
     }
 
-    /// True while the task stays here and its library has not reconnected.
+    /// True while the task runs on this host and its library has not reconnected.
     pub fn awaits_reconnect(&self) -> bool {
         self.state == SourceState::AwaitingReconnect
     }
 
-    /// Returns the next output to execute.
+    /// Returns the next output that the daemon must execute, if any.
     pub fn poll(&mut self) -> Option<SourceOutput> {
         self.outputs.pop_front()
     }
@@ -383,7 +390,7 @@ impl Source {
         }
     }
 
-    /// Handles the events that precede the quiesce.
+    /// Handles the events of the states that precede the quiesce.
     fn handle_before_quiesce(&mut self, event: SourceEvent) {
         use SourceEvent as E;
         use SourceOutput as O;
@@ -470,8 +477,8 @@ impl Source {
         );
     }
 
-    /// Reports a failure and waits for the coordinator to abort the migration. It may already be
-    /// sending orders to the target.
+    /// Reports a failure and waits for the coordinator to abort the migration. The coordinator may
+    /// already be sending orders to the target.
     fn report_failure(&mut self, step: Step, why: Failure) {
         self.outputs
             .push_back(SourceOutput::Report(StepReport::Failed { step, why }));
@@ -485,8 +492,8 @@ impl Source {
                 self.enter(SourceState::Done, [O::Done])
             }
             SourceState::PreCopying => self.enter(SourceState::Done, [O::DropImages, O::Done]),
-            // A library that is still quiescing finds the token as soon as it looks for it. No
-            // images exist, except for the stream of the pre-copy.
+            // A library that is still quiescing finds the resume token as soon as it looks for it.
+            // The only image data is the stream of the pre-copy.
             SourceState::Quiescing => {
                 self.outputs.extend(self.pre_copy.then_some(O::DropImages));
                 self.enter(SourceState::AwaitingReconnect, [O::WriteResumeToken]);
@@ -500,7 +507,8 @@ impl Source {
             | SourceState::Sending => {
                 self.enter(SourceState::Resuming, [O::ResumeTask]);
             }
-            // Killing: the coordinator never gives both orders.
+            // `Killing`: the coordinator never orders to resume a task that it has ordered to
+            // release.
             SourceState::Resuming
             | SourceState::AwaitingReconnect
             | SourceState::Killing
@@ -508,7 +516,7 @@ impl Source {
         }
     }
 
-    /// Requests to discard the pre-copied memory. Harmless if it was discarded already.
+    /// Requests to discard the pre-copied memory. Has no effect if it was already discarded.
     fn discard_pre_copy(&mut self) {
         let discards =
             self.pre_copy && !matches!(self.state, SourceState::Killing | SourceState::Done);

@@ -1,9 +1,9 @@
 //! The target of a migration: the host that receives the task.
 //!
-//! The phases in order: give the verdict, receive the images, restore, hold the task until the
-//! order to run, run, and await the rest of the memory (post-copy). A failure or `Discard` discards
-//! everything. A restart from a checkpoint uses the same machine; its images come from the master's
-//! store.
+//! The phases in order: report the verdict, receive the images, restore the task, keep it stopped
+//! until the order to run, run it, and await the remaining memory (post-copy). A failure or the
+//! order `Discard` discards everything. A restart from a checkpoint uses the same state machine;
+//! its images come from the master's store.
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
@@ -20,23 +20,24 @@ pub enum TargetEvent {
     Order(MigrationOrder),
     /// The result of [`TargetOutput::Prepare`].
     Prepared {
-        /// Empty if the target accepts the task.
+        /// The reasons to refuse the task; empty if the target accepts it.
         verdict: Verdict,
-        /// This host supports post-copy.
+        /// True if this host supports post-copy.
         supports_post_copy: bool,
-        /// The engine for this migration.
+        /// The engine that this host has chosen for the migration.
         engine: Engine,
     },
-    /// The pre-copied memory is lost together with its tasker, or pre-copy has failed.
+    /// Pre-copy has failed, or the pre-copied memory was lost because the tasker ended.
     PreCopyLost(Failure),
-    /// All images, or the record in their place, have arrived and are verified; their size. Or they
-    /// have not.
+    /// All images have arrived and are verified, or the transfer failed. `Ok` has their size in
+    /// bytes. With an engine other than CRIU, the task's record arrives instead of images.
     Received(Result<u64, Failure>),
     /// The result of [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
     /// The result of [`TargetOutput::Run`].
     RunCompleted(Result<(), Failure>),
-    /// All memory of the task has arrived; or some of it will not arrive, and the task was killed.
+    /// All memory of the task has arrived. `Err`: some memory will not arrive, and the task was
+    /// killed.
     MemoryArrived(Result<(), Failure>),
     /// The tasker has executed [`TargetOutput::Discard`].
     Discarded,
@@ -48,27 +49,27 @@ pub enum TargetOutput {
     Report(StepReport),
     /// Request a verdict on this task.
     Prepare(TaskFacts),
-    /// Request the tasker to keep the memory that pre-copy sends. Follows
+    /// Order the tasker to store the memory that pre-copy sends. Follows
     /// [`TargetOutput::ExpectImages`].
     ReceivePreCopy,
     /// Accept the images of this migration from the source.
     ExpectImages,
-    /// Request the tasker to rebuild the task, or to restart its program, up to the point where
-    /// none of its code runs yet.
+    /// Order the tasker to rebuild the task, or to restart its program, and to stop it before it
+    /// executes any instruction.
     Restore,
-    /// The task belongs to this host from now on: request the tasker to run it.
+    /// This host now owns the task: order the tasker to run it.
     Run(FinalSourceState),
     /// Write the token that makes the library connect to this daemon.
     WriteResumeToken,
-    /// Request the tasker to discard everything of this migration.
+    /// Order the tasker to discard everything that belongs to this migration.
     Discard,
     DropImages,
-    /// Nothing remains to be done: forget the migration.
+    /// The migration needs no further action: delete its state.
     Done,
 }
 
 impl TargetOutput {
-    /// Returns the step that starts with this output.
+    /// Returns the migration step that starts with this output; `None` if no step does.
     pub fn started_step(&self) -> Option<Step> {
         match self {
             TargetOutput::Prepare(_) => Some(Step::Prepare),
@@ -99,9 +100,9 @@ pub struct Target {
     migration: Migration,
     /// Path of the token file that will wake the library.
     resume_token: PathBuf,
-    /// Post-copy is used. Before the verdict: the source supports it.
+    /// True if post-copy is used. Before the verdict: true if the source supports post-copy.
     post_copy: bool,
-    /// Pre-copy precedes the images.
+    /// True if pre-copy precedes the transfer of the images.
     pre_copy: bool,
     state: TargetState,
     outputs: VecDeque<TargetOutput>,
@@ -134,7 +135,7 @@ impl Target {
         &self.migration
     }
 
-    /// True from the arrival of the images until the task is restored.
+    /// True while the task is being restored from its images.
     pub fn is_restoring(&self) -> bool {
         self.state == TargetState::Restoring
     }
@@ -149,7 +150,7 @@ impl Target {
         self.post_copy
     }
 
-    /// Returns the next output to execute.
+    /// Returns the next output that the daemon must execute, if any.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.outputs.pop_front()
     }
@@ -179,13 +180,13 @@ impl Target {
                     post_copy: memory_follows,
                     engine,
                 });
-                // A restart from the store always has images.
+                // A restart from the store always receives images.
                 let has_images =
                     engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
                 match (refuses, has_images) {
                     (true, _) => self.enter(S::Done, [report, O::Discard, O::Done]),
-                    // Expect the images before the report is sent: the source may start to send
-                    // immediately afterwards.
+                    // Expect the images before sending the report: the source may start to send
+                    // immediately after it.
                     (false, true) => {
                         let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
                         self.enter(
@@ -262,7 +263,7 @@ impl Target {
     }
 
     fn discard(&mut self) {
-        // Starting: the coordinator never gives both orders.
+        // `Starting`: the coordinator never orders to discard a task that it has ordered to run.
         if matches!(
             self.state,
             TargetState::AwaitingVerdict

@@ -1,5 +1,5 @@
-//! The queue of tasks that depart from one host: their order, and the number that departs at a
-//! time.
+//! Tests the admission queue of tasks that depart from one host: their order, and how many depart
+//! at a time.
 
 use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, DEPARTURES_MAX, DEPARTURES_WITH_SMALLER_MAX, MIGRATIONS_MAX,
@@ -22,21 +22,22 @@ fn host(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// Migrations away from the second host, and their progress according to the coordinator's orders.
+/// A coordinator with migrations away from host 2 to host 3, and their progress according to the
+/// coordinator's orders.
 #[derive(Default)]
 struct QueueWorld {
     coordinator: Coordinator,
     now: Micros,
     sizes: BTreeMap<MigrationId, u64>,
-    /// The targets choose post-copy.
+    /// True if the targets choose post-copy.
     post_copy: bool,
-    /// The sources support pre-copy.
+    /// True if the sources support pre-copy.
     pre_copy: bool,
-    /// Sizes in MiB of the tasks that were admitted, in this order.
+    /// Sizes in MiB of the admitted tasks, in the order of their admission.
     admitted_mib: Vec<u64>,
     departing: BTreeMap<MigrationId, u64>,
     results: BTreeMap<MigrationId, bool>,
-    /// Completed steps according to the events.
+    /// Completed steps, in the order in which the coordinator logged them.
     completed_steps: Vec<(MigrationId, Step)>,
 }
 
@@ -113,7 +114,7 @@ impl QueueWorld {
         );
     }
 
-    /// Reports that the target accepts the task by this engine.
+    /// Reports that the target accepts the task and has chosen this engine.
     fn report_prepared(&mut self, id: MigrationId, engine: Engine) {
         let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.post_copy);
         self.report(
@@ -142,7 +143,7 @@ impl QueueWorld {
         );
     }
 
-    /// Reports all remaining steps.
+    /// Reports all steps that follow the arrival of the images.
     fn report_remaining_steps(&mut self, id: MigrationId) {
         self.report_until_running(id);
         self.report(id, 3, StepReport::Arrived);
@@ -168,7 +169,7 @@ impl QueueWorld {
     }
 }
 
-/// Of many tasks of one host the smallest depart first, a few at a time.
+/// If many tasks of one host migrate, the smallest depart first, a few at a time.
 #[test]
 fn smallest_tasks_depart_first() {
     let mut world = QueueWorld::default();
@@ -203,8 +204,8 @@ fn smallest_tasks_depart_first() {
     assert_eq!(world.results.len(), 4);
 }
 
-/// A task waits for the unknown size of another one at most for the gather time, and not at all if
-/// it is alone.
+/// While the size of one task is unknown, another task waits at most [`SIZE_WAIT_MAX`]. A single
+/// task does not wait.
 #[test]
 fn unknown_size_delays_admission_briefly() {
     let mut world = QueueWorld::default();
@@ -239,8 +240,8 @@ fn restarted_programs_occupy_no_slot() {
     assert_eq!(world.admitted_mib.last(), Some(&4096));
 }
 
-/// Memory of post-copy occupies a slot, but a task that is paused for an owner does not wait for
-/// it.
+/// Post-copy memory occupies a slot, but a task that is paused for an owner does not wait for that
+/// slot.
 #[test]
 fn paused_task_ignores_post_copy_slots() {
     let mut world = QueueWorld {
@@ -287,8 +288,8 @@ fn paused_task_ignores_post_copy_slots() {
     assert_eq!(world.admitted_mib.last(), Some(&200));
 }
 
-/// Pre-copy occupies a slot like post-copy. A task that departs for an owner neither waits for that
-/// of others nor is pre-copied.
+/// Pre-copy occupies a slot like post-copy. A task that is evicted for an owner does not wait for
+/// slots of pre-copies, and is not pre-copied.
 #[test]
 fn eviction_skips_pre_copy() {
     let mut world = QueueWorld {
@@ -336,7 +337,8 @@ fn eviction_skips_pre_copy() {
     assert_eq!(steps(&world), first);
 }
 
-/// Small tasks do not wait for large ones that already depart, up to the second limit.
+/// Small tasks do not wait for large tasks that are already departing, until the limit for tasks of
+/// any size is reached.
 #[test]
 fn small_tasks_do_not_wait_for_large_ones() {
     let mut world = QueueWorld::default();
@@ -392,8 +394,9 @@ fn cancelled_migration_frees_its_slot() {
 }
 
 proptest! {
-    /// Migrations start, fail, stall or complete in a random order. Never do too many tasks depart
-    /// at a time, no task is admitted before a smaller one in the queue, and every migration ends.
+    /// Migrations start, fail, stall or complete in a random order. The number of departing tasks
+    /// never exceeds the limits, no task is admitted before a smaller queued task, and every
+    /// migration ends.
     #[test]
     fn every_migration_ends_within_the_limits(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
         let (mut world, mut open, mut number) = (QueueWorld::default(), Vec::<MigrationId>::new(), 0);
@@ -437,7 +440,7 @@ proptest! {
                 prop_assert!(*last <= waits, "{last} went before {waits}");
             }
         }
-        // Migrations without reports end at their deadlines.
+        // Migrations that never report end at their deadlines.
         for _ in 0..1000 {
             if !world.advance_to_deadline() {
                 break;
@@ -447,7 +450,7 @@ proptest! {
     }
 }
 
-/// Only migrations that are queued for departure from a drained host are cancelled for a
+/// Only migrations that are queued for departure from a drained host are cancelled in favor of a
 /// checkpoint.
 #[test]
 fn only_queued_drain_migrations_are_cancelled() {

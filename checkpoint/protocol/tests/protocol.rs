@@ -1,8 +1,8 @@
-//! The migration protocol under faults: one task, two hosts, a coordinator, and failures at random
-//! times.
+//! Tests the migration protocol with faults: one task, two hosts, a coordinator, and failures at
+//! random times.
 //!
 //! The two copies of the task, the daemons and the network are simulated; the three state machines
-//! are the real ones.
+//! are the production code.
 
 #[path = "../../../libpvm/proto/tests/rng/mod.rs"]
 mod rng;
@@ -44,43 +44,43 @@ enum SimEvent {
     LossDetected(HostId),
     LoseHost(HostId),
     KillTask,
-    /// A user requests to suspend (true) or resume the task.
+    /// A user requests to suspend the task (true) or to resume it (false).
     SuspendRequest(bool),
     ForwardedRequest(HostId, MigrationId, NumberedRequest),
     SuspendDecision(Option<Suspensions>, NumberedRequest),
 }
 
-/// A suspend request and its number, counted from 1. True: suspend.
+/// A suspend request (true) or resume request (false), and its number, counted from 1.
 type NumberedRequest = (bool, usize);
 
 #[derive(Default)]
 struct Faults {
     step_fails_percent: u64,
     stalls_percent: u64,
-    /// Percentage of image transfers that complete without the source being notified. The source
-    /// reports a failure some time later.
+    /// Percentage of image transfers that complete although the source receives no acknowledgement.
+    /// The source reports a failure after some time.
     lost_ack_percent: u64,
     lost_host: Option<(HostId, u64)>,
     task_killed_at: Option<u64>,
     refuse: bool,
-    /// Post-copy is used, unless a step of it fails.
+    /// True if post-copy is used, unless a step of it fails.
     post_copy: bool,
-    /// Pre-copy is used, too.
+    /// True if pre-copy is used in addition to post-copy.
     pre_copy: bool,
-    /// Times of suspend requests (true) and resume requests.
+    /// Time of each request in microseconds, and its kind: suspend (true) or resume (false).
     suspend_requests: Vec<(u64, bool)>,
 }
 
 struct Simulation {
     dice: Rng,
-    /// The engine that the target chooses. For every third seed the program is asked to exit and
-    /// restarted.
+    /// The engine that the target chooses. For every third seed it is the engine that asks the
+    /// program to exit and restarts it.
     engine: Engine,
     faults: Faults,
     now: Micros,
     queue: BTreeMap<(Micros, u64), SimEvent>,
     serial: u64,
-    /// Last arrival per channel, because channels preserve the order.
+    /// Time of the last arrival in each channel. Channels preserve the order of their events.
     last_arrival: HashMap<(u16, u16), Micros>,
     coordinator: Coordinator,
     source: Option<Source>,
@@ -88,26 +88,26 @@ struct Simulation {
     copies: (Copy, Copy),
     lost_hosts: Vec<HostId>,
     buffering: bool,
-    /// The source has opened the memory stream.
+    /// True when the source has opened the memory stream.
     memory_stream_open: bool,
     target_receives_pre_copy: bool,
     pre_copy_discarded: bool,
-    /// The source has deleted its images and closed its streams.
+    /// True when the source has deleted its images and closed its streams.
     images_dropped: bool,
     handed_over: bool,
     location: HostId,
     result: Option<Result<MigrationReport, MigrationError>>,
-    /// Values of the final event: resident memory, time stopped, and time until all memory had
-    /// arrived.
+    /// Values of the event that ends a successful migration: resident memory in bytes, duration for
+    /// which the task was stopped, and duration until all memory had arrived.
     reported: Option<(u64, Micros, Micros)>,
-    /// Suspensions of the two copies, as known to their daemons.
+    /// Suspensions of the source's copy and of the target's copy, as known to their daemons.
     suspensions: (Suspensions, Suspensions),
     target_runs: bool,
-    /// The suspend requests so far.
+    /// All requests so far, in order: suspend (true) or resume (false).
     requests: Vec<bool>,
-    /// The last request, if it was acknowledged to the requester.
+    /// The most recent request, if it was acknowledged.
     acknowledged: Option<NumberedRequest>,
-    /// The host whose acknowledgement is awaited.
+    /// The host that must acknowledge the most recent request.
     awaited_host: Option<HostId>,
 }
 
@@ -188,7 +188,7 @@ impl Simulation {
 
     fn schedule_soon(&mut self, item: SimEvent) {
         let at = self.now + Micros(self.dice.below(5_000));
-        // Each tasker answers in order.
+        // Each tasker answers in the order of its requests.
         let channel = match &item {
             SimEvent::Source(_) => (2, 0),
             SimEvent::Target(_) => (3, 0),
@@ -214,7 +214,7 @@ impl Simulation {
         self.schedule(at, item);
     }
 
-    /// Schedules the answer of a tasker: success, failure, or none.
+    /// Schedules the answer of a tasker: a success, a failure, or no answer.
     fn answer_as_tasker<T>(
         &mut self,
         answer: T,
@@ -285,7 +285,7 @@ impl Simulation {
                     self.suspensions.0 = suspended;
                 }
                 if self.source.is_none() && order == MigrationOrder::Release {
-                    // The migration is over at the source, because the task has exited.
+                    // The task has exited, so the migration no longer exists at the source.
                     let report = StepReport::Failed {
                         step: Step::KillSource,
                         why: Failure::TaskEnded,
@@ -343,7 +343,7 @@ impl Simulation {
         }
     }
 
-    /// Sends a suspend request to the daemon of the host where the task is, after the previous one
+    /// Sends a suspend request to the daemon of the task's current host, if the previous request
     /// was acknowledged.
     fn request_suspension(&mut self, suspend: bool) {
         if self
@@ -655,9 +655,9 @@ impl Simulation {
         }
     }
 
-    /// Checks the invariant that at most one copy is alive when the target's copy runs.
+    /// Asserts that the source's copy is dead when the target's copy runs.
     fn check_single_copy(&self) {
-        // A stopped copy counts as alive: it could continue.
+        // A stopped copy counts as alive because it could continue.
         assert!(
             self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
             "two live copies: {:?}",
@@ -666,15 +666,16 @@ impl Simulation {
     }
 }
 
-/// Resident memory of the task.
+/// Resident memory of the task in bytes.
 const RESIDENT: u64 = 2 << 30;
 
-/// Simulates one migration until nothing happens any more.
+/// Simulates one migration until no event remains.
 fn simulate(seed: u64, faults: Faults) -> Simulation {
     Simulation::new(seed, faults).run()
 }
 
-/// Without faults the task migrates, and the source transfers everything to the target.
+/// Without faults the task migrates, and the source transfers the ownership and all memory to the
+/// target.
 #[test]
 fn migration_without_faults_succeeds() {
     for seed in 1..500 {
@@ -693,8 +694,8 @@ fn migration_without_faults_succeeds() {
     }
 }
 
-/// The final event reports the resident memory, the time stopped, and the time until all memory had
-/// arrived.
+/// The final event reports the resident memory, the duration for which the task was stopped, and
+/// the duration until all memory had arrived.
 #[test]
 fn event_reports_memory_and_transfer_time() {
     let mut later = 0;
@@ -709,7 +710,7 @@ fn event_reports_memory_and_transfer_time() {
             );
             let (resident, frozen, whole) = world.reported.expect("it has moved");
             match (world.engine, post_copy) {
-                // All memory may have arrived by the time the task runs.
+                // All memory may have arrived before the task runs.
                 (Engine::Criu, true) => {
                     assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
                     later += u32::from(whole > frozen);
@@ -728,7 +729,7 @@ fn event_reports_memory_and_transfer_time() {
     );
 }
 
-/// A task that the source refuses to migrate keeps running there.
+/// A task that the source refuses to migrate keeps running at the source.
 #[test]
 fn refused_task_keeps_running() {
     let world = simulate(
@@ -746,7 +747,7 @@ fn refused_task_keeps_running() {
     assert_eq!(world.copies, (Copy::Running, Copy::None));
 }
 
-/// If any step fails or stalls, exactly one copy of the task runs afterwards.
+/// If a step fails or stalls, exactly one copy of the task runs afterwards.
 #[test]
 fn failed_step_leaves_exactly_one_running_copy() {
     let mut failures = 0;
@@ -809,13 +810,13 @@ fn failed_migration_discards_pre_copied_memory() {
                     "seed {seed}: the time for which memory went ahead counts"
                 );
                 assert!(!world.pre_copy_discarded, "seed {seed}");
-                // The target may have been lost afterwards.
+                // The target may have been lost after the migration.
                 assert!(
                     world.copies == (Copy::Dead, Copy::Running) || !world.lost_hosts.is_empty(),
                     "seed {seed}"
                 );
             }
-            // From this step on the memory outlives the source's copy.
+            // From this step on the pre-copied memory outlives the source's copy.
             Some(Err(error)) if error.step >= Step::KillSource => {}
             Some(Err(_)) => {
                 assert!(!world.buffering, "seed {seed}: messages are kept for ever");
@@ -843,8 +844,8 @@ fn failed_migration_discards_pre_copied_memory() {
     assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
 }
 
-/// With post-copy the task continues in one copy if all memory arrives. If some is lost it ends,
-/// and the migration fails in the step Arrive.
+/// With post-copy exactly one copy of the task continues if all memory arrives. If memory is lost,
+/// the task ends, and the migration fails in the step Arrive.
 #[test]
 fn lost_post_copy_memory_ends_the_task() {
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
@@ -888,7 +889,7 @@ fn lost_post_copy_memory_ends_the_task() {
     );
 }
 
-/// If the source is not notified that the transfer is complete, its copy is still dead before the
+/// If the source receives no acknowledgement of the transfer, its copy is still dead before the
 /// target's copy runs.
 #[test]
 fn unacknowledged_transfer_leaves_one_copy() {
@@ -975,8 +976,8 @@ fn killed_task_ends_unless_committed() {
     }
 }
 
-/// The surviving copy is suspended exactly if the last acknowledged request says so, whichever host
-/// is lost.
+/// Whichever host is lost, the surviving copy is suspended exactly if the last acknowledged request
+/// was a suspend request.
 #[test]
 fn surviving_copy_obeys_last_suspend_request() {
     let (mut at_target, mut back, mut source_lost) = (0, 0, 0);

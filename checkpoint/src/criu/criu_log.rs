@@ -4,24 +4,26 @@ use sempa_proto::text::truncate;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
-/// Maximum number of bytes of a log that are searched. Logs at this level are far smaller.
+/// Maximum number of bytes of a log that are searched. At the log level that is used, logs are far
+/// smaller.
 const LOG_BYTES_MAX: u64 = 64 << 20;
-/// Maximum length of a line in messages, in bytes.
+/// Maximum length in bytes of a log line that is quoted in an error message.
 const LINE_BYTES_MAX: usize = 400;
 
 /// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LineEnd {
-    /// With a line break.
+    /// The line ends with a line break.
     Newline,
-    /// With the end of the log.
+    /// The log ends within the line.
     EndOfLog,
-    /// In the middle, followed by another line: the disk was full, and later had space again.
+    /// The line is cut off in the middle and another line follows: the disk was full, and later had
+    /// space again.
     Truncated,
 }
 
-/// Returns the first line that contains an error, without its time stamp, and how it ends. Skips
-/// errors about resource limits, which also appear in successful runs.
+/// Returns the first line that contains an error, without its time stamp, and how the line ends.
+/// Skips errors about resource limits, which also appear in successful runs.
 fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     let mut log = log.take(LOG_BYTES_MAX);
     let mut line = Vec::new();
@@ -49,7 +51,8 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     None
 }
 
-/// Returns the position of a time stamp like `(00.060959)`, which begins each line of a log.
+/// Returns the position of a time stamp like `(00.060959)`. A log line begins with such a time
+/// stamp.
 fn find_time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let inner = rest
@@ -67,8 +70,8 @@ fn find_time_stamp(text: &str) -> Option<usize> {
         .find(|at| is_stamp(&text[*at..]))
 }
 
-/// Returns the error that prevents writing to the log, if it persists. One page does not fit into
-/// the free part of the log's last block.
+/// Returns the error that prevents writing to the log at the moment, if any. Writes a whole page,
+/// because less might fit into the free part of the log's last block.
 fn write_error(log: &Path) -> Option<io::Error> {
     const PAGE: [u8; 4096] = [b'\n'; 4096];
     std::fs::OpenOptions::new()
@@ -78,13 +81,14 @@ fn write_error(log: &Path) -> Option<io::Error> {
         .err()
 }
 
-/// Returns the first error in a log. If the line is truncated, the error of the disk is appended.
+/// Returns the first error in a log. If the line is truncated, the cause is appended, such as a
+/// full disk.
 fn first_error_in_file(log: &Path) -> Option<String> {
     let (line, line_end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
     let why = match line_end {
         LineEnd::Newline => None,
         LineEnd::EndOfLog => write_error(log),
-        // Only a full disk, for a while, truncates a write to a file.
+        // Only a disk that is temporarily full truncates a line in the middle.
         LineEnd::Truncated => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
     Some(why.map_or_else(
@@ -93,7 +97,8 @@ fn first_error_in_file(log: &Path) -> Option<String> {
     ))
 }
 
-/// Returns why an engine failed, from its log or else from the first line of its standard error.
+/// Returns why an engine failed: the first error in its log, or else the first line of its standard
+/// error.
 pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
     first_error_in_file(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
@@ -129,7 +134,7 @@ mod tests {
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
     }
 
-    /// A line that is truncated by the end of the log differs from a complete one.
+    /// A last line without a line break is recognized as truncated.
     #[test]
     fn truncated_last_line_is_recognized() {
         let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
@@ -168,7 +173,7 @@ mod tests {
         }
     }
 
-    /// The error of the disk is found only while the disk is full.
+    /// An error of the disk is reported only while the disk is full.
     #[test]
     fn full_disk_is_named_as_the_cause() {
         let why = write_error(Path::new("/dev/full")).expect("it is always full");

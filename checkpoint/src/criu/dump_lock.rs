@@ -2,13 +2,13 @@
 //!
 //! To see PIDs inside the task's PID namespace, CRIU lets the task itself create the directory
 //! `proc.crtools` in its working directory, mount a proc file system there, and remove both
-//! immediately. Two tasks with the same working directory that are dumped at the same time disturb
-//! each other.
+//! immediately. Two dumps of tasks with the same working directory fail if they do this at the same
+//! time.
 //!
-//! - Dumps of one tasker take a [`DumpLock`], a lock per working directory.
-//! - Dumps by others, for example on another host that shares the directory, may still collide.
-//!   Then CRIU fails with one of [`COLLISION_ERRORS`], and a retry helps.
-//! - If CRIU and the task are both killed at this moment, the directory remains and would make
+//! - Dumps of one tasker acquire a [`DumpLock`], a lock per working directory.
+//! - Dumps by other programs, for example on another host that shares the directory, may still
+//!   collide. Then CRIU fails with one of [`COLLISION_ERRORS`], and the dump is retried.
+//! - If CRIU and the task are both killed while the directory exists, it remains and would make
 //!   every further dump fail. [`is_retryable`] removes it.
 
 use nix::mount::{MntFlags, umount2};
@@ -22,26 +22,26 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Name of the directory that CRIU creates.
+/// Name of the directory that CRIU creates in the task's working directory.
 const MOUNT_POINT: &str = "proc.crtools";
-/// Errors in CRIU's log if the directory exists already (EEXIST), or was removed before the mount
-/// (ENOENT) or before the unmount (EINVAL).
+/// Errors in CRIU's log after a collision: the directory already exists (EEXIST), or was removed
+/// before the mount (ENOENT) or before the unmount (EINVAL).
 const COLLISION_ERRORS: [&str; 3] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
     "Can't detach mount proc.crtools: -22",
 ];
-/// Age from which the directory counts as left behind. In a running dump it exists for less than a
+/// Age from which the directory counts as abandoned. A running dump removes it after less than a
 /// millisecond.
 const STALE_AGE: Duration = Duration::from_secs(2);
 
-/// Maximum time for which a lock excludes others. It usually lasts milliseconds, but CRIU dumps
-/// memory in the middle of it, and a dump may hang.
+/// Maximum time for which a lock excludes other dumps. A lock usually lasts milliseconds, but CRIU
+/// dumps memory while it is locked, and a dump may hang.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
-/// Maximum time to wait for the lock, however often others take it meanwhile.
+/// Maximum time to wait for the lock, however often other dumps acquire it during that time.
 pub(super) const LOCK_WAIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The locked working directories, by device and inode, with the time of locking.
+/// The time of locking of each locked working directory, by device and inode number.
 static LOCKED_DIRS: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
 
 fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
@@ -53,7 +53,7 @@ fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
 pub(super) struct WorkingDir {
     root: i32,
     id: (u64, u64),
-    /// How many times CRIU will create the directory.
+    /// Number of times that CRIU will create the directory.
     expected_visits: usize,
 }
 
@@ -61,8 +61,8 @@ impl WorkingDir {
     /// Returns the working directory of a task's root process. `None` if it cannot be determined.
     pub(super) fn of(root: i32) -> Option<WorkingDir> {
         let about = std::fs::metadata(cwd(root)).ok()?;
-        // Observed with CRIU 4.1 and 4.2: once at the beginning, and once for the control groups of
-        // each thread of the root process.
+        // Observed with CRIU 4.1 and 4.2: CRIU creates the directory once at the beginning, and
+        // once for the control groups of each thread of the root process.
         let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
         Some(WorkingDir {
             root,
@@ -71,7 +71,8 @@ impl WorkingDir {
         })
     }
 
-    /// Locks the directory. `None` if another dump locked it less than [`LOCK_TIMEOUT`] ago.
+    /// Locks the directory at the time `now`. `None` if another dump has locked it less than
+    /// [`LOCK_TIMEOUT`] before.
     pub(super) fn try_lock(&self, now: Instant) -> Option<DumpLock> {
         {
             let mut locked = locked_dirs();
@@ -87,7 +88,7 @@ impl WorkingDir {
                 .add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
                 .is_ok()
         };
-        // Without the watch the lock lasts until the dump has ended.
+        // Without the inotify watch the lock lasts until the dump has ended.
         Some(DumpLock {
             id: self.id,
             since: now,
@@ -97,20 +98,20 @@ impl WorkingDir {
     }
 }
 
-/// The lock of one dump. It ends when CRIU has created the directory for the last time, or when it
-/// is dropped.
+/// The lock of one dump on a working directory. It is released when CRIU has created the directory
+/// [`MOUNT_POINT`] for the last time, or when this value is dropped.
 #[derive(Debug)]
 pub(super) struct DumpLock {
     id: (u64, u64),
     since: Instant,
     watch: Option<Inotify>,
-    /// How many more times CRIU will create the directory.
+    /// Number of times that CRIU will still create the directory.
     visits_left: usize,
 }
 
 impl DumpLock {
-    /// Returns a descriptor that is readable when [`is_released`](Self::is_released) may have
-    /// changed.
+    /// Returns a descriptor that becomes readable when [`is_released`](Self::is_released) may have
+    /// changed; `None` if the directory is not watched.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.watch.as_ref().map(AsFd::as_fd)
     }
@@ -146,8 +147,8 @@ fn cwd(pid: i32) -> String {
     format!("/proc/{pid}/cwd")
 }
 
-/// True if a dump failed because of another one in the same directory. Then also removes a
-/// directory that was left behind.
+/// True if a dump failed because another dump used the same directory. Also removes an abandoned
+/// [`MOUNT_POINT`].
 pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
     let Failure::Engine(why) = failure else {
         return false;
@@ -159,18 +160,18 @@ pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
     crossed
 }
 
-/// Removes the directory if it was left behind.
+/// Unmounts or removes the directory `path` if it was abandoned.
 fn remove_if_stale(path: &Path) {
     let changed = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
     let in_mount = std::fs::read_to_string("/proc/self/mounts")
         .is_ok_and(|mounts| mounts.lines().any(|m| m.split(' ').nth(1) == path.to_str()));
     let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AGE));
     if in_mount {
-        // Times inside a mounted proc file system mean nothing. A dump that uses it has it open
-        // already, or retries.
+        // The times of a mounted proc file system are not the age of the directory. A dump that
+        // uses the mount already has it open, or is retried.
         let _ = umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW);
     } else if old {
-        // Fails if it is not empty; then it was not created by CRIU.
+        // Fails if the directory is not empty; then CRIU has not created it.
         let _ = std::fs::remove_dir(path);
     }
 }
@@ -195,7 +196,7 @@ mod tests {
         assert!(!is_retryable(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
-    /// Starts a process in this working directory.
+    /// Starts a process in this working directory, which the caller must kill.
     fn process_in(dir: &Path) -> (std::process::Child, WorkingDir) {
         let child = std::process::Command::new("sleep")
             .arg("1000")
@@ -206,8 +207,8 @@ mod tests {
         (child, working_dir)
     }
 
-    /// A dump gets the lock when the previous one has made its last visit to the directory, or
-    /// after a timeout.
+    /// A dump gets the lock when the previous dump no longer needs the directory, or after a
+    /// timeout.
     #[test]
     fn dumps_in_one_directory_take_turns() {
         let (here, elsewhere) = (

@@ -1,9 +1,9 @@
 //! Checks images for completeness, as far as this is possible without the engine.
 //!
-//! CRIU may report success although a disk was full, or someone may change the files later; for a
-//! checkpoint this would be noticed only when it is needed. Checked are the files that nearly every
-//! task has. The content of pages has no structure; only their number is checked against the
-//! pagemaps.
+//! CRIU may report success although a disk was full, or the files may be changed later; for a
+//! checkpoint the damage would be noticed only at a restart. The check covers the files that nearly
+//! every task has. The content of pages has no structure, so only the number of pages is compared
+//! with the pagemaps.
 
 use super::images::{Fields, INVENTORY, PAGEMAP_PREFIX, PageRun, damaged, entries, first_value};
 use crate::engine::pages::page_size;
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// Images that consist of entries up to the end of the file.
+/// Name prefixes of the images that consist of entries up to the end of the file.
 const ENTRY_IMAGES: [&str; 12] = [
     "core-",
     "fdinfo-",
@@ -29,15 +29,16 @@ const ENTRY_IMAGES: [&str; 12] = [
 ];
 const TREE: &str = "pstree.img";
 const CORE: &str = "core-";
-/// Images that every task has.
+/// Names of the images that every task has.
 const REQUIRED_IMAGES: [&str; 3] = [INVENTORY, "files.img", TREE];
-/// Images that every process has except a zombie, which has none of them. The PID follows the
+/// Name prefixes of the images that exist for every process except zombies. The PID follows the
 /// prefix.
 const LIVE_PROCESS_IMAGES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
-/// Field numbers of `pstree_entry`.
+/// Field number in `pstree_entry`: PID of the process.
 const TREE_PID: u32 = 1;
+/// Field number in `pstree_entry`: ids of the threads.
 const TREE_THREADS: u32 = 5;
-/// Field number of `pagemap_head`.
+/// Field number in `pagemap_head`: number of the file that contains the pages.
 const MAP_PAGES_ID: u32 = 1;
 
 /// The images in a directory.
@@ -49,7 +50,7 @@ struct Images<'a> {
 /// Checks all images in a directory.
 ///
 /// # Errors
-/// The name of the first damaged image and what is wrong with it.
+/// The name of the first damaged image, and how it is damaged.
 pub(super) fn check(dir: &Path) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut names = BTreeSet::new();
@@ -85,8 +86,8 @@ impl Images<'_> {
         }
     }
 
-    /// Checks that each process has its images or is a zombie, and that there are no images of
-    /// other processes.
+    /// Checks that each process has all its images or is a zombie, and that no image belongs to an
+    /// unknown process.
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
         let mut cores = BTreeSet::new();
         for process in tree {
@@ -112,7 +113,7 @@ impl Images<'_> {
         }
     }
 
-    /// Checks that the file of pages has as many pages as this pagemap says.
+    /// Checks that the file of pages has the size that this pagemap requires.
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
         let Some((head, maps)) = map.split_first() else {
             return Err(damaged(name, "is empty"));
@@ -146,7 +147,7 @@ mod tests {
     use super::super::images::{INVENTORY_MAGIC_BYTES, MAGIC_BYTES};
     use super::*;
 
-    /// Encodes an entry from number, value pairs below 128.
+    /// Encodes an entry with these fields, given as (number, value). All values must be below 128.
     fn entry(fields: &[(u8, u8)]) -> Vec<u8> {
         let message: Vec<u8> = fields
             .iter()
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(check(dir.path()), Ok(()));
     }
 
-    /// Every image that is truncated, extended or missing is named in the error.
+    /// Truncating, extending or removing an image is an error that names the image.
     #[test]
     fn damaged_image_is_named() {
         let (dir, names) = complete_images();
@@ -247,7 +248,7 @@ mod tests {
             fails("longer");
             fs::remove_file(&path).expect("removed");
             match *name {
-                // No image other than the pagemap itself refers to it.
+                // No other image refers to this pagemap, so its absence is not noticed.
                 "pagemap-shmem-5.img" => assert_eq!(check(dir.path()), Ok(())),
                 _ => fails("missing"),
             }

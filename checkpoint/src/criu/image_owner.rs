@@ -1,5 +1,5 @@
-//! Checks as which users the processes in images would run. A restore gives them the credentials
-//! that the images contain.
+//! Checks under which user ids the processes in images would run. A restore gives the processes the
+//! credentials that the images contain.
 
 use super::images::{MAGIC_BYTES, damaged, first_value};
 use protobuf::well_known_types::empty::Empty;
@@ -9,20 +9,24 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
 
-/// Prefix and suffix of the images with credentials: one for each thread.
+/// Prefix and suffix of the names of images that contain credentials. Each thread has one such
+/// image.
 const CORE_IMAGE: (&str, &str) = ("core-", ".img");
-/// Maximum length of an entry, in bytes. Real ones have some thousand.
+/// Maximum length of an entry in bytes. Real entries have some thousand bytes.
 const ENTRY_BYTES_MAX: u64 = 1 << 20;
-/// Field number in `core_entry`: the part that is independent of the architecture.
+/// Field number in `core_entry`: the message with the properties that do not depend on the
+/// architecture.
 const CORE_THREAD: u32 = 5;
-/// Field number in `thread_core_entry`.
+/// Field number in `thread_core_entry`: the credentials.
 const THREAD_CREDENTIALS: u32 = 10;
-/// Field numbers in `creds_entry`: real, effective, saved and file system user.
+/// Field numbers in `creds_entry`: real, effective, saved and file system user id.
 const USER_FIELDS: [u32; 4] = [1, 3, 5, 7];
+/// Field number in `creds_entry`: effective user id.
 const EFFECTIVE_USER_FIELD: u32 = 3;
 
-/// Checks that all processes in a directory of images belong to `user`, who restores them. For root
-/// only the effective user is checked: processes of root may have other user ids as well.
+/// Checks that all processes in the image directory `dir` belong to `user`, who restores them. If
+/// `user` is root, only the effective user id is checked: processes of root may have other user ids
+/// as well.
 ///
 /// # Errors
 /// A process belongs to another user, or an image cannot be read.
@@ -60,7 +64,7 @@ pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the user ids of a thread, by field number.
+/// Returns the user ids of a thread as pairs of field number and user id. Empty for a zombie.
 fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     let file = File::open(path).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
     let mut bytes = Vec::new();
@@ -81,7 +85,7 @@ fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
         return Err(damaged(name, "does not say whose it is"));
     };
     let fields = super::images::varint_fields(&credentials).map_err(malformed)?;
-    // An absent field means 0. If a field occurs more than once, every value must be right.
+    // An absent field means 0. If a field occurs more than once, each of its values is checked.
     let left_out = USER_FIELDS
         .iter()
         .filter(|field| first_value(&fields, **field).is_none())
@@ -89,8 +93,8 @@ fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     Ok(fields.iter().copied().chain(left_out).collect())
 }
 
-/// Returns an embedded message. If the field occurs more than once, the parts are concatenated, as
-/// protobuf merges them.
+/// Returns the embedded message in the field `wanted`. If the field occurs more than once, its
+/// values are concatenated, as protobuf merges them.
 fn embedded_message(message: &[u8], wanted: u32) -> protobuf::Result<Option<Vec<u8>>> {
     let message = Empty::parse_from_bytes(message)?;
     let fields = message.special_fields.unknown_fields().iter();
@@ -163,7 +167,7 @@ mod tests {
         }]))
     }
 
-    /// A single thread of another user is found, in each of the four user ids.
+    /// An image with a foreign user id is refused, whichever of the four user ids it is.
     #[test]
     fn thread_of_other_user_is_refused() {
         assert_eq!(judged(&[core([1000; 4]), core([1000; 4])], 1000), Ok(()));
@@ -206,12 +210,12 @@ mod tests {
         }
     }
 
-    /// If a field occurs twice, a wrong value in either place is found.
+    /// If a field occurs twice, a wrong value is found in each of the two positions.
     #[test]
     fn repeated_credentials_are_all_checked() {
         let credentials =
             |user: u64| message(10, &[1, 3, 5, 7].map(|field| number(field, user)).concat());
-        // CRIU uses the later one of two values.
+        // CRIU uses the last of several values.
         let twice = image(&message(5, &[credentials(1000), credentials(0)].concat()));
         assert!(judged(&[twice], 1000).is_err());
         let apart = image(&[message(5, &credentials(1000)), message(5, &credentials(0))].concat());

@@ -14,25 +14,29 @@ use std::path::Path;
 pub(super) const INVENTORY: &str = "inventory.img";
 /// Prefix of the names of pagemaps.
 pub(super) const PAGEMAP_PREFIX: &str = "pagemap-";
-/// Length of the magic number: eight bytes, in the inventory four.
+/// Length of the magic number of an image other than the inventory.
 pub(super) const MAGIC_BYTES: usize = 8;
+/// Length of the magic number of the inventory.
 pub(super) const INVENTORY_MAGIC_BYTES: usize = 4;
-/// Field numbers of `pagemap_entry`: address; number of pages until CRIU 4; true if the pages are
-/// in a parent image; flags; number of pages since CRIU 4.
+/// Field number in `pagemap_entry`: address of the first page.
 const MAP_ADDRESS: u32 = 1;
+/// Field number in `pagemap_entry`: number of pages, until CRIU 4.
 const MAP_PAGES_COMPAT: u32 = 2;
+/// Field number in `pagemap_entry`: true if the pages are in a parent image.
 const MAP_IN_PARENT: u32 = 3;
+/// Field number in `pagemap_entry`: flags (`PE_*`).
 const MAP_FLAGS: u32 = 4;
+/// Field number in `pagemap_entry`: number of pages, since CRIU 4.
 const MAP_PAGES: u32 = 5;
-/// The pages are transferred on request.
+/// Flag of a pagemap entry: the pages are transferred on request.
 const PE_LAZY: u64 = 1 << 1;
-/// The pages are in the file of pages.
+/// Flag of a pagemap entry: the pages are in the file of pages.
 const PE_PRESENT: u64 = 1 << 2;
 
 /// Maximum number of pages of one lazy entry, as in CRIU.
 const LAZY_ENTRY_PAGES_MAX: u64 = 512;
 
-/// The varint fields of an entry: field number and value.
+/// The varint fields of an entry, as pairs of field number and value.
 pub(super) type Fields = Vec<(u32, u64)>;
 
 /// Returns the varint fields of each entry of an image.
@@ -50,7 +54,8 @@ fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
     fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))
 }
 
-/// Returns the entries of an image: their varint fields, and their bytes including the length.
+/// Returns the entries of an image. Each has its varint fields, and its encoded bytes including the
+/// length.
 fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
     let short = || {
         damaged(
@@ -107,18 +112,17 @@ pub(super) fn varint_fields(entry: &[u8]) -> protobuf::Result<Fields> {
 /// A run of pages in a pagemap.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageRun {
-    /// Address in the task's memory.
+    /// Address of the first page in the task's memory.
     pub(super) address: u64,
     pub(super) count: u64,
-    /// The pages are in the file of pages.
+    /// True if the pages are in the file of pages.
     pub(super) present: bool,
-    /// The pages are lazy: not in the file, but transferred on request.
+    /// True if the pages are lazy: not in the file, but transferred on request.
     pub(super) lazy: bool,
 }
 
 impl PageRun {
-    /// Decodes an entry of a pagemap. The first entry of a pagemap is a header and must not be
-    /// passed.
+    /// Decodes an entry of a pagemap. Must not be called for the first entry, which is a header.
     pub(super) fn decode(entry: &Fields) -> PageRun {
         let flags = first_value(entry, MAP_FLAGS);
         let before = first_value(entry, MAP_PAGES_COMPAT).unwrap_or_default();
@@ -135,10 +139,10 @@ impl PageRun {
     }
 }
 
-/// Returns the pagemap of the process with this PID in the images.
+/// Returns the pagemap of the process whose PID in the images is `number`.
 ///
 /// # Errors
-/// It cannot be read or is truncated.
+/// The pagemap cannot be read or is truncated.
 pub(super) fn read_pagemap(dir: &Path, number: u64) -> Result<Vec<PageRun>, Failure> {
     Ok(entries(dir, &pagemap_name(number))?
         .iter()
@@ -147,8 +151,8 @@ pub(super) fn read_pagemap(dir: &Path, number: u64) -> Result<Vec<PageRun>, Fail
         .collect())
 }
 
-/// Adds entries for lazy pages to the pagemap of a process. The pagemap must not mention these
-/// pages.
+/// Adds entries for lazy pages, given as (start, end) ranges, to the pagemap of a process. The
+/// pagemap must not contain these pages yet.
 ///
 /// # Errors
 /// The pagemap cannot be read or written, or is truncated.
@@ -181,7 +185,8 @@ fn pagemap_name(number: u64) -> String {
     format!("{PAGEMAP_PREFIX}{number}.img")
 }
 
-/// Splits a range into portions for lazy entries: address and number of pages.
+/// Splits an address range into portions for lazy entries. Each portion is its address and number
+/// of pages.
 fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
     let bytes = LAZY_ENTRY_PAGES_MAX * page_size();
     let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
@@ -190,8 +195,8 @@ fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
         .map(move |at| (at, (end - at).min(bytes) / page_size()))
 }
 
-/// Encodes a pagemap entry for lazy pages. The number of pages is written for CRIU before and since
-/// version 4.
+/// Encodes a pagemap entry for lazy pages. The number of pages is written in both fields, for CRIU
+/// before and since version 4.
 fn encode_lazy_entry(address: u64, pages: u64) -> Vec<u8> {
     let fields = [
         (MAP_ADDRESS, address),

@@ -1,20 +1,20 @@
-//! The file in which CRIU caches the features of the kernel (kdat). It belongs to CRIU, and any
-//! user of CRIU on the host may have created it. A virtual machine must not leave it on a host
-//! where it did not exist before.
+//! Removes the file in which CRIU caches the features of the kernel (kdat). The file belongs to
+//! CRIU, and any user of CRIU on the host may have created it. A virtual machine must not leave the
+//! file on a host where it did not exist before.
 
 use std::path::PathBuf;
 
-/// Path of the file if `/run` is a memory file system.
+/// Path of CRIU's cache file if `/run` is a memory file system.
 const PATH: &str = "/run/criu.kdat";
 
-/// Removes the file when dropped, unless it existed when this value was created.
+/// Removes CRIU's cache file when dropped, unless the file existed when this value was created.
 #[derive(Debug)]
 pub struct KdatCleanup {
     remove: Option<PathBuf>,
 }
 
 impl KdatCleanup {
-    /// Checks whether the file exists.
+    /// Checks whether the cache file exists, to decide whether dropping the value removes it.
     pub fn arm() -> KdatCleanup {
         KdatCleanup::at(PathBuf::from(PATH))
     }
@@ -39,7 +39,7 @@ impl Drop for KdatCleanup {
 mod tests {
     use super::*;
 
-    /// A file that was created later is removed; one that existed before is kept.
+    /// The cache file is removed if it was created after the check, and kept if it existed before.
     #[test]
     fn existing_file_is_kept() {
         let path = std::env::temp_dir().join(format!("criu-notes-{}", std::process::id()));

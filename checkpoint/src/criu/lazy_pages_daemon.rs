@@ -5,9 +5,10 @@
 //! lazy-pages` was killed, the kernel fills all missing pages with zeros and the task computes
 //! wrong results.
 //!
-//! A thread therefore stands between the two. It copies each descriptor that passes
-//! ([`UffdKeeper`]); the copies stay open until all memory has arrived or the processes are dead.
-//! The requests of `criu lazy-pages` for pages pass through [`super::prefetch`].
+//! A thread therefore forwards all messages between the restore and `criu lazy-pages`. It copies
+//! each forwarded descriptor ([`UffdKeeper`]); the copies stay open until all memory has arrived or
+//! the processes are dead. The page requests of `criu lazy-pages` are forwarded by
+//! [`super::prefetch`].
 
 use super::prefetch::{self, PrefetchThread};
 use super::process::{CriuCommand, own_descriptor};
@@ -24,27 +25,28 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Name of the socket on which CRIU's restore connects to `criu lazy-pages`, in the working
-/// directory of each. The restore's is the image directory.
+/// Name of the socket on which CRIU's restore connects to `criu lazy-pages`. Each of the two
+/// programs looks for this name in its own working directory; the restore's is the image directory.
 const SOCKET: &str = "lazy-pages.socket";
 /// Working directory of `criu lazy-pages`, a subdirectory of the image directory.
 const LAZY_PAGES_DIR: &str = "arriving";
 const LOG: &str = "arriving.log";
-/// Maximum number of descriptors in one message. CRIU sends one.
+/// Maximum number of descriptors in one forwarded message. CRIU sends one.
 const DESCRIPTORS_MAX: usize = 4;
-/// Bytes that are forwarded at once: the size of a PID, which CRIU sends before each descriptor. A
-/// descriptor must be forwarded with the byte that carried it; a longer read would return that byte
-/// together with the PID.
+/// Maximum number of bytes that are forwarded at once: the size of the PID that CRIU sends before
+/// each descriptor. A descriptor must be forwarded with the byte that carried it; a longer read
+/// would return that byte together with the PID.
 const FORWARD_BYTES_MAX: usize = 4;
-/// Interval of attempts to connect to `criu lazy-pages` until it listens.
+/// Interval between attempts to connect to `criu lazy-pages` until it listens.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A running fetch of a restored task's memory.
+/// A running `criu lazy-pages` that fetches a restored task's memory, with the threads that forward
+/// its messages.
 pub(super) struct LazyPagesDaemon {
     program: CriuCommand,
-    /// Forwards descriptors until the restore has ended.
+    /// The thread that forwards descriptors until the restore has ended.
     forwarder: JoinHandle<()>,
-    /// Copies of the forwarded descriptors.
+    /// Copies of the forwarded userfaultfd descriptors.
     uffds: UffdKeeper,
     prefetcher: PrefetchThread,
     completion: FetchCompletion,
@@ -135,7 +137,7 @@ impl MemoryFetch for LazyPagesDaemon {
             .join()
             .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         let ended = match (ended, &carried) {
-            // CRIU's failure has no consequences: it already has all memory.
+            // CRIU's failure has no consequences: the task already has all memory.
             (Err(_), Ok(true)) if self.completion.is_complete() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
                 "it ended as if all memory were there, and it is not".into(),
@@ -149,13 +151,14 @@ impl MemoryFetch for LazyPagesDaemon {
     }
 }
 
-/// Returns a path below an open directory that is short enough for a socket address.
+/// Returns a path of the file `name` in an open directory that is short enough for a socket
+/// address.
 fn short_path(folder: &File, name: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name)
 }
 
 /// Forwards messages between the restore and `criu lazy-pages` until either has ended. Keeps copies
-/// of the descriptors.
+/// of the forwarded descriptors.
 fn forward_messages(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdKeeper) {
     let Some(fetches) = connect(folder, ended) else {
         return;
@@ -175,7 +178,8 @@ fn forward_messages(folder: &File, listener: &UnixListener, ended: &OwnedFd, kep
     }
 }
 
-/// Connects to `criu lazy-pages` as soon as it listens. Returns `None` if it has exited.
+/// Connects to `criu lazy-pages` when it listens. Waits until then; returns `None` if it has
+/// exited.
 fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
     let path = short_path(folder, &Path::new(LAZY_PAGES_DIR).join(SOCKET));
     loop {
@@ -189,7 +193,8 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
     }
 }
 
-/// Forwards what can be read now, with its descriptors. Returns false at the end of the stream.
+/// Forwards the bytes that can be read without waiting, with their descriptors. Returns false at
+/// the end of the stream.
 fn forward(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
     let mut bytes = [0; FORWARD_BYTES_MAX];
     let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
@@ -217,8 +222,8 @@ fn forward(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<
     } else {
         &rights[..]
     };
-    // Kept before they are sent: if sending fails, dropping them here could close the last
-    // descriptor of a userfaultfd.
+    // Copies are kept before the descriptors are sent: if sending fails, dropping the descriptors
+    // here could close the last descriptor of a userfaultfd.
     kept.keep(came);
     sendmsg::<()>(
         to.as_raw_fd(),

@@ -1,13 +1,13 @@
-//! Hides memory from CRIU that is transferred after the dump (post-copy).
+//! Hides from CRIU the memory that is transferred after the dump (post-copy).
 //!
 //! CRIU's own lazy dump lets the stopped task splice its pages into pipes, which takes longer the
-//! more memory there is. This module avoids that:
+//! more memory the task has. This module avoids that:
 //!
 //! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which is what CRIU
-//!    itself would treat as lazy. They are always whole mappings, because CRIU requests the whole
-//!    of a mapping of which any part is lazy.
+//!    itself would treat as lazy. The hidden areas are always whole mappings, because CRIU requests
+//!    the whole of a mapping of which any part is lazy.
 //! 2. During the dump a library in CRIU ([`super::ptrace_relay`]) removes these areas from the
-//!    results of PAGEMAP_SCAN, so CRIU finds no pages there.
+//!    results of PAGEMAP_SCAN, so CRIU finds no pages in them.
 //! 3. After the dump the hidden pages are added to the images as lazy (PE_LAZY).
 //!
 //! The pages are served by [`super::page_server`].
@@ -25,30 +25,29 @@ use std::path::Path;
 
 /// Names of the mappings that the kernel creates in each process.
 const KERNEL_MAPPINGS: [&str; 4] = ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"];
-/// `VmFlags` in smaps of mappings that CRIU never treats as lazy: locked memory, and reserved huge
-/// pages.
+/// `VmFlags` of mappings that CRIU never treats as lazy: locked memory, and reserved huge pages.
 const NEVER_LAZY_FLAGS: [&str; 2] = ["lo", "ht"];
 
 /// The hidden memory of one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ProcessLazyPages {
-    /// PID in our PID namespace.
+    /// PID in the tasker's PID namespace.
     pub(super) pid: i32,
     /// PID in the task's PID namespace, as in the images.
     pub(super) namespace_pid: u64,
-    /// The areas that CRIU must not see, as (start, end).
+    /// The areas that are hidden from CRIU, as (start, end).
     areas: Vec<(u64, u64)>,
-    /// The ranges of populated pages in these areas.
+    /// The ranges of populated pages in the hidden areas, as (start, end).
     pub(super) pages: Vec<(u64, u64)>,
 }
 
-/// The hidden memory of a task. Its processes must remain stopped.
+/// The hidden memory of all processes of a task. The processes must remain stopped.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LazyPages {
     pub(super) processes: Vec<ProcessLazyPages>,
 }
 
-/// Checks that the kernel has PAGEMAP_SCAN.
+/// Checks that the kernel supports PAGEMAP_SCAN.
 ///
 /// # Errors
 /// The error of the system call.
@@ -123,13 +122,13 @@ impl LazyPages {
         Ok(())
     }
 
-    /// True if this page is hidden memory of the process with this PID in the images.
+    /// True if this page is hidden memory of the process whose PID in the images is `number`.
     pub(super) fn has(&self, number: u64, address: u64) -> bool {
         self.range_at(number, address).is_some()
     }
 
-    /// Returns the process that has this hidden page, by its PID in our namespace, and the end of
-    /// the range of pages.
+    /// Returns the process that has this hidden page, by its PID in the tasker's PID namespace, and
+    /// the end address of the range of hidden pages. `None` if the page is not hidden.
     pub(super) fn range_at(&self, number: u64, address: u64) -> Option<(i32, u64)> {
         let kept = self
             .processes
@@ -142,7 +141,7 @@ impl LazyPages {
 }
 
 impl ProcessLazyPages {
-    /// Returns `None` if the process has no memory to hide.
+    /// Chooses the hidden memory of one process; `None` if the process has no memory to hide.
     fn choose(pid: i32) -> io::Result<Option<ProcessLazyPages>> {
         let namespace_pid = namespace_pid(pid).ok_or_else(gone)?;
         let areas = lazy_areas(pid)?;
@@ -164,7 +163,7 @@ fn gone() -> io::Error {
     io::Error::from(io::ErrorKind::NotFound)
 }
 
-/// Returns the PID of a process in its own PID namespace. `None` if it has exited.
+/// Returns the PID of a process in its innermost PID namespace. `None` if the process has exited.
 pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
     ProcStatus::of(pid)?
         .field("NSpid")?
@@ -174,7 +173,7 @@ pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
         .ok()
 }
 
-/// Returns the areas of a process's memory that can be transferred after the dump.
+/// Returns the areas of a process's memory that can be transferred after the dump, as (start, end).
 ///
 /// # Errors
 /// The process has exited, or its mappings cannot be read.
@@ -185,8 +184,8 @@ pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
             .number::<u64>(name)
             .is_some_and(|kilobytes| kilobytes > 0)
     };
-    // For `smaps` the kernel visits every page. It is read only if the process may have locked
-    // memory or huge pages.
+    // To produce `smaps` the kernel visits every page, so it is read only if the process may have
+    // locked memory or huge pages.
     let file = if some("VmLck") || some("HugetlbPages") {
         "smaps"
     } else {
@@ -197,7 +196,7 @@ pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     ))?))
 }
 
-/// Returns the ranges of populated pages in these areas.
+/// Returns the ranges of populated pages in these areas, as (start, end).
 ///
 /// # Errors
 /// As for [`lazy_areas`].
@@ -237,7 +236,7 @@ fn parse_lazy_areas(maps: &str) -> Vec<(u64, u64)> {
     areas
 }
 
-/// Parses the line that begins a mapping into start, end, and the rest of the line.
+/// Parses the first line of a mapping into start address, end address, and the rest of the line.
 fn parse_mapping(line: &str) -> Option<(u64, u64, &str)> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
@@ -245,7 +244,7 @@ fn parse_mapping(line: &str) -> Option<(u64, u64, &str)> {
     Some((number(start)?, number(end)?, rest))
 }
 
-/// True for private anonymous memory. `rest` is the line of `maps` after the addresses.
+/// True for private anonymous memory. `rest` is the part of the line in `maps` after the addresses.
 fn is_private_anonymous(rest: &str) -> bool {
     // `rest` has the fields: permissions, offset, device, inode, name.
     let mut fields = rest.split_whitespace();
@@ -304,7 +303,7 @@ mod tests {
         assert_eq!(parse_lazy_areas(smaps), [(0x7f30_0000, 0x7f40_0000)]);
     }
 
-    /// A range is found by any address in it, and by no other.
+    /// A range of hidden pages is found by any address in it, and by no other address.
     #[test]
     fn ranges_are_found_by_any_address() {
         let kept = ProcessLazyPages {
@@ -332,7 +331,7 @@ mod tests {
         assert!(!lazy_pages.has(3, 0x1000));
     }
 
-    /// A buffer of this process is found as memory that can be hidden.
+    /// A buffer of the test process is found as memory that can be hidden.
     #[test]
     fn own_buffer_is_hidden_memory() {
         let memory = vec![7_u8; 4 << 20];

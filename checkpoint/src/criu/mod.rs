@@ -1,17 +1,17 @@
-//! CRIU as the dump engine. It dumps and restores any process tree; programs need not link
-//! anything.
+//! CRIU as the dump engine. It dumps and restores any process tree; programs need not link a
+//! library.
 //!
 //! Each dump or restore is one `criu swrk` process (RPC mode), driven over a socket pair with the
 //! messages of `rust-criu`. It runs in its own process group; the whole group is killed at a
 //! deadline or when the call is canceled. The options (see `options`):
 //!
-//! - the source stays stopped after the dump (`leave_stopped`),
+//! - the task at the source stays stopped after the dump (`leave_stopped`),
 //! - the network is not locked (`network_lock: SKIP`),
 //! - the PID namespace is external,
 //! - the restored root is a child of the caller (`rst_sibling`).
 //!
 //! CRIU itself is unmodified, but must be linked dynamically: two libraries of this crate are
-//! loaded into it by `LD_PRELOAD`.
+//! loaded into CRIU by `LD_PRELOAD`.
 //!
 //! | problem of CRIU | solution here |
 //! | --- | --- |
@@ -66,19 +66,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Paths where CRIU is looked for, after SEMPA_CRIU and before PATH.
+/// Paths that are searched for CRIU, after SEMPA_CRIU and before PATH.
 const DEFAULT_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
-/// Advice in error messages: how to get a working engine.
+/// Advice in error messages: how to install a working engine.
 pub const INSTALL_HINT: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
      SEMPA_CRIU set to the path of a working criu";
 
-/// Time that a canceled dump may take to end regularly before it is killed.
+/// Time limit for a canceled dump to end regularly before it is killed.
 const CANCEL_GRACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
 const CHECK_LOG: &str = "check.log";
-/// Name of the file that receives CRIU's standard error, which it uses until its log is open.
+/// Name of the file that receives CRIU's standard error. CRIU writes to it until its log is open.
 const STDERR: &str = "criu.stderr";
 /// Name of a temporary file that tests whether the file system can punch holes.
 const HOLE_TEST_FILE: &str = "hole";
@@ -90,10 +90,11 @@ pub struct Criu {
 }
 
 impl Criu {
-    /// Finds the program: SEMPA_CRIU, the default paths, PATH. `env` looks up a variable.
+    /// Finds the CRIU program: in SEMPA_CRIU, the default paths, or PATH, in this order. `env`
+    /// returns the value of an environment variable.
     ///
     /// # Errors
-    /// One sentence for users: where CRIU was looked for and how to get it.
+    /// One sentence for users: where CRIU was searched and how to install it.
     pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, String> {
         if let Some(set) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
             let program = PathBuf::from(set);
@@ -126,8 +127,8 @@ impl Criu {
         &self.program
     }
 
-    /// Starts a `criu swrk` process for one request. `request` encodes the request for the number
-    /// of the image directory's descriptor.
+    /// Starts a `criu swrk` process for one request. `request` encodes the request; its argument is
+    /// the descriptor number of the image directory.
     fn start(
         &self,
         dir: &Path,
@@ -168,8 +169,8 @@ impl Engine for Criu {
     }
 
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure> {
-        // Both are optional: without them the dump is equally good, but an engine that is killed
-        // may damage the task.
+        // The dump succeeds without the task snapshot and the relay, but then an engine that is
+        // killed may damage the task.
         let task_snapshot = trap_cleanup::TaskSnapshot::take(&job.processes).ok();
         let (relay, criu_end) = ptrace_relay::Relay::start(job.pid, &job.processes)
             .ok()
@@ -246,8 +247,8 @@ impl Engine for Criu {
 
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure> {
         let inherit = [&job.pid_namespace, &job.output];
-        // With hole punching, images in a memory file system and the restored task never need twice
-        // the memory: CRIU frees each page of the image after reading it.
+        // With hole punching CRIU frees each page of the image after reading it. Then images in a
+        // memory file system and the restored task together never need twice the memory.
         let uses_up = can_punch_holes(&job.dir);
         let request = |images| options::restore(&job, images, RESTORE_LOG, uses_up);
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
@@ -285,7 +286,7 @@ impl Engine for Criu {
 struct CriuPostCopyCheck {
     program: CriuCommand,
     log: PathBuf,
-    /// Receives one byte when CRIU has loaded our library; end of file when CRIU has exited.
+    /// Receives one byte when CRIU has loaded our library. End of file means that CRIU has exited.
     library_loaded: PipeReader,
 }
 
@@ -313,9 +314,9 @@ struct CriuDump {
     /// State of the task before the dump, to undo CRIU's changes.
     task_snapshot: Option<trap_cleanup::TaskSnapshot>,
     /// With post-copy: the memory that is not in the images, and the stream on which the target
-    /// will request it.
+    /// will request that memory.
     post_copy: Option<(LazyPages, Arc<OwnedFd>)>,
-    /// Pages that the target already has.
+    /// Pages that the target has already received by pre-copy.
     pre_copied: Option<Arc<SentPages>>,
 }
 
@@ -343,7 +344,7 @@ impl RunningDump for CriuDump {
         if done.is_err() {
             self.swrk.kill();
         }
-        // When this returns, everything that CRIU left pending for the task is removed and the task
+        // After this drop everything that CRIU left pending for the task is removed, and the task
         // is stopped.
         drop(self.relay.take());
         if let (Err(why), Some(before)) = (&done, &self.task_snapshot) {
@@ -369,8 +370,8 @@ impl RunningDump for CriuDump {
     }
 }
 
-/// True if parts of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). CRIU treats a
-/// failure to do so as its own failure.
+/// True if ranges of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). CRIU fails if
+/// it is ordered to punch holes and cannot.
 fn can_punch_holes(dir: &Path) -> bool {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let path = dir.join(HOLE_TEST_FILE);
@@ -379,7 +380,7 @@ fn can_punch_holes(dir: &Path) -> bool {
     shrinks
 }
 
-/// Returns number and size of the files in a directory.
+/// Returns the number and the total size of the files in a directory.
 fn count_files(dir: &Path) -> std::io::Result<DumpReport> {
     let mut report = DumpReport::default();
     for entry in std::fs::read_dir(dir)? {
@@ -441,8 +442,8 @@ impl RestoredTask for CriuRestoredTask {
     }
 
     fn abort(mut self: Box<Self>) {
-        // The caller kills the init of the namespace that contains what CRIU has built, so CRIU
-        // need not clean up.
+        // The caller kills the init of the PID namespace that contains the restored processes, so
+        // CRIU need not remove them.
         self.swrk.kill();
     }
 }
@@ -451,8 +452,8 @@ impl RestoredTask for CriuRestoredTask {
 mod tests {
     use super::*;
 
-    /// SEMPA_CRIU has precedence over other paths, and a wrong path in it is an error that names
-    /// it.
+    /// SEMPA_CRIU has precedence over the other paths. A wrong path in SEMPA_CRIU is an error that
+    /// names the path.
     #[test]
     fn sempa_criu_has_precedence() {
         let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into()))
@@ -470,14 +471,15 @@ mod tests {
     #[test]
     fn hole_test_leaves_no_file() {
         let dir = tempfile::tempdir().expect("a directory");
-        // Whether holes are supported depends on the file system under test. A directory that does
-        // not exist never supports them.
+        // Whether hole punching succeeds depends on the file system under test. It always fails in
+        // a directory that does not exist.
         can_punch_holes(dir.path());
         assert_eq!(std::fs::read_dir(dir.path()).expect("readable").count(), 0);
         assert!(!can_punch_holes(&dir.path().join("none")));
     }
 
-    /// Probing a program that is not CRIU fails with its path and an advice.
+    /// Probing a program that is not CRIU fails; the error names the program's path and advises how
+    /// to install CRIU.
     #[test]
     fn probe_explains_broken_programs() {
         for program in ["/bin/false", "/etc/passwd", "/bin/echo"] {

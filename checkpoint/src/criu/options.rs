@@ -7,11 +7,12 @@ use rust_criu::rust_criu_protobuf::rpc::{
 };
 use std::os::fd::{AsRawFd, RawFd};
 
-/// Name of the task's PID namespace in the images (`external` at dump, `inherit_fd` at restore).
+/// Key by which the images refer to the task's PID namespace (`external` at dump, `inherit_fd` at
+/// restore).
 const NAMESPACE_KEY: &str = "task";
 /// Maximum size of a deleted file that is stored in the images, in bytes.
 const GHOST_BYTES_MAX: u32 = 1 << 30;
-/// CRIU's log level "debug". Lower levels often lack the reason of a failure.
+/// CRIU's log level "debug". Lower levels often omit the reason of a failure.
 const LOG_LEVEL: i32 = 4;
 
 fn common(images: RawFd, log: &str) -> Criu_opts {
@@ -21,10 +22,11 @@ fn common(images: RawFd, log: &str) -> Criu_opts {
     opts.log_file = Some(log.to_string());
     opts.notify_scripts = Some(true);
     opts.manage_cgroups_mode = Some(EnumOrUnknown::new(Criu_cg_mode::IGNORE));
-    // Connections are never dumped, and the other methods need programs that may not be installed.
+    // Connections are never dumped. The other methods of locking the network need programs that may
+    // not be installed.
     opts.network_lock = Some(EnumOrUnknown::new(Criu_network_lock_method::SKIP));
     opts.ghost_limit = Some(GHOST_BYTES_MAX);
-    // A program file may be a copy with other permissions.
+    // The program file at the target may be a copy with other permissions.
     opts.skip_file_rwx_check = Some(true);
     opts
 }
@@ -39,7 +41,7 @@ fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
         .expect("a request is small and has all its fields")
 }
 
-/// Encodes a dump that leaves the task stopped.
+/// Encodes a request to dump a task and leave it stopped.
 pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
     let mut opts = common(images, log);
     opts.pid = Some(job.pid);
@@ -49,8 +51,8 @@ pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
     encode(Criu_req_type::DUMP, opts)
 }
 
-/// Encodes a restore of a task, as a child of the caller, into the given PID namespace. With
-/// `uses_up` CRIU frees the pages in the images after reading them (`auto_dedup`).
+/// Encodes a request to restore a task, as a child of the caller, into the given PID namespace.
+/// With `uses_up` CRIU frees the pages in the images after reading them (`auto_dedup`).
 pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool) -> Vec<u8> {
     let mut opts = common(images, log);
     opts.rst_sibling = Some(true);
@@ -70,7 +72,7 @@ pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool)
     encode(Criu_req_type::RESTORE, opts)
 }
 
-/// Encodes the reply to a notification.
+/// Encodes the reply to a notification of CRIU.
 pub(super) fn acknowledgement(success: bool) -> Vec<u8> {
     let mut request = Criu_req::new();
     request.type_ = Some(EnumOrUnknown::new(Criu_req_type::NOTIFY));

@@ -1,17 +1,17 @@
-//! Serves the memory that a dump has left in the task's processes, even after they have been
-//! killed.
+//! Serves the memory of a dumped task that is not in the images. The memory stays in the task's
+//! processes, even after they have been killed.
 //!
 //! The kernel frees the memory of a killed process when the process exits. A tracer can stop the
-//! process just before, at PTRACE_EVENT_EXIT. There it executes nothing, only its tracer can make
-//! it continue, and its memory is still readable. Therefore:
+//! process immediately before the exit, at PTRACE_EVENT_EXIT. In that stop the process executes no
+//! instructions, only its tracer can make it continue, and its memory is still readable. Therefore:
 //!
-//! 1. From the dump on, a thread of ours traces the first thread of each process that has served
-//!    memory.
+//! 1. From the dump on, a thread of the tasker traces the first thread of each process that has
+//!    served memory.
 //! 2. Before the processes are killed the tracer sets PTRACE_O_TRACEEXIT
 //!    ([`TracerOrder::KeepKilled`]).
 //! 3. When the last page was served, or no page is needed any more, the tracer detaches. A killed
-//!    process then exits; any other process remains stopped. The kernel does the same if this
-//!    program ends for any reason.
+//!    process then exits; any other process remains stopped. The kernel does the same if the tasker
+//!    ends for any reason.
 
 use super::lazy_pages_filter::LazyPages;
 use super::page_server_wire::{
@@ -38,17 +38,17 @@ use std::thread::JoinHandle;
 
 /// Maximum number of bytes that are read from a process and written to the stream at once.
 const READ_BYTES_MAX: u64 = 1 << 20;
-/// Maximum number of bytes of requests that are read at once.
+/// Maximum number of bytes that are read from the request stream at once.
 const REQUEST_BUFFER_BYTES: usize = 4 << 10;
-/// Capacity of the queue of orders to the tracer. Senders wait for each order to be carried out.
+/// Capacity of the queue of orders to the tracer. Senders wait until each order is executed.
 const ORDER_QUEUE_LEN: usize = 4;
 
-/// A page server for the memory of a dumped task.
+/// A server for the memory of a dumped task, which the target requests page by page.
 pub(super) struct PageServer {
     handle: ServedMemory,
     tracer: Option<JoinHandle<()>>,
     server: Option<JoinHandle<Result<(), Failure>>>,
-    /// Readable when serving has ended.
+    /// Event that becomes readable when serving has ended.
     ended: Arc<EventFd>,
 }
 
@@ -98,7 +98,7 @@ impl PageServer {
                 raise_thread_priority();
                 let done = serve_requests(&stream, &lazy_pages, sent.as_deref());
                 // The shutdown also notifies a target that requested a page that is not served. The
-                // write fails only if the counter is full.
+                // write to `ended` fails only if the counter is full.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
                 let _ = ended.write(1);
                 done
@@ -137,13 +137,13 @@ impl MemoryServer for PageServer {
 
 impl Drop for PageServer {
     fn drop(&mut self) {
-        // After `finish` this does nothing. Otherwise no one waits for the result.
+        // Has no effect after `finish`. Without `finish` the result is not needed.
         let _ = self.stop();
     }
 }
 
-/// Traces these processes until it is ordered to detach. Sends to `begun` whether they could be
-/// attached.
+/// Attaches to these processes and traces them until it is ordered to detach. Sends to `begun`
+/// whether attaching succeeded.
 fn run_tracer(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
     let attached: io::Result<Vec<TracedThread>> =
         pids.iter().map(|pid| TracedThread::attach(*pid)).collect();
@@ -155,7 +155,7 @@ fn run_tracer(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receive
         return;
     }
     while let Ok(TracerOrder::KeepKilled(answer)) = orders.recv() {
-        // Fails for a process that has exited meanwhile. It has no memory left; a request for its
+        // Fails for a process that has just exited. Such a process has no memory; a request for its
         // pages will fail.
         attached
             .iter()
@@ -164,7 +164,7 @@ fn run_tracer(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receive
     }
 }
 
-/// Answers requests until the target reports the end or closes the stream.
+/// Answers page requests until the target reports the end or closes the stream.
 fn serve_requests(
     mut stream: &UnixStream,
     lazy_pages: &LazyPages,
@@ -234,7 +234,7 @@ fn is_closed(error: &io::Error) -> bool {
     )
 }
 
-/// Sends all requested pages.
+/// Sends all pages of the request `asked`.
 fn send_pages(
     mut stream: &UnixStream,
     lazy_pages: &LazyPages,
@@ -244,7 +244,7 @@ fn send_pages(
 ) -> io::Result<()> {
     let end = request_end(asked)?;
     let mut at = asked.address;
-    // The header and the first piece are sent by one write.
+    // The header and the first chunk of pages are sent by one write.
     buffer.clear();
     buffer.extend(layout.write(&PageHeader {
         command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
@@ -263,7 +263,8 @@ fn send_pages(
     Ok(())
 }
 
-/// Sends those of the requested pages whose content has changed since the pre-copy.
+/// Sends those of the requested pages whose content has changed since the pre-copy, with a bitmap
+/// of them.
 fn send_changed_pages(
     mut stream: &UnixStream,
     (lazy_pages, sent): (&LazyPages, &SentPages),
@@ -314,14 +315,14 @@ fn request_end(asked: &PageHeader) -> io::Result<u64> {
         .ok_or(io::ErrorKind::InvalidInput.into())
 }
 
-/// Returns the PID of the process that has the page at this address, and the end of the range of
-/// served pages.
+/// Returns the PID of the process that has the page at the address `at`, and the end address of the
+/// range of served pages that contains it.
 fn served_range_at(lazy_pages: &LazyPages, process: u64, at: u64) -> io::Result<(i32, u64)> {
     let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
     lazy_pages.range_at(process, at).ok_or_else(not_missing)
 }
 
-/// Reads all of this memory, including areas without read permission.
+/// Reads memory of a process into the whole buffer, including areas without read permission.
 fn read_memory(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
     match read_readable(pid, address, into) {
         Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
@@ -361,11 +362,11 @@ mod tests {
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
 
-    /// Timeout for anything that a test waits for.
+    /// Timeout for every event that a test waits for.
     const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-    /// Starts a process with a known pattern in its memory and stops it. Returns it with the
-    /// pattern's address.
+    /// Starts a process with a known byte pattern in its memory and stops it. Returns the process
+    /// and the address of the pattern.
     fn stopped_process_with_pattern() -> (Child, u64) {
         let code = "import ctypes, time\nheld = ctypes.create_string_buffer(bytes(range(256)) * 16384)\n\
                     print(ctypes.addressof(held), flush=True)\ntime.sleep(1000)";
@@ -423,7 +424,7 @@ mod tests {
         }
     }
 
-    /// The memory of a killed process is served until the target has everything; then the process
+    /// The memory of a killed process is served until the target has all of it; then the process
     /// exits.
     #[test]
     #[ignore = "system tier: needs python3"]
@@ -466,7 +467,7 @@ mod tests {
         assert!(!child.wait().expect("it ends").success());
     }
 
-    /// After a pre-copy, only pages that have changed since are sent.
+    /// After a pre-copy, the server sends only pages that have changed since the pre-copy.
     #[test]
     #[ignore = "system tier: needs python3"]
     fn only_pages_changed_since_pre_copy_are_sent() {
@@ -538,7 +539,7 @@ mod tests {
         child.wait().expect("it ends");
     }
 
-    /// A process whose memory is not served any more remains stopped and can be continued.
+    /// When serving ends, a process remains stopped and can be continued.
     #[test]
     #[ignore = "system tier: needs python3"]
     fn process_without_server_remains_stopped() {
@@ -565,7 +566,7 @@ mod tests {
         child.wait().expect("it ends");
     }
 
-    /// A request for pages that are not served is an error and gets no reply.
+    /// A request for pages that are not served is an error and receives no reply.
     #[test]
     #[ignore = "system tier: needs python3"]
     fn request_for_other_pages_is_an_error() {

@@ -1,35 +1,39 @@
-//! The wire format of CRIU's page server (`page-xfer.c`), with four commands of our own for
+//! The wire format of CRIU's page server (`page-xfer.c`), with four additional commands for
 //! pre-copy.
 //!
 //! A request is a header (`struct page_server_iov`). A reply is a header followed by the pages. All
 //! numbers are in host byte order.
 
-/// The commands PS_IOV_GET and PS_IOV_ADD_F. They occupy the lower half of the header's first
-/// field; the upper half has the flags of the pages.
+/// Command of a request: send the pages of a range. A command occupies the lower half of the
+/// header's first field; the upper half contains the flags of the pages.
 pub(super) const PS_IOV_GET: u32 = 7;
+/// Command of a reply: the requested pages follow.
 pub(super) const PS_IOV_ADD_F: u32 = 6;
-/// Commands of a pre-copy, unknown to CRIU ([`super::pre_copy`]). [`PRE_COPY_PAGES`] is followed by
-/// pages. [`PRE_COPY_COUNT`] has a page count: first from the target, the number of pages that it
-/// accepts; then from the source, the number that it has sent, as the end of the pre-copy; last
-/// from the target, the number that it has received.
+/// Command of a pre-copy: the source sends pages. CRIU does not know this command
+/// ([`super::pre_copy`]).
 pub(super) const PRE_COPY_PAGES: u32 = 0x5e01;
+/// Command of a pre-copy: a number of pages. It is sent three times: first the target sends how
+/// many pages it accepts; at the end the source sends how many it has sent; then the target sends
+/// how many it has received.
 pub(super) const PRE_COPY_COUNT: u32 = 0x5e02;
-/// Commands after a pre-copy. [`GET_CHANGED`] requests those pages of a range whose content differs
-/// from what was pre-copied. The reply [`CHANGED_PAGES`] has a bitmap of the range (lowest bit of
-/// each byte first), followed by the pages whose bit is set.
+/// Command after a pre-copy: requests those pages of a range whose content differs from the
+/// pre-copied content.
 pub(super) const GET_CHANGED: u32 = 0x5e03;
+/// Reply to [`GET_CHANGED`]: a bitmap of the range (lowest bit of each byte first), followed by the
+/// pages whose bit is set.
 pub(super) const CHANGED_PAGES: u32 = 0x5e04;
-/// PS_IOV_CLOSE and PS_IOV_FORCE_CLOSE: no more requests follow. The reply is a status of four
-/// bytes. CRIU sends the second on a socket that it has inherited, because its caller may hold that
-/// socket open.
+/// Command: no more requests follow. The reply is [`CLOSE_REPLY`].
 pub(super) const PS_IOV_CLOSE: u32 = 0x1023;
+/// Like [`PS_IOV_CLOSE`]. CRIU sends this command on a socket that it has inherited, because its
+/// caller may keep the socket open.
 pub(super) const PS_IOV_FORCE_CLOSE: u32 = 0x1024;
+/// Reply to the close commands: the status 0.
 pub(super) const CLOSE_REPLY: [u8; 4] = [0; 4];
 pub(super) const PS_CMD_BITS: u32 = 16;
 pub(super) const PE_PRESENT: u32 = 1 << 2;
 
-/// The layout of a header. Fields: command (4 bytes), number of pages, address (8 bytes), process
-/// (8 bytes).
+/// The layout of a header. The fields in order: command (4 bytes), number of pages, address (8
+/// bytes), process (8 bytes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeaderLayout {
     /// The number of pages has 4 bytes.
@@ -48,8 +52,9 @@ impl HeaderLayout {
         }
     }
 
-    /// Detects the layout from a first request. The right layout is the one in which the request is
-    /// for a missing page; `misses` tells that for a process and an address.
+    /// Detects the layout from the first request. The correct layout is the one in which the
+    /// request is for a missing page. `misses` returns whether a page, given by process and
+    /// address, is missing.
     pub(super) fn detect(
         received: &[u8],
         misses: impl Fn(u64, u64) -> bool,
@@ -95,12 +100,12 @@ impl HeaderLayout {
     }
 }
 
-/// Returns the length of the bitmap of a [`CHANGED_PAGES`] reply.
+/// Returns the length in bytes of the bitmap of a [`CHANGED_PAGES`] reply.
 pub(super) fn bitmap_bytes(pages: u64) -> usize {
     pages.div_ceil(8) as usize
 }
 
-/// Header of a request or reply.
+/// Header of a request or reply: a range of pages of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageHeader {
     pub(super) command: u32,

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Arguments and progress of the call: `struct pm_scan_arg` of linux/fs.h.
+/// Arguments and result of the call: `struct pm_scan_arg` of linux/fs.h.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct Scan {
@@ -24,7 +24,7 @@ struct Scan {
     returned: u64,
 }
 
-/// Adjacent pages of the same categories: `struct page_region` of linux/fs.h.
+/// Adjacent pages with the same categories: `struct page_region` of linux/fs.h.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Region {
@@ -33,17 +33,17 @@ struct Region {
     categories: u64,
 }
 
-/// The request code: `_IOWR('f', 16, struct pm_scan_arg)`.
+/// The request code of the ioctl: `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong =
     3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
-/// The shared page of zeros, which is mapped where memory was read but never written.
+/// Category of the shared page of zeros, which is mapped where memory was read but never written.
 const PAGE_IS_PFNZERO: u64 = 1 << 5;
 /// Maximum number of regions that one call returns.
 const REGIONS_MAX: usize = 512;
 
-/// Selects pages to find.
+/// Selects the pages that a scan returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageFilter {
     /// All pages that the process has written, including swapped-out ones.
@@ -56,7 +56,7 @@ pub(super) enum PageFilter {
 /// is the process's `/proc/PID/pagemap`.
 ///
 /// # Errors
-/// The process has exited, or the kernel does not know the call (ENOTTY).
+/// The process has exited, or the kernel does not support the call (ENOTTY).
 pub(super) fn scan_pages(
     map: &File,
     (start, end): (u64, u64),
@@ -85,8 +85,8 @@ pub(super) fn scan_pages(
             returned: PAGE_IS_PFNZERO,
             ..Scan::default()
         };
-        // SAFETY: the kernel reads and writes `scan`, whose size it is given, and writes at most
-        // `regions_max` regions at `regions`. Both live until the call returns.
+        // SAFETY: the kernel reads and writes `scan`, whose size it receives in `size`, and writes
+        // at most `regions_max` regions at `regions`. Both live until the call returns.
         let regions = unsafe { libc::ioctl(map.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
         let regions = usize::try_from(regions).map_err(|_| io::Error::last_os_error())?;
         for region in found.iter().take(regions) {
@@ -143,7 +143,7 @@ mod tests {
         assert_eq!(found.len(), 1451);
     }
 
-    /// Allocates untouched memory without huge pages.
+    /// Maps memory whose pages are not populated yet, without huge pages.
     fn fresh(bytes: usize) -> &'static mut [u8] {
         // SAFETY: the memory is newly mapped with this length, has no other reference, and is never
         // unmapped.

@@ -1,24 +1,25 @@
-//! A proxy between `criu lazy-pages` and the source, which requests memory before CRIU does.
+//! A proxy between `criu lazy-pages` and the source, which requests memory from the source before
+//! CRIU needs it.
 //!
 //! `criu lazy-pages` has two kinds of requests (PS_IOV_GET):
 //!
-//! - The background transfer goes through each process's missing memory from low to high addresses,
-//!   one range at a time. After every page fault it starts again with short ranges.
+//! - The background transfer requests each process's missing memory from low to high addresses, one
+//!   range at a time. After every page fault it starts again with short ranges.
 //! - For a page fault of the task it requests a single page.
 //!
 //! Without the proxy each request takes a round trip between the hosts. The proxy splits the range
-//! ahead of the background transfer into chunks and keeps some of them in flight, so that most of
-//! CRIU's requests are answered at once.
+//! that the background transfer will request next into chunks and keeps some chunks in flight, so
+//! that most of CRIU's requests are answered without a round trip.
 //!
 //! Rules:
 //!
 //! - Only pages that the images mark as lazy are requested. The source treats any other request as
 //!   a protocol error.
-//! - On either side, requests are answered in their order.
-//! - If pages were pre-copied ([`super::pre_copy`]), the source is asked which of them have
+//! - CRIU and the source each receive replies in the order of the requests.
+//! - If pages were pre-copied ([`super::pre_copy`]), the proxy asks the source which of them have
 //!   changed, and CRIU receives the merged pages.
-//! - After the first message that is not a page request (in particular PS_IOV_CLOSE), all bytes
-//!   pass unchanged in both directions.
+//! - After the first message that is not a page request (in particular PS_IOV_CLOSE), all bytes are
+//!   forwarded unchanged in both directions.
 
 mod missing_memory;
 mod reply;
@@ -38,35 +39,37 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::time::{Duration, Instant};
 
-/// Minimum and maximum size of a chunk. The size starts at the minimum and adapts to the round-trip
-/// time.
+/// Minimum size of a chunk in pages. The chunk size starts at the minimum and adapts to the
+/// round-trip time.
 const CHUNK_PAGES_MIN: u64 = 16;
+/// Maximum size of a chunk in pages.
 const CHUNK_PAGES_MAX: u64 = 128;
-/// Maximum number of chunks in flight, plus one if CRIU waits for it. Low, because the request for
-/// a page fault queues after them.
+/// Maximum number of chunks in flight, not counting one chunk that CRIU waits for. The number is
+/// low because the request for a page fault queues after the chunks.
 const IN_FLIGHT_MAX: usize = 2;
-/// Bounds of the round-trip time for adapting the chunk size: above the first the size is halved,
-/// below the second it is doubled.
+/// Round-trip time above which the chunk size is halved.
 const SLOW_ROUND_TRIP: Duration = Duration::from_millis(25);
+/// Round-trip time below which the chunk size is doubled.
 const FAST_ROUND_TRIP: Duration = Duration::from_millis(10);
-/// Maximum number of chunks of one process that are in flight or in memory ahead of CRIU's
-/// requests.
+/// Maximum number of chunks of one process that are in flight or stored before CRIU requests them.
 const CHUNKS_PER_PROCESS_MAX: usize = 4;
-/// Maximum number of chunks of all processes, not counting those that CRIU has requested.
+/// Maximum number of stored or requested chunks of all processes, not counting chunks that CRIU has
+/// requested.
 const CHUNKS_MAX: usize = 32;
-/// Maximum number of unanswered requests of CRIU; further ones remain in the socket. Only as many
-/// page faults can be pending as the task has threads.
+/// Maximum number of unanswered requests of CRIU; further requests remain in the socket. The number
+/// of pending page faults is at most the number of the task's threads.
 const PENDING_MAX: usize = 65_536;
 /// Maximum number of unused buffers that are kept for further chunks.
 const SPARE_BUFFERS_MAX: usize = 8;
 /// Maximum number of bytes that are forwarded unchanged at once.
 const PASSTHROUGH_BYTES_MAX: usize = 64 << 10;
 
-/// Where the reply to a request of CRIU comes from.
+/// Where the pages for the reply to a request of CRIU come from.
 #[derive(Debug)]
 enum ReplySource {
     Chunks,
-    /// The same request was sent to the source. Contains the pages once they have arrived.
+    /// The same request was sent to the source. The value is the requested pages; `None` until they
+    /// have arrived.
     OwnRequest(Option<Vec<u8>>),
 }
 
@@ -74,13 +77,13 @@ enum ReplySource {
 #[derive(Debug)]
 struct PendingRequest {
     head: PageHeader,
-    /// True for the background transfer, false for a page fault.
+    /// True for a request of the background transfer, false for a page fault.
     is_background: bool,
     from: ReplySource,
 }
 
-/// A range that the background transfer has requested and that is not yet requested from the
-/// source.
+/// A range that the background transfer has requested and that is not requested from the source
+/// yet.
 #[derive(Clone, Copy, Debug)]
 struct BackgroundRange {
     process: u64,
@@ -96,42 +99,44 @@ struct SourceRequest {
     pages: u64,
     is_chunk: bool,
     sent_at: Instant,
-    /// The pre-copied pages of the range. Only changed pages are requested.
+    /// The pre-copied pages of the range; then only the changed pages are requested. `None` if no
+    /// pages of the range were pre-copied.
     pre_copied: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
 struct Chunk {
     end: u64,
-    /// `None` while the chunk is in flight.
+    /// Content of the chunk; `None` while it is in flight.
     bytes: Option<Vec<u8>>,
 }
 
-/// State of the proxy.
+/// State of the proxy. It does no I/O except for writing to CRIU.
 #[derive(Debug)]
 struct Prefetcher {
     page: u64,
     now: Instant,
     processes: BTreeMap<u64, ProcessProgress>,
-    /// Pages that were pre-copied.
+    /// Pages that were received by pre-copy before the restore.
     pre_copied: ReceivedPages,
-    /// Known from CRIU's first request.
+    /// The header layout that CRIU uses; `None` until CRIU's first request.
     layout: Option<HeaderLayout>,
-    /// What CRIU sends is forwarded unchanged.
+    /// True if data from CRIU is forwarded unchanged.
     passthrough: bool,
-    /// After CRIU has sent PS_IOV_CLOSE: number of bytes of the reply that the source has sent.
+    /// Number of bytes of the reply to PS_IOV_CLOSE that the source has sent; `None` until CRIU has
+    /// sent PS_IOV_CLOSE.
     close_reply_bytes: Option<usize>,
     received: Vec<u8>,
     pending: VecDeque<PendingRequest>,
     /// Number of bytes of the reply to the first pending request that CRIU has accepted.
     accepted_bytes: usize,
-    /// CRIU's socket buffer is full.
+    /// True if CRIU's socket buffer is full.
     is_blocked: bool,
     background: VecDeque<BackgroundRange>,
     in_flight: VecDeque<SourceRequest>,
-    /// Keyed by process and start address.
+    /// The chunks in flight and in memory, by process and start address.
     chunks: BTreeMap<(u64, u64), Chunk>,
-    /// Size of the next chunk.
+    /// Size of the next chunk in pages.
     chunk_pages: u64,
     reply: IncomingReply,
     spare_buffers: Vec<Vec<u8>>,
@@ -176,7 +181,7 @@ impl Prefetcher {
         self.now = now;
     }
 
-    /// True if CRIU has sent something other than a page request, as it does before it exits
+    /// True if CRIU has sent a message other than a page request, as it does before it exits
     /// successfully, or if no memory is missing.
     fn engine_is_done(&self) -> bool {
         self.passthrough || self.processes.is_empty()
@@ -187,7 +192,7 @@ impl Prefetcher {
         self.close_reply_bytes.is_some()
     }
 
-    /// Returns the part of the reply to PS_IOV_CLOSE that has not arrived from the source.
+    /// Returns the bytes of the reply to PS_IOV_CLOSE that have not arrived from the source.
     fn missing_close_reply(&self) -> &'static [u8] {
         &CLOSE_REPLY[self.close_reply_bytes.unwrap_or(0).min(CLOSE_REPLY.len())..]
     }
@@ -199,27 +204,27 @@ impl Prefetcher {
             && self.passthrough_bytes.is_empty()
     }
 
-    /// True if more requests of CRIU may be read.
+    /// True if further requests of CRIU may be read.
     fn accepts_requests(&self) -> bool {
         self.pending.len() < PENDING_MAX
     }
 
-    /// True if more data of the source may be read.
+    /// True if further data of the source may be read.
     fn accepts_replies(&self) -> bool {
         self.passthrough_bytes.len() < PASSTHROUGH_BYTES_MAX
     }
 
-    /// True if there is more data for CRIU than it accepts.
+    /// True if data for CRIU waits because CRIU's socket buffer is full.
     fn is_blocked(&self) -> bool {
         self.is_blocked
     }
 
-    /// Returns the bytes to be sent to the source. The caller removes those that were sent.
+    /// Returns the bytes to be sent to the source. The caller removes the bytes that were sent.
     fn bytes_for_source(&mut self) -> &mut Vec<u8> {
         &mut self.to_source
     }
 
-    // ---- CRIU's side
+    // ---- The connection to CRIU
 
     fn receive_from_engine(&mut self, bytes: &[u8]) {
         self.received.extend(bytes);
@@ -243,14 +248,14 @@ impl Prefetcher {
                 self.close_reply_bytes.get_or_insert(0);
             }
             // Replies must follow the order of the requests, so all pending ranges are requested
-            // first.
+            // before other bytes are forwarded.
             while self.request_background_chunk() {}
             self.to_source.append(&mut self.received);
         }
         self.prefetch();
     }
 
-    /// Detects the header layout by a request for a missing page.
+    /// Detects the header layout: in the correct layout CRIU's first request is for a missing page.
     fn detect_layout(&self) -> Option<HeaderLayout> {
         let misses = |process, address| {
             self.processes
@@ -312,7 +317,7 @@ impl Prefetcher {
         (of == process && address < chunk.end).then_some((start, chunk))
     }
 
-    /// Writes the replies that are available, as far as CRIU accepts them.
+    /// Writes the available replies until CRIU accepts no more data.
     fn write_replies(&mut self, out: &mut impl Write) -> io::Result<()> {
         self.is_blocked = false;
         while self.write_first_reply(out)? {}
@@ -323,7 +328,8 @@ impl Prefetcher {
         Ok(())
     }
 
-    /// Answers the first pending request. True if more may be answered.
+    /// Answers the first pending request of CRIU. Returns true if the next request may be answered
+    /// too.
     fn write_first_reply(&mut self, out: &mut impl Write) -> io::Result<bool> {
         let (Some(layout), Some(first)) = (self.layout, self.pending.front()) else {
             return Ok(false);
@@ -379,9 +385,9 @@ impl Prefetcher {
         Ok(true)
     }
 
-    /// Requests what the first pending request of CRIU lacks at address `at`: the page was not
-    /// requested from the source yet, or the source's reply for its chunk was shorter than
-    /// requested.
+    /// Requests from the source what the first pending request of CRIU still lacks at the address
+    /// `at`. Either that page was not requested yet, or the source's reply for its chunk was
+    /// shorter than requested.
     fn request_rest(&mut self, head: &PageHeader, is_background: bool, at: u64) {
         if !is_background {
             let from = self.request_directly(head);
@@ -401,7 +407,7 @@ impl Prefetcher {
         }
     }
 
-    /// Drops the chunks before this address, which the background transfer has passed.
+    /// Drops the chunks below this address, which the background transfer no longer needs.
     fn drop_chunks_before(&mut self, process: u64, address: u64) {
         let behind = self.chunks.range((process, 0)..(process, address));
         let behind = behind.filter(|(_, chunk)| chunk.bytes.is_some() && chunk.end <= address);
@@ -421,7 +427,7 @@ impl Prefetcher {
         }
     }
 
-    // ---- The source's side
+    // ---- The connection to the source
 
     fn request(&mut self, process: u64, address: u64, pages: u64, is_chunk: bool) {
         let Some(layout) = self.layout else { return };
@@ -458,7 +464,7 @@ impl Prefetcher {
         ReplySource::OwnRequest(None)
     }
 
-    /// Requests the next chunk of the pending background ranges. False if there is none.
+    /// Requests the next chunk of the pending background ranges. Returns false if there is none.
     fn request_background_chunk(&mut self) -> bool {
         while let Some(BackgroundRange {
             process,
@@ -482,7 +488,8 @@ impl Prefetcher {
         false
     }
 
-    /// Requests a chunk that begins at an address that is in no chunk. Returns the chunk's end.
+    /// Requests a chunk that starts at an address that no chunk contains. Returns the chunk's end
+    /// address; `None` if the memory at `address` is not missing.
     fn request_chunk(&mut self, process: u64, address: u64) -> Option<u64> {
         let (_, end) = self.processes.get(&process)?.missing_range_at(address)?;
         let end = end.min(address + self.chunk_pages * self.page);
@@ -498,7 +505,7 @@ impl Prefetcher {
         Some(end)
     }
 
-    /// Keeps chunks in flight, those that CRIU waits for first.
+    /// Requests chunks until enough are in flight. Chunks that CRIU waits for are requested first.
     fn prefetch(&mut self) {
         while self.in_flight.len() <= IN_FLIGHT_MAX && self.request_background_chunk() {}
         if self.passthrough {
@@ -537,7 +544,7 @@ impl Prefetcher {
         self.in_flight.is_empty() && (self.passthrough || self.layout.is_none())
     }
 
-    /// Returns the buffer for the next bytes from the source.
+    /// Returns the buffer into which the next bytes from the source must be read.
     fn receive_buffer(&mut self) -> &mut [u8] {
         if self.source_passes_through() {
             self.passthrough_buffer.resize(PASSTHROUGH_BYTES_MAX, 0);
@@ -547,7 +554,8 @@ impl Prefetcher {
             .buffer(self.layout.map_or(0, HeaderLayout::bytes))
     }
 
-    /// Processes bytes that were read into this buffer.
+    /// Processes `bytes` bytes that were read into the buffer of
+    /// [`receive_buffer`](Self::receive_buffer).
     ///
     /// # Errors
     /// The source has sent something other than the expected reply.
@@ -641,7 +649,7 @@ impl Prefetcher {
     }
 }
 
-/// True if this is the message that CRIU sends before it exits successfully.
+/// True if this is the message that CRIU sends before it exits successfully (PS_IOV_CLOSE).
 fn is_close(words: &[u8]) -> bool {
     let command = words
         .first_chunk()
@@ -671,7 +679,7 @@ fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Res
     Ok(taken)
 }
 
-/// Writes these bytes and removes those that were accepted. True if nothing remains.
+/// Writes these bytes and removes those that were accepted. Returns true if no bytes remain.
 fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
     let taken = write_parts(out, &[bytes], 0)?;
     bytes.drain(..taken);

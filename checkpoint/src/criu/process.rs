@@ -1,7 +1,8 @@
-//! Processes of CRIU: [`Swrk`] for requests over a socket, [`CriuCommand`] for command lines.
+//! Processes of CRIU: [`Swrk`] executes requests over a socket, [`CriuCommand`] executes a command
+//! line.
 //!
-//! Each runs in its own process group, which is killed as a whole. It is never waited for without a
-//! deadline.
+//! Each process runs in its own process group, which is killed as a whole. Every wait for a process
+//! has a deadline.
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
 use super::{STDERR, criu_log, options};
@@ -22,12 +23,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Maximum length of a reply, in bytes. Real ones have a few hundred.
+/// Maximum length of a reply in bytes. Real replies have a few hundred bytes.
 const REPLY_BYTES_MAX: usize = 64 << 10;
-/// The highest priority of ordinary scheduling.
+/// Nice value of the highest priority of ordinary scheduling.
 const HIGH_PRIORITY_NICE: i32 = -20;
-/// Nice value for work that nothing waits for. Not the lowest priority, because a thread without
-/// CPU time may hold locks of the kernel.
+/// Nice value for work whose result no operation waits for. Not the lowest priority, because a
+/// thread without CPU time may hold locks of the kernel.
 const LOW_PRIORITY_NICE: i32 = 10;
 /// Timeout for `criu --version`.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,14 +36,14 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 /// A message from CRIU.
 #[derive(Debug)]
 pub(super) enum SwrkMessage {
-    /// CRIU waits for an acknowledgement at this point.
+    /// CRIU has reached a point at which it waits for an acknowledgement.
     Notify {
-        /// Name of the point.
+        /// CRIU's name of the point, for example `post-restore`.
         script: String,
-        /// PID of the restored root at points that have one, otherwise 0.
+        /// PID of the restored root if CRIU reports it at this point, otherwise 0.
         pid: i32,
     },
-    /// The request was carried out.
+    /// CRIU has executed the request successfully.
     Done,
 }
 
@@ -51,23 +52,23 @@ pub(super) struct Swrk {
     child: Child,
     pidfd: OwnedFd,
     socket: OwnedFd,
-    /// CRIU opens the directory through this process's descriptor, which must therefore remain
-    /// open.
+    /// The image directory. CRIU opens it through the descriptor of this process, so the descriptor
+    /// must remain open.
     _images: File,
     log: PathBuf,
     stderr: PathBuf,
-    /// Start of the current call.
+    /// Time at which the current call started.
     call_started: Instant,
-    /// Time that CRIU may take to exit after a cancellation, before it is killed.
+    /// Time limit for CRIU to exit after a cancellation, before it is killed.
     cancel_grace: Duration,
-    /// Time of the cancellation.
+    /// Time at which the call was canceled; `None` if it was not.
     canceled_at: Option<Instant>,
     reaped: bool,
 }
 
 impl Swrk {
-    /// Starts CRIU and sends it the request. It inherits `inherit` and `images` with the same
-    /// numbers, and no other descriptor.
+    /// Starts CRIU and sends it the request. CRIU inherits `inherit` and `images` with the same
+    /// descriptor numbers, and no other descriptor.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
@@ -121,24 +122,25 @@ impl Swrk {
         Ok(swrk)
     }
 
-    /// Raises CRIU's priority above all ordinary processes, so that it does not wait for CPU time
-    /// while it has the task seized.
+    /// Raises CRIU's priority above all ordinary processes, so that CRIU does not wait for CPU time
+    /// while it has stopped the task.
     pub(super) fn raise_priority(&self) {
-        // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
+        // SAFETY: the call accesses no memory. Without the privilege the priority remains
+        // unchanged.
         unsafe { libc::setpriority(libc::PRIO_PGRP, self.child.id(), HIGH_PRIORITY_NICE) };
     }
 
-    /// Sets the time that CRIU may take to exit after a cancellation, before it is killed.
+    /// Sets the time limit for CRIU to exit after a cancellation, before it is killed.
     pub(super) fn set_cancel_grace(&mut self, grace: Duration) {
         self.cancel_grace = grace;
     }
 
-    /// Returns CRIU's PID, which is also its process group.
+    /// Returns CRIU's PID, which is also the id of its process group.
     pub(super) fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    /// Starts a new call, with a new timeout.
+    /// Restarts the timeout for the next call.
     pub(super) fn restart_timeout(&mut self) {
         self.call_started = Instant::now();
     }
@@ -170,7 +172,7 @@ impl Swrk {
                 pid: notify.pid(),
             });
         }
-        // The error text may be set in case of success, too; only this field counts.
+        // CRIU may set the error text after a success, too; only this field counts.
         match answer.success() {
             true => Ok(SwrkMessage::Done),
             false => {
@@ -180,7 +182,7 @@ impl Swrk {
         }
     }
 
-    /// Replies to a notification. If it cannot be sent CRIU is exiting, which the next
+    /// Replies to a notification. Sending fails only if CRIU is exiting, which the next
     /// [`receive`](Self::receive) reports.
     pub(super) fn acknowledge(&mut self, success: bool) {
         let _ = send(
@@ -190,7 +192,8 @@ impl Swrk {
         );
     }
 
-    /// Acknowledges all further notifications until CRIU has exited.
+    /// Acknowledges all further notifications until CRIU has exited. Fails if CRIU reports an
+    /// error.
     pub(super) fn finish(&mut self, limits: &CallLimits) -> Result<(), Failure> {
         while let SwrkMessage::Notify { .. } = self.receive(limits)? {
             self.acknowledge(true);
@@ -218,14 +221,15 @@ impl Swrk {
         }
     }
 
-    /// Kills the rest of the process group, then CRIU itself. If CRIU has exited already its status
-    /// is kept.
+    /// Kills the other processes of the process group, then CRIU itself. If CRIU has already
+    /// exited, its exit status is returned unchanged.
     fn reap(&mut self) -> io::Result<ExitStatus> {
         self.reaped = true;
         reap_group(&mut self.child)
     }
 
-    /// Waits until CRIU has exited or, with `or_word`, has sent a message.
+    /// Waits until CRIU has exited or, with `or_word`, has sent a message. Fails at the timeout, or
+    /// after a cancellation.
     fn wait(&mut self, limits: &CallLimits, or_word: bool) -> Result<(), Failure> {
         loop {
             let mut until = self.call_started + limits.timeout;
@@ -238,7 +242,7 @@ impl Swrk {
                 fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
             }
             let left = until.saturating_duration_since(Instant::now());
-            // Rounded up, so that the last round does not spin.
+            // Rounded up, so that the last wait does not spin.
             let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
             match poll(
                 &mut fds,
@@ -267,7 +271,7 @@ impl Swrk {
         }
     }
 
-    /// Returns why CRIU closed the socket or exited without a reply.
+    /// Waits for CRIU's exit after it has closed the socket. Returns why it ended without a reply.
     fn exit_failure(&mut self, limits: &CallLimits) -> Failure {
         if let Err(failure) = self.wait(limits, false) {
             return failure;
@@ -294,13 +298,13 @@ impl Drop for Swrk {
 
 /// Raises the priority of the calling thread above all ordinary threads.
 pub(super) fn raise_thread_priority() {
-    // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
+    // SAFETY: the call accesses no memory. Without the privilege the priority remains unchanged.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HIGH_PRIORITY_NICE) };
 }
 
 /// Lowers the priority of the calling thread.
 pub(super) fn lower_thread_priority() {
-    // SAFETY: no memory is involved. Lowering needs no privilege.
+    // SAFETY: the call accesses no memory. Lowering the priority needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY_NICE) };
 }
 
@@ -308,8 +312,9 @@ fn canceled() -> Failure {
     Failure::Cancelled("the move was given up".into())
 }
 
-/// Runs in the child before it executes CRIU: images are readable by their owner only, the child
-/// dies with its parent, no signal is blocked, and only the descriptors in `keep` are inherited.
+/// Prepares a child process before it executes CRIU: only the owner can read the images that it
+/// writes, it dies with its parent, no signal is blocked, and it inherits only the descriptors in
+/// `keep`.
 fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
     // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {
@@ -340,7 +345,7 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Starts a child and opens its pidfd. If that fails the child is killed.
+/// Starts a child and opens its pidfd. If opening fails, the child is killed.
 fn spawn(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
     let mut child = command.spawn()?;
     match pidfd_of(&child) {
@@ -370,7 +375,8 @@ pub(super) fn own_descriptor(descriptor: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(descriptor) }
 }
 
-/// A CRIU that executes its command line and exits. Dropping it kills and reaps it.
+/// A CRIU process that executes one command line and exits. Dropping it kills and reaps the
+/// process.
 pub(super) struct CriuCommand {
     child: Child,
     pidfd: OwnedFd,
@@ -378,8 +384,8 @@ pub(super) struct CriuCommand {
 }
 
 impl CriuCommand {
-    /// Starts CRIU. Its standard error goes to a file in `dir`. It inherits the descriptors
-    /// `inherit`, and no others.
+    /// Starts CRIU. Its standard error is written to a file in `dir`. CRIU inherits the descriptors
+    /// `inherit`, and no other descriptor.
     pub(super) fn start<'a>(
         criu: &Path,
         arguments: impl Iterator<Item = &'a OsStr>,
@@ -410,7 +416,7 @@ impl CriuCommand {
         })
     }
 
-    /// Returns CRIU's PID, which is also its process group.
+    /// Returns CRIU's PID, which is also the id of its process group.
     pub(super) fn pid(&self) -> i32 {
         self.child.id() as i32
     }
@@ -423,8 +429,8 @@ impl CriuCommand {
         self.pidfd.try_clone()
     }
 
-    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log` is CRIU's log
-    /// file.
+    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log` is the path of
+    /// CRIU's log, from which the reason of a failure is read.
     pub(super) fn finish(&mut self, limits: &CallLimits, log: &Path) -> Result<(), Failure> {
         let why = wait_readable(&self.pidfd, limits, "the engine").err();
         let status = self
@@ -444,8 +450,8 @@ impl CriuCommand {
         }
     }
 
-    /// Kills the rest of the process group, then CRIU itself. If CRIU has exited already its status
-    /// is kept.
+    /// Kills the other processes of the process group, then CRIU itself. If CRIU has already
+    /// exited, its exit status is returned unchanged.
     fn reap(&mut self) -> io::Result<ExitStatus> {
         self.reaped = true;
         reap_group(&mut self.child)
@@ -455,13 +461,14 @@ impl CriuCommand {
 impl Drop for CriuCommand {
     fn drop(&mut self) {
         if !self.reaped {
-            // The error cannot be reported to anyone.
+            // No caller remains that could handle the error.
             let _ = self.reap();
         }
     }
 }
 
-/// Waits until `readable` is readable. `what` describes it in error messages.
+/// Waits until the descriptor `readable` is readable. `what` describes the awaited event in error
+/// messages.
 ///
 /// # Errors
 /// The timeout has expired, or the call was canceled.

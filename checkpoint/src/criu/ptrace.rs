@@ -1,20 +1,20 @@
-//! Requests to traced threads: a thin layer over the system call.
+//! Ptrace requests to traced threads: safe functions around the system call.
 #![allow(unsafe_code)] // ptrace has no safe interface.
 
 use nix::errno::Errno;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Size of a buffer for the general registers of any architecture, in bytes.
+/// Size in bytes of a buffer that can contain the general registers of any architecture.
 const GENERAL_BYTES: usize = 1024;
-/// Size of a buffer for the floating-point and vector registers, in bytes.
+/// Size in bytes of a buffer for the floating-point and vector registers.
 const VECTOR_BYTES: usize = 32 << 10;
 /// Timeout for a stopped thread to report its stop to a new tracer.
 const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
 /// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
 const PTRACE_EVENT_STOP: i32 = 128;
 
-/// A set of registers.
+/// Selects a set of registers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Registers {
     /// The general registers, including the instruction pointer.
@@ -48,7 +48,7 @@ pub(super) struct TracedThread {
 }
 
 impl TracedThread {
-    /// Attaches to a thread of a stopped process.
+    /// Attaches to a thread of a stopped process. Waits until the thread reports its stop.
     pub(super) fn attach(tid: i32) -> io::Result<TracedThread> {
         seize(tid)?;
         let attached = TracedThread { tid };
@@ -64,7 +64,7 @@ impl TracedThread {
         }
     }
 
-    /// Reads registers in the kernel's layout.
+    /// Returns the registers of this set, in the kernel's layout.
     pub(super) fn registers(&self, which: Registers) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0u8; which.bytes()];
         let mut area = libc::iovec {
@@ -96,7 +96,7 @@ impl TracedThread {
         )
     }
 
-    /// Returns the blocked signals; signal 1 is the lowest bit.
+    /// Returns the bit mask of the blocked signals; signal 1 is the lowest bit.
     pub(super) fn blocked_signals(&self) -> io::Result<u64> {
         let mut mask = 0u64;
         ptrace_request(
@@ -108,11 +108,11 @@ impl TracedThread {
         Ok(mask)
     }
 
-    /// Removes the hardware breakpoint that a tracer may have left in the debug registers.
+    /// Removes a hardware breakpoint that a previous tracer has set in the debug registers.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
-        /// Offset of the debug register that enables breakpoints (DR7) in the kernel's `struct
-        /// user`.
+        /// Offset in the kernel's `struct user` of DR7, the debug register that enables
+        /// breakpoints.
         const CONTROL_AT: usize =
             std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
         ptrace_request(
@@ -123,11 +123,13 @@ impl TracedThread {
         )
     }
 
-    /// Removes the hardware breakpoint that a tracer may have left in the debug registers.
+    /// Removes a hardware breakpoint that a previous tracer has set in the debug registers.
     #[cfg(target_arch = "aarch64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
-        /// NT_ARM_HW_BREAK with one breakpoint: 8 bytes of header, 16 bytes for the breakpoint.
+        /// The register set NT_ARM_HW_BREAK.
         const SET: usize = 0x402;
+        /// Size of the register set with one breakpoint: 8 bytes of header, 16 bytes for the
+        /// breakpoint.
         const BYTES: usize = 24;
         let mut bytes = [0u8; BYTES];
         let mut area = libc::iovec {
@@ -142,8 +144,8 @@ impl TracedThread {
         )
     }
 
-    /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. There it keeps its memory and
-    /// executes nothing until it is detached.
+    /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. In that stop it retains its
+    /// memory and executes no instructions until it is detached.
     pub(super) fn stop_at_exit(&self) -> io::Result<()> {
         let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACEEXIT as usize);
         ptrace_request(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
@@ -181,7 +183,7 @@ pub(super) fn resume(tid: i32) -> io::Result<()> {
     ptrace_request(libc::PTRACE_CONT, tid, 0, std::ptr::null_mut())
 }
 
-/// Detaches from a stopped thread and delivers a signal to it (0: none).
+/// Detaches from a stopped thread and delivers the signal `signal` to it; 0 delivers no signal.
 pub(super) fn detach(tid: i32, signal: i32) -> io::Result<()> {
     ptrace_request(
         libc::PTRACE_DETACH,
@@ -194,9 +196,9 @@ pub(super) fn detach(tid: i32, signal: i32) -> io::Result<()> {
 /// Why a traced thread has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StopCause {
-    /// It was interrupted by the tracer, or its process is stopped.
+    /// The tracer has interrupted the thread, or the process of the thread is stopped.
     Interrupt,
-    /// SIGTRAP from the kernel: a trap instruction or the end of a system call.
+    /// SIGTRAP from the kernel: the thread has executed a trap instruction or ended a system call.
     Trap,
     /// A signal from another process is about to be delivered.
     Signal(i32),
@@ -217,15 +219,15 @@ pub(super) fn stop_cause(tid: i32) -> io::Result<StopCause> {
     })
 }
 
-/// An event of a child or traced thread, with its wait status.
+/// An event of a child or traced thread. The value is the wait status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ThreadEvent {
     Stopped(i32),
     Exited(i32),
 }
 
-/// Returns the next event of a traced thread. A stop is consumed; an exit is left for the parent to
-/// reap.
+/// Returns the next event of a traced thread; `None` if no event is pending. A stop is consumed;
+/// after an exit the thread can still be reaped by its parent.
 ///
 /// # Errors
 /// ECHILD: the thread is neither traced by the caller nor its child.
@@ -241,13 +243,14 @@ pub(super) fn poll_event(tid: i32) -> io::Result<Option<ThreadEvent>> {
     Ok(take_stop(tid)?.map(ThreadEvent::Stopped))
 }
 
-/// Consumes a stop of a traced thread and returns its wait status. `None` if it is running or the
-/// stop was consumed already.
+/// Consumes a stop of a traced thread and returns its wait status. `None` if the thread is running
+/// or the stop was already consumed.
 fn take_stop(tid: i32) -> io::Result<Option<i32>> {
     Ok(wait_nonblocking(tid, libc::WSTOPPED)?.map(|(_, status)| status << 8 | 0x7f))
 }
 
-/// Calls `waitid` without blocking and returns the code and status.
+/// Calls `waitid` without blocking. Returns the code and the status of the event; `None` if no
+/// event is pending.
 fn wait_nonblocking(
     tid: i32,
     flags: libc::c_int,
@@ -281,9 +284,10 @@ fn ptrace_request(
     }
 }
 
-/// PTRACE_SECCOMP_GET_FILTER. Its result is a number of instructions of eight bytes.
+/// The request PTRACE_SECCOMP_GET_FILTER. Its result is a number of instructions, each of which has
+/// eight bytes.
 pub(super) const PTRACE_SECCOMP_GET_FILTER: u64 = 0x420c;
-/// Maximum number of bytes that one request reads or writes.
+/// Maximum number of bytes that one relayed request reads or writes.
 pub(super) const MEMORY_MAX: usize = 64 << 10;
 
 /// Memory for a relayed request. It always has [`MEMORY_MAX`] bytes and is aligned for all
@@ -292,7 +296,7 @@ pub(super) const MEMORY_MAX: usize = 64 << 10;
 pub(super) struct RequestMemory(Vec<u64>);
 
 impl RequestMemory {
-    /// Creates memory that begins with these bytes. The rest is zero.
+    /// Creates memory that starts with the bytes `begin`. The remaining bytes are zero.
     pub(super) fn beginning_with(begin: &[u8]) -> RequestMemory {
         let mut words = vec![0u64; MEMORY_MAX / 8];
         for (word, bytes) in words.iter_mut().zip(begin.chunks(8)) {
@@ -317,23 +321,26 @@ impl RequestMemory {
     }
 }
 
-/// A request of another process, relayed by [`super::ptrace_relay`].
+/// A ptrace request of another process, relayed by [`super::ptrace_relay`].
 #[derive(Debug)]
 pub(super) struct RelayedRequest {
     /// Number of the ptrace request.
     pub(super) request: u64,
-    /// A plain value, or the memory that the argument points to.
+    /// The argument `addr` of ptrace. `Ok`: a plain value. `Err`: the memory that the argument
+    /// points to.
     pub(super) address: Result<u64, RequestMemory>,
-    /// A plain value, or the memory that the argument points to.
+    /// The argument `data` of ptrace. `Ok`: a plain value. `Err`: the memory that the argument
+    /// points to.
     pub(super) data: Result<u64, RequestMemory>,
-    /// The data is passed through an iovec of this length.
+    /// Length of the iovec through which the data is passed; `None` if the data is passed directly.
     pub(super) iovec_len: Option<usize>,
-    /// The request has address and data in swapped positions.
+    /// True if the request uses address and data in swapped positions.
     pub(super) swapped: bool,
 }
 
 impl RelayedRequest {
-    /// Executes the request on a thread. Returns the result and the length of the iovec afterwards.
+    /// Executes the request on the thread `tid`. Returns the result, and the length of the iovec
+    /// after the call.
     ///
     /// # Errors
     /// The error of the kernel, or EIO for a request whose use of memory is unknown.
@@ -370,7 +377,7 @@ impl RelayedRequest {
         }
     }
 
-    /// True if the kernel will access only memory that comes with the request.
+    /// True if the kernel will access only memory that is part of the request.
     fn uses_only_own_memory(&self) -> bool {
         const PEEK_TEXT: u64 = libc::PTRACE_PEEKTEXT as u64;
         const PEEK_USER: u64 = libc::PTRACE_PEEKUSER as u64;
@@ -391,19 +398,22 @@ impl RelayedRequest {
         const PEEK_SIGNALS: u64 = libc::PTRACE_PEEKSIGINFO as u64;
         const GET_MASK: u64 = libc::PTRACE_GETSIGMASK as u64;
         const SET_MASK: u64 = libc::PTRACE_SETSIGMASK as u64;
-        // PTRACE_SECCOMP_GET_METADATA, PTRACE_GET_SYSCALL_INFO, PTRACE_GET_RSEQ_CONFIGURATION, and
-        // the two requests for the dispatch of system calls.
+        // The requests after PTRACE_SECCOMP_GET_FILTER: PTRACE_SECCOMP_GET_METADATA,
+        // PTRACE_GET_SYSCALL_INFO, PTRACE_GET_RSEQ_CONFIGURATION, and the two requests for the
+        // dispatch of system calls.
         const LATER: std::ops::RangeInclusive<u64> = PTRACE_SECCOMP_GET_FILTER + 1..=0x4211;
         // PTRACE_GETREGS to PTRACE_SETFPXREGS of x86-64: general, floating-point and vector
         // registers.
         const REGISTERS: [u64; 6] = [12, 13, 14, 15, 18, 19];
-        // PTRACE_ARCH_PRCTL: the other argument selects the value or memory.
+        // PTRACE_ARCH_PRCTL: the code in the other argument determines whether `data` is a value or
+        // points to memory.
         const ARCH: u64 = 30;
         let has_memory = self.data.is_err();
         if cfg!(target_arch = "x86_64") && self.request == ARCH {
-            // Codes for the base addresses of thread-local storage and for the shadow stack: the
-            // first list reads, the second sets.
+            // Codes that read the base addresses of thread-local storage or the state of the shadow
+            // stack into memory.
             const READ: [u64; 3] = [0x1003, 0x1004, 0x5005];
+            /// Codes that set these values and use no memory.
             const SET: [u64; 6] = [0x1001, 0x1002, 0x5001, 0x5002, 0x5003, 0x5004];
             let known = if has_memory {
                 READ.as_slice()
@@ -446,7 +456,8 @@ impl RelayedRequest {
     }
 }
 
-/// True if the requested signals (offset, flags, count) fit into [`MEMORY_MAX`].
+/// True if the requested number of signals fits into [`MEMORY_MAX`]. `wanted` is the request's
+/// structure: offset, flags, count.
 fn siginfo_fits(wanted: &[u8]) -> bool {
     let count = wanted
         .get(12..16)

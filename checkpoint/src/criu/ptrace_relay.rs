@@ -1,16 +1,16 @@
 //! Traces the task on behalf of CRIU, so that the tracer survives when CRIU is killed.
 //!
 //! CRIU makes the task execute system calls, each of which ends in a trap. If the tracer dies at
-//! that moment, the kernel delivers the trap (SIGTRAP) to the task, which kills it. Only the tracer
-//! can take the trap back. Therefore the tracer is a thread of this program:
+//! that moment, the kernel delivers the trap (SIGTRAP) to the task, which kills the task. Only the
+//! tracer can remove a pending trap. Therefore the tracer is a thread of the tasker:
 //!
 //! 1. A small library that is loaded into CRIU ([`LIBRARY`], `csrc/relay.c`) sends each ptrace
 //!    request and each wait over a packet socket.
-//! 2. The tracer executes it and sends the result.
+//! 2. The tracer executes the request and sends the result.
 //! 3. When CRIU has ended for any reason, the tracer stops the threads that are still traced,
 //!    removes their traps and detaches.
 //!
-//! A statically linked CRIU does not load the library and traces for itself.
+//! A statically linked CRIU does not load the library, and traces the task without the relay.
 
 use super::dump_lock::{self, DumpLock};
 use super::ptrace::{self, MEMORY_MAX, RelayedRequest, RequestMemory, StopCause, ThreadEvent};
@@ -29,29 +29,33 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The library that CRIU loads.
+/// The compiled library that CRIU loads.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
-/// Request number of a wait for a thread, in place of a ptrace request.
+/// Request number by which the library requests a wait for a thread. It is no ptrace request.
 const WAIT_REQUEST: u64 = u64::MAX;
-/// Error number for a thread that does not belong to the dumped task.
+/// Error number of the reply if the thread does not belong to the dumped task.
 const NOT_DUMPED: i32 = -1;
+/// Flag of a request: the data is passed through an iovec.
 const BY_IOVEC: u32 = 1;
+/// Flag of a request: the kernel reads the data.
 const KERNEL_READS: u32 = 2;
+/// Flag of a request: the kernel writes the data.
 const KERNEL_WRITES: u32 = 4;
+/// Flag of a request: address and data are in swapped positions.
 const SWAPPED: u32 = 8;
-/// Length of a request without the memory that follows it.
+/// Length in bytes of a request without the memory that follows it.
 const REQUEST_BYTES: usize = 48;
 /// Number of polls for a thread's event without a pause. Most threads stop within microseconds.
 const SPIN_ROUNDS: u32 = 100;
-/// Pause between polls after that, in milliseconds.
+/// Pause in milliseconds between polls after [`SPIN_ROUNDS`] polls.
 const POLL_INTERVAL_MS: u8 = 1;
-/// Timeout for a thread to stop after CRIU has ended.
+/// Timeout for a thread to reach a stop, also after CRIU has ended.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The descriptors that CRIU inherits from the caller.
 #[derive(Debug)]
 pub(super) struct CriuEnd {
-    /// The library sends its requests here.
+    /// The socket on which the library sends its requests.
     socket: OwnedFd,
     library: OwnedFd,
 }
@@ -62,7 +66,8 @@ impl CriuEnd {
         [&self.socket, &self.library]
     }
 
-    /// Returns the environment variables for CRIU.
+    /// Returns the environment variables by which CRIU loads the library, and the library finds the
+    /// socket.
     pub(super) fn environment(&self) -> Vec<(&'static str, String)> {
         vec![
             preload(&self.library),
@@ -71,21 +76,21 @@ impl CriuEnd {
     }
 }
 
-/// The tracer thread. Dropping it ends all tracing; CRIU must have ended before.
+/// The tracer thread. Dropping this value ends all tracing; CRIU must have ended before.
 #[derive(Debug)]
 pub(super) struct Relay {
     socket: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Returns the environment variable that tells the library the file with the list of memory areas
-/// to hide from CRIU.
+/// Returns the environment variable by which the library finds `list`, the file with the memory
+/// areas to hide from CRIU.
 pub(super) fn hidden_areas_variable(list: &OwnedFd) -> (&'static str, String) {
     ("SEMPA_WITHHELD", list.as_raw_fd().to_string())
 }
 
 /// Returns the environment variables that make the library report that it was loaded: it writes a
-/// byte to `tells`.
+/// byte to the pipe `tells`.
 pub(super) fn load_report_variables(
     library: &OwnedFd,
     tells: &OwnedFd,
@@ -154,7 +159,7 @@ impl Drop for Relay {
     }
 }
 
-/// A request of the library.
+/// A request that the library in CRIU has sent.
 #[derive(Debug)]
 struct LibraryRequest {
     request: u64,
@@ -164,7 +169,7 @@ struct LibraryRequest {
     address_bytes: usize,
     data_bytes: usize,
     flags: u32,
-    /// The memory that follows the request.
+    /// The memory that the arguments point to, as sent after the request.
     memory: Vec<u8>,
 }
 
@@ -193,7 +198,7 @@ impl LibraryRequest {
         fits.then_some(request)
     }
 
-    /// Converts the request for execution.
+    /// Converts the request to the form in which it is executed.
     fn to_relayed(&self) -> RelayedRequest {
         let (address, data) = self.memory.split_at(self.address_bytes);
         let memory = |bytes: usize, value: u64, begin: &[u8]| match bytes {
@@ -211,7 +216,7 @@ impl LibraryRequest {
     }
 }
 
-/// A reply to the library.
+/// The tracer's reply to a request of the library.
 #[derive(Debug, Default)]
 struct LibraryReply {
     result: i64,
@@ -250,8 +255,8 @@ struct Tracer {
     root: i32,
     processes: Vec<i32>,
     traced: BTreeSet<i32>,
-    /// The lock of the working directory: from the seizing of the root until CRIU no longer needs
-    /// the directory.
+    /// The lock of the task's working directory. It is acquired when the root is seized, and
+    /// dropped when CRIU no longer needs the directory.
     directory_lock: Option<DumpLock>,
 }
 
@@ -291,7 +296,7 @@ impl Tracer {
                 break;
             }
         }
-        // CRIU has ended. The threads that it left running are stopped.
+        // CRIU has ended. Some of the task's threads may still be running.
         stop_and_detach(
             &self.traced.into_iter().collect::<Vec<i32>>(),
             SETTLE_TIMEOUT,
@@ -344,12 +349,12 @@ impl Tracer {
         }
     }
 
-    /// Waits for the next request. Meanwhile observes the end of the lock, because other dumps wait
-    /// for it.
+    /// Waits for the next request. While waiting, it releases the directory lock when CRIU no
+    /// longer needs the directory, because other dumps wait for the lock.
     fn wait_for_request(&mut self) {
         while let Some(seen) = self.directory_lock.as_ref().and_then(DumpLock::fd) {
             let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-            // After an interruption the events are checked as well.
+            // After an interrupted wait, the events are checked as well.
             let _ = poll(&mut fds, PollTimeout::NONE);
             let asked = fds[0].any().unwrap_or(true);
             self.directory_lock.take_if(|turn| turn.is_released());
@@ -359,7 +364,8 @@ impl Tracer {
         }
     }
 
-    /// Waits until no other dump uses the task's working directory.
+    /// Acquires the lock of the task's working directory. Waits until no other dump uses the
+    /// directory, or until a timeout.
     fn lock_directory(&mut self) {
         if self.directory_lock.is_some() {
             return;
@@ -377,12 +383,13 @@ impl Tracer {
         }
     }
 
-    /// Waits until a thread has returned to its group stop. It was just traced to record its
+    /// Waits until a thread has returned to its group stop. The thread was traced to record its
     /// registers ([`super::trap_cleanup`]), and returns to the stop only when it gets CPU time.
     ///
     /// CRIU seizes and interrupts a thread, continues it if it finds a group stop, and then waits
-    /// for the stop of the interrupt. If the interrupt arrives while the thread is on its way to
-    /// the group stop, that stop consumes it: the thread would run, and CRIU would wait for ever.
+    /// for the stop of the interrupt. If the interrupt arrives before the thread has reached the
+    /// group stop, that stop consumes the interrupt: the thread would run, and CRIU would wait
+    /// forever.
     fn wait_for_group_stop(&self, tid: i32) {
         let until = Instant::now() + SETTLE_TIMEOUT;
         for round in 0u32.. {
@@ -401,8 +408,8 @@ impl Tracer {
                 .any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
     }
 
-    /// Waits for one thread. For any thread (-1) it waits only briefly, because CRIU may also wait
-    /// for its own children; the library then repeats the request.
+    /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
+    /// because CRIU may also wait for its own children; the library then repeats the request.
     fn wait(&mut self, tid: i32, options: i32) -> LibraryReply {
         let wanted: Vec<i32> = match tid {
             -1 => self.traced.iter().copied().collect(),
@@ -441,7 +448,7 @@ impl Tracer {
         LibraryReply::default()
     }
 
-    /// Pauses between polls. Returns true if CRIU has ended.
+    /// Pauses before the next poll. Returns true if CRIU has ended.
     fn pause_unless_gone(&self, round: u32) -> bool {
         if round < SPIN_ROUNDS {
             std::thread::yield_now();
@@ -452,7 +459,8 @@ impl Tracer {
     }
 }
 
-/// Stops these traced threads and detaches from them. `allowed` is the time for a thread to stop.
+/// Stops these traced threads and detaches from them. `allowed` is the time limit for a thread to
+/// stop.
 pub(super) fn stop_and_detach(tids: &[i32], allowed: Duration) {
     for &tid in tids {
         // Fails only if the thread has exited.
@@ -466,14 +474,14 @@ pub(super) fn stop_and_detach(tids: &[i32], allowed: Duration) {
     }
 }
 
-/// Detaches from a thread if it is stopped. True if nothing remains to be done.
+/// Detaches from a thread if it is stopped. Returns true if the thread is detached or has exited.
 fn try_detach(tid: i32) -> bool {
     match ptrace::stop_cause(tid) {
-        // A trap is pending after the requested stop. It must be consumed before the thread is
-        // detached.
+        // A trap is still pending although the thread has stopped on request. The thread must
+        // consume the trap before it is detached.
         Ok(StopCause::Interrupt) if has_trap_pending(tid) => ptrace::resume(tid).is_err(),
         Ok(StopCause::Interrupt | StopCause::Trap) => ptrace::detach(tid, 0).is_ok(),
-        // The signal is from another process and must be delivered.
+        // The signal comes from another process and must be delivered.
         Ok(StopCause::Signal(signal)) => ptrace::detach(tid, signal).is_ok(),
         // The thread is running or has exited.
         Err(_) => !matches!(
@@ -483,7 +491,7 @@ fn try_detach(tid: i32) -> bool {
     }
 }
 
-/// True for a thread that has completed its group stop, and for one that has exited.
+/// True if a thread has completed its group stop or has exited.
 fn is_group_stopped(tid: i32) -> bool {
     ProcStatus::of(tid).is_none_or(|status| {
         status
@@ -506,7 +514,7 @@ mod tests {
     use super::*;
     use std::process::{Child, Command};
 
-    /// Timeout for anything that a test waits for.
+    /// Timeout for every event that a test waits for.
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     fn wait<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
@@ -530,7 +538,7 @@ mod tests {
         child
     }
 
-    /// Encodes a request without memory, as the library does.
+    /// Encodes a request without memory in the library's format.
     fn packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
         let mut packet = u64::from(request).to_ne_bytes().to_vec();
         packet.extend(i64::from(pid).to_ne_bytes());
@@ -538,7 +546,7 @@ mod tests {
         packet
     }
 
-    /// A thread whose registers were just recorded stops whenever CRIU waits for its stop.
+    /// A thread whose registers were just recorded still stops when CRIU waits for its stop.
     #[test]
     fn recently_traced_thread_stops_for_criu() {
         let mut child = stopped(&mut Command::new("sleep"));
@@ -563,7 +571,7 @@ mod tests {
         };
         for _ in 0..200 {
             TaskSnapshot::take(&[pid]).expect("it stands still");
-            // These are CRIU's steps in their order.
+            // The steps of CRIU, in their order.
             ask(libc::PTRACE_SEIZE);
             ask(libc::PTRACE_INTERRUPT);
             if wait("it halts", halts) == libc::SIGSTOP {
@@ -579,13 +587,14 @@ mod tests {
         child.wait().expect("it ends");
     }
 
-    /// The directory lock ends after the last visit even without requests, and when CRIU has ended.
+    /// The directory lock is released after CRIU's last use of the directory, even without
+    /// requests, and when CRIU has ended.
     #[test]
     fn directory_lock_ends_without_requests() {
         let dir = tempfile::tempdir().expect("dir");
         let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
-        // By this clock no lock has timed out.
+        // With this clock no lock has timed out.
         let (working_dir, then) = (
             dump_lock::WorkingDir::of(pid).expect("it is there"),
             Instant::now(),

@@ -1,8 +1,8 @@
 //! Freezes single threads of a process, so that the library's threads can quiesce while the
 //! program's threads do not run.
 //!
-//! The kernel stops only whole processes (signals) or whole control groups (freezer). A single
-//! thread can be held only by a tracer.
+//! The kernel stops only whole processes (signals) or whole control groups (freezer). Only a tracer
+//! can stop a single thread.
 
 use super::ptrace;
 use super::ptrace_relay;
@@ -13,27 +13,28 @@ use std::time::Duration;
 
 /// Timeout for attaching to all threads. A thread in the middle of an exec may never stop.
 const ATTACH_ALL_TIMEOUT: Duration = Duration::from_millis(20);
-/// Interval of checks whether a frozen thread has exited: only its tracer sees that, and its parent
-/// cannot reap it meanwhile.
+/// Interval of checks whether a frozen thread has exited. Only the tracer sees the exit, and the
+/// parent cannot reap the thread while it is traced.
 const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
-/// Timeout for the threads to reach a stop from which they can be detached; the caller waits for
-/// this. The kernel detaches the others when the tracer has ended.
+/// Timeout for all threads to reach a stop from which they can be detached; bounds the delay of the
+/// caller. Threads that do not stop before the timeout are detached by the kernel when the tracer
+/// ends.
 const DETACH_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Frozen threads. Dropping it releases them. Threads of processes that are stopped or frozen by
-/// then remain so.
+/// Frozen threads. Dropping this value releases them. Threads of processes that were stopped or
+/// frozen in the meantime remain stopped.
 #[derive(Debug)]
 pub struct FrozenThreads {
-    /// Closing this channel orders the tracer to detach. No message is ever sent.
+    /// Closing this channel orders the tracer to detach. No message is sent on it.
     release: Option<Sender<()>>,
-    /// The tracer; only it can detach. `None` if it did not attach in time; it then ends without
-    /// being joined.
+    /// The tracer thread, which alone can detach. `None` if attaching was too slow; then the tracer
+    /// ends without being joined.
     tracer: Option<JoinHandle<()>>,
 }
 
 impl FrozenThreads {
-    /// Freezes these threads, preferably of stopped processes. A thread that cannot be traced will
-    /// run with the others.
+    /// Freezes these threads, preferably of stopped processes. A thread that cannot be traced is
+    /// not frozen.
     ///
     /// # Errors
     /// No thread is available for tracing. Nothing is frozen.
@@ -61,7 +62,7 @@ impl Drop for FrozenThreads {
 
 fn run_tracer(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
     super::process::raise_thread_priority();
-    // The caller may have given up while a thread was attached.
+    // The caller may have stopped waiting while a thread was attached.
     let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for threads that have exited or have another tracer.
     tids.retain(|tid| {
@@ -79,8 +80,7 @@ fn run_tracer(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
         )
     };
     while until.recv_timeout(EXIT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        // Then all threads are detached, so that the parent of the exited one need not wait for the
-        // others.
+        // Detach all threads, so that the parent of the exited thread can reap it.
         if tids.iter().any(has_ended) {
             break;
         }
@@ -99,7 +99,7 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    /// Starts a process that computes, and stops it.
+    /// Starts a process that computes without pause, and stops it.
     fn stopped() -> Child {
         let child = Command::new("sh")
             .args(["-c", "while :; do :; done"])
@@ -146,7 +146,7 @@ mod tests {
         end(child);
     }
 
-    /// A frozen thread whose process was stopped again remains stopped after its release.
+    /// A frozen thread whose process was stopped in the meantime remains stopped after its release.
     #[test]
     fn released_thread_of_stopped_process_stays_put() {
         let child = stopped();

@@ -1,13 +1,13 @@
 //! Restores a task after CRIU was killed during a dump.
 //!
-//! CRIU makes the task execute system calls. For this it changes registers, blocks signals,
+//! CRIU makes the task execute system calls. To do so it changes registers, blocks signals,
 //! overwrites an instruction or two at the beginning of a code mapping, and sets a hardware
-//! breakpoint. If CRIU is killed at the wrong moment, the task would die of a trap as soon as it
+//! breakpoint. If CRIU is killed during these changes, the task would die of a trap when it
 //! continues. Therefore the state that CRIU may change is recorded while the task is stopped before
-//! the dump, and restored if CRIU ends without doing so.
+//! the dump, and restored if CRIU ends without restoring it.
 //!
-//! That the task is still stopped then and has no pending trap is ensured by
-//! [`ptrace_relay`](super::ptrace_relay).
+//! [`ptrace_relay`](super::ptrace_relay) ensures that the task is still stopped after CRIU has
+//! ended, and that no trap is pending.
 
 use super::ptrace::{Registers, TracedThread};
 use sempa_proto::migration::Failure;
@@ -16,25 +16,25 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Number of bytes recorded at the beginning of each code mapping. CRIU overwrites at most a word
-/// or two there.
+/// Number of bytes that are recorded at the beginning of each code mapping. CRIU overwrites at most
+/// a word or two there.
 const CODE_BYTES: usize = 32;
-/// The signal mask while CRIU works: all signals except SIGKILL and SIGSTOP, which cannot be
-/// blocked.
+/// The signal mask that CRIU sets in the task: all signals except SIGKILL and SIGSTOP, which cannot
+/// be blocked.
 const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
-/// SIGTRAP, which the kernel unblocks when it forces a trap.
+/// The bit of SIGTRAP in a signal mask. The kernel unblocks SIGTRAP when it forces a trap.
 const SIGTRAP_BIT: u64 = 1 << 4;
-/// Maximum number of threads that are recorded. A task with more threads is dumped without this
-/// protection.
+/// Maximum number of threads whose state is recorded. If a task has more threads, nothing is
+/// recorded, and a killed CRIU may damage the task.
 const THREADS_MAX: usize = 4096;
 
-/// Offset of the instruction pointer in the general registers, in bytes.
+/// Offset in bytes of the instruction pointer in the general registers.
 #[cfg(target_arch = "x86_64")]
 const INSTRUCTION_POINTER_OFFSET: usize = 16 * 8;
 #[cfg(target_arch = "aarch64")]
 const INSTRUCTION_POINTER_OFFSET: usize = 32 * 8;
 
-/// The recorded state of a stopped task.
+/// The recorded state of a stopped task that CRIU may change.
 #[derive(Debug)]
 pub(super) struct TaskSnapshot {
     processes: Vec<Process>,
@@ -70,7 +70,8 @@ impl TaskSnapshot {
         Ok(TaskSnapshot { processes })
     }
 
-    /// Restores the state if the engine was killed, and so has not done it.
+    /// Restores the recorded state if the failure `why` means that CRIU was killed and has not
+    /// restored it.
     pub(super) fn restore_after(&self, why: &Failure) {
         if matches!(
             why,
@@ -80,7 +81,8 @@ impl TaskSnapshot {
         }
     }
 
-    /// Restores what differs from the recorded state. Processes that have exited are skipped.
+    /// Restores everything that differs from the recorded state. Processes that have exited are
+    /// skipped.
     pub(super) fn restore(&self) {
         for process in &self.processes {
             process.restore();
@@ -150,16 +152,16 @@ impl Process {
             ) else {
                 continue;
             };
-            // Fails only if the thread was killed meanwhile.
+            // Fails only if the thread was killed since it was attached.
             let _ = attached.clear_breakpoint();
             let place =
                 instruction_pointer(&now).map_or(CodeLocation::OwnCode, |at| self.locate(at));
-            // Registers are restored only at places where CRIU leaves a thread: a thread in its own
-            // code may have continued from there already.
+            // Registers are restored only at addresses where CRIU stops a thread: a thread in its
+            // own code may have continued since.
             let caught = match place {
                 CodeLocation::Overwritten => true,
-                // CRIU's code in the main thread notices the loss of CRIU and cleans up; in other
-                // threads it does not.
+                // CRIU's code in the main thread detects that CRIU has ended and restores the
+                // thread; in other threads it does not.
                 CodeLocation::Parasite => thread.tid != self.pid,
                 CodeLocation::OwnCode => false,
             };
@@ -187,14 +189,14 @@ impl Process {
     }
 }
 
-/// The location of an instruction pointer.
+/// The kind of code at an instruction pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CodeLocation {
-    /// In code that CRIU overwrites.
+    /// Code that CRIU overwrites.
     Overwritten,
-    /// In memory that was not mapped before the dump: CRIU's parasite code.
+    /// CRIU's parasite code: memory that was not mapped before the dump.
     Parasite,
-    /// In the task's own code.
+    /// Code of the task itself.
     OwnCode,
 }
 
@@ -206,7 +208,8 @@ fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
         .collect())
 }
 
-/// Returns the mappings of a process, and whether they are executable.
+/// Returns the address ranges of a process's mappings. The bool is true if the mapping is
+/// executable.
 fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
     let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
     let maps = String::from_utf8_lossy(&maps);
@@ -257,7 +260,7 @@ mod tests {
                 std::thread::yield_now();
             }
         };
-        // The process has started and sleeps in its only system call.
+        // The process has started and is blocked in its only system call.
         wait(&|| {
             std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))

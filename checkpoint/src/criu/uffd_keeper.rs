@@ -2,13 +2,13 @@
 //!
 //! When the last descriptor of a userfaultfd is closed, the kernel fills all pages that are still
 //! missing with zeros. The copies keep the userfaultfds open even if CRIU is killed or the thread
-//! that passes the descriptors on has ended.
+//! that forwards the descriptors has ended.
 
 use nix::sys::stat::fstat;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The copies. All clones share them.
+/// The copied descriptors. All clones share them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct UffdKeeper(Arc<Mutex<Vec<OwnedFd>>>);
 
@@ -21,9 +21,9 @@ impl UffdKeeper {
         self.with(|kept| kept.extend(copies));
     }
 
-    /// Closes the copy with this inode, because CRIU has closed its descriptor: the process has all
-    /// its memory, or is dead. While a copy is open the process would block at its next event,
-    /// because no program reads the event.
+    /// Closes the copy with this inode number, because CRIU has closed its descriptor: the process
+    /// has all its memory, or is dead. If the copy stayed open, the process would block at its next
+    /// event, because no program reads the event.
     pub(super) fn close(&self, inode: u64) {
         self.with(|kept| kept.retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode)));
     }

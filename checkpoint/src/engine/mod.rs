@@ -1,8 +1,8 @@
 //! The interface of a dump engine, which writes a stopped process tree into a directory (dump) and
 //! rebuilds it on another host (restore).
 //!
-//! CRIU ([`crate::criu`]) implements it for any process. Programs that are restarted instead, from
-//! their own checkpoint or from the beginning, leave no images and need no engine.
+//! CRIU ([`crate::criu`]) implements this interface for any process. Programs that are restarted
+//! instead, from their own checkpoint or from the beginning, write no images and need no engine.
 //!
 //! Every operation has two parts:
 //!
@@ -15,7 +15,7 @@
 //!
 //! - Post-copy: most memory is transferred after the task has resumed at the target. The dump then
 //!   ends with a [`MemoryServer`], which serves the memory at the source. At the target a
-//!   [`MemoryFetch`] requests it while the restore runs.
+//!   [`MemoryFetch`] requests the memory while the restore runs.
 //! - Pre-copy: with post-copy, memory may also be sent while the task still runs at the source, by
 //!   [`Engine::send_pre_copy`] at the source and [`Engine::receive_pre_copy`] at the target.
 
@@ -61,9 +61,10 @@ impl Cancel {
         })
     }
 
-    /// Aborts the calls. They return once the engine's process is dead and reaped.
+    /// Aborts the engine calls that use this handle. They return once the engine's process is dead
+    /// and reaped.
     pub fn fire(&self) {
-        // A write fails only if the counter is full; then the handle has fired already.
+        // A write fails only if the counter is full; then the handle has already fired.
         let _ = self.fired.write(1);
     }
 
@@ -76,33 +77,34 @@ impl Cancel {
 /// Limits of a blocking call.
 #[derive(Clone, Debug)]
 pub struct CallLimits {
-    /// When this has passed the engine is killed and the call fails with [`Failure::Deadline`].
+    /// Time limit of the call. When it expires, the engine is killed and the call fails with
+    /// [`Failure::Deadline`].
     pub timeout: Duration,
-    /// When this fires the engine is killed and the call fails with [`Failure::Cancelled`].
+    /// When this handle fires, the engine is killed and the call fails with [`Failure::Cancelled`].
     pub cancel: Cancel,
 }
 
-/// What to dump: a stopped task.
+/// The parameters of a dump of a stopped task.
 #[derive(Debug)]
 pub struct DumpJob {
-    /// Root of the process tree, in the caller's PID namespace. It and its descendants are stopped
-    /// and remain stopped.
+    /// Root of the process tree, in the caller's PID namespace. The root and its descendants are
+    /// stopped and remain stopped.
     pub pid: i32,
     /// All processes of the tree, including the root.
     pub processes: Vec<i32>,
-    /// An existing directory that only its owner can access. It receives the images and must
-    /// contain nothing else.
+    /// An existing empty directory that only its owner can access. It receives the images.
     pub dir: PathBuf,
-    /// Inode number of the task's PID namespace, which is not part of the images.
+    /// Inode number of the task's PID namespace. The images refer to the namespace but do not
+    /// contain it.
     pub pid_namespace: u64,
-    /// With post-copy: a connected stream on which the target will request memory. `None`: the
-    /// images contain all memory.
+    /// With post-copy: a connected stream on which the target will request memory. `None` if the
+    /// images must contain all memory.
     pub page_stream: Option<OwnedFd>,
-    /// Pages that pre-copy has sent on that stream.
+    /// Pages that pre-copy has already sent on `page_stream`.
     pub pre_copied: Option<Arc<SentPages>>,
 }
 
-/// Resources outside the images that they refer to, as identified at the source.
+/// Resources of the source that are not in the images; the images refer to them by these values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExternalResources {
     /// Inode number of the pipe that received the task's output.
@@ -113,23 +115,24 @@ pub struct ExternalResources {
 #[derive(Debug)]
 pub struct RestoreJob {
     pub dir: PathBuf,
-    /// External resources of the images in `dir`.
+    /// External resources to which the images in `dir` refer.
     pub external: ExternalResources,
     /// The empty PID namespace that receives the task.
     pub pid_namespace: OwnedFd,
     /// Write end of the pipe that will receive the task's output.
     pub output: OwnedFd,
-    /// With post-copy. A [`MemoryFetch`] for this directory must have been started before.
+    /// True if post-copy is used. A [`MemoryFetch`] for this directory must then already be
+    /// started.
     pub post_copy: bool,
 }
 
 /// A program that dumps and restores tasks, such as CRIU.
 pub trait Engine: Send + Sync {
-    /// Runs the engine to find out whether it starts, and returns its version. Only a dump shows
-    /// whether it works.
+    /// Runs the engine to find out whether it can be executed, and returns its version. Only a dump
+    /// shows whether the engine can dump and restore tasks.
     ///
     /// # Errors
-    /// One sentence for users: what is missing and how to get it.
+    /// One sentence for users: what is missing and how to install it.
     fn probe(&self) -> Result<String, String>;
 
     /// Starts the engine to find out whether this host supports post-copy. The engine writes its
@@ -146,8 +149,8 @@ pub trait Engine: Send + Sync {
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure>;
 
     /// True if a dump failed only because another dump ran at the same moment, so that a retry may
-    /// succeed. `root` is the root process of the task. Also removes what a killed engine left
-    /// behind and what would make every retry fail.
+    /// succeed. `root` is the root process of the task. Also removes state of a killed engine that
+    /// would make every retry fail.
     fn is_retryable(&self, root: i32, failure: &Failure) -> bool;
 
     /// Starts a restore. The root of the restored task becomes a child of the calling process. The
@@ -158,8 +161,8 @@ pub trait Engine: Send + Sync {
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure>;
 
     /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
-    /// finds few changed pages, or when `stop` requires it. Blocks as long as the target accepts
-    /// data; shutting the stream down ends the call.
+    /// finds few changed pages, or when `stop` is due. Blocks while the target accepts no data;
+    /// shutting the stream down ends the call.
     ///
     /// # Errors
     /// The target has not received the memory. The processes are unchanged.
@@ -171,8 +174,8 @@ pub trait Engine: Send + Sync {
     ) -> Result<SentPages, Failure>;
 
     /// Receives pre-copied memory on a connected stream, at most `bytes_max` bytes. Blocks until
-    /// all of it has arrived; shutting the stream down ends the call. The source waits for an
-    /// acknowledgement, which the caller must send ([`crate::criu::acknowledge_pre_copy`]).
+    /// all of the memory has arrived; shutting the stream down ends the call. The source waits for
+    /// an acknowledgement, which the caller must send ([`crate::criu::acknowledge_pre_copy`]).
     ///
     /// # Errors
     /// The memory did not arrive, or the source violated the protocol.
@@ -195,7 +198,7 @@ pub trait Engine: Send + Sync {
 /// A running check of the kernel's support for post-copy.
 pub trait PostCopyCheck: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may wait for it.
+    /// [`finish`](Self::finish) may reap the process.
     fn engine_pid(&self) -> i32;
 
     /// Waits for the result. When this returns the engine's process has been reaped.
@@ -208,12 +211,13 @@ pub trait PostCopyCheck: Send {
 /// A dump whose engine process was started.
 pub trait RunningDump: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may wait for it.
+    /// [`finish`](Self::finish) may reap the process.
     fn engine_pid(&self) -> i32;
 
-    /// Waits until the images are complete. When this returns the engine's process has been reaped.
-    /// The [`MemoryServer`] has the memory that is not in the images. A canceled dump may get a
-    /// grace period to end regularly, because that is safer for the task than killing the engine.
+    /// Waits until the images are complete, and returns after the engine's process has been reaped.
+    /// With post-copy, the [`MemoryServer`] provides the memory that is not in the images. A
+    /// canceled dump may get a grace period to end regularly, because that is safer for the task
+    /// than killing the engine.
     ///
     /// # Errors
     /// The dump failed. The task still exists and is still stopped, unless it has exited.
@@ -226,48 +230,48 @@ pub trait RunningDump: Send {
 /// The memory of a dumped task at the source of a post-copy migration. The task still exists and is
 /// stopped.
 pub trait MemoryServer: Send {
-    /// Returns a handle for other threads.
+    /// Returns a handle by which other threads can control the server.
     fn handle(&self) -> ServedMemory;
 
-    /// Serves page requests until the target closes its stream. When this returns the task is
-    /// stopped as before, or gone if it was killed.
+    /// Serves page requests until the target closes its stream. On return the task is still
+    /// stopped, or has exited if it was killed.
     ///
     /// # Errors
-    /// Memory could not be served. Only the target knows whether it has received everything.
+    /// Memory could not be served. Only the target knows whether it has received all memory.
     fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
 /// The memory of a restored task that is being fetched from the source.
 pub trait MemoryFetch: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
-    /// [`finish`](Self::finish) may wait for it.
+    /// [`finish`](Self::finish) may reap the process.
     fn engine_pid(&self) -> i32;
 
-    /// Returns a handle that tells while the fetch runs whether all memory has arrived.
+    /// Returns a handle that reports, while the fetch runs, whether all memory has arrived.
     fn completion(&self) -> FetchCompletion;
 
     /// Waits until all memory has arrived. When this returns the engine's process has been reaped.
     ///
     /// # Errors
-    /// Some memory is missing and will not arrive. The caller must kill the processes first and
-    /// drop [`UffdGuard`] afterwards: as long as it exists the processes block when they access a
+    /// Some memory is missing and will not arrive. The caller must first kill the processes and
+    /// then drop the [`UffdGuard`]: while the guard exists, the processes block when they access a
     /// missing page; without it they would read zeros.
     fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), (Failure, UffdGuard)>;
 }
 
-/// Tells whether all memory of a task has arrived. All clones share one state.
+/// Reports whether all memory of a task has arrived. All clones share one state.
 ///
-/// The engine reports this before it exits, which may take long if it gets no CPU time or is
-/// stopped.
+/// The state is set before the engine exits, because the exit may take long if the engine gets no
+/// CPU time or is stopped.
 #[derive(Clone, Debug)]
 pub struct FetchCompletion {
     complete: Arc<AtomicBool>,
-    /// The stream to the source.
+    /// The stream on which the source sends the memory.
     stream: Arc<UnixStream>,
 }
 
 impl FetchCompletion {
-    /// Creates the state "not complete" for memory that arrives on this stream.
+    /// Creates the state "not complete" for memory that arrives on `stream`.
     pub(crate) fn new(stream: Arc<UnixStream>) -> FetchCompletion {
         FetchCompletion {
             complete: Arc::default(),
@@ -279,7 +283,7 @@ impl FetchCompletion {
         self.complete.store(true, Ordering::Release);
     }
 
-    /// Handles that the source will send nothing more. Returns true if no memory is missing; then
+    /// Handles that the source will send no more memory. Returns true if no memory is missing; then
     /// the stream is closed, so that the engine stops waiting and succeeds.
     pub fn close_if_complete(&self) -> bool {
         let complete = self.is_complete();
@@ -295,8 +299,8 @@ impl FetchCompletion {
     }
 }
 
-/// Descriptors that make processes block, instead of reading zeros, where their memory has not
-/// arrived.
+/// Open userfaultfd descriptors of processes. While they are open, a process that accesses a
+/// missing page blocks instead of reading zeros.
 #[derive(Debug)]
 pub struct UffdGuard(
     #[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>,
@@ -305,34 +309,34 @@ pub struct UffdGuard(
 /// A restore whose engine process was started.
 pub trait RunningRestore: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only the other methods of
-    /// this trait may wait for it.
+    /// this trait may reap the process.
     fn engine_pid(&self) -> i32;
 
-    /// Waits until the task is rebuilt. None of its code runs yet.
+    /// Waits until the task is rebuilt. The task has not executed any instruction yet.
     ///
     /// # Errors
-    /// The engine's process is dead and reaped. Parts of the task may remain in its PID namespace:
-    /// kill the namespace's init.
+    /// The engine's process is dead and reaped. Some processes of the task may remain in its PID
+    /// namespace: kill the namespace's init.
     fn wait_until_restored(
         self: Box<Self>,
         limits: &CallLimits,
     ) -> Result<Box<dyn RestoredTask>, Failure>;
 }
 
-/// A restored task that is held before its first instruction.
+/// A restored task that is stopped before its first instruction.
 pub trait RestoredTask: Send {
     /// Returns the PID of the task's root, in the caller's PID namespace.
     fn pid(&self) -> i32;
 
-    /// Completes the restore: the engine detaches, and the task is stopped as it was when it was
-    /// dumped.
+    /// Completes the restore: the engine detaches, and the task remains stopped, as it was when it
+    /// was dumped.
     ///
     /// # Errors
-    /// As for [`RunningRestore::wait_until_restored`]; if the engine died late the task may have
+    /// As for [`RunningRestore::wait_until_restored`]. If the engine died late, the task may have
     /// run.
     fn release(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 
-    /// Aborts the restore: the engine is killed, or removes what it has built and exits. Does not
-    /// block for long.
+    /// Aborts the restore: the engine is killed, or removes what it has built and exits. Returns
+    /// without a long wait.
     fn abort(self: Box<Self>);
 }

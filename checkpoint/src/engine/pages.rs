@@ -1,11 +1,12 @@
-//! Pages, and the blocks of pages in which pre-copied memory is recorded, sent and requested.
+//! Arithmetic on memory pages and on blocks of pages. Pre-copied memory is recorded, sent and
+//! requested in blocks.
 
 use nix::unistd::{SysconfVar, sysconf};
 
-/// Pages of a block: one bit each of a `u128`.
+/// Number of pages in a block: one for each bit of a `u128`.
 pub(crate) const BLOCK_PAGES: u64 = 128;
 
-/// Returns the size of a page of this host in bytes.
+/// Returns this host's page size in bytes.
 pub(crate) fn page_size() -> u64 {
     let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
     known
@@ -13,14 +14,14 @@ pub(crate) fn page_size() -> u64 {
         .expect("the system has pages of some size")
 }
 
-/// Returns the number of the block that contains an address, and the index of the address's page in
-/// this block.
+/// Returns the number of the block that contains `address`, and the index within the block of the
+/// page that contains `address`.
 pub(crate) fn block_and_index(address: u64, page_size: u64) -> (u64, usize) {
     let number = address / page_size;
     (number / BLOCK_PAGES, (number % BLOCK_PAGES) as usize)
 }
 
-/// Returns a mask of `count` pages of a block, beginning with the page of index `first`.
+/// Returns the bit mask of `count` pages of a block, starting with the page of index `first`.
 pub(crate) fn page_bits(first: usize, count: usize) -> u128 {
     let all = if count as u64 >= BLOCK_PAGES {
         u128::MAX
@@ -30,10 +31,10 @@ pub(crate) fn page_bits(first: usize, count: usize) -> u128 {
     all << first
 }
 
-/// Pages that are in one block.
+/// A range of adjacent pages within one block.
 pub(crate) struct BlockRange {
     pub(crate) block: u64,
-    /// Index of the first page in the block.
+    /// Index within the block of the first page.
     pub(crate) first: usize,
     pub(crate) pages: usize,
 }
@@ -44,7 +45,7 @@ impl BlockRange {
     }
 }
 
-/// Splits a range of pages at the borders of blocks.
+/// Splits a range of `pages` pages that starts at `address` at the boundaries between blocks.
 pub(crate) fn split_by_block(address: u64, pages: u64, page_size: u64) -> Vec<BlockRange> {
     let (mut at, end) = (address / page_size, address / page_size + pages);
     let mut ranges = Vec::new();
@@ -65,7 +66,7 @@ pub(crate) fn split_by_block(address: u64, pages: u64, page_size: u64) -> Vec<Bl
 mod tests {
     use super::*;
 
-    /// The number of a page determines its block and its index in the block.
+    /// The number of a page determines the block that contains it and its index in that block.
     #[test]
     fn pages_map_to_blocks_and_bits() {
         assert_eq!(block_and_index(0, 4096), (0, 0));

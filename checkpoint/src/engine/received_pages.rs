@@ -1,4 +1,4 @@
-//! The target's side of a pre-copy: the pages that have arrived, in memory.
+//! The target's side of a pre-copy: stores the received pages in memory until CRIU requests them.
 //!
 //! A process is identified by its PID in the task's PID namespace, as in CRIU's images.
 
@@ -13,35 +13,35 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// The received pages of one block.
+/// Records which pages of one block were received and delivered.
 #[derive(Debug)]
 struct Block {
     received: u128,
-    /// Received pages that were not handed to the engine yet.
+    /// Received pages that were not passed to the engine yet.
     undelivered: u128,
-    /// Number of the block in the file. `None` after all its pages were delivered and its memory
-    /// was freed.
+    /// Index of the block's memory in the file of [`ReceivedPages`]. `None` after all pages of the
+    /// block were delivered and its memory was freed.
     slot: Option<u64>,
 }
 
-/// Pages that arrived before their task.
+/// Pre-copied pages that arrived before their task was restored.
 ///
-/// They are kept in a sparse file in memory: slots that were never written, or that were freed, use
-/// no memory.
+/// The pages are kept in a sparse file in memory: slots that were never written, or that were
+/// freed, use no memory.
 #[derive(Debug)]
 pub struct ReceivedPages {
     page_size: u64,
     file: Option<File>,
-    /// Keyed by process and block number.
+    /// The state of each block, by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
-    /// Number of pages in memory.
+    /// Number of pages that are stored in memory.
     pages: u64,
-    /// Number of slots of the file that have been assigned.
+    /// Number of slots of the file that have been assigned to blocks.
     slots: u64,
 }
 
 impl ReceivedPages {
-    /// Creates an empty store for pages of this host's size.
+    /// Creates an empty store for pages of this host's page size.
     pub fn empty() -> ReceivedPages {
         ReceivedPages::with_page_size(page_size())
     }
@@ -60,18 +60,18 @@ impl ReceivedPages {
         self.page_size
     }
 
-    /// Returns the number of pages in memory.
+    /// Returns the number of pages that are stored in memory.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Returns the number of bytes in memory.
+    /// Returns the number of bytes that are stored in memory.
     pub fn bytes(&self) -> u64 {
         self.pages * self.page_size
     }
 
-    /// Returns the length in bytes of a range of pages, or `None` if it is empty, not aligned to
-    /// pages or not within one block.
+    /// Returns the length in bytes of a range of pages. `None` if the range is empty, not aligned
+    /// to pages, or not within one block.
     pub(crate) fn bytes_within_block(&self, address: u64, pages: u64) -> Option<usize> {
         let (_, first) = block_and_index(address, self.page_size);
         let fits = address.is_multiple_of(self.page_size)
@@ -80,10 +80,11 @@ impl ReceivedPages {
         fits.then(|| (pages * self.page_size) as usize)
     }
 
-    /// Keeps these pages, which must be within one block. The latest content of a page counts.
+    /// Stores the content of pages, which must be within one block. Replaces content that was
+    /// stored earlier for the same page.
     ///
     /// # Errors
-    /// There is no memory for them.
+    /// Memory for the pages could not be allocated or written.
     pub(crate) fn insert(&mut self, process: u64, address: u64, content: &[u8]) -> io::Result<()> {
         let (block, first) = block_and_index(address, self.page_size);
         let file = match &self.file {
@@ -119,10 +120,11 @@ impl ReceivedPages {
         Ok(())
     }
 
-    /// Returns the content of these pages, with zeros for those that have not been received.
+    /// Returns the content of these pages, with zeros for pages that have not been received.
     ///
-    /// `None` if none of them has been received, if they are more than [`BLOCK_PAGES`], or if some
-    /// were freed: the source knows only which pages it has sent, not which of them were freed.
+    /// `None` if none of the pages has been received, if they are more than [`BLOCK_PAGES`], or if
+    /// some were freed: the source knows only which pages it has sent, not which of them were
+    /// freed.
     pub(crate) fn get(&self, process: u64, address: u64, pages: u64) -> Option<Vec<u8>> {
         let page_size = self.page_size;
         if pages == 0 || pages > BLOCK_PAGES || !address.is_multiple_of(page_size) {
@@ -145,7 +147,7 @@ impl ReceivedPages {
             let (into, behind) = rest.split_at_mut(range.pages * page_size as usize);
             if let Some(block) = received(range) {
                 let at = (block.slot? * BLOCK_PAGES + range.first as u64) * page_size;
-                // If this fails the source sends all requested pages.
+                // After a read error the source sends all requested pages.
                 self.file.as_ref()?.read_exact_at(into, at).ok()?;
             }
             rest = behind;
@@ -167,7 +169,7 @@ impl ReceivedPages {
             };
             self.pages -= u64::from(block.received.count_ones());
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-            // After a failure the memory is freed together with the file.
+            // If freeing fails, the memory is freed together with the file.
             let _ = self
                 .file
                 .as_ref()

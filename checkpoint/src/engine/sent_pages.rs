@@ -9,26 +9,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Bytes of a page's hash, a prefix of its BLAKE3 hash. Two pages with the same prefix count as
-/// equal.
+/// Length in bytes of a page's hash, a prefix of its BLAKE3 hash. Two pages with the same prefix
+/// count as equal.
 const HASH_BYTES: usize = 16;
 
 type Hash = [u8; HASH_BYTES];
 
-/// Ends a pre-copy early: on request, at a deadline, or on a link so fast that pre-copy does not
-/// pay off.
+/// The condition that ends a pre-copy early: a request, a deadline, or a connection that is so fast
+/// that pre-copy is not worthwhile.
 ///
 /// All clones share one request.
 #[derive(Clone, Debug)]
 pub struct PreCopyStop {
     requested: Arc<AtomicBool>,
     deadline: Instant,
-    /// Limit in bytes per second.
+    /// Send rate in bytes per second above which the pre-copy stops; `None` if the rate is not
+    /// limited.
     rate_max: Option<u64>,
 }
 
 impl PreCopyStop {
-    /// Creates a stop at a deadline.
+    /// Creates a condition that stops the pre-copy at `deadline`.
     pub fn at(deadline: Instant) -> PreCopyStop {
         PreCopyStop {
             requested: Arc::default(),
@@ -37,7 +38,7 @@ impl PreCopyStop {
         }
     }
 
-    /// Adds a stop as soon as more bytes per second are sent than this.
+    /// Also stops the pre-copy if its send rate exceeds this limit.
     #[must_use]
     pub fn or_above_rate(self, bytes_per_second: u64) -> PreCopyStop {
         PreCopyStop {
@@ -46,7 +47,7 @@ impl PreCopyStop {
         }
     }
 
-    /// Stops the pre-copy. This cannot be undone.
+    /// Stops the pre-copy. The request cannot be undone.
     pub fn request(&self) {
         self.requested.store(true, Ordering::Relaxed);
     }
@@ -64,23 +65,23 @@ impl PreCopyStop {
     }
 }
 
-/// The sent pages of one block.
+/// Records which pages of one block were sent, with the hashes of their content.
 #[derive(Debug)]
 struct Block {
     sent: u128,
-    /// One hash for each page of the block.
+    /// Hash of the content that was sent for each page of the block.
     hashes: Box<[Hash]>,
 }
 
-/// The pages of a task that the target has, with a hash of the content that was sent.
+/// The pages of a task that the target has received, with a hash of the content that was sent.
 #[derive(Debug, Default)]
 pub struct SentPages {
     page_size: u64,
-    /// Keyed by process and block number.
+    /// The state of each block, by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
-    /// Distinct pages that were sent.
+    /// Number of distinct pages that were sent.
     pages: u64,
-    /// Bytes that were sent, including pages that were sent again.
+    /// Number of bytes that were sent, including pages that were sent again.
     bytes: u64,
 }
 
@@ -96,17 +97,17 @@ impl SentPages {
         self.page_size
     }
 
-    /// Distinct pages that were sent.
+    /// Number of distinct pages that were sent.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Bytes that were sent, including pages that were sent again.
+    /// Number of bytes that were sent, including pages that were sent again.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// True if the target has this page with this content.
+    /// True if this page was sent with this content.
     pub(crate) fn has(&self, process: u64, address: u64, content: &[u8]) -> bool {
         let (block, index) = block_and_index(address, self.page_size);
         let block = self.blocks.get(&(process, block));
@@ -116,8 +117,8 @@ impl SentPages {
     }
 
     /// Records that a page is sent with this content. Returns false if the page must not be sent:
-    /// the target already has this content, or the page would be a new one beyond `pages_max`
-    /// distinct pages.
+    /// the target already has this content, or the page was not sent before and `pages_max`
+    /// distinct pages were already sent.
     pub(crate) fn record(
         &mut self,
         process: u64,
@@ -161,7 +162,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    /// A pre-copy is due to stop when it is requested through any clone, and at its deadline.
+    /// A pre-copy stops when any clone of the condition requests it, and at the deadline.
     #[test]
     fn pre_copy_stops_on_request_and_at_the_deadline() {
         let stop = PreCopyStop::at(Instant::now() + Duration::from_secs(600));

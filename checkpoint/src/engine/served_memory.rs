@@ -1,20 +1,22 @@
-//! A handle to the memory that a dump left with its task, at the source of a post-copy migration.
+//! A handle to the memory that a post-copy dump did not write to the images. The memory remains in
+//! the dumped processes at the source.
 
 use nix::sys::socket::{Shutdown, shutdown};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 
-/// An order to the thread that traces the dumped processes.
+/// An order to the thread that traces the dumped processes (the tracer).
 #[derive(Debug)]
 pub(crate) enum TracerOrder {
-    /// From now on a killed process keeps its memory. The reply confirms the order.
+    /// From now on retain the memory of a process that is killed. The tracer replies on the channel
+    /// when it has executed the order.
     KeepKilled(SyncSender<()>),
     /// Detach from all processes and end.
     Detach,
 }
 
-/// A handle for other threads than the one that serves the memory of a dumped task.
+/// A handle by which other threads control the server of a dumped task's memory.
 #[derive(Clone, Debug)]
 pub struct ServedMemory {
     /// The stream on which the target requests pages.
@@ -23,15 +25,16 @@ pub struct ServedMemory {
 }
 
 impl ServedMemory {
-    /// Stops serving. The processes are released, still stopped.
+    /// Stops serving the memory. The processes are detached and remain stopped.
     pub fn stop_serving(&self) {
         // The stream may be closed already.
         let _ = shutdown(self.page_stream.as_raw_fd(), Shutdown::Both);
     }
 
-    /// Makes the memory survive the death of its processes. Must be called before they are killed.
+    /// Retains the memory of the processes after their death. Must be called before they are
+    /// killed.
     ///
-    /// A killed process executes nothing any more, but exits only when its memory is no longer
+    /// A killed process executes no more instructions, but exits only when its memory is no longer
     /// needed.
     pub fn keep_after_kill(&self) {
         let (answer, answered) = sync_channel(1);

@@ -1,5 +1,5 @@
-//! Memory, processes and disk space that are available on this host, including the limits of the
-//! control groups of this process.
+//! Determines the memory, processes and disk space that are available on this host. Takes the
+//! limits of the control groups of this process into account.
 
 use super::verdict::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
@@ -9,12 +9,13 @@ use std::fs::read_to_string;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The files of a controller in one version of control groups.
+/// Names of the files of a cgroup controller that contain its limit and its usage. The names depend
+/// on the version of control groups.
 struct ControllerFiles {
     limit: &'static str,
     usage: &'static str,
-    /// Field of `memory.stat` with memory that the kernel reclaims when it is needed; it counts as
-    /// free.
+    /// Field of `memory.stat` with the memory that the kernel reclaims when it is needed. That
+    /// memory counts as free.
     reclaimable: Option<&'static str>,
 }
 
@@ -34,8 +35,8 @@ const PIDS: ControllerFiles = ControllerFiles {
     reclaimable: None,
 };
 
-/// Returns the bytes of memory that are available on this host and within the control groups of
-/// this process.
+/// Returns the number of bytes of memory that are available on this host and within the control
+/// groups of this process.
 pub fn memory_available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let machine = parse_memory_available(&text).unwrap_or(0);
@@ -50,20 +51,21 @@ fn parse_memory_available(meminfo: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Returns the bytes of memory that the control groups of this process leave; `None` if they set no
-/// limit.
+/// Returns the number of bytes of memory until a control group of this process reaches its limit;
+/// `None` if no group has a limit.
 fn cgroup_memory() -> Option<u64> {
     smallest_remainder([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
 }
 
-/// Returns the number of processes and threads that the control groups leave; `None` if they set no
-/// limit.
+/// Returns the number of processes and threads until a control group of this process reaches its
+/// limit; `None` if no group has a limit.
 pub(super) fn threads_available() -> Option<u64> {
     smallest_remainder([(None, &PIDS), (Some("pids"), &PIDS)])
 }
 
-/// Returns the bytes that may be written in a directory: the free space of its file system and, if
-/// that is in memory, at most the available memory of the host.
+/// Returns the number of bytes that may be written in the directory `folder`: the free space of its
+/// file system. If the file system is in memory, the result is at most the available memory of the
+/// host.
 ///
 /// # Errors
 /// The directory cannot be accessed.
@@ -86,7 +88,8 @@ pub(crate) fn free_bytes(folder: &Path) -> io::Result<u64> {
     Ok(u64::from(stat.blocks_available()).saturating_mul(u64::from(stat.fragment_size())))
 }
 
-/// Returns the smallest remainder of all groups of this process in both versions.
+/// Returns the smallest difference between limit and usage over all control groups of this process,
+/// in both versions of control groups.
 fn smallest_remainder(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Option<u64> {
     let (mounts, groups) = (
         std::fs::read("/proc/self/mountinfo").ok()?,
@@ -99,8 +102,8 @@ fn smallest_remainder(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Opt
     hierarchies.into_iter().filter_map(remainder_in).min()
 }
 
-/// Returns the smallest remainder of this group and its ancestors, up to the mount point of the
-/// hierarchy.
+/// Returns the smallest difference between limit and usage over this control group and its
+/// ancestors, up to `root`, the mount point of the hierarchy.
 fn remainder_with_ancestors(group: &Path, root: &Path, files: &ControllerFiles) -> Option<u64> {
     let groups: Vec<PathBuf> = group
         .ancestors()
@@ -113,7 +116,7 @@ fn remainder_with_ancestors(group: &Path, root: &Path, files: &ControllerFiles) 
         .min()
 }
 
-/// Returns what one group leaves; `None` if it sets no limit.
+/// Returns the difference between limit and usage of one control group; `None` if it has no limit.
 fn remainder(group: &Path, files: &ControllerFiles) -> Option<u64> {
     let number = |name: &str| {
         read_to_string(group.join(name))
@@ -140,7 +143,8 @@ fn remainder(group: &Path, files: &ControllerFiles) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The group that leaves least determines the result, and reclaimable memory counts as free.
+    /// The group with the smallest remainder determines the result, and reclaimable memory counts
+    /// as free.
     #[test]
     fn smallest_group_limit_counts_minus_reclaimable() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -7,23 +7,27 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// The flag that marks connections of the task's library, as fdinfo prints it.
+/// The open flag that marks sockets of the task's library, as fdinfo prints it.
 const LIBRARY_SOCKET_FLAG: u32 = task::LIBRARY_SOCKET_FLAG.cast_unsigned();
-/// `O_ACCMODE`, `O_WRONLY` and `O_APPEND` as fdinfo prints them.
+/// Mask of the access mode in the open flags that fdinfo prints (`O_ACCMODE`).
 const ACCESS_MODE: u32 = 0o3;
+/// Access mode `O_WRONLY` as fdinfo prints it.
 const WRITE_ONLY: u32 = 0o1;
+/// Open flag `O_APPEND` as fdinfo prints it.
 const APPEND: u32 = 0o2000;
-/// `O_DIRECT`. On a pipe it selects packet mode, which preserves the bounds of writes.
+/// Open flag `O_DIRECT`. On a pipe it selects packet mode, which preserves the boundaries of
+/// writes.
 const PACKET_MODE: u32 = libc::O_DIRECT.cast_unsigned();
 
-/// Types (statfs(2)) of file systems whose files are not stored on a disk.
+/// Type of the proc file system in statfs(2). Files of this type and of the following types are not
+/// stored on a disk.
 const PROC_MAGIC: i64 = 0x9fa0;
 const SYSFS_MAGIC: i64 = 0x6265_6572;
 const MQUEUE_MAGIC: i64 = 0x1980_0202;
 const SECRETMEM_MAGIC: i64 = 0x5345_434d;
 const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
-/// Anonymous inodes that the engine can migrate.
+/// Names of the anonymous inodes that the engine can migrate.
 const SUPPORTED_ANON_INODES: [&str; 7] = [
     "[eventfd]",
     "[eventpoll]",
@@ -36,7 +40,7 @@ const SUPPORTED_ANON_INODES: [&str; 7] = [
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FileKind {
-    /// A regular file of this many bytes.
+    /// A regular file. The value is its size in bytes.
     Regular(u64),
     Directory,
     Fifo,
@@ -47,33 +51,33 @@ enum FileKind {
     Other,
 }
 
-/// The properties of a descriptor that determine its meaning.
+/// The properties of a descriptor that determine its meaning for a migration.
 #[derive(Clone, Debug)]
 struct Descriptor<'a> {
-    /// Target of the link /proc/PID/fd/N.
+    /// Target of the symbolic link /proc/PID/fd/N.
     link: &'a Path,
     /// The text of /proc/PID/fdinfo/N.
     info: &'a str,
     kind: FileKind,
     /// Number of hard links to the file.
     link_count: u64,
-    /// Type of its file system.
+    /// Type in statfs(2) of the file system that contains the file.
     fs_type: i64,
 }
 
 /// The meaning of a descriptor for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DescriptorMeaning {
-    /// The engine migrates it.
+    /// The engine migrates the descriptor.
     Supported,
-    /// A socket with this inode number (see [`super::sockets`]).
+    /// A socket. The value is its inode number (see [`super::sockets`]).
     Socket(u64),
-    /// A socket, with this inode number, that the task's library closes before the dump.
+    /// A socket that the task's library closes before the dump. The value is its inode number.
     LibrarySocket(u64),
-    /// A file that must exist at the target with this length.
+    /// A file that must exist at the target with this size in bytes.
     SameLength(PathBuf, u64),
-    /// A file that the task may write until it is stopped. It must exist at the target and be at
-    /// least as long as at the source.
+    /// A file to which the task may write until it is stopped. The file must exist at the target
+    /// and be at least as long as at the source.
     MinimumLength(PathBuf),
     /// A file that must exist at the target.
     MustExist(PathBuf),
@@ -85,15 +89,15 @@ pub(super) enum DescriptorMeaning {
     TerminalSlave(u64),
     /// The master end of the pseudo terminal with this number.
     TerminalMaster(u64),
-    /// It cannot be migrated; its description.
+    /// The descriptor cannot be migrated. The value is its description for messages.
     Unsupported(String),
 }
 
 /// Reads one descriptor of a process and determines its meaning. `path` is its entry in
-/// /proc/PID/fd.
+/// /proc/PID/fd, `number` its number.
 ///
 /// # Errors
-/// The descriptor was closed meanwhile.
+/// The descriptor was closed during the call.
 pub(super) fn read_descriptor(
     pid: i32,
     path: &Path,
@@ -102,8 +106,8 @@ pub(super) fn read_descriptor(
     let link = std::fs::read_link(path)?;
     let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
     if !link.is_absolute() {
-        // Pipes, sockets and anonymous inodes need no metadata. Reading it never blocks for the
-        // other files.
+        // Pipes, sockets and anonymous inodes need no metadata. For all other files reading the
+        // metadata never blocks.
         return Ok(classify(&Descriptor {
             link: &link,
             info: &info,
@@ -154,7 +158,7 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
         };
     }
     if parse_number(fd.info, "eventfd-semaphore:") == Some(1) {
-        // The engine would silently restore it as an ordinary eventfd.
+        // The engine would restore the semaphore as an ordinary eventfd without an error.
         return DescriptorMeaning::Unsupported("an eventfd that is a semaphore".into());
     }
     if let Some(name) = text.strip_prefix("anon_inode:") {
@@ -172,7 +176,8 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
         SECRETMEM_MAGIC => {
             return DescriptorMeaning::Unsupported("secret memory (memfd_secret)".into());
         }
-        // The process has another PID after the migration, and another process may have this one.
+        // After the migration the process has another PID, and the old PID may belong to another
+        // process.
         PROC_MAGIC if is_process_file(fd.link) => {
             return DescriptorMeaning::Unsupported(format!(
                 "the file {text}, which is about a process"
@@ -199,8 +204,8 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
         FileKind::Directory => DescriptorMeaning::Directory(fd.link.into()),
         FileKind::Fifo => DescriptorMeaning::NamedPipe(fd.link.into()),
         FileKind::Character { major, minor } => classify_device(fd, major, minor),
-        // The engine checks the lengths of all files that are not open for appending only; at that
-        // time all processes are stopped.
+        // The engine checks the lengths of all files except those that are opened only for
+        // appending. All processes are stopped during that check.
         FileKind::Regular(_)
             if parse_flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND =>
         {
@@ -216,7 +221,8 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
     }
 }
 
-/// True for a connection of the task's library.
+/// True if the descriptor is a socket of the task's library. `link` is the target of its link in
+/// /proc/PID/fd, `info` its fdinfo.
 pub(super) fn is_library_socket(link: &Path, info: &str) -> bool {
     link.to_string_lossy().starts_with("socket:[") && has_library_flag(info)
 }
@@ -230,7 +236,7 @@ pub(super) fn is_open_for_writing(info: &str) -> bool {
     parse_flags(info) & ACCESS_MODE != 0
 }
 
-/// True for files in the directory of a process in /proc.
+/// True if `path` is a file in the directory /proc/PID of any process.
 fn is_process_file(path: &Path) -> bool {
     let folder = path
         .strip_prefix("/proc")
@@ -301,8 +307,8 @@ mod tests {
         })
     }
 
-    /// Files open for reading need the same length at the target; files open for writing may grow
-    /// or need only exist.
+    /// Files that are open for reading need the same length at the target. Files that are open for
+    /// writing may grow, or only need to exist.
     #[test]
     fn read_files_need_equal_length_and_written_do_not() {
         let file = |info: &str| judge_as("/d/f", info, FileKind::Regular(5), 1, 0xef53);

@@ -1,18 +1,19 @@
-//! Finds processes outside a task that have one of its named pipes open. A migration would remove
-//! the task's end without the other process noticing.
+//! Finds processes outside a task that have one of the task's named pipes open. A migration would
+//! close the task's end of the pipe without notifying the other process.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Returns device and inode number of a file, following symbolic links.
+/// Returns the device and inode number of a file, following symbolic links; `None` if the file
+/// cannot be accessed.
 pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino()))
 }
 
-/// Returns the first of these pipes that a process other than `own` has open. Processes that cannot
-/// be inspected are skipped.
+/// Returns the path of the first of these pipes that a process outside `own` has open; `None` if
+/// there is none. Processes that cannot be inspected are skipped.
 pub(super) fn pipe_open_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     own: &[i32],
@@ -30,7 +31,8 @@ pub(super) fn pipe_open_elsewhere(
 fn pipe_open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
     open.flatten().find_map(|entry| {
-        // Only descriptors with a path are inspected further: metadata of other files may block.
+        // Only descriptors with a path are inspected further: reading the metadata of other files
+        // may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
         let found = if is_path {
             file_identity(&entry.path())

@@ -1,5 +1,5 @@
-//! Regular files that a task has open: whether they are copied when it migrates, as selected by
-//! `SEMPA_FILES`, and where they can be created.
+//! Regular files that a task has open: whether they are copied when the task migrates, as selected
+//! by `SEMPA_FILES`, and whether they can be created at the target.
 
 use super::descriptors::{DescriptorMeaning, read_descriptor};
 use nix::fcntl::{OFlag, openat};
@@ -12,33 +12,33 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// The selecting variable in the environment of a task.
+/// The environment variable that selects the file policy of a task.
 const POLICY_VARIABLE: &[u8] = b"SEMPA_FILES=";
-/// Largest total size of the files that are copied with one task.
+/// Maximum total size in bytes of the files that are copied with one task.
 pub const COPIED_BYTES_MAX: u64 = 1 << 30;
-/// Largest number of files that are copied with one task.
+/// Maximum number of files that are copied with one task.
 pub const COPIED_FILES_MAX: usize = 1024;
 
-/// The treatment of open files in a migration.
+/// How the open files of a task are treated in a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum FilePolicy {
-    /// They must exist at the target.
+    /// The files must exist at the target.
     #[default]
     Shared,
-    /// Files of the task's user are copied to a target that lacks them.
+    /// Files that belong to the task's user are copied to the target if they do not exist there.
     Copy,
     /// A task with open files does not migrate.
     Refuse,
 }
 
 impl FilePolicy {
-    /// Returns the policy with which the task of this root process was started.
+    /// Returns the policy that the environment of the task's root process selects.
     ///
     /// # Errors
     /// The variable has an unknown value.
     pub(super) fn of(root: i32) -> Result<FilePolicy, Refusal> {
-        // The environment of a process that has exited, or whose main thread has, cannot be read.
-        // Such a process is refused by other checks.
+        // The environment cannot be read if the process or its main thread has exited. Other checks
+        // refuse such a process.
         let environment = std::fs::read(format!("/proc/{root}/environ")).unwrap_or_default();
         FilePolicy::parse(&environment)
     }
@@ -64,18 +64,20 @@ impl FilePolicy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenFile {
     pub path: PathBuf,
-    /// Path in /proc/PID/fd, which opens the file even if its name was removed.
+    /// Path in /proc/PID/fd. It opens the file even if the file's name was removed.
     pub fd_path: PathBuf,
     pub mode: u32,
     pub gid: u32,
 }
 
-/// True for a regular file of the user that tasks run as on this host.
+/// True for a regular file that belongs to the user of this process, as whom tasks run on this
+/// host.
 pub(super) fn is_users_file(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
-/// Returns the files that are copied with the task of these stopped processes.
+/// Returns the files that are copied when the task of these stopped processes migrates. `root` is
+/// the task's root process.
 pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
     if FilePolicy::of(root) != Ok(FilePolicy::Copy) {
@@ -113,9 +115,9 @@ pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     files.into_values().collect()
 }
 
-/// Opens the directory of a file without following symbolic links, and returns it with the file's
-/// name. The names of open files contain no symbolic links, so one that exists here would lead to
-/// another file.
+/// Opens the directory of a file without following symbolic links. Returns the open directory and
+/// the file's name. The path of an open file contains no symbolic links, so a symbolic link on this
+/// host would lead to another file.
 ///
 /// # Errors
 /// The directory does not exist, or a component of the path is a symbolic link.
@@ -140,7 +142,7 @@ pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     Ok((at, OsStr::to_os_string(name)))
 }
 
-/// Returns why no file can be created at this path for a task of this user; `None` if it can.
+/// Returns why a task of this user cannot create a file at this path; `None` if it can.
 pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
     let own = nix::unistd::geteuid().as_raw();

@@ -7,22 +7,23 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Largest number of entries. When it is exceeded the cache is emptied.
+/// Maximum number of entries. The cache is emptied when it would exceed this number.
 pub const HASHES_MAX: usize = 4096;
 
-/// Device, inode, length, and the modification and status change times in nanoseconds. The
-/// modification time can be set back by any process that may write the file, as programs do that
-/// unpack or copy files; the status change time is set only by the kernel.
+/// Key of a cached hash: device, inode, length, and the modification and status change times in
+/// nanoseconds. Programs that may write the file can set the modification time back; only the
+/// kernel sets the status change time.
 type FileKey = (u64, u64, u64, i128, i128);
 
-/// The cache. Shared between threads; files are hashed without holding the lock.
+/// A cache of file hashes that threads share. Files are hashed without holding the lock.
 #[derive(Debug, Default)]
 pub struct HashCache {
     hashes: Mutex<HashMap<FileKey, String>>,
 }
 
 impl HashCache {
-    /// Returns the hash of a file's content in hexadecimal digits.
+    /// Returns the hash of a file's content in hexadecimal digits. Computes it if the cache does
+    /// not contain it.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -103,7 +104,7 @@ mod tests {
             before.modified().expect("a time"),
         );
         let changed = |meta: &std::fs::Metadata| (meta.ctime(), meta.ctime_nsec());
-        // The timestamps of the file system may be too coarse to have changed yet.
+        // Repeat the write until the time of the file system, which may be coarse, has advanced.
         loop {
             std::fs::write(&path, "two").expect("write");
             File::options()

@@ -1,4 +1,4 @@
-//! Inspects a running task through /proc. The result is its facts, or the first property that
+//! Inspects a running task through /proc. Returns the task's facts, or the first property that
 //! prevents a migration.
 
 use super::descriptors::{
@@ -15,7 +15,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Namespaces that a task must share with its tasker, with the description of a different one.
+/// Namespaces that a task must share with its tasker. Each has a description for a task that does
+/// not share it.
 const SHARED_NAMESPACES: [(&str, &str); 5] = [
     ("mnt", "a mount namespace of its own"),
     ("net", "a network namespace of its own"),
@@ -32,30 +33,31 @@ pub struct TaskProcesses {
     pub processes: Vec<i32>,
 }
 
-/// Largest size of the file list that is sent to a target. Together with the other facts, and with
-/// the target's refusal of each file, it fits into a frame.
+/// Maximum size in bytes of the file list that is sent to a target. Together with the other facts,
+/// and with the target's refusal of each file, the list fits into one frame.
 pub const FILE_LIST_BYTES_MAX: u64 = 32 << 20;
-/// Bound of the size of an entry in the list, without its path.
+/// Maximum size in bytes of an entry in the file list, without its path.
 const FILE_ENTRY_OVERHEAD: u64 = 256;
 
-/// The results of all processes together.
+/// The findings about all processes of a task together.
 #[derive(Clone, Default)]
 struct InspectionFindings {
-    /// The treatment of open files.
+    /// How open files of the task are treated.
     policy: FilePolicy,
     files: BTreeMap<PathBuf, (u64, FileNeed)>,
-    /// Size of the file list.
+    /// Size in bytes of the file list.
     list_bytes: u64,
+    /// Inode numbers of the task's sockets.
     sockets: BTreeSet<u64>,
-    /// Sockets that the library closes before the dump.
+    /// Inode numbers of the sockets that the library closes before the dump.
     library_sockets: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
     terminal_masters: BTreeSet<u64>,
-    /// Named pipes by device and inode number.
+    /// Paths of the task's named pipes, by device and inode number.
     pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
-/// What the task needs of a file. Each value includes the previous ones.
+/// What the task needs of a file at the target. Each need includes the previous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum FileNeed {
     Directory,
@@ -85,7 +87,8 @@ impl InspectionFindings {
         Ok(())
     }
 
-    /// Adds a file that the task has open. `fd_path` is its path in /proc/PID/fd.
+    /// Adds a file that the task has open to the findings. `fd_path` is the file's path in
+    /// /proc/PID/fd.
     fn require_open_file(
         &mut self,
         path: &Path,
@@ -93,7 +96,7 @@ impl InspectionFindings {
         need: FileNeed,
     ) -> Result<(), Refusal> {
         let Ok(meta) = std::fs::metadata(fd_path) else {
-            // The file was closed meanwhile.
+            // The file has just been closed.
             return Ok(());
         };
         let is_program = self
@@ -117,7 +120,7 @@ impl InspectionFindings {
         self.require(path, meta.len(), need)
     }
 
-    /// Refuses the task if the files to copy exceed the limits.
+    /// Fails if the files to copy exceed the limits.
     fn check_copied_files(&self) -> Result<(), Refusal> {
         let is_copied = |need: &FileNeed| {
             matches!(
@@ -150,11 +153,11 @@ fn unsupported(what: impl Into<String>) -> Refusal {
     Refusal::UnsupportedResource { what: what.into() }
 }
 
-/// Inspects a task without disturbing it. Changes during the inspection may be missed. `engine` is
+/// Inspects a task without stopping it. Changes during the inspection may be missed. `engine` is
 /// the version of the engine that would dump the task.
 ///
 /// # Errors
-/// The reason why the task cannot migrate at all: a resource, or its exit.
+/// The reason why the task cannot migrate to any host: a resource, or its exit.
 pub fn inspect(
     subject: &TaskProcesses,
     engine: String,
@@ -212,11 +215,12 @@ pub fn inspect(
     })
 }
 
-/// Largest size of a file that is hashed in advance. Larger ones are mostly data, not libraries.
+/// Maximum size in bytes of a file that is hashed in advance. Larger files are mostly data, not
+/// libraries.
 const PREHASHED_BYTES_MAX: u64 = 128 << 20;
 
 /// Hashes the program and the libraries of a process in advance, so that a later inspection need
-/// not wait for the disk. Read errors are ignored here; the inspection reports them.
+/// not wait for the disk. Read errors are ignored; the inspection reports them.
 pub fn prehash(pid: i32, hashes: &HashCache) {
     let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
         return;
@@ -234,18 +238,21 @@ pub fn prehash(pid: i32, hashes: &HashCache) {
     }
 }
 
-/// Returns the memory of a process in bytes, resident or swapped out; `None` if it does not exist.
+/// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
+/// not exist.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
     ProcStatus::of(pid)?.memory_bytes()
 }
 
-/// Number of attempts to inspect a process that seems to be exiting, one millisecond apart.
+/// Maximum number of attempts to inspect a process that seems to be exiting. Attempts are one
+/// millisecond apart.
 const INSPECT_ATTEMPTS_MAX: u32 = 100;
 
-/// Inspects one process, repeatedly while it is exiting.
+/// Inspects one process, and repeats the inspection while the process is exiting.
 ///
-/// Any process except the root may exit meanwhile. From the moment it releases its memory until it
-/// is reaped, it has no directories and no namespaces, which must not count against the task.
+/// Any process except the root may exit during the inspection. From the moment it releases its
+/// memory until it is reaped, it has no directories and no namespaces; this must not prevent the
+/// migration of the task.
 fn inspect_process_until_stable(
     pid: i32,
     root: i32,
@@ -269,11 +276,11 @@ fn inspect_process_until_stable(
     result
 }
 
-/// Checks that all processes belong to the tree of the root, because the engine dumps a process
-/// tree. Other processes in the namespace would be left behind.
+/// Checks that all processes belong to the tree of the root. The engine dumps only that tree; other
+/// processes of the namespace would not migrate.
 ///
-/// While processes exit, a parent may be gone that was read before. Only a result that is found
-/// twice counts.
+/// The parents of processes are read one after the other and may exit in between, so a result
+/// counts only if two reads agree.
 fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
     // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
@@ -336,7 +343,8 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
         .and_then(|status| status.field("State"))
         .is_some_and(|state| state.starts_with(['Z', 'X']))
     {
-        // A zombie waits to be reaped, unless other threads still run.
+        // A zombie is accepted, because it only waits to be reaped. It is refused if other threads
+        // of the process still run.
         return if threads.len() > 1 {
             Err(unsupported(
                 "a main thread that has ended before the others",
@@ -345,7 +353,7 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
             Ok(())
         };
     }
-    // Threads of this process trace the task for short times, too.
+    // Threads of the tasker also trace the task for short times.
     let is_ours = |tracer: &str| Path::new("/proc/self/task").join(tracer).exists();
     let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
     if threads
@@ -370,8 +378,8 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
     inspect_descriptors(pid, findings)
 }
 
-/// Checks the capabilities that the engine needs in the process, or that this process needs.
-/// Capabilities that this process lacks are not checked in the task.
+/// Checks that the process has the capabilities that the engine needs in it. A capability that the
+/// tasker does not have is not required.
 fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
     const SYS_ADMIN: u64 = 1 << 21;
     const SYS_RESOURCE: u64 = 1 << 24;
@@ -387,15 +395,15 @@ fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
             .map(String::from)
             .collect()
     };
-    // The engine makes the process mount a file system for a moment.
+    // The engine makes the process mount a file system temporarily.
     if has_capability(&own, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
         let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
         return Err(unsupported(format!(
             "a process without root's rights (its user is {uid}), in which the engine cannot work"
         )));
     }
-    // The engine reads the resource limits of the process. The kernel permits this only for equal
-    // IDs, or with CAP_SYS_RESOURCE.
+    // The engine reads the resource limits of the process. The kernel permits this only if all user
+    // and group IDs are equal, or with CAP_SYS_RESOURCE.
     let differs = |name| {
         ids(status, name)
             .iter()
@@ -432,7 +440,8 @@ fn check_namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     {
         return Err(unsupported(*what));
     }
-    // The task has its own PID namespace; its processes and their children must be in it.
+    // The task has its own PID namespace; its processes must be in it, and must create their
+    // children in it.
     let task = link(&root, "pid");
     if ["pid", "pid_for_children"]
         .iter()
@@ -484,7 +493,7 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
 fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
     for entry in dir.flatten() {
-        // A descriptor that was closed meanwhile does not matter.
+        // A descriptor that has just been closed is ignored.
         let Ok(meaning) = read_descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
         else {
             continue;
@@ -508,7 +517,7 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
             }
             DescriptorMeaning::NamedPipe(path) => {
                 findings.require(&path, 0, FileNeed::Exists)?;
-                // A pipe that was closed meanwhile does not matter.
+                // A pipe that has just been closed is ignored.
                 findings
                     .pipes
                     .extend(fifo_peers::file_identity(&entry.path()).map(|id| (id, path)));
@@ -528,8 +537,8 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
     Ok(())
 }
 
-/// Returns the regular files that these stopped processes have open for writing, with their lengths
-/// in bytes. Files without a name are skipped.
+/// Returns the paths of the regular files that these stopped processes have open for writing, with
+/// their lengths in bytes. Files without a name are skipped.
 pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     let mut files = BTreeMap::new();
     for pid in processes {
@@ -543,7 +552,8 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
             };
             let info =
                 std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
-            // Metadata of other kinds of files might block. Files without a name are in the images.
+            // Reading the metadata of other kinds of files might block. The content of files
+            // without a name is in the images.
             if !link.is_absolute() || !info.is_ok_and(|info| is_open_for_writing(&info)) {
                 continue;
             }
@@ -558,8 +568,8 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     files.into_iter().collect()
 }
 
-/// True if a process has connections of a task's library open. It has none if its library is
-/// quiesced, or if it is a forked child that has executed another program.
+/// True if a process has sockets of a task's library open. It has none if its library is quiesced,
+/// or if it is a forked child that has executed another program.
 pub fn has_library_sockets(pid: i32) -> bool {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .into_iter()
@@ -581,8 +591,8 @@ fn check_connections(root: i32, findings: &InspectionFindings) -> Result<(), Ref
     if findings.sockets.is_empty() && findings.library_sockets.len() < 2 {
         return Ok(());
     }
-    // If the kernel does not provide the list, the engine finds foreign connections during the
-    // dump.
+    // If the kernel does not provide the list, the engine detects connections to other processes
+    // during the dump.
     let unix = sockets::unix_table().unwrap_or_default();
     if let Some(what) = sockets::foreign_unix_connection(&findings.sockets, &unix) {
         return Err(unsupported(what));
@@ -646,7 +656,7 @@ mod tests {
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
 
-    /// A task whose file list exceeds the limit is refused; many files with short paths fit.
+    /// A task whose file list exceeds the limit is refused. A list of many short paths is accepted.
     #[test]
     fn too_long_file_list_is_refused() {
         let mut findings = InspectionFindings::default();
@@ -674,7 +684,7 @@ mod tests {
         });
     }
 
-    /// Returns findings with `files` files of `bytes` bytes each that must be copied.
+    /// Returns findings with `files` files that must be copied. Each file has `bytes` bytes.
     fn findings_with_copied_files(files: usize, bytes: u64) -> InspectionFindings {
         let mut findings = InspectionFindings::default();
         let needs = [
@@ -690,7 +700,7 @@ mod tests {
         findings
     }
 
-    /// A task may have 1 GiB and 1024 files to copy, but not more.
+    /// A task with more than 1 GiB or 1024 files to copy is refused.
     #[test]
     fn copied_files_are_limited() {
         let refused = |files, bytes| {
@@ -723,7 +733,7 @@ mod tests {
         );
     }
 
-    /// Files that must exist at the target may be large.
+    /// The size of files that must exist at the target is not limited.
     #[test]
     fn files_not_copied_are_unlimited() {
         let mut findings = findings_with_copied_files(1024, 1 << 20);
@@ -765,7 +775,7 @@ mod tests {
             .spawn()
             .expect("it starts");
         let root = child.id() as i32;
-        // The start is reported before the new program is mapped.
+        // `spawn` returns before the new program is mapped.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while !std::fs::read_to_string(format!("/proc/{root}/maps"))
             .is_ok_and(|maps| maps.contains("libc"))

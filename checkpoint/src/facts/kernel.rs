@@ -1,10 +1,10 @@
-//! Kernel features, found by calling the kernel. Its release number says little, because
-//! distributions backport features and build without others.
+//! Detects kernel features by calling the kernel. The kernel's release number is not sufficient,
+//! because distributions backport features and omit others.
 #![allow(unsafe_code)] // a system call whose existence is in question has no wrapper
 
 use std::ffi::{CStr, c_long};
 
-/// A system call that some kernels lack, with arguments for which it does nothing.
+/// A system call that some kernels lack, with arguments with which it has no effect.
 struct SyscallProbe {
     name: &'static str,
     number: c_long,
@@ -19,11 +19,11 @@ const fn syscall_probe(name: &'static str, number: c_long, arguments: [c_long; 6
     }
 }
 
-/// An invalid descriptor, flag or process.
+/// An invalid value for a descriptor, flags or a process id.
 const INVALID: c_long = -1;
 
-/// Since Linux 5.1 new system calls have the same number on all architectures. Some C libraries
-/// have no names for these.
+/// Number of a system call that some C libraries do not name, like the following constants. Since
+/// Linux 5.1, new system calls have the same number on all architectures.
 const FUTEX_WAKE: c_long = 454;
 const FUTEX_WAIT: c_long = 455;
 const MSEAL: c_long = 462;
@@ -33,9 +33,9 @@ const FUTEX_WAITV: c_long = 449;
 const PROCESS_MADVISE: c_long = 440;
 const EPOLL_PWAIT2: c_long = 441;
 
-/// System calls that C libraries and programs probe once and then use. The kernel rejects each call
-/// because of its arguments: an invalid descriptor, undefined flags, a structure of size 0, or an
-/// invalid address.
+/// System calls that C libraries and programs probe once and then use. If the kernel has the call,
+/// it rejects it because of its arguments: an invalid descriptor, undefined flags, a structure of
+/// size 0, or an invalid address.
 const PROBES: [SyscallProbe; 20] = [
     syscall_probe("cachestat", CACHESTAT, [INVALID, 0, 0, INVALID, 0, 0]),
     syscall_probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
@@ -87,7 +87,8 @@ const PROBES: [SyscallProbe; 20] = [
     ),
 ];
 
-/// Migrated tasks get a time namespace, which continues their clock.
+/// Name and path of the feature "time namespace". A migrated task gets a time namespace, which
+/// continues its clock.
 const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time");
 
 /// Returns the names of this kernel's features, sorted.
@@ -133,8 +134,8 @@ mod tests {
         let descriptors = || std::fs::read_dir("/proc/self/fd").expect("there").count();
         let before = descriptors();
         assert_eq!(kernel_features(), kernel_features());
-        // Other tests in this process may have opened descriptors meanwhile. Wait until they are
-        // closed.
+        // Other tests in this process may have opened descriptors in the meantime. Wait until they
+        // are closed.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while descriptors() > before {
             assert!(std::time::Instant::now() < until, "something stayed open");

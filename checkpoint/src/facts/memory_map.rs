@@ -1,5 +1,5 @@
-//! The memory map of a process (proc_pid_maps(5)): the files that it needs, and mappings that no
-//! engine can migrate.
+//! Reads from the memory map of a process (proc_pid_maps(5)) the files that it needs, and mappings
+//! that no engine can migrate.
 
 use std::path::PathBuf;
 
@@ -10,11 +10,11 @@ pub(super) enum Mapping {
     Private(PathBuf),
     /// A shared file mapping: the content changes when other processes write the file.
     Shared(PathBuf),
-    /// A mapping that cannot be migrated; its description.
+    /// A mapping that cannot be migrated. The value is its description for messages.
     Unsupported(String),
 }
 
-/// Mappings that cannot be migrated, by the prefix of their name, with their descriptions.
+/// Mappings that cannot be migrated: the prefix of the mapping's name, and a description.
 const UNSUPPORTED: [(&str, &str); 5] = [
     ("/SYSV", "System V shared memory"),
     ("anon_inode:[io_uring]", "an io_uring ring"),
@@ -23,22 +23,24 @@ const UNSUPPORTED: [(&str, &str); 5] = [
     ("anon_inode:", "a mapping that no engine can carry"),
 ];
 
-/// Directory of named POSIX shared memory and semaphores, which exist in the memory of one host.
+/// Directory of named POSIX shared memory and semaphores. They exist only in the memory of one
+/// host.
 pub(super) const SHARED_MEMORY_DIR: &str = "/dev/shm/";
 
-/// Describes POSIX shared memory that still has its name. A file with the same name and length on
-/// another host would be other memory.
+/// Describes POSIX shared memory whose name still exists. A file with the same name and length on
+/// another host would have other content.
 pub(super) fn describe_posix_memory(path: &str) -> String {
     format!("POSIX shared memory ({path}), which is in the memory of this host")
 }
 
-/// Parses the text of /proc/PID/maps.
+/// Parses the text of /proc/PID/maps. Omits anonymous memory and deleted files, which the images
+/// contain.
 pub(super) fn parse_maps(maps: &str) -> Vec<Mapping> {
     maps.lines().filter_map(parse_line).collect()
 }
 
 fn parse_line(line: &str) -> Option<Mapping> {
-    // Format: address perms offset device inode path. The path may contain spaces.
+    // Format of a line: address perms offset device inode path. The path may contain spaces.
     let mut rest = line;
     let mut fields = [""; 5];
     for field in &mut fields {
@@ -53,8 +55,8 @@ fn parse_line(line: &str) -> Option<Mapping> {
     {
         return Some(Mapping::Unsupported((*what).to_string()));
     }
-    // The names of deleted files, memfds and shared anonymous mappings end like this. The images
-    // contain their content.
+    // The names of deleted files, memfds and shared anonymous mappings end with "(deleted)". The
+    // images contain the content of these mappings.
     if !path.starts_with('/') || path.ends_with(" (deleted)") {
         return None;
     }

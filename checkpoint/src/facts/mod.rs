@@ -1,12 +1,12 @@
-//! Properties and resources of a task, and the verdict of a host on them: all checks that precede
-//! the pause of a task.
+//! Properties and resources of a task, and the verdict of a host on them: all checks before a task
+//! is stopped for a migration.
 //!
-//! - [`inspect()`] reads a running task from /proc. It refuses a task with a resource that no
-//!   engine can migrate, and names it.
+//! - [`inspect()`] reads a running task from /proc. It refuses a task that has a resource which no
+//!   engine can migrate; the refusal names the resource.
 //! - [`judge_task`] is a pure function from a task's facts and [`HostProperties`] to a verdict.
 //!
-//! Neither changes anything. They find the known reasons for a failure; others are found by the
-//! dump, which leaves the task unharmed.
+//! Neither function changes anything. They detect the known reasons for a failure. The dump detects
+//! other reasons, and then leaves the task unharmed.
 
 pub(crate) mod available_resources;
 mod descriptors;

@@ -1,5 +1,5 @@
 //! Finds sockets of a task that are connected to other processes, which cannot be migrated. The
-//! connections of the task's library are exempt (see `descriptors`): it closes them before the
+//! sockets of the task's library are exempt (see `descriptors`): the library closes them before the
 //! dump.
 
 use nix::sys::socket::{
@@ -9,23 +9,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Buffer size for one netlink reply.
+/// Size in bytes of the buffer for one netlink reply.
 const REPLY_BYTES: usize = 64 << 10;
 
 /// A Unix socket of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct UnixSocket {
-    /// Inode number of the connected socket.
+    /// Inode number of the connected socket; `None` if the socket is not connected.
     pub(super) peer: Option<u64>,
-    /// Its address, if bound. Accepted sockets have that of the listening socket.
+    /// Address to which the socket is bound, if any. An accepted socket has the address of the
+    /// listening socket.
     pub(super) name: Option<String>,
 }
 
 /// All Unix sockets of this network namespace, by inode number.
 pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
-/// Describes the first Unix socket of the task that is connected to another process. `own` are the
-/// inode numbers of the task's sockets.
+/// Describes the first Unix socket of the task that is connected to another process; `None` if
+/// there is none. `own` are the inode numbers of the task's sockets.
 pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
     let outside = own
         .iter()
@@ -40,8 +41,8 @@ pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) ->
     ))
 }
 
-/// Returns the number of the library's connections to a daemon; each task has one. Direct routes
-/// are not in this table.
+/// Returns how many sockets of the library are connected to a daemon; each task has one such
+/// connection. `table` does not contain direct routes, which are no Unix sockets.
 pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
     library
         .iter()
@@ -49,8 +50,9 @@ pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable
         .count()
 }
 
-/// Describes the first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6.
-/// Listening and unconnected sockets can be migrated.
+/// Describes the first TCP connection of the task in `table`, the text of /proc/PID/net/tcp or
+/// tcp6; `None` if there is none. `own` are the inode numbers of the task's sockets. Listening and
+/// unconnected sockets can be migrated.
 pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String> {
     const CLOSED: &str = "07";
     const LISTENING: &str = "0A";
@@ -62,8 +64,8 @@ pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String>
     })
 }
 
-/// Converts an address from the kernel's format: 32-bit words in host byte order as hexadecimal
-/// digits, colon, port.
+/// Converts an address from the format of /proc/PID/net/tcp: 32-bit words in host byte order as
+/// hexadecimal digits, colon, port.
 fn parse_address(text: &str) -> String {
     let parsed = text.split_once(':').and_then(|(host, port)| {
         let port = u16::from_str_radix(port, 16).ok()?;
@@ -85,7 +87,7 @@ fn parse_address(text: &str) -> String {
     parsed.unwrap_or_else(|| text.to_string())
 }
 
-/// Reads all Unix sockets from the kernel (sock_diag(7)).
+/// Queries all Unix sockets from the kernel (sock_diag(7)).
 ///
 /// # Errors
 /// The kernel does not have this interface, which the engine needs, too.
@@ -107,7 +109,7 @@ pub(super) fn unix_table() -> io::Result<UnixTable> {
     }
 }
 
-/// Returns a dump request: a netlink header and a `struct unix_diag_req`.
+/// Encodes a request for all Unix sockets: a netlink header and a `struct unix_diag_req`.
 fn dump_request() -> Vec<u8> {
     const SOCK_DIAG_BY_FAMILY: u16 = 20;
     const REQUEST_AND_DUMP: u16 = 0x301;
@@ -125,7 +127,7 @@ fn dump_request() -> Vec<u8> {
     request
 }
 
-/// Adds the messages of one reply to the table. Returns true after the last one.
+/// Adds the sockets in one reply of the kernel to the table. Returns true after the last reply.
 fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     const HEAD: usize = 16;
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
@@ -146,7 +148,7 @@ fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Adds one `struct unix_diag_msg` with its attributes.
+/// Adds the socket in a `struct unix_diag_msg` with its attributes to the table.
 fn parse_socket(message: &[u8], table: &mut UnixTable) {
     const HEAD: usize = 16;
     const NAME: u16 = 0;

@@ -1,17 +1,17 @@
 //! Detects the use of System V semaphores, message queues and shared memory (sysvipc(7)).
 //!
-//! These objects belong to a host, not to a process. After a migration a task would find none, or
-//! those of other programs. Processes hold no descriptors for them, but the kernel records which
-//! process created or used each one last.
+//! These objects belong to a host, not to a process. At the target of a migration a task would find
+//! none of its objects, or objects of other programs. Processes have no descriptors for the
+//! objects, but the kernel records which process created or last used each object.
 #![allow(unsafe_code)] // One call, which has no wrapper.
 
 use std::collections::BTreeSet;
 
-/// Largest number of semaphores that are checked; one set may have thousands.
+/// Maximum number of semaphores that are checked. A single semaphore set may contain thousands.
 const SEMAPHORES_MAX: usize = 16_384;
 
 /// Returns a description of an object that one of these processes was the last to create or use;
-/// `None` if there is none.
+/// `None` if no such object exists.
 pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
     let read =
@@ -38,7 +38,8 @@ pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     is_used.then(|| "System V semaphores".into())
 }
 
-/// Returns these columns of a table whose first line contains the column names.
+/// Returns the values of these columns in each row of a table whose first line contains the column
+/// names. A value is `None` if the column is missing or not a number.
 fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
     let mut lines = table
         .lines()
@@ -58,8 +59,8 @@ fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
         .collect()
 }
 
-/// Returns the process that was the last to change a semaphore; `None` if none was, or if access is
-/// denied.
+/// Returns the process that was the last to change a semaphore; `None` if no process has changed
+/// it, or if access is denied.
 fn last_user(set: i32, number: i32) -> Option<i32> {
     // SAFETY: GETPID takes no further argument and accesses no memory of this process.
     let pid = unsafe { libc::semctl(set, number, libc::GETPID) };

@@ -14,7 +14,8 @@ pub struct ThisHost {
 }
 
 impl ThisHost {
-    /// `reserved` are the bytes of memory that are reserved for tasks that are migrating here.
+    /// `reserved` is the number of bytes of memory that are reserved for tasks that are migrating
+    /// to this host.
     pub fn new(hashes: Arc<HashCache>, reserved: u64) -> ThisHost {
         ThisHost { hashes, reserved }
     }
@@ -76,7 +77,8 @@ pub(super) fn kernel_release() -> String {
         .to_string()
 }
 
-/// Returns the features of the first processor: "flags" on x86, "Features" on ARM.
+/// Returns the features of the first processor, sorted. The line is called "flags" on x86 and
+/// "Features" on ARM.
 fn parse_cpu_features(cpuinfo: &str) -> Vec<String> {
     let line = cpuinfo
         .lines()

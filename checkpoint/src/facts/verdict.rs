@@ -1,13 +1,14 @@
-//! The target's verdict: a pure function of the task's facts and the properties of a host.
+//! The target's verdict on a task: a pure function of the task's facts and the properties of a
+//! host.
 
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts, Verdict};
 use std::io;
 use std::path::Path;
 
-/// Memory in bytes that must stay free in addition to the task.
+/// Memory in bytes that must stay free in addition to the memory of the task.
 pub const MEMORY_SLACK_BYTES: u64 = 32 << 20;
 
-/// A file found at a path.
+/// A file on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FoundFile {
     pub bytes: u64,
@@ -24,14 +25,15 @@ pub trait HostProperties {
     fn kernel(&self) -> String;
     /// Number of further threads that may be created; `None` if unlimited.
     fn threads_available(&self) -> Option<u64>;
-    /// Memory in bytes that new processes can get without swapping.
+    /// Memory in bytes that new processes can use without swapping.
     fn memory_available_bytes(&self) -> u64;
-    /// Part of it that is reserved for accepted tasks whose memory has not completely arrived.
+    /// Number of bytes of the available memory that are reserved for accepted tasks whose memory
+    /// has not completely arrived.
     fn memory_reserved_bytes(&self) -> u64;
-    /// Returns the file at this path.
+    /// Returns the properties of the file at this path.
     ///
     /// # Errors
-    /// The system's error; mostly that no file exists.
+    /// The system's error; usually the file does not exist.
     fn find_file(&self, path: &Path) -> io::Result<FoundFile>;
     /// Returns the BLAKE3 hash of a file's content in hexadecimal digits.
     ///
@@ -43,7 +45,7 @@ pub trait HostProperties {
     fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
-/// Returns all reasons why this host cannot take a task with these facts; empty if it can. Does not
+/// Returns all reasons why this host cannot run a task with these facts; empty if it can. Does not
 /// check whether the host has an engine.
 pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     let mut verdict = Verdict::new();
@@ -54,13 +56,13 @@ pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             .cloned()
             .collect()
     };
-    // The C library selects its routines by processor features when the program starts. A missing
-    // feature would crash the program later.
+    // The C library selects its routines by processor features when the program starts. After a
+    // migration a missing feature would crash the program.
     let missing = missing_of(&facts.cpu_features, &host.cpu_features());
     if !missing.is_empty() {
         verdict.push(Refusal::CpuFeatures { missing });
     }
-    // Programs also use kernel features that they have found once.
+    // Programs also test for kernel features only once, at their start.
     let missing = missing_of(&facts.kernel_features, &host.kernel_features());
     if !missing.is_empty() {
         verdict.push(Refusal::KernelFeatures {
@@ -248,7 +250,8 @@ mod tests {
         }
     }
 
-    /// A host that has everything accepts the task, although its kernel has another release.
+    /// A host that has all required features and resources accepts the task, even if its kernel has
+    /// another release.
     #[test]
     fn sufficient_host_accepts_any_kernel_release() {
         assert_eq!(judge_task(&facts(), &host()), []);
@@ -264,7 +267,7 @@ mod tests {
         );
     }
 
-    /// Missing processor and kernel features, memory and threads are all reported together.
+    /// The verdict lists missing processor features, kernel features, memory and threads together.
     #[test]
     fn lacking_host_reports_all_reasons() {
         let here = FakeHost {

@@ -1,5 +1,5 @@
-//! All changes that the store makes on the disk, step by step. Tests observe the steps and simulate
-//! a crash or a full disk at any of them.
+//! All changes that the store makes on the disk, in single steps. Tests observe the steps and
+//! simulate a crash or a full disk at any step.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -25,16 +25,16 @@ pub(super) enum DiskStep<'a> {
     SyncDir(&'a Path),
     /// Rename a directory, atomically.
     Rename(&'a Path, &'a Path),
-    /// Add a name to a file; fails if the name exists.
+    /// Create an additional name for a file; fails if the name exists.
     Link(&'a Path),
     RemoveFile(&'a Path),
     /// Remove an empty directory.
     RemoveDir(&'a Path),
 }
 
-/// An observer of the steps.
+/// An observer that is notified of each step before it is executed.
 pub(super) trait DiskObserver: Send + Sync {
-    /// Is called before each step. On an error the step is not made.
+    /// Called before each step. If it returns an error, the step is not executed.
     fn before(&self, step: &DiskStep<'_>) -> io::Result<()>;
 }
 
@@ -47,7 +47,8 @@ impl DiskObserver for NoObserver {
     }
 }
 
-/// The disk. All clones have the same observer.
+/// Executes the steps, and notifies the observer before each step. All clones have the same
+/// observer.
 #[derive(Clone)]
 pub(super) struct Disk(Arc<dyn DiskObserver>);
 
@@ -78,19 +79,19 @@ impl Disk {
             .open(path)
     }
 
-    /// Appends to a file.
+    /// Appends bytes to a file.
     pub(super) fn append(&self, path: &Path, mut file: &File, bytes: &[u8]) -> io::Result<()> {
         self.0.before(&DiskStep::Append(path, file, bytes))?;
         file.write_all(bytes)
     }
 
-    /// Returns when the content of the file is on the disk.
+    /// Flushes the content of a file to the disk.
     pub(super) fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
         self.0.before(&DiskStep::Sync(path))?;
         file.sync_all()
     }
 
-    /// Returns when the entries of the directory are on the disk.
+    /// Flushes the entries of a directory to the disk.
     pub(super) fn sync_dir(&self, path: &Path) -> io::Result<()> {
         self.0.before(&DiskStep::SyncDir(path))?;
         File::open(path)?.sync_all()
@@ -102,7 +103,7 @@ impl Disk {
         std::fs::rename(from, to)
     }
 
-    /// Adds a name to a file. Fails if the name exists.
+    /// Creates an additional name for a file. Fails if the name exists.
     pub(super) fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.0.before(&DiskStep::Link(to))?;
         std::fs::hard_link(from, to)
@@ -114,7 +115,8 @@ impl Disk {
         ok_if_not_found(std::fs::remove_file(path))
     }
 
-    /// Removes a directory and its content. Another process may do the same at the same time.
+    /// Removes a directory and its content. Another process may remove the same directory at the
+    /// same time.
     pub(super) fn remove_tree(&self, path: &Path) -> io::Result<()> {
         let entries = match std::fs::read_dir(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -123,7 +125,8 @@ impl Disk {
         for entry in entries {
             let entry = entry?;
             match entry.file_type() {
-                // The store creates no subdirectories here. Symbolic links are not followed.
+                // The store creates no subdirectories in this directory. Symbolic links are not
+                // followed.
                 Ok(kind) if kind.is_dir() => {
                     ok_if_not_found(std::fs::remove_dir_all(entry.path()))?
                 }
@@ -135,7 +138,7 @@ impl Disk {
     }
 }
 
-/// Treats "not found" as success.
+/// Converts the error "not found" to success.
 fn ok_if_not_found(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),

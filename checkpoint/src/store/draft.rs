@@ -1,6 +1,6 @@
-//! A checkpoint while it is written. It is invisible until it is complete: its directory has
-//! another name and is locked by the writing process. It gets the final name when all its content
-//! is on the disk.
+//! A checkpoint that is being written (a draft). A draft is invisible to readers: its directory has
+//! another name and is locked by the writing process. The directory gets its final name when all
+//! content of the checkpoint is on the disk.
 
 use super::encryption::{Encryptor, FileRole};
 use super::error::{StoreError, StoreOperation, io_error, write_error};
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A checkpoint that is being written. Dropping it before it is finished removes it.
+/// A checkpoint that is being written. Dropping it before [`finish`](Self::finish) removes it.
 pub struct CheckpointDraft {
     shared: Arc<StoreState>,
     vm: String,
@@ -28,12 +28,13 @@ pub struct CheckpointDraft {
     started: Micros,
     dir: PathBuf,
     lock: Flock<File>,
-    /// Bytes that the checkpoint may have.
+    /// Maximum size of the checkpoint in bytes.
     bytes_max: u64,
-    /// Bytes that it has.
+    /// Size in bytes of the content that was written.
     bytes_used: AtomicU64,
-    /// `None` while the part is being added.
+    /// The added parts, by task. The value is `None` while the part is being added.
     parts: Mutex<BTreeMap<Tid, Option<PartEntry>>>,
+    /// True when the checkpoint must not be removed on drop.
     finished: bool,
 }
 
@@ -50,8 +51,8 @@ impl CheckpointDraft {
         })
     }
 
-    /// Creates an empty draft for the copy of a checkpoint of another store with this name, start
-    /// time and size.
+    /// Creates an empty draft for the copy of a checkpoint of another store. The copy has the name
+    /// `id`, the start time `started` and at least `bytes` bytes.
     pub(super) fn begin_copy(
         shared: Arc<StoreState>,
         vm: String,
@@ -69,8 +70,9 @@ impl CheckpointDraft {
         )
     }
 
-    /// Creates an empty draft for a checkpoint of this job that was started at `started` and has at
-    /// least `needed` bytes. `name` gets the existing names and chooses a new one.
+    /// Creates an empty draft for a checkpoint of the job `job` that was started at `started` and
+    /// has at least `needed` bytes. `name` chooses the new name; its argument is the list of
+    /// existing names.
     fn create(
         shared: Arc<StoreState>,
         vm: String,
@@ -90,8 +92,8 @@ impl CheckpointDraft {
         let lock = match create_lock(&shared, &dir) {
             Ok(lock) => lock,
             Err(e) => {
-                // The first error is reported. What remains is removed when the store is opened
-                // next.
+                // Report the first error. Remaining files are removed when the store is next
+                // opened.
                 let _ = shared.disk.remove_tree(&dir);
                 return Err(io_error(operation, &dir)(e));
             }
@@ -116,12 +118,13 @@ impl CheckpointDraft {
         self.id
     }
 
-    /// Adds the images of a task: all files of a directory, which must contain regular files only
-    /// and must not change meanwhile. On return the part is on the disk. Several threads may add
-    /// tasks at the same time.
+    /// Adds the images of a task: all files of the directory `images`, which must contain regular
+    /// files only and must not change during the call. On return the part is on the disk. Several
+    /// threads may add tasks at the same time.
     ///
     /// # Errors
-    /// Nothing of this task is kept. The other tasks are unaffected, and the call may be repeated.
+    /// No data of this task remains in the draft. The other tasks are unaffected, and the call may
+    /// be repeated.
     pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, counted| {
             let images = ImageFiles::list(images)?;
@@ -131,9 +134,9 @@ impl CheckpointDraft {
         })
     }
 
-    /// Adds the images of a task from another store. `write_stream` passes on the stream of
-    /// [`StoredCheckpoint::copy_part`](super::StoredCheckpoint::copy_part). `images_bytes` is the
-    /// size of the unpacked images.
+    /// Adds the images of a task from another store. `write_stream` writes the stream of
+    /// [`StoredCheckpoint::copy_part`](super::StoredCheckpoint::copy_part) to its argument.
+    /// `images_bytes` is the size of the unpacked images.
     ///
     /// # Errors
     /// As [`CheckpointDraft::add`], or `write_stream` failed.
@@ -151,7 +154,8 @@ impl CheckpointDraft {
         })
     }
 
-    /// Adds a part: `seal` writes the file at the given path and counts its bytes.
+    /// Adds a part. `seal` writes the file at the path of its first argument and counts the written
+    /// bytes in its second.
     fn add_part(
         &self,
         tid: Tid,
@@ -163,7 +167,7 @@ impl CheckpointDraft {
         let part = seal(&path, &counted);
         if part.is_err() {
             self.bytes_used.fetch_sub(counted.get(), Ordering::Relaxed);
-            // The first error is reported. If the file cannot be removed, the task cannot be added
+            // Report the first error. If the file cannot be removed, the task cannot be added
             // again.
             let _ = self.shared.disk.remove_file(&path);
         }
@@ -181,10 +185,10 @@ impl CheckpointDraft {
         }
     }
 
-    /// Completes the checkpoint with the added tasks and the description of the caller. On return
-    /// it is on the disk and visible. Until
+    /// Completes the checkpoint with the added tasks and the caller's description `meta`. On return
+    /// the checkpoint is on the disk and visible. The store may exceed its limits until
     /// [`CheckpointStore::enforce_limits`](super::CheckpointStore::enforce_limits) has removed old
-    /// checkpoints the limits of the store may be exceeded.
+    /// checkpoints.
     ///
     /// # Errors
     /// The checkpoint is removed.
@@ -219,7 +223,7 @@ impl CheckpointDraft {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reserves the entry of this task, so that it is not added twice.
+    /// Reserves the part of this task, so that the task is not added twice.
     fn reserve(&self, tid: Tid) -> Result<(), StoreError> {
         let mut parts = self.lock_parts();
         if parts.contains_key(&tid) {
@@ -238,7 +242,8 @@ impl CheckpointDraft {
         Ok(())
     }
 
-    /// Counts bytes. Returns false, and counts nothing, if the checkpoint would become too large.
+    /// Adds `bytes` to the size of the checkpoint. Returns false, and adds nothing, if the
+    /// checkpoint would become too large.
     fn count_bytes(&self, bytes: u64) -> bool {
         let add_if_within = |used: u64| {
             used.checked_add(bytes)
@@ -249,8 +254,8 @@ impl CheckpointDraft {
             .is_ok()
     }
 
-    /// Encrypts the stream that `write_stream` writes into a part file. `images_bytes` is the size
-    /// of the unpacked images.
+    /// Encrypts the stream that `write_stream` writes, and writes the result to the file `path`.
+    /// `images_bytes` is the size of the unpacked images.
     fn write_part(
         &self,
         tid: Tid,
@@ -311,14 +316,15 @@ impl CheckpointDraft {
         Ok(encrypted.bytes)
     }
 
-    /// Gives the directory its final name, unless the limits can no longer be kept.
+    /// Gives the directory its final name. Fails if the checkpoint would now exceed the store's
+    /// limits.
     fn publish(&mut self, info: &CheckpointInfo) -> Result<(), StoreError> {
         let (operation, shared) = (StoreOperation::Finish, &self.shared);
         let _locked = shared.lock(operation)?;
-        // Others may have finished checkpoints since this one was started.
+        // Other writers may have finished checkpoints since this draft was started.
         shared.bytes_available(operation, &self.vm, self.id.job(), info.bytes)?;
         let final_dir = shared.checkpoint_dir(self.id);
-        // From now on readers may open the checkpoint, so the lock must be shared.
+        // From now on readers may open the checkpoint, so the lock must become a shared lock.
         self.lock
             .relock(FlockArg::LockSharedNonblock)
             .map_err(|e| io_error(operation, &final_dir)(e.into()))?;
@@ -327,8 +333,8 @@ impl CheckpointDraft {
             .rename(&self.dir, &final_dir)
             .map_err(io_error(operation, &final_dir))?;
         if let Err(e) = shared.disk.sync_dir(&shared.dir) {
-            // The checkpoint is complete. It must not be deleted while it is visible; if it cannot
-            // be hidden, it stays.
+            // The checkpoint is complete, but its name could not be flushed. It must not be deleted
+            // while it is visible; if it cannot be hidden, it remains.
             match shared.hide(operation, &final_dir, self.id) {
                 Ok(gone) => self.dir = gone,
                 Err(_) => self.finished = true,
@@ -343,7 +349,8 @@ impl CheckpointDraft {
 impl Drop for CheckpointDraft {
     fn drop(&mut self) {
         if !self.finished {
-            // What remains is invisible, and is removed when the store is opened or swept next.
+            // Remaining files are invisible, and are removed when the store is next opened or
+            // swept.
             let _ = self.shared.disk.remove_tree(&self.dir);
         }
     }
@@ -358,7 +365,7 @@ impl fmt::Debug for CheckpointDraft {
     }
 }
 
-/// Creates and takes the lock of a new draft.
+/// Creates the directory and the lock file of a new draft, and locks the file.
 fn create_lock(shared: &StoreState, dir: &Path) -> std_io::Result<Flock<File>> {
     let file = shared.disk.make_file(&dir.join(LOCK_FILE))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())

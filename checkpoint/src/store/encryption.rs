@@ -1,16 +1,16 @@
-//! Encrypted files: without the key their content can be neither read nor changed.
+//! Encrypted files. Without the key their content cannot be read, and changes are detected.
 //!
 //! A file consists of a head (magic and version, key identifier, salt) and chunks of 1 MiB, each
 //! encrypted with AES-256-GCM.
 //!
-//! - The key of a file is derived (HKDF-SHA256) from the key of the store and a random salt. So the
-//!   nonce of a chunk can be its number.
+//! - The key of a file is derived (HKDF-SHA256) from the key of the store and a random salt.
+//!   Therefore the nonce of a chunk can be its number.
 //! - The nonce also marks the last chunk, so that a truncated file is detected.
-//! - Each chunk is bound to the head and to the role of the file: which checkpoint, which task.
+//! - Each chunk is bound to the head and to the role of the file: its checkpoint and its task.
 //!
 //! This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015). A file is decrypted
-//! chunk by chunk. Every byte that is returned is authentic at its place; that the file is complete
-//! is known only at the end.
+//! chunk by chunk. Every byte that is returned is authentic at its position; whether the file is
+//! complete is known only at the end.
 
 use super::id::CheckpointId;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
@@ -21,9 +21,9 @@ use std::fmt;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Size of a chunk; the last one may be smaller.
+/// Size in bytes of a chunk before its encryption. The last chunk may be smaller.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
-/// Size of the key of a store.
+/// Size in bytes of the key of a store.
 pub(super) const KEY_BYTES: usize = 32;
 /// Magic number of an encrypted file. The last byte is the version of the store's formats.
 const MAGIC: [u8; 8] = *b"sempack\x01";
@@ -31,16 +31,17 @@ const KEY_ID_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const HEAD_BYTES: usize = MAGIC.len() + KEY_ID_BYTES + SALT_BYTES;
 
-/// The key of a store.
+/// The secret key of a store, with its identifier.
 pub(super) struct StoreKey {
     key: [u8; KEY_BYTES],
     key_id: [u8; KEY_ID_BYTES],
-    /// Path of the key file, for errors.
+    /// Path of the key file, for error messages.
     pub(super) path: PathBuf,
 }
 
 impl StoreKey {
-    /// Derives the identifier of a key, which was read from this file.
+    /// Creates a store key from the bytes `key`, and derives its identifier. `path` is the file
+    /// from which the key was read, for error messages.
     pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<StoreKey> {
         let mut name = [0; KEY_ID_BYTES];
         let derived = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
@@ -91,7 +92,7 @@ pub(super) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// The role of an encrypted file. A file that replaces one of another role cannot be decrypted.
+/// The role of an encrypted file. A file cannot be decrypted in the role of another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FileRole {
     Manifest(CheckpointId),
@@ -100,7 +101,7 @@ pub(super) enum FileRole {
 }
 
 impl FileRole {
-    /// Returns the associated data of all chunks: the head and the role.
+    /// Returns the associated data of all chunks: the head and the role of the file.
     fn associated_data(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
         let (kind, id, tid) = match self {
             FileRole::Manifest(id) => (1, id, Tid::NONE),
@@ -114,7 +115,7 @@ impl FileRole {
     }
 }
 
-/// Returns the nonce of a chunk: its number, and whether it is the last one.
+/// Returns the nonce of a chunk, which contains the chunk's number and whether it is the last one.
 fn nonce(number: u64, last: bool) -> Nonce {
     let mut nonce = [0; NONCE_LEN];
     nonce[0] = u8::from(last);
@@ -122,16 +123,16 @@ fn nonce(number: u64, last: bool) -> Nonce {
     Nonce::assume_unique_for_key(nonce)
 }
 
-/// The result of encrypting a file.
+/// Length and hash of a file that was encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EncryptedFile {
-    /// Length of the file.
+    /// Length in bytes of the encrypted file.
     pub(super) bytes: u64,
     /// Hash of the encrypted file.
     pub(super) blake3: [u8; 32],
 }
 
-/// Encrypts a stream and passes the result to `write`, in pieces.
+/// Encrypts a stream chunk by chunk, and passes the encrypted bytes to `write`.
 pub(super) struct Encryptor<F> {
     write: F,
     key: LessSafeKey,
@@ -143,7 +144,8 @@ pub(super) struct Encryptor<F> {
 }
 
 impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
-    /// Starts a file; `write` gets its bytes.
+    /// Starts an encrypted file in the role `what`. `write` is called with the bytes of the file,
+    /// in order.
     pub(super) fn new(secret: &StoreKey, what: FileRole, write: F) -> io::Result<Encryptor<F>> {
         let mut head = [0; HEAD_BYTES];
         head[..MAGIC.len()].copy_from_slice(&MAGIC);
@@ -163,7 +165,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
         Ok(encryptor)
     }
 
-    /// Appends to the content.
+    /// Appends bytes to the content of the file.
     pub(super) fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.chunk.len() == CHUNK_BYTES {
@@ -176,7 +178,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
         Ok(())
     }
 
-    /// Encrypts the last chunk; returns length and hash of the file.
+    /// Encrypts the last chunk. Returns the length and the hash of the file.
     pub(super) fn finish(mut self) -> io::Result<EncryptedFile> {
         self.encrypt_chunk(true)?;
         Ok(EncryptedFile {
@@ -209,9 +211,9 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
 #[derive(Debug)]
 pub(super) enum DecryptError {
     Io(io::Error),
-    /// It was encrypted with another key.
+    /// The file was encrypted with another key.
     OtherKey,
-    /// It is not what was encrypted; how that was detected.
+    /// The file was changed. The value describes how the change was detected.
     Changed(String),
 }
 
@@ -229,14 +231,15 @@ pub(super) struct Decryptor<R> {
     key: LessSafeKey,
     associated_data: Vec<u8>,
     chunk: Vec<u8>,
-    /// The part of the chunk that has not been returned.
+    /// Range of the chunk's bytes that were not returned yet.
     unread: std::ops::Range<usize>,
     chunk_number: u64,
     hasher: blake3::Hasher,
 }
 
 impl<R: Read> Decryptor<R> {
-    /// Starts to read a file of `bytes` bytes.
+    /// Starts to decrypt a file of `bytes` bytes in the role `what`. Fails if it was encrypted with
+    /// another key.
     pub(super) fn new(
         secret: &StoreKey,
         what: FileRole,
@@ -283,7 +286,7 @@ impl<R: Read> Decryptor<R> {
         Ok(&self.chunk[range])
     }
 
-    /// Fills the buffer with the next bytes.
+    /// Fills the whole buffer with the next bytes of the content.
     pub(super) fn fill(&mut self, mut buffer: &mut [u8]) -> Result<(), DecryptError> {
         while !buffer.is_empty() {
             let bytes = self.next(buffer.len())?;
@@ -299,8 +302,8 @@ impl<R: Read> Decryptor<R> {
         Ok(())
     }
 
-    /// Checks that the file has ended and everything was returned. Returns the hash of the
-    /// encrypted file.
+    /// Checks that the file has ended and that all its content was returned. Returns the hash of
+    /// the encrypted file.
     pub(super) fn finish(mut self) -> Result<[u8; 32], DecryptError> {
         if !self.next(1)?.is_empty() {
             return Err(DecryptError::Changed(
@@ -310,7 +313,7 @@ impl<R: Read> Decryptor<R> {
         Ok(*self.hasher.finalize().as_bytes())
     }
 
-    /// True if the last chunk was read; each file has at least one.
+    /// True if the last chunk was read. Each file has at least one chunk.
     fn at_end(&self) -> bool {
         self.bytes_left == 0 && self.chunk_number > 0
     }
@@ -448,7 +451,7 @@ mod tests {
             open(&secret(2), what, &file),
             Err(DecryptError::OtherKey)
         ));
-        // An attacker without the key writes the identifier of the key into the file.
+        // Simulate an attacker without the key, who writes the identifier of the key into the file.
         file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret(2).key_id);
         assert!(matches!(
             open(&secret(2), what, &file),

@@ -1,6 +1,6 @@
-//! The mark of a job that has ended for good: a small file in each of its checkpoints with the time
-//! of the end. It is not encrypted, because a process that could write it could also remove the
-//! checkpoint.
+//! The end mark of a job that has ended and will not be restarted: a small file in each of the
+//! job's checkpoints with the time of the end. The file is not encrypted, because a process that
+//! could write it could also remove the checkpoint.
 
 use super::disk::Disk;
 use super::error::{StoreError, StoreOperation, io_error};
@@ -10,13 +10,14 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Name of the file.
+/// Name of the file that contains the end mark.
 const MARK_FILE: &str = "ended";
-/// Largest size of a valid file: 20 digits and a newline.
+/// Maximum size in bytes of a valid end mark: 20 digits and a newline.
 const MARK_BYTES_MAX: u64 = 21;
 
-/// Returns when the job of the checkpoint in this directory ended. An unreadable file counts as
-/// missing, so that the checkpoint stays.
+/// Returns the time at which the job of the checkpoint in this directory ended; `None` if the
+/// checkpoint has no end mark. An unreadable mark counts as missing, so that the checkpoint is not
+/// removed.
 pub(super) fn read(dir: &Path) -> Option<Micros> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new()
@@ -32,7 +33,7 @@ pub(super) fn read(dir: &Path) -> Option<Micros> {
     text.strip_suffix('\n')?.parse().ok().map(Micros)
 }
 
-/// Writes the mark, or removes it.
+/// Writes the end mark with the time `ended`, or removes the mark if `ended` is `None`.
 pub(super) fn write(disk: &Disk, dir: &Path, ended: Option<Micros>) -> Result<(), StoreError> {
     if ended.is_some() && read(dir).is_some() {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Errors of the store. Each message says what failed, what that means for the content of the
-//! store, and what can be done.
+//! Errors of the store. Each message states what failed, what the failure means for the content of
+//! the store, and what the user can do.
 
 use super::id::CheckpointId;
 use crate::facts::available_resources::free_bytes;
@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The operation that failed.
+/// The store operation that failed, for error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreOperation {
     Open,
@@ -41,7 +41,7 @@ impl StoreOperation {
         }
     }
 
-    /// Returns what the failure means for the content of the store.
+    /// Returns the text that states what the failure means for the content of the store.
     fn consequence(self) -> &'static str {
         match self {
             StoreOperation::Open => "no set was read or changed",
@@ -82,7 +82,7 @@ pub enum StoreError {
          you can read (mode 0600), outside the store; where there is none, one is made"
     )]
     UnusableKey { path: PathBuf, why: String },
-    /// The system reported an error.
+    /// A file operation failed with an error of the system.
     #[error("{operation}: {path}: {source}; {means}", means = operation.consequence())]
     Io {
         operation: StoreOperation,
@@ -99,9 +99,9 @@ pub enum StoreError {
         operation: StoreOperation,
         /// The file that was being written.
         path: PathBuf,
-        /// Largest number of bytes that were still to be written, if known.
+        /// Maximum number of bytes that were still to be written; `None` if unknown.
         unwritten: Option<u64>,
-        /// Free bytes of the file system, if known.
+        /// Number of free bytes of the file system; `None` if unknown.
         free: Option<u64>,
     },
     /// The limits do not permit another checkpoint, because the existing ones may not be removed.
@@ -113,27 +113,27 @@ pub enum StoreError {
     )]
     LimitsExceeded {
         operation: StoreOperation,
-        /// The directory of the store.
+        /// Path of the store's directory.
         dir: PathBuf,
-        /// Size of the checkpoint; 1 if not known.
+        /// Size in bytes of the new checkpoint; 1 if unknown.
         needed: u64,
-        /// Number of the newest checkpoints of other jobs.
+        /// Number of newest checkpoints of other jobs, which may not be removed.
         checkpoints: usize,
-        /// Total size of these checkpoints.
+        /// Total size in bytes of the checkpoints that may not be removed.
         bytes: u64,
         checkpoints_max: usize,
         bytes_max: u64,
     },
-    /// The checkpoint exceeds the size that the limits permit.
+    /// The checkpoint exceeds the size that the store's limits permit.
     #[error(
         "cannot add {tid} to a set of checkpoints: the set has more than the {bytes_max} bytes that the limits of the store \
          leave for it beside the newest sets of other jobs; nothing of this task was kept, and the sets that are \
          complete are as they were. Raise the limit, or remove sets that are not needed"
     )]
     CheckpointTooLarge {
-        /// The task that was being added.
+        /// The task whose images were being added.
         tid: Tid,
-        /// Largest size of the checkpoint.
+        /// Maximum size in bytes of the checkpoint.
         bytes_max: u64,
     },
     /// The image directory contains a file that is not a regular file, or is too large.
@@ -141,16 +141,16 @@ pub enum StoreError {
         "cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept"
     )]
     UnusableImages {
-        /// The directory, or the file in it.
+        /// The image directory, or the unusable file in it.
         path: PathBuf,
         why: String,
     },
-    /// The task is already in the checkpoint.
+    /// The task is already in the checkpoint, so its images cannot be added.
     #[error(
         "cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is"
     )]
     TaskExists(Tid),
-    /// A limit of a checkpoint is exceeded.
+    /// A maximum number of tasks or bytes in a checkpoint is exceeded.
     #[error("{operation}: {what} are {count}, and at most {max} are possible; {means}", means = operation.consequence())]
     TooMany {
         operation: StoreOperation,
@@ -159,26 +159,26 @@ pub enum StoreError {
         count: u64,
         max: u64,
     },
-    /// The checkpoint does not exist.
+    /// No complete checkpoint with this name exists in the store.
     #[error(
         "there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed"
     )]
     NoCheckpoint(CheckpointId),
-    /// The checkpoint to copy exists in this store.
+    /// A checkpoint cannot be copied to this store because the store already contains it.
     #[error(
         "the set of checkpoints {0} is in this store already: it is the store that the set was made in, or has a copy of it; nothing \
          was changed"
     )]
     CheckpointExists(CheckpointId),
-    /// The checkpoint has no such task.
+    /// The checkpoint does not contain images of this task.
     #[error("the set of checkpoints {id} has no task {tid}; nothing was unpacked")]
     NoTask { id: CheckpointId, tid: Tid },
-    /// A file in the store that is not a checkpoint.
+    /// The store's directory contains a file that is not part of a checkpoint.
     #[error(
         "{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere"
     )]
     ForeignFile(PathBuf),
-    /// A file that was encrypted with another key.
+    /// A file of a checkpoint was encrypted with another key.
     #[error(
         "{path} was sealed with another key than that in {key}, so it can neither be read nor be trusted; nothing of it was \
          used. Bring the key file of the store in which it was made"
@@ -189,7 +189,7 @@ pub enum StoreError {
         /// The key file of this store.
         key: PathBuf,
     },
-    /// A file that was changed.
+    /// A file of a checkpoint was changed after it was written.
     #[error(
         "{path} is not as it was written: {why}. It is refused, for a changed checkpoint could run anything, and nothing \
          of it was used. Go back to another set, and remove this one"
@@ -199,18 +199,18 @@ pub enum StoreError {
         /// How the change was detected.
         why: String,
     },
-    /// The checkpoint is open for reading.
+    /// The checkpoint cannot be removed because it is open for reading.
     #[error(
         "the set of checkpoints {0} is being read, so it was not removed; try again when that has ended"
     )]
     InUse(CheckpointId),
-    /// Another process holds the lock of the store.
+    /// Another process holds the lock of the store for too long.
     #[error("{operation}: another process has kept {dir} locked for {seconds} s; {means}", means = operation.consequence())]
     Busy {
         operation: StoreOperation,
-        /// The directory of the store.
+        /// Path of the store's directory.
         dir: PathBuf,
-        /// How long this process waited.
+        /// Time in seconds for which this process waited for the lock.
         seconds: u64,
     },
 }
@@ -228,7 +228,7 @@ fn space_text(unwritten: Option<u64>, free: Option<u64>) -> String {
     }
 }
 
-/// Returns a function that converts an error of the system.
+/// Returns a function that adds the operation and the path to an I/O error.
 pub(super) fn io_error(
     operation: StoreOperation,
     path: &Path,
@@ -236,8 +236,8 @@ pub(super) fn io_error(
     move |source| write_error(operation, path, source, None)
 }
 
-/// Converts an error of the system. `unwritten` is the number of bytes that were still to be
-/// written, if known.
+/// Adds the operation and the path to an I/O error. If the disk is full, also adds `unwritten`, the
+/// number of bytes that were still to be written, and the free space.
 pub(super) fn write_error(
     operation: StoreOperation,
     path: &Path,
@@ -254,7 +254,7 @@ pub(super) fn write_error(
             source,
         };
     }
-    // The file may not exist any more; its directory is on the same file system.
+    // The file may no longer exist; its directory is on the same file system.
     let free = path.parent().and_then(|dir| free_bytes(dir).ok());
     StoreError::DiskFull {
         operation,

@@ -1,20 +1,20 @@
-//! Names of checkpoints. A name is also the name of a directory, so it consists of a few safe
-//! characters, and only its canonical form is accepted.
+//! Names of checkpoints. A name is also the name of a directory, so it consists only of letters,
+//! digits and hyphens, and only its canonical form is accepted.
 
 use sempa_proto::{Micros, Tid};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// The last second whose year has four digits.
+/// The last second since 1970 whose year has four digits.
 const SECOND_MAX: u64 = 253_402_300_799;
 const DAY_SECONDS: u64 = 86_400;
 
 /// The name of a checkpoint: the job, the start time (UTC), and a number that distinguishes
-/// checkpoints of one second, for example `t40001-20261122T141503-1`.
+/// checkpoints of the same second, for example `t40001-20261122T141503-1`.
 ///
-/// Names are ordered by age. The names of one job increase even if the clock is set back; then the
-/// time in the name is not that of the clock.
+/// Names are ordered by age. The names of one job increase even if the clock is set back; in that
+/// case the time in the name is later than the clock's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckpointId {
     second: u64,
@@ -73,7 +73,7 @@ impl FromStr for CheckpointId {
     type Err = InvalidCheckpointId;
 
     fn from_str(text: &str) -> Result<CheckpointId, InvalidCheckpointId> {
-        // Accepts only the text that would be written: no signs, no leading zeros, no 31st of
+        // Accepts only the text that `Display` writes: no signs, no leading zeros, no 31st of
         // February.
         parse_id(text)
             .filter(|id| id.to_string() == text)
@@ -109,7 +109,7 @@ fn date_from_days(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// Converts a date to the number of days since 1970. An invalid date gives a wrong number or
+/// Converts a date to the number of days since 1970. An invalid date results in a wrong number or
 /// `None`.
 fn days_from_date(year: u64, month: u64, day: u64) -> Option<u64> {
     let year = if month <= 2 {

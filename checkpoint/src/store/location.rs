@@ -1,5 +1,5 @@
-//! Opens or creates the directory and the key file of a store. Both must belong to this user and be
-//! inaccessible to others.
+//! Opens or creates the directory and the key file of a store. Both must belong to the user of this
+//! process and be inaccessible to other users.
 
 use super::disk::Disk;
 use super::encryption::{KEY_BYTES, StoreKey, random_bytes};
@@ -9,7 +9,8 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Returns the reason if a file belongs to another user or other users have access.
+/// Returns a description of the problem if a file belongs to another user or other users have
+/// access; otherwise `None`.
 fn access_problem(meta: &Metadata) -> Option<String> {
     let me = nix::unistd::geteuid().as_raw();
     if meta.uid() != me {
@@ -22,7 +23,8 @@ fn access_problem(meta: &Metadata) -> Option<String> {
     (mode & 0o077 != 0).then(|| format!("others can read or write it (mode {mode:04o})"))
 }
 
-/// Returns the real path of the directory; creates it if it does not exist.
+/// Returns the path of the store's directory without symbolic links. Creates the directory if it
+/// does not exist.
 pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
     let bad = |why: String| StoreError::UnusableDirectory {
         path: dir.to_path_buf(),
@@ -41,7 +43,8 @@ pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
     }
 }
 
-/// Reads the key file; creates it if it does not exist. `store` is the real path of the directory.
+/// Reads the key file `path`; creates it if it does not exist. `store` is the store's directory,
+/// which must not contain the key file.
 pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
     let bad = |why: String| StoreError::UnusableKey {
         path: path.to_path_buf(),
@@ -102,8 +105,8 @@ fn open_key_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Creates a key file, which has its name only when it is complete. If several processes do so at
-/// the same time, the first one wins.
+/// Creates a key file. The file gets its name only when it is complete. If several processes create
+/// the file at the same time, the first one succeeds and the others use its file.
 fn create_key_file(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
     let key = random_bytes::<KEY_BYTES>()?;
     let mut name = path

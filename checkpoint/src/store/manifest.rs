@@ -1,6 +1,6 @@
 //! The manifest of a checkpoint: its virtual machine and start time, its parts with their hashes,
-//! and the description of its writer. It is written last and encrypted like the parts. A directory
-//! without a manifest is not a checkpoint.
+//! and the description that the writer has added. The manifest is written last and encrypted like
+//! the parts. A directory without a manifest is not a checkpoint.
 
 use super::encryption::{DecryptError, Decryptor, EncryptedFile, Encryptor, FileRole, StoreKey};
 use super::error::{StoreError, StoreOperation, io_error};
@@ -13,17 +13,17 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Largest number of tasks of one checkpoint.
+/// Maximum number of tasks in one checkpoint.
 pub const PARTS_MAX: usize = 65_536;
-/// Largest size of the writer's description.
+/// Maximum size in bytes of the writer's description.
 pub const META_BYTES_MAX: usize = 64 << 20;
-/// Largest length of the name of a virtual machine.
+/// Maximum length in bytes of the name of a virtual machine.
 pub const VM_BYTES_MAX: usize = 256;
-/// Largest size of a manifest that is read: the description, 64 bytes for each part, and 1 MiB for
-/// the rest.
+/// Maximum size in bytes of a manifest that is read: the description, 64 bytes for each part, and 1
+/// MiB for the rest.
 const MANIFEST_BYTES_MAX: u64 = (META_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
 
-/// A part: the encrypted file with the images of one task.
+/// A part of a checkpoint: the encrypted file with the images of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PartEntry {
     pub(super) tid: Tid,
@@ -47,14 +47,15 @@ impl PartEntry {
 pub(super) struct Manifest {
     pub(super) vm: String,
     pub(super) started: Micros,
-    /// Sorted by task ID.
+    /// The parts, sorted by task id.
     pub(super) parts: Vec<PartEntry>,
+    /// The description that the writer has added.
     pub(super) meta: Vec<u8>,
 }
 
 impl Manifest {
-    /// Returns the information about the checkpoint. `manifest_bytes` is the size of the encrypted
-    /// manifest.
+    /// Returns the information about the checkpoint that is shown to users. `manifest_bytes` is the
+    /// size of the encrypted manifest.
     pub(super) fn info(&self, id: CheckpointId, manifest_bytes: u64) -> CheckpointInfo {
         let parts: Vec<PartInfo> = self.parts.iter().map(PartEntry::info).collect();
         let bytes = parts
@@ -85,12 +86,12 @@ impl Manifest {
     }
 }
 
-/// Returns the name of a part's file.
+/// Returns the name of the file with the images of this task.
 pub(super) fn part_name(tid: Tid) -> String {
     tid.to_string()
 }
 
-/// Adds the file to the reason why it cannot be decrypted.
+/// Converts the reason `why` the file `path` cannot be decrypted to an error of the store.
 pub(super) fn error_for(
     operation: StoreOperation,
     path: &Path,
@@ -112,7 +113,7 @@ pub(super) fn error_for(
     }
 }
 
-/// Opens a file of a checkpoint and returns its length.
+/// Opens a file of a checkpoint. Returns the file and its length in bytes.
 pub(super) fn open_file(operation: StoreOperation, path: &Path) -> Result<(File, u64), StoreError> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let changed = |why: &str| StoreError::Changed {
@@ -135,8 +136,8 @@ pub(super) fn open_file(operation: StoreOperation, path: &Path) -> Result<(File,
     Ok((file, meta.len()))
 }
 
-/// Reads and verifies the manifest of the checkpoint in this directory, and checks that all parts
-/// exist with the right lengths. Returns the manifest and its encrypted size.
+/// Reads and verifies the manifest of the checkpoint in the directory `dir`, and checks that all
+/// parts exist with the correct lengths. Returns the manifest and its encrypted size in bytes.
 pub(super) fn read_manifest(
     operation: StoreOperation,
     dir: &Path,
@@ -225,8 +226,8 @@ mod tests {
         }
     }
 
-    /// Encrypts this content correctly and reads it as a manifest, in a directory with the part of
-    /// task 1.
+    /// Encrypts `content` correctly and reads it as a manifest. The directory also contains the
+    /// part of task 1.
     fn read_back(content: &[u8]) -> Result<Manifest, StoreError> {
         let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let id = CheckpointId::next_id(std::iter::empty(), JOB, Micros(0));

@@ -4,8 +4,8 @@
 //! - A checkpoint is complete, or it is invisible.
 //! - All content is encrypted and authenticated with the key of the store. Memory images are
 //!   secret, and a process that could change them could execute any code where they are restored.
-//! - The store does not interpret checkpoints: the writer adds a description, which the reader gets
-//!   back.
+//! - The store does not interpret checkpoints: the writer adds a description, which readers receive
+//!   unchanged.
 //! - Calls block on the disk. Several processes may use one store at the same time.
 //!
 //! | module | content |
@@ -53,31 +53,31 @@ use std::path::Path;
 use std::sync::Arc;
 use sweep::{StoreUsage, removable};
 
-/// Default limit of the number of checkpoints.
+/// Default maximum number of checkpoints in a store.
 pub const CHECKPOINTS_MAX: usize = 64;
-/// Default limit of the size of a store.
+/// Default maximum size of a store in bytes.
 pub const STORE_BYTES_MAX: u64 = 64 << 30;
 
-/// Time after the final end of a job until its checkpoints are removed, unless their space is
-/// needed earlier.
+/// Time after the end of a job that will not be restarted until its checkpoints are removed, unless
+/// their space is needed earlier.
 pub const ENDED_RETENTION: Micros = Micros::from_secs(24 * 3600);
 
-/// Name of the lock file, in the store and in each checkpoint.
+/// Name of the lock file in the store's directory and in each checkpoint.
 const LOCK_FILE: &str = "lock";
-/// Name of a checkpoint's manifest.
+/// Name of the manifest file in a checkpoint's directory.
 const MANIFEST_FILE: &str = "manifest";
-/// Prefix of the directory of a checkpoint that is being written.
+/// Prefix of the directory name of a checkpoint that is being written.
 const DRAFT_PREFIX: &str = ".draft-";
-/// Prefix of the directory of a checkpoint that is being deleted.
+/// Prefix of the directory name of a checkpoint that is being deleted.
 const DELETED_PREFIX: &str = ".gone-";
 
-/// Limits of a store. A new checkpoint is completed before old ones are removed, so the disk must
-/// have space for one more.
+/// Limits of a store. A new checkpoint is completed before old ones are removed, so the disk needs
+/// space for one additional checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreLimits {
-    /// Number of complete checkpoints.
+    /// Maximum number of complete checkpoints.
     pub checkpoints_max: usize,
-    /// Bytes of all complete checkpoints on the disk.
+    /// Maximum size in bytes of all complete checkpoints on the disk.
     pub bytes_max: u64,
 }
 
@@ -90,34 +90,36 @@ impl Default for StoreLimits {
     }
 }
 
-/// A complete checkpoint, as listed.
+/// Information about a complete checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointInfo {
     pub id: CheckpointId,
-    /// The virtual machine that made it; see [`CheckpointStore::of_vm`].
+    /// Name of the virtual machine that made the checkpoint; see [`CheckpointStore::of_vm`].
     pub vm: String,
     pub job: Tid,
-    /// When it was started, since 1970.
+    /// Time since 1970 at which the checkpoint was started.
     pub started: Micros,
-    /// Bytes on the disk, including the manifest.
+    /// Size in bytes on the disk, including the manifest.
     pub bytes: u64,
-    /// Its tasks, sorted by ID.
+    /// The tasks of the checkpoint, sorted by id.
     pub parts: Vec<PartInfo>,
-    /// When its job ended for good, if it did; see [`CheckpointStore::mark_jobs_ended`].
+    /// Time at which the job ended without being restarted; `None` if it has not ended. See
+    /// [`CheckpointStore::mark_jobs_ended`].
     pub job_ended_at: Option<Micros>,
 }
 
-/// A task in a checkpoint.
+/// Information about one task in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartInfo {
     pub tid: Tid,
-    /// Bytes on the disk.
+    /// Size in bytes of the encrypted images on the disk.
     pub bytes: u64,
-    /// Bytes of its images when they are unpacked. Zeros are not stored, so this may be much more.
+    /// Size in bytes of the unpacked images. Zeros are not stored, so this may be much more than
+    /// `bytes`.
     pub images_bytes: u64,
 }
 
-/// A store. All clones share one state.
+/// A handle to a store for one virtual machine. All clones share one state.
 #[derive(Clone)]
 pub struct CheckpointStore {
     shared: Arc<StoreState>,
@@ -125,12 +127,12 @@ pub struct CheckpointStore {
 }
 
 impl CheckpointStore {
-    /// Opens a store and removes the unfinished work of processes that have died. Creates the
+    /// Opens a store and removes incomplete files of processes that have died. Creates the
     /// directory and the key file if they do not exist.
     ///
     /// # Errors
-    /// The directory or the key file belongs to another user, or other users could read or write
-    /// it, among others.
+    /// Among others: the directory or the key file belongs to another user, or other users could
+    /// read or write it.
     pub fn open(
         dir: &Path,
         key_file: &Path,
@@ -164,9 +166,9 @@ impl CheckpointStore {
         })
     }
 
-    /// Returns the same store for the virtual machine of this name. Virtual machines number their
-    /// jobs independently: equal numbers denote one job only within one virtual machine. At most
-    /// [`VM_BYTES_MAX`] bytes of the name are used.
+    /// Returns a handle to the same store for the virtual machine with this name. Virtual machines
+    /// number their jobs independently: equal numbers denote the same job only within one virtual
+    /// machine. At most [`VM_BYTES_MAX`] bytes of the name are used.
     #[must_use]
     pub fn of_vm(&self, vm: &str) -> CheckpointStore {
         let end = (0..=VM_BYTES_MAX.min(vm.len()))
@@ -178,22 +180,22 @@ impl CheckpointStore {
         }
     }
 
-    /// Starts a checkpoint. `now` is the time since 1970.
+    /// Starts to write a checkpoint. `now` is the time since 1970.
     ///
     /// # Errors
-    /// [`StoreError::LimitsExceeded`] if the limits could not be kept with this checkpoint, even
-    /// after removing everything that may be removed. The newest checkpoint of each other job stays
-    /// unless the job has ended for good.
+    /// [`StoreError::LimitsExceeded`] if the store would exceed its limits with this checkpoint,
+    /// even after removing all checkpoints that may be removed. The newest checkpoint of each other
+    /// job may not be removed unless the job has ended for good.
     pub fn begin(&self, job: Tid, now: Micros) -> Result<CheckpointDraft, StoreError> {
         CheckpointDraft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
     }
 
-    /// Starts a copy of a checkpoint of another store. The copy has the same name and is encrypted
-    /// with the key of this store. `started` is the start time of the original (since 1970),
-    /// `bytes` its size.
+    /// Starts to write a copy of a checkpoint of another store. The copy has the same name and is
+    /// encrypted with the key of this store. `started` is the start time of the original (since
+    /// 1970), `bytes` its size.
     ///
     /// # Errors
-    /// [`StoreError::CheckpointExists`] if this store has a checkpoint of this name; otherwise as
+    /// [`StoreError::CheckpointExists`] if this store has a checkpoint with this name; otherwise as
     /// [`CheckpointStore::begin`].
     pub fn begin_copy(
         &self,
@@ -212,8 +214,8 @@ impl CheckpointStore {
     /// Returns all complete checkpoints of all virtual machines, oldest first, and the unreadable
     /// entries with the reasons.
     ///
-    /// The parts of each checkpoint exist and have the right lengths; their content is verified
-    /// when they are unpacked.
+    /// The parts of each returned checkpoint exist and have the correct lengths. Their content is
+    /// verified only when they are unpacked.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -224,7 +226,7 @@ impl CheckpointStore {
     /// Opens a complete checkpoint and verifies its manifest.
     ///
     /// # Errors
-    /// It does not exist, or it was changed.
+    /// The checkpoint does not exist, or it was changed.
     pub fn open_checkpoint(&self, id: &CheckpointId) -> Result<StoredCheckpoint, StoreError> {
         StoredCheckpoint::open(Arc::clone(&self.shared), *id)
     }
@@ -247,12 +249,12 @@ impl CheckpointStore {
         checkpoint.vm == self.vm
     }
 
-    /// Records when the jobs of these checkpoints ended for good, or with `None` that they have
-    /// been restarted. Applies to all checkpoints that the same virtual machine has made of the
-    /// same job. Checkpoints that do not exist are skipped.
+    /// Records that the jobs of these checkpoints have ended for good at the time `ended`, or, if
+    /// it is `None`, that they have been restarted. Applies to all checkpoints that the same
+    /// virtual machine has made of the same job. Checkpoints that do not exist are skipped.
     ///
     /// # Errors
-    /// Checkpoints whose mark could not be written stay longer.
+    /// Checkpoints whose mark could not be written are retained longer.
     pub fn mark_jobs_ended(
         &self,
         ids: &[CheckpointId],
@@ -277,8 +279,8 @@ impl CheckpointStore {
             .fold(Ok(()), Result::and)
     }
 
-    /// Removes the checkpoints of jobs that ended for good [`ENDED_RETENTION`] ago, then those that
-    /// [`CheckpointStore::enforce_limits`] removes.
+    /// Removes the checkpoints of jobs that have ended for good at least [`ENDED_RETENTION`] ago,
+    /// then the checkpoints that [`CheckpointStore::enforce_limits`] removes.
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.
@@ -290,13 +292,13 @@ impl CheckpointStore {
         self.remove_superfluous(Some(now), keep)
     }
 
-    /// Removes checkpoints until the limits are kept, and the unfinished work of processes that
-    /// have died.
+    /// Removes checkpoints until the store is within its limits, and removes incomplete files of
+    /// processes that have died.
     ///
-    /// - First to go are those of jobs that have ended for good, in the order of these ends; then
-    ///   the oldest.
-    /// - Never removed are the newest checkpoint of a job that has not ended, checkpoints that are
-    ///   open, and those for which `keep` returns true.
+    /// - Checkpoints of jobs that have ended for good are removed first, in the order in which the
+    ///   jobs ended; then the oldest checkpoints are removed.
+    /// - Not removed are the newest checkpoint of a job that has not ended, checkpoints that are
+    ///   open, and checkpoints for which `keep` returns true.
     /// - Unreadable checkpoints neither count nor are removed.
     ///
     /// # Errors
@@ -325,7 +327,7 @@ impl CheckpointStore {
             if total.excess(&shared.limits) == (0, 0)
                 && !checkpoint.job_ended_at.is_some_and(is_expired)
             {
-                // Expired checkpoints come first, so no other one has expired.
+                // Expired checkpoints are first in the list, so no further checkpoint has expired.
                 break;
             }
             match shared.hide_checkpoint(operation, checkpoint.id) {

@@ -1,7 +1,8 @@
-//! Converts the images of a task to one stream of bytes, which is then encrypted.
+//! Converts the images of a task to one stream of bytes, which is then encrypted, and unpacks such
+//! a stream.
 //!
-//! The stream contains for each file its name, length and content, and at the end the counts. Runs
-//! of zero blocks are only counted.
+//! The stream contains the name, length and content of each file, and at the end the number of
+//! files and bytes. For a run of zero blocks only its length is stored.
 
 use super::encryption::{DecryptError, Decryptor};
 use super::error::{StoreError, StoreOperation, write_error};
@@ -12,30 +13,34 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Largest number of files of one task.
+/// Maximum number of files of one task.
 pub const FILES_MAX: usize = 65_536;
-/// Largest size of the images of one task.
+/// Maximum size in bytes of the images of one task.
 pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
-/// Largest length of a file name (NAME_MAX).
+/// Maximum length in bytes of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Bytes that are read at a time.
+/// Number of bytes that are read from a file at a time.
 const READ_BYTES: usize = 1 << 20;
-/// Zeros are detected in blocks of one memory page.
+/// Size in bytes of the blocks in which zeros are detected: one memory page.
 const BLOCK_BYTES: usize = 4096;
 const ZERO_BLOCK: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
-/// Tags of the records in the stream.
+/// Tag of the record at the end of the stream.
 const TAG_END: u8 = 0;
+/// Tag of a record that starts a file.
 const TAG_FILE: u8 = 1;
+/// Tag of a record with content of the file.
 const TAG_DATA: u8 = 2;
+/// Tag of a record that replaces a run of zeros in the file.
 const TAG_ZEROS: u8 = 3;
 
-/// The files of a directory, listed before any is read.
+/// The files of an image directory, listed before any file is read.
 #[derive(Debug)]
 pub(super) struct ImageFiles {
     dir: PathBuf,
+    /// Name and size in bytes of each file.
     files: Vec<(OsString, u64)>,
-    /// Bytes of all files.
+    /// Total size in bytes of all files.
     pub(super) bytes: u64,
 }
 
@@ -50,7 +55,7 @@ fn unreadable_image(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |e| unusable_images(path, format!("it cannot be read: {e}"))
 }
 
-/// Returns the length of a regular file; refuses other kinds.
+/// Returns the length in bytes of a regular file; fails for other kinds of files.
 fn regular_file_length(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
     match meta.file_type() {
         kind if kind.is_file() => Ok(meta.len()),
@@ -104,7 +109,8 @@ impl ImageFiles {
         Ok(images)
     }
 
-    /// Writes all files to the stream. `target` is the destination, for errors.
+    /// Writes all files to the stream by calling `put`. `target` is the path of the part file, for
+    /// error messages.
     pub(super) fn write_stream(
         &self,
         target: &Path,
@@ -164,7 +170,7 @@ impl ImageFiles {
     }
 }
 
-/// Opens a file that had this length when it was listed.
+/// Opens an image file whose length was `bytes` when it was listed.
 fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
     // The file may have been replaced: symbolic links are not followed, and the open never blocks.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
@@ -182,7 +188,8 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
     Ok(file)
 }
 
-/// Splits a piece of a file into runs of blocks that are all zeros (true) or not.
+/// Splits a piece of a file into runs of blocks. The bool is true if all blocks of the run are
+/// zero, false if none is.
 fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
     let zeros = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
     let mut rest = piece;
@@ -203,8 +210,8 @@ fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
 pub(super) enum UnpackError {
     /// The stream is damaged.
     Broken(DecryptError),
-    /// A file could not be written. The last field is the number of bytes of all files that were
-    /// written before.
+    /// A file could not be written. The fields are its path, the error, and the number of bytes
+    /// that were written to all files before.
     Write(PathBuf, io::Error, u64),
 }
 
@@ -218,8 +225,8 @@ fn damaged(why: impl Into<String>) -> UnpackError {
     UnpackError::Broken(DecryptError::Changed(why.into()))
 }
 
-/// Writes the files of a stream into an empty directory and returns their bytes. On an error the
-/// caller removes the directory.
+/// Writes the files of a stream into the empty directory `to`. Returns their total size in bytes.
+/// On an error the caller must remove the directory.
 pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u64, UnpackError> {
     let (mut files, mut total_bytes) = (0usize, 0u64);
     loop {
@@ -258,7 +265,8 @@ fn read_bytes<R: Read, const N: usize>(stream: &mut Decryptor<R>) -> Result<[u8;
     Ok(bytes)
 }
 
-/// Writes one file and returns its bytes. `before` is the number of bytes of the previous files.
+/// Unpacks one file of the stream and returns its size in bytes. `before` is the total size of the
+/// previous files.
 fn unpack_file<R: Read>(
     stream: &mut Decryptor<R>,
     to: &Path,
@@ -300,8 +308,8 @@ fn unpack_file<R: Read>(
             return Err(damaged("the pieces of a file are not as long as the file"));
         }
         if kind == TAG_ZEROS {
-            // A hole, which reads as zeros. A run is never longer than its file, so the position
-            // cannot overflow.
+            // The run becomes a hole in the file, which reads as zeros. A run is never longer than
+            // its file, so the position cannot overflow.
             file.seek(SeekFrom::Current(run as i64))
                 .map_err(|e| stopped(e, left))?;
         } else {
@@ -317,7 +325,7 @@ fn unpack_file<R: Read>(
         }
         left -= run;
     }
-    // The last run may have been a hole.
+    // Extend the file if its last run is a hole.
     file.set_len(bytes).map_err(|e| stopped(e, 0))?;
     Ok(bytes)
 }
@@ -330,7 +338,7 @@ fn create_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Returns the name unless it contains a path.
+/// Returns the file name, or `None` if it is empty or denotes a path.
 fn checked_file_name(name: &[u8]) -> Option<OsString> {
     let plain = !name.is_empty()
         && !name.contains(&b'/')
@@ -349,7 +357,7 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    /// Unpacks a stream after encrypting it with the right key.
+    /// Encrypts a stream with the correct key and unpacks it.
     fn unpacked(stream: &[u8], to: &Path) -> Result<u64, UnpackError> {
         let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let what = FileRole::Part(

@@ -1,7 +1,8 @@
-//! The state that all handles of a store share: its directory, the entries in it, and its lock.
+//! The state that all handles of a store share: its directory, the entries of the directory, and
+//! the lock of the store.
 //!
-//! The lock of the store is held while a directory in it is renamed, and only for a short time:
-//! content is written before and deleted afterwards.
+//! The lock of the store is held only while a directory in the store is renamed. Content is written
+//! before, and deleted afterwards, without the lock.
 
 use super::disk::Disk;
 use super::encryption::StoreKey;
@@ -21,26 +22,26 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Longest time to wait for the lock of the store.
+/// Maximum time to wait for the lock of the store.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between attempts to take the lock.
+/// Interval between attempts to acquire the lock of the store.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Names of the unreadable entries, with the reasons.
 pub type UnreadableEntries = Vec<(String, StoreError)>;
 
 pub(super) struct StoreState {
-    /// Real path of the store.
+    /// Path of the store's directory, without symbolic links.
     pub(super) dir: PathBuf,
     pub(super) secret: StoreKey,
     pub(super) limits: StoreLimits,
     pub(super) disk: Disk,
 }
 
-/// The entries of a store, by the prefix of their names.
+/// The entries of a store's directory, grouped by the prefix of their names.
 #[derive(Debug, Default)]
 pub(super) struct StoreEntries {
-    /// Sorted, oldest checkpoint first.
+    /// The complete checkpoints, oldest first.
     pub(super) checkpoints: Vec<CheckpointId>,
     pub(super) drafts: Vec<CheckpointId>,
     pub(super) deleted: Vec<CheckpointId>,
@@ -60,7 +61,7 @@ impl StoreState {
         self.dir.join(format!("{DELETED_PREFIX}{id}"))
     }
 
-    /// Waits for the lock of the store.
+    /// Waits for the lock of the store and acquires it. Fails after [`LOCK_TIMEOUT`].
     pub(super) fn lock(&self, operation: StoreOperation) -> Result<Flock<File>, StoreError> {
         let path = self.dir.join(LOCK_FILE);
         let mut file = open_lock(&path, true).map_err(io_error(operation, &path))?;
@@ -82,7 +83,7 @@ impl StoreState {
         }
     }
 
-    /// Reads the entries of the store.
+    /// Reads the entries of the store's directory.
     pub(super) fn entries(&self, operation: StoreOperation) -> Result<StoreEntries, StoreError> {
         let mut entries = StoreEntries::default();
         for entry in self
@@ -113,7 +114,8 @@ impl StoreState {
         Ok(entries)
     }
 
-    /// Reads all checkpoints, oldest first, and returns the unreadable entries as well.
+    /// Reads all checkpoints. Returns the readable checkpoints, oldest first, and the unreadable
+    /// entries.
     pub(super) fn read_all(
         &self,
         operation: StoreOperation,
@@ -132,7 +134,7 @@ impl StoreState {
                         ..manifest.info(id, bytes)
                     });
                 }
-                // It was removed meanwhile.
+                // The checkpoint has just been removed.
                 Err(_) if !may_exist(&dir) => {}
                 Err(why) => unreadable.push((id.to_string(), why)),
             }
@@ -140,11 +142,11 @@ impl StoreState {
         Ok((checkpoints, unreadable))
     }
 
-    /// Returns the bytes that a new checkpoint of this job may have, so that the limits are kept
-    /// after all removable checkpoints are removed.
+    /// Returns the maximum number of bytes for a new checkpoint of this job, such that the store is
+    /// within its limits after all removable checkpoints are removed.
     ///
     /// # Errors
-    /// That is less than `needed`, or the number of checkpoints is exceeded.
+    /// The maximum is less than `needed`, or the number of checkpoints would exceed its limit.
     pub(super) fn bytes_available(
         &self,
         operation: StoreOperation,
@@ -173,8 +175,8 @@ impl StoreState {
         Ok(room)
     }
 
-    /// Hides a directory by renaming it. It must be deleted later, without the lock of the store,
-    /// which is held here.
+    /// Hides a directory by renaming it, and returns its new path. The caller holds the lock of the
+    /// store, and must later delete the directory without that lock.
     pub(super) fn hide(
         &self,
         operation: StoreOperation,
@@ -191,7 +193,8 @@ impl StoreState {
         Ok(gone)
     }
 
-    /// Hides a checkpoint durably, if no reader has it open. The lock of the store is held.
+    /// Hides a checkpoint durably, unless a reader has it open, and returns the new path of its
+    /// directory. The caller holds the lock of the store.
     pub(super) fn hide_checkpoint(
         &self,
         operation: StoreOperation,
@@ -205,16 +208,17 @@ impl StoreState {
             Err(errno) => return Err(io_error(operation, &dir)(errno.into())),
         };
         let gone = self.hide(operation, &dir, id)?;
-        // Otherwise a crash of the machine could restore the name without the files.
+        // Without this flush, a crash of the machine could restore the name of a checkpoint whose
+        // files are deleted.
         self.disk
             .sync_dir(&self.dir)
             .map_err(io_error(operation, &self.dir))?;
         Ok(gone)
     }
 
-    /// Hides drafts whose writers are dead, and returns all hidden directories, including those of
-    /// earlier deletions. The lock of the store is held, so no draft is between its creation and
-    /// its lock.
+    /// Hides drafts whose writers have died. Returns all hidden directories, including those of
+    /// earlier deletions. The caller holds the lock of the store, so every draft of a running
+    /// writer is already locked.
     pub(super) fn hide_abandoned_drafts(
         &self,
         operation: StoreOperation,
@@ -235,7 +239,7 @@ impl StoreState {
                 Err(e) => return Err(io_error(operation, &dir)(e)),
             };
             match lock_failure {
-                // Its writer may be removing it.
+                // If the directory has disappeared, its writer has just removed it.
                 None if may_exist(&dir) => gone.push(self.hide(operation, &dir, id)?),
                 None | Some(Errno::EWOULDBLOCK) => {}
                 Some(errno) => return Err(io_error(operation, &dir)(errno.into())),
@@ -260,7 +264,7 @@ pub(super) fn may_exist(path: &Path) -> bool {
     !matches!(path.symlink_metadata(), Err(e) if e.kind() == ErrorKind::NotFound)
 }
 
-/// Opens a lock file.
+/// Opens a lock file. Creates it first if `create` is true and it does not exist.
 pub(super) fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options

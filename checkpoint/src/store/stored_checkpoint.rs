@@ -17,8 +17,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A complete checkpoint whose manifest is verified. While this exists the checkpoint is not
-/// removed.
+/// A complete checkpoint whose manifest is verified. The checkpoint is not removed while this value
+/// exists.
 pub struct StoredCheckpoint {
     shared: Arc<StoreState>,
     dir: PathBuf,
@@ -36,12 +36,11 @@ impl StoredCheckpoint {
         let dir = shared.checkpoint_dir(id);
         let lock =
             lock_checkpoint(&dir, FlockArg::LockSharedNonblock).map_err(|errno| match errno {
-                // It is being removed.
+                // The checkpoint is being removed.
                 Errno::EWOULDBLOCK | Errno::ENOENT => StoreError::NoCheckpoint(id),
                 _ => io_error(operation, &dir)(errno.into()),
             })?;
-        // A remover locks the checkpoint exclusively, but may have done so before this lock was
-        // taken.
+        // The checkpoint may have been removed before this process acquired the lock.
         if !may_exist(&dir) {
             return Err(StoreError::NoCheckpoint(id));
         }
@@ -68,11 +67,12 @@ impl StoredCheckpoint {
         &self.manifest.meta
     }
 
-    /// Unpacks the images of a task into a new directory (mode 0700, files 0600) and returns their
-    /// bytes. On success they equal the images that were added.
+    /// Unpacks the images of a task into the new directory `to` (mode 0700, files 0600). Returns
+    /// the size of the images in bytes. On success the images equal those that were added to the
+    /// checkpoint.
     ///
     /// # Errors
-    /// The directory does not exist afterwards. If it existed before, it is unchanged.
+    /// The directory does not exist after an error. If it existed before the call, it is unchanged.
     pub fn unpack(&self, tid: Tid, to: &Path) -> Result<u64, StoreError> {
         let part = self.find_part(tid)?;
         DirBuilder::new()
@@ -81,15 +81,15 @@ impl StoredCheckpoint {
             .map_err(io_error(StoreOperation::Unpack, to))?;
         let unpacked = self.unpack_part(part, to);
         if unpacked.is_err() {
-            // The first error is reported; it also explains a failure to remove.
+            // Report the first error, which also explains why the removal may fail.
             let _ = std::fs::remove_dir_all(to);
         }
         unpacked
     }
 
     /// Passes the decrypted stream of a task to `put`, in pieces, for
-    /// [`CheckpointDraft::add_copy`](super::CheckpointDraft::add_copy). Each piece is authenticated
-    /// before it is passed; only success means that the stream is complete and unchanged.
+    /// [`CheckpointDraft::add_copy`](super::CheckpointDraft::add_copy). Each piece is authentic;
+    /// only a successful return means that the stream is complete and unchanged.
     ///
     /// # Errors
     /// The checkpoint was changed, or `put` failed.
@@ -141,7 +141,8 @@ impl StoredCheckpoint {
         })
     }
 
-    /// Reads a part completely and verifies that it is the one that was added.
+    /// Reads a part completely by calling `read`, and verifies that the part is unchanged since it
+    /// was added.
     fn read_verified<T>(
         &self,
         operation: StoreOperation,

@@ -1,22 +1,22 @@
-//! Selects the checkpoints that may be removed. Pure.
+//! Selects the checkpoints that may be removed. Pure functions without I/O.
 
 use super::id::CheckpointId;
 use super::{CheckpointInfo, StoreLimits};
 use sempa_proto::Tid;
 use std::collections::HashMap;
 
-/// The result of a sweep.
+/// The checkpoints that a sweep has removed, and by how much the limits are still exceeded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SweepResult {
     /// The removed checkpoints, in the order of removal.
     pub removed: Vec<CheckpointInfo>,
-    /// Checkpoints above the limit of the store that may not be removed.
+    /// Number of checkpoints above the limit of the store, because they may not be removed.
     pub checkpoints_over_limit: usize,
-    /// Bytes above the limit of the store that may not be removed.
+    /// Number of bytes above the limit of the store, because their checkpoints may not be removed.
     pub bytes_over_limit: u64,
 }
 
-/// A number of checkpoints and their bytes.
+/// Number and total size in bytes of some checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StoreUsage {
     pub(super) checkpoints: usize,
@@ -32,7 +32,7 @@ impl StoreUsage {
         checkpoints.into_iter().fold(StoreUsage::default(), add)
     }
 
-    /// Returns the checkpoints and bytes above the limits.
+    /// Returns by how many checkpoints and by how many bytes the limits are exceeded.
     pub(super) fn excess(self, limits: &StoreLimits) -> (usize, u64) {
         (
             self.checkpoints.saturating_sub(limits.checkpoints_max),
@@ -41,7 +41,8 @@ impl StoreUsage {
     }
 }
 
-/// Returns the newest checkpoint of each job. Virtual machines number their jobs independently.
+/// Returns the newest checkpoint of each job, by virtual machine and job. Virtual machines number
+/// their jobs independently.
 fn newest(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
     let mut newest: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
     for checkpoint in checkpoints {
@@ -54,8 +55,9 @@ fn newest(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> 
 }
 
 /// Returns the checkpoints that may be removed, in the order of removal: first those of jobs that
-/// have ended for good, in the order of these ends; then the others, oldest first. Excluded are the
-/// newest checkpoint of each job that has not ended, and those for which `keep` returns true.
+/// have ended for good, in the order in which the jobs ended; then the others, oldest first.
+/// Excluded are the newest checkpoint of each job that has not ended, and those for which `keep`
+/// returns true.
 pub(super) fn removable(
     checkpoints: &[CheckpointInfo],
     keep: impl Fn(&CheckpointInfo) -> bool,
@@ -78,8 +80,9 @@ pub(super) fn removable(
     superfluous
 }
 
-/// Returns what remains if this job gets a new checkpoint and everything is removed that may be:
-/// the newest checkpoints of the other jobs that have not ended for good.
+/// Returns the number and size of the checkpoints that remain after a new checkpoint of the job
+/// `job` is written and all removable checkpoints are removed: the newest checkpoints of the other
+/// jobs that have not ended for good.
 pub(super) fn remaining_of_other_jobs(
     checkpoints: &[CheckpointInfo],
     vm: &str,
@@ -117,8 +120,8 @@ mod tests {
         }
     }
 
-    /// The newest checkpoint of a job is never removable, and of the others the oldest are removed
-    /// first.
+    /// The newest checkpoint of a job is never removable. Of the other checkpoints, the oldest are
+    /// removed first.
     #[test]
     fn newest_checkpoint_of_a_job_is_never_removable() {
         let checkpoints = [

@@ -1,4 +1,4 @@
-//! The store under faults of the disk: a crash, or a full disk, at every step.
+//! Tests the store under faults of the disk: a crash, or a full disk, at every step.
 
 use super::disk::{Disk, DiskObserver, DiskStep};
 use super::*;
@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const JOB: Tid = Tid::from_raw(0x40001);
 const TASK: Tid = Tid::from_raw(0x80001);
 
-/// The fault at a step.
+/// A fault that is injected at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DiskFault {
-    /// The process dies; no further step is made.
+    /// The process dies before the step.
     Death,
     /// The process dies in the middle of a write.
     TornWrite,
@@ -22,8 +22,9 @@ enum DiskFault {
     Full,
 }
 
-/// Counts the steps and injects the fault.
+/// Records the steps and injects a fault at one step.
 struct FaultInjector {
+    /// Number of the step, counted from 0, and the fault.
     fault: Option<(usize, DiskFault)>,
     observed_steps: Mutex<Vec<String>>,
     dead: AtomicBool,
@@ -87,7 +88,7 @@ impl DiskObserver for FaultInjector {
     }
 }
 
-/// A scratch directory with images, and space for a store.
+/// A temporary directory that contains images, and the store under test.
 struct Scratch(tempfile::TempDir);
 
 impl Scratch {
@@ -119,7 +120,7 @@ impl Scratch {
         draft.finish(b"meta")
     }
 
-    /// Returns the names of the entries in the store.
+    /// Returns the names of the entries in the store's directory.
     fn entry_names(&self) -> BTreeSet<String> {
         let entries = self.at("store").read_dir().expect("readable");
         entries
@@ -160,7 +161,7 @@ impl Scratch {
     }
 }
 
-/// Returns the content of more than one chunk, including zeros.
+/// Returns the content of an image file, which needs more than one chunk and includes zeros.
 fn content() -> Vec<u8> {
     let mut content: Vec<u8> = (0..(1 << 20) + 9000).map(|i| (i % 251) as u8).collect();
     content[8192..40_000].fill(0);
@@ -206,8 +207,8 @@ fn scenario_steps() -> Vec<String> {
     fates.steps()
 }
 
-/// A process that dies at any step leaves complete checkpoints, and nothing else after the next
-/// opening.
+/// After a process has died at any step, only complete checkpoints are visible, and the next
+/// opening removes all other files.
 #[test]
 fn crash_at_any_step_leaves_complete_checkpoints() {
     let steps = scenario_steps();
@@ -241,7 +242,7 @@ fn crash_at_any_step_leaves_complete_checkpoints() {
     }
 }
 
-/// A full disk at any step leaves the complete checkpoints and nothing else.
+/// If the disk is full at any step, only the complete checkpoints remain.
 #[test]
 fn full_disk_at_any_step_leaves_complete_checkpoints() {
     let steps = scenario_steps();
@@ -270,7 +271,8 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
             *operation == StoreOperation::Add,
             "{step}"
         );
-        // Before the store is opened again, which would clean up.
+        // Read the names before the store is opened again, because opening it removes incomplete
+        // files.
         let names = if scratch.at("store").is_dir() {
             scratch.entry_names()
         } else {
@@ -300,8 +302,8 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
     assert!(full > 20, "{full}");
 }
 
-/// A checkpoint gets its name after all its content is on the disk, and loses it durably before
-/// files are deleted.
+/// A checkpoint gets its name after all its content is on the disk. Its name is removed durably
+/// before its files are deleted.
 #[test]
 fn checkpoint_is_durable_before_it_is_named() {
     let steps = scenario_steps();

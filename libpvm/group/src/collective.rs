@@ -1,17 +1,17 @@
-//! Collective calls: all members of a group call them, and one member is the root.
+//! Collective calls: all members of a group make the same call, and one member is the root.
 //!
 //! Each member exchanges one message with the root, in the context of groups and with the program's
-//! tag. The root processes the members in the order of their instances, so the result does not
-//! depend on timing.
+//! tag. The root processes the members in the order of their instance numbers, so the result does
+//! not depend on timing.
 
 use crate::pvm::{self, Elements, MemberChannel};
 use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_int};
 
-/// A collective call: the members of the group and this task's role.
+/// The members of the group of a collective call, and the calling task's role.
 pub(crate) struct Collective {
-    /// Members by instance, 0 for a free instance.
+    /// Tids of the members by instance number; 0 for a free instance.
     members: Vec<c_int>,
     me: c_int,
     root: c_int,
@@ -19,7 +19,7 @@ pub(crate) struct Collective {
 }
 
 impl Collective {
-    /// Queries the members of the group.
+    /// Queries the members of the group and checks the arguments of the call.
     ///
     /// # Errors
     /// `NoGroup`, `NotInGroup`; `NoInst` if the root is not a member; `BadParam` for a negative
@@ -46,15 +46,14 @@ impl Collective {
         })
     }
 
-    /// True if this task is the root.
     pub(crate) fn is_root(&self) -> bool {
         self.me == self.root
     }
 
-    /// Returns the number of instances.
+    /// Returns the number of instances; it equals the number of members.
     ///
     /// # Errors
-    /// `NoInst` if an instance is free, because its elements have no receiver.
+    /// `NoInst` if an instance is free, because the elements for that instance have no receiver.
     pub(crate) fn contiguous_size(&self) -> PvmResult<usize> {
         if self.members.contains(&0) {
             Err(PvmError::NoInst)
@@ -64,8 +63,8 @@ impl Collective {
     }
 }
 
-/// Collects the elements of all members at the root; `place` returns the destination for an
-/// instance.
+/// Collects the elements of all members at the root. `destination` returns the place for the
+/// elements of an instance.
 pub(crate) fn gather(
     circle: &Collective,
     data: &Elements,
@@ -85,7 +84,8 @@ pub(crate) fn gather(
     Ok(())
 }
 
-/// Distributes the root's elements to all members; `part` returns the elements for an instance.
+/// Distributes the root's elements to all members, each into its `result`. `part` returns the
+/// elements for an instance.
 pub(crate) fn scatter(
     circle: &Collective,
     result: &Elements,
@@ -103,15 +103,15 @@ pub(crate) fn scatter(
             channel.send(*tid, circle.tag, &part(instance))?;
         }
     }
-    // Must be last, because `result` may be within the array to send.
+    // Must be last, because `result` may overlap the array to send.
     if let Some(own) = own {
         result.copy_from(&own);
     }
     Ok(())
 }
 
-/// Combines the elements of all members into the root's; `combine` processes each set received in
-/// `spare`.
+/// Combines the elements of all members into the root's `data`. The root receives the elements of
+/// one member after another into `spare`; `combine` then combines `spare` into `data`.
 pub(crate) fn reduce(
     circle: &Collective,
     data: &Elements,

@@ -1,9 +1,9 @@
-//! The C functions that programs call.
+//! The C functions of the group library that programs call.
 //!
 //! Every function trusts the caller where C has no means to check: pointers are null or valid,
-//! strings are terminated, arrays have the length that count and group imply. It checks everything
-//! else. Membership functions, barriers and broadcasts only set `pvm_errno` when they fail;
-//! collective calls report errors as `libpvm3` does.
+//! strings are terminated, and arrays have the length that count and group imply. It checks
+//! everything else. If membership functions, barriers and broadcasts fail, they only set
+//! `pvm_errno`; collective calls also report errors as `libpvm3` does.
 
 #![allow(unsafe_code)]
 
@@ -16,19 +16,19 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
 
-/// A function for `pvm_reduce`: type, first operand and result, second operand, number of elements,
-/// error code.
+/// A function for `pvm_reduce`. Its arguments are the element type, the first operand (which is
+/// replaced by the result), the second operand, the number of elements, and the error code.
 pub type Reducer = extern "C" fn(*mut c_int, *mut c_void, *mut c_void, *mut c_int, *mut c_int);
 
-/// Tid for messages to the group server, set by [`gs_getgstid`].
+/// Tid to which programs send messages for the group server; set by [`gs_getgstid`].
 #[unsafe(no_mangle)]
 pub static gstid: AtomicI32 = AtomicI32::new(-1);
 
-/// Time for which programs that use the group server directly wait for it; null: forever.
+/// Time limit of programs that use the group server directly; a null pointer means no limit.
 #[unsafe(no_mangle)]
 pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Reads a group name; null counts as the empty name, which no group has.
+/// Reads a group name; null counts as the empty name, and no group has that name.
 ///
 /// # Safety
 /// `group` is null or a string that lives for `'a`.
@@ -41,7 +41,7 @@ unsafe fn group_name<'a>(group: *const c_char) -> &'a CStr {
     }
 }
 
-/// Makes a call that returns a number; an error only sets `pvm_errno`.
+/// Makes a traced group request that returns a number. An error only sets `pvm_errno`.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -62,7 +62,7 @@ unsafe fn request_number(
     pvm::traced(event, group, number, ask)
 }
 
-/// Joins a group; returns the instance number.
+/// Adds the calling task to a group; returns its instance number.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -72,7 +72,7 @@ pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
     unsafe { request_number(GroupCall::Join, GroupEvent::Join, group, 0) }
 }
 
-/// Leaves a group.
+/// Removes the calling task from a group.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
     unsafe { request_number(GroupCall::Leave, GroupEvent::Leave, group, 0) }
 }
 
-/// Returns the instance number of a task.
+/// Returns the instance number of a task in a group.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -92,7 +92,7 @@ pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int 
     unsafe { request_number(GroupCall::Instance, GroupEvent::Instance, group, tid) }
 }
 
-/// Returns the task with an instance number.
+/// Returns the tid of the member with an instance number.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_
     unsafe { request_number(GroupCall::Member, GroupEvent::Member, group, instance) }
 }
 
-/// Returns the number of members.
+/// Returns the number of members of a group.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     unsafe { request_number(GroupCall::Size, GroupEvent::Size, group, 0) }
 }
 
-/// Waits until `count` members wait; −1: all current members.
+/// Waits until `count` members have called this function; −1 means all current members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -122,7 +122,8 @@ pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_in
     unsafe { request_number(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
 }
 
-/// Waits until `count` members call this function; then the group accepts no new members.
+/// Waits until `count` members have called this function; afterwards the group accepts no new
+/// members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -133,7 +134,7 @@ pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> 
         .unwrap_or_else(pvm::set_errno)
 }
 
-/// Sends the active send buffer to all members except the caller, which need not be a member.
+/// Sends the active send buffer to all members except the caller. The caller need not be a member.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -157,7 +158,9 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
     })
 }
 
-/// Makes a collective call: returns 0 on success and reports an error.
+/// Makes a traced collective call. Returns 0 on success; otherwise reports the error as a function
+/// of `libpvm3` does and returns its code. The tuple contains the function's name for the report,
+/// the group and the tag.
 fn collective_call(
     event: GroupEvent,
     (place, group, tag): (&CStr, &CStr, c_int),
@@ -174,21 +177,23 @@ fn collective_call(
 
 /// Arrays of a gather or scatter call.
 struct CollectiveArrays {
-    /// `count` elements of this member.
+    /// Array with `count` elements of the calling member.
     member: *mut c_void,
-    /// At the root: `count` elements for each instance.
+    /// Array of the root with `count` elements for each instance.
     root: *mut c_void,
     count: c_int,
     kind: c_int,
 }
 
-/// Exchanges data between the members: own elements, and at the root the elements of each instance.
+/// A function that exchanges data between the members. It gets the calling member's elements, and a
+/// function that returns the root's elements for an instance.
 type Exchange = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmResult<()>;
 
-/// Makes a gather or scatter call.
+/// Makes a gather or scatter call, in which `exchange` transfers the elements.
 ///
 /// # Safety
-/// `group` is null or a string; the arrays are null or have the length that [`CollectiveArrays`] states.
+/// `group` is null or a string; the arrays are null or have the length that [`CollectiveArrays`]
+/// states.
 unsafe fn gather_or_scatter(
     (event, place): (GroupEvent, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
@@ -216,7 +221,7 @@ unsafe fn gather_or_scatter(
     collective_call(event, (place, group, tag), work)
 }
 
-/// Collects `count` elements of every member in the root's `result`, ordered by instance.
+/// Collects `count` elements of every member in the root's `result`, ordered by instance number.
 ///
 /// # Safety
 /// `group` is null or a string; `data` is null or has `count` elements; at the root `result` is
@@ -248,8 +253,8 @@ pub unsafe extern "C" fn pvm_gather(
     }
 }
 
-/// Distributes the root's `data` to all members, `count` elements to each in order of the
-/// instances.
+/// Distributes the root's `data` to all members: `count` elements to each, ordered by instance
+/// number.
 ///
 /// # Safety
 /// `group` is null or a string; `result` is null or has space for `count` elements; at the root
@@ -281,11 +286,12 @@ pub unsafe extern "C" fn pvm_scatter(
     }
 }
 
-/// Combines the elements of all members into the root's `data` by a function.
+/// Combines the elements of all members into the root's `data`, by a function of the program or a
+/// predefined one.
 ///
 /// # Safety
 /// `group` is null or a string; `data` is null or has `count` elements; `function` accepts arrays
-/// of them.
+/// of `count` elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_reduce(
     function: Option<Reducer>,
@@ -341,11 +347,11 @@ pub unsafe extern "C" fn pvm_reduce(
     }
 }
 
-/// Executes one of the predefined reduce functions.
+/// Executes one of the predefined reduce functions: combines `y` into `x`.
 ///
 /// # Safety
-/// `kind` and `count` point to one value each, `info` is null or does; both arrays have `*count`
-/// elements of this type.
+/// `kind` and `count` point to one value each; `info` is null or points to one value; both arrays
+/// have `*count` elements of this type.
 unsafe fn predefined(
     op: ReduceOp,
     kind: *mut c_int,
@@ -397,8 +403,8 @@ reducers! {
     PvmProduct = ReduceOp::Product;
 }
 
-/// Returns the tid for messages to the group server. Programs written for PVM's group server get
-/// their replies from there.
+/// Returns the tid to which programs send messages for the group server. It is the tid of the
+/// calling task, whose own library answers.
 #[unsafe(no_mangle)]
 pub extern "C" fn gs_getgstid() -> c_int {
     let tid = server_compat::server_tid().unwrap_or_else(pvm::set_errno);

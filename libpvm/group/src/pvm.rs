@@ -1,6 +1,6 @@
 //! Typed access to `libpvm3`. Its symbols are resolved when the program is loaded.
 
-// Calling C functions is what this module is for.
+// This module exists to call C functions.
 #![allow(unsafe_code)]
 
 use sempa_proto::group::{GroupCall, GroupEvent};
@@ -9,7 +9,8 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
-/// Context of notifications about members; programs do not use it.
+/// Context of the notifications that the group library requests about members; programs do not use
+/// it.
 const CTX_NOTIFICATIONS: c_int = CTX_GROUPS - 1;
 /// PVM's constant `PvmTaskExit` for `pvm_notify`.
 const TASK_EXIT: c_int = 1;
@@ -17,13 +18,13 @@ const TASK_EXIT: c_int = 1;
 const NOTIFY_CANCEL: c_int = 256;
 /// PVM's constant `PvmDataDefault`, XDR encoding.
 const DATA_DEFAULT: c_int = 0;
-/// Time to wait for a member's message before its exit is checked.
+/// Time limit for a member's message, after which the library checks whether the member has exited.
 const EXIT_CHECK_INTERVAL: TimeVal = TimeVal {
     seconds: 1,
     micros: 0,
 };
-/// Time to wait for the answer to a cancelled notification. A later answer is recognized by its tag
-/// and dropped.
+/// Time limit for the final message of a cancelled notification. A message that arrives later is
+/// recognized by its tag and dropped.
 const CANCEL_TIMEOUT: TimeVal = TimeVal {
     seconds: 5,
     micros: 0,
@@ -36,7 +37,7 @@ pub(crate) struct TimeVal {
     micros: i64,
 }
 
-/// Type of a message handler.
+/// A function that `libpvm3` calls for a message, with the id of its buffer.
 pub(crate) type Handler = extern "C" fn(c_int) -> c_int;
 type Matcher = extern "C" fn(c_int, c_int, c_int) -> c_int;
 
@@ -96,7 +97,7 @@ unsafe extern "C" {
     fn pvm_upklong(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
 }
 
-/// Converts a result of PVM: negative numbers are error codes.
+/// Converts a return value of a PVM function: negative numbers are error codes.
 fn check_code(answer: c_int) -> PvmResult<c_int> {
     if answer >= 0 {
         Ok(answer)
@@ -139,8 +140,8 @@ pub(crate) fn request_list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int
     }
 }
 
-/// Makes a call that can be traced. `body` executes it and returns the result and, for a broadcast,
-/// its receivers.
+/// Executes `body` as a traced call. `body` returns the result of the call and, for a broadcast,
+/// the tids of its receivers.
 pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: F) -> c_int
 where
     F: FnOnce() -> (c_int, Vec<c_int>),
@@ -152,8 +153,8 @@ where
         count: 0,
     };
     let place: *mut TracedCall<F> = &mut call;
-    // SAFETY: `run` gets the call that it expects, and nothing else uses it meanwhile. The
-    // receivers live as long as the call.
+    // SAFETY: `run_traced` gets the call that it expects, and no other code uses the call until it
+    // returns. The receivers live as long as the call.
     unsafe {
         let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
         if event == GroupEvent::Bcast {
@@ -195,20 +196,20 @@ pub(crate) fn mytid() -> PvmResult<c_int> {
     check_code(pvm_mytid())
 }
 
-/// Reports an error as a function of `libpvm3` does; returns its code.
+/// Reports an error as a function of `libpvm3` does; returns the error code.
 pub(crate) fn report(place: &CStr, error: PvmError) -> c_int {
     // SAFETY: the name is a string.
     unsafe { lpvmerr(place.as_ptr(), error.code()) }
 }
 
-/// Sets `pvm_errno` without a report; returns the code.
+/// Sets `pvm_errno` without a report; returns the error code.
 pub(crate) fn set_errno(error: PvmError) -> c_int {
     // SAFETY: an int of `libpvm3` that both libraries access atomically.
     unsafe { pvm_errno.store(error.code(), Relaxed) };
     error.code()
 }
 
-/// Sends the active send buffer to several tasks; the library reports errors.
+/// Sends the active send buffer to several tasks; `libpvm3` reports errors.
 pub(crate) fn mcast(tids: &[c_int], tag: c_int) -> c_int {
     // SAFETY: pointer and length belong to one slice.
     unsafe { pvm_mcast(tids.as_ptr(), tids.len() as c_int, tag) }
@@ -219,7 +220,6 @@ pub(crate) fn add_handler(src: c_int, tag: c_int, handler: Handler) -> PvmResult
     check_code(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
 }
 
-/// Removes a message handler by its id.
 pub(crate) fn remove_handler(id: c_int) {
     pvm_delmhf(id);
 }
@@ -240,7 +240,8 @@ pub(crate) enum ElementType {
 impl TryFrom<c_int> for ElementType {
     type Error = PvmError;
 
-    /// Converts a code of `pvm3.h`; collective calls do not support strings and unsigned types.
+    /// Converts an element type code of `pvm3.h`; collective calls do not support strings and
+    /// unsigned types.
     fn try_from(code: c_int) -> PvmResult<ElementType> {
         Ok(match code {
             1 => ElementType::Byte,
@@ -269,7 +270,7 @@ impl ElementType {
     }
 }
 
-/// Elements in the program's memory.
+/// An array of elements in the program's memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Elements {
     address: *mut c_void,
@@ -278,7 +279,7 @@ pub(crate) struct Elements {
 }
 
 impl Elements {
-    /// Wraps the program's array.
+    /// Wraps an array of the program.
     ///
     /// # Errors
     /// `BadParam` if the array is null or empty.
@@ -302,12 +303,12 @@ impl Elements {
         }
     }
 
-    /// Address of the first element.
     pub(crate) fn as_ptr(&self) -> *mut c_void {
         self.address
     }
 
-    /// Returns the part of a longer array that belongs to an instance.
+    /// Returns the elements of an instance in a longer array that contains `count` elements per
+    /// instance.
     ///
     /// # Safety
     /// The array has `(instance + 1) * count` elements.
@@ -320,7 +321,7 @@ impl Elements {
         }
     }
 
-    /// Copies the same number of elements; the arrays may overlap.
+    /// Copies `count` elements from `other`; the arrays may overlap.
     pub(crate) fn copy_from(&self, other: &Elements) {
         let bytes = self.count as usize * self.element_type.size();
         // SAFETY: both arrays have `count` elements by the contract of `new`.
@@ -358,8 +359,9 @@ impl Elements {
     }
 }
 
-/// Messages between members that do not disturb the program's own. The program's buffers, context
-/// and matching function are saved, and restored on drop.
+/// Exchanges messages between members without an effect on the program's own messages. The
+/// program's buffers, context and matching function are saved when the channel is opened, and
+/// restored when it is dropped.
 pub(crate) struct MemberChannel {
     sbuf: c_int,
     rbuf: c_int,
@@ -397,8 +399,9 @@ impl MemberChannel {
         sent.map(|_| ())
     }
 
-    /// Waits for the elements that a member sends. After a timeout the member's exit is checked,
-    /// too; messages that it sent before are still received.
+    /// Waits for the elements that a member sends, and unpacks them into `data`. If they do not
+    /// arrive within a second, the member's exit is checked, too; messages that the member sent
+    /// before its exit are still received.
     ///
     /// # Errors
     /// `NoInst` if the member has ended without sending its elements.
@@ -411,7 +414,7 @@ impl MemberChannel {
             }
             let watch = watch.get_or_insert_with(|| ExitWatch::begin(tid));
             if watch.has_ended() {
-                // The notification of the exit comes after the member's last message.
+                // The notification of the exit arrives after the member's last message.
                 if check_code(pvm_nrecv(tid, tag))? == 0 {
                     return Err(PvmError::NoInst);
                 }
@@ -445,7 +448,7 @@ pub(crate) fn pack_text(text: &CStr) -> PvmResult<()> {
     check_code(unsafe { pvm_pkstr(text.as_ptr()) }).map(|_| ())
 }
 
-/// A notification of a task's exit, with a unique tag.
+/// A requested notification of a task's exit, with a unique tag. The request is cancelled on drop.
 struct ExitWatch {
     tid: c_int,
     tag: c_int,
@@ -460,12 +463,13 @@ impl ExitWatch {
             tag: LAST.fetch_add(1, Relaxed) & c_int::MAX,
             pending: false,
         };
-        // Without a notification the wait continues unchanged.
+        // If the notification cannot be requested, the library waits for the message without a
+        // check.
         watch.pending = watch.in_notification_context(|| watch.notify(TASK_EXIT)) >= 0;
         watch
     }
 
-    /// Calls `f` in the context of notifications.
+    /// Calls `f` in the context of the library's notifications.
     fn in_notification_context<R>(&self, f: impl FnOnce() -> R) -> R {
         pvm_setcontext(CTX_NOTIFICATIONS);
         let answer = f();
@@ -478,7 +482,7 @@ impl ExitWatch {
         unsafe { pvm_notify(what, self.tag, 1, &self.tid) }
     }
 
-    /// True if the task's exit has been notified.
+    /// True if the notification of the task's exit has arrived.
     fn has_ended(&mut self) -> bool {
         let came = self.pending && self.in_notification_context(|| pvm_nrecv(-1, self.tag)) > 0;
         if came {
@@ -494,7 +498,7 @@ impl Drop for ExitWatch {
         if !self.pending {
             return;
         }
-        // A cancelled notification is sent immediately.
+        // The daemon sends the notification immediately when it is cancelled.
         let message = pvm_setrbuf(0);
         self.in_notification_context(|| {
             self.notify(TASK_EXIT | NOTIFY_CANCEL);

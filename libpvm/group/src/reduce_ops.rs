@@ -8,7 +8,7 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::c_void;
 use std::ops::{Add, Mul};
 
-/// Operation on two elements.
+/// Operation of a predefined reduce function on two elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReduceOp {
     Max,
@@ -105,7 +105,7 @@ unsafe fn combine_elements<T: Element>(
     }
 }
 
-/// Combines two arrays into the first.
+/// Combines the array `y` into the array `x`, element by element.
 ///
 /// # Errors
 /// `BadParam` for sums and products of bytes.

@@ -1,9 +1,10 @@
 //! Support for programs that use PVM's group server directly (Debian's `pvm_gstat` and
 //! `pvmgroups`).
 //!
-//! There is no server task. Such a program gets its own tid as the server's. Two message handlers
-//! in its own library answer the messages that it sends there: the list of groups, and the dump.
-//! All other operations use the calls of the group library.
+//! Sempa has no server task. Such a program gets its own tid as the server's tid. Two message
+//! handlers in its own library answer the messages that it sends to this tid: the request for the
+//! list of groups, and the request to print them. All other operations use the calls of the group
+//! library.
 
 use crate::pvm::{self, MemberChannel};
 use sempa_proto::group::GroupCall;
@@ -17,13 +18,14 @@ const TAG_DUMP: c_int = 9;
 /// Tag of the request for the list of all groups, and of the reply.
 const TAG_LIST: c_int = 10;
 
-/// Ids of the handlers for list and dump; −1: not installed.
+/// Ids of the message handlers for the list request and the print request; −1 if not installed.
 static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
-/// Returns the tid for messages to the group server, which is this task's own.
+/// Returns the tid to which the program sends messages for the group server: this task's own tid.
+/// Installs the message handlers.
 ///
 /// # Errors
-/// `SysErr` without a daemon.
+/// `SysErr` if the daemon cannot be reached.
 pub(crate) fn server_tid() -> PvmResult<c_int> {
     let me = pvm::mytid()?;
     ensure_handler(&HANDLERS[0], me, TAG_LIST, send_list)?;
@@ -38,18 +40,19 @@ fn ensure_handler(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler
     Ok(())
 }
 
-/// A group in the list of the group service.
+/// A group as the group service lists it.
 struct Group {
     name: CString,
     size: c_int,
-    /// Number of members for which the barrier waits; −1 without a barrier.
+    /// Number of members that must reach the barrier; −1 without a barrier.
     barrier_count: c_int,
-    /// Members by instance; −1 for a free instance.
+    /// Tids of the members by instance number; −1 for a free instance.
     members: Vec<c_int>,
     waiting: Vec<c_int>,
 }
 
-/// Decodes all groups from the integers that `sempa_proto::group::list_words` encoded.
+/// Queries all groups, and decodes them from the integers that
+/// [`sempa_proto::group::encode_group_list`] encoded.
 fn groups() -> PvmResult<Vec<Group>> {
     let words = pvm::request_list(GroupCall::List, c"")?;
     let mut rest = &words[..];
@@ -77,7 +80,7 @@ fn groups() -> PvmResult<Vec<Group>> {
     Ok(groups)
 }
 
-/// Handler for the list request: sends the list of groups as a message to this task itself.
+/// Message handler for the list request: sends the list of groups as a message to this task.
 extern "C" fn send_list(_request: c_int) -> c_int {
     // The reply has the tag of the request and must not reach this handler again.
     pvm::remove_handler(HANDLERS[0].swap(-1, Relaxed));
@@ -103,7 +106,7 @@ extern "C" fn send_list(_request: c_int) -> c_int {
     send().map_or_else(|error: PvmError| pvm::report(c"pvm_gstat", error), |()| 0)
 }
 
-/// Handler for the dump request: prints all groups to this task's standard error.
+/// Message handler for the print request: prints all groups to this task's standard error.
 extern "C" fn print_groups(_request: c_int) -> c_int {
     let print = || {
         let (me, groups) = (pvm::mytid()?, groups()?);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Symbols that programs use.
+/// The symbols that the library must export.
 const EXPORTED_SYMBOLS: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
     pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
@@ -44,7 +44,6 @@ fn symbols(args: &[&str], path: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// The library exports PVM's names and no others.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn library_exports_exactly_pvms_symbols() {
@@ -58,7 +57,7 @@ fn library_exports_exactly_pvms_symbols() {
     );
 }
 
-/// Each name that it imports is an export of the message library.
+/// Every PVM symbol that the group library imports is exported by `libpvm3`.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn imported_symbols_exist_in_libpvm3() {
@@ -74,7 +73,8 @@ fn imported_symbols_exist_in_libpvm3() {
         .collect();
     assert!(pvms.len() > 20, "{pvms:?}");
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
-    // A runtime in this library would open a second connection.
+    // If the group library contained the runtime of `libpvm3`, it would open a second connection to
+    // the daemon.
     assert!(
         !symbols(&["--defined-only"], &built_library("libgpvm3.so"))
             .iter()
@@ -82,7 +82,7 @@ fn imported_symbols_exist_in_libpvm3() {
     );
 }
 
-/// The library has PVM's soname, and the program names the message library.
+/// The library has PVM's soname and is not linked with `libpvm3`, which the program links itself.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn soname_is_pvms_and_libpvm3_is_not_linked() {

@@ -1,8 +1,8 @@
 //! Packing and unpacking of message bodies in PVM's encodings.
 //!
-//! `PvmDataDefault` is XDR: big-endian, every item a multiple of four bytes, byte arrays padded per
-//! call. `PvmDataRaw` is native memory. Both encode longs as 64 bits (PVM 3.4.6 truncates them to
-//! 32 in the default encoding).
+//! `PvmDataDefault` is XDR: big-endian, every item a multiple of four bytes, and the bytes of each
+//! packing call padded to a multiple of four. `PvmDataRaw` is native memory. Both encodings store
+//! longs in 64 bits (PVM 3.4.6 truncates longs to 32 bits in the default encoding).
 
 use crate::error::{PvmError, PvmResult};
 use crate::message::{DSIG_X86_64, ENC_XDR};
@@ -18,7 +18,8 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// Returns the `enc` field of a message created on this machine.
+    /// Returns the `enc` field of the header of a message that is packed in this encoding on this
+    /// machine.
     pub fn enc_field(self) -> i32 {
         match self {
             Encoding::Xdr => ENC_XDR,
@@ -26,7 +27,8 @@ impl Encoding {
         }
     }
 
-    /// Returns the encoding of a received message, or `None` if this machine cannot decode it.
+    /// Returns the encoding for the `enc` field of a received message; `None` if this machine
+    /// cannot decode the message.
     pub fn from_enc_field(word: i32) -> Option<Encoding> {
         match word {
             ENC_XDR => Some(Encoding::Xdr),
@@ -36,7 +38,7 @@ impl Encoding {
     }
 }
 
-/// A number type that can be packed.
+/// A number type that can be packed into a message body.
 pub trait PackedNumber: Copy {
     /// Appends the value in XDR.
     fn put_xdr(self, out: &mut Vec<u8>);
@@ -184,10 +186,10 @@ impl Unpacker {
         self.bytes.len() - self.position
     }
 
-    /// Returns the next `len` bytes.
+    /// Reads the next `len` bytes as they are, without padding.
     ///
     /// # Errors
-    /// [`PvmError::NoData`] if fewer are left; the position stays.
+    /// [`PvmError::NoData`] if fewer bytes are left; the read position does not change.
     pub fn take(&mut self, len: usize) -> PvmResult<Bytes> {
         if len > self.remaining() {
             return Err(PvmError::NoData);
@@ -235,7 +237,7 @@ impl Unpacker {
         (0..count).map(|_| self.int()).collect()
     }
 
-    /// Reads `len` opaque bytes and the padding of one packing call.
+    /// Reads `len` bytes that one packing call packed, and skips their padding.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
@@ -269,7 +271,7 @@ impl Unpacker {
         Ok(String::from_utf8_lossy(&self.str()?).into_owned())
     }
 
-    /// Reads the number of strings, then the strings.
+    /// Reads a list of strings: their number, then the strings.
     ///
     /// # Errors
     /// As [`Unpacker::str`].
@@ -322,7 +324,8 @@ mod tests {
         }
     }
 
-    /// Bytes packed by two calls and unpacked by one include the padding of the first call.
+    /// If two calls pack bytes and one call unpacks all of them, the result contains the padding of
+    /// the first packing call.
     #[test]
     fn bytes_are_padded_per_packing_call() {
         let mut p = Packer::new(Encoding::Xdr);

@@ -1,19 +1,20 @@
-//! A pool of large buffers. The first write to fresh memory costs several times as much as the copy
-//! itself, so buffers are reused.
+//! A pool of large message buffers. Buffers are reused because the first write to fresh memory
+//! costs several times as much as the copy of a message into it.
 //!
-//! The pool belongs to the process and is bounded. A thread that finds it locked allocates or frees
-//! the buffer instead, so a forked child never waits for a thread that it does not have.
+//! The process has one pool of bounded size. If the pool is locked, a thread does not wait: it
+//! allocates or frees its buffer directly. So a forked child never waits for a lock that is held by
+//! a thread of its parent.
 
 use bytes::Bytes;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// Smaller buffers are left to the allocator. When the end of its heap is free, the allocator
-/// returns larger ones to the system page by page, and the next message would fault these pages in
-/// again.
+/// Minimum capacity of a pooled buffer. Smaller buffers are allocated and freed by the allocator.
+/// Larger buffers are pooled because the allocator returns them to the system when the end of its
+/// heap is free, and the next message would cause page faults for the same pages again.
 pub const POOLED_BYTES_MIN: usize = 64 << 10;
-/// Largest total size of pooled buffers.
+/// Maximum total capacity of the pooled buffers.
 pub const POOL_BYTES_MAX: usize = 96 << 20;
-/// Largest number of pooled buffers.
+/// Maximum number of pooled buffers.
 const BUFFERS_MAX: usize = 64;
 
 static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
@@ -26,8 +27,8 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
     }
 }
 
-/// Takes a buffer with at least this capacity from the pool, the smallest or the `largest` one, or
-/// allocates a new one.
+/// Removes a buffer with at least this capacity from the pool: the largest one if `largest` is
+/// true, otherwise the smallest one. Allocates a buffer if the pool has none.
 fn take_or_allocate(capacity: usize, largest: bool) -> Vec<u8> {
     let kept = pool().and_then(|mut pool| {
         let fits = pool
@@ -45,7 +46,8 @@ fn take_or_allocate(capacity: usize, largest: bool) -> Vec<u8> {
     kept.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
-/// Returns a buffer to the pool. A full pool drops its smallest buffer.
+/// Puts a buffer into the pool. If the pool is full, the smallest of the pooled buffers and this
+/// buffer is freed.
 pub fn recycle(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
@@ -69,12 +71,14 @@ pub fn recycle(mut buffer: Vec<u8>) {
     }
 }
 
-/// Reserves space for `more` bytes after the buffer's content.
+/// Reserves space for `more` bytes after the buffer's content; a large replacement buffer comes
+/// from the pool.
 pub fn reserve(buffer: &mut Vec<u8>, more: usize) {
     reserve_from_pool(buffer, more, false);
 }
 
-/// As [`reserve`], for a buffer that is filled piece by piece and will grow further.
+/// Reserves space as [`reserve`] does, for a buffer that is filled in pieces and will grow further:
+/// prefers the largest pooled buffer, so that the content is copied less often.
 pub fn reserve_growing(buffer: &mut Vec<u8>, more: usize) {
     reserve_from_pool(buffer, more, true);
 }
@@ -87,7 +91,7 @@ fn reserve_from_pool(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     if wanted < POOLED_BYTES_MIN {
         return buffer.reserve(more);
     }
-    // At least one more piece follows the first.
+    // At least one more piece will follow the first piece.
     let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
     let mut larger = take_or_allocate(
         wanted.max(buffer.capacity().saturating_mul(2)).max(least),
@@ -112,7 +116,8 @@ impl Drop for PooledBuffer {
     }
 }
 
-/// Makes a finished buffer immutable and shareable.
+/// Makes a finished buffer immutable and shareable. A large buffer returns to the pool when its
+/// last reader drops it.
 pub fn freeze(buffer: Vec<u8>) -> Bytes {
     if buffer.capacity() < POOLED_BYTES_MIN {
         buffer.into()

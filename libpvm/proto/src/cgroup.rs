@@ -12,14 +12,15 @@ struct MountedHierarchy {
 }
 
 impl MountedHierarchy {
-    /// Returns the directory of a group of the hierarchy.
+    /// Returns the directory of the control group `group`; `None` if the group lies outside the
+    /// mounted part.
     fn group_dir(&self, group: &Path) -> Option<PathBuf> {
         Some(self.mount_point.join(group.strip_prefix(&self.root).ok()?))
     }
 }
 
-/// Finds a mount in the text of /proc/PID/mountinfo: the hierarchy of `controller`, or version 2
-/// without one.
+/// Finds a mounted hierarchy in `mountinfo`, the content of /proc/PID/mountinfo: the version 1
+/// hierarchy of `controller`, or the version 2 hierarchy if `controller` is `None`.
 fn find_mount(mountinfo: &[u8], controller: Option<&str>) -> Option<MountedHierarchy> {
     let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
     mountinfo.split(|b| *b == b'\n').find_map(|line| {
@@ -44,8 +45,9 @@ fn find_mount(mountinfo: &[u8], controller: Option<&str>) -> Option<MountedHiera
     })
 }
 
-/// Finds the group of a process in the text of /proc/PID/cgroup: in the hierarchy of `controller`,
-/// or in version 2 without one.
+/// Returns a process's control group as named in `cgroups`, the content of /proc/PID/cgroup: the
+/// group in the version 1 hierarchy of `controller`, or in the version 2 hierarchy if `controller`
+/// is `None`.
 fn find_group(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     cgroups.split(|b| *b == b'\n').find_map(|line| {
         let mut parts = line.splitn(3, |b| *b == b':');
@@ -60,14 +62,17 @@ fn find_group(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     })
 }
 
-/// Returns the directory of a process's group, from the texts of its /proc/PID/mountinfo and
-/// /proc/PID/cgroup: in the hierarchy of `controller`, or in version 2 without one. `None` if the
-/// hierarchy is not mounted or the group lies outside the mounted part.
+/// Returns the directory of a process's control group, from the content of its /proc/PID/mountinfo
+/// and /proc/PID/cgroup. The group is looked up in the version 1 hierarchy of `controller`, or in
+/// the version 2 hierarchy if `controller` is `None`. Returns `None` if that hierarchy is not
+/// mounted or the group lies outside the mounted part.
 pub fn group_dir(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     find_mount(mountinfo, controller)?.group_dir(&find_group(cgroups, controller)?)
 }
 
-/// Returns the mount point of a hierarchy, which is the directory of its outermost visible group.
+/// Returns the mount point of the version 1 hierarchy of `controller`, or of the version 2
+/// hierarchy if `controller` is `None`. The mount point is the directory of the outermost visible
+/// control group.
 pub fn mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     find_mount(mountinfo, controller).map(|mount| mount.mount_point)
 }

@@ -1,4 +1,5 @@
-//! Checkpoints of jobs: all tasks of a job at one moment, and their restart.
+//! Records and errors of checkpoints of jobs. A checkpoint contains all tasks of a job as they were
+//! at one moment; the job can be restarted from it.
 
 use crate::group::GroupState;
 use crate::ids::{HostId, Micros, Tid};
@@ -11,13 +12,14 @@ use std::fmt;
 pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
-/// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files next to the images.
+/// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that are
+/// stored next to the images.
 pub const CHECKPOINT_VERSION: u16 = 5;
 
 /// Schedule of automatic checkpoints of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointSchedule {
-    /// No more automatic checkpoints.
+    /// Automatic checkpoints end.
     Never,
     /// At a fixed interval: each checkpoint is complete this long after the previous one began, if
     /// it takes as long as the previous one. At least half of the interval passes between the end
@@ -31,14 +33,14 @@ pub enum CheckpointSchedule {
 /// Result of a completed checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointReport {
-    /// Name that identifies it for a restart.
+    /// Name by which a restart selects the checkpoint.
     pub name: String,
     /// First task of the job.
     pub job: Tid,
     pub tasks: Vec<Tid>,
-    /// Size in the store.
+    /// Size in the store, in bytes.
     pub bytes: u64,
-    /// From the stop of the first task until the images of the last one were written.
+    /// Time from the stop of the first task until the images of the last task were written.
     pub frozen: Micros,
     /// Tasks that wrote their own checkpoints and were restarted.
     pub self_checkpointed: Vec<Tid>,
@@ -51,18 +53,19 @@ pub struct CheckpointEntry {
     pub name: String,
     /// First task of the job.
     pub job: Tid,
-    /// Time of its creation, in microseconds since 1970.
+    /// Creation time, in microseconds since 1970.
     pub created: Micros,
-    /// Number of tasks in it.
+    /// Number of tasks in the checkpoint.
     pub tasks: u32,
-    /// Size in the store.
+    /// Size in the store, in bytes.
     pub bytes: u64,
-    /// Why it is unusable; `None`: it is usable.
+    /// The reason why the checkpoint is unusable; `None` if it is usable.
     pub unusable_reason: Option<String>,
-    /// Time at which its job ended permanently, in microseconds since 1970. Such a checkpoint is
-    /// most probably not needed any more.
+    /// Time at which the checkpoint's job ended permanently, in microseconds since 1970; `None` if
+    /// the job may still need the checkpoint.
     pub job_ended_at: Option<Micros>,
-    /// Hosts with a copy of it, as far as this virtual machine made the copies.
+    /// Names of the hosts with a copy of the checkpoint. Copies made by other virtual machines are
+    /// not listed.
     pub copy_hosts: Vec<String>,
 }
 
@@ -81,15 +84,15 @@ pub enum RemovalRefusal {
     /// No checkpoint has this name.
     #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
     Unknown,
-    /// A restart is reading it.
+    /// A restart is reading the checkpoint.
     #[error("it is in use: a job is being started from it")]
     InUse,
-    /// It is the only checkpoint from which this job can be restarted.
+    /// The checkpoint is the only one from which this job can be restarted.
     #[error(
         "job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones"
     )]
     OnlyRestartPoint(Tid),
-    /// The named virtual machine made it and may still need it.
+    /// The named virtual machine made the checkpoint and may still need it.
     #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
     Foreign(String),
     /// The store reported an error.
@@ -97,7 +100,8 @@ pub enum RemovalRefusal {
     Store(String),
 }
 
-/// For each selected checkpoint its former size, or why it was not removed.
+/// Results of a removal: the name of each selected checkpoint with its former size in bytes, or
+/// with the reason why the checkpoint was not removed.
 pub type RemovalResults = Vec<(String, Result<u64, RemovalRefusal>)>;
 
 /// Result of a successful restart.
@@ -121,19 +125,19 @@ pub enum CheckpointFailure {
     },
     /// Another checkpoint or a restart of the job is in progress.
     InProgress,
-    /// One of the tasks cannot be dumped.
+    /// One of the tasks cannot be dumped; `step` failed.
     Task { tid: Tid, step: Step, why: Failure },
     /// The job spawned these tasks during the checkpoint.
     JobSpawnedTasks(Vec<Tid>),
-    /// A host was lost.
+    /// A host was lost during the checkpoint.
     HostLost(HostId),
-    /// The checkpoint did not end in time.
+    /// The checkpoint took longer than the time limit.
     Deadline { allowed: Micros },
-    /// The store reported an error.
+    /// The checkpoint store reported an error.
     Store(String),
     /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
     MailboxTooLarge {
-        /// Total size of the entries.
+        /// Total size of the mailbox entries.
         bytes: usize,
     },
 }
@@ -157,7 +161,7 @@ impl CheckpointFailure {
 }
 
 impl CheckpointFailure {
-    /// True if a program is still writing its own checkpoint for an earlier request.
+    /// True if a task of the job is still writing its own checkpoint for an earlier request.
     pub fn is_self_checkpoint_pending(&self) -> bool {
         matches!(self, CheckpointFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::SelfCheckpointPending))
     }
@@ -205,13 +209,13 @@ pub enum RestartFailure {
     Store(String),
     /// These tasks of the checkpoint, or other tasks with their tids, are alive.
     TasksAlive(Vec<Tid>),
-    /// Groups of the checkpoint have members that do not belong to it.
+    /// These groups of the checkpoint have members that do not belong to the checkpoint.
     GroupsInUse(Vec<String>),
-    /// Mailbox entries of the checkpoint already exist and belong to other tasks.
+    /// These mailbox entries of the checkpoint already exist and belong to other tasks.
     MailboxInUse(Vec<String>),
-    /// Contexts of the checkpoint belong to other tasks.
+    /// These contexts of the checkpoint belong to other tasks.
     ContextsInUse(Vec<i32>),
-    /// The virtual machine has no such host.
+    /// The virtual machine has no host with this name.
     NoHost(String),
     /// Another restart or a checkpoint of the job is in progress.
     InProgress,
@@ -224,11 +228,11 @@ pub enum RestartFailure {
     },
     /// A host was lost during the restart.
     HostLost(HostId),
-    /// The restart did not end in time.
+    /// The restart took longer than the time limit.
     Deadline { allowed: Micros },
 }
 
-/// Lists the first items and the number of all others.
+/// Formats the first ten items of a list and the number of the remaining items.
 fn list_first<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
     const SHOWN: usize = 10;
     let mut text = list
@@ -295,22 +299,23 @@ impl fmt::Display for RestartFailure {
 /// Metadata of a checkpoint, stored next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointMeta {
-    /// Value of [`CHECKPOINT_VERSION`] when it was written.
+    /// Value of [`CHECKPOINT_VERSION`] in the program that wrote the checkpoint.
     pub version: u16,
     /// Wire version of the task libraries in the images.
     pub wire_version: u16,
-    /// The virtual machine, identified by the time of day of its start, in microseconds.
+    /// Start time of the virtual machine that made the checkpoint, in microseconds since 1970.
+    /// Identifies the virtual machine.
     pub vm: Micros,
     /// First task of the job.
     pub job: Tid,
-    /// Latest incarnation in the virtual machine.
+    /// Latest incarnation of any task in the virtual machine when the checkpoint was made.
     pub latest_incarnation: u16,
     pub tasks: Vec<TaskMeta>,
     /// Groups of which the tasks are members.
     pub groups: Vec<SavedGroup>,
     /// Mailbox entries of the tasks.
     pub mailbox: Vec<SavedMailboxEntry>,
-    /// Contexts that belong to the tasks.
+    /// Contexts with the tasks that own them.
     pub contexts: Vec<(i32, Tid)>,
     /// The job's schedule of automatic checkpoints.
     pub schedule: Option<CheckpointSchedule>,
@@ -332,11 +337,11 @@ pub struct SavedMailboxEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskMeta {
     pub tid: Tid,
-    /// Name of the host on which it ran.
+    /// Name of the host on which the task ran.
     pub host: String,
-    /// Properties for the verdict of the restoring host.
+    /// Properties of the task, for the verdict of the host that restores it.
     pub facts: TaskFacts,
-    /// Incarnation of the task.
+    /// Incarnation of the task at the time of the checkpoint.
     pub incarnation: u16,
 }
 
@@ -344,10 +349,10 @@ pub struct TaskMeta {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedGroup {
     pub name: Vec<u8>,
-    /// Dynamic, static or broken.
     pub state: GroupState,
     /// Number of members when the group was frozen.
     pub frozen_size: u32,
-    /// Members by instance; NONE for a free instance and for a task outside the checkpoint.
+    /// Members by instance number; [`Tid::NONE`] for a free instance and for a task outside the
+    /// checkpoint.
     pub members: Vec<Tid>,
 }

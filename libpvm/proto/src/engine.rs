@@ -1,7 +1,7 @@
-//! Migration engines: the ways to migrate a task, and the syntax by which a task selects them.
+//! Migration engines: the ways to migrate a task, and the syntax by which a task selects engines.
 //!
-//! - `criu`: CRIU dumps the processes and restores them. Needs similar hosts and privileges.
-//! - `own`: the program is asked by a signal or a message to write its own checkpoint. It exits
+//! - `criu`: CRIU dumps the task's processes and restores them. Needs similar hosts and privileges.
+//! - `own`: the program writes its own checkpoint on request, by a signal or a message. It exits
 //!   with an agreed status and is restarted. Works between any two hosts, without privileges.
 //! - `restart`: the program is ended and restarted; its state is lost. Works between any two hosts,
 //!   without privileges.
@@ -14,31 +14,32 @@ use std::fmt;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Environment variable of a spawn that lists the engines its tasks permit.
+/// Environment variable of a spawn that lists the engines permitted for its tasks.
 pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
 /// Environment variable of a spawn that lists the files of a program's own checkpoint, separated by
-/// colons. Relative names are in the working directory; [`STATE_TID_PLACEHOLDER`] stands for the task's tid.
+/// colons. Relative names refer to the working directory; [`STATE_TID_PLACEHOLDER`] stands for the
+/// task's tid.
 pub const STATE_ENV: &str = "SEMPA_STATE";
 /// Placeholder for the task's tid in [`STATE_ENV`].
 pub const STATE_TID_PLACEHOLDER: &str = "{tid}";
 /// Largest number of files in [`STATE_ENV`].
 pub const STATE_FILES_MAX: usize = 64;
-/// Environment variable of a restarted program: the number of its restarts.
+/// Environment variable of a restarted program that contains the number of its restarts.
 pub const RESTART_COUNT_ENV: &str = "SEMPA_AGAIN";
-/// Default exit status by which a program reports that it wrote its checkpoint and must be
-/// restarted.
+/// Default exit status by which a program reports that it has written its own checkpoint and must
+/// be restarted.
 pub const RESTART_EXIT_STATUS: u8 = 85;
-/// Default time, in seconds, for a program to write its own checkpoint and exit.
+/// Default time limit, in seconds, for a program to write its own checkpoint and exit.
 pub const SELF_CHECKPOINT_TIMEOUT_S: u32 = 60;
-/// Default time, in seconds, for a program to exit before it is restarted.
+/// Default time limit, in seconds, for a program to exit before it is restarted.
 pub const RESTART_TIMEOUT_S: u32 = 5;
-/// Longest time, in seconds, that a program may get.
+/// Maximum of the time limits that an engine list may set, in seconds.
 pub const TIMEOUT_S_MAX: u32 = 3600;
 /// Default signal that asks a program for its checkpoint.
 const SIGUSR1: i32 = 10;
 const SIGTERM: i32 = 15;
-/// Signals that may be used to ask a program, by name. Signals that cannot be caught, or that stop
-/// a process, are excluded.
+/// Signals by which a program may be asked for its own checkpoint: name and number. Signals that
+/// cannot be caught, or that stop a process, are excluded.
 const SIGNALS: [(&str, i32); 9] = [
     ("HUP", 1),
     ("INT", 2),
@@ -54,10 +55,10 @@ const SIGNALS: [(&str, i32); 9] = [
 /// The way to ask a program for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AskMethod {
-    /// The number of a signal.
+    /// Sends the signal with this number.
     Signal(i32),
-    /// By a message with this tag from its daemon. The message contains the time limit in seconds,
-    /// as an integer.
+    /// The task's daemon sends a message with this tag. The message contains the time limit in
+    /// seconds, as an integer.
     Message(i32),
 }
 
@@ -84,19 +85,19 @@ pub enum Engine {
         /// Exit status by which the program reports success.
         #[serde(rename = "exit")]
         exit_status: u8,
-        /// Time limit in seconds.
+        /// Time limit for the checkpoint and the exit, in seconds.
         #[serde(rename = "wait")]
         timeout_s: u32,
     },
     /// The program is ended and restarted.
     Restart {
-        /// Time to exit before it is killed, in seconds.
+        /// Time limit for the exit, in seconds. Afterwards the program is killed.
         #[serde(rename = "wait")]
         timeout_s: u32,
     },
 }
 
-/// A part of an engine list that is not valid.
+/// Error of an engine list; contains the invalid part of the list.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, \
@@ -104,7 +105,7 @@ pub enum Engine {
 )]
 pub struct EngineError(pub String);
 
-/// A list of state files that is not valid.
+/// Error of a list of state files; contains the invalid list.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
@@ -112,10 +113,10 @@ pub struct EngineError(pub String);
 )]
 pub struct StateError(pub String);
 
-/// Parses a list of state files; [`STATE_TID_PLACEHOLDER`] stays as it is.
+/// Parses the value of [`STATE_ENV`] into file names; does not replace [`STATE_TID_PLACEHOLDER`].
 ///
 /// # Errors
-/// A name is empty, repeated or ends with a slash, or there are too many.
+/// A name is empty, repeated or ends with a slash, or there are too many names.
 pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateError> {
     let files: Vec<String> = text
         .split(':')
@@ -130,8 +131,9 @@ pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateError> {
     }
 }
 
-/// Returns the value of a variable in the environment of a spawn; `None` if it is empty. The last
-/// of several entries counts, as for the program.
+/// Returns the value of the variable `name` in the environment of a spawn; `None` if the variable
+/// is empty or not set. If the variable is set several times, the last entry is used, as in the
+/// spawned program.
 fn env_value(env: &[Vec<u8>], name: &str) -> Option<String> {
     let of = |entry: &Vec<u8>| {
         let text = entry
@@ -147,10 +149,11 @@ fn env_value(env: &[Vec<u8>], name: &str) -> Option<String> {
 }
 
 impl Engine {
-    /// Parses an engine list. Migrations use the first engine that both hosts support.
+    /// Parses an engine list. Migrations use the first engine of the list that source and target
+    /// support.
     ///
     /// # Errors
-    /// The part that is not valid.
+    /// Contains the first invalid part of the list.
     pub fn parse_list(text: &str) -> Result<Vec<Engine>, EngineError> {
         let words = text.split(',').map(str::trim);
         let list = words
@@ -189,7 +192,8 @@ impl Engine {
                 .split_once('=')
                 .map(|(n, v)| (n.trim(), v.trim()))
                 .ok_or_else(wrong)?;
-            // Both settings determine how the program is asked, so only one is permitted.
+            // `signal` and `message` both determine how the program is asked, so only one of them
+            // is permitted.
             let what = if name == "message" { "signal" } else { name };
             if seen.contains(&what) {
                 return Err(wrong());
@@ -237,10 +241,11 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Returns the engines that the environment of a spawn lists; CRIU alone if it lists none.
+    /// Returns the engines listed in the environment of a spawn; only CRIU if the environment lists
+    /// none.
     ///
     /// # Errors
-    /// The part that is not valid.
+    /// Contains the first invalid part of the list.
     pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
         env_value(env, ENGINE_ENV)
             .map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::parse_list(&text))
@@ -254,7 +259,8 @@ impl Engine {
         }
     }
 
-    /// Returns how the program is asked to exit and its time limit in seconds; `None` for CRIU.
+    /// Returns the method by which the program is asked to exit, and the time limit in seconds;
+    /// `None` for CRIU.
     pub fn exit_request(&self) -> Option<(AskMethod, u32)> {
         match *self {
             Engine::Criu => None,
@@ -267,7 +273,8 @@ impl Engine {
         }
     }
 
-    /// True if a process with this wait status must be restarted after it was asked to exit.
+    /// True if a program that was asked to exit must be restarted when its process has ended with
+    /// this wait status.
     pub fn restarts_after(&self, status: i32) -> bool {
         match *self {
             Engine::Criu => false,
@@ -303,24 +310,26 @@ impl fmt::Display for Engine {
     }
 }
 
-/// How a program was started, for its restart, and the engines that it permits.
+/// Description of a program's start, from which the program can be restarted, with the engines that
+/// are permitted for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchInfo {
     /// Engines in order of preference.
     pub engines: Vec<Engine>,
-    /// The spawn request, for one task.
+    /// The spawn request, reduced to one task.
     pub request: SpawnRequest,
     /// Number of restarts so far.
     pub restart_count: u32,
-    /// Files of the program's own checkpoint, as [`STATE_ENV`] names them; empty if it names none.
+    /// Files of the program's own checkpoint as listed in [`STATE_ENV`], with placeholders; empty
+    /// if none are listed.
     pub state_files: Vec<String>,
 }
 
 impl LaunchInfo {
-    /// Derives the value from a spawn request.
+    /// Derives the launch information from a spawn request.
     ///
     /// # Errors
-    /// An invalid part of the request's environment.
+    /// The engine list or the list of state files in the request's environment is invalid.
     pub fn from_request(request: &SpawnRequest) -> Result<LaunchInfo, String> {
         let engines = Engine::list_from_env(&request.env).map_err(|error| error.to_string())?;
         let state = env_value(&request.env, STATE_ENV)
@@ -340,7 +349,7 @@ impl LaunchInfo {
         })
     }
 
-    /// Returns the engine for the program's own checkpoint, if it is permitted.
+    /// Returns the engine [`Engine::SelfCheckpoint`] with its settings, if it is permitted.
     pub fn self_checkpoint(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -348,7 +357,7 @@ impl LaunchInfo {
             .find(|engine| matches!(engine, Engine::SelfCheckpoint { .. }))
     }
 
-    /// Returns the files of the program's own checkpoint for the task with this tid.
+    /// Returns the files of the program's own checkpoint, with `tid` in place of the placeholder.
     pub fn state_paths(&self, tid: Tid) -> Vec<PathBuf> {
         self.state_files
             .iter()
@@ -356,17 +365,18 @@ impl LaunchInfo {
             .collect()
     }
 
-    /// True if the program's own checkpoint is permitted and CRIU is not the first engine.
+    /// True if [`Engine::SelfCheckpoint`] is permitted and CRIU is not the first engine of the
+    /// list.
     pub fn prefers_self_checkpoint(&self) -> bool {
         self.self_checkpoint().is_some() && self.engines.first() != Some(&Engine::Criu)
     }
 
-    /// True if CRIU is permitted.
+    /// True if CRIU is one of the permitted engines.
     pub fn allows_criu(&self) -> bool {
         self.engines.contains(&Engine::Criu)
     }
 
-    /// Returns the first engine that restarts the program.
+    /// Returns the first permitted engine that restarts the program.
     pub fn restart_engine(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -374,7 +384,7 @@ impl LaunchInfo {
             .find(|engine| *engine != Engine::Criu)
     }
 
-    /// Returns the working directory of the spawn request.
+    /// Returns the working directory that the spawn request names.
     pub fn working_dir(&self) -> Option<&str> {
         self.request
             .place

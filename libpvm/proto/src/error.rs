@@ -35,9 +35,9 @@ macro_rules! codes {
 codes! {
     /// An argument is out of range.
     BadParam = -2, "Bad parameter";
-    /// Counts of a collective operation differ.
+    /// The counts that members pass to a collective operation differ.
     Mismatch = -3, "Parameter mismatch";
-    /// A value does not fit.
+    /// A value does not fit into the result type.
     Overflow = -4, "Value too large";
     /// Unpacking read past the end of the message.
     NoData = -5, "End of buffer";
@@ -45,30 +45,31 @@ codes! {
     NoHost = -6, "No such host";
     /// The executable was not found on the host.
     NoFile = -7, "No such file";
-    /// The operation is not permitted; also a duplicate mailbox entry.
+    /// The operation is not permitted, or a mailbox entry with this name exists and may not be
+    /// replaced.
     Denied = -8, "Permission denied";
     NoMem = -10, "Malloc failed";
     /// The message cannot be decoded.
     BadMsg = -12, "Can't decode message";
-    /// The local daemon cannot be reached.
+    /// The local daemon cannot be reached, or the connection to it has failed.
     SysErr = -14, "Can't contact local daemon";
-    /// No buffer is active.
+    /// The task has no active message buffer.
     NoBuf = -15, "No current buffer";
-    /// The buffer id is unknown.
+    /// No message buffer has this id.
     NoSuchBuf = -16, "No such buffer";
     /// The group name is empty.
     NullGroup = -17, "Null group name";
-    /// The task is already in the group.
+    /// The calling task joined the group earlier and is still a member.
     DupGroup = -18, "Already in group";
-    /// The group does not exist.
+    /// No group with this name exists in the virtual machine.
     NoGroup = -19, "No such group";
-    /// The task is not in the group.
+    /// A task that the call concerns is not a member of the group.
     NotInGroup = -20, "Not in group";
-    /// The group has no such instance.
+    /// No member of the group has this instance number.
     NoInst = -21, "No such instance";
     /// The host failed during the operation.
     HostFail = -22, "Host failed";
-    /// The task was not spawned by another one.
+    /// The task was not spawned by another task.
     NoParent = -23, "No parent task";
     /// This implementation does not have the operation.
     NotImpl = -24, "Not implemented";
@@ -76,22 +77,22 @@ codes! {
     DSysErr = -25, "Pvmd system error";
     /// Two daemons have different versions.
     BadVersion = -26, "Version mismatch";
-    /// A limit was reached.
+    /// A limit of the virtual machine or of the host was reached.
     OutOfRes = -27, "Out of resources";
     /// The host is already in the virtual machine.
     DupHost = -28, "Duplicate host";
     /// The daemon could not be started.
     CantStart = -29, "Can't start pvmd";
-    /// Another request for the same operation is in progress.
+    /// The same operation is already in progress.
     Already = -30, "Already in progress";
     NoTask = -31, "No such task";
-    /// No entry has this name.
+    /// No mailbox entry has this name.
     NotFound = -32, "Not Found";
-    /// An entry of this name exists.
+    /// A mailbox entry with this name exists already.
     Exists = -33, "Already Exists";
-    /// A hoster must run on the master's host.
+    /// A task on another host than the master's tried to register as hoster.
     HosterNotMaster = -34, "Hoster must run on master host";
-    /// The spawning parent requested not to be known to the task.
+    /// The parent spawned the task with `PvmNoSpawnParent`, so the task may not learn its tid.
     ParentNotSet = -35, "Spawning parent set PvmNoParent";
     /// The master's address is a loopback address.
     IpLoopback = -36, "Master Host IP Address is Loopback! (See pvm3/Readme)";

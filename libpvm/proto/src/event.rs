@@ -1,4 +1,5 @@
-//! The event log: events in the virtual machine and their reasons, for users and for programs.
+//! The event log: numbered entries about events in the virtual machine and their reasons, for users
+//! and programs.
 
 use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
@@ -7,17 +8,17 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Number of events that the master keeps; it drops the oldest.
+/// Maximum number of events that the master stores; the oldest are dropped.
 pub const EVENTS_MAX: usize = 65_536;
 
-/// One entry of the log.
+/// One entry of the event log.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Assigned by the master, ascending without gaps.
+    /// Number assigned by the master; ascending without gaps.
     pub number: u64,
     /// Time of the event by the clock of `host`, in microseconds since 1970.
     pub at: Micros,
-    /// The host on which it happened.
+    /// The host on which the event happened.
     pub host: HostId,
     pub kind: EventKind,
 }
@@ -30,19 +31,19 @@ pub enum EventKind {
     },
     /// A host could not be added.
     HostRefused {
-        /// The name that the user gave.
+        /// Host name as the user passed it.
         name: String,
         why: String,
     },
     /// All lines of the host file have been processed.
     #[serde(rename = "HostFileDone")]
     HostFileProcessed {
-        /// Hosts of the file that joined.
+        /// Number of hosts of the file that joined.
         added: u32,
-        /// Lines with errors and hosts that did not join.
+        /// Number of lines with errors and of hosts that did not join.
         refused: u32,
     },
-    /// A host left or was lost.
+    /// A host left the virtual machine or was lost.
     HostGone {
         host: HostId,
         name: String,
@@ -52,23 +53,23 @@ pub enum EventKind {
     TaskStarted {
         tid: Tid,
         parent: Tid,
-        /// Its program; empty for a task from a command line.
+        /// The task's program; empty for a task from a command line.
         name: String,
-        /// The user whose daemon serves it.
+        /// User id under which the task's daemon runs.
         user: u32,
     },
     TaskEnded {
         tid: Tid,
-        /// Wait status of its process.
+        /// Wait status of the task's process.
         status: i32,
-        /// Resources that it used.
+        /// Resources that the task used.
         used: Usage,
     },
     /// A resource manager registered.
     RmRegistered {
         tid: Tid,
     },
-    /// The resource manager is gone; daemons place tasks round robin.
+    /// The resource manager has ended; daemons place tasks round robin.
     RmGone {
         tid: Tid,
     },
@@ -84,21 +85,22 @@ pub enum EventKind {
     /// The owner of a host is present.
     OwnerPresent {
         host: HostId,
-        /// Time of the owner's activity (for a login: of its record), in microseconds since 1970.
+        /// Time of the owner's activity, in microseconds since 1970. For a login, the time of the
+        /// login record.
         since: Micros,
-        /// Time at which the load watcher detected it.
+        /// Time at which the load watcher detected the owner.
         #[serde(rename = "seen")]
         detected_at: Micros,
-        /// The reason in one sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
     /// The owner of a host is absent; guests may use it again.
     OwnerAbsent {
         host: HostId,
-        /// The reason in one sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// All foreign tasks have left a host.
+    /// The last guest has left a host.
     #[serde(rename = "HostClean")]
     HostVacated {
         host: HostId,
@@ -118,7 +120,7 @@ pub enum EventKind {
         from: HostId,
         to: HostId,
         step: Step,
-        /// Size of the images, for dump and transfer.
+        /// Size of the images in bytes, for the steps dump and transfer.
         bytes: u64,
     },
     /// A migration is complete: the task runs at the target.
@@ -129,19 +131,20 @@ pub enum EventKind {
         from: HostId,
         to: HostId,
         cause: MigrationCause,
-        /// Size of the images.
+        /// Size of the images in bytes.
         bytes: u64,
-        /// Task memory that was transferred, in the images or by post-copy; 0 if the program saved
-        /// its own state.
+        /// Bytes of task memory that were transferred, in the images or by post-copy; 0 if the
+        /// program wrote its own checkpoint.
         resident: u64,
-        /// From the library's quiesce until the task runs again.
+        /// Time from the quiesce of the task's library until the task runs again.
         frozen: Micros,
-        /// From the library's quiesce until all memory is at the target, plus the duration of
-        /// pre-copy.
+        /// Time from the quiesce of the task's library until all memory is at the target, plus the
+        /// duration of pre-copy.
         #[serde(rename = "whole")]
         transfer_time: Micros,
     },
-    /// A migration failed; the task continues at `from`, unless the failure is its exit.
+    /// A migration failed. The task continues at `from`, unless the migration failed because the
+    /// task exited.
     #[serde(rename = "MoveFailed")]
     MigrationFailed {
         id: MigrationId,
@@ -158,17 +161,17 @@ pub enum EventKind {
     GuestsPaused {
         host: HostId,
         guests: Vec<Tid>,
-        /// From the load watcher's directive until the last guest was stopped.
+        /// Time from the load watcher's directive until the last guest was stopped.
         #[serde(rename = "took")]
         duration: Micros,
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The guests of a host continue.
+    /// The guests of a host were resumed.
     #[serde(rename = "GuestsContinued")]
     GuestsResumed {
         host: HostId,
-        /// The tasks that were paused.
+        /// The guests that had been paused.
         guests: Vec<Tid>,
         why: String,
     },
@@ -179,7 +182,7 @@ pub enum EventKind {
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A task was suspended until a request resumes it.
+    /// A task was suspended. It stays stopped until a request resumes it.
     Suspended {
         tid: Tid,
         cause: suspend::SuspendCause,
@@ -193,7 +196,7 @@ pub enum EventKind {
     JobSuspended {
         /// First task of the job.
         job: Tid,
-        /// The task that requested it.
+        /// The task that requested the suspension.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
@@ -201,25 +204,27 @@ pub enum EventKind {
     JobResumed {
         /// First task of the job.
         job: Tid,
-        /// The task that requested it.
+        /// The task that requested the end of the suspension.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
-    /// A drain of a host was requested: its tasks leave, and no others are placed there.
+    /// A drain of a host was requested: its tasks migrate to other hosts, and no tasks are placed
+    /// on it.
     #[serde(rename = "DrainBegun")]
     DrainStarted {
         host: HostId,
-        /// The task that requested it.
+        /// The task that requested the drain.
         #[serde(rename = "by")]
         requested_by: Tid,
-        /// Deadline for the host to be empty, as time of day.
+        /// Deadline for the host to be empty, in microseconds since 1970; `None` if the drain has
+        /// no time limit.
         #[serde(rename = "until")]
         deadline: Option<Micros>,
     },
     /// A drained host accepts tasks again.
     DrainEnded {
         host: HostId,
-        /// The task that requested it.
+        /// The task that requested the end of the drain.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
@@ -230,14 +235,14 @@ pub enum EventKind {
         checkpoint: String,
         /// First task of the job.
         job: Tid,
-        /// Number of tasks in it.
+        /// Number of tasks in the checkpoint.
         tasks: u32,
-        /// Size in the store.
+        /// Size in the store, in bytes.
         bytes: u64,
         /// Time for which the job's tasks were stopped.
         frozen: Micros,
-        /// The resource manager vacated the job: it was ended and will be restarted when there is
-        /// room.
+        /// True if the resource manager vacated the job: the job's tasks were ended, and the job
+        /// will be restarted when a host accepts it.
         #[serde(rename = "parked")]
         vacated: bool,
     },
@@ -247,7 +252,7 @@ pub enum EventKind {
         job: Tid,
         why: String,
     },
-    /// The tasks of a checkpoint run again.
+    /// The tasks of a checkpoint were restarted.
     Restarted {
         /// Name of the checkpoint.
         #[serde(rename = "set")]
@@ -264,12 +269,12 @@ pub enum EventKind {
         /// Name of the checkpoint.
         #[serde(rename = "set")]
         checkpoint: String,
-        /// Reason for the attempt.
+        /// Reason for the attempt to restart the job.
         cause: String,
         /// Reason for the failure.
         why: String,
     },
-    /// Any other event of interest.
+    /// An event without a variant of its own, described in one sentence.
     Note {
         text: String,
     },
@@ -289,15 +294,15 @@ pub enum EventKind {
         checkpoint: String,
         /// First task of the job.
         job: Tid,
-        /// Hosts that have a copy.
+        /// Hosts that have stored a copy of the checkpoint.
         hosts: Vec<HostId>,
-        /// Number of copies that are missing.
+        /// Number of intended hosts without a copy.
         missing: u32,
-        /// The hosts that did not store a copy, with reasons.
+        /// The hosts that did not store a copy, with reasons; empty if every copy was stored.
         why: String,
     },
-    /// The tasker of a host has ended, and with it all tasks that it had started. Another tasker
-    /// starts.
+    /// The tasker of a host has ended, and all tasks that it had started have ended with it. The
+    /// daemon starts another tasker.
     TaskerGone {
         host: HostId,
         why: String,
@@ -316,10 +321,11 @@ pub enum EventKind {
 
 impl EventKind {
     /// Returns the sentence of [`Display`](fmt::Display) with host names in place of host numbers,
-    /// also within text from other programs. A host without a known name keeps its number.
+    /// also within reasons that other programs supplied. `name` returns the name of a host; a host
+    /// without a known name keeps its number.
     pub fn with_host_names<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
         match self {
-            // Their sentences already contain the name.
+            // The sentences of these events already contain the host's name.
             EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
             EventKind::Placed {
                 name: program,
@@ -341,7 +347,7 @@ impl EventKind {
     }
 }
 
-/// Replaces hosts as [`HostId`] prints them by their names.
+/// Replaces every host in `text`, in the form that [`HostId`] prints, by its name.
 fn insert_host_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const PREFIX: &str = "host ";
     let mut out = String::with_capacity(text.len());
@@ -594,7 +600,7 @@ fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) ->
     write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
 }
 
-/// Writes the duration of a post-copy migration.
+/// Writes the duration of a post-copy migration, with the size of the transferred memory.
 fn write_transfer_time(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
     write!(
         f,
@@ -603,7 +609,7 @@ fn write_transfer_time(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros)
     )
 }
 
-/// Writes the engine of a migration and what it does with the task's process.
+/// Writes the engine of a migration and what the engine does with the task's process.
 fn write_engine(
     f: &mut fmt::Formatter<'_>,
     id: MigrationId,
@@ -643,7 +649,7 @@ fn list_tasks(tids: &[Tid]) -> String {
     }
 }
 
-/// Describes a wait status in words.
+/// Describes a wait status in words: the exit status or the signal.
 pub fn describe_status(status: i32) -> String {
     match (status & 0x7f, (status >> 8) & 0xff) {
         (0, code) => format!("exit status {code}"),
@@ -652,8 +658,8 @@ pub fn describe_status(status: i32) -> String {
 }
 
 impl suspend::Suspensions {
-    /// Returns the event for the change that a request caused; `None` if the task stays suspended
-    /// or stays running.
+    /// Returns the event that logs a change of a task's suspensions from `self` to `after` by the
+    /// request `order`. `None` if the task stays suspended or stays running.
     #[must_use]
     pub fn change_event(
         self,
@@ -688,7 +694,7 @@ mod tests {
         [None, None, Some("leo"), Some("max")][usize::from(of.index())]
     }
 
-    /// Host names replace host numbers in every part of a sentence.
+    /// Host names replace host numbers in every part of an event's sentence.
     #[test]
     fn sentences_contain_host_names() {
         let why = "zoe is logged in on host 2".to_string();

@@ -1,27 +1,28 @@
-//! Length-limited frames on a byte stream: a little-endian `u32` length of the rest, one kind byte,
-//! the body.
+//! Length-limited frames on a byte stream. A frame consists of a little-endian `u32` with the
+//! length of the rest, one kind byte, and the body.
 //!
-//! Task sockets, tasker sockets and daemon streams use the same framing. A frame that announces
-//! more than [`FRAME_BYTES_MAX`] is an error before any of it is stored, so a hostile peer cannot
-//! force an allocation.
+//! Task sockets, tasker sockets and daemon streams use this framing. A header that announces more
+//! than [`FRAME_BYTES_MAX`] bytes is an error before any of the body is stored, so a hostile peer
+//! cannot force an allocation.
 
 use crate::link::LinkFrame;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::{Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-/// Longest body of a frame. Messages are split into much smaller fragments; the limit leaves room
-/// for control messages with a whole environment or argument list.
+/// Maximum length of a frame's body. Messages are split into much smaller fragments; the limit is
+/// large enough for control messages with a complete environment or argument list.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// Length and kind bytes that precede the body.
+/// Size of the length and the kind byte that precede the body.
 pub const FRAME_HEAD_BYTES: usize = 5;
 
-/// Smallest allocation of a full decoder buffer: hundreds of small frames share it.
+/// Minimum allocation when the decoder's buffer is full. Hundreds of small frames share the
+/// allocation.
 const RESERVE_BYTES_MIN: usize = 64 << 10;
 
-/// Largest allocation for announced bytes that have not arrived, because announcing costs a peer
-/// nothing.
+/// Maximum allocation for announced bytes that have not arrived. Without this limit a peer could
+/// force large allocations, because an announcement costs the peer nothing.
 const RESERVE_BYTES_MAX: usize = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +54,7 @@ impl FrameKind {
     }
 }
 
-/// Bytes that are not a frame. The stream is unusable after this error.
+/// Error for bytes that are not a valid frame. The stream is unusable afterwards.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FrameError {
     /// The announced length exceeds the limit.
@@ -69,15 +70,15 @@ pub enum FrameError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
     pub kind: FrameKind,
-    /// The body without length and kind.
+    /// The body, without the length and the kind byte.
     pub body: Bytes,
 }
 
 impl Frame {
-    /// Decodes the body of a control frame.
+    /// Decodes the body of a control frame into a `T`.
     ///
     /// # Errors
-    /// [`FrameError::BadBody`] if the frame has another kind or its bytes are not a `T`.
+    /// [`FrameError::BadBody`] if the frame has another kind or its body does not encode a `T`.
     pub fn decode_control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
         if self.kind != FrameKind::Control {
             return Err(FrameError::BadBody(format!(
@@ -104,7 +105,7 @@ impl Frame {
     }
 }
 
-/// Serializes a control value.
+/// Serializes a control value in postcard encoding.
 ///
 /// # Errors
 /// [`FrameError::TooLong`] if the encoding exceeds [`FRAME_BYTES_MAX`].
@@ -116,10 +117,10 @@ pub fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     Ok(bytes)
 }
 
-/// Deserializes a control value.
+/// Deserializes a control value from postcard encoding.
 ///
 /// # Errors
-/// [`FrameError::BadBody`] if the bytes are not a `T`.
+/// [`FrameError::BadBody`] if the bytes do not encode a `T`.
 pub fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
     postcard::from_bytes(bytes).map_err(|e| FrameError::BadBody(e.to_string()))
 }
@@ -133,7 +134,7 @@ pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
     Ok(encode_frame(FrameKind::Control, &[&body]))
 }
 
-/// Returns the frame header for a body of `body_len` bytes.
+/// Returns the frame header (length and kind byte) for a body of `body_len` bytes.
 pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
     let length =
         u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
@@ -157,13 +158,13 @@ pub fn encode_frame(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     out.freeze()
 }
 
-/// Encodes a link frame as a complete frame.
+/// Encodes a link frame as a complete frame of kind [`FrameKind::Link`].
 pub fn encode_link(frame: &LinkFrame) -> Bytes {
     encode_frame(FrameKind::Link, &[&frame.encode_head(), &frame.payload])
 }
 
-/// Splits a byte stream into frames. Feed it with [`push`](Self::push), read with
-/// [`next_frame`](Self::next_frame).
+/// Splits a byte stream into frames. The caller appends bytes with [`push`](Self::push) and removes
+/// frames with [`next_frame`](Self::next_frame).
 #[derive(Debug, Default)]
 pub struct FrameDecoder {
     buffer: BytesMut,
@@ -188,7 +189,8 @@ impl FrameDecoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Returns how many bytes the first frame still lacks, as far as its header has arrived.
+    /// Returns the number of bytes that are missing from the first frame, as announced by its
+    /// header; 0 if the header has not arrived.
     fn missing_bytes(&self) -> usize {
         let announced = self
             .buffer
@@ -197,12 +199,13 @@ impl FrameDecoder {
         announced.saturating_sub(self.buffer.len())
     }
 
-    /// Buffer to read into directly; appended bytes count as pushed.
+    /// Returns the buffer, so that the caller can read from the stream into it. Bytes that the
+    /// caller appends count as pushed.
     pub fn buffer_mut(&mut self) -> &mut BytesMut {
         &mut self.buffer
     }
 
-    /// Returns the next complete frame, or `None` if more bytes are needed.
+    /// Removes and returns the next complete frame; `None` if more bytes are needed.
     ///
     /// # Errors
     /// The stream is unusable after an error.
@@ -229,7 +232,7 @@ impl FrameDecoder {
         Ok(Some(Frame { kind, body }))
     }
 
-    /// True if no partial frame is pending.
+    /// True if the buffer contains no bytes, that is, no partial frame.
     pub fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
@@ -239,7 +242,7 @@ impl FrameDecoder {
 mod tests {
     use super::*;
 
-    /// Two frames decode correctly wherever the stream is split.
+    /// Two frames are decoded correctly wherever their bytes are split between two pushes.
     #[test]
     fn frames_decode_across_any_split() {
         let stream: Vec<u8> = [
@@ -273,7 +276,7 @@ mod tests {
         );
     }
 
-    /// Garbage with a plausible length is refused at the kind byte.
+    /// A frame of valid length with an unknown kind byte is refused.
     #[test]
     fn unknown_kind_byte_is_refused() {
         let mut decoder = FrameDecoder::new();

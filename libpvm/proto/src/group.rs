@@ -1,5 +1,5 @@
-//! Groups: requests to the group service of the virtual machine, which the master's daemon
-//! provides.
+//! Requests to the group service, and their replies. The master's daemon provides the service for
+//! the whole virtual machine.
 
 use crate::error::PvmError;
 use crate::ids::Tid;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Barrier count that means all current members.
 pub const ALL_MEMBERS: i32 = -1;
 
-/// A request of a task to the group service. Names are bytes as the program passes them.
+/// A request of a task to the group service. Group names are bytes, as the program passes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupRequest {
     /// Join under the lowest free instance number; an unknown name creates the group. →
@@ -18,14 +18,16 @@ pub enum GroupRequest {
     Leave { group: Vec<u8> },
     /// Leave all groups, before the task leaves the virtual machine. → [`GroupReply::Number`]
     LeaveAll,
-    /// Wait until `count` members wait. → [`GroupReply::Number`] then
+    /// Wait until `count` members have called the barrier. → [`GroupReply::Number`], sent to all of
+    /// them at that moment
     Barrier {
         group: Vec<u8>,
-        /// [`ALL_MEMBERS`]: the current number of members.
+        /// Number of members that must call the barrier; [`ALL_MEMBERS`] means the current number
+        /// of members.
         count: i32,
     },
-    /// Wait until `count` members request this; then the group accepts no new members. →
-    /// [`GroupReply::Number`]
+    /// Wait until `count` members request the freeze; afterwards the group accepts no new members.
+    /// → [`GroupReply::Number`]
     Freeze { group: Vec<u8>, count: i32 },
     /// Look up the instance number of a task. → [`GroupReply::Number`]
     Instance { group: Vec<u8>, tid: Tid },
@@ -35,16 +37,16 @@ pub enum GroupRequest {
     Size { group: Vec<u8> },
     /// List the members by instance. → [`GroupReply::Members`]
     Members { group: Vec<u8> },
-    /// List all groups with their state. → [`GroupReply::Groups`]
+    /// List all groups with members and state. → [`GroupReply::Groups`]
     List,
 }
 
-/// A reply of the group service.
+/// The reply to a [`GroupRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupReply {
     /// An instance, a tid, a size, or 0 for success.
     Number(i32),
-    /// Members by instance; [`Tid::NONE`] for a free instance.
+    /// Members by instance number; [`Tid::NONE`] for a free instance.
     Members(Vec<Tid>),
     /// All groups, sorted by name.
     Groups(Vec<GroupInfo>),
@@ -57,11 +59,11 @@ pub enum GroupState {
     Dynamic,
     /// Frozen: no task may join.
     Static,
-    /// Frozen, and a member has left since.
+    /// Frozen, and a member has left since the freeze.
     Broken,
 }
 
-/// A barrier or freeze for which members wait.
+/// A barrier or freeze that waits for more members.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupWait {
     /// Number of members that must arrive.
@@ -75,11 +77,11 @@ pub struct GroupWait {
 pub struct GroupInfo {
     pub name: Vec<u8>,
     pub state: GroupState,
-    /// Members by instance; [`Tid::NONE`] for a free instance.
+    /// Members by instance number; [`Tid::NONE`] for a free instance.
     pub members: Vec<Tid>,
-    /// The barrier in progress.
+    /// The barrier in progress, if any.
     pub barrier: Option<GroupWait>,
-    /// The freeze in progress.
+    /// The freeze in progress, if any.
     pub freeze: Option<GroupWait>,
 }
 
@@ -90,25 +92,25 @@ impl GroupInfo {
     }
 }
 
-/// Call numbers of `sempa_group_request`, through which the group library reaches the service via
-/// the task's library.
+/// Call numbers of the C function `sempa_group_request`. Through this function the group library
+/// sends its requests via the task's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupCall {
     Join = 1,
     Leave = 2,
-    /// [`GroupRequest::Barrier`]; the number is the count.
+    /// [`GroupRequest::Barrier`]; the argument `number` is the count.
     Barrier = 3,
-    /// [`GroupRequest::Freeze`]; the number is the count.
+    /// [`GroupRequest::Freeze`]; the argument `number` is the count.
     Freeze = 4,
-    /// [`GroupRequest::Instance`]; the number is the tid.
+    /// [`GroupRequest::Instance`]; the argument `number` is the tid.
     Instance = 5,
-    /// [`GroupRequest::Member`]; the number is the instance.
+    /// [`GroupRequest::Member`]; the argument `number` is the instance number.
     Member = 6,
     Size = 7,
-    /// [`GroupRequest::Members`]; the list contains one tid per instance.
+    /// [`GroupRequest::Members`]; the returned list contains one tid per instance number.
     Members = 8,
-    /// [`GroupRequest::List`]; [`encode_group_list`] encodes the list.
+    /// [`GroupRequest::List`]; the returned list is encoded by [`encode_group_list`].
     List = 9,
 }
 
@@ -125,7 +127,8 @@ impl GroupCall {
         GroupCall::List,
     ];
 
-    /// Converts the call into a request.
+    /// Converts the call into a request. `number` is the call's integer argument; calls without one
+    /// ignore it.
     pub fn request(self, group: Vec<u8>, number: i32) -> GroupRequest {
         match self {
             GroupCall::Join => GroupRequest::Join { group },
@@ -193,7 +196,8 @@ pub fn encode_group_list(groups: &[GroupInfo]) -> Vec<i32> {
     words
 }
 
-/// Calls of the group library that can be traced, with the items that PVM records for them.
+/// Calls of the group library that can be traced. The trace record contains the argument named here
+/// and the result, as in PVM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupEvent {
@@ -230,7 +234,8 @@ impl GroupEvent {
         GroupEvent::Reduce,
     ];
 
-    /// Returns the event name, the item name of the argument and the item name of the result.
+    /// Returns the name of the event, the name of the trace item for the argument (`None` if the
+    /// call has no argument), and the name of the trace item for the result.
     pub fn trace_names(self) -> (&'static str, Option<&'static str>, &'static str) {
         match self {
             GroupEvent::Join => ("joingroup", None, "CC"),

@@ -1,9 +1,9 @@
-//! Messages between daemons, over QUIC: control messages, and messages for tasks on the data
-//! channel.
+//! Messages between daemons, over QUIC. The control channel carries [`HostMsg`]; the data channel
+//! carries [`DataMsg`], messages for tasks.
 //!
-//! Each channel keeps its order, except link frames of different pairs of tasks; there is no order
-//! between the two channels. Items that must not overtake a task's own messages (its exit, replies,
-//! notifications) therefore travel as [`DataMsg`].
+//! Each channel keeps the order of its messages, except link frames of different pairs of tasks;
+//! there is no order between the two channels. Items that must not overtake a task's own messages
+//! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
@@ -24,17 +24,17 @@ use serde::{Deserialize, Serialize};
 pub struct Location {
     pub tid: Tid,
     pub host: HostId,
-    /// The host on which it ran before.
+    /// The host on which the task ran before.
     pub from: HostId,
-    /// Epoch of the decision; an older location never replaces a newer one.
+    /// Epoch of the new location; an older location never replaces a newer one.
     pub epoch: Epoch,
 }
 
-/// A request from one daemon to another. Requests that only the master can serve travel as
-/// [`HostMsg::TaskRequest`].
+/// A request from one daemon to another. Requests of tasks that only the master can serve travel as
+/// [`HostMsg::TaskRequest`] instead.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostRequest {
-    /// Lists the tasks of the host. → [`Reply::Tasks`]
+    /// Lists the tasks of the receiving host. → [`Reply::Tasks`]
     Tasks {
         /// Restricts the list to this task.
         task: Option<Tid>,
@@ -42,10 +42,10 @@ pub enum HostRequest {
     /// Starts tasks on the receiving host. → [`Reply::Spawned`]
     Exec {
         parent: Tid,
-        /// The request; the host part of `place` is already resolved.
+        /// The spawn request; the host part of `place` is already resolved.
         request: SpawnRequest,
     },
-    /// Checks whether the host is alive. → [`Reply::Done`]
+    /// Checks whether the receiving daemon is alive. → [`Reply::Done`]
     Ping,
     /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
     TaskStatus { tid: Tid },
@@ -53,7 +53,8 @@ pub enum HostRequest {
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
-    /// Asks whether a task is alive and, if not, how far it had sent. → [`HostReply::Watched`]
+    /// Asks whether a task is alive; if it has ended, up to which position it had sent to
+    /// `watcher`. → [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
@@ -61,26 +62,28 @@ pub enum HostRequest {
     },
     /// Inspects a task and checks whether it can migrate at all. → [`HostReply::Inspected`]
     Inspect { tid: Tid },
-    /// Asks whether the host would accept such a task; nothing is prepared. → [`HostReply::Verdict`]
+    /// Asks whether the host would accept a task with these properties; nothing is prepared. →
+    /// [`HostReply::Verdict`]
     Verdict { facts: TaskFacts },
     /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`HostReply::Inventory`]
     Inventory,
     /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
-    /// images, under this migration id. → [`Reply::Done`] or [`Reply::Failed`], then
+    /// the images of a migration. → [`Reply::Done`] or [`Reply::Failed`], then
     /// [`HostMsg::CopyStored`]
     StoreCopy {
-        /// Id of the transfer.
+        /// Id of the transfer; taken from the same numbers as migrations.
         migration: MigrationId,
         /// Name of the checkpoint.
         checkpoint: String,
     },
-    /// Assigns contexts again to tasks that are restarted from a checkpoint. → [`Reply::Done`]
+    /// Assigns contexts to the tasks that owned them before a restart from a checkpoint. →
+    /// [`Reply::Done`]
     ReserveContexts(Vec<(i32, Tid)>),
     /// Reads the time of day. → [`Reply::Clock`]
     Clock,
     /// Releases a context. → [`Reply::Done`] or [`Reply::Failed`]
     FreeContext {
-        /// Its owner, as far as the sender knows.
+        /// The context's owner, as far as the sender knows.
         owner: Tid,
         ctx: i32,
     },
@@ -89,20 +92,21 @@ pub enum HostRequest {
 /// A reply to a [`HostRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostReply {
-    /// The same reply as to a task.
+    /// A reply in the form that tasks receive.
     Reply(Reply),
-    /// The task has migrated; ask this host.
+    /// The task has migrated to this host; the request must be sent there.
     MovedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         gone: bool,
-        /// Position up to which it had sent to the watcher, if it sent anything.
+        /// Position up to which the task had sent to the watcher; `None` if it sent nothing.
         after: Option<SendWatermark>,
     },
-    /// Reply to [`HostRequest::Inspect`]: the task's properties, or why it cannot migrate at all.
+    /// Reply to [`HostRequest::Inspect`]: the task's properties, or the reason why the task cannot
+    /// migrate to any host.
     Inspected(Result<TaskFacts, Refusal>),
-    /// Reply to [`HostRequest::Verdict`], and the engine that would be used.
+    /// Reply to [`HostRequest::Verdict`]: the verdict and the engine that a migration would use.
     Verdict(Verdict, Engine),
     /// The reply to [`HostRequest::Inventory`].
     Inventory {
@@ -120,14 +124,15 @@ pub enum HostMsg {
     PrepareTable {
         /// The table with its epoch.
         table: HostTable,
-        /// Tasks that do not run on their birth host; only for hosts that are new in this table.
+        /// Locations of the tasks that do not run on their birth host; filled only for hosts that
+        /// are new in this table.
         locations: Vec<Location>,
         rm: Option<RmInfo>,
-        /// Highest task number of the receiving host that occurs in a checkpoint; the host
-        /// allocates only higher ones.
+        /// Highest local task number of the receiving host in any checkpoint; the host allocates
+        /// only higher numbers.
         reserved_ids_max: u32,
     },
-    /// The table of this epoch is prepared.
+    /// The sender has prepared the table of this epoch.
     TablePrepared { epoch: Epoch },
     /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::TableCommitted`]
     CommitTable { epoch: Epoch },
@@ -135,7 +140,7 @@ pub enum HostMsg {
     TableCommitted { epoch: Epoch },
     /// From the master: a task has a new location. → [`HostMsg::TaskLocationAck`]
     TaskLocation(Location),
-    /// The sender knows the new location of a task.
+    /// Confirms that the sender has recorded a task's new location.
     TaskLocationAck {
         tid: Tid,
         /// Epoch of the new location.
@@ -144,21 +149,21 @@ pub enum HostMsg {
     /// From the master: end all tasks, then answer [`HostMsg::Leaving`] and wait for
     /// [`HostMsg::Shutdown`].
     Halt { why: String },
-    /// The sender has no task left and leaves the virtual machine in an orderly way.
+    /// The sender has no tasks left and leaves the virtual machine.
     Leaving { why: String },
     /// From the master: exit immediately.
     Shutdown,
-    /// To the master: a task's request that only the master can serve. The reply goes to the task,
-    /// wherever it runs.
+    /// To the master: a task's request that only the master can serve. The master sends the reply
+    /// to the task, wherever the task runs.
     TaskRequest {
         tid: Tid,
-        /// Id that the task chose.
+        /// Id that the task chose for the request.
         id: RequestId,
         request: Request,
     },
     /// A request to another daemon. → [`HostMsg::HostReply`]
     HostRequest {
-        /// Chosen by the sender.
+        /// Id that the sender chose; the reply has the same id.
         id: RequestId,
         request: HostRequest,
     },
@@ -170,27 +175,28 @@ pub enum HostMsg {
     },
     /// A task's message to the receiving daemon.
     Message(Message),
-    /// To the master: an entry for the event log.
+    /// To the master: an event for the event log.
     Event {
         /// Time of the event by the sender's clock.
         at: Micros,
         kind: EventKind,
     },
-    /// To the master: output without a collector.
+    /// To the master: output of a task that has no other destination; the master writes it to its
+    /// log.
     TaskOutput { tid: Tid, bytes: Bytes },
     /// From the master: the resource manager of the virtual machine changed.
     Rm {
-        /// The new one; `None`: there is none.
+        /// The new resource manager; `None` if the virtual machine has none now.
         rm: Option<RmInfo>,
     },
     /// From the master: the tracer of the virtual machine changed.
     Tracer {
-        /// The new one; `None`: there is none.
+        /// The new tracer; `None` if the virtual machine has none now.
         tracer: Option<TracerInfo>,
     },
     /// A task has left the virtual machine; its process continues.
     TaskLeft { tid: Tid },
-    /// From the master: end the spawned tasks (`reset`).
+    /// From the master: end the spawned tasks, because a user requested `reset`.
     EndTasks {
         /// Tasks that must not be ended.
         except: Vec<Tid>,
@@ -209,18 +215,18 @@ pub enum HostMsg {
     /// [`HostMsg::SuspendDecided`]
     SuspendMigrating {
         migration: MigrationId,
-        /// Chosen by the sender.
+        /// Id that the sender chose; the reply has the same id.
         id: RequestId,
         order: suspend::SuspendOrder,
     },
-    /// From the master as migration coordinator: the suspension state that is now in force,
-    /// whatever the outcome of the migration.
+    /// From the master as migration coordinator: the suspensions of a task after a
+    /// [`HostMsg::SuspendMigrating`]. They are in force whatever the outcome of the migration.
     SuspendDecided {
         migration: MigrationId,
-        /// The id of the request, copied from [`HostMsg::SuspendMoving`].
+        /// The id of the [`HostMsg::SuspendMigrating`] that is answered.
         id: RequestId,
-        /// `None`: the task's daemon must decide again, because the migration is over or the task
-        /// is at another location.
+        /// The suspensions in force. `None` if the task's daemon must decide itself, because the
+        /// migration is over or the task is at another location.
         suspensions: Option<Suspensions>,
     },
     /// To the master: the outcome of [`HostRequest::StoreCopy`].
@@ -237,15 +243,15 @@ pub enum HostMsg {
         /// Names of the checkpoints.
         checkpoints: Vec<String>,
     },
-    /// To the master: a signal that usually ends a task is being sent to this task on the sender's
-    /// host. Precedes the task's exit.
+    /// To the master: the sender's host sends the task a signal that usually ends it. This message
+    /// precedes the notification of the task's exit.
     EndSignalSent { tid: Tid, signal: i32 },
 }
 
-/// An item that is waiting for a task.
+/// An item that a daemon holds back for a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum PendingItem {
-    /// A link frame's body.
+    /// The body of a link frame.
     Frame(Bytes),
     /// A control message of a daemon for the task.
     Control(ToTask),
@@ -254,13 +260,13 @@ pub enum PendingItem {
 /// The subject of one pending notification.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NotifySubject {
-    /// The exit of this task.
+    /// The exit of the task with this tid.
     TaskExit(Tid),
-    /// The loss of this host; host tid as the caller passed it.
+    /// The loss of the host with this host tid, in the form in which the caller passed it.
     HostDelete(Tid),
     /// Hosts that join later.
     HostAdd {
-        /// Messages left; negative: unlimited.
+        /// Number of notifications still to send; negative if unlimited.
         count: i32,
     },
 }
@@ -273,59 +279,63 @@ pub struct PendingNotify {
     pub tag: i32,
 }
 
-/// Everything that a daemon knows about a task. Transferred when the task migrates.
+/// Everything that a daemon stores about a task. Transferred to the target when the task migrates.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskRecord {
     pub tid: Tid,
-    /// A task, or raw −35 if the parent requested not to be known.
+    /// Tid of the parent; raw value −35 if the parent requested not to be known.
     pub parent: Tid,
-    /// Name given to spawn.
+    /// Program name from the spawn request.
     pub name: String,
     /// Bitwise combination of `TASK_*` values.
     pub flags: i32,
-    /// Number by which the task claimed its tid.
+    /// Spawn token with which the task's process claimed its tid; `None` for a task that was not
+    /// spawned.
     pub spawn_token: Option<i32>,
     pub output: Sink,
     pub trace: Sink,
-    /// The resource manager to notify of its exit.
+    /// The resource manager that is notified of the task's exit.
     pub rm: Option<Tid>,
-    /// Send position of each link, as the task's daemons saw it.
+    /// Position up to which the task has sent on each link, as far as its daemons know.
     pub watermarks: Vec<SendWatermark>,
-    /// Requests without a reply.
+    /// Requests of the task that have no reply yet.
     pub requests: Vec<RequestId>,
-    /// Those of `requests` that wait for other tasks without a time limit.
+    /// The subset of `requests` that wait for other tasks without a time limit.
     pub untimed_requests: Vec<RequestId>,
-    /// Information that its library still needs, if it was restored from a checkpoint.
+    /// Set if the task was restored from a checkpoint and its library has not yet received this
+    /// information.
     pub restart: Option<RestartInfo>,
-    /// How it was started, if it permits engines other than CRIU.
+    /// How the task was started; set if engines other than CRIU are permitted.
     pub launch: Option<Box<LaunchInfo>>,
-    /// Information that its next process needs about the previous one.
+    /// Set if the task's process exits to be replaced: information for the next process.
     pub handoff: Option<Box<ProcessHandoff>>,
     /// Pending notifications that the task requested.
     pub notifications: Vec<PendingNotify>,
-    /// Address at which its quiesced library looks for a redirect.
+    /// Address in the task's memory at which its quiesced library looks for a redirect.
     pub redirect_address: RedirectAddress,
-    /// Hosts known at its previous location; the task is notified of hosts that joined since.
+    /// Hosts that the daemon at the task's previous location knew. After the migration the task is
+    /// notified of hosts that have joined since.
     pub known_hosts: Vec<HostId>,
-    /// Epoch of the host table from which `hosts` is.
+    /// Epoch of the host table that contains `known_hosts`.
     pub hosts_epoch: Epoch,
 }
 
-/// State that a task's daemon had of it, stored next to its images.
+/// A daemon's state of a task at a checkpoint, stored next to the task's images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
-    /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) when it was written.
+    /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) in the program that
+    /// wrote the checkpoint.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
-    /// messages that its process had sent and partial messages that it had received.
+    /// messages that its process had sent and the partial messages that it had received.
     pub waiting: Vec<PendingItem>,
 }
 
-/// A message on the data channel: for a task on the receiving host, or about one.
+/// A message on the data channel, for a task on the receiving host or about a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum DataMsg {
-    /// A link frame's body as the sending task wrote it.
+    /// The body of a link frame, as the sending task wrote it.
     Frame(Bytes),
     /// A control message of a daemon for a task.
     Item { dst: Tid, item: ToTask },
@@ -333,23 +343,23 @@ pub enum DataMsg {
     Ended {
         /// The task that ended.
         dst: Tid,
-        /// Send position of each link.
+        /// Position up to which the ended task had sent on each link.
         watermarks: Vec<SendWatermark>,
     },
-    /// To the source of a migration: everything that the sender has routed to the task's old
-    /// location precedes this.
+    /// To the source of a migration: no more frames from the sender will arrive at the task's old
+    /// location. Everything that the sender had routed there precedes this message.
     RouteDrained {
         dst: Tid,
         /// Epoch of the new location.
         epoch: Epoch,
     },
-    /// To the target of a migration: the task's record. It is sent twice; the complete one replaces
-    /// the first.
+    /// To the target of a migration: the task's record. It is sent twice: first while the task is
+    /// still at the source, then in its final state, which replaces the first record.
     Record {
         dst: Tid,
         migration: MigrationId,
         record: Box<TaskRecord>,
-        /// False while the task is still at the source.
+        /// False for the first record, true for the final one.
         complete: bool,
     },
     /// To the target of a migration: an item that was waiting at the source. Items keep their

@@ -8,11 +8,11 @@ use thiserror::Error;
 const DAEMON_BIT: u32 = 0x8000_0000;
 /// Bit 30 of a tid marks a multicast address.
 const MULTICAST_BIT: u32 = 0x4000_0000;
-/// Bits 18 to 29 hold the host index.
+/// Bits 18 to 29 of a tid contain the host index.
 const HOST_MASK: u32 = 0x3ffc_0000;
-/// Bits 0 to 17 hold the number of the task on its birth host.
+/// Bits 0 to 17 of a tid contain the number of the task on its birth host.
 const LOCAL_MASK: u32 = 0x0003_ffff;
-/// Position of the host index.
+/// Number of the lowest bit of the host index in a tid.
 const HOST_SHIFT: u32 = 18;
 
 /// Index of a host in the virtual machine, 1..=4095; the master is 1. Deserialization refuses any
@@ -27,7 +27,7 @@ impl HostId {
     /// Largest index that fits the 12 bits of a tid.
     pub const INDEX_MAX: u16 = 4095;
 
-    /// Returns `None` outside 1..=4095.
+    /// Creates a host id; `None` outside 1..=4095.
     pub fn new(index: u16) -> Option<HostId> {
         (1..=Self::INDEX_MAX)
             .contains(&index)
@@ -83,8 +83,8 @@ impl fmt::Display for HostId {
     }
 }
 
-/// A task identifier with PVM's layout: bit 31 daemon, bit 30 multicast, bits 18-29 host, bits 0-17
-/// local.
+/// A task identifier in PVM's layout. Bit 31: daemon address; bit 30: multicast address; bits
+/// 18-29: birth host; bits 0-17: local number.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -93,8 +93,8 @@ pub struct Tid(u32);
 impl Tid {
     /// No task. Also the parent of a task that was not spawned.
     pub const NONE: Tid = Tid(0);
-    /// Address by which applications reach their own daemon; source of messages that the local
-    /// daemon creates.
+    /// Address by which a task reaches its own daemon. Also the source of messages that this daemon
+    /// creates.
     pub const MY_DAEMON: Tid = Tid(DAEMON_BIT);
     pub const LOCAL_MAX: u32 = LOCAL_MASK;
 
@@ -106,7 +106,7 @@ impl Tid {
             .then_some(Tid(home.0 | local))
     }
 
-    /// Accepts any 32 bits that a program passes.
+    /// Converts the 32 bits that a program passes, without any check.
     pub const fn from_raw(raw: i32) -> Tid {
         Tid(raw as u32)
     }
@@ -116,7 +116,8 @@ impl Tid {
         self.0 as i32
     }
 
-    /// True for the id of a task: not a daemon or multicast address, host and local part present.
+    /// True for the tid of a task: neither a daemon nor a multicast address, with a host part and a
+    /// local part other than 0.
     pub fn is_task(self) -> bool {
         self.0 & (DAEMON_BIT | MULTICAST_BIT) == 0
             && self.0 & HOST_MASK != 0
@@ -134,12 +135,13 @@ impl Tid {
         HostId::new(((self.0 & HOST_MASK) >> HOST_SHIFT) as u16)
     }
 
-    /// Number of the task on its birth host; 0 for hosts and daemons.
+    /// Returns the number of the task on its birth host; 0 for the tids of hosts and daemons.
     pub fn local_part(self) -> u32 {
         self.0 & LOCAL_MASK
     }
 
-    /// Returns the host bits of this tid without any check (`pvm_tidtohost`).
+    /// Returns the tid of the birth host: the host bits of this tid, without any check
+    /// (`pvm_tidtohost`).
     pub fn host_part(self) -> Tid {
         Tid(self.0 & HOST_MASK)
     }
@@ -179,24 +181,25 @@ macro_rules! counter {
 }
 
 counter! {
-    /// Increases with every change of the host table or of a task's location. Orders of an older
+    /// Number of a change of the host table or of a task's location, ascending. Orders of an older
     /// epoch are refused.
     Epoch, "e"
 }
 counter! {
-    /// One attempt to migrate one task, unique in the virtual machine.
+    /// Number of one attempt to migrate one task, unique in the virtual machine.
     MigrationId, "m"
 }
 counter! {
-    /// A top-level task and all its descendants.
+    /// Number of a job: a task without a parent, with all its descendants.
     JobId, "j"
 }
 counter! {
-    /// One period in which a link uses a route. A later use of the same route has another number.
+    /// Number of a period in which a link uses a route. A later use of the same route has another
+    /// number.
     RouteId, "r"
 }
 counter! {
-    /// Pairs a request with its reply; unique per requester.
+    /// Number that pairs a request with its reply; unique per requester.
     RequestId, "q"
 }
 
@@ -234,7 +237,7 @@ impl std::ops::Add for Micros {
 mod tests {
     use super::*;
 
-    /// Tids have the bit layout that PVM documents for programs.
+    /// Tids have the bit layout that PVM documents.
     #[test]
     fn tid_layout_matches_pvm() {
         let h2 = HostId::new(2).expect("2 is an index");
@@ -260,7 +263,7 @@ mod tests {
         assert!(!Tid::NONE.is_task());
     }
 
-    /// Deserializing a host id fails outside 1..=4095.
+    /// Deserialization of a host id fails outside 1..=4095.
     #[test]
     fn host_id_deserialization_checks_range() {
         for index in [1, 2, HostId::INDEX_MAX] {

@@ -31,13 +31,14 @@ use toml::Spanned;
 pub const JOB_ENV: &str = "SEMPA_JOB";
 /// Environment variable of a spawn that contains its constraints.
 pub const CONSTRAINTS_ENV: &str = "SEMPA_WANTS";
-/// Environment variable of a spawn that selects how open files are handled when a task migrates.
+/// Environment variable of a spawn that selects how the open files of its tasks are handled in a
+/// migration.
 pub const OPEN_FILES_ENV: &str = "SEMPA_FILES";
 /// Valid values of [`OPEN_FILES_ENV`].
 const OPEN_FILES_POLICIES: [&str; 3] = ["shared", "copy", "refuse"];
-/// Largest size of a job file.
+/// Maximum size of a job file, in bytes.
 pub const JOB_BYTES_MAX: usize = 64 << 10;
-/// Largest number of tasks in a job file.
+/// Maximum number of tasks that a job file may start.
 pub const JOB_COUNT_MAX: u32 = 65_536;
 
 /// An error in a job file.
@@ -55,15 +56,15 @@ pub struct JobError {
 /// Content of a job file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JobFile {
-    /// Program to which the file applies; `None`: every program that is spawned.
+    /// Program to which the file applies; `None` if it applies to every spawned program.
     pub program: Option<String>,
     pub arguments: Vec<String>,
     /// Number of tasks to start.
     pub count: Option<u32>,
-    /// `SPAWN_*` flag and name of a host or an architecture.
+    /// `SPAWN_*` flag, and the name of a host or an architecture.
     pub place: Option<(i32, String)>,
     pub directory: Option<String>,
-    /// Variables, including those that carry constraints and engines.
+    /// Environment variables by name, including those that contain constraints and engines.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -113,14 +114,14 @@ struct JobToml {
     environment: BTreeMap<Spanned<String>, Spanned<String>>,
 }
 
-/// Position in the file and description of an error.
+/// Byte range of an error in the job file, and a description of the error.
 type SpannedError = (Range<usize>, String);
 
 impl JobFile {
-    /// Parses a job file; `file` is its name for errors.
+    /// Parses the text of a job file; errors contain `file` as its name.
     ///
     /// # Errors
-    /// The first error with its line.
+    /// The first error, with its line number.
     pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
         let wrong = |at: usize, why: String| JobError {
             file: file.to_string(),
@@ -146,12 +147,12 @@ impl JobFile {
             .map_err(|(span, why)| wrong(span.start, why))
     }
 
-    /// True if the file applies to this program.
+    /// True if the file names this program, or no program at all.
     pub fn applies_to(&self, program: &str) -> bool {
         self.program.as_ref().is_none_or(|own| own == program)
     }
 
-    /// Adds defaults for everything that a request leaves open.
+    /// Fills in defaults from the job file for everything that the request does not specify.
     pub fn apply_to(&self, request: &mut SpawnRequest) {
         if request.args.is_empty() {
             request.args = self
@@ -188,7 +189,8 @@ impl JobFile {
     }
 }
 
-/// Checks a text that becomes a part of the constraints.
+/// Checks that a text can be a part of the constraints; returns it without surrounding spaces.
+/// `what` names the setting in errors.
 fn checked_part(text: &Spanned<String>, what: &str) -> Result<String, SpannedError> {
     let bad = |c: char| c == ':' || c.is_control();
     let inner = text.get_ref().trim();
@@ -201,7 +203,8 @@ fn checked_part(text: &Spanned<String>, what: &str) -> Result<String, SpannedErr
     Ok(inner.to_string())
 }
 
-/// Checks a name, which must not be empty.
+/// Checks that a name is neither empty nor contains a NUL character. `what` names the setting in
+/// errors.
 fn checked_name(text: Spanned<String>, what: &str) -> Result<String, SpannedError> {
     match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
         true => Err((text.span(), format!("{what} is empty"))),
@@ -294,7 +297,7 @@ impl JobToml {
         })
     }
 
-    /// Encodes the constraints in one line, in the syntax of [`CONSTRAINTS_ENV`].
+    /// Encodes the constraints of the job file as one line in the syntax of [`CONSTRAINTS_ENV`].
     fn constraint_line(&self) -> Result<String, SpannedError> {
         let mut parts = Vec::new();
         if let Some(wants) = &self.wants {
@@ -373,7 +376,7 @@ COLOUR = "blue"
             .collect()
     }
 
-    /// A job file fills in only what the spawn request leaves open.
+    /// A job file fills in only what the spawn request does not specify.
     #[test]
     fn job_file_supplies_defaults_only() {
         let job = JobFile::parse("job.toml", ALL).expect("nothing is wrong with it");

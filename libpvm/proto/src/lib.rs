@@ -1,24 +1,29 @@
-//! Message types and protocol rules shared by all parts of a Sempa virtual machine.
+//! Message types and protocol rules shared by all programs of a Sempa virtual machine.
 //!
-//! Everything here is a value: this crate uses no socket, file, clock or random number. The
-//! programs around it (task library, daemon, tasker) feed events into these values and execute the
-//! outputs.
+//! This crate contains only values and state machines: it uses no socket, file, clock or random
+//! number. The task library, the daemon and the tasker pass events to the state machines and
+//! execute the actions that these return.
 //!
 //! * [`ids`]: typed identifiers and PVM's tid layout.
 //! * [`error`]: PVM's error codes.
-//! * [`body`]: packing and unpacking of message bodies.
+//! * [`body`]: packing and unpacking of message bodies. [`buffer_pool`]: reuse of large message
+//!   buffers.
 //! * [`message`]: a PVM message with its header.
 //! * [`frame`]: length-limited frames on a byte stream.
 //! * [`link`]: exactly-once, in-order messages between two tasks over routes that may break.
-//! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
+//! * [`route`]: setup of a route between two tasks.
+//! * [`task`]: control messages between task and daemon. [`host`]: messages between daemons.
+//!   [`tasker`]: control messages between daemon and tasker.
 //! * [`group`]: requests to the group service.
-//! * [`job`]: job files, which describe the tasks to start.
+//! * [`job`]: job files, which describe the tasks to start. [`engine`]: migration engines and the
+//!   syntax to select them.
 //! * [`rm`]: queries to the resource manager about decisions, usage and jobs.
-//! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]:
+//! * [`sm`]: PVM's documented messages between tasks, resource managers and daemons. [`trace`]:
 //!   records for tracers.
-//! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
-//! * [`runtime_paths`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a process's
-//!   control groups. [`text`]: parsing and truncation of text.
+//! * [`table`], [`event`], [`migration`], [`checkpoint`], [`suspend`], [`owner`], [`load`]: the
+//!   records that these messages contain.
+//! * [`runtime_paths`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a
+//!   process's control groups. [`text`]: parsing and truncation of text.
 
 pub mod body;
 pub mod buffer_pool;

@@ -1,14 +1,14 @@
 //! The link: exactly-once, in-order messages between two tasks over routes that may break.
 //!
 //! - A message is split into fragments with ascending sequence numbers. The sender retains every
-//!   message until the receiver's library has it. The receiver accepts only the fragment it expects
-//!   and drops all others.
-//! - When a route is replaced, or the peer is silent for a while, the sender asks with a small
-//!   [`LinkKind::Probe`] which fragment the receiver expects, and continues from there. Routes need
-//!   not be reliable; reliable routes make retransmissions rare.
-//! - A task that was restarted from a checkpoint has a new *incarnation*: everything that it and
-//!   its peers sent after the checkpoint is void. Frames carry the incarnation's number, so a frame
-//!   of an earlier incarnation is recognized however late it arrives.
+//!   message until the receiver's library has received it. The receiver accepts only the fragment
+//!   it expects and drops all others.
+//! - When a route is replaced, or the peer is silent for a while, the sender asks with a
+//!   [`LinkKind::Probe`] which fragment the receiver expects, and continues from that fragment.
+//!   Routes need not be reliable; reliable routes make retransmissions rare.
+//! - A task that was restarted from a checkpoint has a new *incarnation*: everything that the task
+//!   and its peers sent after the checkpoint is void. Frames contain the number of their
+//!   incarnation, so a frame of an earlier incarnation is recognized however late it arrives.
 //!
 //! The owner of a link calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it
 //! returns `None`, and then sleeps at most until [`Link::next_wakeup`].
@@ -28,29 +28,30 @@ use bytes::Bytes;
 use std::collections::VecDeque;
 use thiserror::Error;
 
-/// Largest payload of a fragment.
+/// Maximum size of the payload of a fragment, in bytes.
 pub const FRAGMENT_BYTES_MAX: usize = 64 << 10;
-/// Unacknowledged bytes in flight per direction of a link. Bounds the memory that daemons need for
-/// it.
+/// Maximum number of unacknowledged bytes in flight per direction of a link. Bounds the memory that
+/// daemons need for the link.
 pub const WINDOW_BYTES_MAX: usize = 4 << 20;
-/// Unacknowledged fragments in flight per direction of a link.
+/// Maximum number of unacknowledged fragments in flight per direction of a link.
 pub const WINDOW_FRAGMENTS_MAX: u64 = 4096;
-/// Bytes that a sender may retain for one receiver; above this limit [`Link::send`] fails.
+/// Maximum number of bytes that a sender retains for one receiver; above this limit [`Link::send`]
+/// fails.
 pub const RETAINED_BYTES_MAX: usize = 1 << 36;
-/// Received bytes after which an acknowledgement is sent immediately.
+/// Number of received bytes after which an acknowledgement is sent immediately.
 pub const ACK_BYTES: usize = WINDOW_BYTES_MAX / 8;
-/// Received fragments after which an acknowledgement is sent immediately.
+/// Number of received fragments after which an acknowledgement is sent immediately.
 pub const ACK_FRAGMENTS: u64 = WINDOW_FRAGMENTS_MAX / 8;
-/// Longest time that an acknowledgement waits for data to travel with.
+/// Maximum time that an acknowledgement waits for a data frame that can carry it.
 pub const ACK_DELAY: Micros = Micros::from_millis(20);
-/// Silence after which the sender probes the receiver.
+/// Time without an acknowledgement after which the sender probes the receiver for the first time.
 pub const PROBE_DELAY: Micros = Micros::from_millis(300);
-/// Longest interval between two probes; the interval doubles up to this limit.
+/// Maximum interval between two probes; the interval doubles up to this limit.
 pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
 /// A second resync request for the same fragment within this time counts as a duplicate.
 pub const RESYNC_ECHO_WINDOW: Micros = Micros::from_millis(50);
 
-/// Largest header of a message.
+/// Maximum size of the header of a message, in bytes.
 pub const HEAD_BYTES_MAX: usize = 24;
 /// Bodies up to this size are stored inside the link's queue: a separate allocation costs more than
 /// the copy.
@@ -61,9 +62,10 @@ const IDLE_QUEUE_CAPACITY: usize = 64;
 /// An external event for a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkEvent {
-    /// A frame from the peer arrived.
+    /// A frame from the peer has arrived.
     Frame(LinkFrame),
-    /// From now on this route may carry frames; frames on the previous route may be lost.
+    /// The route with this id may carry frames from now on; frames on the previous route may be
+    /// lost.
     RouteUp(RouteId),
     /// There is no route; nothing is transmitted until the next [`LinkEvent::RouteUp`].
     RouteDown,
@@ -71,14 +73,15 @@ pub enum LinkEvent {
     PeerMigrated,
     /// The peer has ended permanently.
     PeerGone,
-    /// The time of [`Link::next_wakeup`] has come.
+    /// The time returned by [`Link::next_wakeup`] has been reached.
     Wake,
 }
 
 /// An action that a link requests from its owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkOutput {
-    /// Deliver this message to the application. Messages come in the order in which they were sent.
+    /// Deliver this message to the application. Messages are delivered in the order in which they
+    /// were sent.
     Deliver(Bytes),
     /// Transmit this frame on the current route.
     Transmit(LinkFrame),
@@ -91,7 +94,7 @@ pub enum LinkError {
     Full,
 }
 
-/// The body of a retained message.
+/// The body of a retained message, either stored inline or shared with the application.
 #[derive(Clone, Debug)]
 enum Body {
     Inline {
@@ -176,8 +179,8 @@ impl RetainedMessage {
         self.first_seq + self.fragments
     }
 
-    /// Returns the payload of fragment `seq`: the message header if it is the first fragment, and a
-    /// part of the body.
+    /// Returns the payload of fragment `seq` in two parts: the message header (empty except in the
+    /// first fragment) and a part of the body.
     fn fragment(&self, seq: u64) -> (&[u8], &[u8]) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
         let head = usize::from(self.head_len);
@@ -194,21 +197,21 @@ impl RetainedMessage {
     }
 }
 
-/// Sending half of a link.
+/// State of the messages that this end of a link sends.
 #[derive(Clone, Debug)]
 struct SendHalf {
-    /// Messages that are not fully acknowledged, oldest first.
+    /// Messages that are not completely acknowledged, oldest first.
     retained: VecDeque<RetainedMessage>,
     retained_bytes: usize,
-    /// All fragments below are acknowledged.
+    /// All fragments below this number are acknowledged.
     acked: u64,
-    /// Next fragment to transmit; a resync sets it back, at most to `acked`.
+    /// Number of the next fragment to transmit. A resync request lowers it, at most to `acked`.
     next_seq: u64,
-    /// Lowest fragment that was never transmitted.
+    /// Lowest fragment number that was never transmitted.
     highest_sent: u64,
     /// Number after the last queued fragment.
     end_seq: u64,
-    /// Sizes of the fragments `acked..next`.
+    /// Sizes in bytes of the fragments `acked..next_seq`.
     flight: VecDeque<usize>,
     flight_bytes: usize,
     probe_due: Option<Micros>,
@@ -219,11 +222,12 @@ struct SendHalf {
     /// Unacknowledged fragments below this number were transmitted on routes that may have lost
     /// them.
     maybe_lost_below: u64,
-    /// Messages sent by the previous process of this task that its daemon has yet to return.
+    /// Set while the daemon has not yet returned all messages that the previous process of this
+    /// task had sent.
     returning: Option<Box<handoff::ReturningMessages>>,
 }
 
-/// Receiving half of a link.
+/// State of the messages that this end of a link receives.
 #[derive(Clone, Debug)]
 struct ReceiveHalf {
     expected_seq: u64,
@@ -232,9 +236,9 @@ struct ReceiveHalf {
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due: Option<Micros>,
-    /// An acknowledgement to send immediately; `true` requests a resync.
+    /// Set if an acknowledgement must be sent immediately; `true` if it requests a resync.
     pending_ack: Option<bool>,
-    /// A resync was requested for the gap at this number.
+    /// Number of the missing fragment for which a resync was requested.
     reported_gap: Option<u64>,
 }
 
@@ -250,10 +254,11 @@ pub struct Link {
     rx: ReceiveHalf,
 }
 
-/// True if `line` is a later incarnation than `than`.
+/// True if `incarnation` is later than `other`.
 ///
-/// Numbers wrap around: a number is later if it is less than half the number range ahead. Zero, the
-/// incarnation of a task that was never restarted, is earlier than all others.
+/// Incarnation numbers wrap around: a number is later than another if the distance from the other
+/// is less than half of the number range. Zero, the incarnation of a task that was never restarted,
+/// is earlier than all other numbers.
 pub fn is_later_incarnation(incarnation: u16, other: u16) -> bool {
     incarnation != other
         && incarnation != 0
@@ -261,10 +266,10 @@ pub fn is_later_incarnation(incarnation: u16, other: u16) -> bool {
 }
 
 impl SendHalf {
-    /// Returns the index of the retained message that contains this fragment.
+    /// Returns the index of the retained message that contains fragment `seq`.
     #[inline]
     fn retained_index(&self, seq: u64) -> usize {
-        // Nearly always the newest message.
+        // Nearly always the fragment belongs to the newest message.
         let newest = self
             .retained
             .back()
@@ -280,7 +285,7 @@ impl SendHalf {
         self.retained.push_back(message);
     }
 
-    /// Renumbers the retained messages from 1.
+    /// Renumbers the fragments of the retained messages, starting with 1.
     fn renumber(&mut self) {
         self.end_seq = 1;
         for message in &mut self.retained {
@@ -334,7 +339,8 @@ impl Link {
     }
 
     /// Returns the number after the last queued fragment. A notification of this task's exit
-    /// carries it; the receiver delivers the notification only after all fragments below it.
+    /// contains this number; the receiver delivers the notification only after all fragments below
+    /// it.
     pub fn queued_end_seq(&self) -> u64 {
         self.tx.end_seq
     }
@@ -349,14 +355,14 @@ impl Link {
         self.tx.retained.is_empty()
     }
 
-    /// True if every fragment was transmitted on the current route at least once and none has yet
-    /// to be returned by the daemon.
+    /// True if every fragment was transmitted on the current route at least once and the daemon has
+    /// returned all messages of the previous process.
     #[inline]
     pub fn is_all_transmitted(&self) -> bool {
         self.tx.next_seq >= self.tx.end_seq && self.tx.returning.is_none()
     }
 
-    /// Returns the number of transmitted but unacknowledged fragments.
+    /// Returns the number of fragments that are transmitted but not acknowledged.
     #[inline]
     pub fn in_flight(&self) -> u64 {
         self.tx.next_seq - self.tx.acked
@@ -372,7 +378,7 @@ impl Link {
         self.tx.retained_bytes
     }
 
-    /// Returns when the link needs [`LinkEvent::Wake`], if at all.
+    /// Returns the time at which the link needs [`LinkEvent::Wake`]; `None` if it needs none.
     #[inline]
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
@@ -385,11 +391,12 @@ impl Link {
         }
     }
 
-    /// Queues a message of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`, which is not
-    /// copied. A message to a peer that has ended is dropped, as PVM requires.
+    /// Queues a message that consists of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`. A
+    /// large body is shared, not copied. A message to a peer that has ended is dropped, as PVM
+    /// requires.
     ///
     /// # Errors
-    /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
+    /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; the message is not queued.
     pub fn send(&mut self, head: impl AsRef<[u8]>, body: Bytes) -> Result<(), LinkError> {
         if self.peer_gone {
             return Ok(());
@@ -408,11 +415,11 @@ impl Link {
         Ok(())
     }
 
-    /// Queues a message as [`Link::send`] does, with a body of at most [`INLINE_BODY_BYTES_MAX`] bytes,
-    /// and returns its frame for immediate transmission.
+    /// Queues a message as [`Link::send`] does, with a body of at most [`INLINE_BODY_BYTES_MAX`]
+    /// bytes, and returns its frame for immediate transmission.
     ///
-    /// Returns `None` and queues nothing unless the link has a route, an open window and nothing
-    /// else to transmit.
+    /// Returns `None` and queues nothing unless the link has a route, an open window and no other
+    /// frame to transmit.
     #[inline]
     pub fn try_send_inline(
         &mut self,
@@ -439,17 +446,17 @@ impl Link {
         self.next_data_frame(now)
     }
 
-    /// Retransmits every unacknowledged fragment without a resync request. For a sender that has no
-    /// time to find out which ones were lost.
+    /// Schedules the retransmission of every unacknowledged fragment, without a resync request. For
+    /// a sender that has no time to ask which fragments were lost.
     pub fn retransmit_unacked(&mut self) {
         self.tx.next_seq = self.tx.acked;
         self.tx.flight.clear();
         self.tx.flight_bytes = 0;
     }
 
-    /// Transmits without regard to the window from now on. For a task that ends: its daemon takes
-    /// over the remaining frames. Fragments that used a replaced route are retransmitted, because
-    /// the task will not be there to learn which ones arrived.
+    /// Disables the window: all queued fragments are transmitted. For a task that ends, because its
+    /// daemon receives the remaining frames. Fragments that were transmitted on a replaced route
+    /// are retransmitted, because the task ends before it could learn which of them arrived.
     pub fn lift_window(&mut self) {
         self.tx.window_lifted = true;
         if std::mem::replace(&mut self.tx.maybe_lost_below, 1) > self.tx.acked {
@@ -459,11 +466,11 @@ impl Link {
 
     /// Starts a new incarnation after this end was restored from a checkpoint.
     ///
-    /// - `together`: the peer was restored from the same checkpoint. What the two ends know about
-    ///   each other is still true; only frames of earlier incarnations are void.
+    /// - `peer_restored_too` is true: the peer was restored from the same checkpoint. The states of
+    ///   the two ends still match; only frames of earlier incarnations are void.
     /// - Otherwise the peer continued to run. The link restarts with the messages that were never
-    ///   transmitted. The peer has most probably received all others and must not receive them
-    ///   twice.
+    ///   transmitted. The peer has most probably received all other messages and must not receive
+    ///   them twice.
     pub fn begin_incarnation(&mut self, incarnation: u16, peer_restored_too: bool) {
         if !peer_restored_too {
             let fresh = self.tx.highest_sent;
@@ -471,26 +478,26 @@ impl Link {
                 .retained
                 .retain(|message| message.first_seq >= fresh);
             self.tx.retained_bytes = self.tx.retained.iter().map(RetainedMessage::len).sum();
-            // Messages yet to be returned were transmitted, too, so they are dropped. Exception:
-            // the link was reset after they were sent, so the peer cannot have received them.
+            // Messages that the daemon has yet to return were transmitted, too, so they are
+            // dropped. Exception: if the link was reset after they were sent, the peer cannot have
+            // received them.
             self.tx.returning.take_if(|back| !back.was_reset());
             self.reset_to_incarnation(incarnation);
         }
         self.incarnation = incarnation;
     }
 
-    /// True if `line` is a later incarnation: the peer was restarted.
+    /// True if `incarnation` is later than the link's: the peer was restarted.
     pub fn is_older_than(&self, incarnation: u16) -> bool {
         is_later_incarnation(incarnation, self.incarnation)
     }
 
-    /// Incarnation of this end.
     pub fn incarnation(&self) -> u16 {
         self.incarnation
     }
 
-    /// Resets the link to this incarnation: retained messages get new numbers, and a partial
-    /// message from the peer is discarded.
+    /// Resets the link to this incarnation: the fragments of retained messages get new numbers, and
+    /// a partial message from the peer is discarded.
     fn reset_to_incarnation(&mut self, incarnation: u16) {
         let tx = &mut self.tx;
         if let Some(back) = &mut tx.returning {
@@ -518,12 +525,13 @@ impl Link {
         (self.incarnation, self.peer_gone) = (incarnation, false);
     }
 
-    /// Checks the incarnation of a frame from the peer; true if the frame is valid.
+    /// Checks the incarnation of a frame from the peer. Returns true if the frame is valid.
     ///
-    /// - Later incarnation: the peer was restarted, and this end resets itself to the same
-    ///   incarnation.
-    /// - Earlier incarnation: the peer does not know of the restart yet, or the frame is old. In
-    ///   both cases an acknowledgement informs the peer.
+    /// - Same incarnation: the frame is valid.
+    /// - Later incarnation: the frame is valid. The peer was restarted, and this end resets itself
+    ///   to the frame's incarnation.
+    /// - Earlier incarnation: the frame is void. Either the peer does not know of the restart yet,
+    ///   or the frame is old. An acknowledgement informs the peer.
     pub fn accept_incarnation(&mut self, incarnation: u16) -> bool {
         if incarnation == self.incarnation {
             return true;
@@ -536,7 +544,7 @@ impl Link {
         false
     }
 
-    /// Frees excess queue memory of a quiet link.
+    /// Frees excess memory of the queues of an idle link.
     pub fn shrink_idle(&mut self) {
         if self.tx.retained.is_empty() {
             self.tx.retained.shrink_to(IDLE_QUEUE_CAPACITY);
@@ -573,7 +581,7 @@ impl Link {
     }
 
     /// Schedules a probe after a route change, to learn which fragments arrived, and an
-    /// acknowledgement of what arrived here.
+    /// acknowledgement of the fragments that arrived at this end.
     fn schedule_probe(&mut self) {
         self.tx.probe_delay = PROBE_DELAY;
         self.tx.probe_pending = self.tx.highest_sent > self.tx.acked;
@@ -603,8 +611,8 @@ impl Link {
         }
     }
 
-    /// Processes a frame of the peer as [`Link::handle`] does, with the payload still in the
-    /// route's memory.
+    /// Processes a frame of the peer as [`Link::handle`] does. The payload is borrowed from the
+    /// memory of the route.
     #[inline]
     pub fn handle_parts(
         &mut self,
@@ -631,12 +639,13 @@ impl Link {
     }
 
     /// Processes a complete message, header and body, as if it had arrived in fragments. `seq` is
-    /// the number of the first one.
+    /// the number of its first fragment.
     pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
         let rest = fragment_count(message.len()) - 1;
         if seq == self.rx.expected_seq {
-            // Only a peer that violates the protocol starts a message within another one.
+            // Only a peer that violates the protocol starts a message before it has completed the
+            // previous one.
             self.rx.partial.clear();
             self.rx.expected_seq += rest;
             self.rx.unacked_fragments += rest;
@@ -684,7 +693,7 @@ impl Link {
     fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
         let tx = &mut self.tx;
         if ack > tx.highest_sent {
-            // This fragment was never sent. A lying peer harms only its own link.
+            // The fragment `ack - 1` was never sent. A peer that lies harms only its own link.
             return;
         }
         if ack > tx.acked {
@@ -727,7 +736,7 @@ impl Link {
         Some(LinkOutput::Transmit(self.next_frame(now)?.to_frame()))
     }
 
-    /// Returns the next message for the application.
+    /// Removes and returns the next complete message for the application.
     #[inline]
     pub fn take_message(&mut self) -> Option<Bytes> {
         self.rx.ready.pop_front()
@@ -743,7 +752,7 @@ impl Link {
                 || (self.tx.next_seq < self.tx.end_seq && self.is_window_open()))
     }
 
-    /// Returns the next frame for the route; it counts as transmitted.
+    /// Returns the next frame for the route; the frame counts as transmitted.
     #[inline]
     pub fn next_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         self.route?;
@@ -751,7 +760,8 @@ impl Link {
             return None;
         }
         if let Some(resync) = self.rx.pending_ack {
-            // A plain acknowledgement travels with data if there are any.
+            // An acknowledgement without a resync request is sent with a data frame if there is
+            // one.
             let travels_with_data = !resync
                 && !self.tx.probe_pending
                 && self.tx.next_seq < self.tx.end_seq
@@ -816,10 +826,11 @@ impl Link {
         })
     }
 
-    /// Returns header and body of the next message for a route that can carry whole messages.
+    /// Returns header and body of the next message, for a route that can carry whole messages.
     ///
-    /// Only if the message is next, its body has at least `bytes_min` bytes, and no fragment of it
-    /// was transmitted since the last resync.
+    /// `None` unless the next fragment to transmit is the first one of the message, the body has at
+    /// least `bytes_min` bytes, and no fragment of the message was transmitted since the last
+    /// resync.
     pub fn next_whole_message(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
         let ready = self.route.is_some()
             && !self.peer_gone
@@ -836,9 +847,9 @@ impl Link {
         (message.first_seq == self.tx.next_seq).then_some((message.head(), body))
     }
 
-    /// Marks the message of [`Link::next_whole_message`] as transmitted. Returns the number of its first
-    /// fragment and the acknowledgement to send with it. Its bytes do not count for the window,
-    /// because no daemon holds them.
+    /// Marks the message that [`Link::next_whole_message`] returned as transmitted. Returns the
+    /// number of its first fragment and the acknowledgement to send with it. The bytes of the
+    /// message do not count for the window, because no daemon stores them.
     pub fn mark_whole_sent(&mut self, now: Micros) -> (u64, u64) {
         let tx = &mut self.tx;
         let (seq, fragments) = (
@@ -869,8 +880,9 @@ impl Link {
         }
     }
 
-    /// Returns the acknowledgement for the next frame: everything that has arrived. A pending
-    /// resync request stays pending unless this frame `answers` it.
+    /// Returns the acknowledgement for the next frame: the number of the next expected fragment.
+    /// Clears a pending acknowledgement; a pending resync request is cleared only if `is_ack_frame`
+    /// is true.
     #[inline]
     fn take_ack(&mut self, is_ack_frame: bool) -> u64 {
         let rx = &mut self.rx;

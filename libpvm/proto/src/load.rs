@@ -1,4 +1,5 @@
-//! Reports of a load watcher about its host.
+//! Reports of a load watcher to the resource manager: the load of its host, the presence of the
+//! owner, and the permissions of guests.
 
 use crate::ids::{HostId, Micros};
 use crate::owner::GuestAccess;
@@ -6,18 +7,19 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::owner::GuestLimits;
 
-/// Mailbox class in which the resource manager publishes where load watchers must report.
+/// Mailbox class in which the resource manager publishes the address to which load watchers must
+/// send reports.
 pub const LOAD_REPORT_CLASS: &str = "###_SEMPA_LOAD_###";
 
 /// Program name of the load watchers.
 pub const LOAD_WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
-/// Free memory that a host must have for each task placed there, unless the request names an
-/// amount.
+/// Free memory, in bytes, that a host must have for each task placed on it, unless the spawn
+/// request names an amount.
 pub const HEADROOM_BYTES_PER_TASK: u64 = 64 << 20;
 
 /// Tag, in the resource manager's context, of an empty message to a load watcher that an earlier
-/// resource manager started. It tells the watcher to report to the sender.
+/// resource manager started. The watcher must send its reports to the sender from now on.
 pub const TAG_REPORT_TO: i32 = 7;
 
 /// True if a program, named with or without its path, is a load watcher.
@@ -25,18 +27,19 @@ pub fn is_load_watcher(program: &str) -> bool {
     program.rsplit('/').next() == Some(LOAD_WATCHER_PROGRAM)
 }
 
-/// Values read from /proc at one time.
+/// Load of a host at one time, as read from /proc.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadSample {
     /// Time of the sample, in microseconds since 1970.
     pub at: Micros,
     /// Number of online processors.
     pub cores: u32,
-    /// Processors that a limit (of a control group) leaves to this host's programs; 0: no limit.
-    /// With a limit, the values below are about these programs and not about the whole machine.
+    /// Number of processors to which a control group limits the programs of this host; 0 if there
+    /// is no limit. With a limit, the values below describe only these programs, not the whole
+    /// machine.
     pub cpu_limit: f32,
-    /// Runnable threads at this instant. With a limit: threads that ran or were throttled since the
-    /// previous sample.
+    /// Number of runnable threads at the time of the sample. With a limit: number of threads that
+    /// ran or were throttled since the previous sample.
     pub running: u32,
     /// Load average over one minute.
     pub load1: f32,
@@ -44,16 +47,18 @@ pub struct LoadSample {
     pub busy: f32,
     /// Bytes of memory available without swapping.
     pub available_bytes: u64,
-    /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 if
-    /// the kernel does not report it.
+    /// Share of time in which at least one task waited for a processor, averaged over ten seconds,
+    /// 0.0 to 1.0; 0 if the kernel does not report it.
     pub cpu_pressure: f32,
-    /// Processors used since the previous sample by the virtual machine's tasks, with all their
-    /// processes, and by the daemon. `None` if not measured, for example on an idle host.
+    /// Number of processors used since the previous sample by the daemon and by the virtual
+    /// machine's tasks with all their processes. `None` if not measured, for example on an idle
+    /// host.
     pub task_cpus: Option<f32>,
 }
 
 impl LoadSample {
-    /// Number of processors that the host's programs may use.
+    /// Returns the number of processors that the host's programs may use: the limit, or all online
+    /// processors.
     pub fn processors(&self) -> f32 {
         if self.cpu_limit > 0.0 {
             self.cpu_limit
@@ -63,35 +68,35 @@ impl LoadSample {
     }
 }
 
-/// One record of a login session.
+/// The record of one login session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Login {
     pub user: String,
     pub line: String,
-    /// Origin of the login; empty for a local one.
+    /// Origin of the login, such as a remote host; empty for a local login.
     pub from: String,
-    /// Time of the record, in microseconds since 1970.
+    /// Time of the login record, in microseconds since 1970.
     pub at: Micros,
 }
 
-/// The load watcher's conclusion from all signs of the owner's presence.
+/// The load watcher's conclusion about the owner's presence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OwnerVerdict {
     /// The machine is not in use.
     Absent {
-        /// Time at which the last user left, if one was seen.
+        /// Time at which the last user logged out; `None` if the watcher has seen no user.
         since: Option<Micros>,
     },
-    /// The machine may be in use: guests stay, new tasks are placed elsewhere first.
+    /// The machine may be in use: guests stay, and new tasks are placed on other hosts first.
     Maybe {
-        /// Start of this state.
+        /// Time at which this state began.
         since: Micros,
     },
     /// The machine is in use.
     Present {
-        /// The earliest login that still lasts, or the owner's own command.
+        /// Time of the earliest login that still lasts, or of the owner's own declaration.
         since: Micros,
-        /// Time at which the watcher detected it.
+        /// Time at which the load watcher detected the owner.
         detected_at: Micros,
     },
 }
@@ -110,16 +115,16 @@ pub struct LoadReport {
     pub at: Micros,
     pub sample: LoadSample,
     pub owner_verdict: OwnerVerdict,
-    /// Confidence in `owner`, in percent.
+    /// Confidence in `owner_verdict`, in percent.
     pub confidence: u8,
-    /// Reason for `owner`, in one sentence.
+    /// Reason for `owner_verdict`, in one sentence.
     pub owner_reason: String,
-    /// Logins that support `owner`.
+    /// Logins that support `owner_verdict`.
     pub logins: Vec<Login>,
     pub access: GuestAccess,
-    /// Reason for a restriction of `guests`, in one sentence; empty if guests may run.
+    /// Reason for a restriction of `access`, in one sentence; empty if guests may run.
     pub access_reason: String,
-    /// Limits for guests while they may run.
+    /// Limits that apply to guests while they may run.
     pub limits: GuestLimits,
 }
 

@@ -4,7 +4,7 @@ use crate::ids::Tid;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
-/// Size of the message header on a link.
+/// Size in bytes of the message header on a link.
 pub const MESSAGE_HEAD_BYTES: usize = 16;
 
 /// `enc` value of a message whose body is XDR (`pvm_getminfo`).
@@ -14,10 +14,10 @@ pub const DSIG_X86_64: i32 = 0x0040_8c41;
 /// `enc` value of a user trace event.
 pub const ENC_TRACE: i32 = 0x4000_0000;
 
-/// Context of control messages between tasks (`TC_*` tags).
+/// Context of control messages between tasks (`TC_*` tags of PVM).
 pub const CTX_TASK_CONTROL: i32 = 0x7ffff;
 pub const CTX_GROUPS: i32 = 0x7fffc;
-/// Context in which every task starts.
+/// Context of a task until it or its parent selects another one.
 pub const CTX_BASE: i32 = 0;
 
 /// A message with every property that a receiver can query.
@@ -36,7 +36,7 @@ pub struct Message {
     pub body: Bytes,
 }
 
-/// Encodes a message header: context, tag, wait id, encoding; little-endian.
+/// Encodes a message header as four little-endian words: context, tag, wait id, encoding.
 #[inline]
 pub fn encode_message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD_BYTES] {
     let mut head = [0; MESSAGE_HEAD_BYTES];
@@ -47,13 +47,13 @@ pub fn encode_message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSA
 }
 
 impl Message {
-    /// Encodes the header that precedes the body on a link. Source and destination are those of the
-    /// link.
+    /// Encodes the header that precedes the body on a link. The header does not contain source and
+    /// destination, because the link implies them.
     pub fn encode_head(&self) -> [u8; MESSAGE_HEAD_BYTES] {
         encode_message_head(self.ctx, self.tag, self.wid, self.enc)
     }
 
-    /// Concatenates header and body.
+    /// Encodes the message as it is sent on a link: header, then body.
     pub fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(MESSAGE_HEAD_BYTES + self.body.len());
         out.put_slice(&self.encode_head());

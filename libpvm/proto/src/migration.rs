@@ -19,9 +19,9 @@ pub enum Step {
     Inspect,
     /// The target gives its verdict. Nothing is stopped yet.
     Prepare,
-    /// Part of the memory of a large task is sent while the task still runs, if post-copy follows.
+    /// For a large task that uses post-copy: part of the memory is sent while the task still runs.
     PreCopy,
-    /// The task's library closes all connections outside its process.
+    /// The task's library closes all connections out of its process.
     Quiesce,
     /// The task's processes are stopped.
     Stop,
@@ -29,7 +29,7 @@ pub enum Step {
     Dump,
     /// The images are transferred to the target and verified there.
     Transfer,
-    /// The target rebuilds the task, up to the point where it could run.
+    /// The target rebuilds the task's processes, which stay stopped.
     Restore,
     /// The new location is recorded and distributed under a new epoch.
     Commit,
@@ -37,8 +37,8 @@ pub enum Step {
     KillSource,
     /// The target's copy runs.
     Run,
-    /// All memory is at the target. Without post-copy this is already true; with post-copy the
-    /// memory follows a task that already runs.
+    /// All memory arrives at the target. Without post-copy this step is already complete; with
+    /// post-copy the memory arrives while the task runs.
     Arrive,
 }
 
@@ -125,7 +125,8 @@ impl fmt::Display for MigrationCause {
     }
 }
 
-/// One attempt to migrate one task.
+/// One attempt to migrate one task. `cause` also marks checkpoints and restarts, which use the same
+/// protocol.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Migration {
     pub id: MigrationId,
@@ -135,7 +136,7 @@ pub struct Migration {
     pub cause: MigrationCause,
 }
 
-/// A file that the task also needs on the target.
+/// A file of the source that the target must have for the task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequiredFile {
     /// Absolute path as the task sees it.
@@ -146,21 +147,22 @@ pub struct RequiredFile {
     pub requirement: FileRequirement,
 }
 
-/// The required equality of a file on source and target.
+/// The properties in which a file on the target must match the file on the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FileRequirement {
     /// Same length and same BLAKE3 hash of the content: programs and libraries.
     Content(String),
-    /// Same length: files open for reading.
+    /// Same length; for files open for reading.
     Length,
-    /// The file must exist and be at least as long. For files open for writing, which may grow
-    /// until the task is stopped. For files in append mode and devices no length is recorded.
+    /// The file must exist and be at least as long as on the source; for files open for writing,
+    /// which may grow until the task is stopped. For files in append mode and devices no length is
+    /// recorded.
     Exists,
     /// The path must be a directory.
     Directory,
-    /// Same length. A missing file is copied to the target.
+    /// As [`FileRequirement::Length`], but a missing file is copied to the target.
     LengthOrCopied,
-    /// As [`FileRequirement::Exists`]. A missing file is copied to the target.
+    /// As [`FileRequirement::Exists`], but a missing file is copied to the target.
     ExistsOrCopied,
 }
 
@@ -177,38 +179,39 @@ impl FileRequirement {
 /// Properties and resources of a task, on which the target bases its verdict.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskFacts {
-    /// Its program as requested; empty if not known yet.
+    /// Program name as requested in the spawn; empty if not known yet.
     pub program: Box<str>,
-    /// Memory in bytes, resident or swapped out.
+    /// Memory of the task in bytes, resident or swapped out.
     pub resident_bytes: u64,
-    /// User that the task runs as.
+    /// User id of the task.
     pub uid: u32,
     /// Processor features of the source, as named in /proc/cpuinfo, sorted.
     pub cpu_features: Vec<String>,
-    /// System calls that the source's kernel has and other kernels may lack, by name, sorted. They
-    /// were probed by calling them. A program that has found one may continue to use it.
+    /// System calls that the source's kernel has and other kernels may lack, by name, sorted. The
+    /// source found them by calling them. A program may have detected such a call and continue to
+    /// use it.
     pub kernel_features: Vec<String>,
-    /// Kernel release of the source, for messages.
+    /// Kernel release of the source; only for error messages.
     pub kernel: Box<str>,
-    /// Version of the dump engine at the source, for messages.
+    /// Version of the dump engine at the source; only for error messages.
     pub engine: String,
-    /// Number of threads in all its processes.
+    /// Number of threads in all processes of the task.
     pub threads: u32,
     /// Files that the target must have.
     pub files: Vec<RequiredFile>,
-    /// How the task was started, and the engines that it permits; `None`: CRIU only. The fields
-    /// above are needed only for CRIU.
+    /// How the task was started, and the engines permitted for it; `None` if only CRIU is
+    /// permitted. The fields above are needed only for CRIU.
     pub launch: Option<Box<LaunchInfo>>,
 }
 
 impl TaskFacts {
-    /// True if CRIU may migrate the task.
+    /// True if CRIU is a permitted engine of the task.
     pub fn allows_criu(&self) -> bool {
         self.launch.as_ref().is_none_or(|begin| begin.allows_criu())
     }
 
-    /// Returns the signal that requests the task's own checkpoint, if its first engine is that and
-    /// uses a signal.
+    /// Returns the signal that requests the task's own checkpoint; `None` unless the first engine
+    /// of the task writes such a checkpoint and is asked by a signal.
     pub fn checkpoint_signal(&self) -> Option<i32> {
         match self.launch.as_ref()?.engines.first()? {
             Engine::SelfCheckpoint {
@@ -219,7 +222,7 @@ impl TaskFacts {
         }
     }
 
-    /// Returns the first engine that restarts the program.
+    /// Returns the first permitted engine that restarts the program.
     pub fn restart_engine(&self) -> Option<Engine> {
         self.launch
             .as_ref()
@@ -227,7 +230,7 @@ impl TaskFacts {
     }
 }
 
-/// The reason why a task cannot migrate, or not to this target. Nothing was stopped.
+/// A reason why a task cannot migrate to any host, or not to this target. Nothing was stopped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The virtual machine has no such task.
@@ -239,23 +242,23 @@ pub enum Refusal {
     /// Another migration of the task is in progress.
     #[serde(rename = "AlreadyMoving")]
     AlreadyMigrating(MigrationId),
-    /// The task was started from a command line, so no process of the virtual machine is its
-    /// parent.
+    /// The task was started from a command line. Only spawned tasks can migrate, because their
+    /// parent process belongs to the virtual machine.
     NotSpawned,
     /// The task has not connected to its daemon, or has left the virtual machine.
     NotConnected,
-    /// The task is bound to its host: a load watcher, a console, a resource manager.
+    /// The task is bound to its host, like a load watcher, a console or a resource manager.
     Pinned,
     /// The host has no working dump engine.
     NoEngine {
         host: HostId,
-        /// The reason, and how to install one.
+        /// The reason why no engine works, and how to install one.
         why: String,
     },
     /// The task has a resource that cannot be migrated.
     #[serde(rename = "Holds")]
     UnsupportedResource {
-        /// The resource in words (`io_uring ring`, `System V shared memory`, …).
+        /// Description of the resource (`io_uring ring`, `System V shared memory`, …).
         what: String,
     },
     /// The target's processor lacks features that the program may use.
@@ -292,55 +295,57 @@ pub enum Refusal {
         /// Threads that the limit still permits.
         have: u64,
     },
-    /// The host did not answer in time or has left.
+    /// The host did not answer within the time limit, or has left the virtual machine.
     HostLost(HostId),
-    /// The owner of the target permits no guests to run at present.
+    /// The owner of the target permits no guests at present.
     #[serde(rename = "OwnerThere")]
     OwnerPresent {
         host: HostId,
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The owner of the target does not permit one more guest, or this program.
+    /// A limit set by the owner of the target excludes the task: the number of guests, or its
+    /// program or user.
     OwnerLimits {
         host: HostId,
         /// The owner's limit, in one sentence.
         why: String,
     },
-    /// The coordinator's limit of concurrent migrations is reached.
+    /// The coordinator already performs the maximum number of concurrent migrations.
     #[serde(rename = "TooManyMoves")]
     TooManyMigrations { limit: usize },
-    /// The task must not migrate while files are open (`SEMPA_FILES=refuse`).
+    /// The task must not migrate while it has open files (`SEMPA_FILES=refuse`).
     #[serde(rename = "FilesStay")]
     OpenFilesRefused {
         /// One of its open files.
         path: PathBuf,
     },
-    /// Its open files exceed the limit for copying files.
+    /// The task's open files exceed the limit for copying files to the target.
     #[serde(rename = "FilesTooLarge")]
     OpenFilesTooLarge {
-        /// Number of open files.
+        /// Number of open files to copy.
         files: usize,
-        /// Total size of these files.
+        /// Total size of these files, in bytes.
         bytes: u64,
-        /// Largest total size that is copied.
+        /// Maximum total size, in bytes, that is copied.
         limit: u64,
     },
-    /// The task writes its own checkpoint, which a suspended task cannot do.
+    /// The task writes its own checkpoint for a migration, which is impossible while it is
+    /// suspended.
     Suspended,
-    /// The task was asked for its own checkpoint without success, and may still exit for that
-    /// reason.
+    /// The task was asked for its own checkpoint and has not written it. It may still exit because
+    /// of that request.
     #[serde(rename = "MayEndYet")]
     SelfCheckpointPending,
-    /// The signal that would request the task's own checkpoint has no handler, or none yet, and
+    /// The task has no handler for the signal that would request its own checkpoint, so the signal
     /// would only kill the task.
     #[serde(rename = "NotMinded")]
     SignalNotHandled { signal: i32 },
-    /// Checkpoints of jobs are written by CRIU or by the program itself, and the task permits
-    /// neither.
+    /// Checkpoints of jobs are written by CRIU or by the program itself, and neither engine is
+    /// permitted for the task.
     #[serde(rename = "NotByCriu")]
     NoCheckpointEngine {
-        /// The engine that the task permits.
+        /// The first engine that is permitted for the task.
         engine: Engine,
     },
     /// The task writes its own checkpoint, but its state files are not configured.
@@ -359,20 +364,21 @@ pub enum Refusal {
         #[serde(rename = "promised")]
         reserved: u64,
     },
-    /// The images would become a process of a user other than the virtual machine's.
+    /// The target would restore the images as a process of a user other than the virtual machine's.
     OtherUser {
-        /// The user in the images.
+        /// User id in the images.
         found: u32,
-        /// The user that restored tasks run as.
+        /// User id of restored tasks.
         expected: u32,
     },
-    /// The task was spawned for debugging (`PvmTaskDebug`); its debugger works on its host only.
+    /// The task was spawned for debugging (`PvmTaskDebug`); the debugger works only on the task's
+    /// host.
     Debugged,
-    /// The task needs more files than a request to a target can list.
+    /// The task needs more files than the request to a target can list.
     FilesTooMany {
-        /// Number of files at which the limit was reached.
+        /// Number of files after which the limit was reached.
         files: usize,
-        /// Largest total size of the list.
+        /// Maximum size of the list, in bytes.
         limit: u64,
     },
 }
@@ -483,25 +489,26 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// The target's answer before anything is stopped. Empty: it accepts the task.
+/// The target's answer before anything is stopped: its reasons to refuse the task. An empty list
+/// means that it accepts the task.
 pub type Verdict = Vec<Refusal>;
 
-/// The hosts that would accept a task. The query changes nothing.
+/// Result of a placement query: the hosts that would accept a task. The query changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationTargets {
     pub tid: Tid,
-    /// The host on which it runs.
+    /// The host on which the task runs.
     pub from: HostId,
-    /// Its memory in bytes, resident or swapped out.
+    /// Memory of the task in bytes, resident or swapped out.
     pub resident_bytes: u64,
-    /// The other hosts that were asked, nearest first, with their verdicts.
+    /// The queried hosts with their verdicts, nearest to the task's host first.
     pub verdicts: Vec<(HostId, Verdict)>,
-    /// The engine for each host that would accept the task.
+    /// The hosts that would accept the task, each with the engine that a migration would use.
     pub engines: Vec<(HostId, Engine)>,
 }
 
 impl MigrationTargets {
-    /// Returns the nearest host that would accept the task.
+    /// Returns the nearest host that would accept the task; `None` if every host refuses it.
     pub fn nearest(&self) -> Option<HostId> {
         self.verdicts
             .iter()
@@ -509,7 +516,7 @@ impl MigrationTargets {
             .map(|(host, _)| *host)
     }
 
-    /// Returns the engine for a migration to this host.
+    /// Returns the engine that a migration to this host would use.
     pub fn engine(&self, host: HostId) -> Engine {
         self.engines
             .iter()
@@ -519,26 +526,26 @@ impl MigrationTargets {
     }
 }
 
-/// The reason why a step failed.
+/// The reason why a step of a migration failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     /// The task cannot migrate, or a host refused it.
     Refused(Verdict),
-    /// The step did not end in time.
+    /// The step took longer than the time limit.
     Deadline { allowed: Micros },
     /// The engine's process was killed by a signal.
     Killed { signal: i32 },
-    /// The engine reported an error; its own message.
+    /// The engine reported an error; contains its message.
     Engine(String),
-    /// The images did not arrive as they were sent.
+    /// The images that arrived differ from the images that were sent; contains the difference.
     Images(String),
-    /// A file operation failed.
+    /// A file operation failed; contains the error.
     Io(String),
-    /// A host that was needed has left.
+    /// A host that takes part in the migration has left the virtual machine.
     HostLost(HostId),
     /// The task exited during the migration.
     TaskEnded,
-    /// The migration was cancelled.
+    /// The migration was cancelled; contains the reason.
     #[serde(rename = "CalledOff")]
     Cancelled(String),
 }
@@ -565,16 +572,17 @@ impl fmt::Display for Failure {
 /// Processor time and memory that a task has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
-    /// Time in user mode.
+    /// Processor time in user mode.
     pub user: Micros,
-    /// Time in the kernel.
+    /// Processor time in the kernel.
     pub system: Micros,
-    /// Largest resident size in bytes.
+    /// Maximum resident size in bytes.
     pub resident_max_bytes: u64,
 }
 
 impl Usage {
-    /// Adds the usage of the same task on another host.
+    /// Adds the usage of the same task on another host: sums the times and takes the larger memory
+    /// size.
     #[must_use]
     pub fn plus(self, other: Usage) -> Usage {
         Usage {
@@ -585,31 +593,33 @@ impl Usage {
     }
 }
 
-/// State of a task when the source's copy is gone. The target continues with it.
+/// State of a task at the time when the source's copy was killed. The target continues with this
+/// state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FinalSourceState {
-    /// Resources used so far, as far as known.
+    /// Resources that the task has used so far, as far as known.
     pub used: Usage,
-    /// Suspensions that remain in force.
+    /// Suspensions of the task that remain in force.
     pub suspensions: Suspensions,
 }
 
-/// Tasks that are restarted together from a checkpoint.
+/// The tasks that are restarted together from one checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartGroup {
-    /// Their incarnation. Link frames of an earlier incarnation are void.
+    /// Incarnation of the restarted tasks. Link frames of earlier incarnations are void.
     pub incarnation: u16,
-    /// All restarted tasks, each with its incarnation at the time of the checkpoint. These can
-    /// differ: a task may have been restarted before while the others had not heard of it.
+    /// All restarted tasks, each with its incarnation at the time of the checkpoint. The
+    /// incarnations can differ: one task may have been restarted earlier, and the others may not
+    /// have received a frame of the new incarnation before the checkpoint.
     pub members: Vec<(Tid, u16)>,
-    /// True in the virtual machine that made the checkpoint: there, tasks outside the group may
-    /// still be the ones that the checkpoint refers to.
+    /// True if the checkpoint is restarted in the virtual machine that made it. Tasks outside the
+    /// group may then still be the tasks to which the checkpoint refers.
     pub same_vm: bool,
 }
 
 impl RestartGroup {
-    /// Returns the incarnation of a restarted task at the time of the checkpoint; `None` if it is
-    /// not in the group.
+    /// Returns the incarnation of a restarted task at the time of the checkpoint; `None` if the
+    /// task is not in the group.
     pub fn incarnation_before(&self, tid: Tid) -> Option<u16> {
         self.members
             .iter()
@@ -625,55 +635,58 @@ pub enum MigrationOrder {
     Inspect,
     /// Target: give a verdict and prepare for the task.
     Prepare {
-        /// Properties of the task.
+        /// Properties of the task, for the verdict.
         facts: TaskFacts,
-        /// Suspensions of the task, for requests that arrive before it runs on the target.
+        /// Suspensions of the task. The target needs them for suspend requests that arrive before
+        /// the task runs there.
         suspensions: Suspensions,
-        /// Set if the task is restarted from a checkpoint; `None`: it migrates.
+        /// The group that is restarted, if the task is restarted from a checkpoint; `None` if it
+        /// migrates.
         restart_group: Option<RestartGroup>,
-        /// The source supports post-copy for this task.
+        /// True if the source supports post-copy for this task.
         supports_post_copy: bool,
-        /// Pre-copy precedes the dump if post-copy is used.
+        /// True if the source performs pre-copy before the dump; only if post-copy is used.
         pre_copy: bool,
     },
     /// Source: quiesce, stop, dump and send the images to the target.
     Depart {
-        /// Path, on the target, of the file that wakes the quiesced library.
+        /// Path on the target of the resume token, the file that wakes the quiesced library.
         resume_token: PathBuf,
-        /// Post-copy: most memory stays at the source and is served on demand.
+        /// True for post-copy: most memory stays at the source and is served on demand.
         post_copy: bool,
-        /// Pre-copy: send memory before any other step.
+        /// True for pre-copy: the source sends memory before any other step.
         pre_copy: bool,
-        /// The engine. One that restarts the program asks it to exit instead of dumping it.
+        /// The engine of the migration. An engine that restarts the program asks the program to
+        /// exit instead of dumping it.
         engine: Engine,
     },
-    /// Source, before the commit: the migration is aborted; the task continues here.
+    /// Source, before the commit: the migration is aborted; the task continues at the source.
     Resume {
         /// Suspensions that are in force, including requests that arrived at the target. A
         /// suspended task stays stopped.
         suspensions: Suspensions,
     },
-    /// Target, before the commit: discard everything.
+    /// Target, before the commit: discard everything that belongs to the migration.
     Discard,
-    /// Source, after the commit: kill and reap the copy, and forward the items that wait for the
-    /// task.
+    /// Source, after the commit: kill and reap the source's copy, and forward the items that wait
+    /// for the task.
     Release,
-    /// Target, after the source's copy is gone: run the task.
+    /// Target, after the source's copy was killed: run the task.
     Run(FinalSourceState),
     /// Source, for a checkpoint: quiesce and stop the task, and keep it stopped.
     Pause,
     /// Source, for a checkpoint, when all tasks of the job are stopped: write the images, resume
     /// the task, and send the images to the master.
     Dump {
-        /// Requests for which the task waits, as the master knows them. All other requests are
+        /// Requests of the task that the master has not answered yet. All other requests are
         /// already answered.
         open_requests: Vec<RequestId>,
         /// Tasks of the job that ended since its last checkpoint; before the first checkpoint,
-        /// tasks that ended recently. Their last messages would not be sent again, so they are
-        /// delivered first.
+        /// tasks that ended recently. After a restart their last messages could not be sent again,
+        /// so these messages are delivered before the dump.
         ended_tasks: Vec<Tid>,
     },
-    /// Source, for a checkpoint: it is aborted; resume the task.
+    /// Source, for a checkpoint: the checkpoint is aborted; resume the task.
     Abort,
 }
 
@@ -682,55 +695,56 @@ pub enum MigrationOrder {
 pub enum StepReport {
     /// Source: the task's properties.
     Inspected {
-        /// For the target's verdict.
+        /// Properties of the task, for the target's verdict.
         facts: TaskFacts,
-        /// Suspensions of the task. From now on the coordinator's state is authoritative: both ends
-        /// forward requests to it.
+        /// Suspensions of the task. From now on the coordinator decides on suspend requests: source
+        /// and target forward such requests to it.
         suspensions: Suspensions,
-        /// Post-copy pays off for this task and is possible as far as the source is concerned.
+        /// True if post-copy is worthwhile for this task and the source supports it.
         supports_post_copy: bool,
-        /// The task is large enough for pre-copy.
+        /// True if the task is large enough for pre-copy.
         supports_pre_copy: bool,
     },
-    /// Target: the verdict and the path of the file that will wake the task.
+    /// Target: the verdict, and the preparations if the target accepts the task.
     Prepared {
-        /// Empty if the target accepts the task.
+        /// Reasons to refuse the task; empty if the target accepts it.
         verdict: Verdict,
-        /// Path of the token file on the target.
+        /// Path on the target of the resume token, the file that wakes the quiesced library.
         resume_token: PathBuf,
-        /// Post-copy will be used: source and target support it.
+        /// True if source and target support post-copy, so that it will be used.
         post_copy: bool,
         engine: Engine,
     },
-    /// Source: pre-copy has ended, and these bytes are at the target.
+    /// Source: pre-copy has ended.
     PreCopied {
-        /// Includes bytes that were sent more than once.
+        /// Number of bytes sent, including bytes that were sent more than once.
         bytes: u64,
     },
     /// Source: the library has quiesced.
     Quiesced,
-    /// Source: all processes of the task are stopped.
+    /// Source: all processes of the task have stopped.
     Stopped,
-    /// Source: the images are written.
+    /// Source: the images have been written.
     Dumped {
-        /// Size of the images.
+        /// Size of the images, in bytes.
         bytes: u64,
     },
     /// Target: all images have arrived and are verified.
     Received {
-        /// Size of the images.
+        /// Size of the images, in bytes.
         bytes: u64,
     },
-    /// Target: the copy is complete and stopped.
+    /// Target: the task's copy is restored and stopped.
     Restored,
-    /// Source: the copy is gone; the resources that it had used.
+    /// Source: the source's copy was killed and reaped; contains the resources that it had used.
     SourceGone(Usage),
     /// Target: the task runs.
     Running,
     /// Target: all memory has arrived.
     Arrived,
-    /// Either end: the step failed. At the source the task still exists; at the target nothing is
-    /// left of it. If the step is [`Step::Arrive`], the task is dead.
+    /// Source or target: the step failed. At the source the task still exists; at the target
+    /// everything of the migration was discarded. If the step is [`Step::Arrive`], the task is
+    /// dead.
     Failed {
         /// The step that failed.
         step: Step,
@@ -739,7 +753,7 @@ pub enum StepReport {
 }
 
 impl StepReport {
-    /// Returns the step that this report completes.
+    /// Returns the step that this report completes, or at which it failed.
     pub fn step(&self) -> Step {
         match self {
             StepReport::Inspected { .. } => Step::Inspect,

@@ -1,5 +1,5 @@
-//! Permissions of guests (foreign tasks) on a host. The host's load watcher sends them to the
-//! host's daemon and the resource manager, as the owner's policy requires.
+//! Permissions of guests on a host. The host's load watcher derives them from the owner's policy,
+//! and sends them to the host's daemon and to the resource manager.
 
 use crate::error::PvmError;
 use crate::ids::Micros;
@@ -8,21 +8,21 @@ use std::fmt;
 
 /// Largest size of [`GuestDirective::reason`]; longer sentences are truncated.
 pub const REASON_BYTES_MAX: usize = 512;
-/// Error of a host whose owner permits no guests at present, no more of them, or not this program.
-/// The placement then tries other hosts, unless the spawn names one.
+/// Error of a spawn on a host whose owner permits no guests at present, no more guests, or not this
+/// program. The placement then tries other hosts, unless the spawn names one host.
 pub const GUEST_REFUSED: PvmError = PvmError::OutOfRes;
 
-/// How guests are evicted from a host; in files "move", "kill" and "checkpoint".
+/// How guests are evicted from a host; in policy files "move", "kill" and "checkpoint".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EvictionMode {
-    /// Migrate to another host. Without one they stay paused.
+    /// Guests migrate to another host. If no host accepts them, they stay paused.
     #[default]
     Move,
-    /// End the tasks without a migration.
+    /// Guests are ended without an attempt to migrate them.
     Kill,
-    /// Migrate to another host. Without one their jobs are checkpointed, ended, and restarted when
-    /// there is room.
+    /// Guests migrate to another host. If no host accepts them, their jobs are checkpointed, ended,
+    /// and restarted when a host accepts them.
     Checkpoint,
 }
 
@@ -43,41 +43,43 @@ pub enum GuestAccess {
     Welcome,
     /// Guests must be paused immediately.
     Paused {
-        /// Time of the eviction if the owner is still present then, in microseconds since 1970;
-        /// `None`: guests stay paused.
+        /// Time at which guests are evicted if the owner is still present, in microseconds since
+        /// 1970; `None` if guests stay paused.
         evict_at: Option<Micros>,
         /// How guests are evicted.
         eviction: EvictionMode,
     },
 }
 
-/// A load watcher's directive to the daemon of its host. It is in force until the next one, or
-/// until the watcher ends.
+/// A load watcher's directive to the daemon of its host. The directive is in force until the next
+/// one arrives, or until the watcher ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestDirective {
     pub access: GuestAccess,
-    /// The reason in one sentence.
+    /// Reason for the directive, in one sentence.
     pub reason: String,
-    /// Limits for guests while they may run. The host enforces them regardless of who places tasks,
-    /// except the memory limit, which is measured.
+    /// Limits for guests while they may run. The daemon enforces them for every placement, except
+    /// the memory limit, which is checked by measurement.
     pub limits: GuestLimits,
 }
 
-/// The owner's limits for guests while they may run.
+/// Limits of the owner for guests while they may run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GuestLimits {
-    /// Largest number of guests at the same time.
+    /// Maximum number of guests at the same time; `None` if there is no limit.
     pub guests_max: Option<u32>,
-    /// Bytes of memory that stay free for the owner.
+    /// Bytes of memory that must stay free for the owner.
     pub memory_free: u64,
-    /// Programs that must not run here: name patterns, in which `*` stands for any characters.
+    /// Programs that must not run on this host, as name or path patterns in which `*` stands for
+    /// any characters.
     pub programs: Vec<String>,
-    /// Users whose tasks must not run here.
+    /// User ids whose tasks must not run on this host.
     pub users: Vec<u32>,
 }
 
 impl GuestLimits {
-    /// Returns the pattern that blocks a program, given by its path or name.
+    /// Returns the pattern that blocks a program, given by its path or name; `None` if the program
+    /// may run.
     pub fn blocking_pattern(&self, program: &str) -> Option<&str> {
         let name = program.rsplit('/').next().unwrap_or(program);
         self.programs
@@ -87,7 +89,7 @@ impl GuestLimits {
     }
 }
 
-/// True if a name matches the pattern; `*` stands for any characters.
+/// True if `name` matches the pattern, in which `*` stands for any characters.
 fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((head, mut rest)) = pattern.split_once('*') else {
         return pattern == name;

@@ -1,12 +1,14 @@
-//! Queries to Sempa's resource manager about its decisions, resource usage and jobs.
+//! Queries and commands to Sempa's resource manager about its decisions, resource usage and jobs.
 //!
 //! A query is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_QUERY`]. The
-//! reply has tag [`TAG_REPLY`] and the query's wait id. Both bodies are raw bytes: the protocol
-//! version as two bytes, low byte first, then [`RmQuery`] or [`RmReply`] in postcard. The reply to
-//! a query of another version is [`RmReply::UnsupportedVersion`], whose encoding never changes. A resource
-//! manager other than Sempa's ignores these messages; the sender gives up after a timeout.
+//! reply has tag [`TAG_REPLY`] and the query's wait id. The bodies of query and reply are raw
+//! bytes: the protocol version as two bytes, low byte first, then [`RmQuery`] or [`RmReply`] in
+//! postcard. The reply to a query of another version is [`RmReply::UnsupportedVersion`], whose
+//! encoding never changes. A resource manager other than Sempa's ignores these messages; the sender
+//! stops waiting after a timeout.
 //!
-//! Hosts are identified by name, because they may be gone when a decision is queried.
+//! Hosts are identified by name, because a host may have left before a decision about it is
+//! queried.
 
 mod decision_kind;
 
@@ -20,15 +22,16 @@ use crate::suspend;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
-/// Version of queries, replies and decisions.
+/// Version of the encoding of queries, replies and decisions.
 pub const RM_VERSION: u16 = 6;
-/// Context of all messages to the resource manager other than PVM's documented ones.
+/// Context of all messages to the resource manager that PVM does not define.
 pub const CTX_RM: i32 = 0x7ffe0;
 pub const TAG_QUERY: i32 = 10;
 pub const TAG_REPLY: i32 = 11;
-/// Number of rejected hosts that a decision lists; of all others it stores only the number.
+/// Maximum number of rejected hosts that a decision lists by name; it contains only the number of
+/// the others.
 pub const REJECTED_HOSTS_MAX: usize = 64;
-/// Largest number of entries in one reply; the newest are returned.
+/// Maximum number of entries in one reply. If there are more, the newest are returned.
 pub const REPLY_ENTRIES_MAX: usize = 1000;
 
 /// A query or command for the resource manager.
@@ -48,33 +51,36 @@ pub enum RmQuery {
         /// Restricts the list to this user's jobs.
         user: Option<u32>,
     },
-    /// Lists one job and its tasks; any of its tasks may be named. → [`RmReply::Job`]
+    /// Returns a job and its tasks. The tid may be that of any task of the job. → [`RmReply::Job`]
     Job(Tid),
-    /// Suspends or resumes a job with all its tasks, including later ones; any of its tasks may be
-    /// named. → [`RmReply::Suspended`]
+    /// Suspends or resumes a job with all its tasks, including tasks that it spawns later. →
+    /// [`RmReply::Suspended`]
     Suspend {
         job: Tid,
-        /// False: resumes the job.
+        /// True to suspend the job, false to resume it.
         suspend: bool,
     },
-    /// Drains a host: all tasks leave, and no others are placed there. → [`RmReply::Drain`]
+    /// Drains a host: all tasks migrate from it, and no tasks are placed on it. →
+    /// [`RmReply::Drain`]
     Drain {
         host: String,
-        /// Time limit for the drain; tasks that are left by then are reported.
+        /// Time limit for the drain; tasks that are still on the host afterwards are reported.
+        /// `None` means no limit.
         within: Option<Micros>,
     },
     /// Ends a drain: the host accepts tasks again. → [`RmReply::Drain`] with the tasks on the host
     Undrain { host: String },
     /// Reports the progress of a drain. → [`RmReply::Drain`]
     DrainStatus { host: String },
-    /// Cancels the pending restart of a vacated job, which was checkpointed and ended until there
-    /// is room; any of its tasks may be named. → [`RmReply::VacatedCancelled`]
+    /// Cancels the pending restart of a vacated job. The job was checkpointed and ended because no
+    /// host accepted it. The tid may be that of any task of the job. →
+    /// [`RmReply::VacatedCancelled`]
     CancelVacated(Tid),
-    /// Ends all tasks of a job, including those that are being started; any of its tasks may be
-    /// named. Tasks are asked to exit, and killed after a timeout. → [`RmReply::KillProgress`] with the
-    /// progress so far
+    /// Ends all tasks of a job, including tasks that are being started. The tid may be that of any
+    /// task of the job. Tasks are asked to exit, and killed after a timeout. →
+    /// [`RmReply::KillProgress`] with the progress so far
     Kill(Tid),
-    /// Reports the progress of [`RmQuery::Kill`]. → [`RmReply::KillProgress`]
+    /// Reports the progress of [`RmQuery::Kill`] for the job. → [`RmReply::KillProgress`]
     KillStatus(Tid),
     /// Lists the spawns that wait for hosts. → [`RmReply::WaitingSpawns`]
     WaitingSpawns {
@@ -87,14 +93,14 @@ pub enum RmQuery {
 /// must stay the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RmReply {
-    /// The query's version is not supported; the supported version.
+    /// The query's version is not supported; contains the supported version.
     UnsupportedVersion(u16),
-    /// Decisions about the subject, oldest first.
+    /// Decisions about the task or host that the query names, oldest first.
     Decisions {
-        /// The task's record, if the query named a task.
+        /// The record of the task, if the query named a task.
         task: Option<TaskUsage>,
         decisions: Vec<Decision>,
-        /// The host's current state, if the query named a host.
+        /// The current state of the host, if the query named a host.
         host_state: Option<HostState>,
     },
     /// Users in ascending order of their ids.
@@ -104,15 +110,15 @@ pub enum RmReply {
     /// A job with its tasks.
     Job {
         job: JobUsage,
-        /// Its tasks, oldest first.
+        /// The job's tasks, oldest first.
         tasks: Vec<TaskUsage>,
     },
     /// The named task, job or host is unknown.
     NotFound,
-    /// A job was suspended or resumed.
+    /// The outcome of [`RmQuery::Suspend`].
     Suspended {
         job: Tid,
-        /// Tasks that were suspended or resumed by this query.
+        /// Tasks that this query suspended or resumed.
         tasks: Vec<Tid>,
         /// Tasks whose state did not change, with reasons; at most [`REPLY_ENTRIES_MAX`].
         unchanged: Vec<(Tid, String)>,
@@ -121,30 +127,30 @@ pub enum RmReply {
     Drain {
         /// True while the host is being drained or kept empty.
         drained: bool,
-        /// Tasks on the host that can leave, each with the reason if it is not leaving at present;
-        /// at most [`REPLY_ENTRIES_MAX`].
+        /// Tasks on the host that can migrate, at most [`REPLY_ENTRIES_MAX`]. The text is the
+        /// reason why the task is not migrating at present; `None` if it is migrating.
         tasks: Vec<(Tid, Option<String>)>,
-        /// Number of tasks that are bound to the host or not managed here; they stay until they
-        /// end.
+        /// Number of tasks that are bound to the host or not managed by the resource manager. They
+        /// stay until they end.
         staying: u32,
     },
     /// The pending restart of a vacated job was cancelled.
     VacatedCancelled {
         /// First task of the job.
         job: Tid,
-        /// Its checkpoint, which is kept.
+        /// Name of the job's checkpoint, which stays in the store.
         checkpoint: String,
-        /// The restart is already in progress and cannot be cancelled.
+        /// True if the restart is already in progress and cannot be cancelled.
         starting: bool,
     },
-    /// Progress of ending a job.
+    /// Progress of [`RmQuery::Kill`].
     KillProgress {
         job: Tid,
         /// Number of tasks that were asked to exit.
         asked: u32,
-        /// Number of these tasks that did not exit and were killed.
+        /// Number of tasks that did not exit on request and were killed.
         forced: u32,
-        /// Number of tasks and spawn requests that are left.
+        /// Number of tasks and spawn requests of the job that have not ended yet.
         left: u32,
         /// Tasks that could not be signalled, with reasons; at most [`REPLY_ENTRIES_MAX`].
         failed: Vec<(Tid, String)>,
@@ -153,7 +159,7 @@ pub enum RmReply {
     WaitingSpawns(Vec<WaitingSpawn>),
 }
 
-/// Encodes a query or reply.
+/// Encodes a query or reply with its version prefix.
 ///
 /// # Errors
 /// The value cannot be encoded.
@@ -184,10 +190,10 @@ pub fn version_prefix(bytes: &[u8]) -> Option<u16> {
         .map(|version| u16::from_le_bytes(*version))
 }
 
-/// Outcome of a task.
+/// How a task ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TaskOutcome {
-    /// Wait status of its process.
+    /// The task's process ended with this wait status.
     Status(i32),
     /// The task ended with its host, or while no resource manager was running.
     Lost,
@@ -233,29 +239,29 @@ impl fmt::Display for SuspensionInfo {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TaskUsage {
     pub tid: Tid,
-    /// First task of its job.
+    /// First task of the job to which the task belongs.
     pub job: Tid,
     /// User id of the task.
     pub user: u32,
-    /// Its program; empty for a task from a command line.
+    /// The task's program; empty for a task from a command line.
     pub program: String,
-    /// Name of the host on which it runs, or ran last.
+    /// Name of the host on which the task runs, or on which it ended.
     pub host: String,
     /// Start time, in microseconds since 1970.
     pub started: Micros,
-    /// Time and outcome of its end; `None` while it runs.
+    /// Time and outcome of the task's end; `None` while the task runs.
     pub ended: Option<(Micros, TaskOutcome)>,
-    /// Resources used; known only after its end.
+    /// Resources that the task used; known only after its end.
     pub used: Usage,
     pub migrations: u32,
-    /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
-    /// the task counts only here.
+    /// Number of evictions by owners. An eviction by migration also counts in `migrations`; an
+    /// eviction that ended the task counts only here.
     pub evictions: u32,
-    /// True if it counts toward the limits of its user and job.
+    /// True if the task counts toward the limits of its user and job.
     pub counts_toward_limits: bool,
-    /// Set while the task is suspended.
+    /// Start and cause of the current suspension; `None` if the task is not suspended.
     pub suspended: Option<SuspensionInfo>,
-    /// Total duration of earlier suspensions.
+    /// Total duration of suspensions that have ended.
     pub suspended_total: Micros,
 }
 
@@ -270,11 +276,12 @@ pub struct JobUsage {
     pub program: String,
     /// Start time, in microseconds since 1970.
     pub started: Micros,
-    /// End of its last task; `None` while one runs.
+    /// Time at which the last task of the job ended; `None` while a task runs.
     pub ended: Option<Micros>,
-    /// Totals over its tasks.
+    /// Totals over all tasks of the job.
     pub totals: UsageTotals,
-    /// Set while the job is suspended, which includes tasks that it spawns later.
+    /// Start and cause of the current suspension of the job, which includes tasks that the job
+    /// spawns later; `None` if the job is not suspended.
     pub suspended: Option<SuspensionInfo>,
 }
 
@@ -284,11 +291,12 @@ pub struct UserUsage {
     pub user: u32,
     /// Totals over the user's tasks.
     pub totals: UsageTotals,
-    /// Index of the Up-Down scheme; the user with the lowest index is served first.
+    /// Priority index of the user in the Up-Down scheme; the user with the lowest index is served
+    /// first.
     pub index: f64,
 }
 
-/// Totals over several tasks.
+/// Totals over the tasks of a job or user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsageTotals {
     /// Number of tasks started.
@@ -297,47 +305,47 @@ pub struct UsageTotals {
     pub running: u64,
     /// Number of tasks with an outcome other than exit status 0.
     pub failed: u64,
-    /// Processor time and largest memory size of all ended tasks.
+    /// Total processor time and largest memory size of all ended tasks.
     pub used: Usage,
     /// Total time between start and end of all ended tasks, without their suspensions.
     pub wall_time: Micros,
     pub migrations: u64,
-    /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
-    /// a task counts only here.
+    /// Number of evictions by owners. An eviction by migration also counts in `migrations`; an
+    /// eviction that ended a task counts only here.
     pub evictions: u64,
 }
 
-/// A decision, or an event on which decisions are based.
+/// A recorded decision of the resource manager, or a recorded event on which decisions are based.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Decision {
-    /// Ascending number of the decision.
+    /// Number of the decision, ascending.
     pub number: u64,
-    /// Time in microseconds since 1970.
+    /// Time of the decision, in microseconds since 1970.
     pub at: Micros,
     pub kind: DecisionKind,
 }
 
-/// The rule by which hosts were selected, or the reason why none was.
+/// The rule by which hosts were selected, or the reason why no host was selected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlacementRule {
     /// The request names the host.
     #[serde(rename = "Asked")]
     HostRequested,
-    /// Round robin over the hosts.
+    /// Hosts are used in turn (round robin).
     #[serde(rename = "InTurn")]
     RoundRobin,
-    /// The host on which a task gets the largest share of a processor.
+    /// Each task gets the host on which its share of a processor is largest.
     Load {
-        /// The first selected host.
+        /// Name of the first selected host.
         host: String,
-        /// Usable speed of that host, in thousandths of an ordinary processor.
+        /// Usable speed of that host in thousandths; 1000 is a processor of default speed.
         permille: u64,
     },
-    /// The request's rank expression decides.
+    /// The rank expression of the request determines the order of the hosts.
     Rank,
-    /// All tasks on one host.
+    /// All tasks must run on the same host.
     SameHost,
-    /// An external policy program decides.
+    /// An external policy program selects the hosts.
     #[serde(rename = "Chosen")]
     ExternalPolicy,
     /// The limit of the user or job is reached.
@@ -356,7 +364,7 @@ pub enum PlacementRule {
 pub struct PlacementAttempt {
     #[serde(rename = "choice")]
     pub rule: PlacementRule,
-    /// The complete reason in one sentence.
+    /// Reason for the selection, in one sentence.
     #[serde(rename = "sentence")]
     pub reason: String,
     /// Hosts that were rejected.
@@ -371,7 +379,7 @@ pub struct RejectedHost {
     pub why: RejectionReason,
 }
 
-/// The reason why a host was rejected.
+/// The reason why a host was rejected for a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RejectionReason {
     /// The request names another host.
@@ -391,7 +399,7 @@ pub enum RejectionReason {
         /// The host's actual value.
         has: String,
     },
-    /// The host was lost or did not answer.
+    /// The host was lost or did not answer within the time limit.
     #[serde(rename = "NoAnswer")]
     Unresponsive,
     Other {
@@ -415,7 +423,7 @@ impl fmt::Display for RejectionReason {
     }
 }
 
-/// Current state of a host.
+/// Current state of a host as seen by the placement of tasks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostState {
     /// The host is not in the virtual machine.
@@ -423,12 +431,12 @@ pub enum HostState {
     /// No tasks are placed on the host.
     #[serde(rename = "LeftOut")]
     Excluded {
-        /// The reason other than a drain, if there is one.
+        /// The reason, if the host is excluded for another reason than a drain.
         why: Option<RejectionReason>,
-        /// The task that requested a drain, if there is one.
+        /// The task that requested a drain, if the host is being drained.
         drained: Option<Tid>,
     },
-    /// The host is used; remarks about it.
+    /// Tasks are placed on the host; contains remarks about the host.
     Used(Vec<String>),
 }
 
@@ -446,16 +454,17 @@ pub struct WaitingSpawn {
     pub user: u32,
     /// Start of the wait, in microseconds since 1970.
     pub since: Micros,
-    /// Position in the queue, from 1.
+    /// Position of the spawn in the queue, from 1.
     pub queue_position: u32,
-    /// Result of the last attempt to place it.
+    /// Result of the last attempt to place the spawn, in one sentence.
     pub why: String,
 }
 
 /// Expected or actual benefit and cost of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationBenefit {
-    /// Time saved over all affected tasks; 0 for a migration that is mandatory.
+    /// Time saved by the migration, summed over all affected tasks; 0 for a migration that is
+    /// mandatory.
     pub gain: Micros,
     /// Time that the migration costs.
     pub cost: Micros,

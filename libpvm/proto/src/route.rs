@@ -1,19 +1,20 @@
-//! Messages by which two tasks set up a route of their own. Their daemons carry these messages.
+//! Messages by which two tasks set up a route between each other: rings, a direct connection or a
+//! shared pool. Their daemons forward these messages.
 //!
-//! - A message reaches the task wherever it runs, in order with the other items of its daemon. If
-//!   the task has ended, the sender receives [`crate::task::ToTask::PeerGone`].
-//! - If two offers cross, the one of the smaller tid counts; no further message is needed.
-//! - Both ends forget an offer that stays unanswered because a task migrates.
+//! - A message reaches the task on whatever host it runs, in order with the other items of its
+//!   daemon. If the task has ended, the sender receives [`crate::task::ToTask::PeerGone`].
+//! - If each of two tasks sends an offer to the other, only the offer of the task with the smaller
+//!   tid is valid; no further message is needed.
+//! - An offer that gets no answer because a task migrates is forgotten by both tasks.
 
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
-/// Largest number of descriptors that travel with one message.
+/// Maximum number of descriptors that are passed with one message.
 pub const ROUTE_FDS_MAX: usize = 2;
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
-/// Distinguishes an offer from earlier ones of the same task. The offering task chooses it, unique
-/// among its offers.
+/// Id that distinguishes an offer from other offers of the same task. The offering task chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OfferId(pub u64);
 
@@ -23,55 +24,59 @@ pub type Fingerprint = [u8; 32];
 /// A message about a route between two tasks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RouteMsg {
-    /// Offers shared memory for both directions, to a task on the same host. Two descriptors travel
-    /// along: the rings and the offering task's doorbell.
+    /// Offers shared memory for both directions to a task on the same host. Two descriptors are
+    /// passed with the message: the rings and the offering task's doorbell.
     RingOffer {
         id: OfferId,
-        /// The link's slot in the offering task's doorbell.
+        /// Slot of this link in the offering task's doorbell.
         slot: u32,
     },
-    /// The rings are in use. One descriptor travels along: the accepting task's doorbell.
+    /// Accepts the rings, which are used from now on. One descriptor is passed with the message:
+    /// the accepting task's doorbell.
     RingAccept {
         id: OfferId,
-        /// The link's slot in the accepting task's doorbell.
+        /// Slot of this link in the accepting task's doorbell.
         slot: u32,
     },
-    /// The rings are refused for the moment; the daemons continue to carry the messages.
+    /// Refuses the rings for the moment; the daemons continue to forward the messages.
     RingRefuse { id: OfferId },
     /// Offers a direct route, which the program requested (`PvmRouteDirect`).
     ///
-    /// Tasks on one host use their rings for it. Others connect to one of the addresses by TLS,
-    /// with exactly the two certificates that offer and acceptance name.
+    /// Tasks on the same host use their rings as direct route. Other tasks connect to one of the
+    /// addresses by TLS and accept only the certificates with the fingerprints in offer and
+    /// acceptance.
     DirectOffer {
         id: OfferId,
         /// Addresses on which the offering task listens; empty if it cannot listen.
         addresses: Vec<SocketAddr>,
         /// Hash of the offering task's certificate.
         fingerprint: Fingerprint,
-        /// Incarnation of the offering end's link. Frames on a direct route do not carry it, so
-        /// both ends use the later one.
+        /// Incarnation of the offering task's end of the link. Frames on a direct route do not
+        /// contain an incarnation, so both tasks use the later of the two.
         incarnation: u16,
     },
-    /// The peer's program accepts the route. Its library connects next, unless both tasks are on
-    /// one host.
+    /// Accepts the direct route. The library of the accepting task connects next, unless both tasks
+    /// are on the same host.
     DirectAccept {
         id: OfferId,
         /// Hash of the accepting task's certificate.
         fingerprint: Fingerprint,
-        /// Incarnation of the accepting end's link.
+        /// Incarnation of the accepting task's end of the link.
         incarnation: u16,
     },
-    /// The peer's program does not allow direct routes (`PvmDontRoute`), or cannot have one.
+    /// Refuses the direct route, because the program does not allow direct routes (`PvmDontRoute`)
+    /// or the task cannot have one.
     DirectRefuse { id: OfferId },
-    /// Offers a shared pool: memory that only its task can write and in which large messages lie
-    /// from now on. One descriptor travels along. Has effect only for a task on the same host.
+    /// Offers a shared pool: memory that only the offering task can write, and in which its large
+    /// messages are stored from now on. One descriptor is passed with the message. Ignored by a
+    /// task on another host.
     PoolOffer { id: OfferId },
-    /// The pool is mapped and can be read.
+    /// Accepts the pool: it is mapped and can be read.
     PoolAccept { id: OfferId },
 }
 
 impl RouteMsg {
-    /// Returns the number of descriptors that travel with the message.
+    /// Returns the number of descriptors that are passed with the message.
     pub fn fd_count(&self) -> usize {
         match self {
             RouteMsg::RingOffer { .. } => 2,

@@ -1,20 +1,21 @@
 //! Paths of a virtual machine's socket and files on a host.
 //!
-//! Each user and virtual machine has one directory with mode 0700: `/tmp/sempa-<uid>/<vm>`.
-//! `PVM_TMP` replaces `/tmp`, `PVM_VMID` names the virtual machine (`pvm` by default). The user's
-//! runtime directory is not suitable: it is removed at the user's last logout, and a daemon
-//! outlives the login that started it. Task images contain process memory; where `/tmp` is on a
-//! disk the daemon keeps them in another directory.
+//! Each user has one directory per virtual machine, with mode 0700: `/tmp/sempa-<uid>/<vm>`. The
+//! variable `PVM_TMP` replaces `/tmp`, and `PVM_VMID` names the virtual machine (`pvm` by default).
+//! The user's runtime directory is not suitable: it is removed at the user's last logout, and a
+//! daemon outlives the login that started it. Task images contain process memory; if `/tmp` is on a
+//! disk, the daemon stores images in another directory.
 
 use std::path::{Path, PathBuf};
 
-/// Longest name of a virtual machine. Keeps socket paths below the kernel's limit of 107 bytes.
+/// Maximum length of the name of a virtual machine. Keeps socket paths below the kernel's limit of
+/// 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
-/// File in which a load watcher records the number of processors that guests are confined to. If
-/// the watcher is killed, its successor reads it.
+/// File in which a load watcher records the number of processors to which guests are confined. The
+/// next load watcher reads it if this one is killed.
 pub const GUEST_CPUS_FILE: &str = "confined";
-/// The resource manager's database in the directory of its virtual machine.
+/// Name of the resource manager's database file in the directory of the virtual machine.
 pub const RM_DATABASE_FILE: &str = "rm.redb";
 
 /// Paths of one virtual machine on this host.
@@ -22,15 +23,16 @@ pub const RM_DATABASE_FILE: &str = "rm.redb";
 pub struct RuntimePaths {
     dir: PathBuf,
     vm: String,
-    /// Parent directory of the images, if it is not `dir`.
+    /// Parent directory of the images, if images are not stored in `dir`.
     image_root: Option<PathBuf>,
 }
 
 impl RuntimePaths {
-    /// Derives the paths of a user from environment variables; `env` looks one up.
+    /// Derives the paths of a user from environment variables; `env` returns the value of a
+    /// variable.
     ///
     /// # Errors
-    /// One sentence if `PVM_VMID` cannot be a directory name.
+    /// One sentence if the value of `PVM_VMID` cannot be a directory name.
     pub fn from_env(
         uid: u32,
         env: impl Fn(&str) -> Option<String>,
@@ -64,12 +66,12 @@ impl RuntimePaths {
         self.dir.join("pvmd.sock")
     }
 
-    /// Lock file held by the running daemon; contains its process id.
+    /// Lock file of the running daemon; contains its process id.
     pub fn lock_file(&self) -> PathBuf {
         self.dir.join("pvmd.lock")
     }
 
-    /// Log of the daemon, and output of tasks without a collector.
+    /// Log file of the daemon; also contains the output of tasks without another destination.
     pub fn log_file(&self) -> PathBuf {
         self.dir.join("pvml")
     }
@@ -84,7 +86,7 @@ impl RuntimePaths {
         self.dir.join("ssh_config")
     }
 
-    /// Returns the same paths with `dir` as the parent directory of the images.
+    /// Changes the parent directory of the images to `dir`.
     #[must_use]
     pub fn with_image_root(self, dir: PathBuf) -> RuntimePaths {
         RuntimePaths {
@@ -93,7 +95,7 @@ impl RuntimePaths {
         }
     }
 
-    /// Parent directory of all image directories.
+    /// Returns the parent directory of all image directories.
     pub fn image_root(&self) -> &Path {
         self.image_root.as_ref().unwrap_or(&self.dir)
     }
@@ -109,7 +111,8 @@ impl RuntimePaths {
         self.dir.join(format!("memory-{}", migration.0))
     }
 
-    /// File that tells the quiesced library of a migrated task to reconnect.
+    /// Returns the path of the resume token, the file from which the quiesced library of a migrated
+    /// task learns that it must reconnect.
     pub fn resume_token(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("resume-{}", migration.0))
     }
@@ -119,7 +122,7 @@ impl RuntimePaths {
 mod tests {
     use super::*;
 
-    /// The environment selects the directory; a virtual machine name that is no directory name is
+    /// The environment variables determine the directory; a name that cannot be a directory name is
     /// refused.
     #[test]
     fn paths_follow_the_environment() {

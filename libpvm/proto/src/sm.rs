@@ -1,8 +1,9 @@
-//! The documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's default
-//! encoding.
+//! PVM's documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's
+//! default encoding.
 //!
-//! They are ordinary PVM messages in context 0, paired by their wait id. A resource manager written
-//! for PVM 3.4 works here, and Sempa's works with any PVM.
+//! They are ordinary PVM messages in context 0; the wait id pairs request and reply. Therefore a
+//! resource manager written for PVM 3.4 works with Sempa's daemons, and Sempa's resource manager
+//! works with PVM's.
 
 use crate::body::{Encoding, Packer, Unpacker};
 use crate::error::{PvmError, PvmResult};
@@ -15,9 +16,9 @@ const BASE: i32 = 0x8004_0001_u32 as i32;
 
 /// Task to resource manager and back: `pvm_spawn`.
 pub const SM_SPAWN: i32 = BASE;
-/// Resource manager to daemon: start tasks here.
+/// Resource manager to daemon: start tasks on the daemon's host.
 pub const SM_EXEC: i32 = BASE + 1;
-/// Daemon to resource manager: tasks that were started, or a task that connected itself.
+/// Daemon to resource manager: tasks were started, or a task from a command line has connected.
 pub const SM_EXECACK: i32 = BASE + 2;
 /// Task to resource manager and back: `pvm_tasks`.
 pub const SM_TASK: i32 = BASE + 3;
@@ -29,35 +30,35 @@ pub const SM_ADDHOST: i32 = BASE + 5;
 pub const SM_DELHOST: i32 = BASE + 6;
 /// Resource manager to master: add hosts.
 pub const SM_ADD: i32 = BASE + 7;
-/// Master to resource manager: hosts added.
+/// Master to resource manager: hosts were added.
 pub const SM_ADDACK: i32 = BASE + 8;
 /// Task to resource manager: `pvm_notify`.
 pub const SM_NOTIFY: i32 = BASE + 9;
 /// Daemon to resource manager: a task ended.
 pub const SM_TASKX: i32 = BASE + 10;
-/// Master to its resource manager: a host left.
+/// Master to its resource manager: a host left the virtual machine.
 pub const SM_HOSTX: i32 = BASE + 11;
-/// Resource manager to its daemon: another resource manager takes over.
+/// Resource manager to its daemon: another resource manager replaces it.
 pub const SM_HANDOFF: i32 = BASE + 12;
 /// Task to resource manager and back: `pvm_reg_rm`.
 pub const SM_SCHED: i32 = BASE + 13;
 /// Master to hoster: start daemons.
 pub const SM_STHOST: i32 = BASE + 14;
-/// Hoster to master: daemons started.
+/// Hoster to master: daemons were started.
 pub const SM_STHOSTACK: i32 = BASE + 15;
 /// Daemon to tasker: start a task.
 pub const SM_STTASK: i32 = BASE + 16;
 
-/// Resource manager to task, not in PVM: a request [`SM_SPAWN`] starts or stops waiting for hosts;
-/// no task of it has been started. If the resource manager dies, the task may send the request to
-/// the next one.
+/// Resource manager to task, not in PVM: the task's request [`SM_SPAWN`] starts or stops waiting
+/// for hosts; none of its tasks has been started. If the resource manager dies, the task may send
+/// the request to the next one.
 pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
-/// Resource manager to task, not in PVM: the hosts for the task's next spawns by requests like the
-/// one that was answered under this wait id. The task can use them without a request, see
-/// [`PlacementLease`].
+/// Resource manager to task, not in PVM: grants a [`PlacementLease`], hosts for the task's next
+/// spawns. The lease applies to requests like the one with this wait id; the task can start them
+/// without a request to the resource manager.
 pub const SM_PLACEMENT_LEASE: i32 = BASE + 0x101;
-/// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The wait id is
-/// that of the lease.
+/// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The message has
+/// the wait id of the lease.
 pub const SM_PLACEMENT_LEASE_USED: i32 = BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
@@ -100,15 +101,15 @@ fn unpack_time(from: &mut Unpacker) -> PvmResult<Micros> {
     Ok(Micros(word(from)? << 32 | word(from)?))
 }
 
-/// Encodes the body of [`SM_SPAWN_WAITS`]: the time of day since which the request waits; `None`:
-/// it has stopped waiting.
+/// Encodes the body of [`SM_SPAWN_WAITS`]. `since` is the time of day at which the request started
+/// to wait; `None` if the request has stopped waiting.
 pub fn pack_spawn_waits(since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, since.unwrap_or_default());
     out.finish()
 }
 
-/// Decodes [`SM_SPAWN_WAITS`].
+/// Decodes the body of [`SM_SPAWN_WAITS`] as encoded by [`pack_spawn_waits`].
 ///
 /// # Errors
 /// [`PvmError::NoData`] if the body is too short.
@@ -116,22 +117,23 @@ pub fn unpack_spawn_waits(body: Bytes) -> PvmResult<Option<Micros>> {
     Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
 }
 
-/// Largest number of hosts in a placement lease.
+/// Maximum number of hosts in a placement lease.
 pub const LEASE_HOSTS_MAX: usize = 3 * LEASE_TASKS_MAX;
-/// Largest number of tasks in a request that can get a placement lease. For larger requests the
-/// round trip is short compared to the start of the tasks.
+/// Maximum number of tasks in a request for which a placement lease can be granted. For larger
+/// requests the round trip to the resource manager is short compared to the start of the tasks.
 pub const LEASE_TASKS_MAX: usize = 16;
 
-/// A placement lease: hosts that a resource manager assigns to future requests.
+/// A placement lease: hosts that a resource manager assigns to future spawn requests of a task.
 ///
 /// A task that spawns repeatedly, by requests for the same number of tasks with the same program,
-/// place, flags and environment, need not ask for each. Modeled on Condor's claims, by which a
-/// queue starts successive jobs on a machine without asking the matchmaker.
+/// place, flags and environment, need not send each request to the resource manager. Modeled on
+/// Condor's claims, by which a queue starts successive jobs on a machine without asking the
+/// matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementLease {
-    /// Hosts of the next tasks, in this order; at most [`LEASE_HOSTS_MAX`].
+    /// Hosts of the next tasks, in order of use; at most [`LEASE_HOSTS_MAX`].
     pub hosts: Vec<HostId>,
-    /// Time for which the lease is valid after the last such request.
+    /// Time for which the lease is valid after the last spawn request to which it applies.
     pub valid_for: Micros,
 }
 
@@ -164,10 +166,10 @@ pub fn unpack_placement_lease(body: Bytes) -> PvmResult<PlacementLease> {
     })
 }
 
-/// Tasks that one request started by a placement lease.
+/// Record of the tasks that one request started by a placement lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementLeaseUse {
-    /// The task that spawned them.
+    /// The task that made the request.
     pub spawner: Tid,
     /// Host and tid of each task; at most [`LEASE_TASKS_MAX`].
     pub tasks: Vec<(HostId, Tid)>,
@@ -211,8 +213,8 @@ pub fn unpack_placement_lease_use(body: Bytes) -> PvmResult<PlacementLeaseUse> {
     Ok(PlacementLeaseUse { spawner: by, tasks })
 }
 
-/// Encodes the body of a request [`SM_SPAWN`]. `since` is set if a previous resource manager, which
-/// has died, let the request wait since then.
+/// Encodes the body of a request [`SM_SPAWN`]. `since` is the time at which the request started to
+/// wait with a previous resource manager, which has died; `None` for a new request.
 pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.str(request.file.as_bytes())
@@ -230,8 +232,8 @@ pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     out.finish()
 }
 
-/// Decodes a request [`SM_SPAWN`], and the time since which it has been waiting with another
-/// resource manager.
+/// Decodes a request [`SM_SPAWN`]. Also returns the time at which the request started to wait with
+/// a previous resource manager; `None` for a new request.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
@@ -262,8 +264,9 @@ pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     ))
 }
 
-/// Encodes the body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first`
-/// and `total` are the position of these tasks in the whole spawn.
+/// Encodes the body of [`SM_EXEC`], which starts tasks on the daemon's host for `parent`. `first`
+/// is the position of the first of these tasks in the whole spawn, and `total` the number of tasks
+/// in the whole spawn.
 pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(parent.raw())
@@ -279,8 +282,8 @@ pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) ->
     out.finish()
 }
 
-/// Decodes [`SM_EXEC`]. The two trailing ints must be present; their values, and any bytes after
-/// them, are not checked.
+/// Decodes the body of [`SM_EXEC`]. The two ints `first` and `total` must be present; their values,
+/// and any bytes after them, are not checked.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
@@ -326,10 +329,11 @@ pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
     out.finish()
 }
 
-/// Decodes the result of [`pack_tids`].
+/// Decodes a body that [`pack_tids`] encoded.
 ///
 /// # Errors
-/// The code that the peer sent in place of the count, [`PvmError::NoData`] or [`PvmError::BadMsg`].
+/// The error code that the peer sent in place of the count; [`PvmError::NoData`] or
+/// [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
     let mut from = Unpacker::xdr(body);
     let count = from.int()?;
@@ -359,10 +363,10 @@ pub struct TaskerStartRequest {
     pub path: Vec<u8>,
     /// All arguments, including argv[0].
     pub argv: Vec<Vec<u8>>,
-    /// Additions to the tasker's own environment; `PVMEPID` comes first.
+    /// `NAME=value` strings to add to the tasker's own environment; `PVMEPID` is the first.
     pub env: Vec<Vec<u8>>,
-    /// Position of the task in this request, number of tasks in this request, number of tasks in
-    /// the whole spawn.
+    /// Three numbers: position of the task in this request, number of tasks in this request, number
+    /// of tasks in the whole spawn.
     pub position: [i32; 3],
 }
 
@@ -374,13 +378,13 @@ pub fn pack_tasker_start(order: &TaskerStartRequest) -> Bytes {
     out.finish()
 }
 
-/// A tasker's report about a task that has ended or could not be started.
+/// Report about a task that has ended or could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskExit {
     pub tid: Tid,
-    /// Wait status of its process.
+    /// Wait status of the task's process.
     pub status: i32,
-    /// Resources that it used.
+    /// Resources that the task used.
     pub used: Usage,
 }
 
@@ -403,7 +407,7 @@ pub fn pack_task_exit(end: &TaskExit) -> Bytes {
     out.finish()
 }
 
-/// Decodes [`SM_TASKX`]. The times may be missing.
+/// Decodes the body of [`SM_TASKX`]. Missing times count as 0.
 ///
 /// # Errors
 /// [`PvmError::NoData`] if tid or status are missing.
@@ -434,13 +438,14 @@ pub fn unpack_task_exit(body: Bytes) -> PvmResult<TaskExit> {
 pub struct HosterStartRequest {
     /// Tid of the new host.
     pub host: Tid,
-    /// Value of the host option `so=`; empty without it.
+    /// Value of the host-file option `so=`; empty if the option is not set.
     pub option: String,
     /// Login name for ssh: `host` or `user@host`.
     pub login: String,
-    /// Command to run on the host.
+    /// Command to run on the new host.
     pub command: String,
-    /// Sent to the command's standard input as `PVM_VMID=…`; empty: nothing is sent.
+    /// Name of the virtual machine, sent to the command's standard input as `PVM_VMID=…`; nothing
+    /// is sent if it is empty.
     pub vmid: String,
 }
 
@@ -452,7 +457,7 @@ pub fn pack_hoster_starts(orders: &[HosterStartRequest]) -> Bytes {
         out.int(order.host.raw())
             .str(order.option.as_bytes())
             .str(order.login.as_bytes());
-        // The command for Windows hosts is always empty.
+        // PVM's additional command for Windows hosts is always empty.
         out.str(order.command.as_bytes())
             .str(b"")
             .str(order.vmid.as_bytes());
@@ -460,8 +465,8 @@ pub fn pack_hoster_starts(orders: &[HosterStartRequest]) -> Bytes {
     out.finish()
 }
 
-/// Decodes [`SM_STHOSTACK`]: for each host the line that the daemon there printed, or the name of
-/// an error.
+/// Decodes the body of [`SM_STHOSTACK`]. Returns for each host its tid and the line that the daemon
+/// on it printed, or the name of an error.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.

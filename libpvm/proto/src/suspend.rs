@@ -10,38 +10,38 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SuspendOrder {
     pub tid: Tid,
-    /// False: resume the task.
+    /// True to suspend the task, false to resume it.
     pub suspend: bool,
     pub cause: SuspendCause,
 }
 
-/// The suspensions of a task. It runs when there are none.
+/// The suspensions of a task that are in force. The task may run if there are none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspensions {
-    /// The task that requested the suspension of this task or its job.
+    /// The task that requested the suspension of this task or of its job; `None` if no suspension
+    /// was requested.
     pub requested_by: Option<Tid>,
-    /// The resource manager preempted the task in favor of another user. The suspension ends when
-    /// that resource manager is gone, because only it can lift it.
+    /// True if the resource manager preempted the task in favor of another user. The preemption
+    /// also ends when that resource manager ends, because no other task can end it.
     pub preempted: bool,
 }
 
 impl Suspensions {
-    /// True while the task is suspended.
     #[must_use]
     pub fn is_suspended(self) -> bool {
         self.requested_by.is_some() || self.preempted
     }
 
-    /// Returns the suspensions after this request.
+    /// Returns the suspensions after the request `order`.
     ///
-    /// - A request to resume this task lifts all suspensions.
-    /// - A request to resume the whole job does not lift a preemption.
-    /// - The end of a preemption does not lift a requested suspension.
+    /// - A request to resume this task ends all suspensions.
+    /// - A request to resume the whole job does not end a preemption.
+    /// - The end of a preemption does not end a requested suspension.
     #[must_use]
     pub fn apply(self, order: &SuspendOrder) -> Suspensions {
         match (&order.cause, order.suspend) {
-            // Valid without a preemption, too: a user may have resumed the task and suspended it
-            // again since.
+            // Applies also if the task is not preempted: a user may have resumed the task and
+            // suspended it again since the preemption.
             (SuspendCause::Preempted { .. }, suspend) => Suspensions {
                 preempted: suspend,
                 ..self
@@ -63,19 +63,19 @@ impl Suspensions {
     }
 }
 
-/// Largest size of the sentence in [`SuspendCause::Preempted`]; longer ones are truncated.
+/// Maximum size of the reason in [`SuspendCause::Preempted`]; longer reasons are truncated.
 pub const REASON_BYTES_MAX: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SuspendCause {
-    /// A program requested it for this task.
+    /// A program requested the change for this task.
     #[serde(rename = "Asked")]
     Requested {
         /// The task that sent the request.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
-    /// A request for the whole job.
+    /// A program requested the change for the whole job.
     #[serde(rename = "Job")]
     JobRequested {
         /// The task that sent the request.
@@ -91,7 +91,7 @@ pub enum SuspendCause {
 }
 
 impl SuspendCause {
-    /// Truncates the sentence to [`REASON_BYTES_MAX`] bytes.
+    /// Truncates the reason of a preemption to [`REASON_BYTES_MAX`] bytes.
     #[must_use]
     pub fn truncated(mut self) -> SuspendCause {
         if let SuspendCause::Preempted { why } = &mut self {
@@ -117,8 +117,8 @@ impl fmt::Display for SuspendCause {
 mod tests {
     use super::*;
 
-    /// A task is suspended while any cause remains; a resume request for the task itself lifts all
-    /// of them.
+    /// A task is suspended while any cause remains; a request to resume the task itself ends all
+    /// suspensions.
     #[test]
     fn direct_resume_lifts_all_suspensions() {
         let by = Tid::from_raw(0x40001);

@@ -1,31 +1,31 @@
-//! The host table and the records about tasks.
+//! The host table, the records of tasks for `pvm_tasks`, and the results of adding hosts.
 
 use crate::error::PvmError;
 use crate::ids::{Epoch, HostId, Tid};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
-/// Largest number of hosts, limited by the 12 bits of a tid.
+/// Maximum number of hosts, limited by the 12 bits of a tid.
 pub const HOSTS_MAX: usize = HostId::INDEX_MAX as usize;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostEntry {
     pub id: HostId,
-    /// Name under which the host was added.
+    /// Name by which the user added the host.
     pub name: String,
     /// Architecture name, such as `LINUX64`.
     pub arch: String,
     /// Relative speed set by the user, 1000 by default.
     pub speed: i32,
-    /// Data signature: the number layout of its machine.
+    /// Data signature of the machine, which describes its number formats.
     pub dsig: i32,
     /// Addresses on which its daemon listens (QUIC over UDP); peers use the first reachable one.
     pub addresses: Vec<SocketAddr>,
 }
 
 impl HostEntry {
-    /// Returns a number that neighboring hosts share: the first 24 bits of the first address for
-    /// IPv4, the first 64 for IPv6.
+    /// Returns a number that is equal for hosts in the same network: the first 24 bits of the first
+    /// address for IPv4, the first 64 bits (folded to 32) for IPv6.
     pub fn zone(&self) -> u32 {
         match self.addresses.first().map(SocketAddr::ip) {
             None => 0,
@@ -43,7 +43,7 @@ impl HostEntry {
 /// All hosts of one epoch, ordered by index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostTable {
-    /// Increases with every change.
+    /// Number of the table's version; increases with every change.
     pub epoch: Epoch,
     /// Hosts in ascending order of their index.
     pub hosts: Vec<HostEntry>,
@@ -58,7 +58,7 @@ impl HostTable {
         self.hosts.iter().find(|h| h.name == name)
     }
 
-    /// Number of distinct data signatures (PVM's "data formats").
+    /// Returns the number of distinct data signatures (PVM's "data formats").
     pub fn data_format_count(&self) -> usize {
         let mut seen: Vec<i32> = self.hosts.iter().map(|h| h.dsig).collect();
         seen.sort_unstable();
@@ -67,48 +67,48 @@ impl HostTable {
     }
 }
 
-/// `ti_flag`: forked by the daemon.
+/// Flag in PVM's field `ti_flag`: the daemon has started the task.
 pub const TASK_FORKED: i32 = 2;
-/// `ti_flag`: connected to its daemon.
+/// Flag in PVM's field `ti_flag`: the task has connected to its daemon.
 pub const TASK_CONNECTED: i32 = 4;
 pub const TASK_RM: i32 = 0x100;
 pub const TASK_HOSTER: i32 = 0x200;
 pub const TASK_TASKER: i32 = 0x400;
 pub const TASK_TRACER: i32 = 0x800;
-/// Flags of tasks that serve the virtual machine. Such tasks are never migrated, paused or
-/// suspended.
+/// Flags of tasks that provide a service to the virtual machine. Such tasks are never migrated,
+/// paused or suspended.
 pub const TASK_SERVICE_FLAGS: i32 = TASK_RM | TASK_HOSTER | TASK_TASKER;
 
 /// A task as `pvm_tasks` reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskInfo {
-    /// Its id, which never changes.
+    /// The task id, which never changes.
     pub tid: Tid,
-    /// Its parent: [`Tid::NONE`] for a task from a command line, raw value −35 if the parent
+    /// Tid of the parent; [`Tid::NONE`] for a task from a command line, raw value −35 if the parent
     /// requested not to be known.
     pub parent: Tid,
-    /// The host on which it runs.
+    /// The host on which the task runs.
     pub host: HostId,
     /// Bitwise combination of `TASK_*` values.
     pub flags: i32,
-    /// Name given to spawn; empty for a task from a command line.
+    /// Program name from the spawn request; empty for a task from a command line.
     pub name: String,
-    /// Process id on its host, outside the task's PID namespace.
+    /// Process id of the task on its host, outside the task's PID namespace.
     pub pid: i32,
     pub uid: u32,
-    /// True while a migration of it is in progress.
+    /// True while a migration of the task is in progress.
     pub migrating: bool,
-    /// True while it is paused for the owner of its host.
+    /// True while the task is paused for the owner of its host.
     pub paused: bool,
-    /// True while it is suspended by a request, until another request resumes it.
+    /// True while the task is suspended by a request.
     pub suspended: bool,
 }
 
 /// Outcome of adding one host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddedHost {
-    /// Its table entry, or PVM's error code.
+    /// The host's table entry, or PVM's error code.
     pub result: Result<HostEntry, PvmError>,
-    /// The attempt, its failure and a remedy in one sentence; empty on success.
+    /// What was attempted, why it failed, and a remedy, in one sentence; empty on success.
     pub reason: String,
 }

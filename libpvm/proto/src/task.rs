@@ -1,10 +1,10 @@
 //! Control messages between a task's library and the daemon of its host, over a Unix stream socket.
 //!
 //! The task's first frame is [`ToDaemon::Hello`]; the daemon answers [`ToTask::Welcome`] or
-//! [`ToTask::Refused`]. Afterwards both sides send control frames and link frames ([`crate::link`])
-//! at any time. The socket is reliable, so control messages are not numbered. Requests carry an id,
-//! because replies come when they are ready, possibly from another daemon after the task has
-//! migrated.
+//! [`ToTask::Refused`]. Afterwards task and daemon may send control frames and link frames
+//! ([`crate::link`]) at any time. The socket is reliable, so control messages are not numbered.
+//! Requests have an id, because replies may arrive in any order, and after a migration from another
+//! daemon.
 
 pub use crate::spawn::{
     LeasedSpawn, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
@@ -29,25 +29,27 @@ use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-/// First bytes of a [`Hello`]. They distinguish a task from any other program that connects to the
+/// First bytes of a [`Hello`]. They distinguish a task from other programs that connect to the
 /// socket.
 pub const TASK_MAGIC: [u8; 4] = *b"SMPT";
 
-/// Unanswered requests that a task may have; the daemon refuses more with [`PvmError::OutOfRes`].
+/// Maximum number of unanswered requests of a task; the daemon refuses more with
+/// [`PvmError::OutOfRes`].
 pub const REQUESTS_OPEN_MAX: usize = 4096;
-/// Largest size of each name, pattern and host line that a task may send.
+/// Maximum size in bytes of each name, pattern and host-file line that a task may send.
 pub const NAME_BYTES_MAX: usize = 64 << 10;
 
-/// File status flag (`O_APPEND`) by which a task's library marks its connections to the daemon and
-/// to other tasks. It has no effect on a socket. An inspector of the task recognizes by it the
-/// connections that the library closes before a migration and in a forked child.
+/// File status flag (`O_APPEND`) with which a task's library marks its sockets to the daemon and to
+/// other tasks. The flag has no effect on a socket. The inspection before a migration recognizes by
+/// the flag which sockets the library will close; a forked child also recognizes them by the flag.
 pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
 
 /// Number by which a spawned process claims its tid (environment variable `PVMEPID`); always
 /// positive.
 pub type SpawnToken = i32;
 
-/// Position up to which one end of a link has sent. Orders notifications after messages.
+/// Position up to which one end of a link has sent. A notification with a watermark is delivered
+/// after the messages before this position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendWatermark {
     pub peer: Tid,
@@ -55,31 +57,33 @@ pub struct SendWatermark {
     pub end_seq: u64,
 }
 
-/// Identity of a connecting process.
+/// The identity that a connecting process claims.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Claim {
-    /// A probe for a running daemon. A running daemon refuses it; a daemon that is ending sends no
-    /// answer.
+    /// A test whether a daemon is running. A running daemon refuses the connection; a daemon that
+    /// is exiting sends no answer.
     Probe,
     /// A process that the virtual machine did not start.
     New,
     /// A process that the daemon started.
     Spawned {
-        /// The number from the environment of the process.
+        /// The spawn token from the environment of the process.
         spawn_token: SpawnToken,
     },
-    /// A task that closed its daemon connection for a migration, on this host or another one.
+    /// A task that closed its daemon connection for a migration. The task may be on the same host
+    /// as before or on another host.
     Resume { tid: Tid, migration: MigrationId },
 }
 
-/// Behavior of a task from a command line when its daemon ends. Tasks that a daemon or a tasker
+/// Behavior of a task from a command line when its daemon exits. Tasks that a daemon or a tasker
 /// started always end with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnDaemonExit {
-    /// SIGTERM, as in PVM: a program of PVM's interface expects nothing else.
+    /// The daemon sends SIGTERM, as PVM does; programs written for PVM expect this.
     #[default]
     Terminate,
-    /// No signal; subsequent PVM calls return `PvmSysErr`. For a process that has other work to do.
+    /// No signal is sent; subsequent PVM calls return `PvmSysErr`. For a process that does not only
+    /// serve the virtual machine.
     FailCalls,
 }
 
@@ -90,23 +94,23 @@ pub struct Hello {
     /// Must be equal to [`crate::WIRE_VERSION`].
     pub version: u16,
     pub claim: Claim,
-    /// Process id in the process's own PID namespace.
+    /// Process id in the PID namespace of the process.
     pub own_pid: i32,
     pub program: String,
-    /// Behavior when the daemon ends.
+    /// Behavior of the task when the daemon exits.
     pub on_daemon_exit: OnDaemonExit,
 }
 
-/// The subject of a notification (`pvm_notify`).
+/// The subjects of a notification request (`pvm_notify`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NotifySubjects {
     /// One message for each of these tasks when it ends.
     TaskExit(Vec<Tid>),
     /// One message for each host that leaves; host tids as the caller passed them.
     HostDelete(Vec<Tid>),
-    /// One message whenever hosts join.
+    /// One message each time hosts join.
     HostAdd {
-        /// Number of messages; −1: unlimited, 0: cancel.
+        /// Maximum number of messages; −1: unlimited, 0: cancel.
         count: i32,
     },
 }
@@ -117,7 +121,7 @@ pub struct NotifyRequest {
     pub subjects: NotifySubjects,
     pub ctx: i32,
     pub tag: i32,
-    /// Cancels an earlier request instead.
+    /// True to cancel an earlier request with the same subjects, context and tag.
     pub cancel: bool,
 }
 
@@ -142,9 +146,9 @@ pub enum MailboxRequest {
     },
     /// Removes persistent entries that have no owner.
     Clean {
-        /// Mailbox class; empty for all classes.
+        /// Class whose entries are removed; empty for all classes.
         name: String,
-        /// Restricts the removal to this index.
+        /// If set, only the entry with this index is removed.
         index: Option<i32>,
     },
     /// Lists the classes that match a pattern.
@@ -161,36 +165,37 @@ pub struct MailboxClass {
     pub entries: Vec<(i32, Tid, i32)>,
 }
 
-/// Requests that a resource manager serves; the daemon continues to serve all others.
+/// The kinds of requests that a resource manager serves; the daemon serves all other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmServices {
     /// Placement of spawns (`SM_SPAWN`).
     pub spawn: bool,
-    /// All others: `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK`, `SM_NOTIFY`.
+    /// The requests `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK` and `SM_NOTIFY`.
     pub others: bool,
-    /// Exits of its tasks (`SM_TASKX`). A resource manager that follows the event log does not need
-    /// them.
+    /// Notifications of the exits of the resource manager's tasks (`SM_TASKX`). A resource manager
+    /// that reads the event log does not need them.
     pub task_exits: bool,
 }
 
-/// The resource manager that a task must ask.
+/// The resource manager to which a task must send its requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmInfo {
     pub tid: Tid,
     pub serves: RmServices,
 }
 
-/// A service that a task provides instead of its daemon.
+/// A service that a task provides in place of its daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Service {
-    /// Starts daemons on other hosts (`pvm_reg_hoster`); only on the master.
+    /// Starts daemons on other hosts (`pvm_reg_hoster`); available only to a task on the master's
+    /// host.
     Hoster,
     /// Starts tasks on its host (`pvm_reg_tasker`).
     Tasker,
 }
 
-/// Settings of a tracer (`pvm_reg_tracer`) for tasks without another destination for output and
-/// trace records.
+/// Settings of a tracer (`pvm_reg_tracer`). They apply to tasks that have no other destination for
+/// output and trace records.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracerSettings {
     pub trace_ctx: i32,
@@ -199,7 +204,7 @@ pub struct TracerSettings {
     pub out_tag: i32,
     /// Traced events, encoded as in `PVMTMASK`.
     pub mask: Vec<u8>,
-    /// Bytes that a task buffers before it sends trace records.
+    /// Number of bytes that a task buffers before it sends trace records.
     pub buffer: i32,
     /// One of the `PvmTrace*` values.
     pub options: i32,
@@ -230,26 +235,27 @@ impl TracerInfo {
     }
 }
 
-/// Largest number of integers in one `pvm_tickle`.
+/// Maximum number of integers in one `pvm_tickle`.
 pub const DEBUG_QUERY_WORDS_MAX: usize = 10;
 
 /// A request of a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Request {
-    /// Leaves the virtual machine (`pvm_exit`). Everything that the task sent precedes this request
-    /// on the socket. → [`Reply::Done`]
+    /// Leaves the virtual machine (`pvm_exit`). Everything that the task has sent precedes this
+    /// request on the socket. → [`Reply::Done`]
     Exit {
-        /// Send position of each link.
+        /// Position up to which the task has sent on each link.
         watermarks: Vec<SendWatermark>,
     },
     /// Lists the hosts. → [`Reply::Hosts`]
     Config,
-    /// Lists the tasks of all hosts (0) or of one host (host tid), or one task. → [`Reply::Tasks`]
+    /// Lists the tasks that `selector` selects. → [`Reply::Tasks`]
     Tasks {
-        /// 0, a host tid or a task.
+        /// [`Tid::NONE`] for the tasks of all hosts, a host's tid for the tasks of that host, or
+        /// the tid of one task.
         selector: Tid,
     },
-    /// Places and starts tasks without a resource manager. → [`Reply::Spawned`]
+    /// Places and starts tasks without the resource manager. → [`Reply::Spawned`]
     Spawn(SpawnRequest),
     /// Adds hosts by host-file lines. → [`Reply::HostsAdded`]
     AddHosts {
@@ -260,33 +266,35 @@ pub enum Request {
     DelHosts { names: Vec<String> },
     /// Checks whether a host is alive. → [`Reply::Done`] or [`Reply::Failed`]
     HostStatus {
-        /// Host name; `.` is the task's own.
+        /// Host name; `.` stands for the task's own host.
         name: String,
     },
     /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
     TaskStatus { tid: Tid },
     /// Sends a signal to a task. → [`Reply::Done`]
     Signal { tid: Tid, signal: i32 },
-    /// Suspends a task until a request resumes it; it stays suspended when it migrates. Fails for a
-    /// task from a command line and for one that serves the virtual machine. → [`Reply::Done`],
+    /// Suspends or resumes a task. A suspended task stays suspended when it migrates. Fails for a
+    /// task from a command line and for a task that serves the virtual machine. → [`Reply::Done`],
     /// also if the state does not change, or [`Reply::Failed`]
     Suspend {
         tid: Tid,
-        /// False: resumes the task.
+        /// True to suspend the task, false to resume it.
         suspend: bool,
-        /// Reason of the resource manager; `None`: the caller requests it.
+        /// Cause that the resource manager reports; `None` if the calling task itself requests the
+        /// change.
         cause: Option<crate::suspend::SuspendCause>,
     },
     /// Requests or cancels notifications. → [`Reply::Done`]
     Notify(NotifyRequest),
     /// Stops the whole virtual machine. → [`Reply::Done`], then the socket closes.
     Halt,
-    /// Registers the task as the resource manager of this daemon. → [`Reply::Rm`]
+    /// Registers the task as the resource manager of its daemon; the resource manager of the
+    /// master's daemon serves the whole virtual machine. → [`Reply::Rm`]
     RegisterRm(RmServices),
     /// Accesses the mailbox. → [`Reply::Mailbox`], [`Reply::MailboxIndex`],
     /// [`Reply::MailboxClasses`], [`Reply::Done`]
     Mailbox(MailboxRequest),
-    /// Asks the group service. → [`Reply::Group`]
+    /// Sends a request to the group service. → [`Reply::Group`]
     Group(GroupRequest),
     /// Allocates a context. → [`Reply::Context`]
     NewContext,
@@ -294,7 +302,7 @@ pub enum Request {
     FreeContext { ctx: i32 },
     /// Reads the clock of a host. → [`Reply::Clock`]
     HostSync {
-        /// The host's tid without a local part.
+        /// The tid of the host, which has no local part.
         host: Tid,
     },
     /// Sets the destination of this task's own output. → [`Reply::Done`]
@@ -302,29 +310,30 @@ pub enum Request {
     /// Resets the virtual machine: removes persistent mailbox entries without an owner. →
     /// [`Reply::Done`]
     Reset {
-        /// Also ends all spawned tasks except the caller, the resource manager and those that
-        /// requested exemption.
+        /// True to end also all spawned tasks, except the caller, the resource manager and tasks
+        /// that requested an exemption.
         kill: bool,
     },
-    /// Migrates a task. → [`Reply::MigrationStarted`] immediately, or with `wait` [`Reply::Migrated`] when
-    /// the migration has ended.
+    /// Migrates a task. → [`Reply::MigrationStarted`] immediately, or [`Reply::Migrated`] at the
+    /// end of the migration if `wait` is set.
     Migrate {
         tid: Tid,
-        /// Host name, or host tid in hex as `t80000`.
+        /// Name of the target, or its host tid in hex as `t80000`.
         to: String,
-        /// Reason of the resource manager; `None`: the caller requests it.
+        /// Cause that the resource manager reports; `None` if the calling task itself requests the
+        /// migration.
         cause: Option<crate::migration::MigrationCause>,
-        /// Reply only when the migration has ended.
+        /// True if the reply must be sent only at the end of the migration.
         wait: bool,
     },
     /// Asks which hosts would accept a task; nothing changes. → [`Reply::MigrationTargets`]
     CanMigrate {
         tid: Tid,
-        /// Asks only this host: its name, or its host tid in hex as `t80000`.
+        /// Restricts the query to this host: its name, or its host tid in hex as `t80000`.
         to: Option<String>,
     },
-    /// Sets the permissions of guests on this host; sent by a load watcher for the host's owner. →
-    /// [`Reply::Done`]
+    /// Sets the permissions of guests on the host of the calling task, which is a load watcher or
+    /// another owner agent. → [`Reply::Done`]
     SetGuestDirective(crate::owner::GuestDirective),
     /// Reads the event log. → [`Reply::Events`]
     Events {
@@ -333,34 +342,35 @@ pub enum Request {
         /// Largest number of events to return.
         limit: u32,
     },
-    /// Requests a message for every new event. Body: [`Event`] in postcard as raw bytes. →
-    /// [`Reply::Done`]
+    /// Requests a message for every new event. The body of such a message is an [`Event`] in
+    /// postcard, as raw bytes. → [`Reply::Done`]
     Subscribe { ctx: i32, tag: i32 },
     /// Adds an entry to the event log (resource managers and load watchers). → [`Reply::Done`]
     RecordEvent { at: Micros, kind: EventKind },
-    /// Starts to provide a service for this daemon; stops if the task already provides it. →
-    /// [`Reply::Serving`]
+    /// Starts to provide a service for this daemon, or stops if the task provides the service
+    /// already. → [`Reply::Serving`]
     Serve(Service),
-    /// Registers the task as the tracer of the virtual machine; unregisters it if it is. →
-    /// [`Reply::Serving`]
+    /// Registers the task as the tracer of the virtual machine, or unregisters the task if it is
+    /// the tracer already. → [`Reply::Serving`]
     ServeTracer(TracerSettings),
     /// Sets the destination of this task's own trace records. → [`Reply::Done`]
     SetTrace(Sink),
     /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
     DebugQuery(Vec<i32>),
-    /// Asks how this host pauses guests. → [`Reply::Freezer`]
+    /// Asks whether control groups or signals stop the guests of this host. → [`Reply::Freezer`]
     Freezer,
     /// Checkpoints all tasks of a job at one moment. → [`Reply::Checkpointed`]
     Checkpoint {
         /// First task of the job. The job consists of this task and all its descendants.
         job: Tid,
-        /// Schedule of further checkpoints. If there is one, the job is restarted from its newest
-        /// checkpoint when a host is lost.
+        /// Schedule of further checkpoints; `None` leaves the schedule unchanged. With a schedule,
+        /// the job is restarted from its newest checkpoint when a host is lost.
         schedule: Option<CheckpointSchedule>,
-        /// Ends the job's tasks when the checkpoint is complete, wherever they run by then; the job
-        /// can be restarted from it. If the checkpoint fails, the tasks continue.
+        /// True to end the job's tasks when the checkpoint is complete, wherever they run then; the
+        /// job can be restarted from the checkpoint. If the checkpoint fails, the tasks continue.
         end_job: bool,
-        /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
+        /// True if the reply must be sent when the checkpoint has ended. Otherwise [`Reply::Done`]
+        /// is sent immediately, and the event log reports the outcome.
         wait: bool,
     },
     /// Lists the checkpoints in the store. → [`Reply::Checkpoints`]
@@ -369,48 +379,49 @@ pub enum Request {
     Restart {
         /// Name of the checkpoint.
         checkpoint: String,
-        /// Names of the hosts to start them on. Empty: the hosts on which they ran, or others where
-        /// that is impossible.
+        /// Names of the hosts on which the tasks are started. If empty, each task starts on the
+        /// host on which it ran, or on another host if that is impossible.
         on: Vec<String>,
-        /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
+        /// True if the reply must be sent when the restart has ended. Otherwise [`Reply::Done`] is
+        /// sent immediately, and the event log reports the outcome.
         wait: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {
         which: RemovalSelection,
-        /// Permits the removal of checkpoints that other virtual machines made.
+        /// True to remove also selected checkpoints that other virtual machines made.
         include_foreign: bool,
     },
     /// The program is about to exit. An earlier migration had asked it to exit and was cancelled.
-    /// If the daemon still accepts that exit, [`ToTask::TakeNothing`] precedes the reply. →
-    /// [`Reply::Done`]
+    /// If the daemon can still accept the exit as the requested one, it sends a
+    /// [`ToTask::PrepareExit`] before the reply. → [`Reply::Done`]
     AboutToExit,
     /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`], or [`Reply::Failed`]
-    /// if the lease's issuer is not the resource manager any more
+    /// if the task that granted the lease is not the resource manager any more
     SpawnLeased {
         request: SpawnRequest,
         lease: LeasedSpawn,
     },
 }
 
-/// Outcome of a successful migration.
+/// Results of a successful migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationReport {
     pub id: MigrationId,
-    /// Size of the images.
+    /// Size of the images, in bytes.
     pub bytes: u64,
     /// Time for which the task was stopped.
     pub frozen: Micros,
     pub engine: Engine,
 }
 
-/// A reply of a daemon.
+/// A reply of a daemon to a [`Request`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
     Done,
     Failed {
         error: PvmError,
-        /// One sentence: the attempt, its failure and a remedy.
+        /// What was attempted, why it failed, and a remedy, in one sentence.
         reason: String,
     },
     Hosts(HostTable),
@@ -423,7 +434,8 @@ pub enum Reply {
     HostsDeleted(Vec<Result<(), PvmError>>),
     /// The task is registered as resource manager.
     Rm {
-        /// The previous resource manager, which PVM returns; [`Tid::NONE`] if there was none.
+        /// The previous resource manager, which `pvm_reg_rm` returns; [`Tid::NONE`] if there was
+        /// none.
         previous: Tid,
     },
     /// A message from the mailbox.
@@ -431,7 +443,7 @@ pub enum Reply {
     /// Index of a stored mailbox entry.
     MailboxIndex(i32),
     MailboxClasses(Vec<MailboxClass>),
-    /// Reply of the group service.
+    /// The reply of the group service.
     Group(GroupReply),
     /// A newly allocated context.
     Context(i32),
@@ -441,27 +453,27 @@ pub enum Reply {
     MigrationStarted(MigrationId),
     /// The migration has ended.
     Migrated(Result<MigrationReport, MigrationError>),
-    /// The hosts that would accept the task, or why it cannot migrate at all.
+    /// The hosts that would accept the task, or the reason why the task cannot migrate to any host.
     MigrationTargets(Result<MigrationTargets, Refusal>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
-    /// True: the task provides the service from now on. False: it has stopped.
+    /// True if the task provides the service from now on; false if it has stopped providing it.
     Serving(bool),
     Numbers(Vec<i32>),
-    /// The completed checkpoint, or why there is none.
+    /// Result of the completed checkpoint, or the reason why it failed.
     Checkpointed(Result<CheckpointReport, CheckpointFailure>),
     /// The checkpoints in the store, oldest first.
     Checkpoints(Result<Vec<CheckpointEntry>, String>),
-    /// The restarted tasks, or why they were not restarted.
+    /// The restarted tasks, or the reason why the restart failed.
     Restarted(Result<RestartReport, RestartFailure>),
-    /// Ok: control groups freeze the guests of this host. Err: why signals stop them instead.
-    /// `None`: no tasker has reported yet.
+    /// `Ok` if control groups freeze the guests of this host; `Err` with the reason why signals
+    /// stop them instead. `None` if no tasker has reported yet.
     Freezer(Option<Result<(), String>>),
-    /// The outcome for each checkpoint, or why the store is not readable.
+    /// The outcome for each checkpoint, or the reason why the store is not readable.
     CheckpointsRemoved(Result<RemovalResults, String>),
 }
 
-/// A failed migration; the task continues at the source.
+/// Error of a failed migration; the task continues at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{step} failed: {why}")]
 pub struct MigrationError {
@@ -469,35 +481,38 @@ pub struct MigrationError {
     pub why: Failure,
 }
 
-/// Information for the library of an accepted task.
+/// Information for the library of a task that the daemon has accepted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     pub tid: Tid,
-    /// NONE, a task, or raw −35 if the parent requested not to be known.
+    /// Tid of the parent; [`Tid::NONE`] for a task that was not spawned, raw value −35 if the
+    /// parent requested not to be known.
     pub parent: Tid,
     pub host: HostId,
-    /// Addresses of this host for the task's own routes, most useful first.
+    /// Addresses of this host on which the task may listen for direct routes, most useful first.
     pub addresses: Vec<IpAddr>,
     pub rm: Option<RmInfo>,
     pub output: Sink,
     pub trace: Sink,
     /// Data signature of the host.
     pub dsig: i32,
-    /// True if the task was spawned; the daemon collects its standard output.
+    /// True if the task was spawned. The daemon collects the standard output of such a task.
     pub spawned: bool,
-    /// Settings of the tracer, if `trace` leads to it because the task has no other destination.
+    /// Settings of the tracer; set if the task's trace records are sent to the tracer because the
+    /// task has no other destination.
     pub tracer: Option<TracerSettings>,
-    /// The process was restored from a checkpoint, and this is its first message since then.
+    /// Set if the process was restored from a checkpoint and this is the first welcome since then.
     pub restart: Option<RestartInfo>,
-    /// The process replaces an earlier one of the same task, and this is its first message.
+    /// Set if the process replaces an earlier process of the same task and this is its first
+    /// welcome.
     pub handoff: Option<Box<ProcessHandoff>>,
 }
 
-/// Information for a library whose process replaces one that has ended. The frames that the old
-/// process had sent follow the welcome, with the task itself as their source.
+/// Information for a library whose process replaces a process that has exited. The frames that the
+/// old process had sent follow the welcome; their source is the task itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessHandoff {
-    /// Incarnation of new links.
+    /// Incarnation for links that the process creates.
     pub incarnation: u16,
     /// Number of earlier processes of the task.
     pub restart_count: u32,
@@ -508,151 +523,153 @@ pub struct ProcessHandoff {
 /// Information for a library whose process was restored from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartInfo {
-    /// The tasks restarted together with it, and their incarnation.
+    /// The tasks that were restarted together with this task, and their incarnation.
     pub group: RestartGroup,
-    /// Requests that will get no reply unless they are repeated.
+    /// Requests without a reply that the library must send again, because the original requests
+    /// will not be answered.
     pub requests_to_repeat: Vec<RequestId>,
 }
 
-/// From a task to its daemon.
+/// A message from a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToDaemon {
     /// Must be the first frame.
     Hello(Hello),
     /// A request to be answered with [`ToTask::Reply`].
     Request {
-        /// Chosen by the task, unique for it.
+        /// Id chosen by the task, unique among its requests.
         id: RequestId,
         request: Request,
     },
-    /// A message to a daemon's address (`SM_*`).
+    /// A PVM message to the address of a daemon (`SM_*`).
     Message(Message),
-    /// The task has no connection outside its process any more; the socket closes after this frame.
-    /// Everything that the library had to write precedes it on the socket.
+    /// The task has no connection out of its process any more; the socket closes after this frame.
+    /// Everything that the library had to send precedes this frame on the socket.
     Quiesced {
         migration: MigrationId,
-        /// Send position of each link.
+        /// Position up to which the task has sent on each link.
         watermarks: Vec<SendWatermark>,
         /// Address at which the library looks for a [`Redirect`].
         redirect_address: RedirectAddress,
     },
     /// First answer to [`ToTask::PrepareExit`]: the state of the task's links.
     ///
-    /// The link frames that the next process needs follow: partial messages from peers, with the
-    /// peers as sources, and everything that peers have not acknowledged.
+    /// The link frames that the next process needs follow: the fragments of partial messages from
+    /// peers, with the peers as sources, and all frames that peers have not acknowledged.
     /// [`ToDaemon::ReadyToExit`] ends the handoff.
     Handoff {
         migration: MigrationId,
-        /// Incarnation of new links.
+        /// Incarnation for links that the next process creates.
         incarnation: u16,
         /// State of each link.
         links: Vec<LinkState>,
-        /// Notifications that wait for the last messages of peers.
+        /// Notifications that the library has not delivered because earlier messages of a peer have
+        /// not arrived: the position to wait for, and the notification.
         deferred_notifications: Vec<(SendWatermark, Message)>,
     },
-    /// The task has handed off its state: from now on it may exit at any time without losing
-    /// anything.
+    /// The task has handed off its state. From now on it may exit at any time without loss of
+    /// messages.
     ReadyToExit { migration: MigrationId },
-    /// Answer to [`ToTask::PrepareExit`] without a migration: the task continues, and an exit
+    /// Answer to a [`ToTask::PrepareExit`] without a migration: the task continues, and an exit
     /// would lose messages again.
     ExitCancelled {
         /// The migration of the earlier [`ToTask::PrepareExit`].
         migration: MigrationId,
     },
-    /// A message to another task about a route between the two.
+    /// A message to another task about a route between the two tasks.
     Route {
-        /// Task that receives the message.
+        /// The task that receives the message.
         to: Tid,
-        /// Its descriptors travel with the frame.
+        /// The message; its descriptors are passed with the frame.
         message: RouteMsg,
     },
 }
 
-/// From a daemon to a task.
+/// A message from a daemon to a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToTask {
     /// The daemon accepts the task.
     Welcome(Welcome),
     /// The daemon refuses the task; the socket closes after this frame.
     Refused {
-        /// The cause and a remedy.
+        /// The reason for the refusal, and a remedy.
         reason: String,
     },
     /// The reply to a request.
     Reply { id: RequestId, reply: Reply },
-    /// A message made by a daemon. With `after`, the library delivers it only after it has received
-    /// everything up to that position, or when the peer's link has ended. So a notification follows
-    /// the task's last message.
+    /// A message created by a daemon. If `after` is set, the library delivers the message only
+    /// after it has received everything up to that position, or when the link to that peer has
+    /// ended. Thereby a notification of an exit follows the last message of the task that exited.
     Deliver {
         message: Message,
         /// Position that must be reached before the delivery.
         after: Option<SendWatermark>,
     },
-    /// This task has ended or never existed: messages retained for it can be dropped.
+    /// The task with this tid has ended or never existed: messages retained for it can be dropped.
     PeerGone { tid: Tid },
-    /// This task has migrated: frames in flight to it may be lost.
+    /// The task with this tid has migrated: frames in flight to it may be lost.
     PeerMigrated { tid: Tid },
     /// The resource manager changed or died.
     RmChanged {
-        /// The new one; `None`: it died.
+        /// The new resource manager; `None` if the virtual machine has none now.
         rm: Option<RmInfo>,
     },
-    /// The program is about to be asked to exit, for a restart. Messages that other tasks send from
-    /// now on are for the next process: only replies are delivered to this one. →
+    /// The program will be asked to exit, for a restart. Messages that other tasks send from now on
+    /// are held back for the next process; only replies are delivered to this process. →
     /// [`ToDaemon::Handoff`]
     PrepareExit {
-        /// The migration that restarts it. `None` cancels the request, and delivery continues. →
-        /// [`ToDaemon::ExitCancelled`]
+        /// The migration that restarts the program. `None` cancels the earlier request, and
+        /// messages are delivered again. → [`ToDaemon::ExitCancelled`]
         migration: Option<MigrationId>,
     },
-    /// Close all connections outside the process: answer [`ToDaemon::Quiesced`], close the socket,
-    /// then wait until one of these files contains a [`ResumeToken`], and connect again with
+    /// Close all connections out of the process: answer [`ToDaemon::Quiesced`], close the socket,
+    /// wait until one of the files in `tokens` contains a [`ResumeToken`], and connect again with
     /// [`Claim::Resume`].
     Quiesce {
         migration: MigrationId,
-        /// Files to watch: at the source, at the target.
+        /// Paths of the resume token at the source and at the target.
         tokens: Vec<PathBuf>,
     },
-    /// A message from another task about a route between the two.
+    /// A message from another task about a route between the two tasks.
     Route {
-        /// Task that sent the message.
+        /// The task that sent the message.
         from: Tid,
-        /// True if it runs on this host.
+        /// True if the sending task runs on the same host.
         same_host: bool,
-        /// Its descriptors travel with the frame.
+        /// The message; its descriptors are passed with the frame.
         message: RouteMsg,
     },
 }
 
-/// Largest size of a [`Redirect`] in a library's memory.
+/// Maximum size in bytes of an encoded [`Redirect`] in a library's memory.
 pub const REDIRECT_BYTES_MAX: usize = 12 << 10;
 
 /// Address of a buffer of [`REDIRECT_BYTES_MAX`] bytes in a library's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedirectAddress {
-    /// Process id in its own PID namespace, which is the same on all hosts.
+    /// Process id in the task's PID namespace; it is the same on all hosts.
     pub pid: i32,
-    /// Address in that process.
+    /// Address in the memory of that process.
     pub address: u64,
 }
 
-/// Replaces the token files for which a quiesced library waits.
+/// Replaces the paths of the resume token for which a quiesced library waits.
 ///
-/// The library was stopped before its next location was known, and it must not run to receive a
-/// message. Its daemon therefore writes this into the stopped library's memory: the length as eight
-/// bytes in native byte order, then this value in postcard.
+/// A library that was stopped before its next location was known must not run to receive a message.
+/// Its daemon therefore writes the redirect into the memory of the stopped library: the length as
+/// eight bytes in native byte order, then this value in postcard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Redirect {
     pub migration: MigrationId,
-    /// Files in one of which a [`ResumeToken`] will appear.
+    /// Paths of the resume token; one of these files will appear.
     pub tokens: Vec<PathBuf>,
 }
 
 impl Redirect {
-    /// Encodes the value as it is stored in memory.
+    /// Encodes the redirect in the form in which it is written into memory.
     ///
     /// # Errors
-    /// It is longer than [`REDIRECT_BYTES_MAX`].
+    /// The encoding is longer than [`REDIRECT_BYTES_MAX`].
     pub fn encode(&self) -> Result<Vec<u8>, String> {
         let text = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
         let bytes: Vec<u8> = (text.len() as u64)
@@ -674,8 +691,9 @@ impl Redirect {
 /// renamed).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeToken {
-    /// The library ignores a token of another migration.
+    /// The migration for which the token is valid; the library ignores a token of another
+    /// migration.
     pub migration: MigrationId,
-    /// The daemon's socket to connect to.
+    /// Path of the daemon's socket to which the library must connect.
     pub socket: PathBuf,
 }

@@ -2,8 +2,8 @@
 //! inherits.
 //!
 //! The tasker is the parent of all spawned tasks and the only privileged program. It executes
-//! requests and reports results; it makes no decisions. When its socket closes it kills all its
-//! tasks and exits.
+//! requests and reports results; it makes no decisions. When the daemon's end of the socket closes,
+//! the tasker kills all its tasks and exits.
 
 use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
@@ -12,8 +12,8 @@ use crate::task::RedirectAddress;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Largest output chunk in one [`FromTasker::Output`]. PVM's collectors expect chunks of up to this
-/// size.
+/// Maximum size in bytes of the output in one [`FromTasker::Output`]. PVM's collectors expect
+/// chunks of at most this size.
 pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,27 +24,28 @@ pub struct StartTask {
     pub path: PathBuf,
     /// All arguments, including argv[0].
     pub argv: Vec<Vec<u8>>,
-    /// The complete environment, `NAME=value`.
+    /// The complete environment of the task, as `NAME=value`.
     pub env: Vec<Vec<u8>>,
-    /// Working directory. If it is not accessible, the task is not started.
+    /// Working directory of the task. If it is not accessible, the task is not started.
     pub working_dir: PathBuf,
-    /// The task is bound to its host and may access processes outside a PID namespace. It gets no
-    /// PID namespace and never migrates.
+    /// True if the task is bound to its host: it gets no PID namespace, so it can access other
+    /// processes of the host, and it never migrates.
     pub pinned: bool,
 }
 
-/// Capabilities of the tasker on this host.
+/// Capabilities of a tasker on its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
-    /// Each task gets a PID namespace.
+    /// True if each task gets a PID namespace.
     pub pid_namespaces: bool,
-    /// Version of the dump engine, or why none works and how to install one.
+    /// Version of the dump engine; on error the reason why no engine works, and how to install one.
     pub engine: Result<String, String>,
-    /// Ok if control groups freeze paused tasks; otherwise the reason why signals stop them.
+    /// `Ok` if control groups freeze paused tasks; otherwise the reason why signals stop them
+    /// instead.
     pub freezer: Result<(), String>,
 }
 
-/// Bytes to write into the memory of a stopped process.
+/// Bytes that the tasker must write into the memory of a stopped process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryWrite {
     pub address: RedirectAddress,
@@ -60,7 +61,7 @@ pub struct DumpReport {
     pub files: u32,
 }
 
-/// A request of the daemon.
+/// A request of the daemon to its tasker. The arrow names the report that answers it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
@@ -68,27 +69,29 @@ pub enum ToTasker {
     /// Send a signal to the task's process. No answer.
     ///
     /// While the task is stopped for a migration the signal is queued: it is delivered if the task
-    /// continues here, and lost if it continues elsewhere. For a paused task SIGKILL takes effect
-    /// immediately, after SIGTERM it may run for a short time, and other signals are queued.
+    /// continues on this host, and lost if the task continues on another host. For a paused task,
+    /// SIGKILL takes effect immediately; after SIGTERM the task may run for a short time; other
+    /// signals are queued.
     Signal { tid: Tid, signal: i32 },
-    /// Ask the task's process to exit, so that the program can be restarted: by a signal, or by a
-    /// message, which the daemon sends on [`FromTasker::ExitExpected`].
+    /// Ask the task's process to exit, so that the program can be restarted. The tasker sends a
+    /// signal, or the daemon sends a message when it receives [`FromTasker::ExitExpected`].
     ///
-    /// If the process exits in the agreed way, all other processes of the task are killed before
-    /// this is reported (without a PID namespace: are being killed). A paused task may run until
-    /// the time limit. → [`FromTasker::Exited`] after its exit, or [`FromTasker::ExitNotRequested`]
+    /// If the process exits in the agreed way, the tasker kills all other processes of the task
+    /// before it reports the exit (without a PID namespace it only starts to kill them). A paused
+    /// task may run until the time limit. → [`FromTasker::Exited`] after the exit, or
+    /// [`FromTasker::ExitNotRequested`]
     RequestExit {
         tid: Tid,
-        /// The engine, with the way to ask and the agreed exit status.
+        /// The engine, which determines how the process is asked and the agreed exit status.
         engine: Engine,
     },
-    /// Withdraw [`ToTasker::RequestExit`]: an exit of the task is final from now on.
+    /// Withdraw [`ToTasker::RequestExit`]: from now on an exit of the task ends the task.
     WithdrawExitRequest { tid: Tid },
     /// Kill all processes of the task. → [`FromTasker::Exited`]
     Kill { tid: Tid },
     /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
     Inspect { migration: MigrationId, tid: Tid },
-    /// Check whether the task handles this signal, which would ask it for its own checkpoint;
+    /// Check whether the task handles the signal by which it would be asked for its own checkpoint;
     /// nothing changes. → [`FromTasker::SignalChecked`]
     CheckSignal {
         /// Id of the migration or checkpoint.
@@ -96,8 +99,8 @@ pub enum ToTasker {
         tid: Tid,
         signal: i32,
     },
-    /// Give a verdict on such a task and, if it is accepted, prepare a PID namespace. →
-    /// [`FromTasker::Prepared`]
+    /// Give a verdict on a task with these properties. If the task is accepted, also prepare a PID
+    /// namespace. → [`FromTasker::Prepared`]
     Prepare {
         migration: MigrationId,
         tid: Tid,
@@ -110,8 +113,8 @@ pub enum ToTasker {
         query: RequestId,
         tid: Tid,
     },
-    /// As [`ToTasker::Prepare`], for a query without a migration: nothing is prepared. →
-    /// [`FromTasker::QueryJudged`]
+    /// As [`ToTasker::Prepare`], for a query without a migration: gives the verdict and prepares
+    /// nothing. → [`FromTasker::QueryJudged`]
     QueryVerdict {
         /// Id of the query.
         query: RequestId,
@@ -119,31 +122,32 @@ pub enum ToTasker {
         facts: TaskFacts,
     },
     /// Pause the task, for the host's owner or because it is suspended. → [`FromTasker::Paused`],
-    /// each time when it is stopped
+    /// each time the task has stopped
     ///
-    /// The task may run for `after`, at a priority below all other processes, so that its library
-    /// can quiesce. Then all its processes are stopped, and they stay stopped until
-    /// [`ToTasker::Resume`], whatever the outcome of a migration. A task that is already paused runs
-    /// once more for that time. While a migration controls the task, the pause is deferred.
+    /// The task may run for `run_for`, at a priority below all other processes, so that its library
+    /// can quiesce. Then all its processes are stopped until [`ToTasker::Resume`], whatever the
+    /// outcome of a migration. A task that is already paused runs once more for `run_for`. While a
+    /// migration controls the task, the pause is deferred.
     Pause {
         tid: Tid,
-        /// Time for which the task may still run.
+        /// Time for which the task may still run before it is stopped.
         run_for: Micros,
     },
-    /// As [`ToTasker::Pause`], for a task that was stopped before its library had quiesced. Where
-    /// possible, only the library's threads run at first. → [`FromTasker::Paused`], once
+    /// As [`ToTasker::Pause`], for a task that was stopped before its library had quiesced. If
+    /// possible, at first only the library's threads run. → [`FromTasker::Paused`], once
     ResumeToQuiesce {
         tid: Tid,
-        /// Time for which only the library runs. Afterwards the program runs, too, because it may
-        /// hold locks that the library needs.
+        /// Time for which only the library's threads run. Afterwards the whole program runs,
+        /// because it may hold locks that the library needs.
         library_only_for: Micros,
         /// Total time for which the task may run.
         run_for: Micros,
     },
-    /// End a pause: resume the task, unless a migration controls it. No answer.
+    /// End a pause. The task is resumed unless a migration controls it. No answer.
     Resume { tid: Tid },
-    /// Source: pre-copy memory of the running task, over the connection on which the target will
-    /// request the rest. Ends early if the task is paused. → [`FromTasker::PreCopied`]
+    /// Source: transfer memory of the running task, over the connection on which the target will
+    /// later request the remaining memory. The pre-copy ends early if the task is paused. →
+    /// [`FromTasker::PreCopied`]
     PreCopy {
         migration: MigrationId,
         tid: Tid,
@@ -152,8 +156,8 @@ pub enum ToTasker {
     },
     /// Source: stop the pre-copy; its result is not needed. No answer.
     StopPreCopy { migration: MigrationId },
-    /// Target: receive pre-copied memory over the connection on which the rest will be requested.
-    /// No answer except [`FromTasker::PreCopyLost`].
+    /// Target: receive the memory of a pre-copy, over the connection on which the remaining memory
+    /// will be requested. No answer except [`FromTasker::PreCopyLost`].
     ReceivePreCopy {
         migration: MigrationId,
         /// Socket on which the daemon listens.
@@ -163,8 +167,8 @@ pub enum ToTasker {
     Stop {
         migration: MigrationId,
         tid: Tid,
-        /// Bytes to write into the stopped task. They tell a library that has already quiesced its
-        /// next location.
+        /// Bytes to write into the memory of the stopped task: a redirect for a library that has
+        /// already quiesced.
         memory_write: Option<MemoryWrite>,
     },
     /// Write the images of the stopped task into this new directory; the task stays stopped. →
@@ -174,9 +178,9 @@ pub enum ToTasker {
         tid: Tid,
         /// Directory for the images.
         dir: PathBuf,
-        /// Socket on which the daemon listens, for post-copy: most memory stays here and is served
-        /// on request, also after the task was killed. `None`: all memory is written into the
-        /// directory.
+        /// Socket on which the daemon listens, for post-copy: most memory stays in the stopped task
+        /// and is served on request, also after the task was killed. `None` if all memory must be
+        /// written into the directory.
         memory_socket: Option<PathBuf>,
     },
     /// The migration is aborted: end a running dump and resume the task. →
@@ -185,61 +189,64 @@ pub enum ToTasker {
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
     /// [`FromTasker::SourceGone`]
     KillSource { migration: MigrationId, tid: Tid },
-    /// Rebuild the task from these images, up to the point where it could run. →
+    /// Rebuild the task from the images in `dir`; its processes stay stopped. →
     /// [`FromTasker::Restored`]
     Restore {
         migration: MigrationId,
         tid: Tid,
         /// Directory of the images.
         dir: PathBuf,
-        /// For a restart from a checkpoint: bytes to write into the restored task, which tell it
-        /// its next location. Files to which it had appended since the checkpoint are truncated.
+        /// For a restart from a checkpoint: bytes to write into the memory of the restored task,
+        /// which redirect its library to this host. Files to which the task had appended since the
+        /// checkpoint are truncated.
         memory_write: Option<MemoryWrite>,
-        /// Socket on which the daemon listens, for post-copy: most memory must be requested there.
-        /// → [`FromTasker::MemoryArrived`], after [`FromTasker::Running`], unless the task is discarded
+        /// Socket on which the daemon listens, for post-copy: most memory must be requested over
+        /// it. → [`FromTasker::MemoryArrived`], after [`FromTasker::Running`], unless the task is
+        /// discarded
         memory_socket: Option<PathBuf>,
     },
-    /// Start a program in place of a process that has ended on another host, up to the point where
-    /// it could run. → [`FromTasker::Restored`]
+    /// Start a program in place of a process that has exited on another host; the new process stays
+    /// stopped. → [`FromTasker::Restored`]
     PrepareRestart {
         migration: MigrationId,
         /// The program to start.
         start: StartTask,
     },
-    /// Run the rebuilt task. → [`FromTasker::Running`]
+    /// Run the restored task. → [`FromTasker::Running`]
     Run {
         migration: MigrationId,
-        /// Resources that it used elsewhere; [`FromTasker::Exited`] reports the sum.
+        /// Resources that the task used on other hosts; [`FromTasker::Exited`] reports the sum.
         used: Usage,
-        /// The migration is complete, but the task stays paused until [`ToTasker::Resume`].
+        /// True if the migration is complete but the task must stay paused until
+        /// [`ToTasker::Resume`].
         paused: bool,
     },
-    /// The missing memory of a post-copied task will not arrive: the task must not continue. →
+    /// The missing memory of a post-copied task will not arrive, so the task must not continue. →
     /// [`FromTasker::MemoryArrived`] or [`FromTasker::Restored`]
     MemoryLost { migration: MigrationId, why: String },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard { migration: MigrationId },
 }
 
-/// A report of the tasker.
+/// A report of the tasker to its daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromTasker {
-    /// Must be the first message. It is sent again if a test of the engine, by a real dump and
-    /// restore in the background, fails.
+    /// Must be the first message. It is sent again if a later test of the engine fails; the test
+    /// performs a real dump and restore in the background.
     Ready(Capabilities),
     Started {
         tid: Tid,
-        /// Its process id in the tasker's PID namespace.
+        /// Process id of the task in the tasker's PID namespace.
         pid: i32,
     },
     /// The process could not be created; no [`FromTasker::Exited`] follows.
     StartFailed {
         tid: Tid,
-        /// The attempt and its failure.
+        /// What was attempted, and why it failed.
         why: String,
     },
-    /// From now on an exit of the program counts as requested; the daemon may send the message that
-    /// asks it.
+    /// From now on an exit of the program counts as requested. If the engine asks by a message, the
+    /// daemon must send the message.
     ExitExpected { tid: Tid },
     /// The program was not asked to exit, because it would not handle the request.
     ExitNotRequested {
@@ -247,44 +254,44 @@ pub enum FromTasker {
         /// The reason in one sentence.
         why: String,
     },
-    /// Bytes of standard output or standard error.
+    /// Bytes that the task has written to standard output or standard error.
     Output {
         tid: Tid,
-        /// Length is at most [`OUTPUT_CHUNK_BYTES_MAX`].
+        /// The bytes; at most [`OUTPUT_CHUNK_BYTES_MAX`].
         bytes: Vec<u8>,
     },
-    /// The process has ended, and all its output has been reported.
+    /// The task's process has ended, and all its output has been reported.
     Exited {
         tid: Tid,
         /// Wait status of the process.
         status: i32,
-        /// Resources that it used, on this and earlier hosts.
+        /// Resources that the task used, on this host and earlier ones.
         used: Usage,
     },
-    /// The task's properties, or why it cannot migrate at all.
+    /// The task's properties, or the reason why the task cannot migrate to any host.
     ///
-    /// The tasker does not know the index of its host. The daemon inserts it as the `host` of a
-    /// [`Refusal::NoEngine`], here and in [`FromTasker::Prepared`].
+    /// The tasker does not know the index of its host. The daemon inserts the index as the `host`
+    /// of a [`Refusal::NoEngine`], here and in [`FromTasker::Prepared`].
     Inspected {
         migration: MigrationId,
         result: Result<TaskFacts, Refusal>,
-        /// Post-copy is possible and pays off for this task.
+        /// True if post-copy is possible and worthwhile for this task.
         supports_post_copy: bool,
-        /// Pre-copy should precede a post-copy.
+        /// True if a post-copy of this task should be preceded by a pre-copy.
         supports_pre_copy: bool,
     },
-    /// Whether the task handles a signal, as far as can be determined.
+    /// Result of [`ToTasker::CheckSignal`].
     SignalChecked {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
-        /// True if the signal would do more than end the task.
+        /// True if the signal would not only end the task, as far as the tasker can determine.
         handles_signal: bool,
     },
-    /// The target's verdict; empty: the task is accepted.
+    /// The target's verdict; an empty verdict accepts the task.
     Prepared {
         migration: MigrationId,
         verdict: Verdict,
-        /// This host supports post-copy as target.
+        /// True if this host supports post-copy as target.
         supports_post_copy: bool,
     },
     /// As [`FromTasker::Inspected`], for a query.
@@ -301,7 +308,8 @@ pub enum FromTasker {
     },
     /// The task is paused: none of its processes runs.
     Paused { tid: Tid },
-    /// Pre-copy has ended: the number of bytes at the target, or why none are usable.
+    /// Pre-copy has ended. The result is the number of bytes at the target, or the reason why none
+    /// of them are usable.
     PreCopied {
         migration: MigrationId,
         result: Result<u64, Failure>,
@@ -311,7 +319,7 @@ pub enum FromTasker {
         migration: MigrationId,
         why: Failure,
     },
-    /// All processes of the task are stopped.
+    /// All processes of the task have stopped.
     Stopped {
         migration: MigrationId,
         result: Result<(), Failure>,
@@ -326,11 +334,12 @@ pub enum FromTasker {
     /// The source's copy is killed and reaped.
     SourceGone {
         migration: MigrationId,
-        /// Resources that it used, on this and earlier hosts.
+        /// Resources that the task used, on this host and earlier ones.
         used: Usage,
     },
-    /// The restore has ended. On failure nothing is left of it. A failure may follow a success if
-    /// the engine that holds the copy dies before [`ToTasker::Run`].
+    /// The restore has ended. On failure everything that was restored has been discarded. A failure
+    /// may follow a success, if the engine's process that controls the restored task dies before
+    /// [`ToTasker::Run`].
     Restored {
         migration: MigrationId,
         /// Process id of the restored task.
@@ -341,11 +350,11 @@ pub enum FromTasker {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// All memory of a running task has arrived; on failure the task has been killed.
+    /// All memory of a post-copied task has arrived. On failure the task has been killed.
     MemoryArrived {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Nothing is left of the migration on this host.
+    /// Everything that belonged to the migration on this host has been discarded.
     Discarded { migration: MigrationId },
 }

@@ -1,4 +1,4 @@
-//! Parsing and truncation of text for users.
+//! Helpers for texts that users write or read: truncation, line numbers and memory sizes.
 
 /// Returns the longest prefix of at most `bytes_max` bytes that ends at a character boundary.
 pub fn truncate(text: &str, bytes_max: usize) -> &str {
@@ -14,8 +14,8 @@ pub fn line_number(text: &str, at: usize) -> usize {
     text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// Splits a memory size such as `4G` into the number and the binary shift of its unit; `None` for
-/// an empty text.
+/// Splits a memory size such as `4G` into the text of the number and the binary shift of its unit;
+/// the shift is 0 without a unit. Returns `None` for an empty text.
 pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
     let last = text.chars().last()?;
     let shift = match last.to_ascii_uppercase() {

@@ -1,33 +1,33 @@
 //! Trace records of tasks and daemons, in the format that PVM's tracers read.
 //!
-//! A record consists of an event and its items. The first record of each event that a sender sends
-//! to a tracer describes itself; later ones contain only values. Before all other records a tracer
-//! receives the table of item numbers and names.
+//! A record consists of an event and a list of named items. The first record of each event that a
+//! sender sends to a tracer contains the names and types of its items; later records contain only
+//! values. Before all records, a tracer receives the table of item numbers and names.
 
 use crate::body::Packer;
 use std::ffi::CStr;
 
 /// Markers before and after a group of buffered records.
 pub const GROUP_MARKERS: [i32; 2] = [-1, -2];
-/// Markers before and after the table of items.
+/// Markers before and after the table of item names.
 pub const ITEM_TABLE_MARKERS: [i32; 2] = [-3, -4];
-/// Markers before and after a record that describes itself.
+/// Markers before and after a record with the names and types of its items.
 pub const DESCRIBED_MARKERS: [i32; 2] = [-5, -6];
-/// Markers before and after a record of values only.
+/// Markers before and after a record with values only.
 pub const VALUES_MARKERS: [i32; 2] = [-7, -8];
 /// Marker after a user-defined event.
 pub const USER_EVENT_END_MARKER: i32 = -10;
 
-/// Added to the number of an event when a call begins.
+/// Number that is added to an event's number in the record of the begin of a call.
 pub const EVENT_ENTRY: i32 = 0x4000;
-/// Added to the number of an event when a call ends.
+/// Number that is added to an event's number in the record of the end of a call.
 pub const EVENT_EXIT: i32 = 0x8000;
 
-/// Event of a task that has started or connected.
+/// Number and name of the event of a task that has started or connected.
 pub const NEW_TASK: (i32, &str) = (75, "newtask");
-/// Event of a task that has ended.
+/// Number and name of the event of a task that has ended.
 pub const END_TASK: (i32, &str) = (76, "endtask");
-/// Event of a daemon that was asked to start a task.
+/// Number and name of the event of a daemon that was asked to start a task.
 pub const SPAWN_TASK: (i32, &str) = (77, "spntask");
 
 /// Type flag of an item that is a list.
@@ -36,7 +36,7 @@ const TYPE_INT: i32 = 6;
 const TYPE_LONG: i32 = 8;
 const TYPE_TEXT: i32 = 12;
 
-/// Short names of record items. The position is the item's number.
+/// Short names of record items. The number of an item is its index in this list.
 pub const DATA_IDS: [&CStr; 123] = [
     c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT",
     c"CDX", c"CDC", c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP",
@@ -62,13 +62,13 @@ pub fn item_number(name: &str) -> i32 {
     at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
 }
 
-/// True if a mask, encoded as in `PVMTMASK`, selects this event.
+/// True if a mask, encoded as in `PVMTMASK`, selects the event with this number.
 pub fn mask_selects(mask: &[u8], event: i32) -> bool {
     let place = usize::try_from(event / 4).ok().and_then(|at| mask.get(at));
     place.is_some_and(|byte| byte & 1 << (event & 3) != 0)
 }
 
-/// Value of an item.
+/// The value of a record's item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TraceValue {
     Int(i32),
@@ -79,7 +79,7 @@ pub enum TraceValue {
     Texts(Vec<Vec<u8>>),
 }
 
-/// One item of a record.
+/// One named value of a trace record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceItem {
     /// Must be one of [`DATA_IDS`].
@@ -108,7 +108,8 @@ pub fn ints_item(name: &'static str, value: Vec<i32>) -> TraceItem {
     }
 }
 
-/// Returns the items with which every record begins: time and tid.
+/// Returns the items with which every record begins: the time (seconds and microseconds) and the
+/// tid.
 pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
     vec![
         int_item("TS", seconds),
@@ -117,7 +118,7 @@ pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
     ]
 }
 
-/// Packs the table of items.
+/// Packs the table of item numbers and names, which a tracer receives before all records.
 pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE_MARKERS[0]);
     for (number, name) in DATA_IDS.iter().enumerate() {
@@ -128,7 +129,8 @@ pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE_MARKERS[1]);
 }
 
-/// Packs a record. With `name` it describes itself.
+/// Packs a record. If `name` is set, the record contains this event name and the names and types of
+/// its items.
 pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[TraceItem]) {
     let [begin, end] = if name.is_some() {
         DESCRIBED_MARKERS
@@ -161,7 +163,7 @@ pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[Tr
     out.int(end);
 }
 
-/// Packs buffered records with the group markers.
+/// Packs buffered records, already encoded, between the group markers.
 pub fn pack_group(out: &mut Packer, records: &[u8]) {
     out.int(GROUP_MARKERS[0])
         .append_encoded(records)

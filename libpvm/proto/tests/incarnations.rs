@@ -1,12 +1,13 @@
 //! Simulates links of tasks that are restarted from checkpoints, in virtual time from one seed.
 //!
-//! Some tasks are members of a job, others are not. From time to time all members stop and are
-//! copied, or all of them die and restart from a copy with a later incarnation. Frames of earlier
-//! incarnations arrive late, twice, or never.
+//! Some tasks are members of a job; the others are outside tasks. At random times all members stop
+//! and are copied, or all members die and restart from a copy with a later incarnation. Frames of
+//! earlier incarnations arrive late, twice, or never.
 //!
-//! Every message has a unique number, and every task records what it has sent and received. The
-//! copy of a member includes its records. The messages that a member received from another member
-//! must therefore always be a prefix of those that the other one recorded as sent.
+//! Every message has a unique number, and every task records which messages it has sent and
+//! received. The copy of a member contains its records. Therefore the messages that a member
+//! received from another member must always be a prefix of the messages that the other member
+//! recorded as sent.
 
 mod rng;
 
@@ -24,7 +25,7 @@ const ROUTE: RouteId = RouteId(1);
 /// State of one task. A copy of it is the task's part of a checkpoint.
 #[derive(Clone)]
 struct Task {
-    /// Incarnation of new links.
+    /// Incarnation for links that the task creates.
     incarnation: u16,
     links: BTreeMap<usize, Link>,
     sent: BTreeMap<usize, Vec<u64>>,
@@ -45,7 +46,7 @@ impl Task {
 #[derive(Clone, Copy, PartialEq)]
 enum RunState {
     Running,
-    /// Stopped; resumes at this time.
+    /// Stopped; resumes at the given time. `None` if no time is set yet.
     Stopped(Option<Micros>),
     Dead,
 }
@@ -53,9 +54,9 @@ enum RunState {
 /// Messages between a member and an outside task since their last incarnation change.
 #[derive(Clone, Default)]
 struct OutsideTraffic {
-    /// Messages sent in the current life of both tasks, all of which must arrive.
+    /// Messages sent since both tasks last started; all of them must arrive.
     must_arrive: Vec<u64>,
-    /// Incarnation of the messages in `come`.
+    /// Incarnation of the messages in `arrived`.
     incarnation: u16,
     arrived: Vec<u64>,
 }
@@ -71,11 +72,11 @@ struct World {
     /// Latest incarnation of the job.
     latest_incarnation: u16,
     checkpoints: Vec<Vec<Task>>,
-    /// By sender and receiver; one of them is a member, the other is not.
+    /// Traffic between members and outside tasks, by (sender, receiver).
     outside: BTreeMap<(usize, usize), OutsideTraffic>,
     restarts: u64,
     delivered: u64,
-    /// Rate of lost frames and of late frames, per thousand.
+    /// Rate of lost frames and rate of late frames, per thousand each.
     fault_rate: u64,
 }
 
@@ -118,7 +119,7 @@ impl World {
         task < MEMBERS
     }
 
-    /// Returns one end of a link; creates it on first use.
+    /// Returns the end at task `a` of the link to task `b`; creates it on first use.
     fn link(&mut self, a: usize, b: usize) -> &mut Link {
         let runs = self.state[a] == RunState::Running;
         let task = &mut self.tasks[a];
@@ -144,7 +145,8 @@ impl World {
         let vanishes = self.link(from, to).is_peer_gone();
         self.tasks[from].sent.entry(to).or_default().push(id);
         if World::is_member(from) != World::is_member(to) && !vanishes {
-            // A message to a dead task whose death is not known yet may arrive or not.
+            // A message to a task that has died may arrive or not while the sender does not know of
+            // the death.
             if self.state[to] != RunState::Dead {
                 self.outside
                     .entry((from, to))
@@ -253,7 +255,7 @@ impl World {
         );
     }
 
-    /// Puts a frame in flight; it may be lost, duplicated or delayed.
+    /// Puts a frame in flight; the frame may be lost, duplicated or delayed.
     fn transmit(&mut self, from: usize, to: usize, frame: LinkFrame) {
         let copies = if self.rng.below(1000) < self.fault_rate {
             self.rng.below(3)
@@ -275,7 +277,7 @@ impl World {
         }
     }
 
-    /// Advances to the next event. False if there is none.
+    /// Advances the time to the next event and processes it. Returns false if there is no event.
     fn step(&mut self) -> bool {
         let arrival = self.in_flight.keys().next().map(|(at, _)| *at);
         let back = self
@@ -366,7 +368,7 @@ impl World {
         self.pump(task);
     }
 
-    /// Stops the members one after the other, copies them, and resumes them one after the other.
+    /// Stops the members one after another, copies all of them, and resumes them one after another.
     fn checkpoint(&mut self) {
         for task in 0..MEMBERS {
             self.stop(task);
@@ -376,7 +378,7 @@ impl World {
         self.checkpoints.push(self.tasks[..MEMBERS].to_vec());
         for task in 0..MEMBERS {
             let at = self.now + Micros(self.rng.below(50_000));
-            // Unique times, because tasks are found by their time.
+            // Each member resumes at a unique time, because members are found by that time.
             self.state[task] = RunState::Stopped(Some(at + Micros(task as u64)));
         }
     }
@@ -420,7 +422,8 @@ impl World {
             }
             self.state[task] = RunState::Stopped(None);
         }
-        // Sender or receiver of each of these messages has been reset.
+        // Not all of these messages must arrive any more, because their sender or receiver was
+        // reset.
         self.outside
             .values_mut()
             .for_each(|pair| pair.must_arrive.clear());
@@ -461,8 +464,8 @@ impl World {
         panic!("the links do not come to rest (seed {})", self.seed);
     }
 
-    /// Lets every task receive a message from every other one. An outside task considers a dead
-    /// member dead until that member sends a message.
+    /// Lets every task receive a message from every other task. This is necessary because an
+    /// outside task considers a dead member dead until that member sends a message.
     fn finish(&mut self) {
         self.settle();
         for member in 0..MEMBERS {
@@ -473,7 +476,7 @@ impl World {
             (0..MEMBERS).for_each(|member| self.send(task, member, 10));
         }
         self.settle();
-        // Frames that are still in flight must change nothing.
+        // Frames of earlier incarnations that are still in flight must change nothing.
         for _ in 0..2_000_000 {
             (0..self.tasks.len()).for_each(|task| self.pump(task));
             let flushed = self
@@ -518,7 +521,7 @@ fn run_world(seed: u64, first_line: u16, bad: u64) -> World {
 }
 
 /// Members receive exactly the messages of valid incarnations; outside tasks receive everything
-/// sent since the restart.
+/// that was sent since the restart.
 #[test]
 fn restarted_members_receive_valid_messages_only() {
     let (mut restarts, mut delivered) = (0, 0);
@@ -549,7 +552,8 @@ fn incarnation_numbers_may_wrap_around() {
 
 // ---- tests of a single link
 
-/// Returns a link of task 0 to task 1. Each end has sent four messages, of which two have arrived.
+/// Returns the link of task 0 to task 1. Each of the two tasks has sent four messages, of which two
+/// have arrived.
 fn link_in_use() -> Link {
     let mut link = Link::new(tid(0), tid(1));
     link.handle(Micros(0), LinkEvent::RouteUp(ROUTE));
@@ -583,7 +587,7 @@ fn data(line: u16, seq: u64, ack: u64) -> LinkFrame {
     }
 }
 
-/// Returns the messages that a link delivers and the frames that it transmits.
+/// Returns the messages that a link delivers, and the frames that it transmits.
 fn poll_all(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
     let (mut delivered, mut transmitted) = (Vec::new(), Vec::new());
     while let Some(output) = link.poll(Micros(2)) {
@@ -689,7 +693,8 @@ fn restarted_peer_counts_as_alive() {
     );
 }
 
-/// A restarted end sends what was never transmitted, and nothing that the peer may have received.
+/// A restarted end sends the messages that were never transmitted, and no message that the peer may
+/// have received.
 #[test]
 fn restarted_end_resends_only_untransmitted() {
     let mut link = link_in_use();

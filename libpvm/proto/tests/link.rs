@@ -21,7 +21,7 @@ struct FaultRates {
     loss: u64,
     duplication: u64,
     reordering: u64,
-    /// Chance, at each step, that a task loses its route for a while or migrates.
+    /// Probability, at each step, that a task migrates or loses its route for a while.
     migrations: u64,
 }
 
@@ -49,9 +49,9 @@ struct Network {
     faults: FaultRates,
     now: Micros,
     tids: Vec<Tid>,
-    /// `links[a][b]`: a's end of its link to b.
+    /// `links[a][b]` is task `a`'s end of its link to task `b`.
     links: Vec<Vec<Link>>,
-    /// Time at which a task without a route gets its next one.
+    /// For each task, the time at which it gets its next route; `None` if it has a route.
     route_back_at: Vec<Option<Micros>>,
     routes: u64,
     in_flight: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
@@ -145,7 +145,8 @@ impl Network {
         }
     }
 
-    /// Sends half of the messages with several fragments whole, as a frame larger than a fragment.
+    /// Sends half of the messages that have several fragments as whole messages, in one frame
+    /// larger than a fragment.
     fn pump_whole(&mut self, a: usize, b: usize) {
         while let Some((head, body)) = self.links[a][b].next_whole_message(FRAGMENT_BYTES_MAX) {
             let payload: Bytes = [head, body].concat().into();
@@ -208,8 +209,8 @@ impl Network {
         }
     }
 
-    /// Takes a task's route away. Frames in flight to it are lost in half of the cases (a
-    /// migration) and kept otherwise (a broken route).
+    /// Removes a task's route. In half of the cases the frames in flight to the task are lost (a
+    /// migration), otherwise they are kept (a broken route).
     fn take_route_down(&mut self, task: usize) {
         if self.route_back_at[task].is_some() {
             return;
@@ -236,7 +237,7 @@ impl Network {
         }
     }
 
-    /// Advances to the next event. False if there is none.
+    /// Advances the time to the next event and processes it. Returns false if there is no event.
     fn step(&mut self) -> bool {
         if self.rng.below(1000) < self.faults.migrations {
             let task = self.rng.below(self.tids.len() as u64) as usize;
@@ -309,7 +310,7 @@ impl Network {
         panic!("the links do not come to rest");
     }
 
-    /// Links with nothing outstanding become silent.
+    /// Asserts that links without unacknowledged messages stop transmitting.
     fn assert_becomes_silent(&mut self) {
         for _ in 0..100_000 {
             for a in 0..self.tids.len() {
@@ -376,7 +377,8 @@ fn reliable_routes_need_no_retransmission() {
         network.send(0, 1, 10);
     }
     network.settle();
-    // Acknowledgements: at least two, and at most one per eighth of the window and one per delay.
+    // Number of acknowledgements: at least two, and at most one per eighth of the window and one
+    // per delay.
     assert!(
         (1002..1010).contains(&network.transmitted),
         "{}",
@@ -462,7 +464,7 @@ fn answered_probe_is_not_sent() {
         link.poll(Micros(0)),
         Some(LinkOutput::Transmit(_))
     ));
-    // The link would send a probe, but the acknowledgement comes first.
+    // The link would send a probe next, but the acknowledgement arrives before the probe is sent.
     link.handle(Micros(1), LinkEvent::RouteUp(RouteId(2)));
     let ack = LinkFrame {
         src: b,

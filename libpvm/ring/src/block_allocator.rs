@@ -1,30 +1,32 @@
-//! Allocator for the blocks of a shared pool. It searches from the front, so that memory is reused.
+//! Allocator for the blocks of a shared pool. It uses the first free range that is long enough, so
+//! that recently used memory is reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Alignment and smallest size of a block: a page.
+/// Alignment and minimum size of a block, in bytes: a page.
 const BLOCK_ALIGN: usize = 4096;
 
 /// An allocated range of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     pub offset: usize,
-    /// Bytes requested, without the padding to whole pages.
+    /// Requested size in bytes, without the padding to whole pages.
     pub len: usize,
 }
 
-/// Free ranges, and the number of users of each allocated block.
+/// State of a pool: the free ranges, and the number of users of each allocated block. Both maps
+/// have offsets as keys.
 #[derive(Debug)]
 pub struct BlockAllocator {
     free: BTreeMap<usize, usize>,
     users: BTreeMap<usize, u32>,
-    /// Blocks that a user will never return.
+    /// Offsets of the blocks that a user will never release.
     abandoned: BTreeSet<usize>,
     abandoned_bytes: usize,
 }
 
 impl BlockAllocator {
-    /// Creates an allocator for this many bytes.
+    /// Creates an allocator for a pool of `bytes` bytes.
     pub fn new(bytes: usize) -> BlockAllocator {
         let free = BTreeMap::from([(0, bytes)]);
         BlockAllocator {
@@ -47,12 +49,12 @@ impl BlockAllocator {
         Some(Block { offset, len })
     }
 
-    /// Adds a user to a block.
+    /// Adds a user to a block, which stays allocated until every user has released it.
     pub fn add_user(&mut self, block: Block) {
         *self.users.get_mut(&block.offset).expect("a part in use") += 1;
     }
 
-    /// Removes a user of a block. The last one frees it.
+    /// Removes a user of a block. The block is freed when its last user is removed.
     pub fn release(&mut self, block: Block) {
         let users = self.users.get_mut(&block.offset).expect("a part in use");
         *users -= 1;
@@ -76,19 +78,19 @@ impl BlockAllocator {
         self.free.insert(offset, room);
     }
 
-    /// Records that a user will never return the block. The block stays allocated forever.
+    /// Records that a user will never release the block. The block stays allocated forever.
     pub fn abandon(&mut self, block: Block) {
         if self.abandoned.insert(block.offset) {
             self.abandoned_bytes += block.len;
         }
     }
 
-    /// Total size of all blocks that were abandoned. Each counts once.
+    /// Total size in bytes of the abandoned blocks. A block that was abandoned several times counts
+    /// once.
     pub fn abandoned_bytes(&self) -> usize {
         self.abandoned_bytes
     }
 
-    /// Number of allocated blocks.
     pub fn allocated_blocks(&self) -> usize {
         self.users.len()
     }

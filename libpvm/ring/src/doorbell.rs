@@ -1,13 +1,15 @@
-//! The doorbell of a task: which of its rings have records, and which of its threads sleep.
+//! The doorbell of a task: a set of bits in shared memory that shows which of the task's rings have
+//! records, and whether threads of the task sleep.
 //!
-//! A writer sets the bit of its ring's slot and then checks for sleepers. A reader announces that
-//! it will sleep and then checks the bits again. Both execute a full fence between the two steps,
-//! so at least one of them sees the other. Bits may stay set for a while after their ring was
-//! emptied; two tasks that exchange messages in turn then never write to this page.
+//! A writer sets the bit of its ring's slot and then checks for sleeping threads. A reader
+//! announces that it will sleep and then checks the bits again. Both execute a full fence between
+//! the two steps, so the reader sees the bit or the writer sees the sleeping thread. Bits may stay
+//! set for a while after their ring was emptied; then two tasks that exchange messages in turn do
+//! not write to this page at all.
 //!
-//! All tasks of the same user on a host write here. A misbehaving task can delay the wake-ups of
-//! the others, but not lose their messages: the drainer thread checks all rings when it was not
-//! requested for a while, whatever the doorbell contains.
+//! Other tasks of the same user on the host write to the doorbell. A misbehaving task can delay the
+//! wake-ups of the owner, but not cause the loss of messages: the drainer thread checks all rings
+//! if it was not requested for a while, whatever the doorbell contains.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
@@ -15,14 +17,14 @@ use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 pub const SLOTS_MAX: usize = 4096;
 const WORDS: usize = SLOTS_MAX / 64;
 
-/// The threads that a writer must wake.
+/// The threads that a writer must wake after a notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeTarget {
     /// No thread: the reader is awake and will check its rings.
     NoThread,
-    /// The threads that sleep on [`Doorbell::word`].
+    /// The threads that sleep on the futex word [`Doorbell::word`].
     Sleepers,
-    /// The drainer thread, which sleeps on [`Doorbell::drainer_word`].
+    /// The drainer thread, which sleeps on the futex word [`Doorbell::drainer_word`].
     Drainer,
 }
 
@@ -52,18 +54,18 @@ impl Default for Doorbell {
 }
 
 impl Doorbell {
-    /// Futex word of sleeping readers. It changes whenever they are woken.
+    /// Futex word on which readers sleep. Its value changes whenever they are woken.
     pub fn word(&self) -> &AtomicU32 {
         &self.word
     }
 
-    /// Futex word on which the drainer thread sleeps while it is 0.
+    /// Futex word of the drainer thread: the thread sleeps while the value is 0.
     pub fn drainer_word(&self) -> &AtomicU32 {
         &self.drainer_word
     }
 
-    /// Notifies the reader after a write to the ring of this slot; returns the threads to wake.
-    /// With `urgent` the drainer thread is requested if no reader sleeps.
+    /// Notifies the reader after a write to the ring of this slot. Returns the threads to wake. If
+    /// `urgent` is true and no reader sleeps, the drainer thread is requested.
     #[inline]
     pub fn notify(&self, slot: usize, urgent: bool) -> WakeTarget {
         fence(Ordering::SeqCst);
@@ -71,7 +73,8 @@ impl Doorbell {
         if self.bits[index].load(Ordering::Relaxed) & bit == 0 {
             self.bits[index].fetch_or(bit, Ordering::SeqCst);
             self.summary.0.fetch_or(1 << index, Ordering::SeqCst);
-            // Either the sleeper finds this bit, or this thread finds the sleeper.
+            // Either the thread that is about to sleep finds this bit, or this thread finds the
+            // sleeping thread.
             fence(Ordering::SeqCst);
         }
         if self.sleepers.load(Ordering::Relaxed) != 0
@@ -92,26 +95,27 @@ impl Doorbell {
         self.drainer_word.swap(1, Ordering::SeqCst) == 0
     }
 
-    /// True while the drainer thread is requested.
+    /// True from a request for the drainer thread until the thread accepts the request.
     pub fn is_drainer_requested(&self) -> bool {
         self.drainer_word.load(Ordering::SeqCst) != 0
     }
 
-    /// Accepts the request, on the drainer thread. All rings must be checked once more afterwards.
+    /// Clears the request for the drainer thread; called by that thread. It must check all rings
+    /// once more afterwards.
     pub fn accept_drainer_request(&self) {
         self.drainer_word.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// With `true` every notification requests the drainer thread while no reader sleeps. All rings
-    /// must be checked once more afterwards.
+    /// Sets whether every notification requests the drainer thread while no reader sleeps. All
+    /// rings must be checked once more afterwards.
     pub fn set_notify_always(&self, every: bool) {
         self.notify_always.store(u32::from(every), Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Returns index and bits of the first word at or after `from` with a bit set. Bit `b` of word
-    /// `i` belongs to slot `64 * i + b`.
+    /// Returns the first word with a bit set, at index `from` or later: its index and its bits. Bit
+    /// `b` of word `i` belongs to slot `64 * i + b`.
     #[inline]
     pub fn pending_words(&self, from: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary.0.load(Ordering::Acquire);
@@ -130,7 +134,7 @@ impl Doorbell {
         None
     }
 
-    /// Clears the bit of a slot. Its ring must be checked once more afterwards.
+    /// Clears the bit of a slot. The slot's ring must be checked once more afterwards.
     pub fn clear(&self, slot: usize) {
         let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
         if self.bits[index].fetch_and(!bit, Ordering::SeqCst) & !bit == 0 {
@@ -143,8 +147,9 @@ impl Doorbell {
         fence(Ordering::SeqCst);
     }
 
-    /// Announces that this thread will sleep; returns the value of the word to sleep on. All rings
-    /// must be checked once more afterwards.
+    /// Announces that this thread will sleep. Returns the value of the futex word; the thread may
+    /// sleep only while the word has this value. All rings must be checked once more before the
+    /// sleep.
     pub fn prepare_sleep(&self) -> u32 {
         let seen = self.word.load(Ordering::SeqCst);
         self.sleepers.store(1, Ordering::SeqCst);
@@ -152,12 +157,12 @@ impl Doorbell {
         seen
     }
 
-    /// Changes the word, so that threads that are about to sleep do not.
+    /// Changes the futex word, so that threads that are about to sleep on it do not.
     pub fn bump_word(&self) {
         self.word.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Initializes this doorbell as the replacement of `old`.
+    /// Initializes this doorbell, which will replace `old` at the same address.
     pub fn replace_from(&self, old: &Doorbell) {
         self.word.store(
             old.word.load(Ordering::SeqCst).wrapping_add(1),
@@ -165,8 +170,8 @@ impl Doorbell {
         );
         self.notify_always
             .store(old.notify_always.load(Ordering::SeqCst), Ordering::SeqCst);
-        // Threads that sleep now are woken before this doorbell replaces the old one. The drainer
-        // thread will check all rings.
+        // The changed word wakes the threads that sleep on the old doorbell. The drainer thread is
+        // requested, so that it checks all rings.
         self.drainer_word.store(1, Ordering::SeqCst);
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while the word has this value, at most for `span`. May return early.
+/// Sleeps while the word has this value, at most until `timeout` has passed. May return early.
 pub fn wait(word: &AtomicU32, value: u32, timeout: Option<Duration>) {
     let time = timeout.map(|timeout| libc::timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),

@@ -1,39 +1,41 @@
-//! A byte ring that holds records, with one writer and one reader.
+//! A byte ring with records, for one writer and one reader.
 //!
-//! - Positions count all bytes ever written and read, so they never wrap. A record begins at a
-//!   multiple of eight with its length.
+//! - Positions count all bytes that were ever written or read, so they never wrap. Each record
+//!   begins with its length, at a position that is a multiple of eight.
 //! - The writer publishes records by advancing `tail`; the reader frees space by advancing `head`.
-//! - A writer without space sets `starved`, and the reader must wake it after freeing space. The
-//!   two sides access flag and positions in opposite order with a full fence between, so at least
-//!   one of them sees the other.
-//! - A reader that was never far from the writer since its last fence omits the fence: no writer
-//!   can be starved.
+//! - A writer that finds no space sets `starved`; the reader must wake it after freeing space.
+//!   Writer and reader access the flag and the positions in opposite order, with a full fence in
+//!   between, so at least one of them sees the change of the other.
+//! - The reader omits its fence if it was never far from the writer since its last fence, because
+//!   then the writer cannot be starved.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
-/// Bytes before each record: its length and the inverted length, which reveals garbage.
+/// Size of the header of each record: the length and the inverted length, by which garbage is
+/// detected.
 pub const RECORD_HEAD_BYTES: usize = 8;
-/// A writer beyond this offset that finds the ring empty continues at its start. Small messages
-/// then use only a few pages of memory.
+/// If the ring is empty and the writer has reached this offset, it continues at the start of the
+/// ring. Thereby small messages use only a few pages of memory.
 pub const REWIND_BYTES: usize = 16 << 10;
-/// Record length that sends the reader to the start of the ring.
+/// Record length that makes the reader continue at the start of the ring.
 const REWIND_MARKER: u32 = u32::MAX;
-/// The reader frees space after it has read this fraction of the ring, or everything.
+/// The reader frees space when it has read this fraction of the ring, or all records.
 const RELEASE_DIVISOR: u64 = 8;
-/// A writer can be starved only if more than this fraction of the ring is occupied, because a
-/// record needs at most the rest.
+/// A writer can be starved only if more than this fraction of the ring is occupied, because the
+/// largest record fits into the remaining part.
 const STARVED_DIVISOR: u64 = 4;
 
-/// Control words that both ends access.
+/// Control words of a ring, which writer and reader access.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingControl {
     tail: CachePadded<AtomicU64>,
     head: CachePadded<AtomicU64>,
     starved: AtomicU32,
-    /// Set by either end when it closes the ring.
+    /// Set by writer or reader when it closes the ring.
     closed: AtomicU32,
-    /// Leases of messages in the writer's shared pool that the reader has returned, one bit each.
+    /// Bit set of the leases that the reader has returned: one bit per message in the writer's
+    /// shared pool.
     returned_leases: AtomicU64,
 }
 
@@ -47,13 +49,14 @@ impl RingControl {
         }
     }
 
-    /// Reader: returns the lease of a message.
+    /// Reader: returns the lease with this number.
     pub fn return_lease(&self, slot: u8) {
         self.returned_leases
             .fetch_or(1 << (slot % 64), Ordering::Release);
     }
 
-    /// Writer: takes the leases returned since the last call. Their memory may be written again.
+    /// Writer: removes and returns the bit set of the leases that were returned since the last
+    /// call. The memory of these messages may be written again.
     pub fn take_returned_leases(&self) -> u64 {
         if self.returned_leases.load(Ordering::Relaxed) == 0 {
             0
@@ -63,16 +66,16 @@ impl RingControl {
     }
 }
 
-/// Memory of a ring.
+/// Memory of a ring: the control words and the data area.
 pub trait RingMemory {
     fn control(&self) -> &RingControl;
-    /// Size of the data: a power of two, at least 64.
+    /// Size of the data area in bytes: a power of two, at least 64.
     fn capacity(&self) -> usize;
-    /// Copies into the data; the range must not cross its end.
+    /// Copies `bytes` into the data area; the range must not cross the end of the area.
     fn write(&self, offset: usize, bytes: &[u8]);
-    /// Copies out of the data; the range must not cross its end.
+    /// Copies bytes out of the data area; the range must not cross the end of the area.
     fn read(&self, offset: usize, bytes: &mut [u8]);
-    /// Copies out of the data to the end of `out`; the range must not cross the end of the data.
+    /// Appends bytes of the data area to `out`; the range must not cross the end of the area.
     fn append(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
         let old = out.len();
         out.resize(old + len, 0);
@@ -80,7 +83,7 @@ pub trait RingMemory {
     }
 }
 
-/// The other end violated the protocol. This ring is unusable.
+/// Error: the other task violated the protocol. This ring is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingCorrupt;
 
@@ -101,9 +104,9 @@ fn record_size(len: usize) -> usize {
 pub struct Writer<A> {
     area: A,
     tail: u64,
-    /// Lower bound of the reader's position.
+    /// Lower bound of the reader's position, as last read.
     head: u64,
-    /// Bytes to write from the start of the ring before the next rewind.
+    /// Number of bytes to write from the start of the ring before the next rewind.
     rewind_bytes: u64,
     /// Position at which the writer tries to rewind.
     rewind_at: u64,
@@ -115,7 +118,7 @@ impl<A: RingMemory> Writer<A> {
         Writer::with_rewind(area, REWIND_BYTES)
     }
 
-    /// Creates the writing end of an empty ring that rewinds after `bytes`, a multiple of 8.
+    /// Creates the writing end of an empty ring that rewinds after `bytes` bytes, a multiple of 8.
     pub fn with_rewind(area: A, bytes: usize) -> Writer<A> {
         Writer {
             area,
@@ -126,12 +129,11 @@ impl<A: RingMemory> Writer<A> {
         }
     }
 
-    /// Memory of the ring.
     pub fn memory(&self) -> &A {
         &self.area
     }
 
-    /// Takes returned leases; see [`RingControl::take_returned_leases`].
+    /// Removes and returns the returned leases, see [`RingControl::take_returned_leases`].
     pub fn take_returned_leases(&self) -> u64 {
         self.area.control().take_returned_leases()
     }
@@ -151,8 +153,8 @@ impl<A: RingMemory> Writer<A> {
         Ok(self.tail - self.head + need <= capacity)
     }
 
-    /// As [`Writer::has_space`]. If there is no space, the reader will report when it has freed
-    /// some.
+    /// True if a record of `len` bytes fits, as [`Writer::has_space`]. Otherwise the reader is
+    /// asked to wake this writer when it has freed space.
     ///
     /// # Errors
     /// As [`Writer::has_space`].
@@ -166,8 +168,8 @@ impl<A: RingMemory> Writer<A> {
         self.has_space(len)
     }
 
-    /// Writes a record that consists of `parts`. Returns false and writes nothing if it does not
-    /// fit.
+    /// Writes a record that consists of `parts`. Returns false and writes nothing if the record
+    /// does not fit.
     ///
     /// # Errors
     /// As [`Writer::has_space`].
@@ -195,12 +197,13 @@ impl<A: RingMemory> Writer<A> {
         Ok(true)
     }
 
-    /// Continues at the start of the ring if the ring is empty and `rewind_at` is reached.
+    /// Continues at the start of the ring if the ring is empty and the record fits there. Called
+    /// when `rewind_at` is reached. `len` is the length of the next record.
     fn rewind(&mut self, len: usize) {
         self.rewind_at = self.tail + self.rewind_bytes / 8;
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
-        // A false position is detected later, when space is short.
+        // A wrong position of the reader is detected later, when space is short.
         let is_empty = self.area.control().head.0.load(Ordering::Acquire) == self.tail;
         if is_empty && rest + record_size(len) as u64 <= capacity as u64 {
             self.head = self.tail;
@@ -233,13 +236,13 @@ impl<A: RingMemory> Writer<A> {
         self.area.write(0, second);
     }
 
-    /// Tells the other end that this end is closed.
+    /// Marks the ring as closed by this end.
     pub fn close(&self) {
         self.area.control().closed.store(1, Ordering::SeqCst);
     }
 
-    /// True if the other end is closed: unread records will not be read. Must be called after a
-    /// full fence, so that the result is not older than the last record.
+    /// True if the reader has closed the ring, so that it will not read the remaining records. Must
+    /// be called after a full fence, so that the result is not older than the last record.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.control().closed.load(Ordering::Acquire) != 0
@@ -257,9 +260,9 @@ pub struct Reader<A> {
     area: A,
     head: u64,
     released: u64,
-    /// Read position of the last release with a fence.
+    /// Read position at the last release that executed a fence.
     fenced: u64,
-    /// Lower bound of the writer's position.
+    /// Lower bound of the writer's position, as last read.
     tail: u64,
 }
 
@@ -275,18 +278,17 @@ impl<A: RingMemory> Reader<A> {
         }
     }
 
-    /// Memory of the ring.
     pub fn memory(&self) -> &A {
         &self.area
     }
 
-    /// True if no record was available at this moment.
+    /// True if the ring contained no record at the time of the call.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.head == self.tail && self.area.control().tail.0.load(Ordering::Acquire) == self.head
     }
 
-    /// Returns the next record, if there is one.
+    /// Returns the next record; `None` if there is none.
     ///
     /// # Errors
     /// [`RingCorrupt`] if the next bytes are not a record.
@@ -337,8 +339,8 @@ impl<A: RingMemory> Reader<A> {
         }
     }
 
-    /// Frees the space of the records read so far, if it is enough; true if the writer waits for
-    /// space and must be woken.
+    /// Frees the space of the records that were read, if it is large enough. Returns true if the
+    /// writer waits for space and must be woken.
     #[inline]
     pub fn release(&mut self) -> bool {
         let (unreleased, capacity) = (self.head - self.released, self.area.capacity() as u64);
@@ -348,8 +350,9 @@ impl<A: RingMemory> Reader<A> {
         self.released = self.head;
         let words = self.area.control();
         words.head.0.store(self.head, Ordering::Release);
-        // A writer without space has seen at least `fenced`, and has written more than this
-        // fraction beyond it. The reader will read all of that, and the fence follows then.
+        // A writer without space has seen at least `fenced` as the reader's position, and has
+        // written more than this fraction of the ring beyond `fenced`. The reader has not read all
+        // of that yet, and executes the fence when it has.
         if self.tail - self.fenced < capacity / STARVED_DIVISOR {
             return false;
         }
@@ -358,21 +361,22 @@ impl<A: RingMemory> Reader<A> {
         words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
     }
 
-    /// Tells the other end that this end is closed. A record written at the same time is visible to
-    /// a read after this call, or its writer finds the ring closed after its next fence.
+    /// Marks the ring as closed by this end. If the writer writes a record at the same time, either
+    /// a read after this call sees the record, or the writer finds the ring closed after its next
+    /// fence.
     pub fn close(&self) {
         self.area.control().closed.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// True if the other end is closed. Its records are all visible to reads after this call.
+    /// True if the writer has closed the ring. Reads after this call see all records of the writer.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.control().closed.load(Ordering::Acquire) != 0
     }
 }
 
-/// A record to read from front to back.
+/// A record, which must be read from front to back.
 #[derive(Debug)]
 pub struct Record<'a, A> {
     area: &'a A,
@@ -381,17 +385,16 @@ pub struct Record<'a, A> {
 }
 
 impl<A: RingMemory> Record<'_, A> {
-    /// Number of bytes left.
+    /// Number of bytes that have not been read.
     pub fn len(&self) -> usize {
         self.left
     }
 
-    /// True if no bytes are left.
     pub fn is_empty(&self) -> bool {
         self.left == 0
     }
 
-    /// Takes the next `N` bytes; `None` if fewer are left.
+    /// Reads the next `N` bytes; `None` if fewer are left.
     #[inline]
     pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
@@ -403,7 +406,7 @@ impl<A: RingMemory> Record<'_, A> {
         Some(bytes)
     }
 
-    /// Appends the rest of the record to `out`.
+    /// Appends the bytes that have not been read to `out`.
     #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
         let Some((first, second)) = self.pieces(self.left) else {
@@ -415,8 +418,9 @@ impl<A: RingMemory> Record<'_, A> {
         }
     }
 
-    /// Returns offset and length of the next `len` bytes up to the end of the ring, and how many
-    /// follow at its start.
+    /// Advances over the next `len` bytes. Returns their range in two parts: offset and length of
+    /// the part before the end of the ring, and length of the part at the start of the ring. `None`
+    /// if fewer bytes are left.
     #[inline]
     fn pieces(&mut self, len: usize) -> Option<((usize, usize), usize)> {
         self.left = self.left.checked_sub(len)?;

@@ -1,5 +1,5 @@
-//! Memory of rings and doorbells: memory files that two processes map, sealed so that neither can
-//! shrink them while the other uses them.
+//! Memory of rings and doorbells: memory files that two processes map. The files are sealed, so
+//! neither process can shrink a file while the other uses it.
 #![allow(unsafe_code)] // Mapping memory, and copying from and to memory that another process may change meanwhile.
 
 use crate::doorbell::Doorbell;
@@ -14,12 +14,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Data size of one ring. The largest record must fit in a quarter of it, so that reader and writer
-/// work at the same time.
+/// Size of the data area of one ring. The largest record must fit in a quarter of it, so that
+/// reader and writer can work at the same time.
 pub const RING_BYTES: usize = 512 << 10;
-/// Bytes before the data, for the control words of both rings.
+/// Size of the area before the data, which contains the control words of both rings.
 const CONTROL_BYTES: usize = 4096;
-/// Size of the memory that two tasks share.
+/// Size of the memory with the two rings of a pair of tasks.
 pub const PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
 /// Size of a doorbell's memory.
 pub const DOORBELL_BYTES: usize = 4096;
@@ -29,11 +29,11 @@ const _: () = assert!(
 );
 const _: () = assert!(RING_BYTES.is_power_of_two());
 
-/// Creates a memory file; the caller seals it.
+/// Creates a memory file of this size; the caller must seal it.
 ///
 /// # Errors
-/// The system has no descriptors or memory left, or the program's limit of file sizes is too small:
-/// a write beyond that limit would end the program with SIGXFSZ.
+/// The system has no descriptors or memory left, or the process's limit of file sizes is too small:
+/// a write beyond that limit would end the process with SIGXFSZ.
 pub(crate) fn create_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let (size_max, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
     if size_max < bytes as u64 {
@@ -44,7 +44,7 @@ pub(crate) fn create_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<Ow
     Ok(fd)
 }
 
-/// Creates a sealed memory file for two writers.
+/// Creates a memory file that both processes may write and none can resize.
 fn create_sealed_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let fd = create_memfd(name, bytes)?;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals()))?;
@@ -55,8 +55,8 @@ fn seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
-/// Refuses a descriptor from another task that is not memory of this kind. An access beyond the end
-/// of a smaller file would kill this process.
+/// Checks that a descriptor from another task is a memory file of this size with these seals. An
+/// access beyond the end of a smaller file would kill this process.
 pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
     let unfit = |what: &str| {
         io::Error::new(
@@ -75,7 +75,7 @@ pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) ->
     Ok(())
 }
 
-/// Mapped memory, unmapped with its last owner.
+/// Mapped memory; it is unmapped when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -84,12 +84,12 @@ pub(crate) struct Mapping {
 
 // SAFETY: the memory belongs to no thread; all access uses atomics or copies through raw pointers.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: as for `Send`: all access uses atomics or copies through raw pointers.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a memory file, or without one private memory of this process. A forked child does not
-    /// inherit the mapping.
+    /// Maps a memory file; without `fd` maps private memory of this process. A forked child does
+    /// not inherit the mapping.
     pub(crate) fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Mapping> {
         let (flags, number) = match fd {
             Some(fd) => (libc::MAP_SHARED, fd.as_raw_fd()),
@@ -103,12 +103,13 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps a memory file for reading, also in a forked child.
+    /// Maps a memory file for reading. A forked child inherits the mapping.
     pub(crate) fn read_only(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
         Mapping::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
-    /// Maps private memory, also in a forked child, of which little will be used.
+    /// Maps private memory of which only a small part will be used. A forked child inherits the
+    /// mapping.
     pub(crate) fn private_sparse(bytes: usize) -> io::Result<Mapping> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
@@ -125,15 +126,14 @@ impl Mapping {
         Ok(Mapping { start, bytes })
     }
 
-    /// Address of the first byte.
     #[inline]
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 }
 
-/// Replaces one mapping by another of the same size, atomically. Threads that use the address must
-/// accept the new content.
+/// Replaces the mapping `old` atomically by `fresh`, which has the same size. Threads that use the
+/// address must accept the new content.
 pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
     assert_eq!(
         old.bytes, fresh.bytes,
@@ -161,7 +161,7 @@ impl Drop for Mapping {
     }
 }
 
-/// One of the two rings in the memory of a pair.
+/// One of the two rings in the memory of a pair of tasks.
 #[derive(Clone, Debug)]
 pub struct SharedRing {
     mapping: Arc<Mapping>,
@@ -231,12 +231,12 @@ impl RingMemory for SharedRing {
     }
 }
 
-/// The two ring ends of one task.
+/// The ring ends of one task in the memory of a pair.
 #[derive(Debug)]
 pub struct RingPair {
-    /// Ring to the peer.
+    /// Writing end of the ring to the peer.
     pub writer: Writer<SharedRing>,
-    /// Ring from the peer.
+    /// Reading end of the ring from the peer.
     pub reader: Reader<SharedRing>,
 }
 
@@ -254,7 +254,8 @@ fn map_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
     })
 }
 
-/// Creates the memory of a pair. Returns this task's ends and the descriptor for the other task.
+/// Creates the memory of a pair of rings. Returns this task's ends, and the descriptor that the
+/// other task needs.
 ///
 /// # Errors
 /// The system has no descriptors or memory left.
@@ -263,16 +264,16 @@ pub fn create_pair() -> io::Result<(RingPair, OwnedFd)> {
     Ok((map_pair(fd.as_fd(), true)?, fd))
 }
 
-/// Maps the memory of a pair that another task created.
+/// Maps the memory of a pair of rings that another task created.
 ///
 /// # Errors
-/// The descriptor is not such memory, or the system has none left.
+/// The descriptor is not such a memory file, or the system has no memory left.
 pub fn accept_pair(fd: BorrowedFd<'_>) -> io::Result<RingPair> {
     verify_memfd(fd, PAIR_BYTES, seals())?;
     map_pair(fd, false)
 }
 
-/// Doorbell of another task.
+/// Doorbell of another task, mapped into this process.
 #[derive(Debug)]
 pub struct PeerDoorbell(Mapping);
 
@@ -280,7 +281,7 @@ impl PeerDoorbell {
     /// Maps the doorbell that another task created.
     ///
     /// # Errors
-    /// The descriptor is not such memory, or the system has none left.
+    /// The descriptor is not such a memory file, or the system has no memory left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerDoorbell> {
         verify_memfd(fd, DOORBELL_BYTES, seals())?;
         Mapping::new(Some(fd), DOORBELL_BYTES).map(PeerDoorbell)
@@ -303,8 +304,8 @@ fn doorbell_at(mapping: &Mapping) -> &Doorbell {
 }
 
 /// Doorbell of this task. Its address never changes, so threads may sleep on it while the memory at
-/// this address is replaced: private at first and during a migration, shared while the task has
-/// rings.
+/// this address is replaced. The memory is shared while the task has rings, and private before that
+/// and during a migration.
 #[derive(Debug)]
 pub struct OwnDoorbell(Mapping);
 
@@ -325,7 +326,7 @@ impl OwnDoorbell {
         Mapping::new(None, DOORBELL_BYTES).map(OwnDoorbell)
     }
 
-    /// Moves the doorbell to shared memory; returns the descriptor for peers.
+    /// Replaces the doorbell's memory by shared memory. Returns the descriptor that peers need.
     ///
     /// # Errors
     /// The system has no descriptors or memory left; the doorbell is unchanged.
@@ -335,7 +336,7 @@ impl OwnDoorbell {
         Ok(fd)
     }
 
-    /// Moves the doorbell to private memory, which no other process can access.
+    /// Replaces the doorbell's memory by private memory, which no other process can access.
     ///
     /// # Errors
     /// The system has no memory left; the doorbell is unchanged.

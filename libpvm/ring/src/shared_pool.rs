@@ -1,10 +1,10 @@
 //! Shared pools for large messages: memory that one task writes and its peers only read. A record
-//! in a ring names the block of a message. The reader leases the block, uses it in place, and
-//! returns the lease.
+//! in a ring contains the position of a message in the pool. The reader leases that block, uses it
+//! in place, and returns the lease.
 //!
 //! A pool is sealed: only the task that created it can ever write to it, and no task can shrink it.
-//! A sender that breaks the protocol and writes to a leased block corrupts only that message, which
-//! consists of arbitrary bytes anyway.
+//! A sender that violates the protocol and writes to a leased block corrupts only that message,
+//! which consists of arbitrary bytes anyway.
 #![allow(unsafe_code)] // Reading memory that another process may change, and replacing mappings in place.
 
 use crate::block_allocator::{Block, BlockAllocator};
@@ -15,9 +15,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Size of a pool. Only pages that have contained messages use memory.
+/// Size of a pool in bytes. Only pages that have contained messages occupy memory.
 pub const POOL_BYTES: usize = 64 << 20;
-/// Largest number of messages that one task may lease from another at a time: one bit each.
+/// Maximum number of messages that one task may lease from another at the same time; each lease has
+/// one bit.
 pub const LEASES_MAX: usize = 64;
 
 const fn seals() -> SealFlag {
@@ -26,7 +27,7 @@ const fn seals() -> SealFlag {
         .union(SealFlag::F_SEAL_FUTURE_WRITE)
 }
 
-/// Pool of this task.
+/// The pool of this task.
 #[derive(Debug)]
 pub struct OwnPool {
     mapping: Mapping,
@@ -34,7 +35,8 @@ pub struct OwnPool {
 }
 
 impl OwnPool {
-    /// Creates an empty pool; returns it with a descriptor through which other tasks can only read.
+    /// Creates an empty pool. Returns it with a descriptor through which other tasks can only read
+    /// it.
     ///
     /// # Errors
     /// The system has no descriptors or memory left, or the kernel is older than 5.1.
@@ -54,14 +56,15 @@ impl OwnPool {
         ))
     }
 
-    /// Copies a message into a new block with one user; `None` if there is no space.
+    /// Copies a message, given in two parts, into a new block with one user. Returns `None` if
+    /// there is no space.
     pub fn put(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
         let block = self.blocks.allocate(parts[0].len() + parts[1].len())?;
         let mut at = block.offset;
         for part in parts {
             assert!(part.len() <= POOL_BYTES - at, "parts end within the store");
             // SAFETY: the range was just checked to be in the mapping, which is writable, and no
-            // one else uses it.
+            // other code uses it.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     part.as_ptr(),
@@ -74,37 +77,36 @@ impl OwnPool {
         Some(block)
     }
 
-    /// Adds a user to the block of a message that goes to one more task.
+    /// Adds a user to a block, because its message is sent to one more task.
     pub fn add_user(&mut self, block: Block) {
         self.blocks.add_user(block);
     }
 
-    /// Removes a user of a block.
+    /// Removes a user of a block; the block is freed when its last user is removed.
     pub fn release(&mut self, block: Block) {
         self.blocks.release(block);
     }
 
-    /// Records that a user will never return the block.
+    /// Records that a user will never release the block. The block stays allocated forever.
     pub fn abandon(&mut self, block: Block) {
         self.blocks.abandon(block);
     }
 
-    /// Total size of the blocks that are lost.
+    /// Total size in bytes of the abandoned blocks.
     pub fn abandoned_bytes(&self) -> usize {
         self.blocks.abandoned_bytes()
     }
 
-    /// Number of allocated blocks.
     pub fn allocated_blocks(&self) -> usize {
         self.blocks.allocated_blocks()
     }
 }
 
-/// Pool of another task, for reading.
+/// The pool of another task, mapped for reading.
 #[derive(Debug)]
 pub struct PeerPool {
     mapping: Mapping,
-    /// Slot and block of each open lease.
+    /// Slot and block of each lease that has not been returned.
     leased: Mutex<Vec<(u8, Block)>>,
 }
 
@@ -112,7 +114,7 @@ impl PeerPool {
     /// Maps a pool that another task created. A forked child inherits the mapping.
     ///
     /// # Errors
-    /// The descriptor is not such memory, or the system has none left.
+    /// The descriptor is not such a memory file, or the system has no memory left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerPool> {
         verify_memfd(fd, POOL_BYTES, seals())?;
         Ok(PeerPool {
@@ -125,13 +127,14 @@ impl PeerPool {
         self.leased.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True while a block is leased.
+    /// True if a lease of this pool has not been returned.
     pub fn has_leases(&self) -> bool {
         !self.lock_leased().is_empty()
     }
 
-    /// Leases a block. `None` if the range is invalid or the slot is already leased: a sender that
-    /// obeys the protocol does not use a slot twice.
+    /// Leases a block under the number `slot`; the lease is returned through `returns`. `None` if
+    /// the range is invalid or the slot is already in use: a sender that obeys the protocol does
+    /// not use a slot twice.
     pub fn lease(
         self: &Arc<PeerPool>,
         block: Block,
@@ -157,8 +160,8 @@ impl PeerPool {
     }
 
     /// Replaces the mapping by a private copy of all leased blocks, at the same address. The blocks
-    /// stay valid whatever their sender does, and the process is independent of the pool's memory.
-    /// Concurrent readers notice nothing.
+    /// stay valid whatever their sender does, and this process is independent of the pool's memory.
+    /// Concurrent readers are not disturbed.
     ///
     /// # Errors
     /// The system has no memory left; nothing has changed.
@@ -178,17 +181,17 @@ impl PeerPool {
     }
 }
 
-/// Returns leases through the ring by which their messages came, while that ring exists.
+/// Returns leases through the ring in which their records arrived, as long as that ring exists.
 #[derive(Debug)]
 pub struct LeaseReturns(Mutex<Option<SharedRing>>);
 
 impl LeaseReturns {
-    /// For messages whose records come by this ring.
+    /// Creates a value for the messages whose records arrive in this ring.
     pub fn new(ring: &SharedRing) -> Arc<LeaseReturns> {
         Arc::new(LeaseReturns(Mutex::new(Some(ring.clone()))))
     }
 
-    /// Drops the ring; later returns have no effect.
+    /// Drops the ring. Leases that are dropped later are not reported to the sender.
     pub fn detach(&self) {
         drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
@@ -205,7 +208,7 @@ impl LeaseReturns {
     }
 }
 
-/// A leased message in another task's pool. Dropping it returns the lease.
+/// A leased message in another task's pool. Dropping the lease returns it.
 #[derive(Debug)]
 pub struct Lease {
     pool: Arc<PeerPool>,
@@ -216,9 +219,9 @@ pub struct Lease {
 
 impl AsRef<[u8]> for Lease {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: `borrow` has checked that the range is in the mapping, which lives as long as
-        // this value. A sender that obeys the protocol does not write to it before `drop`; any
-        // other sender changes bytes, for which any value is valid.
+        // SAFETY: `lease` has checked that the range is in the mapping, which lives as long as this
+        // value. A sender that obeys the protocol does not write to it before `drop`; any other
+        // sender changes bytes, for which any value is valid.
         unsafe {
             std::slice::from_raw_parts(
                 self.pool.mapping.start().add(self.block.offset),
@@ -244,7 +247,7 @@ mod tests {
     use super::*;
     use crate::shared_memory::{accept_pair, create_pair};
 
-    /// Creates a pool, its reader, and a pair of rings between the two.
+    /// Returns a pool, the same pool as mapped by a peer, and the ring ends of both tasks.
     fn pool_with_peer() -> (
         OwnPool,
         Arc<PeerPool>,

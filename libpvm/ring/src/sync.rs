@@ -5,7 +5,8 @@ pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(not(feature = "loom"))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Keeps values that two processors write in separate cache lines.
+/// Aligns a value to its own cache lines, so that values written by different processors do not
+/// share one.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(crate) struct CachePadded<T>(pub(crate) T);

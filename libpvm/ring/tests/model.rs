@@ -1,5 +1,5 @@
-//! Rings and doorbells under all interleavings of two threads, explored by the model checker. Needs
-//! the feature `loom`: see `cargo xtask test`.
+//! Checks rings and doorbells under all interleavings of two threads, with the model checker
+//! `loom`. Needs the feature `loom`: see `cargo xtask test`.
 #![allow(unsafe_code)] // The checker's cells hand out pointers.
 
 use loom::cell::UnsafeCell;
@@ -11,7 +11,7 @@ use sempa_ring::ring::{Reader, RingControl, RingMemory, Writer};
 
 const CAPACITY: usize = 64;
 
-/// Memory that the checker monitors: a concurrent write and read of one byte fails the test.
+/// Memory that the checker monitors: a concurrent write and read of the same byte fails the test.
 struct MonitoredMemory {
     control: RingControl,
     bytes: Vec<UnsafeCell<u8>>,
@@ -60,7 +60,8 @@ fn read(reader: &mut Reader<LoomMemory>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Writes and reads three records of `BYTES` bytes at the same time.
+/// One thread writes three records of `BYTES` bytes while another thread reads them. `writer`
+/// creates the writing end.
 fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> Writer<LoomMemory>) {
     loom::model(move || {
         let area = area();
@@ -166,8 +167,8 @@ fn sleeper_misses_no_record() {
     });
 }
 
-/// Returns a doorbell with a bit set, and a thread that writes a record, notifies the doorbell and
-/// returns the result.
+/// Returns a doorbell with a bit already set, a reader, and a thread that writes a record, notifies
+/// the doorbell and returns the threads to wake.
 fn notified_doorbell() -> (
     Arc<Doorbell>,
     Reader<LoomMemory>,
@@ -212,7 +213,7 @@ fn cleared_bit_is_set_by_later_writers() {
     });
 }
 
-/// Clearing one slot loses no record of two writers whose slots share a word.
+/// Clearing the bit of one slot loses no record of a second writer whose slot is in the same word.
 #[test]
 fn clearing_one_slot_keeps_the_other() {
     // With three threads the checker can explore only interleavings with few preemptions.
@@ -248,7 +249,7 @@ fn clearing_one_slot_keeps_the_other() {
     });
 }
 
-/// A drainer that accepts a request finds the record or is requested again.
+/// A drainer that accepts a request finds the record, or is requested again.
 #[test]
 fn accepted_request_misses_no_record() {
     loom::model(|| {
@@ -271,7 +272,8 @@ fn accepted_request_misses_no_record() {
     });
 }
 
-/// A reader that checks for the close first still reads all records written before it.
+/// A reader that first checks whether the ring is closed still reads all records that were written
+/// before the close.
 #[test]
 fn close_hides_no_earlier_record() {
     loom::model(|| {
@@ -289,7 +291,7 @@ fn close_hides_no_earlier_record() {
     });
 }
 
-/// A record written during the reader's close is read, or its writer sees the close.
+/// A record that is written while the reader closes the ring is read, or its writer sees the close.
 #[test]
 fn record_during_close_is_read_or_writer_sees_it() {
     loom::model(|| {
@@ -308,7 +310,7 @@ fn record_during_close_is_read_or_writer_sees_it() {
     });
 }
 
-/// A drainer that accepts a request sees the close or is requested again.
+/// A drainer that accepts a request sees that the ring is closed, or is requested again.
 #[test]
 fn accepted_request_misses_no_close() {
     loom::model(|| {

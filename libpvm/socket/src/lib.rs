@@ -1,5 +1,5 @@
-//! Socket functions that a task and its daemon share: reading with descriptors, adaptive spinning,
-//! socket buffers and scheduling latency.
+//! Functions that the task library and the daemon share: reading sockets with descriptors, adaptive
+//! spinning, socket buffers and scheduling latency.
 
 mod receive;
 mod sched_latency;

@@ -1,4 +1,4 @@
-//! Reads a socket together with the descriptors that travel on it.
+//! Reads a socket together with the file descriptors that are passed over it.
 #![allow(unsafe_code)] // recvmsg into room that has not been written yet has no safe form; zeroing it first costs too much
 
 use bytes::{BufMut, BytesMut};
@@ -13,29 +13,29 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 const CONTROL_WORDS: usize = 2 + (ROUTE_FDS_MAX * size_of::<RawFd>()).div_ceil(8);
 
 /// Descriptors that arrived on a socket for messages that are not processed yet, in order. `None`
-/// stands for a set that was lost.
+/// stands for the lost descriptors of one read.
 #[derive(Debug, Default)]
 pub struct PendingFds(VecDeque<Option<OwnedFd>>);
 
-/// The descriptors of one message.
+/// The descriptors that belong to one message.
 #[derive(Debug)]
 pub enum MessageFds {
     /// All descriptors that the message announces.
     All(Vec<OwnedFd>),
-    /// This process could not accept them because of its descriptor limit. The message must be
-    /// ignored.
+    /// This process could not accept the descriptors because of its descriptor limit. The message
+    /// must be ignored.
     Lost,
-    /// They did not arrive with the first byte of the message: the sender violates the protocol.
+    /// The descriptors did not arrive with the first byte of the message: the sender violates the
+    /// protocol.
     Missing,
 }
 
 impl PendingFds {
-    /// Number of descriptors; a lost set counts as one.
+    /// Number of descriptors; the lost descriptors of one read count as one.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// True if no descriptors are waiting.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -44,7 +44,7 @@ impl PendingFds {
         self.0.clear();
     }
 
-    /// Takes the descriptors of the next message, which announces this many.
+    /// Removes and returns the descriptors of the next message, which announces this many.
     pub fn take(&mut self, announced: usize) -> MessageFds {
         if announced > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
@@ -60,19 +60,20 @@ impl PendingFds {
 /// Result of one read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
-    /// Number of bytes; 0 is the end of the stream.
+    /// Number of bytes read; 0 at the end of the stream.
     pub bytes: usize,
-    /// True if the socket is empty. Otherwise more bytes may be available, because the kernel stops
-    /// after descriptors and at the end of the buffer.
+    /// True if the read has emptied the socket. If false, more bytes may be available, because the
+    /// kernel stops a read after descriptors and at the end of the buffer.
     pub drained: bool,
 }
 
-/// Reads the available bytes to the end of `buffer` and the descriptors that came with them, as
-/// close-on-exec. If the process has reached its descriptor limit, their loss is recorded.
+/// Appends the available bytes to `buffer`, and the descriptors that arrived with them to `passed`,
+/// with close-on-exec set. If the process has reached its descriptor limit, the loss of descriptors
+/// is recorded.
 ///
 /// # Errors
 /// `WouldBlock` if nothing is available and the call must not wait or has timed out; `InvalidData`
-/// if more descriptors came than one message may have. Any other error ends the connection.
+/// if more descriptors arrived than one message may have. Any other error ends the connection.
 pub fn receive(
     socket: &impl AsFd,
     buffer: &mut BytesMut,
@@ -100,8 +101,8 @@ pub fn receive(
     // SAFETY: the kernel has written the first `bytes` bytes of the buffer.
     unsafe { buffer.advance_mut(bytes) };
     let mut received_fds = Vec::new();
-    // SAFETY: the header is as the kernel wrote it, and the control words that it points to are
-    // still alive.
+    // SAFETY: the message header is as the kernel wrote it, and the control words to which it
+    // points are still alive.
     unsafe { take_fds(&message, &mut received_fds) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
         let all = bytes < room && received_fds.is_empty();
@@ -139,12 +140,12 @@ unsafe fn take_fds(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
         let (level, kind, length) =
             unsafe { ((*head).cmsg_level, (*head).cmsg_type, (*head).cmsg_len) };
         if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-            // SAFETY: as above; the length includes the header.
+            // SAFETY: as for the header; the length includes the header.
             let (data, bytes) =
                 unsafe { (libc::CMSG_DATA(head), length - libc::CMSG_LEN(0) as usize) };
             for at in 0..bytes / size_of::<RawFd>() {
-                // SAFETY: the kernel wrote complete integers there, each a new descriptor that this
-                // process owns and no other code knows.
+                // SAFETY: the kernel wrote complete integers into this range, each a new descriptor
+                // that this process owns and no other code knows.
                 into.push(unsafe {
                     OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned())
                 });

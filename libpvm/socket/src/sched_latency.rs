@@ -1,33 +1,34 @@
-//! Scheduling latency of threads that need little processor time but delay others.
+//! Reduces the scheduling latency of threads that need little processor time but delay other
+//! threads.
 //!
 //! Linux runs the thread with the earliest deadline first. A thread that requests a short slice has
 //! earlier deadlines: it runs soon and briefly, and its share of the processor stays the same. A
-//! daemon needs this next to compute-bound programs: with the default slice it waits several
-//! milliseconds each time.
+//! daemon next to compute-bound programs needs a short slice: with the default slice it would wait
+//! several milliseconds each time.
 #![allow(unsafe_code)] // The calls for a thread's scheduling attributes have no safe form in the crates we use.
 
 use nix::unistd::gettid;
 use std::mem::MaybeUninit;
 
-/// Shortest slice that the kernel accepts.
+/// Minimum slice that the kernel accepts, in nanoseconds.
 const SLICE_NS: u64 = 100_000;
 
-/// Nice value of a boosted thread.
+/// Nice value of a thread whose priority was boosted.
 const BOOSTED_NICE: i32 = -15;
 
-/// Requests a short slice for this thread; threads and processes that it starts are not affected.
-/// Linux supports this from 6.12 on. Nothing changes if the kernel does not support it, does not
-/// permit it, or if the process has another scheduling policy.
+/// Requests a short slice for the calling thread, but not for threads and processes that it starts.
+/// Linux supports this since 6.12. The call has no effect if the kernel does not support or permit
+/// it, or if the thread has another scheduling policy than the default one.
 pub fn request_short_slice() {
     if let Some(mut asked) = sched_attributes() {
         apply_with_short_slice(&mut asked);
     }
 }
 
-/// As [`request_short_slice`], and gives this thread precedence over threads with the default nice
-/// value. A thread that needs little time, but more than one short slice, waits for 10 ms and more
-/// next to compute-bound programs otherwise. Without the required privilege, or if the process
-/// already has another nice value, it only requests short slices.
+/// Requests a short slice as [`request_short_slice`] does, and gives the calling thread precedence
+/// over threads with the default nice value. Without the precedence, a thread that needs more than
+/// one short slice waits for 10 ms and more next to compute-bound programs. Without the required
+/// privilege, or if the process already has another nice value, the thread gets only short slices.
 pub fn boost_priority() {
     let Some(mut asked) = sched_attributes() else {
         return;
@@ -42,7 +43,8 @@ pub fn boost_priority() {
     apply_with_short_slice(&mut asked);
 }
 
-/// Returns the scheduling attributes of this thread, if its policy is the default one.
+/// Returns the scheduling attributes of the calling thread; `None` unless its scheduling policy is
+/// the default one.
 fn sched_attributes() -> Option<libc::sched_attr> {
     let mut attributes = MaybeUninit::<libc::sched_attr>::zeroed();
     let size = size_of::<libc::sched_attr>() as u32;
@@ -64,8 +66,8 @@ fn sched_attributes() -> Option<libc::sched_attr> {
         .then_some(attributes)
 }
 
-/// Applies the attributes with a short slice to this thread, but to none that it starts. Returns
-/// false if the kernel refuses.
+/// Applies the attributes with a short slice to the calling thread, but not to threads that it
+/// starts. Returns false if the kernel refuses.
 fn apply_with_short_slice(attributes: &mut libc::sched_attr) -> bool {
     attributes.size = size_of::<libc::sched_attr>() as u32;
     attributes.sched_runtime = SLICE_NS;
@@ -85,7 +87,7 @@ fn apply_with_short_slice(attributes: &mut libc::sched_attr) -> bool {
 mod tests {
     use super::*;
 
-    /// Returns the nice value of this thread.
+    /// Returns the nice value of the calling thread.
     fn nice() -> i32 {
         let stat = std::fs::read_to_string("/proc/thread-self/stat").expect("this is Linux");
         let behind_name = &stat[stat.rfind(')').expect("a name") + 2..];
@@ -135,7 +137,7 @@ mod tests {
                 .find(|line| line.starts_with("se.slice"))
                 .map(str::to_string)
         };
-        // Not every kernel reports it.
+        // Not every kernel reports the slice.
         if let Some(own) = turn().ok().as_deref().and_then(of) {
             let started = std::thread::spawn(move || turn().ok().as_deref().and_then(of))
                 .join()

@@ -3,11 +3,11 @@
 use nix::sys::socket::{setsockopt, sockopt};
 use std::os::fd::AsFd;
 
-/// Size of the send buffer, as the kernel counts it. Large enough that a large message does not
-/// wake its writer repeatedly.
+/// Size of the send buffer in bytes, as the kernel counts them. With this size the writer of a
+/// large message is not woken repeatedly.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-/// Enlarges the send buffer, as far as the system permits.
+/// Enlarges the send buffer of a socket as far as the system permits.
 pub fn enlarge_send_buffer(socket: &impl AsFd) {
     // Only root may exceed the system's limit. Failure is harmless.
     let _ = setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_BYTES);

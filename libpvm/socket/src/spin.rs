@@ -1,45 +1,48 @@
-//! Decides whether and how long a thread spins before it sleeps.
+//! Decides whether and how long a thread that waits for a message spins before it sleeps.
 //!
-//! Spinning saves a wake-up through the kernel if the answer comes soon; otherwise it takes the
-//! processor from the thread that must produce the answer. Recent waits predict the next one: a
-//! miss halves the spin budget. Where only the full budget can succeed, several misses in a row end
-//! the spinning instead. Once the budget is zero, spinning is retried only occasionally.
+//! Spinning saves a wake-up by the kernel if the message arrives soon; otherwise it takes the
+//! processor from the thread that must produce the message. Recent waits predict the next one: a
+//! miss halves the spin budget. In waits for which only the full budget can succeed, several
+//! consecutive misses end the spinning instead. Once the budget is zero, spinning is retried only
+//! occasionally.
 //!
 //! A spinning thread yields to other runnable threads on its processor, because one of them may be
-//! the one that produces the answer. If a yield costs a whole time slice, because a compute-bound
-//! thread runs there, the next waits spin without yielding.
+//! the thread that must produce the message. If a yield costs a whole time slice, because a
+//! compute-bound thread runs on that processor, the next waits spin without yielding.
 
 use std::time::{Duration, Instant};
 
-/// Smaller budgets count as zero.
+/// Spin budgets below this duration count as zero.
 const SPIN_MIN: Duration = Duration::from_micros(2);
-/// Waits without spinning before the first retry; each failed retry doubles the number.
+/// Number of waits without spinning before the first retry; each failed retry doubles the number.
 const RETRY_WAITS_MIN: u32 = 16;
-/// Largest number of waits between two retries.
+/// Maximum number of waits without spinning between two retries.
 const RETRY_WAITS_MAX: u32 = 1024;
-/// Consecutive misses after which spinning for daemons ends.
+/// Number of consecutive misses after which spinning for a message of a remote daemon ends.
 const DAEMON_MISSES_MAX: u32 = 8;
 
-/// A longer yield means that a compute-bound thread runs on this processor; threads that exchange
-/// messages run for shorter times.
+/// A yield that takes longer shows that a compute-bound thread runs on this processor; threads that
+/// exchange messages run for shorter times.
 const CHEAP_YIELD_MAX: Duration = Duration::from_micros(200);
 
-/// The most distant sender of the awaited message. It determines for how long spinning can pay off.
+/// The most distant possible sender of the awaited message. It determines for how long spinning can
+/// be worthwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SenderReach {
     /// Only tasks on this host.
     Host,
     /// Also tasks on other hosts, over direct connections. At first such a peer sleeps, too, and
-    /// answers late. With shorter budgets both sides would miss forever, although two spinning
-    /// sides would answer in a fifth of the time.
+    /// answers late. With shorter budgets both tasks would miss forever, although two spinning
+    /// tasks would answer in a fifth of the time.
     RemoteTasks,
-    /// Also the daemons of other hosts. A message and its answer wake four threads, and each
-    /// wake-up may cost as much as one on this host.
+    /// Also the daemons of other hosts. A message and its answer wake four threads; each wake-up
+    /// may cost as much as a wake-up for a message on this host.
     RemoteDaemons,
 }
 
 impl SenderReach {
-    /// Longest spin budget. For one host: about the cost of a wake-up on another processor.
+    /// Maximum spin budget. For senders on this host it is about the cost of a wake-up on another
+    /// processor.
     fn budget_max(self) -> Duration {
         Duration::from_micros(match self {
             SenderReach::Host => 50,
@@ -48,7 +51,7 @@ impl SenderReach {
         })
     }
 
-    /// Spin budget of a retry.
+    /// Spin budget of a retry after a period without spinning.
     fn retry_budget(self) -> Duration {
         match self {
             SenderReach::Host => Duration::from_micros(20),
@@ -56,7 +59,7 @@ impl SenderReach {
         }
     }
 
-    /// Next spin budget after consecutive misses, the last of them with budget `last`.
+    /// Spin budget after `misses` consecutive misses; `last` is the budget of the last miss.
     fn budget_after_misses(self, misses: u32, last: Duration) -> Duration {
         match self {
             SenderReach::Host | SenderReach::RemoteTasks => last / 2,
@@ -73,19 +76,21 @@ pub struct SpinBudget {
     budget: Duration,
     /// Misses since the last success or retry.
     misses: u32,
-    /// Waits until the next retry, while the budget is zero.
+    /// Number of waits until the next retry, while the budget is zero.
     waits_until_retry: u32,
     next_retry_waits: u32,
-    /// Waits left that spin without yielding, and their number after the next expensive yield.
+    /// Number of the next waits that spin without yielding.
     no_yield_waits: u32,
+    /// Number of waits without yielding after the next expensive yield.
     next_no_yield_waits: u32,
-    /// Never spin: there is no other processor for the thread that must answer.
+    /// True if the thread must never spin, because the thread that must answer has no other
+    /// processor.
     never_spin: bool,
     reach: SenderReach,
 }
 
 impl SpinBudget {
-    /// Starts with the longest budget, or with no spinning on a single processor.
+    /// Creates a budget that starts with the maximum. On a single processor the thread never spins.
     #[must_use]
     pub fn new(reach: SenderReach) -> SpinBudget {
         // `available_parallelism` also reads the limits of control groups, which takes as long as
@@ -102,7 +107,8 @@ impl SpinBudget {
         }
     }
 
-    /// Never spins, because other threads need the processor more.
+    /// Creates a budget of a thread that never spins, because other threads need the processor
+    /// more.
     #[must_use]
     pub fn never() -> SpinBudget {
         SpinBudget {
@@ -111,7 +117,7 @@ impl SpinBudget {
         }
     }
 
-    /// Starts with the longest budget, on the assumption of several processors.
+    /// Creates a budget that starts with the maximum, on the assumption of several processors.
     #[must_use]
     pub fn multiprocessor(reach: SenderReach) -> SpinBudget {
         let (span, pause) = (reach.budget_max(), RETRY_WAITS_MIN);
@@ -128,7 +134,8 @@ impl SpinBudget {
         }
     }
 
-    /// Returns the spin budget of the next wait, at most `span`; `None`: sleep immediately.
+    /// Returns the spin budget of the next wait, at most `span`; `None` if the thread must sleep
+    /// immediately.
     pub fn next_budget(&mut self, span: Option<Duration>, reach: SenderReach) -> Option<Duration> {
         self.reach = reach;
         if self.never_spin {
@@ -154,13 +161,14 @@ impl SpinBudget {
         }
     }
 
-    /// True while spinning should yield the processor to others.
+    /// True if a spinning thread should yield the processor to other threads.
     #[must_use]
     pub fn should_yield(&self) -> bool {
         self.no_yield_waits == 0
     }
 
-    /// Records the duration of a yield.
+    /// Records the duration of a yield: after an expensive yield, the next waits spin without
+    /// yielding.
     fn record_yield(&mut self, took: Duration) {
         if took > CHEAP_YIELD_MAX {
             self.no_yield_waits = self.next_no_yield_waits;
@@ -170,8 +178,8 @@ impl SpinBudget {
         }
     }
 
-    /// Records a message that came after spinning for this time. A time longer than the budget
-    /// means that this thread did not run meanwhile.
+    /// Records that a message arrived after spinning for the duration `after`. A duration longer
+    /// than the budget counts as a miss, because the thread did not run all the time.
     pub fn record_spin(&mut self, after: Duration, budget: Duration) {
         if after <= budget + SPIN_MIN {
             self.record_success()
@@ -180,7 +188,7 @@ impl SpinBudget {
         }
     }
 
-    /// Records a message that came after this time without spinning.
+    /// Records that a message arrived after sleeping for the duration `after`, without spinning.
     pub fn record_sleep(&mut self, after: Duration) {
         if after <= self.reach.budget_max() {
             self.record_success();
@@ -192,7 +200,7 @@ impl SpinBudget {
         self.next_retry_waits = RETRY_WAITS_MIN;
     }
 
-    /// Records a spin without a message.
+    /// Records that the spin budget was used up without a message.
     pub fn record_miss(&mut self) {
         self.misses += 1;
         self.budget = self.reach.budget_after_misses(self.misses, self.budget);
@@ -244,7 +252,8 @@ mod tests {
         }
     }
 
-    /// Yields are rare next to a compute-bound thread and frequent again after its end.
+    /// Yields are rare next to a compute-bound thread, and frequent again when that thread has
+    /// ended.
     #[test]
     fn yields_are_rare_next_to_compute_bound_threads() {
         let mut spin = multiprocessor_spin();
@@ -297,9 +306,9 @@ mod tests {
         );
     }
 
-    /// Simulates two peers that ask each other in turn, both without spinning at first. Returns
-    /// which of them spin at the end. An answer takes `way`, plus `waking` if its sender must be
-    /// woken.
+    /// Simulates two peers that send each other requests in turn; neither of them spins at first.
+    /// Returns for each peer whether it spins at the end. An answer takes `way`, plus `waking` if
+    /// its sender must be woken; both are in microseconds.
     fn spinning_at_end(reach: SenderReach, way: u64, waking: u64) -> [bool; 2] {
         let mut both = [
             SpinBudget::multiprocessor(reach),

@@ -1,5 +1,5 @@
-//! Behavior of a process that has reached its descriptor limit. The test changes the limit of its
-//! whole process, so it is alone in its file.
+//! Tests a process that has reached its descriptor limit. The test changes the limit of its whole
+//! process, so it is the only test in its file.
 
 use bytes::BytesMut;
 use nix::sys::resource::{Resource, setrlimit};
@@ -10,7 +10,7 @@ use std::io::IoSlice;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// Descriptor limit above the number that a test process has open.
+/// Descriptor limit of the test process; larger than the number of its open descriptors.
 const FD_LIMIT: u64 = 128;
 
 fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {

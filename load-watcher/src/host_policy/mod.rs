@@ -4,19 +4,20 @@
 //!
 //! Priority, highest first:
 //!
-//! 1. The owners. They have equal rights, so of each setting the most restrictive value counts. For
-//!    each owner, the override has priority over the published policy.
+//! 1. The owners. They have equal rights, so of each setting the most restrictive value is used.
+//!    For each owner, the override has priority over the published policy.
 //! 2. The administrator's file.
 //! 3. The override, the published policy and the file of the user of the virtual machine, then the
-//!    user's defaults. If this user is an owner of this host, the first three count as an owner's.
+//!    user's defaults. If this user is an owner of the host, the first three have the priority of
+//!    an owner's.
 //!
 //! The user of the virtual machine is an owner if the user is root, if the administrator has named
-//! the user, or if no owners are named and the user was the last one logged in at the machine
-//! itself.
+//! the user, or if the administrator has named no owners and the user is among the last users
+//! logged in at the machine itself.
 //!
-//! A malformed file is refused, and what it contained before stays in force. If there was nothing
-//! before, nobody can know what the file forbids, so no guest is welcome until the file is
-//! corrected or removed.
+//! A malformed file is refused, and its previous content stays in force. If there was no previous
+//! content, it is unknown what the file forbids, so guests may not run until the file is corrected
+//! or removed.
 
 use crate::owner::UserOverride;
 use crate::owner_override;
@@ -33,18 +34,18 @@ use std::path::{Path, PathBuf};
 /// Path of the administrator's policy.
 pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
 
-/// Maximum number of blocked users without an account here that are reported.
+/// Maximum number of blocked users without an account on this host that are reported.
 const UNKNOWN_USERS_MAX: usize = 16;
-/// Maximum number of bytes of such a name that are reported.
+/// Maximum size in bytes of the reported name of a blocked user without an account.
 const UNKNOWN_NAME_BYTES_MAX: usize = 64;
 
-/// Paths of the parts of the policy.
+/// Paths of the sources of the policy.
 #[derive(Clone, Debug)]
 pub struct PolicyPaths {
     /// Policy file of the user of the virtual machine.
     pub user: PathBuf,
     pub admin: PathBuf,
-    /// Folder of the owners' overrides and published policies.
+    /// Directory of the owners' overrides and published policies.
     pub overrides: PathBuf,
 }
 
@@ -52,11 +53,11 @@ pub struct PolicyPaths {
 pub struct VmUser {
     pub uid: u32,
     pub name: String,
-    /// Defaults that the user asks for in addition to the policy file.
+    /// Default settings that the user requests in addition to the policy file.
     pub defaults: Policy,
 }
 
-/// The parts of the policy, and the result of merging them.
+/// The sources of the policy, and the result of merging them.
 #[derive(Debug)]
 pub struct HostPolicy {
     paths: PolicyPaths,
@@ -64,37 +65,39 @@ pub struct HostPolicy {
     user_policy: Policy,
     admin_policy: Policy,
     overrides: Vec<UserOverride>,
-    /// Published policies of owners by uid.
+    /// Valid published policies, by uid of the owner.
     published: BTreeMap<u32, Policy>,
-    /// The users who were last logged in at the machine itself.
+    /// Users who were last seen logged in at the machine itself, by name.
     at_machine: BTreeSet<String>,
+    /// Errors in sentences, by source ("admin", "own", …).
     errors: BTreeMap<&'static str, Vec<String>>,
-    /// Errors in published policies, by uid of users without a valid policy before.
+    /// Errors in published policies of users without a previous valid policy, by uid.
     invalid_published: BTreeMap<u32, String>,
-    /// Why no guest is welcome: a file that counts is malformed, and it contained nothing before.
+    /// The reason why no guest may run: a file in force is malformed and had no valid content
+    /// before. `None` if the policy is known.
     policy_unknown: Option<String>,
     merged: MergedPolicy,
     blocked_uids: Vec<u32>,
-    /// Reports about blocked users without an account here.
+    /// Sentences about blocked users without an account on this host.
     unknown_users: Vec<String>,
 }
 
-/// Returns the path of the policy file in a home directory.
+/// Returns the path of the user's policy file below the home directory `home`.
 pub fn user_policy_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
 }
 
-/// Returns the path of an administrator's file or folder if the environment names another one than
-/// the `usual` one.
+/// Returns the path of an administrator's file or directory: the path `named` in the environment,
+/// or the default path `usual`.
 ///
-/// Only root may name any path; otherwise the user of a virtual machine could disable the
-/// administrator's settings. Other users may name a path that belongs to root and that no one else
-/// can change. If the named path is not accepted, the usual one is returned with a sentence that
-/// says why.
+/// Root may name any path. If other users could do so, the user of a virtual machine could disable
+/// the administrator's settings; they may only name a path that belongs to root and that no other
+/// user can change. If the named path is not accepted, returns `usual`, with a sentence that gives
+/// the reason. `by` is the user who named the path.
 pub fn trusted_path(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String>) {
     let of_root = |path: &Path| {
         let metadata = path.symlink_metadata();
-        // In a folder with the sticky bit users cannot change files of others.
+        // In a directory with the sticky bit, users cannot change the files of other users.
         let is_protected =
             |mode: u32, folder: bool| mode & 0o022 == 0 || (folder && mode & 0o1000 != 0);
         metadata
@@ -128,8 +131,8 @@ pub fn user_name(uid: u32) -> String {
         .map_or_else(|| uid.to_string(), |user| user.name)
 }
 
-/// Returns the uid of a blocked user, or a sentence if there is no such account here. The rest of
-/// the file stays valid: a removed account must not admit all other blocked users.
+/// Returns the uid of a blocked user, or a sentence if no account on this host has this name. The
+/// rest of the policy file stays valid: a removed account must not admit all other blocked users.
 fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
     let BlockedUser {
         name,
@@ -146,8 +149,8 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
         .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; nobody is kept away by it"))
 }
 
-/// Returns the report about a refused file. `said`: it had valid content before. `counts`: its
-/// content would count.
+/// Returns the report about a refused file. `had_content` is true if the file had valid content
+/// before, `counts` if its content would be in force.
 fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     let then = match (had_content, counts) {
         (true, _) => "what was said before stays",
@@ -157,7 +160,8 @@ fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     format!("{sentence}; {then}")
 }
 
-/// Loads a policy file; an empty policy if it does not exist.
+/// Loads a policy file; returns an empty policy if the file does not exist. `parse` gets the file's
+/// name and its text.
 fn load_policy(
     path: &Path,
     parse: fn(&str, &str) -> Result<Policy, PolicyError>,
@@ -178,7 +182,7 @@ fn load_policy(
 }
 
 impl HostPolicy {
-    /// Reads all parts of the policy.
+    /// Reads all sources of the policy and merges them.
     pub fn read(places: PolicyPaths, user: VmUser) -> HostPolicy {
         let mut rules = HostPolicy {
             paths: places,
@@ -201,13 +205,14 @@ impl HostPolicy {
         rules
     }
 
-    /// Reads the file of the user of the virtual machine again. Returns its error.
+    /// Reads the file of the user of the virtual machine again. Returns an error in the file as a
+    /// sentence.
     pub fn read_user_policy(&mut self) -> Option<String> {
         let read = load_policy(&self.paths.user, Policy::parse_own);
         self.apply_read("own", read, |rules| &mut rules.user_policy)
     }
 
-    /// Reads the administrator's file again. Returns its error.
+    /// Reads the administrator's file again. Returns an error in the file as a sentence.
     pub fn read_admin(&mut self) -> Option<String> {
         let read = load_policy(&self.paths.admin, Policy::parse);
         self.apply_read("admin", read, |rules| &mut rules.admin_policy)
@@ -235,7 +240,8 @@ impl HostPolicy {
         wrong
     }
 
-    /// Reads the owners' overrides and published policies again. Returns their errors.
+    /// Reads the owners' overrides and published policies again. Returns the errors in them as
+    /// sentences.
     pub fn read_overrides(&mut self) -> Vec<String> {
         let (words, mut wrong) = owner_override::read_all(&self.paths.overrides);
         self.overrides = words
@@ -276,8 +282,8 @@ impl HostPolicy {
         wrong
     }
 
-    /// Updates the logins. If no owners are named, the users who are logged in at the machine
-    /// itself count as its owners until others are.
+    /// Updates the users who are logged in at the machine itself. If the administrator has named no
+    /// owners, these users count as owners until other users log in at the machine.
     pub fn update_logins(&mut self, logins: &[Login]) {
         let at_machine = logins.iter().filter(|login| is_at_machine(login));
         let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
@@ -287,7 +293,7 @@ impl HostPolicy {
         }
     }
 
-    /// True if the settings of this user count as an owner's.
+    /// True if the settings of this user have the priority of an owner's.
     fn is_owner(&self, uid: u32) -> bool {
         let name = if uid == self.user.uid {
             self.user.name.clone()
@@ -303,14 +309,14 @@ impl HostPolicy {
                 .map_or_else(seated, |owners| owners.contains(&name))
     }
 
-    /// True if a published policy of this user counts, as an owner's or as that of the user of the
+    /// True if a published policy of this user is used: that of an owner, or of the user of the
     /// virtual machine.
     fn published_counts(&self, uid: u32) -> bool {
         uid == self.user.uid || self.is_owner(uid)
     }
 
-    /// Merges the override and the published policy of a user, and the policy file if it is the
-    /// user of the virtual machine.
+    /// Merges the override and the published policy of a user. For the user of the virtual machine,
+    /// the policy file is merged, too.
     fn merged_of_user(&self, uid: u32) -> MergedPolicy {
         let word = self
             .overrides
@@ -364,7 +370,7 @@ impl HostPolicy {
         self.policy_unknown = silent.next().or_else(|| unheard.next()).cloned();
     }
 
-    /// Looks up the uids of the blocked users.
+    /// Determines the uids of the blocked users from their names.
     fn look_up_blocked(&mut self) {
         (self.blocked_uids, self.unknown_users) = (Vec::new(), Vec::new());
         for user in self
@@ -388,14 +394,14 @@ impl HostPolicy {
         &self.merged
     }
 
-    /// Returns the uids of the blocked users. Names without an account here are omitted and
-    /// reported by [`HostPolicy::errors`].
+    /// Returns the uids of the blocked users. Users without an account on this host are omitted;
+    /// [`HostPolicy::errors`] reports them.
     pub fn blocked_uids(&self) -> &[u32] {
         &self.blocked_uids
     }
 
-    /// Returns why no guest is welcome, whatever the other parts contain: a malformed file that
-    /// contained nothing before.
+    /// Returns the reason why no guest may run, whatever the other sources contain: a malformed
+    /// file that had no valid content before. `None` if the policy is known.
     pub fn policy_unknown(&self) -> Option<&str> {
         self.policy_unknown.as_deref()
     }
@@ -404,13 +410,13 @@ impl HostPolicy {
         &self.overrides
     }
 
-    /// Returns the users who count as owners, if the administrator has named them.
+    /// Returns the users whom the administrator has named as owners; `None` if no owners are named.
     pub fn owners(&self) -> Option<&[String]> {
         self.admin_policy.owners.as_deref()
     }
 
     /// Returns all errors, one sentence each: refused files, and blocked users without an account
-    /// here.
+    /// on this host.
     pub fn errors(&self) -> Vec<String> {
         self.errors
             .values()
@@ -420,7 +426,7 @@ impl HostPolicy {
             .collect()
     }
 
-    /// True if the decision about guests depends on the clock.
+    /// True if the decision about guests depends on the time of day.
     pub fn depends_on_clock(&self) -> bool {
         self.merged.policy.never.is_some() || self.merged.policy.only.is_some()
     }

@@ -7,7 +7,8 @@ use std::os::unix::fs::PermissionsExt;
 const ALICE: u32 = 21_001;
 const OLGA: u32 = 21_002;
 
-/// Reads the policy of a host for a virtual machine of Alice, who is an ordinary user.
+/// Reads the policy of a host for a virtual machine whose user is Alice, an ordinary user. `wishes`
+/// contains Alice's defaults.
 fn read_policy(dir: &Path, wishes: &str) -> HostPolicy {
     let places = PolicyPaths {
         user: dir.join("own"),
@@ -65,8 +66,8 @@ fn cores(rules: &HostPolicy) -> (Option<u32>, String) {
     )
 }
 
-/// An owner's override has priority over the owner's policy, that over the administrator's file,
-/// and that over the user's file and defaults.
+/// An owner's override has priority over the owner's published policy, which has priority over the
+/// administrator's file, which has priority over the user's file and defaults.
 #[test]
 fn policy_sources_are_merged_by_priority() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -112,8 +113,8 @@ fn policy_sources_are_merged_by_priority() {
     );
 }
 
-/// Override and file of the user of the virtual machine have priority over the administrator's file
-/// only if the user is an owner.
+/// The override and the file of the user of the virtual machine have priority over the
+/// administrator's file only if the user is an owner.
 #[test]
 fn vm_user_counts_before_admin_only_as_owner() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -126,8 +127,8 @@ fn vm_user_counts_before_admin_only_as_owner() {
         .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
     rules.merge();
     assert_eq!(cores(&rules).0, Some(3));
-    // No owners are named. At first Alice is logged in only over the network, then at the machine
-    // itself.
+    // The administrator names no owners. At first Alice is logged in only over the network, then
+    // also at the machine itself.
     rules.update_logins(&[
         login("alice", "pts/0", "h9"),
         login("alice", "pts/1", ":pts/0:S.0"),
@@ -248,10 +249,11 @@ fn malformed_published_policy_keeps_previous_one() {
     );
 }
 
-/// End of the report about a malformed file that contained nothing before.
+/// End of the report about a malformed file without previous valid content.
 const SHUT: &str = "; until that is mended no guest is welcome here";
 
-/// A file that was never valid closes the host to guests until it is corrected or removed.
+/// A file that never had valid content closes the host to guests until the file is corrected or
+/// removed.
 #[test]
 fn file_never_valid_closes_host_until_fixed() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -281,7 +283,7 @@ fn file_never_valid_closes_host_until_fixed() {
         );
         put(dir.path(), file, "cores = 2\n");
         assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
-        // From here on the file has valid content before each error.
+        // From now on the file has valid content before each error.
         put(dir.path(), file, "corse = 3\n");
         assert!(read(&mut rules).is_some_and(|says| says.ends_with("what was said before stays")));
         assert_eq!(
@@ -301,7 +303,6 @@ fn file_never_valid_closes_host_until_fixed() {
     }
 }
 
-/// A file that cannot be read closes the host to guests.
 #[test]
 fn unreadable_file_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -316,8 +317,8 @@ fn unreadable_file_closes_host() {
     );
 }
 
-/// A published policy that was never valid closes the host to guests until it is corrected or
-/// withdrawn.
+/// A published policy that never had valid content closes the host to guests until the policy is
+/// corrected or withdrawn.
 #[test]
 fn published_policy_never_valid_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -364,7 +365,7 @@ fn published_policy_never_valid_closes_host() {
     );
 }
 
-/// A malformed policy closes the host only if its user counts as an owner.
+/// A malformed published policy closes the host to guests only if its user is an owner.
 #[test]
 fn malformed_policy_of_non_owner_is_ignored() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -381,7 +382,6 @@ fn malformed_policy_of_non_owner_is_ignored() {
     );
 }
 
-/// Blocked users are given by name or uid.
 #[test]
 fn blocked_users_are_given_by_name_or_uid() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -395,7 +395,7 @@ fn blocked_users_are_given_by_name_or_uid() {
     );
 }
 
-/// Returns the report about a blocked user without an account here.
+/// Returns the report about a blocked user without an account on this host.
 fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
     let place = dir.join(file_and_line);
     let place = place.display();
@@ -404,8 +404,8 @@ fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
     )
 }
 
-/// A blocked user without an account here is reported with file and line; the rest of the file
-/// counts.
+/// A blocked user without an account on this host is reported with file and line; the rest of the
+/// file is in force.
 #[test]
 fn unknown_blocked_user_is_reported_with_line() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -434,7 +434,7 @@ fn unknown_blocked_user_is_reported_with_line() {
         rules.errors(),
         told.map(|(line, name)| unknown_user_report(dir.path(), line, name))
     );
-    // The file itself is valid, and is accepted again when it is read again.
+    // The file itself is valid, so it is accepted again by the next read.
     assert_eq!(
         (rules.read_admin(), rules.blocked_uids()),
         (None, &[0, 12345][..])
@@ -446,7 +446,7 @@ fn unknown_blocked_user_is_reported_with_line() {
     );
 }
 
-/// Blocked users without an account are reported only if the list that names them counts.
+/// Blocked users without an account are reported only if the list that names them is in force.
 #[test]
 fn only_effective_unknown_users_are_reported() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -497,7 +497,7 @@ fn unknown_user_reports_are_limited() {
     );
 }
 
-/// If the administrator names owners, overrides and policies of other users do not count.
+/// If the administrator names owners, overrides and published policies of other users are ignored.
 #[test]
 fn only_named_owners_count() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -512,7 +512,7 @@ fn only_named_owners_count() {
         (rules.merged().policy.cores, rules.merged().policy.nice),
         (None, None)
     );
-    // An owner without an account here is named by uid.
+    // An owner without an account on this host is named by uid.
     rules.overrides = vec![cores_override(1, 21_009, "21009")];
     rules
         .published
@@ -524,8 +524,8 @@ fn only_named_owners_count() {
     );
 }
 
-/// Root may name any path as the administrator's; other users only one that belongs to root and
-/// that no one else can change.
+/// Root may name any path as the administrator's; other users may name only a path that belongs to
+/// root and that no other user can change.
 #[test]
 fn admin_path_must_belong_to_root() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -535,7 +535,7 @@ fn admin_path_must_belong_to_root() {
         trusted_path(named.clone(), usual, Uid::from_raw(0)),
         (named.clone(), None)
     );
-    // Paths of root that no one else can change are accepted for all users.
+    // Paths that belong to root and that no other user can change are accepted from all users.
     for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
         assert_eq!(
             trusted_path(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),

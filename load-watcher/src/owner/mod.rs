@@ -1,15 +1,15 @@
 //! Derives from all signs whether the owner of this host is absent, possibly present, or present,
 //! with a confidence and a reason. Pure.
 //!
-//! Each source is available, or unavailable with a reason. An unavailable source counts neither for
-//! nor against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in this order;
-//! the first that applies decides:
+//! Each source of signs is available, or unavailable with a reason. An unavailable source is no
+//! evidence for or against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in
+//! this order; the first that applies determines the verdict:
 //!
 //! 1. an owner's override "here": present;
-//! 2. a login with recent input, or with input that no source can tell: present (an override "away"
-//!    hides the user's own logins, or all logins if its user counts as the owner of the whole
+//! 2. a login with recent input, or a login whose input no source can observe: present (an override
+//!    "away" hides the user's own logins, or all logins if its user is an owner of the whole
 //!    machine);
-//! 3. an override "away", with no other login left: absent;
+//! 3. an override "away", if it hides all logins: absent;
 //! 4. recent input of keyboard or mouse without a login: present;
 //! 5. a login without recent input: possibly present;
 //! 6. high external load: possibly present;
@@ -22,14 +22,15 @@ use sempa_proto::load::{Login, OwnerVerdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Time after input at keyboard or mouse during which a person without a login (at a greeter)
-/// counts as present.
+/// Time after input at keyboard or mouse during which a person without a login, for example at a
+/// login screen, counts as present.
 pub const GREETER_INPUT_WINDOW: Micros = Micros::from_secs(300);
-/// External load, in processors, from which a person possibly uses the machine.
+/// External load, in processors, from which the owner is possibly present.
 pub const EXTERNAL_LOAD_HIGH: f32 = 0.5;
-/// External load, in processors, below which this ends again.
+/// External load, in processors, below which the load is low again after it was high.
 pub const EXTERNAL_LOAD_LOW: f32 = 0.25;
-/// Minimum age of an override that a logout ends, so that a user can set one and then log out.
+/// Minimum age of an override that is ended by a logout. It allows users to set an override and
+/// then log out.
 const OVERRIDE_LOGOUT_AGE_MIN: Micros = Micros::from_secs(2);
 
 /// Result of reading the login records.
@@ -39,28 +40,28 @@ pub enum LoginRecords {
     Logins(Vec<Login>),
     /// The file does not exist.
     Missing,
-    /// The file cannot be read, with the system's error text.
+    /// The file cannot be read; contains the system's error text.
     Unreadable(String),
 }
 
-/// Information of one source.
+/// The result of examining one source.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Evidence<T> {
     Known(T),
-    /// The source is unavailable, with the reason.
+    /// The source is unavailable; contains the reason.
     Unavailable(String),
 }
 
-/// Use of keyboard and mouse.
+/// Observed use of keyboard and mouse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InputActivity {
-    /// Time since when they are observed.
+    /// Time at which the observation started.
     pub watched_since: Micros,
-    /// Time of the last observed use.
+    /// Time of the last observed use; `None` if no use was observed.
     pub last_used: Option<Micros>,
 }
 
-/// An owner's override and its user.
+/// The override of one user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UserOverride {
     pub uid: u32,
@@ -68,59 +69,59 @@ pub struct UserOverride {
     pub owner_override: OwnerOverride,
 }
 
-/// All signs at one moment. Times are times of day.
+/// All signs of the owner's presence at one moment. Times are times of day.
 #[derive(Clone, Debug)]
 pub struct OwnerSigns<'a> {
-    /// Path of the login records.
+    /// Path of the file with the login records.
     pub records_path: &'a Path,
     pub records: &'a LoginRecords,
     /// Sessions that systemd-logind knows.
     pub sessions: &'a Evidence<Vec<Session>>,
-    /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
-    /// they come from logind.
+    /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
+    /// files. `None` if the sessions come from logind itself.
     pub logind_error: Option<&'a str>,
-    /// Time of the last input at the terminal of each login. A line is missing if its terminal
-    /// cannot be examined.
+    /// Time of the last input at the terminal of each login, by terminal line. A terminal that
+    /// cannot be examined is missing.
     pub terminal_input: &'a BTreeMap<String, Micros>,
     pub input: &'a Evidence<InputActivity>,
-    /// Mean number of processors that programs outside of the virtual machine use.
+    /// Mean number of processors that programs outside the virtual machine use.
     pub external_load: &'a Evidence<f32>,
     /// Overrides of all users.
     pub overrides: &'a [UserOverride],
-    /// Users who count as owners in addition to root; `None` if all users do.
+    /// Names of the users who are owners in addition to root; `None` if all users are owners.
     pub owners: Option<&'a [String]>,
-    /// Time without input after which a login counts as possibly absent.
+    /// Time without input after which the user of a login is only possibly present.
     pub idle_after: Micros,
 }
 
-/// The verdict on the owner with its explanation.
+/// The owner verdict with its explanation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OwnerAssessment {
     pub owner: OwnerVerdict,
-    /// Confidence of the verdict in percent.
+    /// Confidence in the verdict, in percent.
     pub confidence: u8,
-    /// The reason, as one plain sentence.
+    /// The reason for the verdict, in one sentence.
     pub why: String,
     /// The logins on which the verdict is based.
     pub logins: Vec<Login>,
-    /// Name and state of each source.
+    /// Name of each source, and a description of its state.
     pub sources: Vec<(&'static str, String)>,
 }
 
-/// Derives verdicts, and remembers since when the current state holds.
+/// Derives owner verdicts, and records when the current state began.
 #[derive(Debug, Default)]
 pub struct OwnerDetector {
     present_since: Option<Micros>,
     maybe_since: Option<Micros>,
     left_at: Option<Micros>,
-    /// External load was high and has not been low since.
+    /// True if the external load was high and has not been low since.
     load_is_high: bool,
     visits: Option<BTreeSet<(String, Micros)>>,
-    /// Overrides that a login or logout has ended: uid and time of each.
+    /// Overrides that were ended by a login or logout: uid and time of each declaration.
     ended_overrides: BTreeSet<(u32, Micros)>,
 }
 
-/// Formats a time of day (UTC) for a sentence.
+/// Formats a time of day as UTC, for a sentence.
 pub fn format_utc_time(at: Micros) -> String {
     let seconds = at.0 / 1_000_000 % 86_400;
     format!(
@@ -163,11 +164,11 @@ pub fn merged_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>>) 
 }
 
 impl OwnerSigns<'_> {
-    /// Returns the time of the last input of a login; `None` if no source can tell. Input at a
-    /// screen does not pass through the terminal of its session.
+    /// Returns the time of the last input of a login; `None` if no source can observe it. Input at
+    /// a screen does not pass through the terminal of its session.
     fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
         let Login { line, from, .. } = login;
-        // A login record of a screen has the display or the terminal in its `from` field.
+        // In the login record of a screen, the `from` field contains the display or the terminal.
         let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
         let keys = match self.input {
             Evidence::Known(keys) if from.is_empty() || of_screen => {
@@ -184,8 +185,8 @@ impl OwnerSigns<'_> {
             .copied()
             .filter(|_| !of_screen && session.is_none());
         let desktop_input = match session.map(|s| s.screen_use) {
-            // Some desktops never report idleness. Keyboard interrupts are more reliable if they
-            // were ever observed.
+            // Some desktops never report that they are idle. Keyboard interrupts are more reliable,
+            // if any were ever observed.
             Some(ScreenUse::InUse)
                 if !matches!(
                     self.input,
@@ -244,13 +245,13 @@ impl OwnerSigns<'_> {
         spoken.uid == 0 || self.owners.is_none_or(named)
     }
 
-    /// True if this user's override applies to the whole machine, not only to the user's own
+    /// True if this user's override applies to the logins of all users, not only to the user's own
     /// logins.
     fn covers_all_users(&self, spoken: &UserOverride) -> bool {
         spoken.uid == 0 || self.owners.is_some()
     }
 
-    /// True if no source can tell who is logged in.
+    /// True if no source can list the users who are logged in.
     fn logins_unavailable(&self) -> bool {
         !matches!(self.records, LoginRecords::Logins(_))
             && matches!(self.sessions, Evidence::Unavailable(_))
@@ -360,7 +361,7 @@ impl OwnerSigns<'_> {
     }
 }
 
-/// A verdict without the remembered times.
+/// A verdict without the times that only [`OwnerDetector`] records.
 enum Finding {
     Present {
         since: Option<Micros>,
@@ -379,7 +380,7 @@ enum Finding {
 }
 
 impl OwnerDetector {
-    /// Returns the verdict at `now` (time of day).
+    /// Returns the verdict at the time of day `now`.
     pub fn verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
         let all = merged_logins(signs.records, signs.sessions);
         self.expire_overrides(now, signs, &all);
@@ -403,7 +404,7 @@ impl OwnerDetector {
         }
     }
 
-    /// Ends overrides: a login that is later than an override ends it, and so does a logout.
+    /// Ends overrides: an override is ended by a later login, and by a logout.
     fn expire_overrides(&mut self, now: Micros, signs: &OwnerSigns<'_>, logins: &[Login]) {
         let visits: BTreeSet<(String, Micros)> =
             logins.iter().map(|l| (l.line.clone(), l.at)).collect();
@@ -414,7 +415,7 @@ impl OwnerDetector {
         let newest = logins.iter().map(|l| l.at).max();
         let said = |s: &UserOverride| Some((s.uid, s.owner_override.presence?));
         let known: Vec<(u32, DeclaredPresence)> = signs.overrides.iter().filter_map(said).collect();
-        // Forget ended overrides that no longer exist.
+        // Forgets ended overrides whose files do not exist any more.
         self.ended_overrides
             .retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
         for (uid, said) in known {
@@ -586,7 +587,7 @@ impl OwnerDetector {
     }
 }
 
-/// Returns a finding if a user is logged in and not idle.
+/// Returns the finding "present" if a user is logged in and not idle.
 fn active_login(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Option<Finding> {
     let idle = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
     let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);

@@ -81,7 +81,7 @@ fn spoken(uid: u32, user: &str, state: Presence, at: u64, until: u64) -> UserOve
     }
 }
 
-/// The verdict contains the start of the visit while it lasts, and its end afterwards.
+/// The verdict contains the start of a visit while the visit lasts, and its end afterwards.
 #[test]
 fn verdict_keeps_start_and_end_of_visit() {
     let mut sense = OwnerDetector::default();
@@ -124,8 +124,8 @@ fn verdict_keeps_start_and_end_of_visit() {
     );
 }
 
-/// Without login records the owner counts as absent, and the reason says so; with sessions the
-/// confidence is higher.
+/// Without login records the owner counts as absent, and the reason mentions the missing records;
+/// with sessions the confidence is higher.
 #[test]
 fn missing_login_records_mean_absent_with_reason() {
     let sensed = Scene {
@@ -146,7 +146,7 @@ fn missing_login_records_mean_absent_with_reason() {
         "logins are unknown: /x/utmp cannot be read: permission denied"
     );
     assert!(sensed.confidence <= 50);
-    // If systemd keeps sessions, no login record is needed.
+    // If systemd lists sessions, login records are not needed.
     let sessions = Evidence::Known(Vec::new());
     let sensed = Scene {
         records: LoginRecords::Missing,
@@ -173,7 +173,7 @@ fn screen_session(user: &str, at: u64) -> Session {
     }
 }
 
-/// For a login at a screen, keyboard and mouse count, not the input of its terminal.
+/// For a login at a screen, input of keyboard and mouse counts, and input of its terminal does not.
 #[test]
 fn screen_logins_ignore_terminal_input() {
     let mut scene = Scene {
@@ -193,7 +193,7 @@ fn screen_logins_ignore_terminal_input() {
         scene.verdict_at(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
-    // The same from login records alone, as display managers write them.
+    // The same login, known only from a login record as display managers write it.
     for (line, from) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
         let mut scene = Scene::with(vec![Login {
             from: from.into(),
@@ -215,8 +215,8 @@ fn screen_logins_ignore_terminal_input() {
     }
 }
 
-/// Returns a scene with Olga at a screen whose desktop reports this idle state. Keyboard and mouse
-/// have no observable interrupts.
+/// Returns a scene in which Olga is logged in at a screen whose desktop reports this use. No
+/// interrupts of keyboard and mouse can be observed.
 fn scene_with_desktop(idle: ScreenUse) -> Scene {
     let session = Session {
         screen_use: idle,
@@ -229,7 +229,7 @@ fn scene_with_desktop(idle: ScreenUse) -> Scene {
     }
 }
 
-/// A desktop that reports an idle screen determines since when its user may be absent.
+/// If a desktop reports an idle screen, its user is possibly present since the reported time.
 #[test]
 fn idle_desktop_reports_start_of_idle_time() {
     let mut sense = OwnerDetector::default();
@@ -256,7 +256,7 @@ fn idle_desktop_reports_start_of_idle_time() {
         matches!(back.owner, OwnerVerdict::Present { .. }),
         "{back:?}"
     );
-    // The login record of the same login names the display; both mean one screen.
+    // The login record of this login names the display; record and session describe one login.
     let record = Login {
         from: ":0".into(),
         ..login("olga", ":0", 50)
@@ -271,8 +271,8 @@ fn idle_desktop_reports_start_of_idle_time() {
     ));
 }
 
-/// A screen that is reported to be in use counts, unless observed keyboard interrupts contradict
-/// it.
+/// A screen that is reported as in use counts as input, unless observed keyboard interrupts
+/// contradict.
 #[test]
 fn observed_keys_override_screen_in_use() {
     let mut scene = scene_with_desktop(ScreenUse::InUse);
@@ -294,7 +294,7 @@ fn observed_keys_override_screen_in_use() {
     );
 }
 
-/// A session without a login record is enough for a present owner.
+/// A session without a login record is sufficient for the verdict "present".
 #[test]
 fn session_without_record_counts_as_present() {
     let desk = screen_session("olga", 50);
@@ -310,8 +310,8 @@ fn session_without_record_counts_as_present() {
     assert_eq!(sensed.why, "olga is logged in on tty2 since 00:00:50 UTC");
 }
 
-/// A login without input for a quarter of an hour counts as possibly absent, and as present again
-/// at the first key.
+/// A login without input for a quarter of an hour means a possibly present owner; the next input
+/// means a present owner.
 #[test]
 fn idle_login_is_maybe_until_first_key() {
     let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
@@ -351,7 +351,8 @@ fn idle_login_is_maybe_until_first_key() {
     assert_eq!(back.confidence, 99);
 }
 
-/// Keyboard and mouse count for local logins and for a person at a greeter, not for remote logins.
+/// Input of keyboard and mouse counts for local logins and for a person at a login screen, but not
+/// for remote logins.
 #[test]
 fn keys_count_for_local_logins_and_greeter() {
     let local = Login {
@@ -389,7 +390,7 @@ fn keys_count_for_local_logins_and_greeter() {
         scene.verdict_at(89_990 + 300).owner,
         OwnerVerdict::Absent { .. }
     ));
-    // A user who is logged in over the network does not touch this keyboard.
+    // A user who is logged in over the network does not use this keyboard.
     scene.records = LoginRecords::Logins(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
     assert!(matches!(
@@ -398,7 +399,7 @@ fn keys_count_for_local_logins_and_greeter() {
     ));
 }
 
-/// High external load counts as a possibly present owner until it is low again.
+/// High external load means a possibly present owner until the load is low again.
 #[test]
 fn external_load_is_maybe_until_low_again() {
     let mut scene = Scene::with(Vec::new());
@@ -425,7 +426,7 @@ fn external_load_is_maybe_until_low_again() {
     );
 }
 
-/// An owner's override counts more than all other signs until its time is over.
+/// An owner's override has priority over all other signs until it expires.
 #[test]
 fn override_beats_all_signs_until_it_expires() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
@@ -463,7 +464,7 @@ fn override_beats_all_signs_until_it_expires() {
     ));
 }
 
-/// An override ends with the next login or logout, unless the user gave it a duration.
+/// An override ends with the next login or logout, unless the user set a duration.
 #[test]
 fn override_ends_with_login_or_logout() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
@@ -493,7 +494,7 @@ fn override_ends_with_login_or_logout() {
         scene.verdict_with(&mut sense, 2200).owner,
         OwnerVerdict::Absent { .. }
     ));
-    // An override set with `--for` does not end with a visit.
+    // An override that was set with `--for` does not end with a login or logout.
     if let Some(said) = &mut scene.words[0].owner_override.presence {
         said.ends_with_visit = false;
     }
@@ -531,7 +532,6 @@ fn away_hides_own_logins_unless_named_owner() {
     );
 }
 
-/// The assessment describes every source.
 #[test]
 fn every_source_is_described() {
     let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).verdict_at(2000);
@@ -651,7 +651,7 @@ proptest! {
         }
     }
 
-    /// An additional login never makes the owner count as less present.
+    /// An additional login never changes the verdict towards absent.
     #[test]
     fn additional_login_never_lowers_verdict(mut scene in any_scene(), now in 5000_u64..20_000) {
         scene.words.clear();
@@ -659,7 +659,8 @@ proptest! {
             LoginRecords::Logins(logins) => LoginRecords::Logins(logins),
             _ => LoginRecords::Logins(Vec::new()),
         };
-        // Input of a person at the greeter would be attributed to the user who is logged in.
+        // With a source for the keyboard, input of a person at the login screen would be attributed
+        // to the user who is logged in.
         scene.keys = Evidence::Unavailable("not looked at".into());
         let before = rank(&scene.verdict_at(now).owner);
         if let LoginRecords::Logins(logins) = &mut scene.records {
@@ -676,7 +677,6 @@ proptest! {
         prop_assert!(rank(&scene.verdict_at(now + more).owner) <= rank(&scene.verdict_at(now).owner));
     }
 
-    /// The same signs at the same time give the same verdict.
     #[test]
     fn equal_signs_give_equal_verdicts(scene in any_scene(), now in 5000_u64..20_000) {
         let mut sense = OwnerDetector::default();

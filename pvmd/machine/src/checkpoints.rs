@@ -7,9 +7,9 @@
 //! - A checkpoint is taken on request, or repeatedly by a schedule. All tasks of the job are dumped
 //!   at a consistent cut (a *snapshot*). Each task is one part of it. The store seals the
 //!   checkpoint when it has all parts.
-//! - If a host is lost, each job that has a schedule and had tasks there rolls back: its remaining
-//!   tasks are killed before any task is notified of the loss. When none is left, the job is
-//!   restarted from its newest checkpoint.
+//! - If a host is lost, each job that has a schedule and had tasks on that host rolls back: the
+//!   job's remaining tasks are killed before any task is notified of the loss. When none is left,
+//!   the job is restarted from its newest checkpoint.
 
 mod admission;
 mod copies;
@@ -45,92 +45,98 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Largest number of jobs with checkpoints. If it is reached, an idle job is forgotten; if there is
 /// none, the request is refused.
 const JOBS_MAX: usize = 1024;
-/// Largest number of attempts at a checkpoint of a job that is changing, and of attempts at short
-/// intervals to restart a job after a rollback.
+/// Largest number of attempts to checkpoint a job whose tasks change, and of attempts at the short
+/// interval to restart a job after a rollback.
 const ATTEMPTS_MAX: u32 = 10;
 /// Interval between attempts at a checkpoint.
 const RETRY_INTERVAL: Micros = Micros::from_millis(200);
-/// The same while a program is still writing a checkpoint that was requested before. All attempts
-/// together take as long as a program has for that by default.
+/// Interval between attempts at a checkpoint while a program is still writing a checkpoint that was
+/// requested earlier. All attempts together take as long as the default time limit of a program for
+/// writing.
 const WRITING_RETRY_INTERVAL: Micros = Micros::from_secs(6);
-/// Interval between attempts to restart a job after a rollback. After [`ATTEMPTS_MAX`] attempts it
-/// doubles each time, up to the maximum: there may be no user who restarts the job, and the missing
-/// host may come back days later.
+/// Interval between attempts to restart a job after a rollback. After [`ATTEMPTS_MAX`] attempts the
+/// interval doubles with each attempt: there may be no user who restarts the job, and the missing
+/// host may return days later.
 const RESTART_RETRY_INTERVAL: Micros = Micros::from_secs(2);
+/// Upper limit of the doubled interval between attempts to restart a job.
 const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 /// Largest number of restarted tasks whose incarnations are remembered.
 const INCARNATIONS_MAX: usize = 1 << 20;
-/// Margin for killing the tasks of a lost host. Its daemon has already exited after its own,
-/// shorter lease, and the tasker with it.
+/// Delay of a restart after the loss of a host, so that all tasks on that host are dead. The daemon
+/// of the host has exited after its own, shorter lease, and its tasker with it.
 const HOST_FENCE_TIMEOUT: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job are gone.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
-/// Largest number of such checks.
+/// Largest number of checks whether the last tasks of a job are gone.
 const EXIT_CHECKS_MAX: u32 = 1000;
 /// Shortest time between the end of a checkpoint of a job and the start of the next one.
 const CHECKPOINT_INTERVAL_MIN: Micros = Micros::from_millis(500);
 const SIGKILL: i32 = 9;
 
-/// What is in progress for a job.
+/// The operation in progress for a job.
 #[derive(Debug, Default, PartialEq)]
 enum JobActivity {
     #[default]
     Idle,
-    /// An inventory of its tasks is being taken, for a checkpoint.
+    /// An inventory of the job's tasks is being taken, for a checkpoint.
     TakingInventory,
     /// A snapshot is being taken.
     TakingSnapshot(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
     /// restart waits until the lost host is out of the table and `not_before` has passed. `checks`
-    /// counts the checks so far.
+    /// is the number of checks for remaining tasks so far.
     RollingBack {
         lost: Option<HostId>,
         not_before: Micros,
         why: String,
         checks: u32,
     },
-    /// Its checkpoint is complete, and its tasks are being killed. `checks` counts the checks so
-    /// far.
+    /// The job's checkpoint is complete, and the job must end: its tasks are being killed. `checks`
+    /// is the number of checks for remaining tasks so far.
     EndingJob {
         report: CheckpointReport,
         checks: u32,
     },
-    /// It is being restarted from a checkpoint.
+    /// The job is being restarted from a checkpoint.
     Restarting,
 }
 
-/// A job with checkpoints.
+/// The master's checkpoint state of one job.
 #[derive(Debug, Default)]
 struct CheckpointedJob {
     activity: JobActivity,
-    /// Schedule of its checkpoints; `None` if they are only taken on request.
+    /// Schedule of the job's checkpoints; `None` if they are taken only on request.
     schedule: Option<CheckpointSchedule>,
     /// Start of the first attempt at the current checkpoint.
     started_at: Micros,
     waiters: Vec<(Tid, RequestId)>,
     /// The job must end when its checkpoint is complete.
     ends_after_checkpoint: bool,
-    /// The resource manager requested that, and will restart the job when there is room.
+    /// True if the resource manager requested that the job ends. The resource manager restarts the
+    /// job when a host has room.
     vacates: bool,
-    /// One of its hosts is being drained. Its tasks leave when they have been dumped.
+    /// A host of the job is being drained. The job's tasks on that host migrate when they have been
+    /// dumped.
     is_draining: bool,
-    /// The event log contains that its checkpoints take too long for the requested bound.
+    /// True if the event log contains that the job's checkpoints take too long for the requested
+    /// bound.
     lateness_reported: bool,
-    /// Duration of its last checkpoint.
+    /// Duration of the job's last checkpoint.
     last_duration: Micros,
-    /// Time of the next check. Earlier timers are ignored.
+    /// Time of the job's next check. Timers that fire earlier are ignored.
     next_check: Micros,
     attempts: u32,
-    /// All tasks that ever belonged to it, and those of them that have ended.
+    /// All tasks that ever belonged to the job.
     members: BTreeSet<Tid>,
+    /// Members that have ended.
     ended: BTreeSet<Tid>,
-    /// Tasks that may have died with their host.
+    /// Members that may have died together with their host.
     recently_dead: recently_dead::RecentlyDead,
-    /// Name of its newest checkpoint.
+    /// Name of the job's newest checkpoint.
     newest_checkpoint: Option<String>,
-    /// Name of the checkpoint from which it was restarted.
+    /// Name of the checkpoint from which the job was restarted.
     restarted_from: Option<String>,
-    /// How its first task has ended.
+    /// How the job's first task has ended.
     first_task_end: job_end::FirstTaskEnd,
     copies: copies::JobCopies,
 }
@@ -141,14 +147,14 @@ impl CheckpointedJob {
         self.ends_after_checkpoint || !self.waiters.is_empty()
     }
 
-    /// True if no task of it runs and it could not be restarted.
+    /// True if the job is rolling back and an attempt to restart it has failed.
     fn is_stuck(&self) -> bool {
         matches!(self.activity, JobActivity::RollingBack { .. }) && self.attempts > 0
     }
 }
 
-/// Contents of a checkpoint in progress besides the tasks' images, as of the moment when all tasks
-/// were stopped.
+/// Contents of a checkpoint in progress, in addition to the tasks' images. Groups, mailbox entries
+/// and contexts are those of the moment when all tasks were stopped.
 #[derive(Debug, Default)]
 struct SnapshotContents {
     groups: Vec<SavedGroup>,
@@ -156,9 +162,9 @@ struct SnapshotContents {
     contexts: Vec<(i32, Tid)>,
     /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
-    /// Those of them that have written their own checkpoints.
+    /// Members that have written their own checkpoints.
     self_checkpointed: Vec<Tid>,
-    /// Name and size in bytes, after sealing.
+    /// Name and size in bytes of the sealed checkpoint; `None` before it is sealed.
     sealed: Option<(String, u64)>,
 }
 
@@ -175,18 +181,19 @@ impl Inventory {
     }
 }
 
-/// Purpose of an inventory of all hosts.
 #[derive(Clone, Debug, PartialEq)]
 enum InventoryPurpose {
     /// Begin a checkpoint of this job.
     BeginCheckpoint(Tid),
-    /// All known tasks are stopped: find those that the job has spawned meanwhile.
+    /// All known tasks of this snapshot are stopped: find tasks that the job has spawned since the
+    /// previous inventory.
     VerifySnapshot(SnapshotId),
-    /// Check whether the last tasks of this job are gone.
+    /// Check whether all tasks of this job are gone, because it rolls back or must end.
     CheckGone(Tid),
-    /// Check that none of the tasks to restart is alive.
+    /// Check that no task of this restart is alive. The number is the key of the restart in
+    /// `open_restarts`.
     BeginRestart(u64),
-    /// Check whether this job has ended.
+    /// Check whether this job has ended: all its known tasks have.
     CheckEnded(Tid),
 }
 
@@ -227,8 +234,9 @@ pub(super) struct JobCheckpoints {
     /// Parts that are being unpacked and sent to their hosts.
     parts_in_transfer: BTreeSet<MigrationId>,
     contents: BTreeMap<SnapshotId, SnapshotContents>,
-    /// The latest incarnation, and that of each restarted task.
+    /// The latest incarnation of any restarted task.
     latest_incarnation: u16,
+    /// Incarnation of each restarted task.
     incarnations: BTreeMap<Tid, u16>,
     /// Creation time of this virtual machine, as time of day.
     created_at: Micros,
@@ -256,8 +264,8 @@ impl JobCheckpoints {
         }
     }
 
-    /// Makes room for another job: forgets an idle one if there are too many. False if there is
-    /// none.
+    /// Makes room for another job: if there are already [`JOBS_MAX`], forgets an idle one. False if
+    /// no job is idle.
     fn make_room_for(&mut self, job: Tid) -> bool {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
@@ -291,7 +299,8 @@ impl JobCheckpoints {
 }
 
 impl Machine {
-    /// Returns the highest task number of a host that occurs in a checkpoint.
+    /// Returns the highest task number of `host` that occurs in a stored checkpoint. New tasks get
+    /// higher numbers.
     pub(super) fn reserved_ids_of(&self, host: HostId) -> u32 {
         // At least 1 if there are checkpoints, so that every host knows of them: they may contain
         // contexts of hosts without tasks.
@@ -310,7 +319,6 @@ impl Machine {
 
     // ---- Requests for checkpoints
 
-    /// Master: handles a request for a checkpoint.
     pub(super) fn handle_checkpoint_request(
         &mut self,
         (tid, id): (Tid, RequestId),
@@ -415,7 +423,7 @@ impl Machine {
         }
     }
 
-    /// Handles the inventory of one host, or the loss of that host.
+    /// Handles the reply of one host to an inventory request, or the loss of that host (`Err`).
     pub(super) fn handle_inventory(&mut self, number: u64, found: Result<Inventory, HostId>) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -447,7 +455,7 @@ impl Machine {
             (InventoryPurpose::BeginCheckpoint(job), None) => {
                 self.begin_snapshot(job, &found.tasks)
             }
-            // A checkpoint without the tasks of that host would be incomplete.
+            // A checkpoint without the tasks of the silent host would be incomplete.
             (InventoryPurpose::BeginCheckpoint(job), Some(host)) => {
                 self.handle_incomplete_inventory(job, host)
             }
@@ -468,7 +476,7 @@ impl Machine {
                 self.finish_restart(wanted, Err(RestartFailure::HostLost(host)));
             }
             (InventoryPurpose::CheckEnded(job), None) => self.check_job_ended(job, &found.tasks),
-            // That host may have tasks of the job, so its checkpoints stay.
+            // The silent host may have tasks of the job, so the job's checkpoints are retained.
             (InventoryPurpose::CheckEnded(_), Some(_)) => {}
         }
     }
@@ -483,7 +491,7 @@ impl Machine {
         }
     }
 
-    /// Schedules the next check of a job. It replaces earlier ones.
+    /// Schedules the next check of a job; it replaces a check that was scheduled earlier.
     fn schedule_check(&mut self, job: Tid, after: Micros) {
         let due = self.now + after;
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
@@ -568,7 +576,8 @@ impl Machine {
             .push_back(Output::BeginCheckpoint { snapshot, job });
     }
 
-    /// Handles the store's reply whether it has room for a checkpoint.
+    /// Handles the store's reply to the start of a checkpoint. `Err` is the reason why the store
+    /// refuses it.
     pub(super) fn handle_checkpoint_begun(
         &mut self,
         snapshot: SnapshotId,
@@ -607,7 +616,7 @@ impl Machine {
         let mut ended = entry.ended.clone();
         if entry.newest_checkpoint.is_none() {
             // Before the first checkpoint the master does not know which ended tasks belonged to
-            // the job, so all recent ones count.
+            // the job, so every task that ended recently counts.
             ended.extend(job_checkpoints.recent_exits.tids(now));
             let lives: BTreeSet<Tid> = found.tasks.iter().map(|task| task.tid).collect();
             ended.retain(|tid| !lives.contains(tid));
@@ -745,7 +754,7 @@ impl Machine {
             .filter(|part| part.facts.restart_engine().is_some())
             .map(|part| part.tid)
             .collect();
-        // The rest becomes part of the checkpoint.
+        // Groups, mailbox entries and contexts move into the metadata of the checkpoint.
         let kept = SnapshotContents {
             members,
             self_checkpointed,
@@ -788,7 +797,8 @@ impl Machine {
         });
     }
 
-    /// Handles the store's report that a checkpoint is sealed, or why it is not.
+    /// Handles the store's report on sealing a checkpoint: name and size in bytes, or the reason
+    /// why it failed.
     pub(super) fn handle_checkpoint_sealed(
         &mut self,
         cut: SnapshotId,
@@ -942,8 +952,8 @@ impl Machine {
         }
     }
 
-    /// Schedules the next checkpoint of a job, if it has a schedule. `is_complete`: the last one
-    /// was complete.
+    /// Schedules the next checkpoint of a job, if the job has a schedule. `is_complete` is true if
+    /// the last checkpoint succeeded.
     fn schedule_next_checkpoint(&mut self, job: Tid, is_complete: bool) {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -1000,11 +1010,11 @@ impl Machine {
         }
     }
 
-    // ---- Part of the task's host
+    // ---- On the host of a task
 
-    /// Waits until a task that is being stopped for a checkpoint has the replies to its requests.
-    /// With `open` all other tasks of its job are stopped as well, and only these requests may
-    /// remain open.
+    /// Waits until a task that is being stopped for a checkpoint has received the replies to its
+    /// requests. If `open` is given, all other tasks of the job are stopped as well, and only these
+    /// requests may remain unanswered.
     pub(super) fn await_replies(
         &mut self,
         id: MigrationId,
@@ -1021,8 +1031,8 @@ impl Machine {
             .extend(task.take_settled_part());
     }
 
-    /// Handles a task that has all replies. Its state is saved now, because it belongs to the same
-    /// moment as the memory of all tasks; other tasks continue soon.
+    /// Handles a task that has received all replies. Its state is saved immediately, because it
+    /// must belong to the same moment as the memory of all tasks; the other tasks continue soon.
     pub(super) fn handle_part_settled(&mut self, id: MigrationId) {
         let tid = self
             .migrations
@@ -1042,7 +1052,7 @@ impl Machine {
         self.source_event(id, SourceEvent::RequestsSettled);
     }
 
-    /// Removes the state of a checkpoint from this host.
+    /// Removes the data that this host stores for the checkpoint of a task.
     pub(super) fn forget_part(&mut self, id: MigrationId, tid: Tid) {
         self.migrations.part_records.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
@@ -1061,8 +1071,9 @@ impl Machine {
             // restarted library is informed of the current resource manager.
             PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
             PendingItem::Control(_) => true,
-            // Link data is in the memory of the tasks, or was left by an exited process. Tasks that
-            // were dumped may already have continued and sent more.
+            // Link data is in the memory of the tasks, except for the items that an exited process
+            // has left at the head of the inbox. Later frames may come from tasks that were already
+            // dumped and have continued.
             PendingItem::Frame(_) => *place < left,
         };
         let waiting = task
@@ -1113,23 +1124,23 @@ impl Machine {
         }
     }
 
-    // ---- Part of the store
+    // ---- On the master, which has the store
 
-    /// True for the images of a part of a snapshot in progress.
+    /// True if `id` is a part of a snapshot in progress.
     pub(super) fn is_snapshot_part(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
             .is_some_and(|master| master.checkpoints.snapshots.snapshot_of(id).is_some())
     }
 
-    /// Handles the images of a part that have arrived, or failed to.
+    /// Handles the end of a transfer of a part's images to the master, successful or not.
     pub(super) fn handle_part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         if let Some(job_checkpoints) = self.job_checkpoints() {
             job_checkpoints.snapshots.on_images_received(id, result);
         }
     }
 
-    /// Handles the store's report that it has a part, or why it has not.
+    /// Handles the store's report that it has stored a part. `Err` is the reason why it could not.
     pub(super) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), String>) {
         let now = self.now;
         self.outputs.push_back(Output::DropImages { migration: id });
@@ -1139,22 +1150,24 @@ impl Machine {
     }
 }
 
-/// Returns the time until the next checkpoint. `took` is the duration of the last one; `None` if it
-/// failed.
+/// Returns the time until the next checkpoint. The duration is that of the last checkpoint; `None`
+/// if it failed.
 fn checkpoint_interval(schedule: CheckpointSchedule, took: Option<Micros>) -> Micros {
     let pause = match (schedule, took) {
-        // In the worst case, all work since the start of the last checkpoint is lost until the next
-        // one is stored, which may take half as long again.
+        // A loss is largest just before a checkpoint is stored: it includes all work since the
+        // start of the previous checkpoint. Taking a checkpoint may last half as long again as the
+        // last time.
         (CheckpointSchedule::MaxLoss(bound), Some(took)) => {
             bound.since(Micros(took.0.saturating_mul(5) / 2))
         }
-        // The same, but the job must not spend all its time on checkpoints.
+        // As for `MaxLoss`, but with a minimum, so that the job does not spend all its time on
+        // checkpoints.
         (CheckpointSchedule::Every(every), Some(took)) => {
             checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(took))
                 .max(Micros(every.0 / 2))
         }
         (CheckpointSchedule::Every(every), None) => every,
-        // Work is at risk while there is no checkpoint.
+        // Without a valid checkpoint all work is at risk, so the next attempt follows soon.
         (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Never, _) => RETRY_INTERVAL,
     };
     pause.max(CHECKPOINT_INTERVAL_MIN)

@@ -59,7 +59,7 @@ impl Machine {
             8 => vec![i32::from(
                 self.declare_host_lost(tid, Tid::from_raw(argument)),
             )],
-            // The window, and unknown numbers.
+            // Number 7 and unknown numbers.
             _ => vec![],
         };
         self.reply(tid, id, Reply::Numbers(numbers));
@@ -104,7 +104,8 @@ impl Machine {
         self.log_list("sizes", lines);
     }
 
-    /// Treats a host as lost that the caller considers dead. Only the master can do this.
+    /// Declares a host lost that the caller considers dead. Returns false, without effect, if this
+    /// daemon is not the master or the host is the master or unknown.
     fn declare_host_lost(&mut self, tid: Tid, host: Tid) -> bool {
         let host = super::requests::named_host(host).filter(|host| *host != HostId::MASTER);
         let Some(host) =

@@ -8,15 +8,15 @@ use sempa_proto::event::EventKind;
 use sempa_proto::sm::{PlacementLeaseUse, SM_PLACEMENT_LEASE_USED, pack_placement_lease_use};
 use sempa_proto::{Micros, Tid};
 
-/// Longest time for which work is deferred.
+/// Longest time by which an action is deferred.
 const DEFERRAL_MAX: Micros = Micros::from_millis(1);
 
 #[derive(Debug)]
 pub(super) enum DeferredAction {
     /// An entry of the event log, with the time of day at which the event happened.
     Record(Micros, EventKind),
-    /// A report to a resource manager: tasks have taken places that it had leased under this wait
-    /// id.
+    /// A report to a resource manager: tasks were spawned on hosts of the placement lease with the
+    /// wait id `wid`.
     ReportTaken {
         rm: Tid,
         wid: i32,
@@ -24,7 +24,7 @@ pub(super) enum DeferredAction {
     },
 }
 
-/// Deferred actions, in order. There are never more than follow from one event.
+/// Deferred actions, in order. They never exceed the consequences of one event.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     actions: Vec<DeferredAction>,
@@ -32,7 +32,7 @@ pub(super) struct Deferred {
 }
 
 impl Deferred {
-    /// Returns the latest time at which the actions must run.
+    /// Returns the time by which the actions must run; `None` if there are none.
     pub(super) fn due(&self) -> Option<Micros> {
         self.due
     }
@@ -45,12 +45,11 @@ impl Machine {
         self.deferred.actions.push(duty);
     }
 
-    /// Defers an entry of the event log about this host. It keeps the current time.
+    /// Defers an entry of the event log about this host. The entry keeps the current time of day.
     pub(super) fn record_deferred(&mut self, kind: EventKind) {
         self.defer(DeferredAction::Record(self.unix_time, kind));
     }
 
-    /// Runs all deferred actions.
     pub(super) fn run_deferred(&mut self) {
         if self.deferred.due.take().is_none() {
             return;

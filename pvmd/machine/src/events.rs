@@ -1,8 +1,8 @@
 //! The event log of the virtual machine, kept by the master.
 //!
-//! Entries are stored in wire format, many in one block of memory. If each were a separate value,
-//! its strings would lie for hours between short-lived messages and images, and would keep nearly
-//! empty pages from being returned to the kernel.
+//! Entries are stored in wire format, many in one block of memory. If each entry were a separate
+//! value, its strings would stay for hours between short-lived messages and images, and nearly
+//! empty pages could not be returned to the kernel.
 
 use super::Machine;
 use bytes::Bytes;
@@ -21,14 +21,15 @@ const EVENTS_PER_REPLY_MAX: u32 = 8192;
 /// Largest size of the whole log, so that every reply fits into a frame. The oldest entries are
 /// dropped first.
 const EVENTS_BYTES_MAX: usize = FRAME_BYTES_MAX / 2;
-/// Largest size of one entry. The entry of the largest possible spawn has a fifth of that.
+/// Largest size of one entry. The entry of the largest possible spawn takes a fifth of this.
 const EVENT_BYTES_MAX: usize = 1 << 20;
-/// Entries are stored and dropped in blocks of this size. A larger entry has a block of its own.
+/// Size of the blocks in which entries are stored and dropped. A larger entry has a block of its
+/// own.
 const BLOCK_BYTES_MAX: usize = 64 << 10;
 /// Number of entries for which a new block reserves room.
 const BLOCK_ENTRIES_RESERVED: usize = 512;
 
-/// Consecutive entries in one piece of memory.
+/// Consecutive entries of the log in one allocation.
 #[derive(Debug)]
 struct Block {
     /// Number of the first entry.
@@ -65,11 +66,12 @@ pub(super) struct EventLog {
     blocks: VecDeque<Block>,
     bytes: usize,
     last_number: u64,
+    /// Context and tag of the messages to a subscriber, by task.
     subscribers: BTreeMap<Tid, (i32, i32)>,
 }
 
 impl EventLog {
-    /// Returns entries from this number on, oldest first.
+    /// Returns at most `limit` entries from number `from` on, oldest first.
     pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
         let from = from.max(self.oldest());
         let numbers = from..=self
@@ -144,7 +146,7 @@ impl EventLog {
         Ok((number, packed.into()))
     }
 
-    /// Drops blocks that are not needed any more.
+    /// Drops the blocks that contain only entries beyond the limits of the log.
     fn drop_old_blocks(&mut self) {
         let oldest = self.oldest();
         while self
@@ -165,8 +167,8 @@ impl Machine {
         self.record_at(self.unix_time, kind);
     }
 
-    /// Records an event of this host with its time of day. The log must not contain a later event
-    /// of this host.
+    /// Records an event of this host that happened at time of day `at`. Must be called before a
+    /// later event of this host is recorded.
     pub(super) fn record_at(&mut self, at: Micros, kind: EventKind) {
         let me = self.config.host;
         if self.master.is_some() {
@@ -266,7 +268,7 @@ mod tests {
             .collect()
     }
 
-    /// The log returns what was recorded. When it is full, the oldest entries are dropped.
+    /// The log returns the recorded entries. When it is full, the oldest entries are dropped.
     #[test]
     fn log_returns_entries_and_drops_the_oldest() {
         let mut log = EventLog::default();

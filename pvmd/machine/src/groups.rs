@@ -1,9 +1,9 @@
 //! The group service (`pvm_joingroup` and the other group functions), kept by the master.
 //!
-//! [`Groups`] is a pure value: requests and exits of tasks go in, replies come out. A barrier or a
-//! freeze is a request that stays open until enough members have arrived. It fails if a member
-//! exits and the remaining ones are too few. A member that leaves the group by `pvm_lvgroup` does
-//! not affect a barrier, because another task may take its place.
+//! [`Groups`] is a pure value: its inputs are requests and exits of tasks, its outputs are replies.
+//! A barrier or a freeze is a request that stays open until enough members have arrived. It fails
+//! if a member exits and the remaining ones are too few. A member that leaves the group by
+//! `pvm_lvgroup` does not affect a barrier, because another task may join in its place.
 
 use super::Machine;
 use super::rpc::RpcCaller;
@@ -35,7 +35,8 @@ pub(super) struct GroupAnswer {
 #[derive(Debug)]
 struct Rendezvous {
     required: usize,
-    /// The barrier includes all current members: it does not wait for a member that leaves.
+    /// True for a barrier of all current members: it does not wait for a member that leaves the
+    /// group.
     all_members: bool,
     waiting: BTreeMap<Tid, RequestId>,
 }
@@ -59,10 +60,10 @@ enum RendezvousKind {
 #[derive(Debug, Default)]
 struct Group {
     state: GroupState,
-    /// Number of members at the time of the freeze.
+    /// Number of members at the time of the freeze; not used in a dynamic group.
     frozen_size: usize,
-    /// Indexed by instance; NONE for a free instance. In a dynamic group the last instance is
-    /// always taken.
+    /// Member by instance number; `NONE` for a free instance. In a dynamic group the last instance
+    /// is always taken.
     members: Vec<Tid>,
     instances: BTreeMap<Tid, usize>,
     free_instances: BTreeSet<usize>,
@@ -169,8 +170,8 @@ impl Groups {
         meetings.flat_map(|meeting| meeting.waiting.iter().map(|(tid, id)| (*tid, *id)))
     }
 
-    /// Returns the names of those groups that already exist. Their members could not get their
-    /// instance numbers back.
+    /// Returns the names of those saved groups that already exist. Their saved members could not
+    /// get their instance numbers again.
     pub(super) fn existing_names(&self, saved: &[SavedGroup]) -> Vec<String> {
         let taken = saved
             .iter()
@@ -178,7 +179,7 @@ impl Groups {
         taken.map(|group| display_name(&group.name)).collect()
     }
 
-    /// Creates groups as they were saved. A group that exists meanwhile is left unchanged.
+    /// Creates groups as they were saved. A group that already exists is left unchanged.
     pub(super) fn restore(&mut self, saved: &[SavedGroup]) {
         for SavedGroup {
             name,

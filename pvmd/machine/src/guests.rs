@@ -36,12 +36,14 @@ use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// Time for a guest to quiesce before it is stopped. Leaves 25 ms of the owner's 50 ms for
-/// detection and delivery.
+/// Time limit for a guest to quiesce before it is stopped. The other 25 ms of the 50 ms within
+/// which guests must stop for an owner are for detection and delivery.
 const QUIESCE_TIMEOUT: Micros = Micros::from_millis(25);
-/// The same for a suspended task. It is longer, because nothing waits for the task to stop.
+/// Time limit for a suspended task to quiesce before it is stopped. It is longer than that of a
+/// guest, because nothing waits for the task to stop.
 pub(super) const SUSPEND_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
-/// Time a task that was stopped before it quiesced may run to do so when it migrates.
+/// Time limit for a task to quiesce when it migrates, if it was stopped before it had quiesced. The
+/// task is resumed for that.
 const RESUME_TO_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
 /// Part of [`RESUME_TO_QUIESCE_TIMEOUT`] during which only the library's threads run, so that a
 /// computing program does not delay them.
@@ -50,8 +52,8 @@ const LIBRARY_ONLY_TIMEOUT: Micros = Micros::from_millis(100);
 const EVICTION_GRACE_TIMEOUT: Micros = Micros::from_millis(300);
 const SIGTERM: i32 = 15;
 const SIGKILL: i32 = 9;
-/// Marks the ids of pauses without a migration. They consist of this bit, the host index and a
-/// counter.
+/// Bit that marks the id of a pause without a migration. Such an id consists of this bit, the host
+/// index and a counter.
 const PAUSE_ID_BIT: u64 = 1 << 63;
 
 /// Progress of pausing one task.
@@ -59,9 +61,9 @@ const PAUSE_ID_BIT: u64 = 1 << 63;
 pub(super) struct Pause {
     /// Ids under which the quiesced library may be resumed. Empty if no quiesce was requested.
     resume_ids: Vec<MigrationId>,
-    /// A migration that waits until the task has quiesced, and the paths of its tokens.
+    /// A migration that waits until the task has quiesced, and the paths of its resume tokens.
     pending_migration: Option<(MigrationId, Vec<PathBuf>)>,
-    /// A resume was sent; the library has not reconnected yet.
+    /// True if a resume was sent and the library has not reconnected yet.
     pub(super) resuming: bool,
 }
 
@@ -73,15 +75,15 @@ struct ActiveDirective {
     received_at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
-    /// Those of them that are not stopped yet.
+    /// Members of `guests` that are not stopped yet.
     running: BTreeSet<Tid>,
-    /// The event log contains that all guests are paused.
+    /// True if the event log contains that all guests are paused.
     reported: bool,
-    /// The guests were asked to exit.
+    /// True if the guests were asked to exit.
     exit_requested: bool,
 }
 
-/// Directives of the owner of this host.
+/// State by which the owner controls the guests of this host.
 #[derive(Debug, Default)]
 pub(super) struct OwnerControl {
     /// `None` while guests are welcome.
@@ -116,13 +118,13 @@ impl Task {
         self.is_spawned() && !self.is_service() && self.exited.is_none()
     }
 
-    /// True if its library has quiesced and waits to be resumed.
+    /// True if the task's library has quiesced and waits to be resumed.
     pub(super) fn is_quiesced(&self) -> bool {
         let waits = |still: &Pause| !still.resume_ids.is_empty() && !still.resuming;
         self.phase == Phase::Detached && self.pause.as_ref().is_some_and(waits)
     }
 
-    /// True if this is an id under which its library may be resumed.
+    /// True if the task's library may be resumed under this id.
     pub(super) fn has_resume_id(&self, id: MigrationId) -> bool {
         self.pause
             .as_ref()
@@ -149,7 +151,7 @@ impl Machine {
             .min()
     }
 
-    /// True if a task that is here or arriving must be paused.
+    /// True if a task that is on this host, or arriving, must be paused.
     pub(super) fn must_pause(&self, tid: Tid) -> bool {
         match self.tasks.get(tid) {
             Some(task) => self.pause_deadline(task).is_some(),
@@ -187,7 +189,8 @@ impl Machine {
         self.reply(by, id, Reply::Done);
     }
 
-    /// Puts a directive into force.
+    /// Makes a directive the one in force: resumes the guests, or pauses them and sets the time of
+    /// their eviction.
     pub(super) fn apply_directive(&mut self, by: Tid, word: GuestDirective) {
         let watches = self
             .tasks
@@ -348,7 +351,7 @@ impl Machine {
     // ---- Eviction of guests
 
     /// Asks guests to exit if their eviction is due and the owner wants them killed. If the owner
-    /// wants them migrated, the resource manager does that.
+    /// wants them migrated, the resource manager migrates them.
     pub(super) fn evict_guests(&mut self) {
         let unix = self.unix_time;
         let due = |said: &&mut ActiveDirective| match said.directive.access {
@@ -386,7 +389,7 @@ impl Machine {
         });
     }
 
-    /// Kills the guests that have not exited in time.
+    /// Kills the guests that have not exited within the grace period.
     pub(super) fn kill_evicted_guests(&mut self) {
         if self
             .owner_control
@@ -420,8 +423,8 @@ impl Machine {
         {
             ending.was_paused = true;
         }
-        // A task that was asked to exit gets its grace period first; whatever remains of it is
-        // paused afterwards.
+        // A task that was asked to exit gets its grace period first. If it still runs afterwards,
+        // it is paused.
         if self.tasks.get(tid).is_some_and(Task::is_exiting) {
             return;
         }
@@ -495,7 +498,7 @@ impl Machine {
         });
     }
 
-    /// Resumes a paused task.
+    /// Resumes a paused task, unless a migration controls it.
     pub(super) fn resume_guest(&mut self, tid: Tid) {
         let moving = self.controlling_migration(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -530,7 +533,7 @@ impl Machine {
         self.send_to_tasker(ToTasker::Resume { tid });
     }
 
-    /// Pauses an arriving task that may already run.
+    /// Stops an arriving task, which may already run, when the time `after` has passed.
     pub(super) fn pause_arrival(&mut self, tid: Tid, after: Micros) {
         if let Some(arrival) = self
             .migrations
@@ -561,7 +564,8 @@ impl Machine {
         }
     }
 
-    /// Handles the return of a library that had quiesced. Its new connection is already in use.
+    /// Handles the reconnection of a library that had quiesced. The task already uses the new
+    /// connection.
     pub(super) fn handle_guest_reconnected(&mut self, tid: Tid) {
         let stopped = self.must_pause(tid);
         let ending = self.tasks.get(tid).is_some_and(Task::is_exiting);
@@ -596,8 +600,8 @@ impl Machine {
         self.start_queued_migration(tid);
     }
 
-    /// Takes over a task that has arrived from another host. `resume_id` is set if its library is
-    /// still quiesced.
+    /// Sets the pause state of a task that has arrived from another host. `resume_id` is set if its
+    /// library is still quiesced.
     pub(super) fn adopt_arrived_guest(&mut self, tid: Tid, resume_id: Option<MigrationId>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -626,8 +630,8 @@ impl Machine {
         ids.into_iter().for_each(|id| self.write_resume_token(id));
     }
 
-    /// Ends the pause of a task whose process has exited, while the task itself continues. Its
-    /// tokens are not needed any more.
+    /// Ends the pause of a task whose process has exited, while the task itself continues. The
+    /// resume tokens of the pause are removed.
     pub(super) fn end_pause(&mut self, tid: Tid) {
         self.mark_paused(tid);
         let still = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
@@ -648,7 +652,7 @@ impl Machine {
 
     // ---- Migration of paused guests
 
-    /// Delivers the items that were kept for a task, unless it is paused.
+    /// Delivers the items that were held back for a task, unless it is paused.
     pub(super) fn release_inbox(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.pause.is_none()) {
             task.holds_items = false;
@@ -668,7 +672,7 @@ impl Machine {
                 tid,
                 run_for: Micros::default(),
             });
-            // A migration may have waited for that.
+            // A migration may have waited until the task was quiesced.
             self.start_queued_migration(tid);
         }
     }
@@ -788,13 +792,14 @@ impl Machine {
         true
     }
 
-    /// Returns the reason why a task that runs this program may not come to this host now.
+    /// Returns the reason why this host does not accept a task that runs this program; `None` if
+    /// the host accepts it.
     pub(super) fn guest_refusal(&self, tid: Tid, program: &str) -> Option<Refusal> {
         self.free_slots_for(tid, program).err()
     }
 
-    /// Returns the number of guests that may still come, at least one. Guests that are here or
-    /// arriving count, except `tid`.
+    /// Returns the number of further guests that this host accepts, at least one. Guests that are
+    /// here or arriving count, except `tid`.
     ///
     /// # Errors
     /// The reason why this host accepts no guest.
@@ -811,8 +816,8 @@ impl Machine {
         }
     }
 
-    /// The same while guests are welcome. Tasks that are leaving or suspended do not count, because
-    /// they need no processor.
+    /// Returns the number of further guests within the owner's limits, while guests are welcome.
+    /// Tasks that are leaving or suspended do not count, because they need no processor.
     fn free_slots_by_limits(&self, tid: Tid, program: &str) -> Result<usize, String> {
         if let Some(pattern) = self
             .owner_control

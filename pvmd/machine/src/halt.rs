@@ -28,7 +28,7 @@ pub(super) struct ShutdownState {
     why: String,
     /// Master: hosts that have not reported that they have no tasks left.
     awaited_hosts: BTreeSet<HostId>,
-    /// Slave: it has reported that it has no tasks left.
+    /// Slave: true if this daemon has reported that it has no tasks left.
     reported: bool,
     done: bool,
 }
@@ -133,7 +133,7 @@ impl Machine {
         }
     }
 
-    /// Continues the shutdown if nothing remains to wait for.
+    /// Takes the next step of the shutdown when no task and no host is awaited any more.
     pub(super) fn advance_stop(&mut self) {
         let tasks_left = !self.tasker_gone && !self.spawned_processes().is_empty();
         let Some(stop) = &mut self.stop else { return };
@@ -150,7 +150,7 @@ impl Machine {
         }
     }
 
-    /// Handles the report of a host that it has no tasks left and leaves.
+    /// Handles the report of a host that it has no tasks left and shuts down.
     pub(super) fn handle_host_leaving(&mut self, host: HostId, why: &str) {
         if self.master.is_none() {
             return;
@@ -167,7 +167,7 @@ impl Machine {
         }
     }
 
-    /// Master: waits no longer for a host that was lost.
+    /// Master: stops waiting for a host that was lost.
     pub(super) fn stop_awaiting_host(&mut self, host: HostId) {
         if let Some(stop) = &mut self.stop {
             stop.awaited_hosts.remove(&host);

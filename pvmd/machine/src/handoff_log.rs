@@ -31,11 +31,12 @@ pub(super) struct HandoffLog {
     deferred_notifications: Vec<(SendWatermark, Message)>,
     /// Frames of complete messages that the process has sent and no peer is known to have received.
     unacknowledged: Vec<Bytes>,
-    /// Per receiver, the first fragments of a message whose last one has not arrived.
+    /// First fragments of a message whose last fragment has not arrived, by receiver.
     incomplete: BTreeMap<Tid, Vec<Bytes>>,
 }
 
-/// Returns the notifications as items for the task.
+/// Turns deferred notifications into items for the task; each is delivered after the messages up to
+/// its watermark.
 fn notification_items(later: Vec<(SendWatermark, Message)>) -> impl Iterator<Item = PendingItem> {
     later.into_iter().map(|(mark, message)| {
         PendingItem::Control(ToTask::Deliver {
@@ -69,8 +70,8 @@ impl HandoffLog {
         complete
     }
 
-    /// Returns the state for the next process, the items that the old process has left for it, and
-    /// the rest of the items that waited. The left ones must be delivered first.
+    /// Returns the state for the next process, the items that the log contains for that process,
+    /// and the remaining items of the inbox. The items of the log must be delivered first.
     pub(super) fn into_handoff(
         self,
         count: u32,
@@ -113,7 +114,8 @@ impl Task {
 }
 
 impl Machine {
-    /// Requests the handoff of a task's library. From now on items for the task are kept.
+    /// Requests that a task's library hand off its links. From now on items for the task are held
+    /// back.
     pub(super) fn request_handoff(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -174,8 +176,9 @@ impl Machine {
         }));
     }
 
-    /// Stores a link frame in the name of another task: a partial message that the next process
-    /// must receive. Returns false if the frame is not such a fragment.
+    /// Stores a link frame that the process sends on behalf of another task: a fragment of a
+    /// partial message that the next process must receive. Returns false if the frame is not such a
+    /// fragment.
     pub(super) fn is_partial_fragment(
         &mut self,
         tid: Tid,
@@ -209,8 +212,8 @@ impl Machine {
         }
     }
 
-    /// Ends a handoff whose process continues. The fragments that it has sent are forwarded to its
-    /// peers.
+    /// Ends a handoff because the process continues to run. The fragments that the process has sent
+    /// are forwarded to its peers.
     pub(super) fn cancel_handoff(&mut self, tid: Tid) {
         let Some(log) = self
             .tasks

@@ -106,7 +106,8 @@ impl Machine {
         }
     }
 
-    /// True if the order is newer than all earlier ones. An older one is refused.
+    /// True if the order is newer than all earlier orders. An order with an older epoch must not be
+    /// executed.
     fn accept_epoch(&mut self, epoch: Epoch, order: &str) -> bool {
         if epoch > self.epoch {
             self.epoch = epoch;
@@ -154,7 +155,7 @@ impl Machine {
         }
     }
 
-    /// Puts a table into force.
+    /// Puts a table into force: connects to new hosts and handles the loss of removed hosts.
     pub(super) fn apply_table(&mut self, table: HostTable) {
         let old = std::mem::replace(&mut self.table, table);
         let gone: Vec<HostId> = old
@@ -195,7 +196,7 @@ impl Machine {
         }
     }
 
-    /// A host was removed from the table: its tasks count as dead.
+    /// Handles the removal of a host from the table: its tasks count as dead.
     fn host_removed(&mut self, host: HostId) {
         if self.master.is_none() {
             self.outputs.push_back(Output::Disconnect { host });
@@ -220,14 +221,15 @@ impl Machine {
         }
     }
 
-    /// The session with a host has ended, or the host was silent for the duration of the lease.
+    /// Handles the loss of a host: the session has ended, or the host was silent for the duration
+    /// of the lease.
     pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
         self.fail_requests_to(host);
         if self.master.is_some() {
             self.log(format!("{host} is lost: {why}"));
             self.stop_awaiting_host(host);
             self.notify_coordinators_of_lost_host(host);
-            // The remaining tasks of its jobs are ended before the loss is announced.
+            // Jobs that had tasks on the lost host roll back before the loss is announced.
             self.roll_back_for_lost_host(host);
             if self.stop.is_none() {
                 self.remove_lost_host(host, why);

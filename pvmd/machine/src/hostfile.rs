@@ -32,7 +32,7 @@ pub(super) struct HostOptions {
 }
 
 impl HostOptions {
-    /// Returns these options, completed by those of `other`.
+    /// Fills in options that are not given from `other`.
     fn with_defaults(self, other: &HostOptions) -> HostOptions {
         HostOptions {
             login: self.login.or_else(|| other.login.clone()),
@@ -83,8 +83,8 @@ pub(super) struct HostFile {
 }
 
 impl HostFile {
-    /// Parses the lines. Also returns the hosts to start immediately, and each line that is not
-    /// valid, with the reason.
+    /// Parses the lines of a host file. Returns the host file, the names of the hosts to start
+    /// immediately, and each invalid line with the reason.
     pub(super) fn parse_lines(
         lines: &[String],
         own_name: &str,
@@ -116,7 +116,7 @@ impl HostFile {
         self.hosts.get(name).unwrap_or(&self.defaults)
     }
 
-    /// Returns the plan for the host on a line, which gets this index.
+    /// Returns the plan for the host that a line describes. `id` becomes the index of the host.
     ///
     /// # Errors
     /// A PVM error code and a sentence for a line that is not valid.

@@ -5,7 +5,7 @@
 //!   added with the next change of the table.
 //! - Changes are made one at a time, in two phases (prepare, commit), each change under a new
 //!   epoch. Additions and removals that are requested during a change wait for the next one.
-//! - A host that is lost during a change is left out of it.
+//! - If a host is lost during a change, the change continues without this host.
 
 use super::hostfile::HostFile;
 use super::{HostPlan, Machine, Output, StartId, StartedHost, Timer};
@@ -16,14 +16,14 @@ use sempa_proto::task::Reply;
 use sempa_proto::{Epoch, HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Time from the order to start a daemon until it must have started.
+/// Time limit for a daemon to start, from the order to start it.
 const START_TIMEOUT: Micros = Micros::from_secs(120);
-/// The same for a daemon that a person starts. Such daemons are requested one at a time, so each
-/// one that waits adds this time.
+/// Time limit for a daemon that a person starts. Such daemons are requested one at a time, so the
+/// time limit of each grows by this value for every earlier one that is still waiting.
 const MANUAL_START_TIMEOUT: Micros = Micros::from_secs(660);
 /// Time for a started daemon to establish its session. The daemon itself gives up slightly earlier.
 const CONNECT_TIMEOUT: Micros = Micros::from_secs(40);
-/// Time for a deleted host to end its tasks.
+/// Time limit for a deleted host to end its tasks.
 const REMOVAL_TIMEOUT: Micros = Micros::from_secs(10);
 /// Largest number of open requests to add hosts.
 const ADD_REQUESTS_MAX: usize = 1024;
@@ -39,7 +39,7 @@ pub(super) enum AddRequester {
         rm: Tid,
         wid: i32,
     },
-    /// The host file; `refused` of its lines were not valid.
+    /// The host file. `refused` is the number of its invalid lines.
     HostFile {
         refused: u32,
     },
@@ -60,7 +60,7 @@ struct StartAttempt {
     plan: HostPlan,
     started: Option<StartedHost>,
     connected: bool,
-    /// Deadline of the current phase.
+    /// Deadline of the current phase: start or connection.
     deadline: Micros,
 }
 
@@ -94,11 +94,10 @@ struct DeleteRequest {
 struct Removal {
     host: HostId,
     why: String,
-    /// The host is alive and must be ordered to end.
+    /// True if the host is alive and must be ordered to end.
     must_halt: bool,
 }
 
-/// A table change in progress.
 #[derive(Debug)]
 struct TableChange {
     table: HostTable,
@@ -113,7 +112,8 @@ struct TableChange {
 #[derive(Debug, Default)]
 pub(super) struct HostChanges {
     pub(super) file: HostFile,
-    /// Processed with the first event, which brings the time of day.
+    /// Requests of the host file; processed with the first event, because that event sets the time
+    /// of day.
     host_file_start: Option<HostFileStart>,
     last_index: u16,
     last_start: u64,
@@ -193,8 +193,7 @@ impl Machine {
             .host_changes
     }
 
-    /// Master: reports the lines of the host file that are not valid, and starts the hosts on the
-    /// others.
+    /// Master: reports the invalid lines of the host file, and starts the hosts on the valid ones.
     pub(super) fn process_host_file(&mut self) {
         let Some(begin) = self
             .master
@@ -250,7 +249,7 @@ impl Machine {
         self.advance_add(number);
     }
 
-    /// Returns the plan of a start attempt that has not produced a result.
+    /// Returns the plan of a start attempt in progress.
     pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
         let starting = &self.master.as_ref()?.host_changes.starting;
         starting
@@ -415,7 +414,7 @@ impl Machine {
         self.advance_add(request);
     }
 
-    /// Ends a failed start attempt.
+    /// Removes a start attempt that has failed, and records the error as the result for its host.
     fn fail_start(&mut self, start: StartId, error: PvmError, reason: String) {
         let Some(s) = self.host_changes().starting.remove(&start) else {
             return;
@@ -459,7 +458,7 @@ impl Machine {
         self.fail_start(start, PvmError::CantStart, reason);
     }
 
-    /// Continues a request to add hosts.
+    /// Continues a request to add hosts when all its start attempts have ended.
     fn advance_add(&mut self, job: u64) {
         let hosts = self.host_changes();
         let is_not_first = hosts.host_file_start.is_some()
@@ -520,7 +519,7 @@ impl Machine {
         }
     }
 
-    /// Removes hosts for a task.
+    /// Handles the request of a task to delete hosts.
     pub(super) fn delete_hosts(&mut self, tid: Tid, id: RequestId, names: &[String]) {
         let mut remaining = BTreeSet::new();
         let mut results = Vec::new();
@@ -765,7 +764,7 @@ impl Machine {
             .is_some_and(|master| master.host_changes.leaving.contains(&host))
     }
 
-    /// Ends the removal of a host.
+    /// Completes the removal of a host whose daemon has ended.
     pub(super) fn finish_removal(&mut self, host: HostId) {
         self.host_changes().leaving.remove(&host);
         self.outputs.push_back(Output::Disconnect { host });
@@ -778,7 +777,7 @@ impl Machine {
         self.finish_deletes();
     }
 
-    /// Ends the removal of a host that has not ended in time.
+    /// Completes a removal that timed out: the host is removed although its daemon has not ended.
     pub(super) fn handle_removal_timeout(&mut self, host: HostId) {
         if self.is_leaving(host) {
             self.log(format!(
@@ -788,7 +787,7 @@ impl Machine {
         }
     }
 
-    /// Master: removes a host that was lost or has left.
+    /// Master: removes a host that was lost or has shut down.
     pub(super) fn remove_lost_host(&mut self, host: HostId, why: &str) {
         if self.is_leaving(host) {
             return self.finish_removal(host);

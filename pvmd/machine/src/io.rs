@@ -83,7 +83,7 @@ pub struct HostPlan {
     pub contact: String,
     /// Login name (`lo=`), if it differs from the user's.
     pub login: Option<String>,
-    /// Command that starts the daemon there (`dx=`), if it is not the default.
+    /// Command that starts the daemon on that host (`dx=`), if it is not the default.
     pub command: Option<String>,
     /// Search path for executables (`ep=`), unexpanded.
     pub search_path: Option<String>,
@@ -91,10 +91,10 @@ pub struct HostPlan {
     pub work_dir: Option<String>,
     /// Relative speed (`sp=`); the default is 1000.
     pub speed: i32,
-    /// The way to start the daemon (`so=`). Hosters may interpret it; this daemon only knows
+    /// Start method of the daemon (`so=`). Hosters may interpret it; this daemon only knows
     /// [`HostPlan::is_manual`].
     pub start_option: Option<String>,
-    /// Command that debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
+    /// Command that debugs tasks on that host (`bx=`), unless `PVM_DEBUGGER` is set there.
     pub debugger: Option<String>,
 }
 
@@ -124,7 +124,7 @@ pub type StartError = (PvmError, String);
 pub struct StartedHost {
     pub arch: String,
     pub dsig: i32,
-    /// Addresses on which it listens.
+    /// Addresses on which the daemon listens.
     pub addresses: Vec<SocketAddr>,
 }
 
@@ -137,26 +137,24 @@ pub enum Event {
         /// Process id from the peer credentials.
         pid: i32,
     },
-    /// A control message from a task.
     TaskControl {
         conn: ConnId,
         message: ToDaemon,
     },
-    /// A message from a task to another one about a route between the two.
+    /// A message about a route between two tasks, from one of them to the other.
     TaskRoute {
         conn: ConnId,
         to: Tid,
         message: RouteMsg,
-        /// As many as the message announces.
+        /// File descriptors of the message; their number is the one that the message announces.
         descriptors: Descriptors,
     },
-    /// A link frame from a task.
     TaskLink {
         conn: ConnId,
         /// Body as on the wire, see [`sempa_proto::link::LinkFrame::decode`].
         frame: Bytes,
     },
-    /// The connection is closed. It is the last event of this connection.
+    /// A task's connection is closed. No event of this connection follows.
     TaskClosed {
         conn: ConnId,
         /// The violation, if the peer did not follow the protocol.
@@ -177,7 +175,7 @@ pub enum Event {
         host: HostId,
         message: DataMsg,
     },
-    /// The session has ended, or the host was silent for the lease.
+    /// The session with a host has ended, or the host was silent for the duration of the lease.
     HostLost {
         host: HostId,
         why: String,
@@ -189,7 +187,7 @@ pub enum Event {
         /// Properties of the daemon, or a PVM error code and one sentence for the user.
         result: Result<StartedHost, (PvmError, String)>,
     },
-    /// Result of [`Output::PrepareHosts`], for each attempt.
+    /// Result of [`Output::PrepareHosts`]: an order for the hoster, or an error, for each start.
     HostsPrepared {
         orders: Vec<(StartId, Result<HosterOrder, StartError>)>,
     },
@@ -287,7 +285,7 @@ pub enum Event {
         /// The peer and the reason, in one sentence.
         text: String,
     },
-    /// The time of [`super::Machine::next_wakeup`] has come.
+    /// The time of [`super::Machine::next_wakeup`] has been reached.
     Wake,
     /// The daemon must exit, because of a signal or because the master is lost.
     Stop {
@@ -326,14 +324,14 @@ pub enum Output {
     CloseTask {
         conn: ConnId,
     },
-    /// Send on the control channel of a session. Without a session the message waits for one, up to
-    /// a limit.
+    /// Send a message on the control channel of a session. Without a session the message waits for
+    /// one, up to a limit.
     ToHost {
         host: HostId,
         message: HostMsg,
     },
-    /// Send on the data channel of a session. Over the limit, link frames may be dropped; other
-    /// messages may not.
+    /// Send a message on the data channel of a session. Over the limit, link frames may be dropped;
+    /// other messages may not.
     SendData {
         host: HostId,
         message: DataMsg,
@@ -356,7 +354,7 @@ pub enum Output {
         plan: HostPlan,
     },
     /// Prepare these starts for a hoster: the daemons that it starts will request their
-    /// certificates here. → [`Event::HostsPrepared`]
+    /// certificates from this daemon. → [`Event::HostsPrepared`]
     PrepareHosts {
         plans: Vec<(StartId, HostPlan)>,
     },
@@ -370,8 +368,8 @@ pub enum Output {
     AbandonStart {
         start: StartId,
     },
-    /// Start a tasker. This host is in the host table from now on, so tasks may come. An earlier
-    /// start would only compete for the processor with the start of the other hosts.
+    /// Start a tasker. This host has just entered the host table, so tasks can be spawned on it. An
+    /// earlier start would compete for the processor with the start of the other hosts.
     StartTasker,
     ToTasker(ToTasker),
     /// Send a signal to the process that opened this connection.
@@ -392,21 +390,22 @@ pub enum Output {
         migration: MigrationId,
         to: HostId,
     },
-    /// Accept the images of this migration from this host. Images that are not expected are
+    /// Accept the images of this migration from the host `from`. Images that are not expected are
     /// refused.
     ExpectImages {
         migration: MigrationId,
         from: HostId,
     },
-    /// Source: start to serve memory for post-copy. The tasker offers it at
-    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket); requests of the target are
-    /// forwarded until either side closes.
+    /// Source: start to serve memory for post-copy. The tasker offers the memory at the socket
+    /// [`RuntimePaths::memory_socket`](sempa_proto::runtime_paths::RuntimePaths::memory_socket);
+    /// requests of the target are forwarded until either side closes.
     ServeMemory {
         migration: MigrationId,
         to: HostId,
     },
-    /// Target: start to fetch memory for post-copy from this host. The tasker requests it at that
-    /// socket. If the connection breaks before the tasker closes it: → [`Event::MemoryLost`]
+    /// Target: start to fetch memory for post-copy from the host `from`. The tasker requests the
+    /// memory at the same socket as for [`Output::ServeMemory`]. If the connection breaks before
+    /// the tasker closes it: → [`Event::MemoryLost`]
     FetchMemory {
         migration: MigrationId,
         from: HostId,
@@ -425,8 +424,8 @@ pub enum Output {
     RemoveToken {
         path: PathBuf,
     },
-    /// Source: store the record next to the images of a snapshot part, and send them to the master.
-    /// → [`Event::ImagesSent`], on the master [`Event::ImagesReceived`]
+    /// Source: store the record next to the images of a snapshot part, and send record and images
+    /// to the master. → [`Event::ImagesSent`], on the master [`Event::ImagesReceived`]
     UploadPart {
         migration: MigrationId,
         /// State that this daemon has of the task.
@@ -434,7 +433,7 @@ pub enum Output {
         /// The master; `None` on the master itself.
         to: Option<HostId>,
     },
-    /// Source: copy the files of a program's own checkpoint to the place of the images of this
+    /// Source: copy the files of a program's own checkpoint into the image directory of this
     /// snapshot part. → [`Event::StateCollected`]
     CollectState {
         migration: MigrationId,
@@ -490,7 +489,7 @@ pub enum Output {
         restart: u64,
         checkpoint: String,
     },
-    /// Master: unpack a part of an open checkpoint and send it to this host. →
+    /// Master: unpack a part of an open checkpoint and send it to the host `to`. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
     SendPart {
         /// Id under which the checkpoint was opened.
@@ -500,7 +499,7 @@ pub enum Output {
         /// The target; `None` for the master itself.
         to: Option<HostId>,
     },
-    /// Master: the checkpoint is not needed by this restart any more. Idempotent.
+    /// Master: close a checkpoint that this restart does not need any more. Idempotent.
     CloseCheckpoint {
         /// Id under which the checkpoint was opened.
         restart: u64,
@@ -525,16 +524,17 @@ pub enum Output {
         /// Checkpoints that must stay, with the reason.
         refused: BTreeMap<String, RemovalRefusal>,
     },
-    /// Master: send a copy of a checkpoint to this host, which expects it. → [`Event::ImagesSent`],
-    /// on that host [`Event::ImagesReceived`]
+    /// Master: send a copy of a checkpoint to the host `to`, which expects it. →
+    /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
     SendCopy {
         /// Id of the transfer.
         migration: MigrationId,
         checkpoint: String,
         to: HostId,
     },
-    /// Receive a copy of a checkpoint from this host into the store. Copies that are not expected
-    /// are refused. [`Output::DropImages`] aborts the transfer. → [`Event::ImagesReceived`]
+    /// Receive a copy of a checkpoint from the host `from` into the store. Copies that are not
+    /// expected are refused. [`Output::DropImages`] aborts the transfer. →
+    /// [`Event::ImagesReceived`]
     ExpectCopy {
         /// Id of the transfer.
         migration: MigrationId,
@@ -566,13 +566,13 @@ pub enum Output {
         /// Host where the task runs from now on.
         to: HostId,
     },
-    /// A migration step is about to begin. Tests halt the daemon here.
+    /// A migration step is about to begin. Tests halt the daemon at this output.
     StepStarting {
         tid: Tid,
         step: Step,
     },
     /// A migration step has ended, and no other daemon has been notified yet. Tests halt the daemon
-    /// here.
+    /// at this output.
     StepEnded {
         tid: Tid,
         step: Step,

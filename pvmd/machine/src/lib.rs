@@ -22,7 +22,7 @@
 //! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
 //! | `guests`, `suspension` | pausing tasks for the owner of this host, or on request |
-//! | `owner_agent` | owner agents, and what applies when one has died |
+//! | `owner_agent` | owner agents, and their directives after they have died |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
 //! | `migrations`, `relocation` | glue to the migration protocol, message order during migrations |
@@ -126,7 +126,7 @@ pub struct MachineConfig {
 enum Timer {
     /// The start of a daemon has timed out.
     HostStart(StartId),
-    /// A deleted host must have ended its tasks.
+    /// The time limit for a deleted host to end its tasks has passed.
     HostRemoval(HostId),
     /// The grace period of tasks that were asked to exit is over.
     ExitGrace,
@@ -135,16 +135,16 @@ enum Timer {
     /// A process exited, but its connection is still open. The number is the spawn token of the
     /// process.
     SocketDrain(Tid, Option<i32>),
-    /// A program that was asked to exit for this migration must have exited.
+    /// The time limit for a program to exit for this migration has passed.
     ExitTimeout(Tid, MigrationId),
-    /// The library of a task must have reported its link states, so that its program can be asked
-    /// to exit for this migration.
+    /// The time limit for a task's library to report its link states for this migration has passed.
+    /// Without these states the program is not asked to exit.
     HandoffTimeout(Tid, MigrationId),
     /// A program was asked to exit for this migration, which was aborted. From now on its exit ends
     /// the task.
     LateExitTimeout(Tid, MigrationId),
-    /// The dump of a task for this part of a snapshot waits no longer for exit notices of other
-    /// tasks.
+    /// The dump of a task has waited long enough for exit notices of other tasks. The id is that of
+    /// the task's part of a snapshot.
     ExitNoticeTimeout(Tid, MigrationId),
     /// The eviction of guests may be due.
     Eviction,
@@ -154,7 +154,7 @@ enum Timer {
     OwnerAgentExpiry(Tid),
     /// The load watcher of this host has died and may need to be started again.
     WatcherRestart,
-    /// Preempted tasks resume if there has been no resource manager for long.
+    /// There has been no resource manager for a long time: preempted tasks resume.
     PreemptionExpiry,
     /// Batched reports to the resource manager are due.
     RmBatch,
@@ -163,9 +163,10 @@ enum Timer {
     /// The next checkpoint of a job, a retry of it, or a check whether the job's last tasks are
     /// gone is due.
     Job(Tid),
-    /// The receiver of a checkpoint copy has not explained why the transfer failed.
+    /// The receiver of a checkpoint copy had time to report why the transfer failed, but has not
+    /// reported it.
     CopySendFailed(MigrationId),
-    /// The last messages of an exited task have arrived at a task that watches it, or never will.
+    /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
     LastMessages { watcher: Tid, exited: Tid },
 }
 
@@ -192,7 +193,7 @@ pub struct Machine {
     last_timer: u64,
     conns: task_connections::TaskConnections,
     tasks: tasks::Tasks,
-    /// Message contexts that this daemon has allocated, with their owners.
+    /// Owner of each message context that this daemon has allocated, by context.
     contexts: BTreeMap<i32, Tid>,
     last_context: u32,
     table: HostTable,
@@ -207,7 +208,8 @@ pub struct Machine {
     pending_execs: VecDeque<spawn::ExecJob>,
     world_calls: restart_engine::WorldCalls,
     tasker_gone: bool,
-    /// Whether the tasker pauses guests by the cgroup freezer; `None` until it has reported that.
+    /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why it cannot;
+    /// `None` until the tasker has reported it.
     freezer: Option<Result<(), String>>,
     rm: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
@@ -438,7 +440,7 @@ impl Machine {
                     )),
                 }
                 self.freezer = Some(capabilities.freezer);
-                // A slave does so when it has joined the virtual machine.
+                // A slave starts its commands when it has joined the virtual machine.
                 if is_new && !self.table.hosts.is_empty() {
                     self.start_commands();
                 }
@@ -554,7 +556,7 @@ impl Machine {
         self.outputs.pop_front()
     }
 
-    /// Returns the time at which [`Event::Wake`] is needed, if at all.
+    /// Returns the time at which [`Event::Wake`] is needed; `None` if nothing is due.
     pub fn next_wakeup(&self) -> Option<Micros> {
         let moves = self
             .master

@@ -24,7 +24,7 @@ const OVERWRITABLE: i32 = 4;
 const FIRST_AVAILABLE: i32 = 8;
 const READ_AND_DELETE: i32 = 16;
 const WAIT: i32 = 32;
-/// Position of a requested index in the flags.
+/// Number of bits by which the flags are shifted to get the index that a request chooses.
 const DIRECT_INDEX_SHIFT: i32 = 10;
 
 type MailboxError = (PvmError, String);
@@ -135,7 +135,7 @@ impl Mailbox {
             .ok_or_else(|| not_found(name, index))
     }
 
-    /// Removes an entry. Only its owner may, unless the entry is overwritable.
+    /// Removes an entry. Fails if another task owns it and it is not overwritable.
     fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<MailboxEntry, MailboxError> {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
@@ -244,7 +244,7 @@ impl Mailbox {
     }
 
     /// Returns the class and index of each saved entry that conflicts with an entry of another
-    /// owner. Entries without an owner do not conflict: the saved tasks themselves may have left
+    /// owner. Entries without an owner do not conflict: the saved tasks themselves may have stored
     /// them.
     pub(super) fn conflicts(&self, saved: &[SavedMailboxEntry]) -> Vec<String> {
         let taken = saved.iter().filter(|entry| self.is_conflict(entry));

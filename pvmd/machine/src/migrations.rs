@@ -6,7 +6,7 @@
 //! - passes events to them: orders, reports, messages of the tasker, connections and exits of
 //!   tasks;
 //! - executes their outputs ([`Machine::run_protocol_outputs`]);
-//! - keeps a new migration waiting until the previous one of the same task is over on this host;
+//! - queues a new migration until the previous migration of the same task has ended on this host;
 //! - makes the new location of a task known to all hosts (master only).
 
 use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
@@ -38,14 +38,15 @@ use std::path::PathBuf;
 #[derive(Debug, Default)]
 pub(super) struct LocalMigrations {
     pub(super) sources: BTreeMap<MigrationId, Source>,
-    /// Images of checkpoints that are being uploaded to the master. Their tasks run again already.
+    /// Parts of checkpoints whose images are being uploaded to the master. Their tasks already run
+    /// again.
     pub(super) uploads: BTreeSet<MigrationId>,
     /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled_parts: Vec<MigrationId>,
-    /// Records of tasks, taken while all tasks of their jobs were paused.
+    /// Record of the task of each snapshot part, made while all tasks of the job were paused.
     pub(super) part_records: BTreeMap<MigrationId, Box<SavedTask>>,
     targets: BTreeMap<MigrationId, Target>,
-    /// Migrations whose task has exited here while its images were being transferred. The
+    /// Migrations whose task has exited on this host while its images were being transferred. The
     /// coordinator has not decided yet whether the task has ended.
     undecided_exits: BTreeMap<MigrationId, Migration>,
     pub(super) arrivals: BTreeMap<Tid, ArrivingTask>,
@@ -53,12 +54,13 @@ pub(super) struct LocalMigrations {
     pub(super) unconfirmed_transfers: BTreeMap<Tid, ForwardedItems>,
     /// Hosts whose daemons have connected before.
     pub(super) known_hosts: BTreeSet<HostId>,
-    /// Migrations that wait until the previous one of the same task is over on this host.
+    /// Migration that waits, by its task, until the task's previous migration has ended on this
+    /// host.
     queued: BTreeMap<Tid, MigrationId>,
 }
 
 impl LocalMigrations {
-    /// True while the task is being restored here.
+    /// True while this host, as the target of the migration, restores the task.
     pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
         self.targets.get(&id).is_some_and(Target::is_restoring)
     }
@@ -70,7 +72,7 @@ pub(super) struct CoordinatedMigrations {
     pub(super) coordinator: Coordinator,
     /// Requests that are answered when the migration ends.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
-    /// The task, the epoch and the hosts that have not acknowledged its new location.
+    /// The task, the epoch of its new location, and the hosts that have not acknowledged it.
     unacknowledged_locations: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
 
@@ -163,7 +165,7 @@ impl Machine {
             }
             CoordinatorOutput::AnnounceLocation(of) => self.publish_location(&of),
             CoordinatorOutput::LogEvent(kind) => {
-                // Neither end reports this step.
+                // Neither source nor target reports this step.
                 if let EventKind::MigrationStep {
                     tid,
                     step: Step::Commit,
@@ -212,7 +214,7 @@ impl Machine {
         }
     }
 
-    /// Sends an order to one end of a migration.
+    /// Sends an order to the source or the target of a migration.
     pub(super) fn send_migration_order(
         &mut self,
         host: HostId,
@@ -267,7 +269,7 @@ impl Machine {
         self.complete_acknowledged_locations();
     }
 
-    /// A host has acknowledged the new location of a task.
+    /// Handles a host's acknowledgement of the new location of a task.
     pub(super) fn location_acknowledged(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         let Some(master) = &mut self.master else {
             return;
@@ -323,7 +325,8 @@ impl Machine {
         self.complete_acknowledged_locations();
     }
 
-    /// Passes the report of one end to the coordinator of its migration, checkpoint or restart.
+    /// Passes the report of a source or a target to the coordinator of the migration, checkpoint or
+    /// restart.
     pub(super) fn handle_step_report(
         &mut self,
         host: HostId,
@@ -355,8 +358,8 @@ impl Machine {
         }
     }
 
-    /// Passes a request to suspend or resume a migrating task to the coordinator, which decides. It
-    /// was made at the host `host`.
+    /// Passes a request to suspend or resume a migrating task, made at `host`, to the coordinator,
+    /// which decides on it.
     pub(super) fn pass_suspend_to_coordinator(
         &mut self,
         host: HostId,
@@ -372,7 +375,7 @@ impl Machine {
         }
     }
 
-    /// The commit record was written to disk, or could not be written.
+    /// Handles the result of writing the commit record to disk.
     pub(super) fn commit_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(master) = &mut self.master {
             master
@@ -437,7 +440,6 @@ impl Machine {
         }
     }
 
-    /// Handles an order of the coordinator.
     pub(super) fn handle_migration_order(&mut self, of: Migration, order: MigrationOrder) {
         let id = of.id;
         match order {
@@ -669,7 +671,7 @@ impl Machine {
         }
     }
 
-    /// Quiesces the library of a task for a migration.
+    /// Requests a task's library to quiesce, unless it is already quiescing for a pause.
     fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
         let tokens: Vec<_> = std::iter::once(self.config.paths.resume_token(id))
             .chain(token)
@@ -687,7 +689,7 @@ impl Machine {
 
     /// True while a new migration of the task must wait, for one of these reasons:
     ///
-    /// - The task has migrated here, and its library has not connected yet.
+    /// - The task has migrated to this host, and its library has not connected yet.
     /// - An earlier migration was aborted, and the task is being resumed.
     /// - The library of a paused guest is reconnecting.
     /// - The task must be paused and its program has just been restarted.
@@ -721,14 +723,16 @@ impl Machine {
             || self.migrations.sources.values().any(staying)
     }
 
-    /// The previous migration of the task is over: starts the one that waits.
+    /// Starts the queued migration of a task, if any. Called when the task's previous migration has
+    /// ended.
     pub(super) fn start_queued_migration(&mut self, tid: Tid) {
         if let Some(id) = self.migrations.queued.remove(&tid) {
             self.run_source_output(id, SourceOutput::Inspect);
         }
     }
 
-    /// Returns why the task cannot migrate at all, as far as its daemon knows.
+    /// Returns the reason why the task cannot migrate to any host; `None` if this daemon knows no
+    /// such reason.
     pub(super) fn migration_refusal(&self, tid: Tid) -> Option<Refusal> {
         if let Some(refusal) = self.no_tasker_refusal() {
             return Some(refusal);
@@ -741,7 +745,8 @@ impl Machine {
         } else if task.pinned || task.flags & TASK_SERVICE_FLAGS != 0 {
             Some(Refusal::Pinned)
         } else if task.debugged {
-            // Even before its debugger attaches, and while the debugger is detached.
+            // A task counts as debugged even before its debugger attaches, and while the debugger
+            // is detached.
             Some(Refusal::Debugged)
         } else if (task.conn().is_none() && !task.is_quiesced()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
@@ -825,8 +830,8 @@ impl Machine {
                 }
             }
             TargetOutput::WriteResumeToken => {
-                // The library of a paused task is not woken. Such a task may have become a task of
-                // this host already.
+                // The library of a paused task is not resumed. Such a task may already have become
+                // a task of this host.
                 if self
                     .arrival_of(id)
                     .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
@@ -851,8 +856,8 @@ impl Machine {
         }
     }
 
-    /// Requests the tasker to run a restored task. It stays paused while guests are paused or while
-    /// it is suspended.
+    /// Requests the tasker to run a restored task. The task stays paused while guests are paused or
+    /// while the task is suspended.
     fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
         let mut held = self.owner_control.pauses_guests();
         if let Some(arrival) = self.arrival_of(id) {
@@ -866,7 +871,7 @@ impl Machine {
         });
     }
 
-    /// The state files of a restarted program were installed under their names, or this failed.
+    /// Handles the result of giving the state files of a restarted program their final names.
     pub(super) fn state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
             // The tasker may have ended in the meantime, and the task with it.
@@ -884,7 +889,7 @@ impl Machine {
         }
     }
 
-    /// Obtains this host's verdict on a task that is to migrate here. Refuses immediately if the
+    /// Obtains this host's verdict on a task that may migrate to it. Refuses immediately if the
     /// host's owner does not permit the guest or if there is no tasker.
     fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
         let tid = self
@@ -954,7 +959,6 @@ impl Machine {
         }
     }
 
-    /// Handles a message of the tasker about a migration.
     pub(super) fn handle_tasker_migration_message(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected {
@@ -1048,7 +1052,7 @@ impl Machine {
             }
         }
         self.target_event(migration, TargetEvent::RunCompleted(result));
-        // The target handles the event first: its output writes the token that wakes the library.
+        // The target handles the event first: its output writes the token that resumes the library.
         let tids: Vec<Tid> = self
             .migrations
             .arrivals
@@ -1072,13 +1076,13 @@ impl Machine {
         }
     }
 
-    /// The tasker has ended, and with it everything that it was restoring or holding for migrations
-    /// to this host.
+    /// Fails the migrations to this host after the end of the tasker. All tasks that it was
+    /// restoring or holding for them are dead.
     pub(super) fn fail_incoming_migrations(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
         let host = self.config.host;
         for target in self.migrations.targets.values_mut() {
-            // No other verdict will come. The requester can try the next host immediately.
+            // The tasker will not send a verdict. The requester can try the next host immediately.
             let verdict = vec![Refusal::NoEngine {
                 host,
                 why: format!("its tasker has ended: {why}"),
@@ -1117,7 +1121,7 @@ impl Machine {
             .find(|a| a.migration == migration)
     }
 
-    /// The library has reported that it is quiesced; its socket closes next.
+    /// Handles the report of a library that it is quiesced; its socket closes next.
     pub(super) fn library_quiesced(
         &mut self,
         tid: Tid,
@@ -1140,7 +1144,7 @@ impl Machine {
         }
     }
 
-    /// The socket of a quiesced library has closed.
+    /// Handles the close of the socket of a quiesced library.
     pub(super) fn quiesce_completed(&mut self, tid: Tid) {
         // A guest that is being resumed finds its token immediately. It reconnects and then
         // quiesces for the migration.
@@ -1153,24 +1157,25 @@ impl Machine {
         }
     }
 
-    /// The library has connected again.
+    /// Notifies the sources of the task's migrations that its library has connected again.
     pub(super) fn notify_sources_reconnected(&mut self, tid: Tid) {
         self.notify_sources(tid, SourceEvent::Reconnected);
     }
 
-    /// A migration of the task was aborted, and its process continues.
+    /// Notifies the sources of the task's migrations that its process continues after an abort.
     pub(super) fn notify_sources_continued(&mut self, tid: Tid) {
         self.notify_sources(tid, SourceEvent::Continued);
     }
 
-    /// A task has ended or left, so that it cannot migrate any more.
+    /// Notifies the sources of the task's migrations that the task has ended or left the virtual
+    /// machine, so that it cannot migrate any more.
     pub(super) fn notify_sources_ended(&mut self, tid: Tid) {
         self.notify_sources(tid, SourceEvent::TaskExited);
     }
 
     /// Handles the exit of a task whose images are being transferred. If the migration is
     /// committed, the task continues at the target; if not, it has ended. Only the coordinator
-    /// knows. Returns true if its decision must be awaited.
+    /// knows which. Returns true if its decision must be awaited.
     pub(super) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
         let stopping = self.stop.is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -1193,7 +1198,8 @@ impl Machine {
         true
     }
 
-    /// The coordinator has decided whether the migration of a task that has exited here continues.
+    /// Handles the coordinator's decision whether the migration of a task that has exited on this
+    /// host continues.
     fn resolve_deferred_exit(&mut self, id: MigrationId, order: &MigrationOrder) {
         let Some(of) = self.migrations.undecided_exits.remove(&id) else {
             return;

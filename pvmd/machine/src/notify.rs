@@ -138,8 +138,8 @@ impl Machine {
         }
     }
 
-    /// Sends a task the notifications of an exit that it requested. `after` is the dead task's
-    /// watermark towards it.
+    /// Sends a task the notifications that it requested of the exit of `tid`. `after` is the
+    /// watermark of the dead task's link to the watcher.
     pub(super) fn notify_watcher_of_exit(
         &mut self,
         watcher: Tid,
@@ -189,7 +189,7 @@ impl Machine {
         );
     }
 
-    /// Sends a message of this daemon that the receiver's library delivers only after everything
+    /// Sends a message from this daemon. The receiver's library delivers it only after everything
     /// that `exited` has sent.
     pub(super) fn send_after_last_messages(
         &mut self,
@@ -217,8 +217,8 @@ impl Machine {
         );
     }
 
-    /// The time for the last messages of a dead task is over: the receiver must not wait for them
-    /// any more.
+    /// Handles the end of the time limit for the last messages of a dead task: the watcher must not
+    /// wait for them any more.
     pub(super) fn last_messages_overdue(&mut self, watcher: Tid, dead: Tid) {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
@@ -241,8 +241,8 @@ impl Machine {
         );
     }
 
-    /// A host is lost: sends the notifications of the host's loss first, then those of the exit of
-    /// its tasks.
+    /// Handles the loss of a host: sends the notifications of the host's loss first, then those of
+    /// the exit of its tasks.
     pub(super) fn notify_host_lost(&mut self, host: HostId) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for watcher in &tids {

@@ -1,8 +1,8 @@
-//! Standard output of spawned tasks. It goes to the collector that the spawner named, otherwise to
-//! the master's log.
+//! Forwards the standard output of spawned tasks: to the collector that the spawner named,
+//! otherwise to the master's log.
 //!
-//! A collector also gets a mark for each task that was requested, for each that was started, and at
-//! the end of each task's output. The marks are those of PVM.
+//! A collector also receives a mark for each task that was requested, for each task that was
+//! started, and at the end of each task's output. The marks are those of PVM.
 
 use super::{Machine, Output};
 use bytes::Bytes;

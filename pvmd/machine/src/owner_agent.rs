@@ -23,29 +23,29 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// Time for which the last directive of an ended owner agent stays in force. Afterwards this daemon
-/// starts a load watcher if none runs. Also the interval between such attempts.
+/// Time for which the last directive of an ended owner agent stays in force. Afterwards, and then
+/// at this interval, this daemon starts a load watcher if none runs.
 pub(super) const OWNER_AGENT_TIMEOUT: Micros = Micros::from_secs(10);
 
 /// The owner agents of this host.
 #[derive(Debug, Default)]
 pub(super) struct OwnerAgents {
-    /// The last directive of each running agent.
+    /// The last directive of each running agent, by its tid.
     directives: BTreeMap<Tid, GuestDirective>,
     /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
     /// or the agent's directive expires.
     remaining_limits: Option<(Tid, GuestLimits)>,
-    /// The load watcher has died, and none has been seen since.
+    /// True if the load watcher has died and none has been detected since.
     watcher_missing: bool,
-    /// The event log reports that this daemon starts one.
+    /// True if the event log reports that this daemon starts a load watcher.
     start_reported: bool,
-    /// The event log reports that this daemon cannot start one.
+    /// True if the event log reports that this daemon cannot start a load watcher.
     failure_reported: bool,
 }
 
 impl OwnerAgents {
-    /// Records a directive. With `from_watcher` the sender is this host's load watcher, which knows
-    /// the wishes of all owners.
+    /// Records a directive. `from_watcher` is true if the sender is this host's load watcher, which
+    /// considers the wishes of all owners.
     pub(super) fn record_directive(
         &mut self,
         by: Tid,
@@ -59,7 +59,7 @@ impl OwnerAgents {
     }
 
     /// Returns the guest limits of each agent. All of them apply: an agent that sets no limit does
-    /// not lift another agent's.
+    /// not cancel the limit of another agent.
     pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
         self.directives
             .values()
@@ -88,8 +88,8 @@ impl Machine {
         if !self.owner_control.is_sent_by(tid) {
             return;
         }
-        // Another agent's directive was replaced by this one's without that agent's knowledge. It
-        // applies again.
+        // The ended agent's directive had replaced that of another agent, without its knowledge.
+        // The directive of that other agent applies again.
         if let Some((by, word)) = self.owner_control.owner_agents.directives.pop_last() {
             return self.apply_directive(by, word);
         }
@@ -99,7 +99,8 @@ impl Machine {
         ));
     }
 
-    /// The last directive of an agent expires, unless a load watcher is expected.
+    /// Handles the expiry of the last directive of an ended agent. The directive stays in force if
+    /// a load watcher is expected.
     pub(super) fn owner_agent_expired(&mut self, tid: Tid) {
         let has_left_limits = self
             .owner_control
@@ -132,7 +133,7 @@ impl Machine {
     }
 
     /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
-    /// otherwise another one must be started.
+    /// otherwise a new load watcher must be started.
     pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
         if !task.is_service
             || !is_load_watcher(&task.name)

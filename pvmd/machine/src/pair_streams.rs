@@ -8,17 +8,19 @@
 //! retransmission of every datagram lost for them. A pair of tasks that exchanges more than a few
 //! frames therefore gets a stream of its own, a *lane*. Fences keep the necessary order:
 //!
-//! - A control item (everything but a link frame) travels on the main stream. A barrier before it
-//!   states how many frames each lane that it concerns has carried so far. The receiver holds the
-//!   control item until it has received these frames.
-//! - If a frame follows such an item on its lane, a barrier before it states the item's position in
-//!   the main stream. The receiver holds the lane until it has passed that position.
-//! - A lane ends with an entry on the main stream. Later frames of the pair, on any stream, are
+//! - A control item (everything except a link frame) travels on the main stream. If it concerns
+//!   tasks that have lanes, a barrier precedes the control item. The barrier states how many frames
+//!   each of these lanes has carried so far. The receiver holds the control item until it has
+//!   received these frames.
+//! - If a frame is sent on a lane after a control item that concerns the lane, a barrier precedes
+//!   the frame. This barrier states the position of the control item in the main stream. The
+//!   receiver holds the lane until the main stream has reached that position.
+//! - The end of a lane is an entry on the main stream. Later frames of the pair, on any stream, are
 //!   ordered after that entry.
 //!
 //! Frames of different pairs may overtake each other; nothing relies on their order.
 //! [`FenceSender`] is the sending side, [`FenceReceiver`] the receiving side. Fences cannot
-//! deadlock, because each one refers only to what was sent before it.
+//! deadlock, because each fence refers only to entries that were sent before it.
 
 use rustc_hash::FxHashMap;
 use sempa_proto::Tid;
@@ -35,17 +37,17 @@ pub const LANES_MAX: usize = 512;
 /// Number of frames that a pair sends on the main stream before it gets a lane. A few frames are
 /// not worth a stream.
 const MAIN_STREAM_FRAMES: u32 = 4;
-/// Largest number of pairs whose frames are counted for that. When it is reached, counting starts
-/// again from zero.
+/// Largest number of pairs without a lane whose frames are counted. When it is reached, counting
+/// starts again from zero.
 const COUNTED_PAIRS_MAX: usize = 4096;
-/// A lane without frames for this time ends.
+/// Time without frames after which a lane ends.
 const LANE_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of a lane. It is never reused in a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaneId(pub u32);
 
-/// A position on a lane: the number of frames that it has carried.
+/// A position on a lane: the number of frames that the lane has carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LanePosition {
     pub lane: LaneId,
@@ -93,7 +95,8 @@ pub fn ends_of(body: &[u8]) -> Option<LinkEnds> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamChoice {
     Main,
-    /// A lane. `new`: open it first. `barrier`: send a barrier with this number first.
+    /// A lane. If `new` is true, the lane must be opened first. If `barrier` is set, a barrier with
+    /// this number must be sent first.
     Lane {
         lane: LaneId,
         new: bool,
@@ -108,9 +111,9 @@ struct LaneSender {
     frames: u64,
     /// Number of frames that the latest barrier on the main stream covers.
     fenced_frames: u64,
-    /// Number of main stream entries that the next frame must wait for; `sent_barrier` is the last
-    /// such number that was sent.
+    /// Number of main stream entries that must pass before the next frame.
     barrier: u64,
+    /// Number in the last barrier that was sent on the lane.
     sent_barrier: u64,
     last_used: Instant,
 }
@@ -136,8 +139,8 @@ impl FenceSender {
         let (main, last) = (self.main_entries, &mut self.last_lane);
         let out = self.lanes.entry(ends).or_insert_with(|| {
             *last += 1;
-            // Earlier frames of the pair were sent on the main stream, or on a lane that ended
-            // there.
+            // Earlier frames of the pair were sent on the main stream, or on a lane whose end is an
+            // entry of the main stream.
             LaneSender {
                 lane: LaneId(*last),
                 frames: 0,
@@ -218,7 +221,7 @@ impl FenceSender {
         (!marks.is_empty()).then_some(marks)
     }
 
-    /// Ends lanes: those that are idle, or with `task` those that lead to or from that task. Each
+    /// Ends the idle lanes; if `task` is given, the lanes to and from that task instead. Each
     /// returned position must be sent on the main stream as [`MainEntry::End`].
     pub fn end_lanes(&mut self, now: Instant, task: Option<Tid>) -> Vec<LanePosition> {
         let over = |(src, dst): &LinkEnds, out: &LaneSender| match task {
@@ -242,15 +245,15 @@ struct LaneReceiver<T> {
     queue: VecDeque<LaneEntry<T>>,
 }
 
-/// Receiving side of a session. Entries of all streams go in as they arrive; items come out in an
-/// order that respects every fence.
+/// Receiving side of a session. Accepts the entries of all streams as they arrive, and returns the
+/// items in an order that respects every fence.
 #[derive(Debug)]
 pub struct FenceReceiver<T> {
     /// Number of main stream entries that have passed.
     passed_entries: u64,
     main_queue: VecDeque<MainEntry<T>>,
     lanes: FxHashMap<LaneId, LaneReceiver<T>>,
-    /// Number of lanes that hold entries.
+    /// Number of lanes with queued entries.
     waiting_lanes: usize,
     released: VecDeque<T>,
 }
@@ -318,7 +321,7 @@ impl<T> FenceReceiver<T> {
         }
     }
 
-    /// Lets an entry of the main stream pass, or returns it if it must wait.
+    /// Releases an entry of the main stream, or returns the entry if it must wait.
     fn pass_main_entry(&mut self, parcel: MainEntry<T>) -> Option<MainEntry<T>> {
         let lanes = &self.lanes;
         let reached = |mark: &LanePosition| {
@@ -391,7 +394,7 @@ mod tests {
     use sempa_proto::task::ToTask;
     use std::collections::BTreeMap;
 
-    /// Number of tasks in these tests. Each may send to every other one.
+    /// Number of tasks in these tests. Each task may send to every other task.
     const TASKS: i32 = 4;
 
     fn task(n: i32) -> Tid {
@@ -409,13 +412,13 @@ mod tests {
         End(i32),
         /// Time passes until lanes are idle.
         Idle,
-        /// Entries arrive: the number of their stream, in the order of opening, and how many at
-        /// most.
+        /// Entries arrive. The first number selects the stream: 0 is the main stream, and lanes
+        /// follow in the order of opening. The second number is the maximum number of entries.
         Arrive(usize, usize),
     }
 
-    /// What was sent, in order: a frame with its ends, or a control item with its task and whether
-    /// that task has ended.
+    /// An item that was sent: a frame with its ends, or a control item with its task. The bool is
+    /// true if that task has ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Sent {
         Frame(LinkEnds),
@@ -548,7 +551,7 @@ mod tests {
             }
         }
 
-        /// True if these two must arrive in the order in which they were sent.
+        /// True if the items with these numbers must arrive in the order in which they were sent.
         fn must_keep_order(&self, a: usize, b: usize) -> bool {
             match (self.sent[a], self.sent[b]) {
                 (Sent::Frame(one), Sent::Frame(other)) => one == other,
@@ -594,8 +597,8 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order the streams deliver, frames and control items that concern the same
-        /// task keep their order.
+        /// For every order in which the streams deliver, frames and control items that concern the
+        /// same task keep their order.
         #[test]
         fn streams_in_any_order_keep_fenced_order(
             acts in prop::collection::vec(any_action(), 0..200)

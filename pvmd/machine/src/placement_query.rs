@@ -2,9 +2,10 @@
 //! and nothing changes anywhere.
 //!
 //! 1. The requesting task's daemon asks the host of the task to inspect it.
-//! 2. It sends the task's properties to all candidate hosts at the same time and asks for their
-//!    verdicts.
-//! 3. Each host's daemon knows its owner's policy; its tasker decides everything else.
+//! 2. The requesting task's daemon sends the task's properties to all candidate hosts at the same
+//!    time and asks for their verdicts.
+//! 3. On each candidate host, the daemon checks the policy of the host's owner, and the tasker
+//!    checks everything else.
 //! 4. When all hosts have answered, or after `PLACEMENT_QUERY_TIMEOUT`, the requesting task gets
 //!    the reply.
 
@@ -33,7 +34,7 @@ struct PlacementQuery {
     task: Tid,
     source: HostId,
     resident_bytes: u64,
-    /// Hosts without an answer.
+    /// Hosts that have not answered.
     unanswered: BTreeSet<HostId>,
     verdicts: BTreeMap<HostId, Verdict>,
     engines: Vec<(HostId, Engine)>,
@@ -45,7 +46,7 @@ struct PlacementQuery {
 pub(super) struct PlacementQueries {
     pending: BTreeMap<u64, PlacementQuery>,
     last_query: u64,
-    /// Requests that the tasker has not answered, with their requesters.
+    /// Requests that the tasker has not answered, by the id of the request.
     tasker_requests: BTreeMap<RequestId, TaskerRequest>,
     last_tasker_request: RequestId,
 }
@@ -54,7 +55,8 @@ pub(super) struct PlacementQueries {
 #[derive(Debug)]
 enum TaskerRequest {
     Inspect(ReplyAddress, Tid),
-    /// The objections of the daemon itself, and the verdict on restarting the program instead.
+    /// A request for the tasker's verdict. It contains the objections of the daemon itself, and the
+    /// verdict on restarting the program instead.
     Verdict(ReplyAddress, Verdict, RestartVerdict),
 }
 
@@ -67,7 +69,8 @@ impl PlacementQueries {
 }
 
 impl Machine {
-    /// Starts a query: which hosts would accept a task, or whether the host `to` would.
+    /// Starts a query: which hosts would accept a task, or, if `to` is given, whether that host
+    /// would.
     pub(super) fn start_placement_query(
         &mut self,
         requester: Tid,
@@ -124,8 +127,8 @@ impl Machine {
         );
     }
 
-    /// Handles the properties of the task, or the reason why it cannot migrate at all. `None`: its
-    /// host is lost.
+    /// Handles the properties of the task, or the reason why it cannot migrate at all. `result` is
+    /// `None` if the task's host is lost.
     pub(super) fn query_facts_received(
         &mut self,
         query: u64,
@@ -153,7 +156,7 @@ impl Machine {
         }
     }
 
-    /// Handles a host's objections to the task. `None`: the host is lost.
+    /// Handles a host's objections to the task. `answer` is `None` if the host is lost.
     pub(super) fn query_verdict_received(
         &mut self,
         query: u64,
@@ -253,7 +256,8 @@ impl Machine {
         });
     }
 
-    /// Adds the name of the task's program: owners of other hosts may not permit it.
+    /// Adds the name of the task's program to its properties: owners of other hosts may not permit
+    /// the program.
     pub(super) fn add_program_name(
         &self,
         tid: Tid,
@@ -267,7 +271,7 @@ impl Machine {
         result.map(|facts| TaskFacts { program, ..facts })
     }
 
-    /// Starts to determine whether this host would accept such a task.
+    /// Starts to determine whether this host would accept a task with these properties.
     pub(super) fn judge_for_query(&mut self, back: ReplyAddress, facts: TaskFacts) {
         let objections: Verdict = self
             .guest_refusal(Tid::NONE, &facts.program)
@@ -303,7 +307,7 @@ impl Machine {
         self.send_host_reply(back, HostReply::Verdict(verdict, engine));
     }
 
-    /// The tasker has inspected a task.
+    /// Handles the result of the tasker's inspection of a task.
     pub(super) fn tasker_inspected(
         &mut self,
         question: RequestId,
@@ -321,7 +325,7 @@ impl Machine {
         }
     }
 
-    /// The tasker has compared a task with this host.
+    /// Handles the tasker's verdict on a task.
     pub(super) fn tasker_judged(&mut self, question: RequestId, verdict: Verdict) {
         if let Some(TaskerRequest::Verdict(back, mut known, other)) =
             self.placement_queries.tasker_requests.remove(&question)
@@ -336,7 +340,7 @@ impl Machine {
         }
     }
 
-    /// Answers all open requests to the tasker, which has ended.
+    /// Answers all open requests to the tasker after the tasker has ended.
     pub(super) fn fail_tasker_requests(&mut self) {
         let Some(refusal) = self.no_tasker_refusal() else {
             return;

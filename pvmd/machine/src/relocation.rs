@@ -1,11 +1,14 @@
 //! Keeps the order of items for a task while it changes hosts, and updates its location.
 //!
-//! 1. From the order to quiesce on, the source keeps all items for the task.
+//! 1. From the order to quiesce on, the source holds back all items for the task.
 //! 2. When the new location is distributed, every daemon sends its items for the task to the
-//!    target. After the last item that it sent to the source, it sends a [`DataMsg::RouteDrained`] there.
-//! 3. After the commit the source forwards what it kept, in order. When the last `Passed` has
-//!    arrived, it sends a [`DataMsg::ForwardedAll`].
-//! 4. The target keeps items that come directly. The task gets them after all forwarded ones.
+//!    target. After the last item that a daemon sent to the source, it sends a
+//!    [`DataMsg::RouteDrained`] to the source.
+//! 3. After the commit the source forwards the items that it held back, in order. When a
+//!    [`DataMsg::RouteDrained`] has arrived from every daemon, the source sends a
+//!    [`DataMsg::ForwardedAll`].
+//! 4. The target holds back items that other daemons send to it directly. The task receives these
+//!    after all forwarded items.
 //!
 //! A session between two live daemons may break and lose messages in transit. The source therefore
 //! remembers for a while what it has forwarded. When a new session is established, both daemons
@@ -28,37 +31,38 @@ use std::collections::BTreeSet;
 /// Wait status of a task that was killed by signal 9.
 const KILLED_STATUS: i32 = 9;
 
-/// A task on its way to this host.
+/// A task that is arriving on this host.
 #[derive(Debug)]
 pub(super) struct ArrivingTask {
     pub(super) tid: Tid,
     pub(super) migration: MigrationId,
     from: HostId,
-    /// State of the task; complete when the source has given it up.
+    /// State of the task; final when the source has released the task.
     pub(super) record: Option<TaskRecord>,
     record_complete: bool,
-    /// Items that waited at the source.
+    /// Items that the source has forwarded.
     forwarded: Inbox,
     all_forwarded: bool,
-    /// Items that came here directly.
+    /// Items that other daemons have sent directly to this host.
     pub(super) direct: Inbox,
-    /// This host is the task's location.
+    /// True if this host is the task's location.
     pub(super) located: bool,
-    /// Its process runs, or has exited.
+    /// True if the task's process runs on this host, or has exited.
     pub(super) ran: bool,
-    /// The tasker was ordered to run it.
+    /// True if the tasker was ordered to run the task.
     pub(super) run_ordered: bool,
-    /// Its copy here is dead. If the commit stands, this has ended the task.
+    /// True if the task's process on this host is dead. If the commit is not revoked, this has
+    /// ended the task.
     lost: bool,
     pub(super) exited: Option<(i32, Usage)>,
-    /// Connection on which its library has reconnected.
+    /// Connection on which the task's library has reconnected.
     pub(super) conn: Option<ConnId>,
-    /// The tasker was ordered to pause it.
+    /// True if the tasker was ordered to pause the task.
     pub(super) paused: bool,
-    /// Suspensions as far as known. Until the task is ordered to run, the coordinator's state takes
-    /// precedence.
+    /// Suspension of the task, as far as this host knows. Until the task is ordered to run, the
+    /// coordinator's state takes precedence.
     pub(super) suspension: Option<TaskSuspension>,
-    /// The task has not run here yet: its library waits for the resume token.
+    /// True if the task has not run on this host yet: its library waits for the resume token.
     pub(super) library_quiesced: bool,
     /// Signals that arrived before the task ran.
     pub(super) signals: Vec<i32>,
@@ -67,14 +71,14 @@ pub(super) struct ArrivingTask {
     pub(super) restart_group: Option<RestartGroup>,
     /// Verdict on a restart engine, for the case that CRIU is not possible.
     pub(super) restart_verdict: RestartVerdict,
-    /// Its program is started again here.
+    /// True if the task's program is started again on this host.
     pub(super) by_restart: bool,
-    /// Spawn token by which that program claims its tid.
+    /// Spawn token by which the restarted program claims the task's tid.
     pub(super) spawn_token: Option<i32>,
 }
 
-/// A task that has left. Items that still come for it are forwarded until all daemons use its new
-/// location.
+/// A task that has migrated away. Items that still arrive for it are forwarded until all daemons
+/// use its new location.
 #[derive(Debug)]
 pub(super) struct Forwarding {
     pub(super) migration: MigrationId,
@@ -83,16 +87,18 @@ pub(super) struct Forwarding {
     awaited_hosts: BTreeSet<HostId>,
 }
 
-/// What was forwarded to the target, for as long as the session may turn out to have broken.
+/// State and items that were forwarded to the target. They are retained as long as the session may
+/// turn out to have broken.
 #[derive(Debug)]
 pub(super) struct ForwardedItems {
     to: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
-    /// Without the frames of links, which retransmit.
+    /// Forwarded items, without link frames that their senders retransmit.
     items: Vec<PendingItem>,
     all_sent: bool,
-    /// Time until which this is kept. `None`: until the target is connected again.
+    /// Time until which the items are retained; `None` if they are retained until the target is
+    /// connected again.
     kept_until: Option<Micros>,
 }
 
@@ -103,7 +109,7 @@ impl ForwardedItems {
 }
 
 impl Machine {
-    /// True if this is the spawn token of a program that is started again here.
+    /// True if this is the spawn token of a program that is started again on this host.
     pub(super) fn is_respawn_token(&self, spawn_token: i32) -> bool {
         self.migrations
             .arrivals
@@ -111,7 +117,7 @@ impl Machine {
             .any(|arrival| arrival.spawn_token == Some(spawn_token))
     }
 
-    /// Handles the connection of an arriving task's program, which was started again here.
+    /// Handles the connection of an arriving task's program, which was started again on this host.
     pub(super) fn connect_respawned(&mut self, conn: ConnId, spawn_token: i32) {
         let Some(arrival) = self
             .migrations
@@ -129,7 +135,7 @@ impl Machine {
         self.advance_arrival(tid);
     }
 
-    /// Handles the return of a library that had quiesced.
+    /// Handles the reconnection of a library that had quiesced.
     pub(super) fn reconnect_library(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
             .migrations
@@ -302,7 +308,7 @@ impl Machine {
         self.now + self.config.lease + self.config.lease
     }
 
-    /// Forwards an item for a task that has left.
+    /// Forwards an item for a task that has migrated away.
     pub(super) fn forward(
         &mut self,
         dst: Tid,
@@ -334,8 +340,8 @@ impl Machine {
         });
     }
 
-    /// Keeps what was forwarded to a live daemon whose session has broken, because messages in
-    /// transit may be lost.
+    /// Retains the items that were forwarded to a live daemon whose session has broken, because
+    /// messages in transit may be lost.
     pub(super) fn keep_forwarded_for(&mut self, host: HostId) {
         let now = self.now;
         for handed in self
@@ -348,8 +354,8 @@ impl Machine {
         }
     }
 
-    /// Handles a new session with a daemon. If there was an earlier session, repeats what may have
-    /// been lost with it.
+    /// Handles a new session with a daemon. If there was an earlier session, repeats the messages
+    /// that may have been lost with it.
     pub(super) fn repeat_forwarded(&mut self, host: HostId) {
         if self.migrations.known_hosts.insert(host) {
             return;
@@ -395,7 +401,7 @@ impl Machine {
         }
     }
 
-    /// Notes that a host sends nothing more to the old location of a task.
+    /// Records that a host sends no more items to the old location of a task.
     pub(super) fn drained_by(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         if let Some(departed) = self.migrations.forwarding.get_mut(&tid) {
             if departed.epoch == epoch {
@@ -464,7 +470,7 @@ impl Machine {
         self.advance_arrival(tid);
     }
 
-    /// Keeps an item that waited at the source.
+    /// Queues an item that the source has forwarded.
     pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: PendingItem) {
         match self
             .migrations
@@ -479,7 +485,7 @@ impl Machine {
         }
     }
 
-    /// Notes that no more items wait at the source.
+    /// Records that the source has forwarded all items.
     pub(super) fn handle_forwarded_all(&mut self, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
             .migrations
@@ -492,8 +498,8 @@ impl Machine {
         self.advance_arrival(tid);
     }
 
-    /// Makes an arriving task a task of this host when everything is here: its record, the items
-    /// that waited, its process, and its library unless the task has exited meanwhile.
+    /// Makes an arriving task a task of this host when its record, all forwarded items, its process
+    /// and its library have arrived. A task that has already exited needs no library.
     pub(super) fn advance_arrival(&mut self, tid: Tid) {
         let Some(arrival) = self.migrations.arrivals.get_mut(&tid) else {
             return;
@@ -545,7 +551,7 @@ impl Machine {
             task.inbox.push(held);
         }
         if task.restart.is_some() {
-            // For all other tasks it starts now.
+            // To other tasks, a task that is restarted from a checkpoint starts now.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
             self.record(EventKind::TaskStarted {
                 tid,
@@ -600,9 +606,9 @@ impl Machine {
             .collect();
         for tid in orphans {
             if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
-                // Items that the source had kept are lost with it. Links retransmit, and what an
-                // exited process had left has come with the record. The rest is part of the loss of
-                // that host.
+                // Items that the lost source held back are lost with it. Links retransmit, and the
+                // items that an exited process had left have come with the record. All other items
+                // count as part of the loss of that host.
                 (arrival.record_complete, arrival.all_forwarded) = (true, true);
                 arrival
                     .record
@@ -642,7 +648,7 @@ impl ArrivingTask {
         }
     }
 
-    /// Takes the state that was stored next to the task's images.
+    /// Sets the state of the task to the state that was stored next to its images.
     pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
         (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
         waiting
@@ -650,7 +656,8 @@ impl ArrivingTask {
             .for_each(|held| self.forwarded.push(held));
     }
 
-    /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
+    /// Records the order to run the task: its process at the source is gone. A suspended task stays
+    /// paused.
     pub(super) fn order_run(&mut self, now: Micros, suspended: Suspensions) {
         (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
     }
@@ -661,7 +668,7 @@ impl ArrivingTask {
         (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
     }
 
-    /// True if its copy here is dead, even if that is not reported yet.
+    /// True if the task's process on this host is dead, even if that is not reported yet.
     pub(super) fn is_lost(&self) -> bool {
         self.lost
     }
@@ -673,7 +680,7 @@ impl ArrivingTask {
         (std::mem::take(&mut self.library_quiesced) && !self.by_restart).then_some(self.migration)
     }
 
-    /// Marks its copy here as dead.
+    /// Records that the task's process on this host is dead.
     pub(super) fn mark_lost(&mut self) {
         (self.ran, self.lost) = (true, true);
         self.exited.get_or_insert((KILLED_STATUS, Usage::default()));

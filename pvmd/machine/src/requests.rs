@@ -1,5 +1,5 @@
-//! Dispatches the requests of tasks. Requests that only the master can serve are forwarded to it;
-//! it sends the reply directly to the task.
+//! Dispatches the requests of tasks. Requests that only the master can serve are forwarded to the
+//! master, which sends the reply directly to the task.
 
 use super::rpc::RpcCaller;
 use super::{Machine, Output};
@@ -300,8 +300,8 @@ impl Machine {
         }
         let base = self.config.host.tid().raw();
         if self.last_context == 0 && self.tasks.has_reserved_ids() {
-            // Does not start at 1, where another virtual machine has started: a restarted job may
-            // bring contexts from there that are in use.
+            // Each virtual machine starts at another number, because a restarted job may bring
+            // contexts from the virtual machine of its checkpoint.
             self.last_context =
                 (self.unix_time.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
         }
@@ -363,8 +363,8 @@ impl Machine {
         );
     }
 
-    /// Resets the virtual machine (master only). Not ended are the caller, the resource manager,
-    /// pinned tasks and tasks that requested exemption.
+    /// Resets the virtual machine (master only): ends all tasks except the caller, the resource
+    /// manager, pinned tasks and tasks that requested exemption.
     fn reset_vm(&mut self, tid: Tid, id: RequestId, kill: bool) {
         let Some(master) = &mut self.master else {
             return;
@@ -415,8 +415,8 @@ impl Machine {
     }
 }
 
-/// True for a request that is answered only when other tasks have acted, without a time limit. It
-/// can be repeated after a restart.
+/// True for a request that is answered only when other tasks have acted, without a time limit. Such
+/// a request can be repeated after a restart.
 fn is_untimed(request: &Request) -> bool {
     match request {
         Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) => true,

@@ -35,9 +35,10 @@ use std::collections::VecDeque;
 
 /// Wait status of a program that could not be started: exit status 1.
 const NOT_STARTED_STATUS: i32 = 0x100;
-/// Time for a library to report its link states.
+/// Time limit for a library to report its link states.
 const HANDOFF_TIMEOUT: Micros = Micros::from_secs(5);
-/// Time after an aborted migration in which a program that exits as agreed is still started again.
+/// Time after an aborted migration in which a program that exits as requested is still started
+/// again.
 const LATE_EXIT_WINDOW: Micros = Micros::from_secs(60);
 /// Signals that end a task that has no process at the moment.
 pub(super) const TERMINATING_SIGNALS: [i32; 2] = [9, 15];
@@ -63,15 +64,15 @@ pub(super) struct GracefulExit {
     pub(super) migration: MigrationId,
     engine: Engine,
     pub(super) stage: ExitStage,
-    /// The request to exit was sent.
+    /// True if the request to exit was sent.
     requested: bool,
     /// Engine of an earlier migration whose request to exit is still outstanding.
     earlier_request: Option<Engine>,
-    /// The migration is aborted.
+    /// True if the migration is aborted.
     aborted: bool,
-    /// A signal has ended the task: it is not started again.
+    /// True if a signal has ended the task, so that its program is not started again.
     is_final: bool,
-    /// The task was paused since the window for a late exit last began.
+    /// True if the task was paused since the window for a late exit last began.
     pub(super) was_paused: bool,
 }
 
@@ -79,9 +80,9 @@ pub(super) struct GracefulExit {
 #[derive(Debug)]
 pub(super) struct Respawning {
     migration: MigrationId,
-    /// The program is started again on this host.
+    /// True if the program is started again on this host.
     restarts_here: bool,
-    /// Number of items at the head of the inbox that the previous process has left.
+    /// Number of items at the head of the inbox that come from the handoff of the previous process.
     pub(super) left_items: usize,
 }
 
@@ -90,16 +91,16 @@ pub(super) struct Respawning {
 pub(super) enum WorldCall {
     /// Judges whether this host accepts a migrating task.
     JudgeMigration(MigrationId, TaskFacts),
-    /// The same for a placement query. The verdict contains the objections that the daemon already
-    /// has.
+    /// Judges for a placement query whether this host accepts a task. The verdict contains the
+    /// objections that the daemon already has.
     JudgeQuery(ReplyAddress, Verdict, TaskFacts),
     /// Starts the program of a task of this host again.
     Respawn(Tid),
-    /// Starts the program of an arriving task and holds it.
+    /// Starts the program of an arriving task and holds it at its entry.
     Prepare(MigrationId),
     /// Collects the files into which a task of this host has written its state, for a checkpoint.
     CollectState(MigrationId),
-    /// Copies such files to their directories for an arriving task, under temporary names.
+    /// Copies the state files of an arriving task to their directories, under temporary names.
     StageState(MigrationId),
 }
 
@@ -110,8 +111,8 @@ pub(super) type WorldCalls = VecDeque<WorldCall>;
 /// CRIU.
 pub(super) type RestartVerdict = Option<(Engine, Verdict)>;
 
-/// Chooses between CRIU and a restart engine by their verdicts. CRIU wins if it is possible. If
-/// neither is, the verdict contains all refusals.
+/// Chooses between CRIU and a restart engine by their verdicts. CRIU is chosen if it is possible.
+/// If neither engine is possible, the verdict contains all refusals.
 pub(super) fn choose_engine(criu: Verdict, other: RestartVerdict) -> (Verdict, Engine) {
     match other {
         _ if criu.is_empty() => (criu, Engine::Criu),
@@ -133,12 +134,12 @@ impl GracefulExit {
         matches!(self.engine, Engine::SelfCheckpoint { .. })
     }
 
-    /// True if the program may exit as agreed, to be started again.
+    /// True if the program was asked to exit, so that it is started again after its exit.
     fn may_exit(&self) -> bool {
         self.requested || self.earlier_request.is_some()
     }
 
-    /// True if the process exits in any case.
+    /// True if the process exits even if the migration is aborted.
     fn must_exit(&self) -> bool {
         self.requested && !self.is_self_checkpoint()
     }
@@ -151,8 +152,8 @@ impl Task {
             .is_some_and(|ending| ending.stage != ExitStage::LateExitPossible)
     }
 
-    /// Notes that the program does not handle the signal that asks for its own checkpoint. True if
-    /// CRIU may dump the task instead and was not tried yet.
+    /// Records that the program does not handle the signal that asks for its own checkpoint. True
+    /// if CRIU may dump the task instead and was not tried yet.
     fn fall_back_to_criu(&mut self, id: MigrationId) -> bool {
         self.ignores_checkpoint_signal = Some(id);
         self.launch
@@ -167,7 +168,7 @@ impl Task {
 }
 
 impl Machine {
-    /// Performs one piece of work that needs the world. False if there was none.
+    /// Performs one queued call that needs the world. False if no call was queued.
     pub(super) fn run_world_call(&mut self, world: &mut dyn World) -> bool {
         match self.world_calls.pop_front() {
             None => return false,
@@ -186,7 +187,7 @@ impl Machine {
     // ---- Inspection and verdict
 
     /// Returns the properties of a task of this host if the tasker need not be asked, because the
-    /// task does not permit CRIU or must not use it now. `None`: the tasker must be asked.
+    /// task does not permit CRIU or must not use it now. `None` if the tasker must be asked.
     pub(super) fn inspect_without_criu(
         &self,
         tid: Tid,
@@ -236,7 +237,8 @@ impl Machine {
         })
     }
 
-    /// Combines what the tasker has found for CRIU with the restart engines that the task permits.
+    /// Combines the properties that the tasker has found for CRIU with the restart engines that the
+    /// task permits.
     pub(super) fn merge_criu_facts(
         &self,
         tid: Tid,
@@ -246,7 +248,7 @@ impl Machine {
         if cause == Some(&MigrationCause::Checkpoint) {
             return result.or_else(|refusal| match self.inspect_self_checkpoint(tid) {
                 Some(Ok(facts)) => Ok(facts),
-                // The user can add the missing list of files, so this is the more useful reason.
+                // The missing list of files is the more useful reason, because the user can add it.
                 Some(Err(Refusal::NoStateFiles)) if matches!(refusal, Refusal::NoEngine { .. }) => {
                     Err(Refusal::NoStateFiles)
                 }
@@ -539,9 +541,9 @@ impl Machine {
         );
     }
 
-    /// Asks a program by a message to exit, because the tasker expects its exit from now on. The
-    /// message is sent even if the migration was aborted meanwhile, because a program that is asked
-    /// by a signal would have received that, too.
+    /// Asks a program by a message to exit. Called when the tasker has begun to expect the exit.
+    /// The message is sent even if the migration was aborted meanwhile, because a program that is
+    /// asked by a signal would have received its signal, too.
     pub(super) fn send_exit_message(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(tid) else {
             return;
@@ -569,7 +571,8 @@ impl Machine {
         });
     }
 
-    /// Fails a migration if the library has not reported its link states in time.
+    /// Fails a migration if the library has not reported its link states within
+    /// [`HANDOFF_TIMEOUT`].
     pub(super) fn handle_handoff_timeout(&mut self, tid: Tid, id: MigrationId) {
         let ending = self
             .tasks
@@ -615,7 +618,7 @@ impl Machine {
         self.reply(tid, id, Reply::Done);
     }
 
-    /// Handles a program that has not exited in time.
+    /// Handles the end of the time limit for a program to exit.
     pub(super) fn handle_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self.tasks.get(tid).filter(|task| task.exited.is_none()) else {
             return;
@@ -686,7 +689,7 @@ impl Machine {
             self.outputs.push_back(Output::CloseTask { conn });
         }
         self.end_pause(tid);
-        // Peers that share rings with the task read what is left in them.
+        // Peers that share rings with the task read the remaining data in the rings.
         for partner in self.ring_peers.remove_task(tid) {
             self.deliver(partner, ToTask::PeerMigrated { tid });
         }
@@ -777,7 +780,7 @@ impl Machine {
         true
     }
 
-    /// Handles the report of a library that it continues.
+    /// Handles the report of a library that it continues after an aborted migration.
     pub(super) fn handle_exit_cancelled(&mut self, tid: Tid, by: MigrationId) {
         let ending = self
             .tasks
@@ -830,7 +833,7 @@ impl Machine {
         }
     }
 
-    /// Ends the window for a late exit, if the program has not exited in it.
+    /// Handles the end of the window for a late exit.
     pub(super) fn handle_late_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
         let is_paused = self.must_pause(tid);
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else {
@@ -871,7 +874,8 @@ impl Machine {
         }
     }
 
-    /// Handles the order to kill the copy at the source. True if there is no process to kill.
+    /// Handles the order to kill the process of a migrated task at the source. True if there is no
+    /// process to kill.
     pub(super) fn report_absent_copy(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get(tid).filter(|task| task.is_respawning()) else {
             return false;
@@ -881,8 +885,8 @@ impl Machine {
         true
     }
 
-    /// Sends a task without a process to its new host. The items that its process has left come
-    /// first: no peer would send them again if this host were lost.
+    /// Sends a task without a process to its target. The items from the handoff of its process come
+    /// first, because no peer would send them again if this host were lost.
     pub(super) fn send_task_without_process(&mut self, of: &Migration) {
         let left: Vec<PendingItem> = self
             .tasks
@@ -906,9 +910,10 @@ impl Machine {
         }
     }
 
-    /// Handles a signal for a task without a process, or with one that is just starting. True if
-    /// the signal is done: such a task either ends by it or ignores it. A program that was asked to
-    /// exit by the restart engine is not started again after a signal that ends tasks.
+    /// Handles a signal for a task without a process, or with a process that is just starting. True
+    /// if the signal needs no further handling: such a task either ends by it or ignores it. A
+    /// program that was asked to exit by the restart engine is not started again after a signal
+    /// that ends tasks.
     pub(super) fn signal_without_process(&mut self, tid: Tid, signal: i32) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
@@ -1062,8 +1067,8 @@ impl Machine {
         });
     }
 
-    /// Starts the program when its state files are copied. They get their final names when the task
-    /// runs.
+    /// Starts the program when its state files are copied. The files get their final names when the
+    /// task runs.
     pub(super) fn handle_state_staged(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
             Ok(()) => self.world_calls.push_back(WorldCall::Prepare(id)),
@@ -1132,8 +1137,8 @@ impl Machine {
     }
 }
 
-/// Returns this host's verdict on starting the program of such a task; `None` if the task permits
-/// only CRIU.
+/// Returns this host's verdict on starting the program of a task with these properties; `None` if
+/// the task permits only CRIU.
 fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
     let begin = facts.launch.as_ref()?;
     let engine = begin.restart_engine()?;
@@ -1156,14 +1161,14 @@ fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
     Some((engine, verdict))
 }
 
-/// True if this host has no such working directory that can be entered.
+/// True if `dir` is not a directory on this host that can be entered.
 fn lacks_dir(world: &dyn World, dir: &str) -> bool {
     let usual = world.work_dir(None);
     world.work_dir(Some(dir)) == usual && usual.join(dir) != usual
 }
 
 /// True if the tasker need not be asked: the task's first engine is a restart engine that is
-/// possible here, or the task does not permit CRIU.
+/// possible on this host, or the task does not permit CRIU.
 fn is_decided(facts: &TaskFacts, verdict: &Verdict) -> bool {
     let first = facts
         .launch

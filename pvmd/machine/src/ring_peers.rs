@@ -1,8 +1,9 @@
-//! The daemon's part in routes between two tasks: shared-memory rings and direct routes.
+//! Set-up and end of routes between two tasks, as far as the daemon is involved: shared-memory
+//! rings and direct routes.
 //!
-//! The daemon forwards the messages that set up a route. It does not see what the two tasks then
-//! send on it. Therefore it notifies each of them when the other one ends, leaves the virtual
-//! machine or migrates.
+//! The daemon forwards the messages that set up a route. It does not see the data that the two
+//! tasks then exchange on the route. Therefore it notifies each task when the other task ends,
+//! leaves the virtual machine or migrates.
 
 use super::io::Descriptors;
 use super::routing::delivery_output;
@@ -22,6 +23,7 @@ pub(super) const RING_PEERS_MAX: usize = 8192;
 /// direct routes.
 #[derive(Debug, Default)]
 pub(super) struct RingPeers {
+    /// Ring peers by task. Each pair is recorded under both tasks.
     peers: BTreeMap<Tid, BTreeSet<Tid>>,
     /// For each task of this host: the tasks of any host whose offers of a direct route it has not
     /// answered.
@@ -38,15 +40,15 @@ impl RingPeers {
                 .all(|tid| partners(tid).is_none_or(|p| p.len() < RING_PEERS_MAX))
     }
 
-    /// Records a pair when an offer is forwarded. The offering task must be notified of the other
-    /// one's end whether or not the offer is accepted.
+    /// Records a pair when an offer is forwarded. The offering task must be notified of the end of
+    /// the other task even if the offer is not accepted.
     pub(super) fn add_pair(&mut self, a: Tid, b: Tid) {
         self.peers.entry(a).or_default().insert(b);
         self.peers.entry(b).or_default().insert(a);
     }
 
-    /// Removes a task. Returns the tasks that shared rings with it and those that wait for its
-    /// answer.
+    /// Removes a task. Returns the tasks that shared rings with it and the tasks whose offers it
+    /// has not answered.
     pub(super) fn remove_task(&mut self, tid: Tid) -> BTreeSet<Tid> {
         let mut partners = self.peers.remove(&tid).unwrap_or_default();
         for partner in &partners {
@@ -69,7 +71,7 @@ impl RingPeers {
         }
     }
 
-    /// Records that the task has answered such an offer.
+    /// Records that the task `by` has answered the offer of a direct route from `offerer`.
     fn remove_direct_offer(&mut self, by: Tid, offerer: Tid) {
         if let Some(offerers) = self.direct_offers.get_mut(&by) {
             offerers.remove(&offerer);
@@ -87,11 +89,11 @@ impl RingPeers {
 }
 
 impl Machine {
-    /// Handles a route message from a task to another one.
+    /// Handles a route message from one task to another.
     ///
-    /// A message without descriptors is routed like any other item. One with descriptors is
+    /// A message without descriptors is routed like any other item. A message with descriptors is
     /// delivered only to a connected task of this host; otherwise it is dropped (see
-    /// `route_message_undeliverable`).
+    /// [`Machine::route_message_undeliverable`]).
     pub(super) fn forward_route_message(
         &mut self,
         conn: ConnId,
@@ -171,8 +173,8 @@ impl Machine {
         }
     }
 
-    /// A task has ended or left: notifies the tasks that share rings with it or wait for its
-    /// answer.
+    /// Handles the end or the departure of a task: notifies the tasks that share rings with it or
+    /// wait for its answer.
     pub(super) fn end_peer_routes(&mut self, tid: Tid) {
         for partner in self.ring_peers.remove_task(tid) {
             self.deliver(partner, ToTask::PeerGone { tid });
@@ -180,7 +182,7 @@ impl Machine {
     }
 
     /// Delivers a frame or an item on a task's connection. Whether the sender of a route message
-    /// runs on the same host is decided only here.
+    /// runs on the same host is decided only in this function.
     pub(super) fn deliver_now(&mut self, conn: ConnId, mut held: PendingItem) {
         if let PendingItem::Control(ToTask::Route {
             from,
@@ -201,7 +203,7 @@ impl Machine {
     }
 }
 
-/// Returns the task that must be notified if this cannot be delivered because the receiver has
+/// Returns the task that must be notified if this item cannot be delivered because the receiver has
 /// ended.
 pub(super) fn sender_of(held: &PendingItem) -> Option<Tid> {
     match held {

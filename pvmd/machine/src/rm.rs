@@ -1,9 +1,9 @@
 //! Resource managers: registration, restart after a crash, and their messages to and from this
 //! daemon.
 //!
-//! A daemon may know two resource managers: one that is registered with itself, and the master's,
-//! which serves the hosts without one of their own. Without any, the daemons place tasks
-//! themselves.
+//! A daemon may know two resource managers: one that is registered with itself, and one that is
+//! registered with the master and serves all hosts without a resource manager of their own. Without
+//! any resource manager, the daemons place tasks themselves.
 
 use super::hosts::AddRequester;
 use super::spawn::ExecRequester;
@@ -24,8 +24,7 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
-/// Deaths within [`RM_DEATHS_WINDOW`] after which a resource manager is restarted; after a further
-/// one it is not.
+/// Largest number of restarts of a crashed resource manager within [`RM_DEATHS_WINDOW`].
 const RM_DEATHS_MAX: usize = 5;
 const RM_DEATHS_WINDOW: Micros = Micros::from_secs(60);
 
@@ -47,16 +46,18 @@ fn has_failed(status: i32) -> bool {
 /// The resource managers that this daemon accepts.
 #[derive(Debug, Default)]
 pub(super) struct RmState {
-    /// Times at which its command was restarted after a crash.
+    /// Times at which this daemon's resource manager was restarted after a crash.
     deaths: VecDeque<Micros>,
-    /// Registered with this daemon.
+    /// The resource manager that is registered with this daemon.
     own: Option<RmInfo>,
-    /// Registered with the master, for hosts without a resource manager of their own. One that
-    /// serves everything serves only the hosts that join after its registration, as in PVM.
+    /// The resource manager that is registered with the master, for hosts without one of their own.
+    /// If it serves all requests and not only spawns, it serves only hosts that join after its
+    /// registration, as in PVM.
     pub(super) vm_wide: Option<RmInfo>,
-    /// The master's, even if tasks of this host do not ask it.
+    /// The resource manager that is registered with the master, even if tasks of this host use
+    /// another one.
     of_master: Option<RmInfo>,
-    /// Time since which no resource manager is known here.
+    /// Time since which this daemon knows no resource manager; `None` while it knows one.
     absent_since: Option<Micros>,
 }
 
@@ -139,8 +140,8 @@ impl Machine {
     }
 
     /// Notifies the connected tasks of a change. A death is always reported. A new resource manager
-    /// is reported only if it only places spawns: one that serves everything serves the tasks that
-    /// connect from now on, as in PVM.
+    /// is reported only if it serves only spawns: if it serves all requests, it serves the tasks
+    /// that connect from now on, as in PVM.
     fn notify_tasks_of_rm(&mut self, death: bool) {
         let rm = self.rm.current();
         if !death && rm.is_some_and(|rm| rm.serves.others) {
@@ -193,8 +194,8 @@ impl Machine {
         }
     }
 
-    /// Reports the end of a task to its resource manager, if that requested such reports. The
-    /// report is delivered after the task's last message to it.
+    /// Reports the end of a task to its resource manager, if the resource manager requested such
+    /// reports. The report is delivered after the task's last message to the resource manager.
     pub(super) fn report_exit_to_rm(
         &mut self,
         task: &Task,
@@ -216,7 +217,7 @@ impl Machine {
         self.send_after_last_messages(message, task.tid, watermark_for(task.tid, marks, rm));
     }
 
-    /// Reports a task that was not spawned to the resource manager.
+    /// Reports to the resource manager that a task has joined without being spawned.
     pub(super) fn report_enrolled_task_to_rm(&mut self, tid: Tid) {
         if let Some(rm) = self.rm.current().filter(|rm| rm.tid != tid) {
             self.send_daemon_message(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));

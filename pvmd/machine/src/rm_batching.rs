@@ -26,7 +26,7 @@ use sempa_proto::{Micros, Tid};
 /// Time after the use of a leased slot during which another use is likely.
 const LEASE_USE_WINDOW: Micros = Micros::from_secs(1);
 /// Largest number of used slots that may be unreported. A resource manager issues a new lease when
-/// half of one is used.
+/// half of a lease is used.
 const UNREPORTED_SLOTS_MAX: usize = LEASE_HOSTS_MAX / 2;
 /// Longest delay of a batched message.
 const BATCH_DELAY_MAX: Micros = Micros::from_millis(100);
@@ -46,12 +46,12 @@ enum BatchedItem {
 pub(super) struct RmBatch {
     /// The resource manager whose lease was used last, and the end of the batching window.
     lease_in_use: Option<(Tid, Micros)>,
-    /// Used slots that were batched since the last report that was not delayed.
+    /// Number of used slots that were batched since the last report that was sent without delay.
     unreported_slots: usize,
     /// Receiver of the batched messages.
     receiver: Tid,
     items: Vec<BatchedItem>,
-    /// A timer for the batch is running.
+    /// True if a timer for the batch is running.
     timer_running: bool,
     /// Total number of messages batched so far.
     #[cfg(test)]
@@ -88,13 +88,12 @@ impl Machine {
             && self.tasks.get(dst).is_some()
     }
 
-    /// Adds an event to the batch.
     pub(super) fn batch_event(&mut self, dst: Tid, number: u64) {
         self.add_to_batch(dst, BatchedItem::Event(number));
     }
 
-    /// Adds a report of used slots to the batch, unless too many are unreported. Returns any item
-    /// that must be sent now; the batch for its receiver has been sent before it.
+    /// Adds a report of used slots to the batch, unless too many slots are unreported. Any other
+    /// item is returned: it must be sent now, and the batch for its receiver was sent before.
     pub(super) fn batch_for_rm(&mut self, dst: Tid, item: ToTask) -> Option<ToTask> {
         if let Some(slots) = used_slots(&item).filter(|_| self.tasks.get(dst).is_some()) {
             self.rm_batch.lease_in_use = Some((dst, self.now + LEASE_USE_WINDOW));
@@ -128,7 +127,7 @@ impl Machine {
         }
     }
 
-    /// The delay of the first batched message has expired.
+    /// Sends the batch, because the delay of its first message has expired.
     pub(super) fn rm_batch_due(&mut self) {
         self.rm_batch.timer_running = false;
         self.flush_rm_batch();

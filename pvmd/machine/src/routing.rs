@@ -1,4 +1,4 @@
-//! Routes link frames and control messages ("items") to tasks, on whatever host they run.
+//! Routes link frames and control messages ("items") to tasks, on any host.
 //!
 //! - A task of this host receives them immediately, or they wait in its inbox.
 //! - For a task of another host they are sent to the host where it runs, as far as this daemon
@@ -39,7 +39,7 @@ impl Locations {
         self.by_tid.get(&tid).map(|l| l.epoch).unwrap_or_default()
     }
 
-    /// Stores a location. Returns false if the known one is not older.
+    /// Stores a location. Returns false if the stored location is not older.
     pub(super) fn update(&mut self, location: Location) -> bool {
         if self
             .by_tid
@@ -72,7 +72,8 @@ impl Machine {
         self.locations.host_of(tid)
     }
 
-    /// Delivers or forwards a frame or an item. Returns false if the task is gone for good.
+    /// Delivers or forwards a frame or an item. Returns false if the task has ended or never
+    /// existed.
     pub(super) fn route_to_task(&mut self, dst: Tid, held: PendingItem) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
@@ -115,8 +116,8 @@ impl Machine {
         }
     }
 
-    /// Sends an item to a task, wherever it runs. If the task has ended, an item of a daemon is
-    /// dropped; the sender of a route message receives [`ToTask::PeerGone`].
+    /// Sends an item to a task of any host. If the task has ended, an item of a daemon is dropped;
+    /// the sender of a route message receives [`ToTask::PeerGone`].
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
         let Some(item) = self.batch_for_rm(dst, item) else {
             return;
@@ -161,7 +162,7 @@ impl Machine {
     }
 
     /// Handles a link frame from a task of this host. A task may send frames only under its own
-    /// tid; the exception are the partial messages of a handoff.
+    /// tid, except the partial messages of a handoff.
     pub(super) fn handle_link_frame(&mut self, conn: super::ConnId, bytes: Bytes) {
         let Some(tid) = self.conns.task_of(conn) else {
             return;
@@ -224,8 +225,8 @@ impl Machine {
             .collect()
     }
 
-    /// Notifies the tasks of this host that have sent to this task, or share rings with it, that it
-    /// has migrated.
+    /// Notifies tasks of this host that `tid` has migrated: those that have sent to it or share
+    /// rings with it.
     pub(super) fn notify_peers_of_migration(&mut self, tid: Tid) {
         let mut peers = self.ring_peers.remove_task(tid);
         let senders = self

@@ -1,9 +1,9 @@
 //! Requests between daemons, and their replies.
 //!
-//! The daemon that sends a request remembers who needs the reply ([`RpcCaller`]) and what was
-//! asked. The receiver either serves the request or names the host to which the task in question
-//! has migrated; then the request follows the task. If the receiver is lost, the caller gets the
-//! result that fits a lost host.
+//! The daemon that sends a request records the purpose of the reply ([`RpcCaller`]) and the request
+//! itself. The receiver serves the request, or names the host to which the task in question has
+//! migrated; then the request is sent to that host. If the receiver is lost, the request ends with
+//! the result for a lost host.
 
 use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
@@ -17,36 +17,39 @@ use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Largest number of times that a request follows a migrating task.
+/// Largest number of times that a request is sent again because its task has migrated.
 const HOPS_MAX: u32 = 8;
 
-/// The purpose of a request: determines what happens with its reply.
+/// The purpose of a request: determines how its reply is handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RpcCaller {
     /// The reply answers a request of a task.
     Task { tid: Tid, id: RequestId },
-    /// One part of a task list.
+    /// The reply is one host's part of a task list that is collected from several hosts; the number
+    /// identifies the list.
     ScatterGather(u64),
-    /// One part of a spawn.
+    /// The reply is the result of one part of a spawn.
     Spawn { spawn: u64, part: u64 },
-    /// A notification about the exit of a task.
+    /// The reply states whether a task is alive. `watcher` has requested a notification of the
+    /// task's exit.
     Watch { watcher: Tid },
-    /// Checks whether a group member is alive.
+    /// The reply states whether a group member is alive.
     GroupMember { tid: Tid },
-    /// One part of an inventory of tasks and contexts, for a checkpoint or a restart.
+    /// The reply is one host's part of an inventory of tasks and contexts, for a checkpoint or a
+    /// restart.
     Inventory { inventory: u64, host: HostId },
-    /// Checks whether a host stores a copy of a checkpoint.
+    /// The reply states whether a host accepts a copy of a checkpoint.
     StoreCopy { migration: MigrationId },
     /// No reply is needed.
     Ignored,
-    /// Properties of the task of a placement query.
+    /// The reply contains the properties of a task; the number identifies the placement query.
     Inspection(u64),
-    /// A host's verdict in a placement query.
+    /// The reply is a host's verdict for a placement query.
     Verdict { query: u64, host: HostId },
 }
 
 impl RpcCaller {
-    /// True if the request survives a broken session: it stays open while the host is in the table.
+    /// True if the request stays open when the session breaks, as long as the host is in the table.
     fn survives_reconnect(self) -> bool {
         matches!(
             self,
@@ -55,7 +58,7 @@ impl RpcCaller {
     }
 }
 
-/// Text for the daemon's log. It names the purposes as it always has.
+/// The purpose in words, for the daemon's log.
 impl fmt::Display for RpcCaller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -96,7 +99,7 @@ struct OpenRequest {
     hops: u32,
 }
 
-/// Requests without a reply.
+/// Requests that have no reply yet, by id.
 #[derive(Debug, Default)]
 pub(super) struct OpenRequests {
     open: BTreeMap<RequestId, OpenRequest>,
@@ -176,7 +179,6 @@ impl Machine {
         }
     }
 
-    /// Serves a request of a daemon.
     pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, question: HostRequest) {
         if let Some(tid) = subject_task(&question)
             && let Some(host) = self.remote_location(tid)
@@ -242,8 +244,8 @@ impl Machine {
         self.send_host_reply(reply_to, HostReply::Reply(reply));
     }
 
-    /// Returns the host of a task that is on another host. `None` if the task is here, or should
-    /// be.
+    /// Returns the host of a task that is on another host. `None` if the task is on this host, or
+    /// should be.
     fn remote_location(&self, tid: Tid) -> Option<HostId> {
         if self.is_alive(tid) {
             return None;

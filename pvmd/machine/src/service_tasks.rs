@@ -7,8 +7,8 @@
 //!
 //! When such a task ends, the daemon does the work itself again.
 //!
-//! "Tasker" in this module means such a task; the daemon's own tasker is reached by
-//! [`super::io::Output::ToTasker`].
+//! In this module "tasker" means a task that has registered as a tasker; the daemon's own tasker is
+//! reached by [`super::io::Output::ToTasker`].
 
 use super::io::StartError;
 use super::spawn::ExecJob;
@@ -36,8 +36,8 @@ struct HosterRequest {
 #[derive(Debug, Default)]
 pub(super) struct ServiceTasks {
     tasker: Option<Tid>,
-    /// Tasks that have started others on this host. If one ends, the tasks that it has started end,
-    /// too.
+    /// Taskers that have started tasks on this host. If a tasker ends, the tasks that it has
+    /// started end, too.
     task_starters: BTreeSet<Tid>,
     hoster: Option<Tid>,
     hoster_requests: BTreeMap<i32, HosterRequest>,
@@ -120,7 +120,7 @@ impl Machine {
         self.set_tracer(tracer);
     }
 
-    /// Sends the tracer to a host that joins (master only).
+    /// Notifies a host that joins of the tracer (master only).
     pub(super) fn send_tracer_to(&mut self, host: sempa_proto::HostId) {
         if self.master.is_some() && self.service_tasks.tracer.is_some() {
             let tracer = self.service_tasks.tracer.clone();
@@ -128,7 +128,8 @@ impl Machine {
         }
     }
 
-    /// Stores the tracer. Tasks that run already keep their destinations.
+    /// Sets the tracer of the virtual machine. Running tasks keep the destinations of their output
+    /// and trace records.
     pub(super) fn set_tracer(&mut self, tracer: Option<TracerInfo>) {
         let before = std::mem::replace(&mut self.service_tasks.tracer, tracer);
         for (info, on) in [(before, false), (self.service_tasks.tracer.clone(), true)] {
@@ -151,7 +152,8 @@ impl Machine {
         }
     }
 
-    /// Handles the end of a task that may have provided a service. This daemon does its work again.
+    /// Handles the end of a task that may have provided a service. This daemon provides the service
+    /// itself again.
     pub(super) fn service_task_ended(&mut self, tid: Tid) {
         for service in [Service::Hoster, Service::Tasker] {
             let (slot, flag) = self.service_tasks.slot(service);
@@ -197,7 +199,7 @@ impl Machine {
         }
     }
 
-    /// Requests a task from a tasker.
+    /// Requests a tasker to start a task.
     pub(super) fn request_task_start(
         &mut self,
         tasker: Tid,
@@ -240,7 +242,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Starts these daemons, by the hoster if there is one.
+    /// Starts daemons on other hosts: by the hoster if one is registered, otherwise directly.
     pub(super) fn start_daemons(&mut self, plans: Vec<(StartId, HostPlan)>) {
         if self.service_tasks.hoster.is_some() && !plans.is_empty() {
             return self.outputs.push_back(Output::PrepareHosts { plans });
@@ -314,7 +316,6 @@ impl Machine {
         }
     }
 
-    /// Handles a hoster's answer.
     pub(super) fn handle_hoster_answer(
         &mut self,
         src: Tid,

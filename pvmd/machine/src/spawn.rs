@@ -40,7 +40,7 @@ const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(10);
 
 type SpawnResults = Vec<Result<Tid, PvmError>>;
 
-/// Hosts, each with the positions of its tasks in the result of the spawn.
+/// Hosts, each with the positions of its tasks in the result of a spawn.
 type Blocks = Vec<(HostId, Vec<usize>)>;
 
 #[derive(Debug)]
@@ -203,7 +203,7 @@ impl Machine {
             }
         };
         let complement = request.flags & SPAWN_COMPLEMENT != 0;
-        // The complement of no restriction is empty, as in PVM.
+        // Without a restriction the complement is empty, as in PVM.
         self.table
             .hosts
             .iter()
@@ -257,7 +257,8 @@ impl Machine {
         self.request_parts(number, blocks, [], error_without_host);
     }
 
-    /// Requests each host to start its tasks of a spawn. The `failed` tasks get the error.
+    /// Requests each host to start its tasks of a spawn. The tasks at the positions `failed` fail
+    /// with `error`.
     fn request_parts(
         &mut self,
         number: u64,
@@ -387,7 +388,7 @@ impl Machine {
                     tasks,
                 },
             });
-            // The resource manager knows why it chose these hosts.
+            // Only the resource manager knows why it chose these hosts.
             let why = "the resource manager has said so beforehand".to_string();
             self.record_deferred(EventKind::Placed {
                 name: request.file,
@@ -493,7 +494,7 @@ impl Machine {
         }
     }
 
-    /// Returns the number of tasks of this kind that the owner of this host permits at present.
+    /// Returns the number of tasks of this job that the owner of this host permits at present.
     fn permitted_count(&self, job: &ExecJob) -> usize {
         match job.is_service() {
             true => usize::MAX,
@@ -626,8 +627,8 @@ impl Machine {
             .collect()
     }
 
-    /// The tasker could not create the process. For other tasks it is a task that has ended
-    /// immediately.
+    /// Handles the report that the tasker could not create a process. To other tasks it appears as
+    /// a task that has ended immediately.
     pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
         self.log_and_record(format!("{tid} could not be started: {why}"));
         let used = self
@@ -639,7 +640,8 @@ impl Machine {
     }
 }
 
-/// Variable that identifies the spawner's own process. Its children must not inherit it.
+/// Name of the environment variable with the spawn token of a process. The children of a process
+/// must not inherit it.
 const SPAWN_TOKEN_VARIABLE: &[u8] = b"PVMEPID";
 
 /// Returns the parent that a child is permitted to know.

@@ -4,9 +4,9 @@
 //! - A request goes to the daemon of the task, as a signal does. The task is paused and migrates in
 //!   the same way as a guest whose host's owner is present (see `guests`). It is paused while at
 //!   least one of the two reasons applies.
-//! - While the task migrates, the coordinator of the migration decides: either end may be lost, and
-//!   the other one must apply the suspensions. An end that receives a request passes it to the
-//!   coordinator, and replies when the coordinator has decided.
+//! - While the task migrates, the coordinator of the migration decides, because the source or the
+//!   target may be lost, and the remaining host must apply the suspensions. A source or target that
+//!   receives a request passes it to the coordinator, and replies when the coordinator has decided.
 //! - A preempted task stays suspended until a resource manager ends the preemption. If there is no
 //!   resource manager for the duration of [`PREEMPTION_EXPIRY_LEASES`], each daemon ends the
 //!   preemptions of its own tasks without asking others.
@@ -24,13 +24,13 @@ const FORWARDED_ORDERS_MAX: usize = 65_536;
 
 /// Time without a resource manager after which preemptions end, in leases; one minute by default. A
 /// resource manager that has died is restarted within seconds, the loss of its host is noticed
-/// after one lease, and a person who starts another one first reads why there is none.
+/// after one lease, and a person who starts another resource manager first reads why there is none.
 const PREEMPTION_EXPIRY_LEASES: u64 = 6;
 
 /// Suspension of a task of this host.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TaskSuspension {
-    /// Time at which the task was suspended or arrived here suspended.
+    /// Time at which the task was suspended, or arrived on this host suspended.
     pub(super) since: Micros,
     pub(super) suspensions: Suspensions,
 }
@@ -132,8 +132,8 @@ impl Machine {
             .or_else(passed_on)
     }
 
-    /// Handles a decision of the coordinator. `None`: it does not decide for this end any more, and
-    /// the open requests of this migration are handled again.
+    /// Handles a decision of the coordinator. `None` means that the coordinator does not decide for
+    /// this host any more: the open requests of this migration are handled again.
     pub(super) fn handle_suspend_decision(
         &mut self,
         migration: MigrationId,
@@ -167,7 +167,7 @@ impl Machine {
             let tid = order.tid;
             let place = self.location(tid).filter(|host| *host != self.config.host);
             match place.filter(|_| self.deciding_migration(tid) == Some(migration)) {
-                // The copy here is being killed, or will be.
+                // The task's process on this host is being killed, or will be.
                 Some(host) => self.send_host_reply(reply_to, HostReply::MovedTo(host)),
                 None => self.serve_host_request(reply_to, HostRequest::Suspend(order)),
             }

@@ -1,17 +1,17 @@
 //! Connections of tasks to this daemon: acceptance, dispatch of control messages, and closing.
 //!
-//! The first message of a process must be a [`Hello`]. Its claim decides what the connection is
-//! for:
+//! The first message of a process must be a [`Hello`]. The claim in it determines the use of the
+//! connection:
 //!
 //! - [`Claim::New`]: a process that the virtual machine did not start. It gets a new tid.
-//! - [`Claim::Spawned`] with a number that is expected: a process that this daemon started. It gets
-//!   the tid that was allocated at its spawn.
-//! - [`Claim::Spawned`] with the number of a task that is migrating here by a restart of its
-//!   program: the connection waits until the task's record has arrived.
-//! - [`Claim::Spawned`] with any other number: treated as [`Claim::New`].
+//! - [`Claim::Spawned`] with a spawn token that is expected: a process that this daemon started. It
+//!   gets the tid that was allocated at its spawn.
+//! - [`Claim::Spawned`] with the spawn token of a task that is migrating to this host by a restart
+//!   of its program: the connection waits until the task's record has arrived.
+//! - [`Claim::Spawned`] with any other spawn token: treated as [`Claim::New`].
 //! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `relocation`).
-//! - [`Claim::Nobody`]: a probe for a running daemon. It is refused; a daemon that is halting
-//!   closes the connection without an answer.
+//! - [`Claim::Probe`]: a probe for a running daemon. It is refused; a daemon that is halting closes
+//!   the connection without an answer.
 
 use super::io::Descriptors;
 use super::tasks::{Phase, Task};
@@ -26,7 +26,6 @@ use std::net::SocketAddr;
 /// Largest number of open connections, including those that have not sent a [`Hello`].
 pub(super) const CONNECTIONS_MAX: usize = 100_000;
 
-/// State of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ConnState {
     /// No message has arrived yet. `pid` is from the socket's peer credentials.
@@ -65,7 +64,7 @@ impl TaskConnections {
         self.states.insert(conn, ConnState::Task(tid));
     }
 
-    /// Keeps the connection until the record of this task has arrived.
+    /// Registers the connection of a migrated task whose record has not arrived yet.
     pub(super) fn bind_when_record_arrives(&mut self, conn: ConnId, tid: Tid) {
         self.states.insert(conn, ConnState::AwaitingRecord(tid));
     }
@@ -76,7 +75,7 @@ impl TaskConnections {
 }
 
 impl Machine {
-    /// A process has connected. Above [`CONNECTIONS_MAX`] it is refused.
+    /// Handles a new connection of a process. Above [`CONNECTIONS_MAX`] it is refused.
     pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
         if self.conns.states.len() >= CONNECTIONS_MAX {
             self.conns.states.insert(conn, ConnState::Retired);
@@ -141,11 +140,11 @@ impl Machine {
             }
         }
     }
-    /// A connection has closed. `protocol_error` describes a violation of the protocol, if that was
-    /// the reason.
+    /// Handles the close of a connection. `protocol_error` describes a violation of the protocol,
+    /// if that was the reason.
     ///
-    /// A task that quiesced is expected back. A task that was asked to exit for a restart may be
-    /// about to exit. Any other task has left.
+    /// A task that quiesced will connect again. A task that was asked to exit for a restart may be
+    /// about to exit. Any other task has left the virtual machine.
     pub(super) fn task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
         let state = self.conns.states.remove(&conn);
         if let Some(what) = protocol_error {
@@ -232,8 +231,8 @@ impl Machine {
             Claim::Spawned { spawn_token } if self.is_respawn_token(spawn_token) => {
                 self.connect_respawned(conn, spawn_token)
             }
-            // A task that has connected or left already, or one of another virtual machine, has
-            // this number. It gives no claim.
+            // The spawn token belongs to a task that has already connected or left, or to another
+            // virtual machine. The process is treated as new.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
             Claim::Probe => self.refuse_connection(conn, "nobody has nothing to say here".into()),
@@ -324,7 +323,7 @@ impl Machine {
     }
 
     /// Delivers the items that wait for a connected task, in order. Does nothing while items for
-    /// the task must be kept.
+    /// the task are held back.
     pub(super) fn flush_inbox(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;

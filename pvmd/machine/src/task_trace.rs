@@ -1,7 +1,7 @@
 //! Trace records of the daemon itself: a task was requested, has started, has ended.
 //!
-//! As in PVM these are part of every trace, regardless of the event mask, which selects only among
-//! the calls of tasks. A tracer needs them to know when the trace of a task is complete.
+//! As in PVM these records are part of every trace, regardless of the event mask, which selects
+//! only among the calls of tasks. A tracer needs them to know when the trace of a task is complete.
 
 use super::Machine;
 use super::tasks::Task;
@@ -19,10 +19,11 @@ use std::collections::{BTreeSet, VecDeque};
 /// forgotten gets the table again.
 const INFORMED_TRACERS_MAX: usize = 1024;
 
-/// The tracers that have received the item table, and their order.
+/// The tracers that have received the item table.
 #[derive(Debug, Default)]
 pub(super) struct InformedTracers {
     informed: BTreeSet<Tid>,
+    /// The same tracers, oldest first.
     order: VecDeque<Tid>,
 }
 

@@ -2,8 +2,9 @@
 //!
 //! A task ends in two ways. It may leave the virtual machine (`pvm_exit`, or its socket closes)
 //! while its process continues; a spawned task then stays in the table until its process exits.
-//! When the process exits, the daemon first reads what it has written to its socket, then ends the
-//! task and notifies all hosts. The notification follows everything that the task has sent.
+//! When the process exits, the daemon first reads the data that the process has written to its
+//! socket, then ends the task and notifies all hosts. The notification follows everything that the
+//! task has sent.
 
 use super::checkpoints::KnownExits;
 use super::guests::Pause;
@@ -80,12 +81,12 @@ impl Inbox {
 /// State of a task's connection to this daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// The start of its process was requested; it has not connected.
+    /// The start of the task's process was requested; the process has not connected.
     Expected,
     Connected(ConnId),
-    /// It has quiesced or its process has exited for a restart; it will connect again.
+    /// The task has quiesced, or its process has exited for a restart. It will connect again.
     Detached,
-    /// It has left the virtual machine; its process continues.
+    /// The task has left the virtual machine; its process continues.
     Left,
 }
 
@@ -98,76 +99,78 @@ pub(super) struct Task {
     pub(super) pid: i32,
     pub(super) spawn_token: Option<i32>,
     pub(super) pinned: bool,
-    /// It was spawned under a debugger.
+    /// True if the task was spawned under a debugger.
     pub(super) debugged: bool,
-    /// Started by the daemon or the resource manager for its own purposes. It must stay on this
-    /// host.
+    /// True if the daemon or the resource manager started the task for its own purposes. The task
+    /// must stay on this host.
     pub(super) is_service: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
-    /// The task that has started it, if it was not the daemon's own tasker.
+    /// The task that has started this task as its tasker; `None` if the daemon's own tasker has.
     pub(super) tasker: Option<Tid>,
     /// Behavior of a task from a command line when this daemon ends.
     pub(super) on_daemon_exit: OnDaemonExit,
-    /// The resource manager to notify of its end.
+    /// The resource manager to notify of the task's end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
-    /// Items for it stay in its inbox, even if it is connected.
+    /// True if items for the task stay in its inbox, even if the task is connected.
     pub(super) holds_items: bool,
-    /// Its library has reported that it is quiesced.
+    /// True if the task's library has reported that it is quiesced.
     pub(super) quiesced: bool,
-    /// Address at which its quiesced library looks for a redirect.
+    /// Address at which the task's quiesced library looks for a redirect.
     pub(super) redirect_address: RedirectAddress,
-    /// It was requested to quiesce for the owner of this host or for a suspension, and has not
-    /// reconnected since.
+    /// Set if the task was requested to quiesce for the owner of this host or for a suspension, and
+    /// has not reconnected since.
     pub(super) pause: Option<Pause>,
     pub(super) suspension: Option<TaskSuspension>,
     pub(super) inbox: Inbox,
-    /// Watermark of its link to each peer: the number after the last fragment that it sent.
+    /// Watermark of the task's link to each peer: the number after the last fragment that the task
+    /// sent.
     pub(super) watermarks: BTreeMap<Tid, u64>,
     pub(super) requests: BTreeSet<RequestId>,
     /// Requests that wait for other tasks without a time limit. They can be repeated after a
     /// restart.
     pub(super) untimed_requests: BTreeSet<RequestId>,
-    /// The part of a checkpoint that waits until all other requests are answered.
+    /// The part of a checkpoint that waits until all other requests of the task are answered.
     pub(super) settling_part: Option<MigrationId>,
-    /// Ended tasks. Their ends must be known here before this task is dumped.
+    /// Ended tasks whose ends must be known on this host before this task is dumped.
     pub(super) awaited_exits: BTreeSet<Tid>,
     /// If set, only these requests may be unanswered when the task is dumped.
     pub(super) permitted_open: Option<BTreeSet<RequestId>>,
-    /// Information for its library after a restore from a checkpoint.
+    /// Information for the task's library after a restore from a checkpoint.
     pub(super) restart: Option<RestartInfo>,
-    /// Information for the library of its next process about the previous one.
+    /// Information for the library of the task's next process about the previous process.
     pub(super) handoff: Option<Box<ProcessHandoff>>,
-    /// The log of its process, which is about to exit.
+    /// The handoff log of the task's process, which is about to exit.
     pub(super) handoff_log: Option<Box<HandoffLog>>,
-    /// How it was started, if it permits engines that restart the program.
+    /// Launch information, if the task permits engines that restart its program.
     pub(super) launch: Option<Box<LaunchInfo>>,
-    /// The checkpoint for which it could not be asked to exit, because it does not handle the
-    /// signal.
+    /// The checkpoint for which the task could not be asked to exit, because its program does not
+    /// handle the signal.
     pub(super) ignores_checkpoint_signal: Option<MigrationId>,
-    /// Its program was asked to exit, for a restart.
+    /// Set if the task's program was asked to exit, for a restart.
     pub(super) graceful_exit: Option<GracefulExit>,
-    /// Its process has exited for a restart.
+    /// Set if the task's process has exited for a restart.
     pub(super) respawning: Option<Respawning>,
-    /// Its program was restarted and has not connected.
+    /// True if the task's program was restarted and has not connected.
     pub(super) restarted: bool,
-    /// Resource usage of its earlier processes.
+    /// Resource usage of the task's earlier processes.
     pub(super) earlier_usage: Usage,
     pub(super) notifications: Vec<PendingNotify>,
-    /// Exit status and usage of its process. The task ends when its socket is drained, or when the
-    /// coordinator of its migration decides.
+    /// Exit status and usage of the task's process, if it has exited. The task ends when its socket
+    /// is drained, or when the coordinator of its migration decides.
     pub(super) exited: Option<(i32, Usage)>,
-    /// The migration that is transferring its images. If its process exits here, the coordinator
-    /// decides whether the task has ended.
+    /// The migration that is transferring the task's images. If the process exits on this host, the
+    /// coordinator decides whether the task has ended.
     pub(super) transferring: Option<MigrationId>,
-    /// That migration is committed; the copy here is being killed.
+    /// True if the migration that transfers the images is committed: the process on this host is
+    /// being killed.
     pub(super) being_killed: bool,
-    /// Hosts that have nothing in flight to its old location any more, with the epoch of the new
-    /// location.
+    /// Hosts that have nothing in flight to the task's old location any more, each with the epoch
+    /// of the new location.
     pub(super) drained_by: BTreeSet<(Epoch, HostId)>,
-    /// Hosts that may have something in flight to its old location: those in the table when the new
-    /// location became known.
+    /// Hosts that may have something in flight to the task's old location: those in the table when
+    /// the new location became known.
     pub(super) undrained_hosts: Vec<HostId>,
 }
 
@@ -244,7 +247,7 @@ impl Task {
         }
     }
 
-    /// True if this daemon's tasker has started it.
+    /// True if this daemon's tasker has started the task.
     pub(super) fn is_spawned(&self) -> bool {
         self.flags & TASK_FORKED != 0
     }
@@ -256,7 +259,8 @@ impl Task {
         }
     }
 
-    /// True if all its requests are answered, except those that may stay open in a checkpoint.
+    /// True if all requests of the task are answered, except those that may stay open in a
+    /// checkpoint.
     pub(super) fn has_settled(&self) -> bool {
         self.awaited_exits.is_empty()
             && self.requests.is_subset(
@@ -266,7 +270,8 @@ impl Task {
             )
     }
 
-    /// Returns the part of a checkpoint that has waited for [`Task::has_settled`], if that is true.
+    /// Removes and returns the part of a checkpoint that has waited for [`Task::has_settled`], if
+    /// that is true.
     pub(super) fn take_settled_part(&mut self) -> Option<MigrationId> {
         if self.has_settled() {
             self.settling_part.take()
@@ -280,7 +285,7 @@ impl Task {
         self.untimed_requests.remove(&id);
     }
 
-    /// Raises the watermarks of its links to at least these values.
+    /// Raises the watermarks of the task's links to at least these values.
     pub(super) fn raise_watermarks(&mut self, marks: impl IntoIterator<Item = SendWatermark>) {
         for SendWatermark { peer, end_seq: end } in marks {
             let seen = self.watermarks.entry(peer).or_default();
@@ -299,19 +304,20 @@ impl Task {
 #[derive(Debug, Default)]
 pub(super) struct Tasks {
     pub(super) live: BTreeMap<Tid, Task>,
-    /// Numbers by which started processes may claim their tids.
+    /// Tids that are reserved for started processes, by the spawn token with which the process
+    /// claims its tid.
     pub(super) by_spawn_token: BTreeMap<i32, Tid>,
     last_local: u32,
     has_reserved_ids: bool,
     /// Ended tasks with their watermarks, oldest first.
     exited: VecDeque<(Tid, Vec<SendWatermark>)>,
-    /// Tasks of all hosts whose ends are known here.
+    /// Tasks of all hosts whose ends are known on this host.
     pub(super) known_exits: KnownExits,
 }
 
 impl Tasks {
     /// Reserves the task numbers up to `local`: they belong to tasks in checkpoints, or to
-    /// restarted ones.
+    /// restarted tasks.
     pub(super) fn reserve_ids_up_to(&mut self, local: u32) {
         self.last_local = self.last_local.max(local);
         self.has_reserved_ids |= local > 0;
@@ -355,7 +361,7 @@ impl Tasks {
         self.exited.push_back((tid, marks));
     }
 
-    /// Returns the watermark of an ended task towards a peer.
+    /// Returns the watermark of an ended task's link to a peer.
     pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
         let marks = &self.exited.iter().rev().find(|(dead, _)| *dead == tid)?.1;
         watermark_for(tid, marks, peer)
@@ -420,7 +426,7 @@ impl Machine {
         here.chain(arriving).collect()
     }
 
-    /// Returns everything that the next daemon must know of a task.
+    /// Returns the state of a task that another daemon needs to continue it.
     pub(super) fn task_record(&self, task: &Task) -> TaskRecord {
         TaskRecord {
             tid: task.tid,
@@ -451,11 +457,12 @@ impl Machine {
         };
         task.raise_watermarks(marks);
         match task.graceful_exit {
-            // It was asked to exit for a restart, and leaves before it does.
+            // The program was asked to exit for a restart, and leaves the virtual machine before it
+            // exits.
             Some(ending) if ending.is_self_checkpoint() && task.is_exiting() => {
                 return self.reply(tid, id, sempa_proto::task::Reply::Done);
             }
-            // It has finished its work and is not restarted.
+            // The program has finished its work and is not restarted.
             _ => {}
         }
         self.withdraw_exit_request(tid);
@@ -474,8 +481,8 @@ impl Machine {
         self.detach(tid);
     }
 
-    /// Ends a task's connection: it has left, or its socket has closed. A task from a command line
-    /// ends by that, a spawned one when its process exits.
+    /// Ends a task's connection, because the task has left or its socket has closed. A task from a
+    /// command line ends with its connection, a spawned task when its process exits.
     pub(super) fn detach(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -528,9 +535,9 @@ impl Machine {
         }
     }
 
-    /// The socket of an exited process is still open: another process holds it, or this daemon has
-    /// not read everything yet. No written message may be lost, so the shell reads the rest and
-    /// then closes the socket.
+    /// Drains the socket of an exited process that is still open, because another process holds it
+    /// or this daemon has not read everything yet. No written message may be lost, so the shell
+    /// reads the rest and then closes the socket.
     pub(super) fn socket_drain_due(&mut self, tid: Tid, spawn_token: Option<i32>) {
         // The task has another process by now.
         let Some(task) = self
@@ -547,7 +554,7 @@ impl Machine {
         }
     }
 
-    /// Ends a task and notifies all concerned, after everything that the task has sent.
+    /// Ends a task and notifies other tasks and hosts, after everything that the task has sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
         if self.continues_after_exit(tid, status, used) || self.defer_exit(tid, status, used) {
             return;
@@ -598,8 +605,8 @@ impl Machine {
         self.remove_from_services(tid);
     }
 
-    /// Removes a task from all functions: its entries on the master, and the services that it
-    /// provides for daemons.
+    /// Removes an ended task from the state of the master, and from the services that it provides
+    /// for daemons.
     pub(super) fn remove_from_services(&mut self, tid: Tid) {
         self.handle_rm_exit(tid);
         self.owner_agent_ended(tid);

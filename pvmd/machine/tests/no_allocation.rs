@@ -13,12 +13,12 @@ use sempa_proto::{HostId, Tid};
 use std::ops::Range;
 use two_host_daemon::{Daemon, frame, remote_task};
 
-/// Number of counted frames.
 const COUNTED_FRAMES: u64 = 10_000;
-/// Frames sent before counting: the first messages of a pair create table entries.
+/// Number of frames sent before counting: the first messages of a pair create table entries.
 const WARM_UP_FRAMES: u64 = 100;
 
-/// Cycles through data frames, fragments and acknowledgements.
+/// Returns the kind of the frame with this number: data frames, fragments and acknowledgements in
+/// turn.
 fn kind(number: u64) -> LinkKind {
     match number % 4 {
         0 => LinkKind::Data { last: false },

@@ -3,13 +3,14 @@
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
-/// Most addresses announced; a slave's reply must fit on one short line.
+/// Maximum number of announced addresses; a slave's reply must fit on one short line.
 pub(crate) const ADDRESSES_MAX: usize = 5;
 
 /// Returns the addresses to announce with this port, most useful first.
 ///
-/// If `SEMPA_ADDRESS` is set (`announced`), only its addresses. Otherwise `preferred`, then all
-/// other interface addresses; loopback only if there is nothing else.
+/// If `SEMPA_ADDRESS` is set (`announced`), only its addresses are returned. Otherwise the
+/// `preferred` addresses come first, then all other interface addresses; loopback is used only if
+/// there is no other address.
 ///
 /// # Errors
 /// One sentence if `announced` contains a word that is not an address.

@@ -18,7 +18,7 @@ use std::time::Instant;
 
 /// The id of the only pair stream in the benchmark.
 const BENCH_STREAM: LaneId = LaneId(1);
-/// Most frames taken from the queue at once.
+/// Maximum number of frames taken from the queue at once.
 const BATCH_FRAMES_MAX: usize = 64;
 
 /// The sender's side: a pair of tasks with a stream of its own, the send queue, and the chunks
@@ -49,9 +49,9 @@ impl Default for BenchSender {
 }
 
 impl BenchSender {
-    /// Sends a link frame and returns the chunks that the stream gets for it.
+    /// Sends a link frame and returns the chunks that are written to the stream for it.
     ///
-    /// Returns nothing while its pair has no stream, or if the frame cannot be decoded.
+    /// Returns no chunks while the pair has no stream, or if the frame cannot be decoded.
     pub fn send(&mut self, body: Bytes) -> &[Bytes] {
         self.batch.clear();
         self.chunks.clear();

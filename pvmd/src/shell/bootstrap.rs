@@ -26,13 +26,13 @@ pub(crate) struct Bootstrap {
     pub(crate) host: u16,
     /// The new host's name in the host table.
     pub(crate) name: String,
-    /// Authority, certificate and key: DER in hexadecimal.
+    /// Certificate of the authority. As in the next two fields, DER in hexadecimal.
     pub(crate) authority: String,
     pub(crate) certificate: String,
     pub(crate) key: String,
     /// Addresses at which the master listens.
     pub(crate) masters: Vec<SocketAddr>,
-    /// The master's library folder, used on the new host if it exists there.
+    /// The master's library folder, used on the new host if it exists on that host.
     pub(crate) library: Option<String>,
     /// Search path for executables (`ep=`), not expanded.
     pub(crate) search_path: Option<String>,
@@ -42,7 +42,8 @@ pub(crate) struct Bootstrap {
     pub(crate) speed: i32,
     /// Debugger command for tasks on the new host (`bx=`).
     pub(crate) debugger: Option<String>,
-    /// The user has allowed root on the master; that applies to the new host, too.
+    /// True if the user has allowed root on the master; the permission applies to the new host,
+    /// too.
     pub(crate) allow_root: bool,
     /// Silence in milliseconds after which a host is considered lost.
     pub(crate) lease_ms: u64,
@@ -76,7 +77,7 @@ impl Bootstrap {
     /// Parses the master's line.
     ///
     /// # Errors
-    /// The refusal to reply if the line is malformed or has another version.
+    /// The refusal to send as the reply, if the line is malformed or has another version.
     pub(crate) fn parse(line: &str) -> Result<Bootstrap, Refusal> {
         // The version is read first: all other fields may change with it.
         #[derive(Deserialize)]
@@ -120,7 +121,7 @@ pub(crate) struct Refusal {
 }
 
 /// Formats a reply as a line without newline. The line begins as PVM's does, because hosters
-/// written for PVM look for that.
+/// written for PVM look for this beginning.
 pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     match reply {
         Ok(ready) => {

@@ -1,9 +1,9 @@
 //! Connects two hosts for a bulk transfer: by TCP ([`super::bulk_tcp`]), or by a stream of their
 //! session where TCP is blocked.
 //!
-//! The session always exists but costs more work per byte. The connecting end finds out that TCP is
-//! blocked, opens a session stream instead, and remembers the host for a while. The listening end
-//! accepts whichever arrives first.
+//! The session always exists but costs more work per byte. When the connecting end detects that TCP
+//! is blocked, it opens a session stream instead, and remembers the host for a while. The listening
+//! end accepts the first TCP connection or session stream that arrives.
 
 use super::bulk_tcp::{
     BulkListener, ConnectionEnd, ConnectionKeys, ConnectionOffer, Transport, connect,
@@ -21,21 +21,21 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-/// Time for which TCP is not tried again with a host that it could not reach.
+/// Time for which TCP is not tried again with a host after a TCP connection to it was blocked.
 const TCP_RETRY_INTERVAL: Duration = Duration::from_secs(600);
 /// Time limit for the other end to accept a session stream.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Sent by the end that accepts a session stream.
+/// Reply of the end that accepts a session stream.
 const ACCEPTED: [u8; 1] = [1];
 
 type Streams = (SendStream, RecvStream);
 
 #[derive(Debug, Default)]
 struct FallbackState {
-    /// Transfers for which the other end may open a session stream. Each entry is removed with its
-    /// [`ExpectedTransfer`].
+    /// Transfers for which the other end may open a session stream: by migration and content, that
+    /// host and the receiver of the stream. Each entry is removed with its [`ExpectedTransfer`].
     waiting: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<Streams>)>,
-    /// Hosts that TCP could not reach, and when.
+    /// Hosts that TCP could not reach, with the time of the last attempt.
     tcp_blocked: HashMap<HostId, Instant>,
 }
 
@@ -71,8 +71,8 @@ impl BulkFallbacks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets this host open a session stream for the transfer. Must be called before the host learns
-    /// of the transfer.
+    /// Permits the host `from` to open a session stream for the transfer. Must be called before
+    /// that host is notified of the transfer.
     pub(super) fn expect(
         &self,
         from: HostId,
@@ -101,7 +101,8 @@ impl BulkFallbacks {
         let mut state = self.lock();
         match state.waiting.remove(&(migration, what)) {
             Some((host, stream_sender)) if host == from => {
-                // If the transfer has ended, the streams are dropped, which tells the other end.
+                // If the transfer has ended, the streams are dropped, and the other end sees them
+                // closed.
                 let _ = stream_sender.send(streams);
             }
             other => {
@@ -177,7 +178,8 @@ impl BulkFallbacks {
             Some(why) => io::Error::new(e.kind(), format!("{why}; nor by the session: {e}")),
             None => e,
         })?;
-        // Two transfers of one migration may both find out; only one writes a line.
+        // Two transfers of one migration may both detect the block; only the first one writes a
+        // line to the log.
         if let Some(why) = blocked
             && self.mark_tcp_blocked(host)
         {

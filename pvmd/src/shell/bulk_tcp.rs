@@ -37,12 +37,13 @@ const HEAD_BYTES: usize = 4;
 const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const KEY_BYTES: usize = 32;
-/// Time for the other end to connect, by TCP or by the session, and for a peer's proof.
+/// Time limit for the other end to connect, by TCP or by the session, and to prove that it has the
+/// keys.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the peer's kernel to answer before TCP is considered blocked. A lost segment is
 /// retransmitted after one second.
 const TCP_CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
-/// Most connections without a proof; further ones wait.
+/// Maximum number of connections without a proof; further connections wait.
 const UNPROVEN_CONNECTIONS_MAX: usize = 8;
 
 /// The port of a sender's listener, and the salt that makes the keys of this connection unique.
@@ -52,12 +53,11 @@ pub(super) struct ConnectionOffer {
     salt: [u8; SALT_BYTES],
 }
 
-/// The transport of a transfer.
+/// The connection that carries a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Transport {
     /// A TCP connection for this transfer alone.
     Tcp,
-    /// A stream of the session.
     Session,
 }
 
@@ -74,9 +74,9 @@ impl Transport {
 
 /// The keys of one connection.
 pub(super) struct ConnectionKeys {
-    /// Encrypts what the listening end sends.
+    /// Encrypts the data that the listening end sends.
     pub(super) listener_key: DirectionKey,
-    /// Encrypts what the connecting end sends.
+    /// Encrypts the data that the connecting end sends.
     connector_key: DirectionKey,
 }
 
@@ -198,7 +198,7 @@ impl<W: Write> RecordWriter<W> {
     /// Sends a record of `length` bytes that `fill` writes.
     ///
     /// # Errors
-    /// The outer result is the error of `fill`; the inner one tells why the record could not be
+    /// The outer result is the error of `fill`; the inner one states why the record could not be
     /// sent.
     pub(super) fn send<E>(
         &mut self,
@@ -292,7 +292,6 @@ impl<R: Read> RecordReader<R> {
 #[derive(Clone, Debug)]
 pub(super) enum BulkConnection {
     Tcp(Arc<std::net::TcpStream>),
-    /// A stream of the session.
     Stream(Arc<BlockingStream>),
 }
 
@@ -303,7 +302,7 @@ pub(super) type ConnectionEnd = (
     BulkConnection,
 );
 
-/// Returns one end of a session stream; `seals` encrypts and `opens` decrypts.
+/// Returns one end of a session stream. The first key encrypts, the second decrypts.
 pub(super) fn end_over_stream(
     out: quinn::SendStream,
     back: quinn::RecvStream,
@@ -439,7 +438,6 @@ impl BulkListener {
     }
 }
 
-/// Reads the first record of a connection.
 async fn read_first_record(
     mut stream: TcpStream,
 ) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
@@ -448,11 +446,11 @@ async fn read_first_record(
     Ok((stream, record))
 }
 
-/// Why the sender could not be reached.
+/// Reason why the sender of a transfer could not be reached.
 #[derive(Debug)]
 pub(super) struct ConnectError {
     pub(super) why: io::Error,
-    /// TCP does not reach the sender at all; no data was exchanged.
+    /// True if TCP does not reach the sender at all, so that no data was exchanged.
     pub(super) is_blocked: bool,
 }
 
@@ -495,7 +493,8 @@ mod tests {
     use super::*;
     use tokio::io::AsyncWriteExt;
 
-    /// Connections without the keys are not accepted, and do not keep the right one out.
+    /// Connections without the keys are not accepted, and do not prevent the right connection from
+    /// being accepted.
     #[tokio::test(flavor = "multi_thread")]
     async fn unauthenticated_peers_neither_enter_nor_block() {
         let listener = BulkListener::open().await.expect("a port");

@@ -1,8 +1,8 @@
 //! Copies a checkpoint from the master's store to the store of another host.
 //!
-//! The data travels decrypted inside a connection with keys of its own ([`super::bulk_tcp`]), and
-//! is encrypted there with the key of that host's store; no store needs another one's key. The copy
-//! becomes visible only when all of it is on the disk.
+//! The data travels decrypted inside a connection with keys of its own ([`super::bulk_tcp`]). The
+//! receiving host encrypts it with the key of its own store; no store needs the key of another
+//! store. The copy becomes visible only when all of it is on the disk.
 
 use super::bulk_tcp::{RecordReader, RecordWriter};
 use super::image_transfer::{
@@ -18,13 +18,14 @@ use serde::{Deserialize, Serialize};
 use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// Most bytes of a checkpoint in one record.
+/// Maximum number of bytes of a checkpoint in one record.
 const PIECE_BYTES_MAX: usize = 256 << 10;
 
-/// Structure records between the pieces.
+/// Records that structure a copy. The data of the checkpoint is in the pieces between them.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum CopyMark {
-    /// Sent first: when the checkpoint was begun (since 1970), and its size in the master's store.
+    /// Sent first: the time at which the checkpoint was begun (since 1970), and its size in the
+    /// master's store in bytes.
     Checkpoint { made: Micros, bytes: u64 },
     /// The part of a task begins; its images have `images_bytes` bytes when unpacked.
     Part { tid: Tid, images_bytes: u64 },
@@ -34,7 +35,7 @@ enum CopyMark {
     End { bytes: u64 },
 }
 
-/// Sends a checkpoint, at most at this rate.
+/// Sends a checkpoint. `rate` limits the transfer rate.
 pub(super) fn send_checkpoint<W: Write>(
     set: &StoredCheckpoint,
     mut out: RecordWriter<W>,

@@ -1,4 +1,5 @@
-//! Assembles a daemon (certificates, sockets, state machine, loop) and takes it apart at the end.
+//! Assembles a daemon (certificates, sockets, state machine, loop), runs it, and releases its parts
+//! at the end.
 //!
 //! Master and slave differ in the source of their settings ([`super::cli`], [`super::slave`]) and
 //! in how they report that they are ready.
@@ -46,21 +47,21 @@ use tokio::sync::mpsc;
 /// tokio's default of ten seconds, one checkpoint per second would keep every thread alive that was
 /// ever needed.
 const DISK_THREAD_KEEP_ALIVE: Duration = Duration::from_secs(2);
-/// Arenas of the memory allocator: one for the daemon's main thread, one for all threads that read
-/// and write files.
+/// Number of arenas of the memory allocator: one for the daemon's main thread, one for all threads
+/// that read and write files.
 const HEAP_ARENAS: i32 = 2;
-/// Freed memory that the allocator keeps for reuse; also the size from which it maps an allocation
-/// separately.
+/// Number of bytes of freed memory that the allocator retains for reuse; also the size from which
+/// it maps an allocation separately.
 const HEAP_RETAINED_BYTES: i32 = 32 << 20;
 
 /// The role of a daemon in the virtual machine.
 pub(crate) enum Role {
-    /// Creates the virtual machine.
+    /// The daemon creates the virtual machine.
     Master {
         /// Lines of the host file.
         hostfile: Vec<String>,
     },
-    /// Was started by a master.
+    /// A master has started the daemon.
     Slave {
         identity: HostCredentials,
         /// Addresses at which the master may be reached.
@@ -92,7 +93,7 @@ pub(crate) struct ReadyDaemon {
 const NEEDED_CAPABILITIES: [Capability; 3] = [
     // The checkpoint store, the logs and the tasks' programs may be in folders of another user.
     Capability::DAC_OVERRIDE,
-    // For tasks that have changed their user.
+    // For signals to tasks that have changed their user.
     Capability::KILL,
     // For raising the priority of threads that send images.
     Capability::SYS_NICE,
@@ -125,9 +126,9 @@ pub(crate) fn run(
     allocator::limit_arenas(HEAP_ARENAS);
     allocator::keep_freed_bytes(HEAP_RETAINED_BYTES);
     sempa_socket::request_short_slice();
-    // A single thread runs the loop and all streams: a message that comes in leaves again without
-    // waking another thread, which would cost more than everything else. Disk access uses blocking
-    // threads.
+    // A single thread runs the loop and all streams: a received message is sent on without waking
+    // another thread, which would cost more than all other work on the message. Disk access uses
+    // blocking threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .thread_keep_alive(DISK_THREAD_KEEP_ALIVE)
@@ -413,7 +414,8 @@ fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 
-/// Converts termination signals into reasons for the daemon's end.
+/// Catches the termination signals. The receiver yields the reason for the daemon's end for each
+/// signal.
 fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     let (sender, receiver) = mpsc::channel(8);
     let mut kinds = vec![

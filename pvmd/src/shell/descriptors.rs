@@ -15,12 +15,12 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// Most descriptors of one connection that may wait for the rest of their frame: those of a partly
-/// received frame and of the frame after it.
+/// Maximum number of descriptors of one connection that may wait for the rest of their frame: those
+/// of a partly received frame and of the frame after it.
 const DESCRIPTORS_PENDING_MAX: usize = 2 * ROUTE_FDS_MAX;
 /// Buffer space reserved for a read.
 const READ_BYTES: usize = 256 << 10;
-/// The buffer is enlarged when less space than this is left.
+/// Smallest free space in the buffer. If less is left, the buffer is enlarged.
 const READ_SPACE_MIN: usize = 16 << 10;
 
 /// Data and descriptors that were read from a task's socket and not taken yet.
@@ -60,7 +60,8 @@ impl TaskFrameReader {
         }
     }
 
-    /// Returns the descriptors of the frame taken last, which announces `announced` of them.
+    /// Returns the descriptors of the frame that [`TaskFrameReader::next_frame`] returned last. The
+    /// frame announces `announced` descriptors.
     ///
     /// Returns none if the kernel dropped them because this daemon may have no more open files.
     pub(crate) fn take_descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {

@@ -46,7 +46,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit for the exit of a slave's process after its last message; the master waits twice this
 /// time.
 const SLAVE_EXIT_TIMEOUT: Duration = Duration::from_millis(60);
-/// Most inputs handled before the loop reads its clock and the streams are served.
+/// Maximum number of inputs handled before the loop reads its clock and the streams are served.
 const INPUT_BATCH_MAX: usize = 64;
 /// Minimum interval between two releases of freed memory to the kernel.
 const HEAP_TRIM_INTERVAL: Duration = Duration::from_secs(5);
@@ -86,7 +86,7 @@ pub(crate) struct Driver {
     tasks: HashMap<ConnId, ConnectedTask>,
     started_at: Instant,
     reply_spinner: ReplySpinner,
-    /// When freed memory was last returned to the kernel.
+    /// Time at which freed memory was last returned to the kernel.
     last_heap_trim: Instant,
     /// Deadline for the first session with the master. Only on a slave, until the session is
     /// established.
@@ -120,7 +120,7 @@ impl Driver {
     /// Runs until the state machine emits [`Output::Shutdown`], then shuts down everything in
     /// order.
     ///
-    /// `signals` delivers reasons to stop; a second one ends the daemon immediately.
+    /// `signals` delivers reasons to stop; a second reason ends the daemon immediately.
     pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
         if self.is_master {
             self.start_tasker();
@@ -631,9 +631,9 @@ impl Driver {
 
     /// Ends the tasker with all its tasks, releases the runtime directory and closes all sessions.
     ///
-    /// A slave has finished all that before it sends its last message, and the master listens until
-    /// then: when the master's directory is free, nothing of the virtual machine is left on any
-    /// host.
+    /// A slave completes all of this before it sends its last message, and the master listens until
+    /// it has received that message. When the master's directory is free, no part of the virtual
+    /// machine is left on any host.
     async fn shut_down(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.disconnect(conn));

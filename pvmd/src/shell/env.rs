@@ -18,7 +18,7 @@ pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
     Some(absolute.unwrap_or(value))
 }
 
-/// Returns why root may not run a daemon here, or `None` if this is allowed.
+/// Returns the reason why root may not run a daemon on this host; `None` if root may.
 pub(crate) fn root_refusal(allowed_by_master: bool) -> Option<String> {
     let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
     (getuid().is_root() && !allowed)

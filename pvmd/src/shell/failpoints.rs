@@ -43,7 +43,8 @@ impl Failpoints {
 
     /// Stops this process with SIGSTOP if a test requested it for this edge; the test continues it.
     ///
-    /// The request file is renamed to `*.reached`, so only the first daemon to get here stops.
+    /// The request file is renamed to `*.reached`, so only the first daemon that reaches the edge
+    /// stops.
     pub(crate) fn stop_if_requested(&self, tid: Tid, edge: StepEdge, step: Step) {
         let Some(folder) = &self.folder else { return };
         let edge = match edge {

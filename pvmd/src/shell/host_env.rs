@@ -21,7 +21,7 @@ pub(crate) const DSIG: i32 = 0x0040_8c41;
 const PVM_ROOT: &str = "/usr/lib/pvm3";
 /// Default search path for programs.
 const SEARCH_PATH: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
-/// The library that tasks load.
+/// File name of the library that tasks load.
 const LIBRARY: &str = "libpvm3.so.3";
 
 /// Variables that belong to the login session or to a single task; tasks of this host do not
@@ -58,7 +58,7 @@ pub(crate) fn unix_time() -> Micros {
     Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// Settings of one daemon's world that may differ between daemons on the same host.
+/// Settings of a daemon's [`World`] that may differ between daemons on the same host.
 #[derive(Debug, Default)]
 pub(crate) struct HostEnvironmentSettings {
     /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH`].
@@ -135,13 +135,14 @@ impl HostEnvironment {
     }
 }
 
-/// Returns the folder of this program and its siblings.
+/// Returns the directory that contains this program and the other programs of the virtual machine.
 pub(crate) fn programs_folder() -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
 }
 
-/// Returns the folder of our library: `SEMPA_LIB`, else the first that contains it of: `lib` next
-/// to the programs' folder, the programs' folder, the master's library folder.
+/// Returns the directory of the library `libpvm3.so.3`: `SEMPA_LIB` if it is set, otherwise the
+/// first of these that contains the library: `lib` next to the programs' directory, the programs'
+/// directory, the master's library directory.
 pub(crate) fn library_folder(
     programs: Option<&Path>,
     set: Option<&OsString>,

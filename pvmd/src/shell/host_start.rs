@@ -3,7 +3,7 @@
 //!
 //! The bootstrap line goes to the new daemon's standard input; its reply comes back as one line.
 //! Hosts can also be started by a hoster or by a person at the master's terminal; the new daemon
-//! then fetches its line from here (see `sealed_bootstrap`).
+//! then fetches its bootstrap line from the master (see `sealed_bootstrap`).
 
 use super::bootstrap::{Bootstrap, ReadyReply, Refusal, parse_reply, to_hex};
 use super::input::{Input, InputSender};
@@ -28,19 +28,19 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// Most hosts started concurrently; further starts wait.
+/// Maximum number of hosts started concurrently; further starts wait.
 const CONCURRENT_STARTS_MAX: usize = 32;
 /// Time limit for the start of one host, as in PVM.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time the bootstrap line is offered to a daemon that a hoster starts.
+/// Time for which the bootstrap line is offered to a daemon that a hoster starts.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(180);
-/// The same if a person starts the daemon.
+/// Time for which the bootstrap line is offered to a daemon that a person starts.
 const MANUAL_OFFER_TIMEOUT: Duration = Duration::from_secs(900);
 /// Time limit for the end of the remote shell after the daemon's reply.
 const SHELL_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
-/// Most bytes read from the output of a remote shell.
+/// Maximum number of bytes read from the output of a remote shell.
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
-/// Most lines of standard error kept for the error message.
+/// Maximum number of lines of standard error kept for the error message.
 const STDERR_LINES_MAX: usize = 20;
 
 /// Settings that are equal for all hosts started by this master.
@@ -139,7 +139,7 @@ impl HostStarter {
     }
 
     /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
-    /// lines are offered here until the attempts end.
+    /// lines are offered by this daemon until the attempts end.
     pub(crate) fn prepare_for_hoster(&mut self, plans: Vec<(StartId, HostPlan)>) {
         let (settings, inputs, log) =
             (self.settings.clone(), self.inputs.clone(), self.log.clone());
@@ -224,7 +224,6 @@ impl HostStarter {
     }
 }
 
-/// The start of one host.
 struct HostStart<'a> {
     settings: &'a HostStarterSettings,
     plan: &'a HostPlan,
@@ -355,8 +354,8 @@ impl HostStart<'_> {
     }
 
     /// Returns the command for the remote host: the user's command; else this program's path if it
-    /// exists there; else `pvmd` from the search path. A person gets only the path, because the
-    /// script would be long to type.
+    /// exists on that host; else `pvmd` from the search path. A person gets only the path, because
+    /// the script would be long to type.
     fn remote_command(&self, extra_options: &str) -> String {
         let by_hand = self.plan.is_manual();
         let slave = if by_hand { "-S" } else { "-s" };
@@ -408,8 +407,8 @@ impl HostStart<'_> {
         })
     }
 
-    /// Writes the bootstrap line and waits for the reply. Without a reply, reads to the end of the
-    /// output for the reason.
+    /// Writes the bootstrap line and waits for the reply. If there is no reply, reads the output to
+    /// the end to find the reason.
     async fn exchange(&self, child: &mut Child, line: &str) -> Result<ReadyReply, Refusal> {
         let mut stdin = child.stdin.take().expect("it is a pipe");
         let stdout = child.stdout.take().expect("it is a pipe");

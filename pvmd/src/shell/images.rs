@@ -34,32 +34,31 @@ use tokio::time::sleep;
 
 /// Code with which a stream is refused or aborted.
 const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
-/// Delay before a target tells the source to stop: its own reason for the failure must be handled
-/// first.
+/// Delay before a target makes the source stop: the target's own reason for the failure must be
+/// handled first.
 const REFUSE_DELAY: Duration = Duration::from_secs(2);
 
 /// Number of times freed memory is returned to the kernel after a transfer: its threads may end a
 /// little later than the transfer.
 const HEAP_TRIMS: u8 = 2;
 
-/// A transfer in progress.
 #[derive(Debug)]
 struct Transfer {
     /// The task that serves the stream; `None` for work on this host only.
     stream: Option<AbortHandle>,
     /// Thread that reads or writes the files; ends soon after the stream.
     worker_thread: JoinHandle<()>,
-    /// State of the directory if it is sent while it is being written; taken when it is complete.
+    /// State of the directory if it is sent while it is being written; `None` when it is complete.
     growing_dir: Option<Arc<SharedDirState>>,
-    /// All data has arrived. The stream ends when the source has received the confirmation.
+    /// True if all data has arrived. The stream ends when the source has received the confirmation.
     all_received: Arc<AtomicBool>,
 }
 
 /// The two directions of a transfer's connection, passed to its thread.
 type TransferConnection = (RecordWriter<BulkConnection>, RecordReader<BulkConnection>);
-/// Waits until the connection is established.
+/// Function that waits until the connection is established, and returns it.
 type AwaitConnection = Box<dyn FnOnce() -> Result<TransferConnection, Failure>>;
-/// Receives the data of a transfer and returns its size in bytes.
+/// Function that receives the data of a transfer and returns its size in bytes.
 type ReceiveFn = Box<dyn FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send>;
 /// Delivers the result of a transfer from its thread.
 type ResultReceiver<T> = oneshot::Receiver<Result<T, Failure>>;
@@ -89,7 +88,7 @@ pub(crate) struct ImageTransfers {
     log: Log,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
-    /// By migration: the host that sends the images, and how they are received.
+    /// Host that sends the images, and function that receives them, by migration.
     expected: HashMap<MigrationId, (HostId, ReceiveFn)>,
     transfers: HashMap<MigrationId, Transfer>,
     /// Number of times freed memory must still be returned to the kernel.
@@ -97,7 +96,7 @@ pub(crate) struct ImageTransfers {
 }
 
 impl ImageTransfers {
-    /// Creates a state without transfers. `rate_limit` limits what leaves this host.
+    /// Creates a state without transfers. `rate` limits the rate at which this host sends.
     pub(crate) fn new(
         place: RuntimePaths,
         inputs: InputSender,
@@ -206,8 +205,8 @@ impl ImageTransfers {
         );
     }
 
-    /// Starts a transfer. `work` runs on a thread: it sends everything over the connection, once
-    /// that is established, and returns the receiving direction.
+    /// Starts a transfer. `work` runs on a thread: it waits for the connection, sends everything
+    /// over it, and returns the receiving direction.
     fn start_sending(
         &mut self,
         migration: MigrationId,
@@ -320,13 +319,14 @@ impl ImageTransfers {
         );
     }
 
-    /// Accepts the images of this migration from this host.
+    /// Accepts the images of this migration from the host `from`.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.place.image_dir(migration);
         self.expect_into(migration, from, move |incoming| receive(&dir, incoming));
     }
 
-    /// Accepts what this host sends under this migration's id, and receives it with `take`.
+    /// Accepts the transfer with this migration's id from the host `from`, and receives it with
+    /// `take`.
     pub(crate) fn expect_into(
         &mut self,
         migration: MigrationId,
@@ -336,7 +336,7 @@ impl ImageTransfers {
         self.expected.insert(migration, (from, Box::new(take)));
     }
 
-    /// True if this host is expected to send images of this migration.
+    /// True if the host `from` is expected to send images of this migration.
     #[cfg(test)]
     pub(crate) fn expects(&self, migration: MigrationId, from: HostId) -> bool {
         self.expected
@@ -412,9 +412,9 @@ impl ImageTransfers {
                 // earlier would be a refusal.
                 let _ = stream.read_chunk(1, true).await;
             } else {
-                // The source would only report that it cannot continue. The reason is known here
-                // and must be handled first. Its handler drops this transfer, and the stream and
-                // connection with it.
+                // The source would only report that it cannot continue. The reason is known on this
+                // host and must be handled first. Its handler drops this transfer, and the stream
+                // and connection with it.
                 sleep(REFUSE_DELAY).await;
                 let _ = stream.stop(STREAM_REFUSED);
             }
@@ -457,7 +457,8 @@ impl ImageTransfers {
     }
 }
 
-/// Announces images, lets the other host connect and waits until the thread has sent everything.
+/// Announces images, accepts the connection of the other host and waits until the thread has sent
+/// everything.
 async fn serve_sending(
     (pair, session): (SessionContext, Connection),
     fallbacks: &BulkFallbacks,
@@ -547,7 +548,8 @@ async fn serve_receiving(
     tokio::select! {
         result = &mut result_receiver => thread_result(result),
         ended = read_frame(stream, &mut decoder) => match ended {
-            // The source has the confirmation, or has given up; the thread's result shows which.
+            // The source has received the confirmation or has aborted; the thread's result shows
+            // which.
             Ok(None) => thread_result(result_receiver.await),
             Ok(Some(_)) => Err(failed(&"it said more than was to be said")),
             Err(why) => Err(failed(&why)),

@@ -21,7 +21,7 @@ pub(crate) enum Input {
     Event(Event),
     /// A task has completed its handshake; events of its connection follow.
     TaskConnected(TaskConnection),
-    /// Comes from the sessions with other daemons.
+    /// An input from the sessions with other daemons.
     Net(NetInput),
 }
 
@@ -40,7 +40,6 @@ pub(crate) struct TaskConnection {
     pub(crate) close_reason: watch::Sender<Option<String>>,
 }
 
-/// Sends inputs to the loop.
 pub(crate) type InputSender = mpsc::Sender<Input>;
 
 /// Allows a few lines per minute, so that unauthenticated peers cannot fill the log.
@@ -52,7 +51,7 @@ pub(crate) struct LogRateLimit {
     minute_and_lines: AtomicU64,
 }
 
-/// Lines per minute and kind of line.
+/// Maximum number of lines per minute, for each kind of line.
 const LINES_PER_MINUTE_MAX: u64 = 20;
 
 impl LogRateLimit {

@@ -51,8 +51,8 @@ impl LocalSocket {
                     bytes,
                     drained: all,
                 }) => {
-                    // Later data is signaled again, but the end of the stream only once: there the
-                    // socket stays readable.
+                    // Data that arrives later is signaled again, but the end of the stream is
+                    // signaled only once: at the end the socket stays readable.
                     if bytes > 0 && all {
                         ready.clear_ready();
                     }
@@ -178,7 +178,8 @@ mod tests {
         );
     }
 
-    /// The kernel ends a read at a set of descriptors; the data after it is read all the same.
+    /// The kernel ends a read at a set of descriptors; the data after the descriptors is still
+    /// read.
     #[tokio::test]
     async fn data_after_descriptors_is_read() {
         let (socket, mut theirs) = pair();
@@ -218,7 +219,7 @@ mod tests {
     /// After `shut_down_reads` the stream ends after the data sent before, even if another process
     /// holds the peer's end open.
     #[tokio::test]
-    async fn hear_out_ends_after_earlier_data() {
+    async fn shut_down_reads_ends_after_earlier_data() {
         let (socket, mut theirs) = pair();
         let held = theirs.try_clone().expect("a second one");
         theirs.write_all(&[7; 5 * BUFFER_BYTES]).expect("room");
@@ -242,7 +243,7 @@ mod tests {
 
     /// A reader that waits for data sees the end of the stream after `shut_down_reads`.
     #[tokio::test]
-    async fn hear_out_wakes_waiting_reader() {
+    async fn shut_down_reads_wakes_waiting_reader() {
         let (socket, _held) = pair();
         let socket = std::sync::Arc::new(socket);
         let reader = socket.clone();
@@ -261,7 +262,6 @@ mod tests {
         assert_eq!(end.await.expect("no panic"), Ok(0));
     }
 
-    /// Writing to a closed peer fails.
     #[tokio::test]
     async fn write_fails_when_peer_is_closed() {
         let (socket, theirs) = pair();

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
 /// Time limit for writing the last lines when the daemon ends.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Most lines in the queue for the disk; further lines are counted and dropped.
+/// Maximum number of lines in the queue for the disk; further lines are counted and dropped.
 const QUEUED_LINES_MAX: usize = 4096;
 
 /// Sends lines to the log thread; cheap to clone.

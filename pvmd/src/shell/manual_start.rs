@@ -2,8 +2,8 @@
 //! other host and reads the new daemon's reply from its standard input.
 //!
 //! The certificate is delivered as with a hoster ([`super::sealed_bootstrap`]): the person enters a
-//! one-time secret on the other host and types the daemon's line here. [`read_secret`] is the new
-//! daemon's part.
+//! one-time secret on the other host and types the new daemon's reply at the master's terminal. The
+//! new daemon calls [`read_secret`].
 
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, ReadyReply, Refusal, parse_reply};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -18,13 +18,13 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-/// Time for a person to log in on the other host, start the daemon and type its reply.
+/// Time limit for a person to log in on the other host, start the daemon and type its reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
 /// Interval at which standard input is polled for a reply. Blocking is not possible: the master
 /// must not read while it is in the background of its terminal, which is not signaled, and a
 /// blocked read would delay the daemon's end.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Most bytes of a typed reply.
+/// Maximum number of bytes of a typed reply.
 const REPLY_BYTES_MAX: usize = 4096;
 
 fn cannot_start(text: String) -> Refusal {
@@ -34,10 +34,10 @@ fn cannot_start(text: String) -> Refusal {
     }
 }
 
-/// Checks that a person can be asked.
+/// Checks that a person can be asked at the master's terminal.
 ///
 /// # Errors
-/// Why not, and what to do.
+/// The reason why no person can be asked, and a remedy.
 pub(crate) fn check_can_ask() -> Result<(), Refusal> {
     let why = if stdin().is_terminal() {
         if in_foreground() {
@@ -65,7 +65,8 @@ fn in_foreground() -> bool {
     tcgetpgrp(stdin()).map_or(true, |front| front == getpgrp())
 }
 
-/// Asks for one start and waits for the reply. Only one call at a time: there is one terminal.
+/// Asks a person for one start and waits for the reply. Only one call at a time is permitted,
+/// because there is one terminal.
 ///
 /// # Errors
 /// The daemon's refusal, or that no reply was typed.
@@ -110,7 +111,7 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     result
 }
 
-/// Tells the person if the question is withdrawn, for example by a halt.
+/// When dropped, notifies the person if the question is withdrawn, for example by a halt.
 struct WithdrawalNotice<'a> {
     login: &'a str,
     pending: bool,

@@ -36,14 +36,14 @@ use tokio::task::{JoinHandle, spawn_blocking};
 /// Time without data from an engine after which an empty record is sent, so that the other host
 /// sees that this end is alive.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// Time the connection stays open after the source's engine has ended: the target's engine may not
-/// have read its last data and closed yet. Also the time the target waits for its engine to close
-/// after the engine has read everything.
+/// Time for which the connection stays open after the source's engine has ended: the target's
+/// engine may not have read its last data and closed yet. Also the time for which the target waits
+/// for its engine to close after the engine has read everything.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
-/// Most bytes read from an engine at once.
+/// Maximum number of bytes read from an engine at once.
 const READ_BYTES: usize = zeros::PLAIN_BYTES_MAX;
-/// Written to the engine for runs of zeros.
+/// Written to the engine in place of counted runs of zeros.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// One transfer, from this host or to it.
@@ -68,7 +68,7 @@ pub(crate) struct MemoryTransfers {
 }
 
 impl MemoryTransfers {
-    /// Creates a state without transfers. `rate_limit` limits what leaves this host.
+    /// Creates a state without transfers. `rate` limits the rate at which this host sends.
     pub(crate) fn new(
         place: RuntimePaths,
         inputs: InputSender,
@@ -127,7 +127,7 @@ impl MemoryTransfers {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&shared_line) = Some(line.clone());
                     serve_memory(engine, out, incoming, line, rate_limit).await;
-                    // Drops the descriptor now, not with the next transfer.
+                    // Closes the descriptor now instead of at the next transfer.
                     *lock(&shared_line) = None;
                 }
                 Err(why) => log.write_line(why),
@@ -143,7 +143,7 @@ impl MemoryTransfers {
         );
     }
 
-    /// On the target: lets the tasker request memory, which this host will send.
+    /// On the target: lets the tasker request memory, which the host `from` will send.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         if let Some(tasker) = self.listen(migration) {
             self.expected.insert(migration, (from, tasker));
@@ -388,7 +388,7 @@ fn read_engine(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// Forwards data of the other host to an engine, and returns why that ended.
+/// Forwards data of the other host to an engine, and returns the error that ended the forwarding.
 fn forward_to_engine(
     mut incoming: RecordReader<BulkConnection>,
     mut engine: &UnixStream,

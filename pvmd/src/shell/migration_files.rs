@@ -1,4 +1,4 @@
-//! Small files of migrations: the resume tokens that wake quiesced libraries, and the durable
+//! Small files of migrations: the resume tokens that resume quiesced libraries, and the durable
 //! record of committed migrations.
 
 use super::input::{Input, InputSender};
@@ -27,16 +27,17 @@ pub(crate) struct MigrationFiles {
     pending_tokens: PendingTokens,
 }
 
-/// Size limit of the record. When a file is full, one older file of this size is kept.
+/// Size limit of the record. A full record is retained under another name until the next record is
+/// full.
 ///
 /// No daemon reads the record: tasks end with their master, and the next master removes it. It
 /// shows people where tasks were when a master was killed.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 
-/// Interval between attempts to write a token: its task is waiting for it.
+/// Interval between attempts to write a token; short because a task waits for the token.
 const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Tokens to be written, by path.
+/// Contents of the tokens that must still be written, by path.
 type PendingTokens = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
 impl MigrationFiles {
@@ -151,7 +152,7 @@ fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The record and its predecessor hold the newest migrations, each within the limit.
+    /// The record and its predecessor contain the newest migrations, each within the limit.
     #[test]
     fn record_keeps_newest_migrations_within_limit() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -1,10 +1,10 @@
 //! The part of the daemon that does input and output: sockets, processes, files, clocks.
 //!
 //! It makes no decisions. Decisions are made by the state machine ([`pvmd_machine`]); this part
-//! feeds it events and carries out its outputs.
+//! passes events to it and carries out its outputs.
 //!
 //! - [`cli`], `slave`, `daemon`: how a daemon starts and ends.
-//! - `driver`, `input`, `session_input`: its loop and the inputs of the loop.
+//! - `driver`, `input`, `session_input`: the daemon's loop and the inputs of the loop.
 //! - `env`, `limits`: environment variables and limits that several modules use.
 //! - `runtime_dir`, `log`, `migration_files`: runtime directory and lock, log, small files of
 //!   migrations.
@@ -16,13 +16,13 @@
 //! - `bootstrap`, `host_start`, `sealed_bootstrap`, `manual_start`, `ssh`: starting daemons on
 //!   other hosts.
 //! - `images`, `memory_transfer`: images and memory of migrating tasks.
-//! - `bulk_tcp`, `bulk_fallback`, `blocking_stream`, `image_transfer`, `zeros`, `rate_limit`: how
-//!   images and memory are transferred.
+//! - `bulk_tcp`, `bulk_fallback`, `blocking_stream`, `image_transfer`, `zeros`, `rate_limit`:
+//!   connections and formats for the transfer of images and memory.
 //! - `checkpoints`, `checkpoint_copies`, `program_state`: stored checkpoints, their copies on other
 //!   hosts, files of programs that write their own checkpoints.
 //! - `reply_spin`: spinning for replies of other hosts.
 //! - `failpoints`: failpoints for tests.
-//! - [`bench_hooks`]: what benchmarks measure of `outbox` and of pair streams.
+//! - [`bench_hooks`]: functions by which benchmarks measure `outbox` and pair streams.
 
 mod address;
 pub mod bench_hooks;

@@ -43,12 +43,14 @@ use tokio::time::{sleep, timeout};
 pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(10);
 /// Keep-alives sent within a lease (one every 2 s by default).
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
-/// Most bytes, without link frames, queued for a host without a session; further ones are dropped
-/// with a log line.
+/// Maximum number of bytes queued for a host without a session, excluding link frames. Further
+/// items are dropped with a log line.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// Most bytes queued for a host that does not read; above it the session is closed.
+/// Maximum number of bytes queued for a host that does not read. If there are more, the session is
+/// closed.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
-/// Time for which the host with the lower index of two leaves connecting to the other.
+/// Delay before a host connects to a host with a higher index. Usually the host with the higher
+/// index has connected by then.
 const CONNECT_GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Time limit for an answer from one address.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
@@ -57,25 +59,27 @@ const CONNECT_STAGGER_INTERVAL: Duration = Duration::from_millis(200);
 /// Pause after the first round of attempts; it doubles up to [`RECONNECT_INTERVAL_MAX`].
 const RECONNECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
 const RECONNECT_INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// Time a transfer waits for a session with a host that is currently unreachable.
+/// Time for which a transfer waits for a session with a host that is currently unreachable.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit of an incoming handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most concurrent incoming handshakes; more are refused.
+/// Maximum number of concurrent incoming handshakes; further ones are refused.
 const HANDSHAKES_MAX: usize = 256;
-/// Time limit for an expelled host to receive what was sent before.
+/// Time limit for an expelled host to receive the data that was sent before.
 const EXPEL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Most addresses kept per host.
+/// Maximum number of addresses kept per host.
 const ADDRESSES_MAX: usize = 16;
-/// Received but unread bytes, per stream and per session: enough for 500 MB/s over 30 ms.
+/// Maximum number of received but unread bytes per stream: enough for 500 MB/s over 30 ms.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
+/// Maximum number of received but unread bytes per session.
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
-/// Concurrent streams of a peer: its channels, pair streams (doubled because old ones may still be
-/// ending), and announcements of transfers.
+/// Maximum number of concurrent streams of a peer: its channels, pair streams (doubled because old
+/// ones may still be ending), and announcements of transfers.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
-/// Concurrent transfers of a peer over the session because TCP is blocked; more wait.
+/// Maximum number of concurrent transfers of a peer over the session because TCP is blocked;
+/// further ones wait.
 const FALLBACK_STREAMS_MAX: u32 = 64;
-/// Sent but unacknowledged bytes per session.
+/// Maximum number of sent but unacknowledged bytes per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// Initial congestion window of a path.
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
@@ -97,7 +101,7 @@ struct Peer {
     expelled: bool,
     session: Option<Session>,
     connector: Option<AbortHandle>,
-    /// Frames that wait for a session; true for the control stream.
+    /// Frames that wait for a session. The bool is true for frames of the control stream.
     queued: VecDeque<(bool, Outgoing)>,
     queued_bytes: usize,
     queued_link_bytes: usize,
@@ -195,7 +199,7 @@ impl Session {
         }
     }
 
-    /// Closes all streams after what was queued before.
+    /// Closes all streams after the data that was queued before.
     fn finish_streams(&self) {
         let Some(queues) = &self.channels else {
             return;
@@ -230,7 +234,7 @@ pub(crate) struct PendingSession {
 }
 
 impl PendingSession {
-    /// Waits for the session. A task is paused meanwhile.
+    /// Waits for the session. A migrating task is paused during the wait.
     ///
     /// # Errors
     /// No session was established within [`SESSION_TIMEOUT`].
@@ -334,7 +338,7 @@ impl Net {
         Ok(self.endpoint.local_addr()?.port())
     }
 
-    /// Establishes a session with this host, and again whenever it is lost.
+    /// Establishes a session with a host, and a new one whenever the session is lost.
     pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
         peer.wanted = true;
@@ -382,7 +386,7 @@ impl Net {
         self.close_if_stalled(host);
     }
 
-    /// Sends an item or frame for a task on this host, or queues it until a session is up.
+    /// Sends an item or frame for a task on the host `host`, or queues it until a session is up.
     pub(crate) fn send_data(&mut self, host: HostId, carried: DataMsg) {
         if let DataMsg::Frame(body) = carried {
             let (vm, me, lease) = (&self.vm, self.own_host, self.lease);
@@ -491,7 +495,6 @@ impl Net {
         session_context(&self.vm, self.own_host, self.lease, host, number)
     }
 
-    /// True if this is the current session with the host.
     pub(crate) fn is_current(&self, host: HostId, number: u64) -> bool {
         self.peers
             .get(&host)
@@ -622,8 +625,8 @@ impl Net {
         }
     }
 
-    /// Takes an item of the current session's data channel; [`Net::next_data`] returns the items
-    /// that are due.
+    /// Accepts an item of the current session's data channel; [`Net::next_data`] returns the items
+    /// that no fence holds.
     pub(crate) fn take_data(&mut self, host: HostId, number: u64, item: DataItem) {
         let Some(session) = self.current_session(host, number) else {
             return;
@@ -698,7 +701,7 @@ impl Net {
         peer.connector = Some(task.abort_handle());
     }
 
-    /// Ends all sessions after what was sent before. The loop must keep calling
+    /// Ends all sessions after the data that was sent before. The loop must keep calling
     /// [`Net::handle_input`] until [`Net::has_sessions`] is false.
     pub(crate) fn begin_shutdown(&mut self) {
         for peer in self.peers.values_mut() {
@@ -741,8 +744,8 @@ fn session_context(
     host: HostId,
     number: u64,
 ) -> SessionContext {
-    // A slave gives up its master before the master gives up the slave: when the master considers a
-    // host's tasks dead, they are.
+    // A slave considers its master lost before the master considers the slave lost: when the master
+    // considers a host's tasks dead, they are.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {
@@ -762,7 +765,7 @@ fn is_expelled(connection: &Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_EXPELLED)
 }
 
-/// Ends a session after what was sent on it before.
+/// Ends a session after the data that was sent on it before.
 fn end_session(session: Session) {
     if session.channels.is_none() {
         return session.connection.close(CLOSE_EXPELLED, b"");

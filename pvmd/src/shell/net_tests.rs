@@ -1,5 +1,5 @@
 //! Tests with the networks of two or three daemons on loopback: how sessions are established, and
-//! what they carry.
+//! how they transfer data.
 
 use super::bulk_fallback::BulkFallbacks;
 use super::images::ImageTransfers;
@@ -90,7 +90,7 @@ impl Daemon {
         SocketAddr::from(([127, 0, 0, 1], self.net.port().expect("bound")))
     }
 
-    /// Returns the next thing that a daemon's loop would act on.
+    /// Returns the next input or session change that a daemon's loop would handle.
     async fn next(&mut self) -> DaemonInput {
         loop {
             let (host, number) = self.last_session;
@@ -586,8 +586,8 @@ async fn silent_host_is_lost_after_lease() {
     one.net.expel(host(2));
 }
 
-/// Sends images and checks that the second daemon refuses them, and that only the first one reports
-/// that.
+/// Sends images and checks that the second daemon refuses them, and that only the first daemon
+/// reports the refusal.
 async fn assert_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
     one.images.send(migration, host(2), &mut one.net);
     let refused = tokio::select! {

@@ -12,14 +12,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc;
 
-/// Most bytes of link frames queued for one task or host.
+/// Maximum number of bytes of link frames queued for one task or host.
 ///
 /// Live tasks stay within their links' windows, so only many of them together come near this limit.
-/// The last messages of tasks that exit are not bound by the windows; a dropped frame of these is
-/// lost, because it is not sent again.
+/// The last messages of tasks that exit are not bound by the windows; a dropped frame of such a
+/// message is lost, because it is not sent again.
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
-/// Heads of link frames that share one allocation.
+/// Number of heads of link frames that share one allocation.
 const HEADS_PER_ALLOCATION: usize = 512;
 
 /// One item of the queue.
@@ -27,7 +27,7 @@ const HEADS_PER_ALLOCATION: usize = 512;
 pub(crate) enum Outgoing {
     /// A complete frame that must not be lost while the stream is open.
     Reliable(Bytes),
-    /// The same, with file descriptors.
+    /// A complete frame with file descriptors; like a reliable frame, it must not be lost.
     WithFds(Bytes, Descriptors),
     /// The body of a link frame; the ends of the link detect a loss and retransmit.
     Link(Bytes),
@@ -109,12 +109,13 @@ impl Outbox {
         true
     }
 
-    /// Returns the queued bytes that must not be dropped.
+    /// Returns the number of queued bytes that must not be dropped.
     pub(crate) fn reliable_bytes(&self) -> usize {
         self.counters.reliable_bytes.load(Ordering::Relaxed)
     }
 
-    /// Counts the items that have left the queue; two equal values mean no progress in between.
+    /// Returns the number of items that have left the queue. Two equal results mean that no item
+    /// has left in between.
     pub(crate) fn sent_count(&self) -> usize {
         self.counters.sent.load(Ordering::Relaxed)
     }
@@ -127,7 +128,7 @@ impl OutboxReader {
         self.queue.recv_many(batch, max).await
     }
 
-    /// Records that an item has been written, or will never be.
+    /// Records that an item has been written, or will never be written.
     pub(crate) fn record_done(&self, item: &Outgoing) {
         match item {
             Outgoing::Link(bytes) => self

@@ -38,7 +38,8 @@ pub(crate) struct Authority {
     vm: String,
 }
 
-/// Credentials of one host and the authority's certificate to check those of others. All in DER.
+/// Credentials of one host, and the certificate of the authority, by which it checks other hosts.
+/// All in DER.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HostCredentials {
     pub(crate) authority: Vec<u8>,

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// Staged files by migration; `None` while they are being staged.
 type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
-/// The operations in progress on such files.
+/// The operations in progress on the state files of programs.
 pub(crate) struct ProgramStateFiles {
     place: RuntimePaths,
     inputs: InputSender,

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 /// The lowest rate that can be set, in bytes per second.
 const RATE_MIN: u64 = 1_000_000;
 
-/// A rate limit shared by several threads. Each waits for its slot before it sends a piece.
+/// A rate limit shared by several threads. Each thread waits for its slot before it sends a piece.
 ///
-/// Slots are given in the order of requests, so waiting threads get equal shares.
+/// Slots are assigned in the order of requests, so waiting threads get equal shares.
 #[derive(Debug, Default)]
 pub(crate) struct RateLimit {
-    /// Bytes per second; `None`: unlimited.
+    /// Bytes per second; `None` if the rate is unlimited.
     limit: Option<u64>,
     /// The earliest time at which the next piece may leave.
     next_slot: Mutex<Option<Instant>>,

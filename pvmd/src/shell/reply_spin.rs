@@ -17,8 +17,8 @@ const REQUEST_BYTES_MAX: usize = 4 << 10;
 #[derive(Debug)]
 pub(crate) struct ReplySpinner {
     spin: SpinBudget,
-    /// When the pending request was sent and the time to spin for its reply; the inner `None` means
-    /// sleep.
+    /// Time at which the pending request was sent, and the time to spin for its reply. The inner
+    /// `None` means that the daemon sleeps instead.
     waiting: Option<(Instant, Option<Duration>)>,
 }
 
@@ -37,7 +37,8 @@ impl ReplySpinner {
         }
     }
 
-    /// Ends the wait if a small data frame came from another host, and learns from its duration.
+    /// Ends the wait if a small data frame has arrived from another host, and learns from its
+    /// duration.
     pub(crate) fn on_reply(&mut self, carried: &DataMsg, now: Instant) {
         match self.waiting.take_if(|_| is_small_data(carried)) {
             Some((since, Some(budget))) => self.spin.record_spin(now.duration_since(since), budget),

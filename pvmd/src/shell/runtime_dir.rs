@@ -1,10 +1,11 @@
 //! Acquires the runtime directory of a virtual machine on this host and releases it.
 //!
 //! The directory is private (mode 0700) and locked. Files that a dead daemon left are removed at
-//! the start, and everything at the end. [`sempa_proto::runtime_paths::RuntimePaths`] defines the paths.
+//! the start, and all files at the end. [`sempa_proto::runtime_paths::RuntimePaths`] defines the
+//! paths.
 //!
-//! Images contain the memory of tasks, passwords included, and must not reach a disk where others
-//! may find them later. If the runtime directory is on a disk, images go to a second private
+//! Images contain the memory of tasks, passwords included, and must not reach a disk where other
+//! people may find them later. If the runtime directory is on a disk, images go to a second private
 //! directory on a file system in memory.
 
 use checkpoint::file_transfer_journal;
@@ -20,34 +21,34 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Time another daemon may hold the lock without being reachable at its socket.
+/// Time for which another daemon may hold the lock without being reachable at its socket.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the lock and the socket are checked.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
-/// Attempts to take the lock while another daemon removes the same directory.
+/// Maximum number of attempts to acquire the lock while another daemon removes the same directory.
 const LOCK_ATTEMPTS_MAX: usize = 20;
-/// Attempts to remove images while a process that is being killed may still create files among
-/// them.
+/// Maximum number of attempts to remove images while a process that is being killed may still
+/// create files among them.
 const REMOVAL_ATTEMPTS_MAX: usize = 50;
 const REMOVAL_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A file system in memory on every Linux.
 const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
-/// Another file system in memory; nix has no constant for it.
+/// Magic number of ramfs, another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-/// Bytes of the path's hash in the name of the second directory.
+/// Number of bytes of the path's hash in the name of the second directory.
 const PATH_HASH_BYTES: usize = 8;
 
-/// Why the runtime directory cannot be used. Nothing was changed in it.
+/// Reason why the runtime directory cannot be used. Nothing was changed in it.
 #[derive(Debug, Error)]
 pub(crate) enum RuntimeDirError {
-    /// Another user could read or replace our files.
+    /// Another user could read or replace the daemon's files.
     #[error(
         "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that is yours: remove it or set PVM_TMP"
     )]
     Unsafe {
         path: PathBuf,
-        /// What makes it unsafe.
+        /// The property that makes the directory unsafe.
         what: String,
     },
     /// Another daemon holds the lock.
@@ -56,7 +57,7 @@ pub(crate) enum RuntimeDirError {
     )]
     Running {
         vm: String,
-        /// The daemon's process id; `?` if it has not written it yet.
+        /// The process id of the other daemon; `?` if that daemon has not written it yet.
         pid: String,
     },
     /// A file operation failed.
@@ -77,25 +78,25 @@ fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Runt
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
     paths: RuntimePaths,
-    /// Held for its lock.
+    /// The lock file, whose lock is held as long as this value exists.
     _lock: Flock<File>,
     /// Keeps systemd-tmpfiles from removing old files: it skips a locked directory.
     _tmpfiles_lock: Option<Flock<File>>,
-    /// Process id of a daemon that died here without cleaning up.
+    /// Process id of a daemon that died without removing its files from this directory.
     predecessor: Option<String>,
     keep_log: bool,
     /// Lock of the second directory, if there is one.
     image_dir_lock: Option<Flock<File>>,
-    /// Why images are stored on a disk, if they are.
+    /// Reason why images are stored on a disk; `None` if they are in memory.
     on_disk_reason: Option<String>,
 }
 
 impl RuntimeDir {
-    /// Creates the directory, takes its lock and removes what a dead daemon left. With `keep_log`
-    /// the user chose a log in this directory, and it is kept.
+    /// Creates the directory, acquires its lock and removes the files of a dead daemon. `keep_log`
+    /// is true if the user chose a log in this directory: the log is then retained.
     ///
     /// # Errors
-    /// The directory is not private, another daemon runs there, or a file operation fails.
+    /// The directory is not private, another daemon uses it, or a file operation fails.
     pub(crate) fn acquire(
         place: RuntimePaths,
         uid: u32,
@@ -160,17 +161,16 @@ impl RuntimeDir {
         }))
     }
 
-    /// Returns the paths of the directory.
     pub(crate) fn paths(&self) -> &RuntimePaths {
         &self.paths
     }
 
-    /// Returns the process id of a daemon that died here.
+    /// Returns the process id of a daemon that died without removing its files, if there was one.
     pub(crate) fn predecessor(&self) -> Option<&str> {
         self.predecessor.as_deref()
     }
 
-    /// Returns why images are stored on a disk, if they are.
+    /// Returns the reason why images are stored on a disk; `None` if they are in memory.
     pub(crate) fn on_disk_reason(&self) -> Option<&str> {
         self.on_disk_reason.as_deref()
     }
@@ -200,8 +200,8 @@ impl RuntimeDir {
         all
     }
 
-    /// Removes what a dead daemon left. Its log stays until the next orderly halt, because it may
-    /// show why the daemon died.
+    /// Removes the files that a dead daemon left. Its log stays until the next orderly halt,
+    /// because it may show why the daemon died.
     fn remove_stale(&self) {
         self.undo_file_transfers();
         for entry in self.entries() {
@@ -258,7 +258,7 @@ fn remove_with_root(dir: &Path) {
 /// runtime directory itself is in memory.
 ///
 /// # Errors
-/// Why it cannot be created.
+/// The reason why the directory cannot be created.
 fn create_image_dir_in_memory(
     place: &RuntimePaths,
     uid: u32,
@@ -301,7 +301,7 @@ fn is_in_memory(dir: &Path) -> bool {
     statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type()))
 }
 
-/// True if a daemon accepts connections there.
+/// True if a daemon accepts connections at the socket of this runtime directory.
 fn is_reachable(place: &RuntimePaths) -> bool {
     std::os::unix::net::UnixStream::connect(place.daemon_socket()).is_ok()
 }
@@ -316,7 +316,8 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     Ok(same.then_some(lock))
 }
 
-/// True for files that daemons and libraries create here; all other files must not be removed.
+/// True for files that daemons and libraries create in the runtime directory; all other files must
+/// not be removed.
 fn is_daemon_file(place: &RuntimePaths, path: &Path, name: &str) -> bool {
     let moves = place.migration_log();
     [
@@ -354,7 +355,7 @@ pub(crate) fn remove_any(path: &Path) {
 }
 
 /// Removes the images of a migration. Retries while an engine that is being killed still creates
-/// files there.
+/// files among them.
 pub(crate) fn remove_images(dir: &Path) {
     for _ in 0..REMOVAL_ATTEMPTS_MAX {
         match fs::remove_dir_all(dir) {
@@ -383,7 +384,7 @@ fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
         }
         let meta = match fs::symlink_metadata(path) {
             Ok(meta) => meta,
-            // Another daemon has just removed it; the caller retries.
+            // Another daemon has just removed the directory; the caller retries.
             Err(e) => return Err(failed("look at", path)(e)),
         };
         let bad = |what: String| {
@@ -530,7 +531,7 @@ mod tests {
         drop(runtime_dir);
     }
 
-    /// A directory whose daemon is ending is taken as soon as that daemon is gone.
+    /// A directory whose daemon is ending is acquired as soon as that daemon is gone.
     #[test]
     fn dir_of_ending_daemon_is_taken_afterwards() {
         let scratch = Scratch::new();
@@ -543,7 +544,7 @@ mod tests {
         });
     }
 
-    /// Files of a dead daemon are removed at the start; files of others stay.
+    /// Files of a dead daemon are removed at the start; files of other programs stay.
     #[test]
     fn stale_files_are_removed_and_foreign_files_kept() {
         let scratch = Scratch::new();

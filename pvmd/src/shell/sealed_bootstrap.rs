@@ -1,12 +1,13 @@
-//! How a daemon started by a hoster gets its certificate.
+//! Delivers the certificate to a daemon that a hoster starts.
 //!
 //! 1. The master gives the hoster a short secret and a command. The hoster passes the secret on as
 //!    `PVM_VMID=…` on standard input, where PVM's hosters put it. The command contains addresses of
 //!    the master.
 //! 2. The new daemon connects to one of these addresses and fetches its bootstrap line, encrypted
-//!    with the secret. Without a hoster the daemon reads this line from its standard input.
-//! 3. The master sends the encrypted line to every peer that connects and reads nothing. A peer
-//!    without the secret gets meaningless bytes.
+//!    with the secret. (A daemon that is started without a hoster reads its bootstrap line from its
+//!    standard input.)
+//! 3. The master sends the encrypted line to every peer that connects, and reads nothing. A peer
+//!    without the secret receives meaningless bytes.
 //!
 //! Each secret encrypts one line and is never used again.
 
@@ -20,10 +21,10 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 
-/// Time a new daemon tries each address of the master.
+/// Time limit for a new daemon's attempt at each address of the master.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most addresses of the master in a command; hosters written for PVM have room for 511 characters
-/// of it.
+/// Maximum number of addresses of the master in a command; hosters written for PVM have room for
+/// 511 characters of the command.
 const ADDRESSES_MAX: usize = 4;
 const SECRET_BYTES: usize = 32;
 
@@ -76,7 +77,7 @@ impl BootstrapSecret {
         bytes
     }
 
-    /// Decrypts what [`BootstrapSecret::seal`] made; `None` for anything else.
+    /// Decrypts a line that [`BootstrapSecret::seal`] encrypted; `None` for other bytes.
     pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
         let line = self
             .key()
@@ -119,7 +120,7 @@ pub(crate) async fn serve_sealed(listener: TcpListener, sealed: Vec<u8>) {
 /// Fetches the line from the master; called by the new daemon.
 ///
 /// # Errors
-/// The refusal to reply if no address delivers the line.
+/// The refusal to send as the reply, if no address delivers the line.
 pub(crate) fn fetch_line(list: &str, secret: &BootstrapSecret) -> Result<String, Refusal> {
     let mut last = format!("{list:?} names no address");
     for address in list
@@ -152,7 +153,8 @@ pub(crate) fn fetch_line(list: &str, secret: &BootstrapSecret) -> Result<String,
 mod tests {
     use super::*;
 
-    /// A secret opens what it sealed; another secret or altered bytes open nothing.
+    /// A secret decrypts the line that it encrypted; it decrypts neither altered bytes nor lines of
+    /// other secrets.
     #[test]
     fn secret_opens_only_what_it_sealed() {
         let (secret, other) = (BootstrapSecret::new(), BootstrapSecret::new());

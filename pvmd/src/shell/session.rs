@@ -2,8 +2,8 @@
 //! each direction, pair streams for busy pairs of tasks, and one more stream for every transfer.
 //!
 //! Of two daemons, the one with the higher index decides which connection is the session: it sends
-//! its hello first. The other daemon sends nothing on a connection before that, so both always mean
-//! the same connection.
+//! its hello first. The other daemon sends no data on a connection before it has received this
+//! hello, so both daemons always use the same connection.
 
 use super::input::{Input, InputSender};
 use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, OutboxReader, outbox};
@@ -22,13 +22,13 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
-/// Time from the handshake to the peer's hello.
+/// Time limit from the handshake to the peer's hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most chunks read from a stream at once; each is the content of one datagram.
+/// Maximum number of chunks read from a stream at once; each chunk is the content of one datagram.
 const READ_CHUNKS_MAX: usize = 32;
-/// Most frames passed to a stream at once.
+/// Maximum number of frames passed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
-/// Time limit for the peer to receive our last data.
+/// Time limit for the peer to receive the last data of this daemon.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Number of checks per lease.
 const LEASE_CHECKS: u32 = 20;
@@ -266,7 +266,8 @@ impl SessionContext {
         }
     }
 
-    /// Serves the other unidirectional streams of the peer. Returns only at a protocol error.
+    /// Serves the peer's unidirectional streams except the control stream. Returns only at a
+    /// protocol error.
     async fn accept_streams(&self, connection: &Connection, inputs: &InputSender) -> String {
         let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
@@ -368,10 +369,10 @@ impl SessionContext {
         }
     }
 
-    /// Returns when no authenticated data came from the peer for a lease.
+    /// Returns when no authenticated data has arrived from the peer for the duration of a lease.
     ///
-    /// It counts checks, not time, so that a pause of this whole process is not attributed to the
-    /// peer.
+    /// Checks are counted instead of time, so that a pause of this whole process is not attributed
+    /// to the peer.
     async fn watch_lease(&self, connection: &Connection) -> String {
         let mut steps = interval_at(
             next_lease_check(self.lease / LEASE_CHECKS),
@@ -411,7 +412,7 @@ fn next_lease_check(step: Duration) -> Instant {
 }
 
 /// Forwards the items of the main stream of the data channel, or of a pair stream, until the peer
-/// ends it.
+/// ends the stream.
 ///
 /// # Errors
 /// A protocol error of the peer, or the end of this daemon.
@@ -514,7 +515,7 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
 /// Opens a stream that announces a transfer of images or memory.
 ///
 /// # Errors
-/// What happened to the session.
+/// The failure of the session.
 pub(crate) async fn open_announcement(
     pair: &SessionContext,
     connection: &Connection,
@@ -526,7 +527,7 @@ pub(crate) async fn open_announcement(
 /// Opens a bidirectional stream. The peer sends first.
 ///
 /// # Errors
-/// What happened to the session.
+/// The failure of the session.
 pub(crate) async fn open_bidirectional(
     pair: &SessionContext,
     connection: &Connection,
@@ -538,7 +539,7 @@ pub(crate) async fn open_bidirectional(
     Ok((out, back))
 }
 
-/// Returns the next frame, `None` at the end of the stream, or why there is none.
+/// Returns the next frame, `None` at the end of the stream, or the reason why no frame can be read.
 pub(crate) async fn read_frame(
     stream: &mut RecvStream,
     decoder: &mut FrameDecoder,

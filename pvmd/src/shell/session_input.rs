@@ -18,7 +18,7 @@ pub(crate) enum NetInput {
         host: HostId,
         connection: Connection,
     },
-    /// A session is up.
+    /// A session is established; `channels` are its send queues.
     SessionUp {
         host: HostId,
         number: u64,
@@ -92,15 +92,15 @@ pub(crate) enum DataItem {
 /// The queues of a session that is up.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionQueues {
-    /// The control stream; takes complete frames.
+    /// Queue of the control stream; accepts complete frames.
     pub(crate) control: Outbox,
-    /// The main stream of the data channel.
+    /// Queue of the main stream of the data channel.
     pub(crate) data: Outbox,
     /// For opening further streams and for closing the session.
     pub(crate) connection: Connection,
 }
 
-/// What a bulk transfer carries.
+/// Kind of data that a bulk transfer carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum BulkContent {
     /// Images of a migration or checkpoint.

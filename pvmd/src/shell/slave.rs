@@ -57,7 +57,7 @@ fn cannot_start(act: &str, e: impl std::fmt::Display) -> Refusal {
     }
 }
 
-/// Prints a reply and returns the matching exit status.
+/// Prints a reply and returns the exit status that goes with it.
 fn print_reply(line: &str) -> i32 {
     let printed = writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
     i32::from(printed.is_err() || !line.starts_with("ddpro<"))
@@ -121,7 +121,7 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
-/// Fetches the master's line from the master and decrypts it with the secret that a hoster or a
+/// Fetches the bootstrap line from the master and decrypts it with the secret that a hoster or a
 /// person has entered on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     let text = manual_start::read_secret().map_err(|e| cannot_start("read standard input", e))?;

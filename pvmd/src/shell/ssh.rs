@@ -9,11 +9,11 @@
 //!
 //! The settings of the user and the administrator keep precedence:
 //!
-//! 1. ssh uses the first value it finds of each setting. Our file includes the user's and the
-//!    system's files before it sets its own value.
-//! 2. Before the first use, `ssh -G` is asked for the effective settings with and without our file.
-//!    Our file is used only if the key exchange is the only difference. An ssh with its settings
-//!    elsewhere, an older one, or another program is used unchanged.
+//! 1. ssh uses the first value that it finds for each setting. The daemon's settings file includes
+//!    the user's and the system's files before it sets its own value.
+//! 2. Before the first use, `ssh -G` is asked for the effective settings with and without the
+//!    daemon's settings file. That file is used only if the key exchange is the only difference. An
+//!    ssh with its settings elsewhere, an older ssh, or another program is used unchanged.
 
 use super::log::Log;
 use std::io::Write;
@@ -26,11 +26,11 @@ use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
 const SSH: &str = "ssh";
-/// The daemon cannot answer a password prompt.
+/// Disables password prompts, which the daemon cannot answer.
 const BATCH_MODE: [&str; 2] = ["-o", "BatchMode=yes"];
 /// The expensive key exchange algorithm.
 const SLOW_KEX: &str = "sntrup761";
-/// The key exchange algorithm that replaces it.
+/// The cheap key exchange algorithm.
 const QUICK_KEX: &str = "curve25519-sha256";
 /// Files that ssh reads by default, in ssh's order.
 const DEFAULT_CONFIG_FILES: [&str; 2] = ["~/.ssh/config", "/etc/ssh/ssh_config"];
@@ -39,17 +39,18 @@ const KEX_LINE_PREFIX: &str = "kexalgorithms ";
 /// Time limit for `ssh -G`, which may resolve host names.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How this daemon calls ssh.
+/// The command by which this daemon calls ssh.
 #[derive(Debug)]
 pub(crate) struct SshCommand {
-    /// Path of our settings file.
+    /// Path of the daemon's settings file for ssh.
     settings: PathBuf,
-    /// Whether our settings file is written and usable, once that is known.
+    /// True if the settings file is written and usable; not set before the first call.
     usable: OnceCell<bool>,
 }
 
 impl SshCommand {
-    /// Writes and runs nothing before the first call.
+    /// Creates the command. Nothing is written or run before the first call of
+    /// [`SshCommand::command_words`].
     pub(crate) fn new(settings: PathBuf) -> SshCommand {
         SshCommand {
             settings,
@@ -77,7 +78,7 @@ impl SshCommand {
         words
     }
 
-    /// Writes our settings file. Returns true if its only effect is the cheaper key exchange.
+    /// Writes the settings file. Returns true if its only effect is the cheaper key exchange.
     async fn check_settings(&self, contact: &str, login: Option<&str>, log: &Log) -> bool {
         if let Err(e) = write_settings(&self.settings) {
             log.write_line(format!(

@@ -245,7 +245,7 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, Stdio};
 
-    /// Passes the socket's path to the process that the tests start.
+    /// Environment variable with the socket's path, for the process that the tests start.
     const SOCKET_VARIABLE: &str = "SEMPA_TEST_CALLS";
 
     /// Not a test: the code of the process that the tests start.
@@ -298,7 +298,7 @@ mod tests {
 
     type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
 
-    /// Both ways to get a pidfd; the second one is for older kernels.
+    /// Both functions that open a pidfd; the second one is for older kernels.
     const METHODS: [Find; 2] = [peer_process, peer_process_by_pid];
 
     #[test]

@@ -25,15 +25,16 @@ use tokio::time::timeout;
 
 /// Time limit for the hello of a new connection.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most connections without a hello; further ones wait in the kernel's queue.
+/// Maximum number of connections without a hello; further ones wait in the kernel's queue.
 const PENDING_HELLOS_MAX: usize = 128;
-/// Most bytes of control messages that may wait for a task that does not read.
+/// Maximum number of bytes of control messages that may wait for a task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
-/// Time without reading after which a task over that limit is disconnected.
+/// Time without reading after which a task is disconnected, if more than [`TASK_CONTROL_BYTES_MAX`]
+/// bytes wait for it.
 pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for a disconnected task to read what was sent before.
+/// Time limit for a disconnected task to read the data that was sent before.
 pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most frames passed to the kernel in one call.
+/// Maximum number of frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;
 
 /// Listens at `path`, which must be in a private directory.
@@ -188,7 +189,8 @@ impl TaskListener {
                 if dismissed.unwrap_or(false) {
                     None
                 } else {
-                    // The task reads nothing more, but what it sent before is still valid.
+                    // The task reads nothing more, but the frames that it sent before are still
+                    // valid.
                     tokio::select! {
                         protocol_error = reading => protocol_error,
                         why = await_close_reason(&mut close_requests) => Some(why),

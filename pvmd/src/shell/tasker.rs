@@ -25,8 +25,8 @@ use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Most starts within [`STARTS_WINDOW`]. A tasker that dies more often is started again only by a
-/// later request.
+/// Maximum number of starts within [`STARTS_WINDOW`]. A tasker that dies more often is started
+/// again only by a later request.
 const STARTS_MAX: usize = 5;
 const STARTS_WINDOW: Duration = Duration::from_secs(60);
 /// Time limit for the tasker to kill and reap all its processes after the socket is closed.
@@ -48,8 +48,8 @@ struct TaskerConnection {
 }
 
 impl TaskerProcess {
-    /// Starts no process yet. `program` is the tasker's path; `files_limit` is the initial limit of
-    /// the tasker and its tasks.
+    /// Creates the state without a process. `program` is the tasker's path; `files_limit` is the
+    /// initial limit of the tasker and its tasks.
     pub(crate) fn new(
         program: PathBuf,
         files_limit: OpenFilesLimit,
@@ -124,8 +124,9 @@ impl TaskerProcess {
 
     /// Sends a message to the tasker, which is started if necessary.
     ///
-    /// If that fails, returns the tasker's reply to a start (failed) or a discard (done). Other
-    /// messages are dropped: the tasks they concern died with the tasker.
+    /// If the tasker cannot be started, returns the reply to a start (failed) or to a discard
+    /// (done) in its place. Other messages are dropped: the tasks that they concern died with the
+    /// tasker.
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
         let failed = |why: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),

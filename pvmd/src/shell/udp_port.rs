@@ -23,14 +23,14 @@ use std::time::Instant;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Datagrams that the library passes in one call when it has more to send.
+/// Number of datagrams that the library passes in one call when it has more to send.
 const RUN_DATAGRAMS: usize = 10;
-/// Most bytes sent by one system call: the longest UDP payload over IPv4.
+/// Maximum number of bytes sent by one system call: the longest UDP payload over IPv4.
 const SEND_BYTES_MAX: usize = 65_507;
-/// Most datagrams, or runs joined by the kernel, received at once. More would leave the processor's
-/// cache before they are decrypted.
+/// Maximum number of datagrams, or runs joined by the kernel, received at once. More of them would
+/// leave the processor's cache before they are decrypted.
 const RECEIVE_BATCH_MAX: usize = 4;
-/// Most bytes the kernel joins on receipt (GRO).
+/// Maximum number of bytes that the kernel joins on receipt (GRO).
 const GRO_BYTES_MAX: usize = 64 << 10;
 
 /// The tokio runtime, with this port as its UDP socket.
@@ -69,7 +69,7 @@ struct PortState {
     socket: AsyncFd<UdpSocket>,
     state: UdpSocketState,
     batch: Mutex<DatagramBatch>,
-    /// The last send found the kernel's buffer full.
+    /// True if the last send found the kernel's buffer full.
     send_blocked: AtomicBool,
 }
 
@@ -82,7 +82,7 @@ struct DatagramBatch {
     to: SocketAddr,
     ecn: Option<EcnCodepoint>,
     from: Option<IpAddr>,
-    /// A flush task is running, which will send them.
+    /// True if a flush task is running, which will send the datagrams.
     flush_pending: bool,
 }
 
@@ -99,7 +99,7 @@ impl DatagramBatch {
         }
     }
 
-    /// True if a transmit may join the same system call.
+    /// True if the datagrams of a transmit may be sent by the same system call as this batch.
     fn accepts(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
         let fits = match transmit.segment_size {
             Some(segment) => segment == self.segment,

@@ -3,11 +3,11 @@
 //! A packed record is a sequence of parts. Each part has a head of four bytes: its length, and in
 //! the highest bit whether the part is all zeros. The data follows the head unless it is all zeros.
 //! Runs shorter than [`RUN_BYTES_MIN`] do not get a part of their own. Data need not be
-//! page-aligned: memory sent by post-copy comes in pieces of any length.
+//! page-aligned: memory sent by post-copy arrives in pieces of any length.
 
-/// Most bytes packed into one record, and most that unpacking a record may yield.
+/// Maximum number of bytes packed into one record, and maximum that unpacking a record may yield.
 pub(super) const PLAIN_BYTES_MAX: usize = 256 << 10;
-/// Shorter runs of zeros are sent unchanged.
+/// Length of the shortest run of zeros that is replaced. Shorter runs are sent unchanged.
 pub(super) const RUN_BYTES_MIN: usize = 256;
 /// Unit in which zeros are searched. Every run of [`RUN_BYTES_MIN`] contains one complete block,
 /// wherever the run begins.
@@ -38,7 +38,7 @@ impl Part<'_> {
     }
 }
 
-/// Packs the data in `room` after the first [`HEAD_BYTES`] in place. Returns the length of the
+/// Packs the data in `buffer` after the first [`HEAD_BYTES`] in place. Returns the length of the
 /// record, heads included.
 pub(super) fn pack(buffer: &mut [u8]) -> usize {
     let end = buffer.len();

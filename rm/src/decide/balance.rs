@@ -1,25 +1,26 @@
-//! Rebalancing: migrates a task if it and the tasks on its source and target finish sooner, and if
-//! the time saved exceeds the cost of the migration by a margin.
+//! Rebalancing: migrates a task if the task and the other tasks on its source and target finish
+//! sooner in total, and if the time saved exceeds the cost of the migration by a margin.
 //!
-//! **Unit.** Gain and cost are sums of task time. The task gains what it finishes sooner; tasks
-//! left at the source gain, tasks at the target lose. The tasks of a job with barriers wait for the
-//! slowest one. Such a job gains what its slowest task gains, once for each task, and each
-//! migration costs all its tasks.
+//! **Unit.** Gain and cost are sums of task time. The gain of a migration is the time by which the
+//! task finishes sooner, plus the time that tasks at the source save, minus the time that tasks at
+//! the target lose. In a job with barriers all tasks wait for the slowest one. The gain of such a
+//! job is the gain of its slowest task times the number of tasks, and each migration delays all its
+//! tasks.
 //!
-//! **Declared work.** If a program has declared the work of its tasks ([`super::Wants::work`]), the
-//! end of the whole job is optimized first ([`super::hasten`]): the remaining work is not a guess
-//! then.
+//! **Declared work.** If a program has declared the work of its tasks ([`super::Wants::work`]),
+//! their remaining work is known. In that case the completion time of the whole job is optimized
+//! first ([`super::hasten`]).
 //!
 //! **Stability.** These rules prevent migrations back and forth:
 //!
-//! - External load counts at the source as the smaller, at the target as the larger of its current
-//!   value and its mean, widened by its fluctuation. A host must be bad, or good, both at present
-//!   and nearly always.
+//! - The external load at the source is the smaller, at the target the larger of two values: the
+//!   current one, and the mean with its fluctuation subtracted or added. So a brief change of load
+//!   causes no migration.
 //! - The task must become faster by a fifth.
-//! - After a migration a cooldown applies, longer each time, and the number of migrations per hour
-//!   is limited.
+//! - A cooldown follows every migration and becomes longer each time. The number of migrations per
+//!   hour is limited.
 //!
-//! A pool whose tasks were placed by load offers no task a faster host, so it is left alone.
+//! If all tasks were placed by load, no task finds a faster host, so rebalancing changes nothing.
 
 use super::farm::{FASTER, Machine};
 use super::hasten::Farm;
@@ -35,18 +36,20 @@ use std::fmt;
 pub const SHIFTS_MAX: usize = 4;
 /// Time window in which [`SHIFTS_MAX`] applies.
 pub const SHIFTS_SPAN: Micros = Micros::from_secs(3600);
-/// Cooldown of a task after its start and after each migration, whatever the cause.
+/// Cooldown of a task after its start and after each migration of any cause.
 pub const REST: Micros = Micros::from_secs(20);
-/// Cooldown after a rebalancing migration. Doubles after each further one within [`SHIFTS_SPAN`].
+/// Cooldown after a rebalancing migration. Doubles with each further one within [`SHIFTS_SPAN`].
 pub const SHIFT_REST: Micros = Micros::from_secs(30);
-/// Cooldown before a migration to a host without computing tasks. Shorter, because it slows down no
-/// other task and the tasks at the source get more. Doubles after each further migration, too.
+/// Cooldown before a migration to a host without computing tasks. It is shorter, because such a
+/// migration slows down no other task and speeds up the tasks at the source. Doubles with each
+/// further migration.
 pub const SHIFT_REST_TO_EMPTY: Micros = Micros::from_secs(10);
-/// A host whose owner left less than this ago gets no task by rebalancing.
+/// Time after an owner's departure in which rebalancing uses the host neither as source nor as
+/// target.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
 /// Minimum ratio of gain to cost, unless the policy sets another one.
 pub const MARGIN: f64 = 1.5;
-/// Minimum gain in addition to the margin.
+/// Minimum gain that remains after the cost times the margin is subtracted.
 pub(super) const GAIN_MIN: Micros = Micros::from_secs(1);
 /// Maximum number of sources examined: the hosts with the slowest tasks.
 const SOURCES_MAX: usize = 16;
@@ -62,18 +65,21 @@ pub struct ShiftWhy {
     pub has: u64,
     /// Predicted rate at the target, in thousandths of an ordinary processor.
     pub gets: u64,
-    /// Time that all affected tasks save, corrected by experience.
+    /// Time that all affected tasks save in total, corrected by the experience with earlier
+    /// predictions.
     pub gain: Micros,
     pub cost: Micros,
-    /// The job's tasks wait for each other at barriers.
+    /// True if the job's tasks wait for each other at barriers.
     pub barrier: bool,
-    /// Time by which the whole job ends sooner. Set if the end of the job was optimized.
+    /// Time by which the whole job ends sooner. Set only if the completion time of the job was
+    /// optimized.
     pub sooner: Option<Micros>,
     /// Assumed remaining work of the task, in time of an ordinary processor.
     pub left: Micros,
-    /// The program declared the remaining work; otherwise it is estimated.
+    /// True if the remaining work follows from a declaration of the program; false if it is
+    /// estimated.
     pub told: bool,
-    /// The computed gain before the correction by experience.
+    /// Computed gain, before the correction by experience.
     pub reckoned: Micros,
 }
 
@@ -121,15 +127,16 @@ pub(super) struct Place<'a> {
     /// Lower and upper estimate of the external load, in threads.
     pub(super) foreign: (f64, f64),
     pub(super) foreign_mean: f64,
-    /// Remaining work of each own task on the host, in seconds of an ordinary processor, in
-    /// ascending order.
+    /// Remaining work of each task of the virtual machine on the host, in seconds of an ordinary
+    /// processor, in ascending order.
     left: Vec<f64>,
-    /// Sum of the tasks' completion times in seconds, with the lower and with the upper external
-    /// load.
+    /// Sums of the tasks' completion times in seconds: with the lower external load, and with the
+    /// upper one.
     flows: (f64, f64),
     /// Rate of each task with the lower external load, in thousandths of an ordinary processor.
     pub(super) has: f64,
-    /// Rate of each task with one more task and the upper external load.
+    /// Rate of each task if one more task ran on the host, with the upper external load, in
+    /// thousandths of an ordinary processor.
     pub(super) gets: f64,
 }
 
@@ -138,11 +145,12 @@ struct Mover<'a> {
     task: &'a TaskView,
     from: HostId,
     left: f64,
-    /// The task may also go to hosts with other tasks, because its longer cooldown has passed.
+    /// True if the longer cooldown of the task has ended. Only then may it migrate to a host on
+    /// which other tasks run.
     rested: bool,
 }
 
-/// A migration that saves more than it costs.
+/// A possible migration that saves more than it costs.
 struct Offer {
     /// Gain less cost times margin, in seconds.
     net: f64,
@@ -150,7 +158,7 @@ struct Offer {
     mover: usize,
     to: HostId,
     why: ShiftWhy,
-    /// The migration is known to delay the end of the task's job.
+    /// True if the migration was found to delay the end of the task's job.
     delays: bool,
 }
 
@@ -160,8 +168,8 @@ impl Place<'_> {
         self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 
-    /// Returns the host for a simulation. Tasks that arrive from hosts outside the plan are not
-    /// known; each counts as an external thread.
+    /// Returns the simulated host. Tasks that arrive from hosts outside the plan have unknown work;
+    /// each of them counts as an external thread.
     pub(super) fn machine(&self, foreign: f64) -> Machine {
         let unknown = f64::from(self.load.own) - self.left.len() as f64;
         Machine {
@@ -171,13 +179,14 @@ impl Place<'_> {
         }
     }
 
-    /// Returns the sum of the tasks' completion times in seconds.
+    /// Returns the sum of the completion times of the host's tasks in seconds.
     fn flow(&self, foreign: f64) -> f64 {
         self.machine(foreign)
             .flow(self.left.len(), self.left.iter().copied())
     }
 
-    /// Returns that sum without a task that has `gone` remaining work.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work `gone`
+    /// leaves the host.
     fn flow_without(&self, foreign: f64, gone: f64) -> f64 {
         let Some(at) = self.left.iter().position(|left| *left == gone) else {
             return self.flow(foreign);
@@ -187,7 +196,8 @@ impl Place<'_> {
             .flow(self.left.len() - 1, left.copied())
     }
 
-    /// Returns that sum with an additional task that has `more` remaining work.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work `more`
+    /// joins the host.
     fn flow_with(&self, foreign: f64, more: f64) -> f64 {
         let (before, after) = self
             .left
@@ -197,7 +207,7 @@ impl Place<'_> {
             .flow(self.left.len() + 1, left.copied())
     }
 
-    /// Recomputes the derived values after the tasks have changed.
+    /// Updates sums and rates after the tasks of the host have changed.
     fn count_again(&mut self) {
         self.flows = (self.flow(self.foreign.0), self.flow(self.foreign.1));
         self.has = self.rate(self.load.own, self.foreign.0);
@@ -205,28 +215,29 @@ impl Place<'_> {
     }
 }
 
-/// The plan under construction.
+/// A plan of rebalancing migrations under construction, with the hosts that it considers.
 pub(super) struct Plan<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) places: BTreeMap<HostId, Place<'a>>,
-    /// Remaining work of each task on these hosts.
+    /// Expected remaining work of each task on the hosts of the plan.
     pub(super) expected: BTreeMap<Tid, Expected>,
-    /// Jobs whose work is declared for all tasks.
+    /// Jobs without barriers in which all tasks have declared work.
     pub(super) told: BTreeSet<Tid>,
-    /// Jobs with barriers that would gain nothing: their tasks stay.
+    /// Jobs with barriers that gain nothing from migrations, so their tasks stay.
     pub(super) fixed: BTreeSet<Tid>,
     pub(super) moved: BTreeMap<Tid, HostId>,
     pub(super) shifts: Vec<Shift>,
-    /// Cache: zones of the peers of a job's tasks on a host.
+    /// Cache of the zones of a task's peers, by the task's host and job.
     peers: RefCell<BTreeMap<(HostId, Tid), BTreeSet<u32>>>,
 }
 
 /// Expected remaining work of a task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Expected {
-    /// In seconds of an ordinary processor.
+    /// Remaining work in seconds of an ordinary processor.
     pub(super) left: f64,
-    /// The program declared the work; otherwise it is estimated.
+    /// True if the remaining work follows from a declaration of the program; false if it is
+    /// estimated.
     pub(super) told: bool,
 }
 
@@ -238,7 +249,7 @@ pub(super) fn micros(seconds: f64) -> Micros {
     Micros((seconds.max(0.0) * 1e6) as u64)
 }
 
-/// Corrects a computed gain by experience. A loss counts in full.
+/// Corrects a positive gain by the factor `trust`. A loss is not reduced.
 pub(super) fn worth(gain: f64, trust: f64) -> f64 {
     if gain > 0.0 { gain * trust } else { gain }
 }
@@ -246,8 +257,8 @@ pub(super) fn worth(gain: f64, trust: f64) -> f64 {
 /// Returns the expected remaining work of a task.
 fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     let told = task.wants.as_ref().and_then(|wants| wants.work);
-    // A task slightly beyond its declared work is still near its end. A quarter beyond, the
-    // declaration is ignored.
+    // A task slightly beyond its declared work probably ends soon. If it exceeds the declared work
+    // by a quarter, the declaration is ignored.
     match told.filter(|work| task.done.0 < work.0.saturating_mul(5) / 4) {
         Some(work) => Expected {
             left: seconds(Micros(work.0.saturating_sub(task.done.0))),
@@ -260,7 +271,7 @@ fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     }
 }
 
-/// Returns the number of rebalancing migrations that still count.
+/// Returns the number of rebalancing migrations of the task within [`SHIFTS_SPAN`].
 fn recent_shifts(now: Micros, task: &TaskView) -> usize {
     task.shifts
         .iter()
@@ -268,12 +279,12 @@ fn recent_shifts(now: Micros, task: &TaskView) -> usize {
         .count()
 }
 
-/// Returns the end of the task's cooldown after its start and its migrations.
+/// Returns the time when the task's cooldown ends, for targets on which other tasks run.
 pub(super) fn rests_until(now: Micros, task: &TaskView) -> Micros {
     rested(now, task, REST, SHIFT_REST)
 }
 
-/// Returns the end of the cooldown for a target without computing tasks.
+/// Returns the time when the task's cooldown ends, for targets without computing tasks.
 fn rests_until_for_empty(now: Micros, task: &TaskView) -> Micros {
     rested(now, task, SHIFT_REST_TO_EMPTY, SHIFT_REST_TO_EMPTY)
 }
@@ -287,7 +298,7 @@ fn rested(now: Micros, task: &TaskView, after_move: Micros, after_shift: Micros)
         .fold(task.since + REST, Micros::max)
 }
 
-/// Returns how many rebalancing migrations the task may still make; 0 if it must stay.
+/// Returns the number of rebalancing migrations that the task may still make; 0 if it must stay.
 pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
     let stays = !task.computes() || task.named || together != Together::Any;
@@ -298,7 +309,7 @@ pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     }
 }
 
-/// True if the task may be rebalanced at `now`.
+/// True if the task may be rebalanced at `now` to any host.
 pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
     could_shift(now, task) && rests_until(now, task) <= now
 }
@@ -315,7 +326,8 @@ fn could_shift(now: Micros, task: &TaskView) -> bool {
         && shifts_left(now, task) > 0
 }
 
-/// True for a host whose load is known and whose owner has been away for some time.
+/// True if rebalancing may use the host as source or target: its load is known, and its owner has
+/// been away for [`OWNER_AWAY_MIN`].
 fn may_give_or_take(now: Micros, host: &HostView) -> bool {
     host.fresh_sample(now).is_some()
         && match host.owner {
@@ -323,14 +335,15 @@ fn may_give_or_take(now: Micros, host: &HostView) -> bool {
             | Owner::Closed { .. }
             | Owner::Drained { .. }
             | Owner::Unknown => false,
-            // External load is weighed as load; an idle user may return at any moment.
+            // External load is weighed as load. With an idle login the host is not used, because
+            // the user may return at any moment.
             Owner::Maybe { idle, .. } => !idle,
             Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
         }
 }
 
 impl<'a> Plan<'a> {
-    /// Selects the hosts with the slowest tasks, and the best hosts.
+    /// Creates an empty plan for the hosts with the slowest tasks and the best hosts.
     fn new(snapshot: &'a Snapshot, fixed: BTreeSet<Tid>) -> Plan<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         let known = |id: HostId| {
@@ -412,8 +425,9 @@ impl<'a> Plan<'a> {
             .map_or(0.0, |expected| expected.left)
     }
 
-    /// Returns why migrating this task is worthwhile, and the net gain in seconds; `None` if it is
-    /// not. `left_behind`: sum of the completion times of the tasks that stay at the source.
+    /// Returns the net gain of a migration in seconds, with its explanation; `None` if the
+    /// migration is not worthwhile. `left_behind` computes the sum of the completion times of the
+    /// tasks that remain at the source.
     fn judge(
         &self,
         mover: &Mover<'_>,
@@ -425,7 +439,7 @@ impl<'a> Plan<'a> {
         if to.load.own > 0 && !mover.rested {
             return None;
         }
-        // Far from its peers a task waits longer for messages.
+        // A task waits longer for messages on a host that is far from its peers.
         let (near, far) = self.near(mover, from, to);
         if gets * far < has * near * FASTER {
             return None;
@@ -464,7 +478,8 @@ impl<'a> Plan<'a> {
         ))
     }
 
-    /// Returns the weight of a processor share for the task at its source and at its target.
+    /// Returns the weights of a processor share for the task at its source and at its target. 1
+    /// means that its peers are near.
     fn near(&self, mover: &Mover<'_>, from: &Place<'_>, to: &Place<'_>) -> (f64, f64) {
         if from.host.zone == to.host.zone {
             return (1.0, 1.0);
@@ -478,7 +493,7 @@ impl<'a> Plan<'a> {
         (worth(from.host.zone), worth(to.host.zone))
     }
 
-    /// Returns the tasks that may migrate, in the order of hosts.
+    /// Returns the tasks that may migrate, by ascending host id.
     fn movers(&self) -> Vec<Mover<'a>> {
         let now = self.snapshot.now;
         let is_one_empty = self.places.values().any(|place| place.load.own == 0);
@@ -509,7 +524,8 @@ impl<'a> Plan<'a> {
             .collect()
     }
 
-    /// Collects the worthwhile migrations: all, or only those from and to the two hosts in `only`.
+    /// Appends the worthwhile migrations to `offers`: all of them, or only those from or to the two
+    /// hosts in `only`.
     fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, only: Option<[HostId; 2]>) {
         let all: Vec<&Place<'_>> = self.places.values().collect();
         let some: Vec<&Place<'_>> = only.iter().flatten().map(|id| &self.places[id]).collect();
@@ -524,7 +540,7 @@ impl<'a> Plan<'a> {
             } else {
                 &some
             };
-            // Independent of the target, and computed only if needed.
+            // This value does not depend on the target, and is computed only if it is needed.
             let left_behind = LazyCell::new(|| from.flow_without(from.foreign.0, mover.left));
             for to in to.iter().filter(|to| to.host.id != mover.from) {
                 let judged = self.judge(mover, from, to, || *left_behind);
@@ -539,8 +555,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Returns the migration with the largest net gain whose target accepts the task and that
-    /// delays no job.
+    /// Returns the migration with the largest net gain. Its target must accept the task, and it
+    /// must delay no job. `None` if there is none.
     fn best(
         &self,
         movers: &[Mover<'_>],
@@ -628,7 +644,7 @@ impl<'a> Plan<'a> {
             };
             let (tid, touched) = (shift.tid, [shift.from, shift.to]);
             self.take(shift, farm.as_mut());
-            // Only migrations that involve these two hosts have changed.
+            // Only migrations from or to these two hosts have changed.
             offers.retain(|offer| {
                 let mover = &movers[offer.mover];
                 mover.task.tid != tid
@@ -639,8 +655,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Returns the rate of the job's slowest task before and after the plan, the number of its
-    /// tasks, and the longest remaining work.
+    /// Returns for a job: the rate of its slowest task before the plan, that rate after the plan,
+    /// the number of its tasks, and the longest remaining work.
     fn slowest(&self, job: Tid) -> (f64, f64, usize, f64) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
@@ -650,7 +666,8 @@ impl<'a> Plan<'a> {
             .filter_map(|id| Some((id, index.load(id)?)))
         {
             let Some(place) = self.places.get(&id) else {
-                // Tasks on hosts outside the plan stay there.
+                // The plan changes nothing on these hosts, so the rate there is the same before and
+                // after it.
                 (before, after) = (before.min(load.rate()), after.min(load.rate()));
                 count += index.computing(id, job);
                 continue;
@@ -671,8 +688,8 @@ impl<'a> Plan<'a> {
         (before, after, count, longest)
     }
 
-    /// Evaluates the migrations of each job with barriers together. Returns the jobs that gain
-    /// nothing.
+    /// Sets gain and cost of the migrations of each job with barriers to those of the whole job.
+    /// Returns the jobs that gain too little.
     fn judge_barriers(&mut self) -> BTreeSet<Tid> {
         let mut costs = BTreeMap::<Tid, (f64, Vec<usize>)>::new();
         for (i, shift) in self.shifts.iter().enumerate() {
@@ -722,7 +739,7 @@ pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
         if useless.is_empty() {
             return plan.shifts;
         }
-        // The other migrations are evaluated again without these; each round fixes at least one
+        // The tasks of these jobs stay, so the plan is made again. Each round fixes at least one
         // job.
         fixed.extend(useless);
     }

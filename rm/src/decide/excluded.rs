@@ -1,7 +1,7 @@
 //! Hosts that a decision does not use, each with its reason.
 //!
-//! A decision without a placement examines all hosts, possibly ten thousand. The list keeps only
-//! the reasons that may be reported, and counts or summarizes the rest.
+//! A decision without a placement examines all hosts, possibly ten thousand. The list therefore
+//! contains a limited number of hosts, and the further ones are only counted.
 
 use super::{Figure, Name, Reason};
 use sempa_proto::HostId;
@@ -9,18 +9,18 @@ use std::fmt;
 use std::ops::Index;
 use std::sync::Arc;
 
-/// Maximum number of listed hosts for each of two groups: hosts with a reason of their own, and
-/// hosts that the request does not ask for. Further hosts are counted.
+/// Maximum number of listed hosts in each of two groups: hosts that the request does not ask for,
+/// and all other excluded hosts.
 pub const EXCLUDED_HOSTS_MAX: usize = 256;
 
-/// Excluded hosts with their reasons. Clones share the list.
+/// Excluded hosts with their reasons. Cloning is cheap, because clones share the list.
 #[derive(Clone, Default)]
 pub struct Excluded {
     first: Arc<Vec<(HostId, Reason)>>,
-    /// Host that is omitted although it is in `first`, because `first` is shared with other
-    /// decisions.
+    /// Host that is left out of the result although `first` may contain it. `first` is shared with
+    /// the results for other tasks.
     except: Option<HostId>,
-    /// Number of reportable hosts that are not listed.
+    /// Number of hosts that are not listed in `first` but have a reportable reason.
     more: usize,
 }
 
@@ -43,7 +43,8 @@ impl Excluded {
         self.iter().any(|listed| listed == host)
     }
 
-    /// Returns the reportable hosts in the list, and the number of those that are not listed.
+    /// Returns the listed hosts that have a reportable reason, and the number of such hosts that
+    /// are not listed.
     pub(super) fn told(&self) -> (Vec<&(HostId, Reason)>, usize) {
         (
             self.iter().filter(|(_, why)| !is_untold(why)).collect(),
@@ -51,8 +52,8 @@ impl Excluded {
         )
     }
 
-    /// Returns the same exclusions without this host. The host must have been added with a
-    /// reportable reason, and hosts must have been added by ascending id.
+    /// Returns the same exclusions without this host. Requires that the host was added with a
+    /// reportable reason, and that hosts were added by ascending id.
     pub(super) fn without(&self, host: HostId) -> Excluded {
         let may_be = self.first.last().is_some_and(|(last, _)| host <= *last);
         let listed = may_be
@@ -100,12 +101,12 @@ impl Index<usize> for Excluded {
     }
 }
 
-/// True for reasons that are not reported: the request did not ask for the host.
+/// True for reasons that are not reported, because the request did not ask for the host.
 fn is_untold<S>(why: &Reason<S>) -> bool {
     matches!(why, Reason::OtherHost | Reason::Complement)
 }
 
-/// True for reasons that may end while the set of hosts stays the same.
+/// True for temporary reasons: the host may become usable later.
 fn may_pass(why: &Reason<&str>) -> bool {
     match why {
         Reason::Owner { .. }
@@ -128,11 +129,11 @@ pub(super) struct Excluding {
     first: Vec<(HostId, Reason)>,
     told: usize,
     untold: usize,
-    /// At least one reason is temporary.
+    /// True if at least one reason is temporary.
     pub(super) may_pass: bool,
-    /// At least one host did not answer.
+    /// True if at least one host was lost or did not answer.
     pub(super) no_answer: bool,
-    /// At least one host matches the request.
+    /// True if the request asks for at least one of the excluded hosts.
     pub(super) asked_for: bool,
 }
 

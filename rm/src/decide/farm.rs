@@ -1,37 +1,38 @@
 //! Simulates job completion on a copy of the cluster. A candidate migration is evaluated by running
 //! the simulation with it and without it.
 //!
-//! Later migrations are part of the simulation: whenever a processor becomes idle, the task that
-//! would end last migrates there if that makes it faster. A migration is therefore compared with
-//! waiting for a free processor, not with waiting forever.
+//! The simulation includes later migrations: whenever a processor becomes idle, the task that would
+//! end last migrates there if that makes it faster. A candidate is therefore compared with waiting
+//! for the next idle processor.
 //!
 //! All tasks of a host run at the same rate. Each host has a queue of its tasks, sorted by
-//! remaining work. Time advances in steps: to the next end of a task or of a cooldown.
+//! remaining work. Time advances in steps, each to the next end of a task or of a cooldown.
 
 use super::{SHIFT_REST, SHIFTS_MAX};
 
-/// Minimum speedup for a task to migrate for its own sake.
+/// Minimum factor by which a task must become faster to migrate.
 pub(super) const FASTER: f64 = 1.2;
 
 /// A host in the simulation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Machine {
     pub(super) processors: f64,
-    /// Work of one processor per second, in seconds of an ordinary one.
+    /// Speed of one processor, relative to an ordinary one.
     pub(super) speed: f64,
     /// External load in threads.
     pub(super) foreign: f64,
 }
 
 impl Machine {
-    /// Returns the work that each of `tasks` tasks does per second.
+    /// Returns the work that each task does per second if `tasks` tasks run on the host, in seconds
+    /// of an ordinary processor.
     pub(super) fn rate(&self, tasks: usize) -> f64 {
         let threads = tasks as f64 + self.foreign;
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// Returns the sum of the seconds until each of `tasks` tasks ends, if all stay. `left`:
-    /// remaining work of each, in ascending order.
+    /// Returns the sum of the completion times of `tasks` tasks in seconds, if all stay on the
+    /// host. `left`: remaining work of each, in ascending order.
     pub(super) fn flow(&self, tasks: usize, left: impl Iterator<Item = f64>) -> f64 {
         let (mut before, mut sum) = (0.0, 0.0);
         for (ended, left) in left.enumerate() {
@@ -48,19 +49,20 @@ impl Machine {
 pub(super) struct Piece {
     /// Index of the task's host.
     pub(super) at: usize,
-    /// Remaining work, in seconds of an ordinary processor. Within a queue, [`Queue::done`] is
-    /// added.
+    /// Remaining work, in seconds of an ordinary processor. While the task is in a queue,
+    /// [`Queue::done`] at its arrival is added.
     pub(super) left: f64,
-    /// Number of migrations that are left.
+    /// Number of migrations that the task may still make.
     pub(super) moves: usize,
     /// End of the cooldown, in seconds of simulated time.
     pub(super) rests: f64,
-    /// The task belongs to the job whose end is simulated.
+    /// True if the task belongs to the job whose completion time is optimized.
     pub(super) counts: bool,
 }
 
 impl Piece {
-    /// Changes the host at time `now`. The migration costs the task `work`.
+    /// Migrates the task to host `to` at time `now`. `work`: cost of the migration, as additional
+    /// work.
     pub(super) fn go(&mut self, to: usize, work: f64, now: f64) {
         self.moves = self.moves.saturating_sub(1);
         let before = SHIFTS_MAX.saturating_sub(self.moves + 1);
@@ -72,71 +74,72 @@ impl Piece {
 /// Result of a simulation, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
-    /// End of the job's last task.
+    /// Time when the last task of the job ends.
     pub(super) end: f64,
-    /// Sum of the ends of all other tasks.
+    /// Sum of the completion times of the tasks of other jobs.
     pub(super) others: f64,
 }
 
-/// Marks the end of a queue.
+/// Index that stands for "no task", for example after the last task of a queue.
 const NONE: usize = usize::MAX;
-/// Offer of a host where one more task would slow down others.
+/// Offer of a host on which one more task would slow down other tasks.
 const NO_GAP: f64 = -1.0;
 
-/// The tasks of one host, which all run at the same rate. The task with the least remaining work
-/// ends first.
+/// The tasks of one host, linked in the order of their ends. All of them run at the same rate.
 ///
-/// The remaining work of a queued task counts from the start of the simulation: the task ends when
-/// `done` reaches it.
+/// `done` at the arrival of a task is added to its remaining work, so the task ends when `done`
+/// reaches that sum.
 #[derive(Clone, Copy, Debug)]
 struct Queue {
-    /// The task that ends first; [`Future::next`] links the others in their order.
+    /// Task that ends first. [`Future::next`] gives the successor of each task.
     first: usize,
     last: usize,
     tasks: usize,
-    /// Work done, as of `since`, by a task that has been on the host from the start.
+    /// Work that a task has done if it was on the host from the start until `since`.
     done: f64,
     since: f64,
-    /// Work that each task does per second.
+    /// Work that each task does per second, in seconds of an ordinary processor.
     rate: f64,
 }
 
 /// State of a simulation. The cost of a step depends on the number of hosts, not on the number of
 /// tasks.
 ///
-/// Values that are searched over all hosts are in arrays of their own, and there are no references.
-/// A trial therefore copies the state into memory that is already allocated.
+/// Values that are searched over all hosts are in separate arrays, and the state contains no
+/// references. To start a trial, the state is copied into memory that is already allocated.
 #[derive(Debug, Default)]
 pub(super) struct Future {
     machines: Vec<Machine>,
     queues: Vec<Queue>,
-    /// For each host: when its first task ends, and when its last one would end if nothing changed.
+    /// Time when the first task of each host ends.
     ends: Vec<f64>,
+    /// Time when the last task of each host would end if nothing changed.
     lasts: Vec<f64>,
-    /// For each host: the rate it offers to one more task, or [`NO_GAP`].
+    /// Rate that each host offers to one more task, or [`NO_GAP`].
     offers: Vec<f64>,
-    /// For each host: the minimum rate for which a task leaves it.
+    /// Minimum rate for which a task leaves its host, by host.
     wants: Vec<f64>,
     pieces: Vec<Piece>,
     /// Successor of each task in its queue.
     next: Vec<usize>,
-    /// Tasks that have not ended, and those of them that belong to the job.
+    /// Number of tasks that have not ended.
     tasks: usize,
+    /// Number of tasks of the job that have not ended.
     counted: usize,
-    /// End of each task that has ended.
+    /// Completion time of each task that has ended.
     ended: Vec<f64>,
     /// Ends of the cooldowns, in descending order.
     rested: Vec<f64>,
-    /// Some processor is idle.
+    /// True if some processor is idle.
     gap: bool,
-    /// Largest offer that no task accepted. Offers up to it are skipped: the passage of time alone
-    /// makes no task accept.
+    /// Largest offer that no task has accepted. Offers up to it are skipped, because a task that
+    /// declines one does not accept it later unless something else changes.
     declined: f64,
     /// Cost of a migration for its task, in seconds.
     cost: f64,
     now: f64,
     outcome: Outcome,
-    /// Steps of all simulations that used this memory.
+    /// Number of steps of all simulations in this memory.
     steps: usize,
 }
 
@@ -173,12 +176,14 @@ impl Future {
             ..Future::default()
         };
         (0..future.queues.len()).for_each(|host| future.count_again(host));
-        // Of tasks with equal remaining work, the first one counts as the longest.
+        // Tasks are added in reverse order. Of two tasks with equal remaining work, the first one
+        // in the list is then treated as the longer one.
         (0..future.pieces.len()).rev().for_each(|i| future.put(i));
         future
     }
 
-    /// Copies the state of another simulation into the allocated memory.
+    /// Copies the state of another simulation. Reuses the memory that this simulation has
+    /// allocated.
     pub(super) fn become_like(&mut self, other: &Future) {
         self.machines.clone_from(&other.machines);
         self.queues.clone_from(&other.queues);
@@ -195,7 +200,7 @@ impl Future {
         (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
     }
 
-    /// Selects the tasks of the job, and the cost of a migration in seconds.
+    /// Selects the tasks of the job, and sets the cost of a migration in seconds.
     pub(super) fn ask(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
         self.pieces
             .iter_mut()
@@ -213,7 +218,7 @@ impl Future {
         &self.pieces
     }
 
-    /// Runs until all tasks have ended. Returns the end of each.
+    /// Runs until all tasks have ended. Returns the completion time of each task.
     pub(super) fn ends(&mut self) -> &[f64] {
         while self.tasks > 0 {
             self.pass();
@@ -225,19 +230,20 @@ impl Future {
         self.steps
     }
 
-    /// Migrates a task at the current time.
+    /// Migrates task `i` to host `to` at the current time, with the cost of a migration.
     pub(super) fn go(&mut self, i: usize, to: usize) {
         let gets = self.machines[to].rate(self.queues[to].tasks + 1);
         self.shift(i, to, self.cost * gets);
     }
 
-    /// Applies a migration of the plan, at no cost.
+    /// Migrates task `i` to host `to` without a cost, because the plan already contains the
+    /// migration.
     pub(super) fn has_gone(&mut self, i: usize, to: usize) {
         self.shift(i, to, 0.0);
     }
 
-    /// Runs until all tasks have ended. Returns `None` as soon as `will_not_do` rejects the lower
-    /// bound of the outcome.
+    /// Runs until all tasks have ended, and returns the outcome. Returns `None` as soon as
+    /// `will_not_do` rejects the lower bound of the outcome.
     pub(super) fn outcome_unless(
         &mut self,
         will_not_do: impl Fn(Outcome) -> bool,
@@ -257,7 +263,8 @@ impl Future {
         Some(self.outcome)
     }
 
-    /// Runs until the job has ended. Returns whether that is later than `limit` seconds.
+    /// Runs until the job has ended or `limit` seconds have passed. Returns true if the job ends
+    /// after `limit`.
     pub(super) fn ends_after(&mut self, limit: f64) -> bool {
         while self.counted > 0 && self.now <= limit {
             self.pass();
@@ -265,8 +272,8 @@ impl Future {
         self.counted > 0 || self.outcome.end > limit
     }
 
-    /// Advances to the next end of a task, or to the end of a cooldown if the task may find an idle
-    /// processor.
+    /// Makes one step: migrates tasks to idle processors, then advances to the next end of a task.
+    /// If a processor is idle, an earlier end of a cooldown ends the step.
     fn pass(&mut self) {
         self.steps += 1;
         while self.rested.last().is_some_and(|at| *at <= self.now) {
@@ -277,7 +284,7 @@ impl Future {
         let end = -greatest(&self.ends, |end| -end);
         let host = self.ends.iter().position(|at| *at == end).unwrap_or(0);
         if let Some(at) = self.rested.last().filter(|at| self.gap && **at < end) {
-            // Slightly later, so that the cooldown counts as over.
+            // Adds a small amount, so that the cooldown has ended in spite of rounding.
             self.now = at + 1e-6;
             return;
         }
@@ -299,7 +306,7 @@ impl Future {
         self.count_again(host);
     }
 
-    /// Migrates tasks to idle processors.
+    /// Migrates tasks to idle processors, as long as a task accepts an offer.
     fn fill_gaps(&mut self) {
         for _ in 0..self.tasks {
             let gets = greatest(&self.offers, |offer| offer);
@@ -316,14 +323,15 @@ impl Future {
         }
     }
 
-    /// Returns the task that would end last among those that become faster by this rate.
+    /// Returns the task that becomes faster at the rate `gets` and would otherwise end last; `None`
+    /// if no task becomes faster.
     fn longest_for(&self, gets: f64) -> Option<usize> {
         let (mut latest, mut mover) = (self.now, None);
         for (host, (wants, ends)) in self.wants.iter().zip(&self.lasts).enumerate() {
             if gets < *wants || *ends <= latest {
                 continue;
             }
-            // If the longest task gains nothing, the others do not either.
+            // If the longest task of a host gains nothing, no other task of the host does.
             let Some(longest) = self.longest_of(host) else {
                 continue;
             };
@@ -338,7 +346,7 @@ impl Future {
         mover
     }
 
-    /// Returns the longest task of a host that may migrate.
+    /// Returns the longest of the tasks of a host that may migrate.
     fn longest_of(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
         let may_go = |i: usize| self.pieces[i].moves > 0 && self.pieces[i].rests <= self.now;
@@ -412,19 +420,19 @@ impl Future {
         self.count_again(host);
     }
 
-    /// Adds the work done until now.
+    /// Adds the work that each task of the host has done until the current time.
     fn settle(&mut self, host: usize) {
         let queue = &mut self.queues[host];
         queue.done += (self.now - queue.since) * queue.rate;
         queue.since = self.now;
     }
 
-    /// Recomputes the values of a host after its tasks have changed.
+    /// Updates the derived values of a host after its tasks have changed.
     fn count_again(&mut self, host: usize) {
         let (queue, machine) = (&mut self.queues[host], &self.machines[host]);
         let tasks = queue.tasks;
         queue.rate = machine.rate(tasks);
-        // One more task slows down no other one.
+        // True if one more task slows down no other task.
         let gap = tasks == 0 || (tasks + 1) as f64 + machine.foreign <= machine.processors;
         self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_GAP };
         let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
@@ -443,8 +451,8 @@ impl Future {
     }
 }
 
-/// Returns the maximum of `of` over the list. Four independent maxima let the processor compare
-/// several numbers at once.
+/// Returns the maximum of `of` over the list. Computes four independent maxima, so that the
+/// compiler can use vector instructions.
 fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let more = |a: f64, b: f64| if a > b { a } else { b };
     let (fours, rest) = list.as_chunks::<4>();
@@ -489,7 +497,7 @@ mod tests {
         }
     }
 
-    /// Tasks share a processor until each has ended.
+    /// Two tasks share a processor until the first of them has ended.
     #[test]
     fn tasks_share_a_processor_until_they_end() {
         assert_eq!(
@@ -509,14 +517,14 @@ mod tests {
         assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
     }
 
-    /// A task migrates to an idle processor, and that costs time.
+    /// A task migrates to an idle processor. The migration delays it by its cost.
     #[test]
     fn task_migrates_to_idle_processor_at_a_cost() {
         let both = [piece(0, 10.0), piece(0, 10.0)];
         assert_eq!(end(&[ORDINARY, ORDINARY], &both, 1.0), 11.0);
         let stays = both.map(|piece| Piece { moves: 0, ..piece });
         assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
-        // A task waits for a faster processor that becomes free in time.
+        // A faster processor becomes free soon enough, so the task waits for it.
         let fast = Machine {
             speed: 2.0,
             ..ORDINARY
@@ -534,7 +542,7 @@ mod tests {
             rests: 5.0,
             ..piece(0, 10.0)
         };
-        // Five seconds of sharing, then each task has a host for itself.
+        // The tasks share a host for five seconds. Then each has a host for itself.
         let both = end(&[ORDINARY, ORDINARY], &[resting, resting], 0.0);
         assert!((both - 12.5).abs() < 0.01, "{both}");
         let moved = {
@@ -548,11 +556,11 @@ mod tests {
         );
     }
 
-    /// A better offer is accepted although the one before it was not.
+    /// A task accepts a better offer after it has declined an earlier one.
     #[test]
     fn better_offer_is_taken_after_a_declined_one() {
-        // No task leaves half a processor for one that is slower still. A processor that is four
-        // times as fast becomes free after ten seconds.
+        // No task leaves half a processor for a processor that is even slower. After ten seconds, a
+        // processor that is four times as fast becomes free.
         let (slow, fast) = (
             Machine {
                 speed: 0.45,
@@ -565,8 +573,8 @@ mod tests {
         );
         let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
         let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
-        // One of the two migrates there, and the other has 25 seconds left for itself. Together
-        // they would need 60 seconds.
+        // One of the two tasks migrates to it. The other needs 25 more seconds on the slow
+        // processor. Together on the slow processor they would need 60 seconds.
         assert!((end - 35.0).abs() < 1e-6, "{end}");
     }
 
@@ -588,7 +596,8 @@ mod tests {
         assert_eq!(greatest(&[], |x| x), f64::NEG_INFINITY);
     }
 
-    /// Tasks of other jobs take processor time, but the job's end does not wait for theirs.
+    /// Tasks of other jobs use processor time, but the completion time of the job does not include
+    /// them.
     #[test]
     fn other_jobs_take_time_but_do_not_delay_the_end() {
         let other = Piece {

@@ -1,10 +1,10 @@
 //! Compares the predicted gain of rebalancing migrations with the actual gain, and corrects later
 //! predictions.
 //!
-//! A predicted gain rests on two guesses: the rate of the task at the target, and its remaining
-//! work. Each is compared with the observed value, and later gains are scaled by the learned ratio.
-//! Migrations that do not pay are therefore not repeated. Nothing is learned then, so the
-//! correction fades, and after some hours a migration is tried again.
+//! A predicted gain depends on two guesses: the rate of the task at the target, and its remaining
+//! work. Each is compared with the observed value, and later gains are multiplied by the learned
+//! ratios. If migrations bring less than predicted, fewer are made. Nothing new is learned then, so
+//! the correction fades over some hours, and migrations are tried again.
 
 use super::predict::Estimates;
 use super::{HostId, Shift};
@@ -12,22 +12,23 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Maximum number of migrations that are followed at once; further ones are not followed.
+/// Maximum number of migrations that are tracked at once. Further ones are not tracked.
 pub const PROMISES_MAX: usize = 4096;
-/// Bounds of the factor that corrects computed gains.
+/// Range of the factor by which computed gains are multiplied.
 pub const TRUST: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// Time after which a correction has half its effect if nothing confirms it.
+/// Half-life of the correction if no new observation confirms it.
 pub const TRUST_HALF: Micros = Micros::from_secs(2 * 3600);
-/// Time after the arrival when the rate of a task is measured.
+/// Time between the arrival of a task at its target and the measurement of its rate.
 const LOOK_AFTER: Micros = Micros::from_secs(30);
-/// Minimum time at the target for measuring the rate of a task that ends earlier.
+/// Minimum time at the target for a measurement of the rate, if the task ends before
+/// [`LOOK_AFTER`].
 const RATE_AFTER: Micros = Micros::from_secs(5);
-/// Maximum ratio that is recorded. A task that has done this multiple of its expected work is not
-/// followed further.
+/// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
+/// predicted work times this factor.
 const MORE: f64 = 2.0;
 /// Minimum weight of the newest observation.
 const NEWEST: f64 = 0.1;
-/// Weight of the initial assumption that predictions are right, in migrations.
+/// Weight of the initial ratio 1, as a number of migrations.
 const PRIOR: f64 = 3.0;
 
 /// Mean ratio of actual to predicted values.
@@ -51,19 +52,21 @@ impl Ratio {
     }
 }
 
-/// Corrections of predicted gains.
+/// Learned corrections of predicted gains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Gains {
-    /// Ratio for the rate at the target.
+    /// Ratio of the actual to the predicted gain in rate at the target.
     rate: Ratio,
-    /// Ratios for the remaining work: if it was estimated, and if it was declared.
+    /// Ratios of the actual to the predicted remaining work: index 0 for estimated work, 1 for
+    /// declared work.
     work: [Ratio; 2],
     /// Time of the last observation.
     heard: Micros,
 }
 
 impl Gains {
-    /// Returns the factor that corrects a computed gain.
+    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// from declared work.
     pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
         let learned = (self.rate.mean * self.work[usize::from(told)].mean)
             .clamp(*TRUST.start(), *TRUST.end());
@@ -71,7 +74,8 @@ impl Gains {
         learned.powf(0.5_f64.powf(age))
     }
 
-    /// Returns the same corrections for a clock that starts at zero.
+    /// Returns the same corrections, with the time of the last observation set to the start of a
+    /// new clock.
     pub(super) fn on_new_clock(self) -> Gains {
         Gains {
             heard: Micros::default(),
@@ -101,24 +105,25 @@ impl Gains {
     }
 }
 
-/// Prediction about a migration that is followed.
+/// Prediction about a migration that is tracked.
 #[derive(Clone, Copy, Debug)]
 struct Promise {
     from: HostId,
     to: HostId,
-    /// Rate before the migration and predicted rate after it, in thousandths of an ordinary
-    /// processor.
+    /// Rate at the source, in thousandths of an ordinary processor.
     has: f64,
+    /// Predicted rate at the target, in thousandths of an ordinary processor.
     gets: f64,
     /// Predicted remaining work, in seconds of an ordinary processor.
     left: f64,
     told: bool,
-    /// Computed gain, and the gain after the correction by experience.
+    /// Computed gain, before the correction by experience.
     reckoned: Micros,
+    /// Gain after the correction by experience.
     gain: Micros,
     cost: Micros,
     arrived: Option<Arrived>,
-    /// Ratio of actual to predicted rate gain, once measured.
+    /// Ratio of the actual to the predicted gain in rate; `None` until it was measured.
     rate: Option<f64>,
 }
 
@@ -126,7 +131,7 @@ struct Promise {
 #[derive(Clone, Copy, Debug)]
 struct Arrived {
     at: Micros,
-    /// Work done before the arrival.
+    /// Work that the task had done before its arrival.
     done: Micros,
     /// Actual cost of the migration.
     cost: Micros,
@@ -138,9 +143,9 @@ pub struct Outcome {
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
-    /// Predicted gain and cost.
+    /// Predicted (gain, cost).
     pub expected: (Micros, Micros),
-    /// Actual gain, as far as the task's rate and work tell, and actual cost.
+    /// Actual (gain, cost). The gain is computed from the observed rate and work of the task.
     pub came: (Micros, Micros),
 }
 
@@ -151,8 +156,8 @@ pub struct Promises {
 }
 
 impl Promise {
-    /// Returns the ratio of actual to predicted time saved per unit of work. `work` seconds of work
-    /// were done in `span` seconds.
+    /// Returns the ratio of the actual to the predicted time saved per unit of work. The task has
+    /// done `work` seconds of work in `span` seconds.
     fn rate(&self, work: f64, span: f64) -> f64 {
         let sooner = |rate: f64| 1.0 / self.has.max(1.0) - 1.0 / rate.max(1.0);
         (sooner(1e3 * work / span.max(1e-6)) / sooner(self.gets)).clamp(0.0, MORE)
@@ -172,8 +177,8 @@ impl Promise {
 }
 
 impl Promises {
-    /// Starts following a migration that was ordered. A task that makes room for another one and
-    /// gets less itself is not followed.
+    /// Starts tracking an ordered migration. A task that becomes slower, because it makes room for
+    /// another one, is not tracked.
     pub fn made(&mut self, shift: &Shift) {
         let why = &shift.why;
         let (has, gets, left) = (why.has as f64, why.gets as f64, why.left.0 as f64 / 1e6);
@@ -198,9 +203,9 @@ impl Promises {
         self.open.insert(shift.tid, promise);
     }
 
-    /// Records that the task arrived at `to` after `done` work, in a migration of cost `cost`. If
-    /// `to` is not the predicted target, or if the task had arrived before, the prediction is
-    /// discarded: what the migration would have saved cannot be known.
+    /// Records the arrival of a task at `to`. `done`: work done before the arrival; `cost`: cost of
+    /// the migration. Discards the prediction if `to` is not the predicted target or the task had
+    /// arrived before, because the gain of that migration cannot be determined.
     pub fn arrived(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
         match self.open.get_mut(&tid) {
             Some(promise) if promise.to == to && promise.arrived.is_none() => {
@@ -210,18 +215,19 @@ impl Promises {
         }
     }
 
-    /// Discards the prediction for a task that did not migrate, was suspended, or is gone.
+    /// Discards the prediction about a task, because it did not migrate, was suspended, or has left
+    /// the virtual machine.
     pub fn dropped(&mut self, tid: Tid) {
         self.open.remove(&tid);
     }
 
-    /// Returns the tasks that are followed.
+    /// Returns the tasks whose migrations are tracked.
     pub fn tasks(&self) -> Vec<Tid> {
         self.open.keys().copied().collect()
     }
 
-    /// Measures a running task that has done `done` work. Returns the result of its migration once
-    /// it is known.
+    /// Measures the rate of a running task that has done `done` work. Returns the result of its
+    /// migration when tracking ends.
     pub fn look(
         &mut self,
         now: Micros,
@@ -248,8 +254,8 @@ impl Promises {
         Some(outcome)
     }
 
-    /// Concludes the prediction for a task that ended after `done` work. Returns the result of its
-    /// migration.
+    /// Ends tracking of a task that ended after `done` work. Returns the result of its migration,
+    /// if the task had arrived at the target.
     pub fn ended(
         &mut self,
         now: Micros,
@@ -288,8 +294,8 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    /// Creates a migration from host 1 to host 2 at twice the rate, with `left` seconds of
-    /// remaining work.
+    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with `left`
+    /// seconds of remaining work.
     fn shift(left: u64) -> Shift {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
@@ -312,8 +318,9 @@ mod tests {
         }
     }
 
-    /// Returns the result of such a migration if the task does `rate` thousandths of a second's
-    /// work per second, and `work` seconds of work.
+    /// Tracks a migration with 100 seconds of predicted remaining work and returns its result. The
+    /// task does `work` seconds of work at the rate `rate`, in thousandths of an ordinary
+    /// processor.
     fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<Outcome> {
         let (mut promises, at) = (Promises::default(), Micros::from_secs(at));
         promises.made(&shift(100));
@@ -345,7 +352,8 @@ mod tests {
         assert!((estimates.trust(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
-    /// Gains are scaled by what earlier ones were worth, until those are long past.
+    /// Predicted gains are multiplied by the ratio learned from earlier migrations. The correction
+    /// fades with time.
     #[test]
     fn confidence_follows_results_and_fades() {
         for (rate, work) in [(600, 100), (1000, 33)] {
@@ -374,7 +382,8 @@ mod tests {
         }
     }
 
-    /// A task that ends up on another host, or gets less for the sake of others, teaches nothing.
+    /// If a task arrives at another host than predicted, or becomes slower to make room for others,
+    /// nothing is learned from it.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
         let (mut promises, mut estimates) = (Promises::default(), Estimates::default());

@@ -1,5 +1,5 @@
-//! Guests on hosts that accept no guests, grouped into classes that can go to the same hosts. When
-//! owners return everywhere at once, one search for a target serves all guests of a class.
+//! The guests on hosts that accept no guests, grouped into classes. The same targets are possible
+//! for all guests of a class, so one search serves the whole class when many owners return at once.
 
 use super::{HostView, Leaving, Owner, TaskView};
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
@@ -7,15 +7,15 @@ use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Class of guests that can go to the same hosts.
+/// Properties that determine the possible targets of a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// Power of two below the guest's memory in bytes, because a larger guest may find no room
-    /// where a smaller one does. `None` if the guest needs no more than the headroom that every
-    /// task gets.
+    /// Base-2 logarithm of the guest's memory in bytes, rounded down, because a host may have room
+    /// for a small guest only. `None` if the guest needs no more than the memory reserved for every
+    /// task.
     size: Option<u32>,
 }
 
@@ -25,32 +25,32 @@ pub(super) struct Guest {
     pub(super) tid: Tid,
     /// Index of the guest's class.
     pub(super) kind: usize,
-    /// Only the class matters: the guest must leave immediately, and no host has refused it.
+    /// True if only the class determines the decision: the guest must leave immediately, and no
+    /// host has refused it.
     pub(super) is_plain: bool,
 }
 
 /// The guests of all hosts that accept no guests.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Guests {
-    /// By host and position in the host's task list.
+    /// The guests, by host and position in the host's task list.
     all: BTreeMap<(HostId, usize), Guest>,
     numbers: HashMap<Kind, usize>,
-    /// By index: the class and its number of guests.
+    /// Classes with the number of their guests, by class index.
     kinds: Vec<Option<(Kind, usize)>>,
-    /// Indices that no class uses.
+    /// Class indices that are not in use.
     free: Vec<usize>,
 }
 
 impl Guests {
-    /// Returns the guests by ascending host id and in task order, with the position in the host's
-    /// task list.
+    /// Returns the guests as (host, position in the host's task list, guest), in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
         self.all
             .iter()
             .map(|((host, at), guest)| (*host, *at, *guest))
     }
 
-    /// Returns the exclusive upper bound of class indices.
+    /// Returns a number that is greater than every class index.
     pub(super) fn kinds(&self) -> usize {
         self.kinds.len()
     }
@@ -78,7 +78,7 @@ impl Guests {
         }
     }
 
-    /// Returns the index of a task's class, after counting one more guest.
+    /// Counts one more guest of the task's class. Returns the index of the class.
     fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
         let size = (task.bytes > HEADROOM_BYTES_PER_TASK).then(|| task.bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
@@ -164,8 +164,8 @@ mod tests {
         }
     }
 
-    /// Guests of one class share its index; a class without guests leaves its index to the next new
-    /// class.
+    /// Guests of one class share its index. When a class has no more guests, the next new class
+    /// reuses its index.
     #[test]
     fn empty_guest_class_frees_its_index() {
         let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);

@@ -1,9 +1,9 @@
-//! Migrations that let a whole job end sooner (that shorten its makespan), for jobs whose work is
-//! declared.
+//! Migrations that reduce the completion time of a whole job (its makespan), for jobs with declared
+//! work.
 //!
-//! The tasks that would end last go where they end sooner, alone or in exchange for another task,
-//! or tasks on the same hosts make room for them. Each candidate is evaluated by simulating the
-//! hosts with it and without it ([`super::farm`]).
+//! A candidate migrates a task that would end last to a host where it ends sooner. Alternatively it
+//! exchanges the task with another one, or migrates a task that shares the host with it. Each
+//! candidate is evaluated by simulating the hosts with it and without it ([`super::farm`]).
 
 use super::balance::{
     GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, micros, rests_until, seconds, shifts_left, worth,
@@ -14,40 +14,40 @@ use super::{Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
-/// Maximum number of tasks on the hosts of the plan. With more, each task matters little, and the
-/// jobs are left to [`super::balance`].
+/// Maximum number of tasks on the hosts of the plan. If there are more, a single task has little
+/// effect, and only [`super::balance`] plans migrations.
 const TASKS_MAX: usize = 64;
 /// Maximum number of tasks examined: those that would end last.
 const LAST_MAX: usize = 8;
-/// Number of those for which an exchange with another task is tried.
+/// Number of the examined tasks for which an exchange with another task is also tried.
 const EXCHANGES_MAX: usize = 2;
-/// Maximum spread of the external load, in threads. Above it the load of a host is unpredictable,
-/// and tasks neither leave nor arrive.
+/// Maximum fluctuation of a host's external load, in threads. Above it the load is unpredictable,
+/// and the host is neither source nor target.
 const UNSTEADY: f64 = 1.0;
-/// Minimum factor between two ends for the later one to count as a delay.
+/// A job counts as delayed if its end is later by at least this factor.
 const DELAY: f64 = 1.001;
 /// Minimum reduction of the job's remaining time, as a fraction of that time.
 const SOONER: f64 = 0.03;
-/// Maximum number of simulation steps for finding migrations in one plan.
+/// Maximum number of simulation steps for the search for migrations in one plan.
 const STEPS_MAX: usize = 700;
-/// Maximum number of steps that also includes the checks whether other migrations delay a job.
-/// Beyond it, tasks of jobs with declared work stay.
+/// Maximum number of simulation steps in one plan, including the checks whether migrations delay a
+/// job. After them, tasks of jobs with declared work do not migrate.
 const ALL_STEPS_MAX: usize = 2 * STEPS_MAX;
 
-/// The simulated cluster: all hosts and tasks of the plan, with the migrations planned so far.
+/// Simulation of all hosts and tasks of the plan, with the migrations planned so far.
 pub(super) struct Farm<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     start: Future,
-    /// When each task ends without a migration, and the cost of a migration in seconds for which
-    /// that holds.
+    /// Cost of a migration in seconds, and for this cost the time when each task ends if the plan
+    /// gets no further migration.
     ends: Option<(f64, Vec<f64>)>,
-    /// Simulation that is reused for each trial.
+    /// Simulation in which candidates are tried. Its memory is reused.
     tried: Future,
 }
 
-/// Migration of one task, with an optional one in exchange. Each is a pair of indices into the
-/// lists of tasks and of hosts.
+/// A candidate: the migration of one task, and optionally a second one in exchange. Each migration
+/// is a pair (index of the task, index of the target).
 #[derive(Clone, Copy, Debug)]
 struct Step {
     first: (usize, usize),
@@ -61,10 +61,11 @@ impl Step {
 }
 
 impl Farm<'_> {
-    /// Selects the job whose end is optimized. Returns the outcome without a migration.
+    /// Selects the job whose completion time is optimized. Returns the outcome without a further
+    /// migration.
     fn ask(&mut self, job: Tid, snapshot: &Snapshot) -> Outcome {
-        // Cost of the migrations that follow within the simulation. Their hosts are unknown, so the
-        // mean rate per task counts.
+        // Estimates the cost of migrations that the simulation itself makes. Their hosts are
+        // unknown, so the mean processor share per task is used.
         let all: f64 = self
             .start
             .machines()
@@ -101,7 +102,7 @@ impl Farm<'_> {
         })
     }
 
-    /// Returns a simulation in which these migrations are made.
+    /// Returns a simulation in which these migrations are made at the start.
     fn tried(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Future {
         self.tried.become_like(&self.start);
         moves
@@ -110,7 +111,7 @@ impl Farm<'_> {
         &mut self.tried
     }
 
-    /// Applies a migration of the plan.
+    /// Adds a migration of the plan to the simulation.
     pub(super) fn take(&mut self, task: Tid, to: HostId) {
         let i = self.tasks.iter().position(|t| t.tid == task);
         let to = self.hosts.iter().position(|host| *host == to);
@@ -122,8 +123,8 @@ impl Farm<'_> {
 }
 
 impl<'a> Plan<'a> {
-    /// Returns the hosts and tasks of the plan, if there are jobs with declared work and not too
-    /// many tasks.
+    /// Returns the simulation of the plan's hosts and tasks. `None` if no job has declared work or
+    /// there are more than [`TASKS_MAX`] tasks.
     pub(super) fn farm(&mut self) -> Option<Farm<'a>> {
         self.told = self.told_jobs();
         if self.told.is_empty() {
@@ -186,8 +187,7 @@ impl<'a> Plan<'a> {
         tasks().map(|t| t.job).filter(fits).collect()
     }
 
-    /// True if a migration delays the end of the task's job. Only jobs with declared work are
-    /// checked.
+    /// True if a migration delays the end of the task's job. False for jobs without declared work.
     pub(super) fn delays(&self, farm: &mut Farm<'a>, task: &TaskView, to: HostId) -> bool {
         if !self.told.contains(&task.job) {
             return false;
@@ -203,11 +203,12 @@ impl<'a> Plan<'a> {
         farm.tried([(i, to)]).ends_after(before.end * DELAY)
     }
 
-    /// Plans the migrations that let jobs end sooner.
+    /// Adds migrations to the plan that reduce the completion time of jobs. `room`: maximum number
+    /// of migrations in the plan.
     pub(super) fn hasten(&mut self, farm: &mut Farm<'a>, room: usize) {
         let jobs: Vec<Tid> = self.told.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
-            // Each job gets an equal part of the steps that are left.
+            // Each job gets an equal part of the remaining simulation steps.
             let done = farm.tried.steps();
             let most = done + STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.shifts.len() + 2 <= room {
@@ -235,8 +236,8 @@ impl<'a> Plan<'a> {
             }
             let cost: f64 = step.moves().map(|(i, to)| self.cost(farm, i, to)).sum();
             let most = best.map(|(most, ..)| most);
-            // Each task of the job gains what the job ends sooner; tasks of other jobs at the
-            // target lose.
+            // Every task of the job gains the time by which the job ends sooner. Tasks of other
+            // jobs at the target lose time.
             let gain =
                 |after: Outcome| count * (before.end - after.end) + before.others - after.others;
             let is_best = |after: Outcome| {
@@ -259,7 +260,7 @@ impl<'a> Plan<'a> {
         best.map(|(_, step, weighed, sooner)| self.shifts_of(farm, &step, weighed, sooner))
     }
 
-    /// Returns the cost of a migration in seconds.
+    /// Returns the cost in seconds of migrating task `i` to host `to`; both are indices.
     fn cost(&self, farm: &Farm<'_>, i: usize, to: usize) -> f64 {
         let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
         let (has, gets) = self.rates(from, to);
@@ -270,7 +271,7 @@ impl<'a> Plan<'a> {
         )
     }
 
-    /// Returns the rate of a task at its source and its predicted rate at the target, in
+    /// Returns the rate of a task at its source and the predicted rate at its target, in
     /// thousandths of an ordinary processor.
     fn rates(&self, from: HostId, to: HostId) -> (f64, f64) {
         (self.places[&from].has, self.places[&to].gets)
@@ -311,10 +312,10 @@ impl<'a> Plan<'a> {
         step.moves().map(shift).collect()
     }
 
-    /// Returns the candidate migrations, the most promising first.
+    /// Returns the candidates for a job, the most promising first.
     ///
-    /// Tasks that would end last go elsewhere, alone or in exchange for another task. Tasks that
-    /// share their hosts make room for them.
+    /// A task that would end last migrates alone or in exchange for another task, or a task that
+    /// shares its host migrates.
     fn steps(&self, farm: &Farm<'_>, job: Tid) -> Vec<Step> {
         let pieces = farm.start.pieces();
         let mut on = vec![Vec::new(); farm.hosts.len()];
@@ -325,7 +326,7 @@ impl<'a> Plan<'a> {
         let of_job = |i: &usize| farm.tasks[*i].job == job;
         let ends = |i: usize| {
             let piece = pieces[i];
-            // Shorter tasks take their share until they end.
+            // The host also does the work of shorter tasks until they end.
             let before: f64 = on[piece.at]
                 .iter()
                 .map(|other| pieces[*other].left.min(piece.left))
@@ -358,8 +359,8 @@ impl<'a> Plan<'a> {
         };
         let steady: Vec<bool> = (0..farm.hosts.len()).map(steady).collect();
         let goes = |i: usize, to: usize| to != pieces[i].at && steady[to] && steady[pieces[i].at];
-        // Time to the end of the task if all other tasks stay and share the host with it
-        // throughout.
+        // Time until the task ends on the host, if all other tasks stay and share the host with it
+        // until then.
         let there = |i: usize, to: usize, tasks: usize| {
             pieces[i].left / farm.start.machines()[to].rate(tasks)
         };
@@ -394,7 +395,7 @@ impl<'a> Plan<'a> {
         steps.into_iter().map(|(_, step)| step).collect()
     }
 
-    /// True if every target accepts its task.
+    /// True if every target of the candidate accepts its task.
     fn fits(&self, farm: &Farm<'_>, step: &Step) -> bool {
         let host = |at: usize| self.places[&farm.hosts[at]].host;
         let from = |i: usize| host(farm.start.pieces()[i].at);

@@ -1,12 +1,13 @@
-//! Hosts of a snapshot with an index that ranks them by the processor share that one more task
-//! would get.
+//! The hosts of a snapshot, with an index. The index ranks the hosts by the processor share that
+//! one more task would get.
 //!
-//! A change of a host or of one of its tasks costs O(log hosts), and so does a sample that becomes
-//! too old. A decision examines the best hosts only.
+//! Updating the index after a change of a host or of one of its tasks takes O(log hosts), and so
+//! does removing a sample that has become too old. A decision therefore examines the best hosts
+//! only.
 //!
 //! Every mutable access marks the host as changed, and [`Hosts::refresh`] reindexes the marked
-//! hosts. If a snapshot was not refreshed, a decision builds the whole index: slower, with the same
-//! result.
+//! hosts. A decision about a snapshot that was not refreshed builds a new index. That is slower but
+//! has the same result.
 
 use super::guests::Guests;
 use super::load::{Load, Share};
@@ -25,7 +26,7 @@ struct Known {
     user: u32,
     job: Tid,
     since: Micros,
-    /// The task can be preempted: it is not migrating, and its host accepts guests.
+    /// True if the task can be preempted: it is not migrating, and its host accepts guests.
     settled: bool,
 }
 
@@ -33,26 +34,27 @@ struct Known {
 #[derive(Clone, Debug)]
 struct Entry {
     load: Load,
-    /// Computing tasks that stay on the host, including tasks that are being started.
+    /// Number of computing tasks that are not migrating away, including tasks that are being
+    /// started.
     staying: u32,
     zone: u32,
-    /// The host accepts guests and is in the ranking.
+    /// True if the host accepts guests and is in the ranking.
     ranked: bool,
-    /// When the sample becomes too old.
+    /// Time when the sample becomes too old; `None` without a valid sample.
     expires: Option<Micros>,
-    /// Targets of the host's migrating tasks, one entry per task.
+    /// Targets of the tasks that migrate from the host, one entry per task.
     leaving: Vec<HostId>,
     under_way: usize,
     tasks: Vec<Known>,
 }
 
-/// Hosts ranked by the share that one more task would get.
+/// Index of the hosts of a snapshot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Index {
-    /// Indexed by host number.
+    /// Index entry of each host, by host number.
     entries: Vec<Option<Box<Entry>>>,
     zones: BTreeMap<u32, BTreeSet<Share>>,
-    /// Ranked hosts with own tasks, by the rate that each of these tasks gets.
+    /// Ranked hosts with tasks of the virtual machine, by the rate of each of these tasks.
     slowest: BTreeSet<(u64, HostId)>,
     with_owner: BTreeSet<HostId>,
     /// Guests on hosts that accept no guests, except migrating ones.
@@ -60,15 +62,16 @@ pub(super) struct Index {
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
     under_way: usize,
-    /// Jobs with the hosts on which they have computing tasks.
+    /// Pairs of a job and a host on which the job has computing tasks.
     jobs: BTreeSet<(Tid, HostId)>,
-    /// Preemptible tasks by user, the most recently started first.
+    /// Preemptible tasks as (user, start time, tid, host): by user, the most recently started
+    /// first.
     settled: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
     /// Hosts with suspended tasks that are not migrating.
     suspended: BTreeSet<HostId>,
 }
 
-/// Merges lists in descending order into one sequence in descending order.
+/// Merges sequences in descending order into one sequence in descending order.
 pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(
     lists: impl Iterator<Item = L>,
 ) -> impl Iterator<Item = T> {
@@ -114,7 +117,7 @@ impl Index {
             .map(|(_, host)| *host)
     }
 
-    /// Returns how many tasks of a job compute on a host.
+    /// Returns the number of computing tasks of a job on a host.
     pub(super) fn computing(&self, host: HostId, job: Tid) -> usize {
         let tasks = self.entry(host).map_or(&[][..], |entry| &entry.tasks);
         tasks.iter().filter(|task| task.job == job).count()
@@ -153,12 +156,13 @@ impl Index {
         self.under_way
     }
 
-    /// Returns the ranked hosts with own tasks, the host with the slowest tasks first.
+    /// Returns the ranked hosts with tasks of the virtual machine, the host with the slowest tasks
+    /// first.
     pub(super) fn slowest(&self) -> impl Iterator<Item = HostId> {
         self.slowest.iter().map(|(_, id)| *id)
     }
 
-    /// Returns the ranked hosts, the largest share first.
+    /// Returns the ranked hosts, the one with the largest share for a further task first.
     pub(super) fn best(&self) -> impl Iterator<Item = HostId> {
         merged(self.zones.values().map(|shares| shares.iter().rev())).map(Share::host)
     }
@@ -180,7 +184,7 @@ impl Index {
         }
     }
 
-    /// Removes a host. Returns the targets of its migrating tasks.
+    /// Removes a host from the index. Returns the targets of the host's migrating tasks.
     fn forget(&mut self, id: HostId) -> Vec<HostId> {
         self.with_owner.remove(&id);
         self.guests.forget(id);
@@ -219,7 +223,7 @@ impl Index {
         entry.leaving
     }
 
-    /// Adds a host. Returns the targets of its migrating tasks.
+    /// Adds a host to the index. Returns the targets of the host's migrating tasks.
     fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
         let (mut staying, mut leaving) = (host.starting, Vec::new());
         for task in host.tasks.iter().filter(|t| t.computes()) {
@@ -306,7 +310,7 @@ impl Index {
         tasks
     }
 
-    /// Updates the load of a host after the number of tasks migrating to it has changed.
+    /// Updates the load of a host after the number of tasks that migrate to it has changed.
     fn recount(&mut self, id: HostId) {
         let arriving = self.arriving.get(&id).copied().unwrap_or(0);
         let Some(entry) = self
@@ -334,8 +338,8 @@ impl Index {
     }
 }
 
-/// Finds a host in a list sorted by id, or its insertion point. Host numbers are assigned
-/// consecutively, so the first guess is usually right.
+/// Returns the position of a host in a list sorted by id, or its insertion point as an error. Tries
+/// the position equal to the host number first, because host numbers are usually consecutive.
 fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
     let guess = usize::from(id.index()) - 1;
     if list.get(guess).is_some_and(|host| host.id == id) {
@@ -374,14 +378,14 @@ impl Hosts {
         }
     }
 
-    /// Returns a host for modification. Its id must not change.
+    /// Returns a host for modification and marks it as changed. Its id must not change.
     pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
         let i = self.position(id)?;
         self.marked.insert(id);
         Some(&mut self.list[i])
     }
 
-    /// Returns all hosts for modification and marks all of them.
+    /// Returns all hosts for modification and marks all of them as changed.
     pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, HostView> {
         self.marked.extend(self.list.iter().map(|h| h.id));
         self.list.iter_mut()
@@ -404,7 +408,7 @@ impl Hosts {
         }
     }
 
-    /// Returns the index at `now`. Builds a new one if the hosts were not refreshed.
+    /// Returns the index as of `now`. Builds a new one if the hosts were not refreshed.
     pub(super) fn index(&self, now: Micros) -> Cow<'_, Index> {
         if self.marked.is_empty() && self.index.expiry.first().is_none_or(|(at, _)| *at > now) {
             return Cow::Borrowed(&self.index);

@@ -1,13 +1,12 @@
-//! Decides which tasks leave their host because its owner is present or accepts no guests at this
-//! time. They leave when the owner's terms say so. Guests of a host that is being drained leave
-//! immediately.
+//! Evictions: decides which tasks leave their host because its owner is present or accepts no
+//! guests. The owner's terms determine when they leave. Guests of a host that is being drained
+//! leave immediately.
 //!
-//! - A task does not return when the owner leaves, and hosts that accept guests are never
-//!   disturbed.
-//! - A task leaves each time an owner comes, however often it has migrated before: as long as it
-//!   stays, it is only paused.
-//! - To avoid migrations back and forth, hosts whose owner has just left are the last choice
-//!   ([`SETTLE`]).
+//! - A task does not return to the host when the owner leaves. Tasks on hosts that accept guests
+//!   are not migrated.
+//! - The number of earlier migrations of a task is irrelevant, because a task that stays is paused.
+//! - To avoid migrations back and forth, a host whose owner has just left is used as a target only
+//!   if there is no other ([`SETTLE`]).
 
 use super::excluded::Excluding;
 use super::guests::Guest;
@@ -17,16 +16,16 @@ use sempa_proto::migration::MigrationCause;
 use sempa_proto::{HostId, Micros, Tid};
 use std::fmt;
 
-/// Maximum number of concurrent migrations in the virtual machine; further ones wait. Lower than
-/// the master's limit, so that a request of a user finds room.
+/// Maximum number of concurrent migrations in the virtual machine. Further tasks wait. The limit is
+/// lower than the master's, so that a migration requested by a user can start.
 pub const MOVES_AT_ONCE_MAX: usize = 48;
-/// A host whose owner left less than this ago is the last choice as a target, because the owner may
-/// return.
+/// Time after an owner's departure in which the host is used as a target only if there is no other,
+/// because the owner may return.
 pub const SETTLE: Micros = Micros::from_secs(10);
 
-/// Obstacles that end within this time do not vacate a job.
+/// If an obstacle to a migration ends within this time, the job is not vacated.
 const PATIENCE: Micros = Micros::from_secs(5);
-/// Obstacles that end within this time are not logged.
+/// If an obstacle to a migration ends within this time, it is not logged.
 const MOMENT: Micros = Micros::from_secs(1);
 
 /// Decision to migrate one task.
@@ -41,7 +40,7 @@ pub struct MoveDecision {
     pub why: String,
 }
 
-/// Why a guest stays although its host accepts no guests.
+/// Why a guest stays on a host that accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StayReason {
     /// No other host accepts the guest.
@@ -51,9 +50,9 @@ pub enum StayReason {
     },
     /// The guest cannot migrate to any host for a while.
     Held { why: String },
-    /// [`MOVES_AT_ONCE_MAX`] migrations are running; the guest waits.
+    /// The guest waits because [`MOVES_AT_ONCE_MAX`] migrations are running.
     Turn,
-    /// The owner grants guests some time before they leave.
+    /// The owner lets guests stay on the host for some time, and that time has not ended.
     Grace,
     /// The owner lets guests stay paused until the host accepts guests again.
     Waits,
@@ -61,7 +60,7 @@ pub enum StayReason {
     Ended,
 }
 
-/// A guest that stays although its host accepts no guests.
+/// A guest that stays on a host that accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stay {
     pub tid: Tid,
@@ -94,11 +93,12 @@ impl Stay {
         }
     }
 
-    /// True if the owner wants the task's job checkpointed and ended instead.
+    /// True if the task's job must be vacated (checkpointed and ended): the owner's terms request
+    /// it, and no host accepts the task soon.
     pub fn parks(&self, snapshot: &Snapshot) -> bool {
         let wants =
             |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
-        // A host that has refused a task is asked again, first after a short time.
+        // A refusal by a host may end after a short time; then that host is tried again.
         let passes = self
             .again
             .is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
@@ -109,7 +109,8 @@ impl Stay {
         nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
-    /// Describes the reason, with the other hosts and why each is excluded.
+    /// Describes the reason. If no host accepts the guest, lists the other hosts with the reason
+    /// for each.
     pub fn reason(&self, snapshot: &Snapshot) -> String {
         match &self.why {
             StayReason::NoHost { excluded } if !excluded.is_empty() => {
@@ -138,14 +139,14 @@ impl Stay {
 /// Decisions about all guests of hosts that accept no guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// Tasks that migrate, ordered by host and tid.
+    /// Migrations to start, ordered by source and tid.
     pub go: Vec<MoveDecision>,
     /// Tasks that should leave but stay.
     pub stay: Vec<Stay>,
 }
 
 impl Moves {
-    /// Returns when to decide again if nothing changes before.
+    /// Returns the time of the next decision if nothing changes before; `None` if none is needed.
     pub fn again(&self) -> Option<Micros> {
         self.stay.iter().filter_map(|stay| stay.again).min()
     }
@@ -176,29 +177,31 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     moving.out
 }
 
-/// State of one decision about all guests.
+/// State of the decision about all guests.
 struct Moving<'a> {
     snapshot: &'a Snapshot,
     loads: Loads<'a>,
     under_way: usize,
-    /// Search result for each class of guests, by class index. When many owners come at once, a
-    /// failed search runs once for each class instead of once for each task.
+    /// Search result for each class of guests, by class index. When the owners of many hosts arrive
+    /// at once, a search that fails runs once per class instead of once per task.
     places: Vec<Option<Place>>,
     out: Moves,
 }
 
-/// Whether guests of one class have a target.
+/// Whether there is a target for the guests of one class.
 enum Place {
     Somewhere,
     Nowhere(Nowhere),
 }
 
 impl Moving<'_> {
-    /// Returns the decision for a guest that stays, if the result of its class determines it.
+    /// Returns the decision if the search result of the guest's class shows that the guest stays;
+    /// otherwise `None`.
     fn as_others(&self, guest: Guest, host: HostId) -> Option<Stay> {
         match self.places[guest.kind].as_ref()? {
             Place::Nowhere(nowhere) => Some(nowhere.stay(guest.tid, host)),
-            // The end of a migration makes room and is an event, so no timer is needed.
+            // No timer is needed, because the end of any migration is an event that leads to the
+            // next decision.
             Place::Somewhere if self.under_way >= MOVES_AT_ONCE_MAX => Some(Stay {
                 tid: guest.tid,
                 host,
@@ -209,7 +212,7 @@ impl Moving<'_> {
         }
     }
 
-    /// Decides about the guest at this position of its host's task list.
+    /// Decides about one guest: the task at position `at` in the task list of `host`.
     fn look(&mut self, host: HostId, at: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -224,7 +227,7 @@ impl Moving<'_> {
             why,
             again,
         };
-        // Refusals concern this task only, not its class.
+        // Refusals concern this task only, so the search result of its class does not apply to it.
         let refused = task.refused.iter().any(|(_, until)| until.at > now);
         let as_others = || self.as_others(guest, host.id).filter(|_| !refused);
         if let Some(stay) = waits(now, host, task).map(stay).or_else(as_others) {
@@ -272,7 +275,8 @@ impl Moving<'_> {
     }
 }
 
-/// Returns why a guest does not leave yet, regardless of targets, and when to decide again.
+/// Returns a reason why a guest must or can not leave yet, whatever the targets, and the time of
+/// the next decision.
 fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, Option<Micros>)> {
     let leaving = match host.owner {
         Owner::Drained { .. } => Leaving::Now,
@@ -293,10 +297,11 @@ fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, O
     ))
 }
 
-/// Assigns hosts to `tasks` tasks of these users and programs that restart together: round robin,
-/// within each owner's task limit. `None` if there is not room for all.
+/// Assigns hosts to the `tasks` tasks of a vacated job that restart together: round robin, within
+/// the owners' limits on the number of guests. `kinds`: users and programs of the tasks. `None` if
+/// there is not enough room.
 ///
-/// Hosts that admit all of `kept_for` stay unused: their room is reserved for that job.
+/// Hosts that admit all of `kept_for` are not used, because they are reserved for that job.
 pub fn room_for(
     snapshot: &Snapshot,
     tasks: u32,
@@ -338,8 +343,8 @@ pub fn room_for(
     Some(places)
 }
 
-/// True if `tasks` tasks of these users and programs would find room without any owner and any
-/// other task.
+/// True if there would be room for `tasks` tasks of these users and programs if all owners were
+/// absent and no other task ran.
 pub fn room_ever(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> bool {
     let hosts = snapshot
         .hosts
@@ -357,7 +362,8 @@ fn lets_in(host: &HostView, kinds: &[(u32, String)]) -> bool {
         .all(|(user, program)| host.terms.blocks(*user, program).is_none())
 }
 
-/// Returns the cause of the migrations if tasks must leave the host of this owner.
+/// Returns the cause of the evictions from a host with this owner; `None` if the host accepts
+/// guests.
 fn cause(owner: &Owner) -> Option<MigrationCause> {
     match owner {
         Owner::Present { why } | Owner::Closed { why } => {
@@ -368,11 +374,12 @@ fn cause(owner: &Owner) -> Option<MigrationCause> {
     }
 }
 
-/// Returns the best target for a task that must leave; a host near the other tasks of its job
-/// counts for more. Examines the best hosts first, and no more than necessary.
+/// Returns the best target for a task that must leave its host; `None` if no host accepts it. Hosts
+/// near the other tasks of its job have a higher weight. Examines the best hosts first, and no more
+/// than necessary.
 ///
 /// A host that meets the constraints of the spawn is preferred, even if its owner has just left. If
-/// no host meets them, the task migrates all the same: the owner has priority.
+/// no host meets them, they are ignored, because the owner has priority.
 fn target<'a>(
     snapshot: &'a Snapshot,
     loads: &Loads<'_>,
@@ -400,7 +407,8 @@ fn target<'a>(
     others.into_iter().flatten().next()
 }
 
-/// Why no host is a target, and when one may become a target if nothing changes before.
+/// Result of a search without a target: the reasons, and the time when a host may become a target
+/// if nothing changes before.
 struct Nowhere {
     excluded: Excluded,
     again: Option<Micros>,
@@ -422,8 +430,8 @@ impl Nowhere {
         }
     }
 
-    /// Returns the decision for a guest of the same class. Its own host is omitted from the
-    /// reasons; the list contains it because of the owner.
+    /// Returns the decision for a guest of the same class. Omits the guest's own host from the
+    /// reasons: the list contains that host because it accepts no guests.
     fn stay(&self, tid: Tid, host: HostId) -> Stay {
         let why = StayReason::NoHost {
             excluded: self.excluded.without(host),
@@ -447,8 +455,8 @@ fn unmet<'a>(
     Some(Reason::Unmet { condition, has })
 }
 
-/// Returns why a host is no target for this task, and until when. `strict`: the constraints of the
-/// spawn must hold, too.
+/// Returns the reason why a host cannot be the target of this task, and the time when that reason
+/// ends. `strict`: also checks the constraints of the spawn.
 pub(super) fn unfit<'a>(
     snapshot: &Snapshot,
     host: &'a HostView,

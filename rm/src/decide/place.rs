@@ -11,26 +11,26 @@ use std::fmt;
 
 /// Maximum number of tasks per spawn; larger requests are refused with `OutOfRes`.
 pub const SPAWN_TASKS_MAX: u32 = 65_536;
-/// In virtual machines with at most this many hosts, a decision explains every host. In larger ones
-/// it explains the hosts that it examined and at most this many hosts that accept no guests. Only a
-/// request without a placement examines all hosts.
+/// Number of hosts up to which every placement decision explains all hosts. In larger virtual
+/// machines a decision explains the hosts that it examined, and at most this many hosts that accept
+/// no guests. All hosts are examined only if the request gets no placement.
 pub const EXPLAINED_HOSTS_MAX: usize = 64;
 
-/// Request to place tasks.
+/// Input of a placement decision, in addition to the snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
     pub user: u32,
     pub request: &'a SpawnRequest,
-    /// Tasks of the request that need a host.
+    /// Number of tasks of the request that need a host.
     pub count: u32,
-    /// Host of the requesting task: the meaning of `.` in `where`.
+    /// Host of the requesting task, which `.` in `where` denotes.
     pub caller: HostId,
-    /// Hosts of tasks that the new ones will communicate with; hosts near them are preferred.
+    /// Hosts of tasks with which the new tasks will communicate. Hosts near them are preferred.
     pub peers: &'a [HostId],
-    /// Hosts that were lost while the request was carried out.
+    /// Hosts that were lost while the request was carried out. They are excluded.
     pub without: &'a [HostId],
-    /// Hosts that declined tasks of this request shortly before: their daemons know their owners'
-    /// wishes first.
+    /// Hosts that declined tasks of this request shortly before. They are excluded: their daemons
+    /// may know of an owner whom the load watcher has not reported yet.
     pub declined: &'a [HostId],
     /// Hosts that are reserved for another request.
     pub kept: &'a [HostId],
@@ -52,30 +52,30 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Why the tasks are placed as they are, or not placed.
+/// Why a placement has its hosts, or why there is no placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
     /// The request names the host.
     Asked { host: String },
-    /// Round robin over the hosts.
+    /// The tasks were distributed round robin.
     InTurn {
-        /// Number of hosts that take part.
+        /// Number of hosts among which the tasks were distributed.
         hosts: usize,
     },
-    /// Each task goes where it gets the largest processor share.
+    /// Each task was placed on the host with the largest processor share for it.
     Load {
         /// Host of the first task.
         host: String,
         /// Share on that host, in thousandths of an ordinary processor.
         usable: u64,
     },
-    /// Hosts in the order that the request prefers.
+    /// The hosts were used in the order that the request prefers.
     Rank {
         rank: Rank,
         /// Host of the first task.
         host: String,
     },
-    /// All tasks on the one host where they get most.
+    /// All tasks were placed on the one host where they get the largest share together.
     SameHost { host: String },
     /// An external chooser selected the hosts.
     Chosen {
@@ -90,9 +90,9 @@ pub enum Why {
     },
     /// The constraints text is invalid.
     NotUnderstood(WantsError),
-    /// The request matches no host of the virtual machine.
+    /// No host of the virtual machine matches the request.
     NoSuchHost,
-    /// All hosts that the request matches are excluded or full.
+    /// All hosts that match the request are excluded or full.
     NoneFree,
 }
 
@@ -130,14 +130,14 @@ impl fmt::Display for Why {
 /// Result of a placement decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// One entry per task, in task order.
+    /// Host or error of each task, in task order.
     pub hosts: Vec<Result<HostId, PvmError>>,
     pub why: Why,
-    /// Hosts that were not used, with reasons.
+    /// Hosts that were not used, with the reason for each.
     pub excluded: Excluded,
-    /// Examined hosts whose load is unknown, with the reason.
+    /// Examined hosts with unknown load, each as a text with the reason.
     pub unknown: Vec<String>,
-    /// Round-robin position after this placement.
+    /// Last host used by round robin, including this placement.
     pub rotation: HostId,
 }
 
@@ -163,12 +163,12 @@ impl Placement {
     }
 }
 
-/// Returns `where` up to the first colon; a directory follows the colon.
+/// Returns the part of a `where` argument before the first colon. A directory follows the colon.
 pub(super) fn named(place: &str) -> &str {
     place.split(':').next().unwrap_or_default()
 }
 
-/// Returns why the request itself does not match this host.
+/// Returns the reason why the request does not match this host; `None` if it matches.
 pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<&'a str>> {
     let (flags, name) = (ask.request.flags, named(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
@@ -191,7 +191,7 @@ pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<
     }
 }
 
-/// Returns why a host that the request matches cannot be used.
+/// Returns the reason why a host that matches the request cannot be used; `None` if it can.
 pub(super) fn not_fit<'a>(
     ask: &Ask<'_>,
     wants: &Wants,
@@ -212,22 +212,22 @@ pub(super) fn not_fit<'a>(
         return Some(Reason::Unmet { condition, has });
     }
     let blocks = || host.terms.blocks(ask.user, &ask.request.file);
-    // Applies also if the spawn names the host: the host's own daemon starts no guest while the
-    // owner accepts none.
+    // Also excludes a host that the spawn names, because the host's daemon starts no guest while
+    // the owner accepts none.
     host.owner
         .keeps_out()
         .or_else(blocks)
         .or_else(|| full(host, now, 0, load))
 }
 
-/// Returns why a host is excluded for every request.
+/// Returns the reason why a host is excluded for every request; `None` if it is not.
 pub fn left_out(snapshot: &Snapshot, id: HostId) -> Option<Reason> {
     let host = snapshot.host(id)?;
     let full = || full(host, snapshot.now, 0, || Loads::of(snapshot).load(id));
     host.owner.keeps_out().or_else(full).map(Reason::own)
 }
 
-/// Returns the restrictions of a host that is not excluded, as sentences.
+/// Returns sentences about the restrictions that apply to a host although it is not excluded.
 pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
@@ -262,8 +262,8 @@ pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
     place_by(snapshot, ask, None)
 }
 
-/// Places all tasks of a request. With `choice`, an external chooser selects among the hosts that
-/// fit.
+/// Places all tasks of a request. If `choice` is given, that external chooser selects among the
+/// suitable hosts.
 pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
     match Wants::of(ask.request) {
         Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),

@@ -1,5 +1,5 @@
-//! Distributes the tasks of one spawn among the hosts that fit. Holds the state of one placement
-//! decision.
+//! Distributes the tasks of one spawn among the suitable hosts: the state and the strategies of one
+//! placement decision. Also counts slots for preemption decisions.
 
 use super::choice::{Choice, Offer};
 use super::excluded::Excluding;
@@ -10,8 +10,8 @@ use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-/// Maximum number of excluded hosts that a search by share may meet. Beyond it, a scan of all hosts
-/// by id is faster.
+/// Maximum number of excluded hosts in a search by descending share. If there are more, a scan of
+/// all hosts by id is faster.
 const UNFIT_MAX: usize = 256;
 
 /// Returns a placement in which no task gets a host.
@@ -63,8 +63,8 @@ impl<'a> Placing<'a> {
 
     /// Selects the strategy and places the tasks.
     ///
-    /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load tries
-    /// the best hosts first and scans all hosts only if that fails.
+    /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load first
+    /// searches by descending share. It scans all hosts only if that search places no task.
     pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
         let plain = choice.is_none()
             && self.wants.rank.is_none()
@@ -97,7 +97,7 @@ impl<'a> Placing<'a> {
             .min(self.loads.load(host.id).left())
     }
 
-    /// Checks every host, then places the tasks on those that fit.
+    /// Checks every host, then places the tasks on the suitable hosts.
     fn among_all(mut self, choice: Option<&dyn Choice>, by_load: bool) -> Placement {
         let snapshot = self.snapshot;
         let mut fit = Vec::new();
@@ -160,7 +160,7 @@ impl<'a> Placing<'a> {
             let why = self.why_load(hosts.first());
             (hosts, why)
         } else {
-            // Hosts with an idle login get only the tasks for which the other hosts have no room.
+            // A host with an idle login gets a task only if no other host has room for it.
             let (calm, others): (Vec<_>, Vec<_>) = fit
                 .iter()
                 .copied()
@@ -210,7 +210,7 @@ impl<'a> Placing<'a> {
         nowhere(self.snapshot, self.ask, error, why, self.excluded.done())
     }
 
-    /// True if some host is not excluded; it may still have no room.
+    /// True if at least one host is not excluded, whether or not it has room.
     fn has_fit(&self) -> bool {
         self.excluded.count() < self.snapshot.hosts.len()
     }
@@ -245,7 +245,7 @@ impl<'a> Placing<'a> {
         Why::Load { host, usable }
     }
 
-    /// Records some of the hosts that accept no guests, to explain the decision.
+    /// Adds some of the hosts that accept no guests to the explanation.
     fn add_owners(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let owned = index
@@ -261,8 +261,8 @@ impl<'a> Placing<'a> {
             .for_each(|(host, why)| self.excluded.add(host, why));
     }
 
-    /// Distributes tasks as PVM does: each host gets a consecutive run of tasks, starting after the
-    /// last host used.
+    /// Distributes tasks as PVM does: each host gets a consecutive block of tasks. The first host
+    /// is the one after the last host used.
     fn in_turn(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
         let start = fit
             .iter()
@@ -281,11 +281,11 @@ impl<'a> Placing<'a> {
         hosts
     }
 
-    /// Places each task where it gets the largest share, given the tasks placed before.
+    /// Places each task on the host where it gets the largest share, given the tasks placed before.
     ///
-    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks and
-    /// the examined hosts that fit. `None` if a search among all hosts meets more than
-    /// [`UNFIT_MAX`] excluded ones.
+    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks, and
+    /// the suitable hosts that were examined. Returns `None` if a search among all hosts finds more
+    /// than [`UNFIT_MAX`] excluded ones.
     fn by_load(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
         let count = self.ask.count as usize;
         let mut unfit = 0;
@@ -302,7 +302,7 @@ impl<'a> Placing<'a> {
             .flatten();
         let mut best = all.chain(std::iter::from_fn(|| some.pop())).peekable();
         while hosts.len() < count {
-            // Examine every host that may be better than the best one examined so far.
+            // Examine every host that may be better than the best examined one.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
                 let Some(host) = self.snapshot.host(near.share.host()) else {
                     continue;
@@ -339,7 +339,8 @@ impl<'a> Placing<'a> {
         Some((hosts, looked_at))
     }
 
-    /// Returns the host on which all tasks together get most; `None` if no host has room for all.
+    /// Returns the host on which all tasks together get the largest share; `None` if no host has
+    /// room for all of them.
     fn same_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
         let count = self.ask.count;
         let room = fit.iter().filter(|h| self.capacity(h) >= count);
@@ -354,15 +355,16 @@ impl<'a> Placing<'a> {
         room.max_by_key(|h| last(h)).copied()
     }
 
-    /// Places tasks by the requested rank: fills the best host with one task per processor, then
-    /// the next one. When all are filled, further rounds follow in the same order.
+    /// Places tasks by the requested rank: gives the first host one task per processor, then the
+    /// next host. After the last host, continues with the first one.
     fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
             let number = rank.by.of(h, self.snapshot.now, || self.loads.load(h.id));
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
             (!h.owner.is_calm(), Reverse(order), h.id)
         };
-        // A heap instead of a sorted list: hosts after the last one that gets a task need no order.
+        // A heap is cheaper than sorting, because the order of hosts that get no task is not
+        // needed.
         let mut behind: BinaryHeap<_> = fit
             .iter()
             .enumerate()
@@ -385,7 +387,7 @@ impl<'a> Placing<'a> {
         hosts
     }
 
-    /// Returns the hosts that the external chooser selected, after checking them.
+    /// Returns the hosts that the external chooser has selected, or the error in its selection.
     fn chosen(&self, choice: &dyn Choice, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
         let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
         let offers: Vec<Offer<'_>> = fit
@@ -411,8 +413,8 @@ impl<'a> Placing<'a> {
     }
 }
 
-/// Gives a host one task per processor, limited by its room and the remaining tasks. Returns the
-/// number of slots used, which may exceed the remaining tasks.
+/// Gives a host one task per processor, up to its room and the number of remaining tasks. Returns
+/// the number of slots counted as used, which may exceed the number of tasks placed.
 fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
     let share = host.cores.max(1).min(room);
     hosts.extend(std::iter::repeat_n(
@@ -422,20 +424,20 @@ fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u3
     share
 }
 
-/// Counts how many tasks of a spawn would get hosts if some running tasks were paused. The result
-/// equals that of [`super::place()`] and is updated host by host.
+/// Counts the tasks of a spawn that would get hosts if some running tasks were paused. The count
+/// equals that of [`super::place()`], and only the changed host is recomputed.
 pub(super) struct Places<'a> {
     placing: Placing<'a>,
     count: u64,
     room: Room,
 }
 
-/// Slots summed over some hosts.
+/// Number of slots, summed over all hosts.
 #[derive(Clone, Copy, Default)]
 struct Room {
-    /// Slots for tasks of the spawn.
+    /// Number of slots for tasks of the spawn.
     tasks: u64,
-    /// Hosts with slots for all tasks of the spawn.
+    /// Number of hosts with slots for all tasks of the spawn.
     for_all: u64,
 }
 
@@ -457,7 +459,7 @@ impl<'a> Places<'a> {
         Ok(places)
     }
 
-    /// Returns the slots on a host; 0 if it is excluded.
+    /// Returns the number of slots on a host; 0 if it is excluded.
     fn room_on(&self, host: &HostView) -> u64 {
         if self.placing.exclusion(host).is_some() {
             return 0;
@@ -482,13 +484,13 @@ impl<'a> Places<'a> {
         self.room.tasks.min(self.count)
     }
 
-    /// True if all tasks get hosts.
+    /// True if all tasks of the spawn get hosts.
     pub(super) fn are_enough(&self) -> bool {
         self.tasks() == self.count
     }
 
-    /// Assumes that `several` tasks on this host are paused, and keeps that assumption if more
-    /// tasks of the spawn get hosts. Returns whether they do.
+    /// Assumes that `several` tasks on this host are paused. Keeps the assumption and returns true
+    /// if more tasks of the spawn get hosts by it; otherwise undoes it and returns false.
     pub(super) fn gain_without(&mut self, id: HostId, several: u32) -> bool {
         let Some(host) = self.placing.snapshot.host(id) else {
             return false;

@@ -15,7 +15,7 @@ pub enum Reason<S = String> {
     OtherHost,
     /// The host has another architecture.
     OtherArch { has: S },
-    /// The request asks for the hosts that it does not name, and names this one.
+    /// The request excludes the hosts that it names, and names this one.
     Complement,
     /// The owner is present.
     Owner {
@@ -32,13 +32,13 @@ pub enum Reason<S = String> {
         /// Task that requested the drain.
         by: Tid,
     },
-    /// The owner's task limit is reached.
+    /// The owner's limit on the number of guests is reached.
     Cores { most: u32 },
-    /// The free memory does not exceed what the owner keeps free by enough for a task.
+    /// The owner reserves memory, and the free memory beyond it is too small for a task.
     Memory {
-        /// Bytes that must stay free.
+        /// Memory in bytes that the owner wants to keep free.
         keeps: u64,
-        /// Bytes that are free.
+        /// Free memory in bytes.
         has: u64,
     },
     /// The owner blocks this program.
@@ -57,8 +57,8 @@ pub enum Reason<S = String> {
     Kept,
     /// The host was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// The host's daemon declined further tasks shortly before, because of its owner or for lack of
-    /// room.
+    /// The host's daemon has just declined tasks of this request, because of its owner or for lack
+    /// of room.
     Declined,
     /// The host cannot accept migrations at present.
     NoMoves { why: S },

@@ -1,5 +1,5 @@
-//! Reserves hosts for a spawn that has waited long. Otherwise smaller requests could take each slot
-//! that becomes free before there are enough for a large one.
+//! Reserves hosts for a spawn that has waited for a long time. Otherwise smaller requests could use
+//! every slot that becomes free, and a large one would never get all its slots.
 
 use super::place::{Ask, not_asked};
 use super::{HostView, Snapshot, Together, Wants};
@@ -9,8 +9,8 @@ use std::cmp::Reverse;
 /// Waiting time after which hosts are reserved for a spawn.
 pub const RESERVE_AFTER: Micros = Micros::from_secs(120);
 
-/// Returns how many tasks of a spawn an otherwise empty host takes; 0 if it can never take one or
-/// accepts no guests at present.
+/// Returns the number of tasks of a spawn that a host would accept if it were otherwise empty. 0 if
+/// it can never accept one, or accepts no guests at present.
 fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> u64 {
     let closed = host.owner.keeps_out().is_some()
         || host.terms.blocks(ask.user, &ask.request.file).is_some();
@@ -32,8 +32,9 @@ fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> 
     }
 }
 
-/// Returns hosts that together have slots for all tasks of a spawn once their current tasks have
-/// ended: hosts of `before` first, then the emptiest. Empty if all hosts together are not enough.
+/// Returns hosts to reserve for a spawn: together they have slots for all its tasks when their
+/// current tasks have ended. Prefers the hosts in `before`, then those with the fewest computing
+/// tasks. Empty if all hosts together have too few slots.
 pub fn reserve(snapshot: &Snapshot, ask: &Ask<'_>, before: &[HostId]) -> Vec<HostId> {
     let Ok(wants) = Wants::of(ask.request) else {
         return Vec::new();

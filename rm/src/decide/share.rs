@@ -1,5 +1,5 @@
-//! Preemption between users: tasks of users with a high index are suspended so that a waiting
-//! request of a user with a low index gets hosts. They resume when there is room again.
+//! Preemption between users: suspends tasks of users with a high index so that a waiting request of
+//! a user with a low index gets hosts. The tasks resume when there is room again.
 
 use super::index::Index;
 use super::load::Load;
@@ -9,12 +9,13 @@ use super::{Ask, Fair, HostView, Snapshot, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Maximum number of tasks examined for one request, and of hosts examined for a task that resumes.
+/// Maximum number of tasks examined for one request, and of hosts examined for one task that should
+/// resume.
 pub const GIVING_MAX: usize = 256;
-/// Minimum time that a preempted task stays suspended. The request it made room for must have time
-/// to start.
+/// Minimum time for which a preempted task stays suspended, so that the request can start its tasks
+/// first.
 const STAND_MIN: Micros = Micros::from_secs(20);
-/// Hundredths of a processor that must be idle where a task resumes.
+/// Idle processor time that a task needs on a host to resume, in hundredths of a processor.
 const FREE_PERCENT: u64 = 100;
 
 /// A task selected for preemption.
@@ -25,12 +26,12 @@ pub struct GivesWay {
     pub why: String,
 }
 
-/// Where a preempted task resumes.
+/// Where a preempted task can resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Again {
-    /// On its current host.
+    /// The task resumes on its current host.
     Here,
-    /// After a migration to this host.
+    /// The task must first migrate to this host.
     At(HostId),
 }
 
@@ -38,8 +39,8 @@ pub enum Again {
 /// highest indices, the most recently started first.
 ///
 /// The request gets as many hosts as if none of these users' tasks ran, which may be fewer than it
-/// asks for. Tasks that free a slot alone are selected first, then groups of tasks on one host that
-/// free a slot only together. Empty if the request needs no preemption.
+/// asks for. First selects tasks that each free a slot, then groups of tasks on one host that free
+/// a slot only if all of them are suspended. Empty if the request needs no preemption.
 pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay> {
     let now = snapshot.now;
     let users = fair.give_way(now, ask.user);
@@ -73,14 +74,14 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
 struct Giving<'a> {
     places: Places<'a>,
     looked_at: usize,
-    /// Tasks that do not free a slot yet, by host. Tasks of users examined before are kept, because
-    /// several users may share a host.
+    /// Tasks whose suspension has not freed a slot yet, by host. Includes tasks of the users
+    /// examined before, because tasks of several users may share a host.
     together: BTreeMap<HostId, Vec<GivesWay>>,
     out: Vec<GivesWay>,
 }
 
 impl Giving<'_> {
-    /// Selects the tasks that free a slot alone. Returns the others.
+    /// Selects the tasks of which each one frees a slot. Returns the remaining tasks.
     fn one_each(
         &mut self,
         tasks: impl Iterator<Item = (Tid, HostId)>,
@@ -104,7 +105,7 @@ impl Giving<'_> {
         left
     }
 
-    /// Selects tasks that free a slot together with others on the same host.
+    /// Selects groups of tasks on one host that free a slot only if the whole group is suspended.
     fn several(&mut self, tasks: Vec<(Tid, HostId)>, why: &str) {
         for (tid, host) in tasks {
             if self.places.are_enough() {
@@ -126,16 +127,17 @@ impl Giving<'_> {
     }
 }
 
-/// Selects the preempted tasks that resume, the longest suspended first. `gave_way`: the preempted
-/// tasks and when they were suspended. `busy`: hosts on which tasks are being started.
+/// Selects the preempted tasks that can resume, the longest suspended first. Returns each with its
+/// current host. `gave_way`: the preempted tasks, with the time of their suspension. `busy`: hosts
+/// on which tasks are being started.
 ///
-/// A task resumes on its host if a processor is idle there, else on another host with an idle
-/// processor. If there is none, external load is ignored: it may last forever, and a slow task is
-/// better than a suspended one. The task's own host is then sufficient, too, unless a task of
-/// another user has started there meanwhile.
+/// A task resumes on its own host if a processor is idle there, otherwise on another host with an
+/// idle processor. If there is none, external load is ignored: it may last forever, and a slow task
+/// is better than a suspended one. In that case the task also resumes on its own host, unless a
+/// task of another user has started there since.
 ///
-/// Waiting requests lose nothing. A request that found no host while these tasks were suspended
-/// would not find one if they stayed suspended, and they are preempted again as soon as that helps.
+/// Waiting requests are not delayed by this. A request that found no host while these tasks were
+/// suspended would find none if they stayed suspended, and they are preempted again if that helps.
 pub fn go_on(
     snapshot: &Snapshot,
     gave_way: &BTreeMap<Tid, Micros>,
@@ -163,8 +165,8 @@ pub fn go_on(
         taken: BTreeMap::new(),
     };
     let mut out = Vec::new();
-    // Tasks that resume in place come first, so that no task migrates to a host whose own task then
-    // resumes there.
+    // Resuming on the own host is tried first, so that no task migrates to a host on which another
+    // suspended task can resume.
     for (moves, slowly) in [(false, false), (true, false), (false, true), (true, true)] {
         ready.retain(|(since, host, task)| {
             let to = match (moves, slowly) {
@@ -187,25 +189,25 @@ pub fn go_on(
     out
 }
 
-/// Capacity of hosts for tasks that resume one after the other.
+/// Room on hosts, while tasks to resume are selected one after the other.
 struct Rooms<'a> {
     snapshot: &'a Snapshot,
     index: &'a Index,
     busy: &'a BTreeSet<HostId>,
-    /// Tasks already selected to resume, by host.
+    /// Number of tasks already selected to resume, by host.
     taken: BTreeMap<HostId, u32>,
 }
 
 impl Rooms<'_> {
-    /// Returns the load of a host that may take one more own task. `None` if it may not, or if a
-    /// task is being started there.
+    /// Returns the load of a host that accepts one more task; `None` if it does not, or if a task
+    /// is being started there.
     fn load(&self, id: HostId) -> Option<Load> {
         let load = self.index.load(id).filter(|_| !self.busy.contains(&id))?;
         let own = load.own + self.taken.get(&id).copied().unwrap_or(0);
         Some(Load { own, ..load }).filter(|load| load.left() > 0)
     }
 
-    /// Returns the task's own host if the task may resume there.
+    /// Returns the task's own host if it accepts the task and `enough` is true for its load.
     fn stays(&self, host: &HostView, enough: impl Fn(Load) -> bool) -> Option<HostId> {
         let load = self
             .load(host.id)
@@ -213,8 +215,8 @@ impl Rooms<'_> {
         load.is_some_and(enough).then_some(host.id)
     }
 
-    /// Returns the best other host with a processor for the task. `slowly`: a processor that is
-    /// shared with external load is enough.
+    /// Returns the best other host with a processor for the task. `slowly`: a processor that
+    /// external load also uses is sufficient.
     fn other(&self, host: &HostView, task: &TaskView, slowly: bool) -> Option<HostId> {
         let now = self.snapshot.now;
         if task.named || task.held.as_ref().is_some_and(|held| held.at > now) {
@@ -239,14 +241,14 @@ fn has_free(load: Load) -> bool {
     load.free_percent() >= FREE_PERCENT
 }
 
-/// True if own tasks leave a processor for one more task. A fraction of a processor is enough for
-/// the only task.
+/// True if the tasks of the virtual machine need less than all processors, so that one more task
+/// fits. If no task runs, a fraction of a processor is sufficient.
 fn is_left_one(load: Load) -> bool {
     load.own == 0 || u64::from(load.own + 1) * 1000 <= load.capacity
 }
 
-/// True if another user's task has started on the host since this one was preempted: the request it
-/// made room for, or a later one.
+/// True if a task of another user has started on the host since this task was preempted. It may
+/// belong to the request for which the task was preempted, or to a later one.
 fn has_come(host: &HostView, task: &TaskView, since: Micros) -> bool {
     let stays = |other: &TaskView| other.computes() && other.moving.is_none();
     host.tasks

@@ -78,14 +78,13 @@ pub enum Op {
 pub struct Condition {
     pub name: Name,
     pub op: Op,
-    /// Right-hand sides as written. More than one is possible only with [`Op::Is`] and
-    /// [`Op::IsNot`].
+    /// Right-hand sides as written. There is exactly one, except with [`Op::Is`] and [`Op::IsNot`].
     pub values: Vec<String>,
     /// The parsed `values` if the attribute is numeric.
     numbers: Vec<u64>,
 }
 
-/// How many tasks of one spawn may share a host.
+/// How the tasks of one spawn share hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Together {
     #[default]
@@ -100,7 +99,7 @@ pub enum Together {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
     pub by: Figure,
-    /// Prefer the smallest value instead of the largest.
+    /// True if hosts with the smallest value are preferred; false for the largest value.
     pub least: bool,
 }
 
@@ -118,16 +117,17 @@ pub struct Wants {
     pub work: Option<Micros>,
 }
 
-/// Error of an invalid text; none of the tasks is placed.
+/// Error in a constraints text. A spawn with such a text fails.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum WantsError {
-    /// Neither a condition nor a keyword.
+    /// The part is neither a condition nor a keyword.
     #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
     Part(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
     Number { name: String, value: String },
-    /// `host` and `arch` support only equality.
+    /// An attribute without an order, such as `host` or `arch`, is compared with an operator other
+    /// than `=` and `!=`.
     #[error("{0} can only be compared with '=' or '!='")]
     NoOrder(String),
     #[error("the requirements are longer than {WANTS_BYTES_MAX} bytes")]
@@ -145,8 +145,8 @@ impl Figure {
         })
     }
 
-    /// Returns the value for a host at `now`; `None` if the sample is missing or too old. `load` is
-    /// called only for [`Figure::Free`].
+    /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
+    /// too old. `load` is called only for [`Figure::Free`].
     pub(super) fn of(self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<u64> {
         let fresh = || host.fresh_sample(now);
         match self {
@@ -157,7 +157,7 @@ impl Figure {
         }
     }
 
-    /// Formats a value in a readable unit.
+    /// Formats a value with a readable unit.
     pub(super) fn text(self, value: u64) -> String {
         match self {
             Figure::Memory => {
@@ -223,7 +223,8 @@ impl fmt::Display for Name {
 }
 
 impl Op {
-    /// Longer operators first, because shorter ones are their prefixes.
+    /// Operators in the order in which the parser tries them. Longer ones come first, because
+    /// shorter ones are their prefixes.
     const ALL: [(&'static str, Op); 6] = [
         ("!=", Op::IsNot),
         (">=", Op::AtLeast),
@@ -266,11 +267,11 @@ impl fmt::Display for Condition {
     }
 }
 
-/// Actual value of a host that does not meet a condition.
+/// Actual value of an attribute on a host that does not meet a condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Has<S = String> {
     Number(Figure, u64),
-    /// A name, architecture or label.
+    /// A host name, architecture or label.
     Text(S),
     /// The host has not reported the value, or its sample is too old.
     Unknown,
@@ -301,7 +302,7 @@ impl<S: fmt::Display> fmt::Display for Has<S> {
     }
 }
 
-/// Returns the host's actual value if the condition does not hold, else `None`.
+/// Returns the host's actual value if the host does not meet the condition; `None` if it meets it.
 fn lacks<'a>(
     condition: &Condition,
     host: &'a HostView,
@@ -382,8 +383,8 @@ impl Condition {
     }
 }
 
-/// Parses a duration: seconds, or a number with the suffix `s`, `m` or `h`. Limited to
-/// [`LEFT_MAX`].
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `h`. Longer durations than
+/// [`LEFT_MAX`] are reduced to it.
 fn work(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units
@@ -448,7 +449,8 @@ impl Wants {
                 .strip_prefix('=')
                 .map(Wants::parse)
         };
-        // Of duplicate entries the last one counts, as it does for the program.
+        // If the environment contains an entry twice, the last one counts, as for the spawned
+        // program.
         let mut wants = request
             .env
             .iter()
@@ -486,8 +488,8 @@ impl Wants {
             .find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 
-    /// True if the host cannot meet the conditions even without any task. Conditions on memory and
-    /// idle processors are ignored, because tasks that leave change these values.
+    /// True if the host could not meet the conditions even without any task. Conditions on memory
+    /// and idle processors are ignored, because their values change when tasks leave the host.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
         let passes =
             |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
@@ -498,7 +500,7 @@ impl Wants {
             .any(|c| lacks(c, host, now, no_load).is_some())
     }
 
-    /// Returns the bytes that each task needs, if the constraints state a lower bound.
+    /// Returns the memory in bytes that each task needs; `None` if no condition states a minimum.
     pub fn memory(&self) -> Option<u64> {
         let wanted = self
             .conditions
@@ -510,8 +512,8 @@ impl Wants {
             .max()
     }
 
-    /// Returns how many tasks of this spawn the host can take at `now`, by memory and by the
-    /// spread.
+    /// Returns the maximum number of tasks of this spawn that the memory of the host and the spread
+    /// allow at `now`.
     pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.together {
             Together::Spread(most) => most,
@@ -603,7 +605,8 @@ mod tests {
         assert_eq!(Wants::parse(&"x".repeat(5000)), Err(WantsError::TooLong));
     }
 
-    /// Constraints come from `where` and from the environment; flags keep their meaning.
+    /// The constraints in `where` and in the environment are combined; flags of `where` keep their
+    /// meaning.
     #[test]
     fn constraints_come_from_where_and_environment() {
         let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];

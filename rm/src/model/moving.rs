@@ -1,5 +1,5 @@
-//! Updates of the model by migrations (begun, complete, failed), and their consequences for later
-//! ones.
+//! Applies the start, the completion and the failure of migrations to the model. After a failure,
+//! excludes the target, or all migrations of the task, for some time.
 
 use super::{Going, MOVES_MAX, Model, NOT_YET, REFUSED_MAX, REFUSED_MIN};
 use crate::decide::{REST, SHIFTS_SPAN, Until};
@@ -21,7 +21,8 @@ impl Model {
         }
         let task = self.settle(now, tid, to);
         (task.moving, task.held, task.told) = (None, None, None);
-        // State that the program saved itself is not all of its memory.
+        // State files written by the program itself are smaller than its memory, so they do not
+        // determine the memory size.
         task.bytes = if bytes > 0 { bytes } else { task.bytes };
         task.refused.clear();
         task.named |= matches!(cause, MigrationCause::Requested { .. });
@@ -55,7 +56,7 @@ impl Model {
         }
     }
 
-    /// Records that the master did not begin a requested migration.
+    /// Records that the master refused to begin a requested migration.
     pub fn move_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
         let refused = match error {
             MigrateError::Failed(error) => return self.move_failed(now, tid, to, &error.why),
@@ -83,7 +84,7 @@ impl Model {
         self.maybe_clean.insert(to);
         self.promises.dropped(tid);
         match why {
-            // The event of the task's end will follow.
+            // The event that reports the task's end follows.
             Failure::TaskEnded => self.hold(tid, now + NOT_YET, &why.to_string()),
             Failure::Refused(reasons) if reasons.is_empty() => {
                 self.target_failed(now, tid, to, REFUSED_MIN, "it refused without a reason");
@@ -165,8 +166,8 @@ impl Model {
         }
     }
 
-    /// Leaves a target out, longer each time. A failure that is reported twice (as a reply and as
-    /// an event) counts once.
+    /// Excludes a host as a target of the task for a time that doubles with each failure. A failure
+    /// that is reported twice (as a reply and as an event) counts once.
     fn target_failed(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
         let Some(task) = self.edit(tid) else { return };
         let tries = match task.refused.get(&to) {

@@ -1,5 +1,5 @@
-//! Estimates the work that tasks have done from the load of their hosts, and measures the gain of
-//! rebalancing migrations.
+//! Estimates how much work each task has done, from the load of its host. From these estimates,
+//! measures the gain of rebalancing migrations.
 
 use super::{ACCOUNT_PAUSE, Model};
 use crate::decide::{Outcome, Shift};
@@ -7,15 +7,16 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
 impl Model {
-    /// Updates the work before the load of hosts changes, if the last update is old enough.
+    /// Updates the work of all tasks before a change of load, unless the last update was less than
+    /// half a second ago.
     pub fn account_change(&mut self, now: Micros) {
         if now.since(self.accounted) >= ACCOUNT_PAUSE {
             self.account(now);
         }
     }
 
-    /// Adds the work that the tasks have done since the last update, as far as the load of their
-    /// hosts tells.
+    /// Adds the work that each task has done since the last update: the elapsed time multiplied by
+    /// the processor share that the host's load allows.
     pub fn account(&mut self, now: Micros) {
         let span = now.since(self.accounted).0 as f64;
         self.accounted = now;
@@ -37,7 +38,7 @@ impl Model {
         self.look_at_promises();
     }
 
-    /// Starts measuring the gain of a rebalancing migration.
+    /// Starts measuring the actual gain of a rebalancing migration.
     pub fn promised(&mut self, shift: &Shift) {
         self.promises.made(shift);
     }
@@ -47,7 +48,8 @@ impl Model {
         std::mem::take(&mut self.outcomes)
     }
 
-    /// Checks the predictions about rebalanced tasks.
+    /// Compares the predictions about rebalanced tasks with the work done, and records results that
+    /// are due.
     fn look_at_promises(&mut self) {
         for tid in self.promises.tasks() {
             match self.tasks.get(&tid) {
@@ -61,7 +63,7 @@ impl Model {
         }
     }
 
-    /// Concludes the prediction about a task that has ended.
+    /// Records the result of the prediction about a task that has ended.
     pub(super) fn promise_ended(&mut self, tid: Tid) {
         let Some(done) = self.tasks.get(&tid).map(|task| task.done) else {
             return;

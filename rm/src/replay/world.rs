@@ -1,4 +1,5 @@
-//! The simulated virtual machine in which a recording is run.
+//! The simulated virtual machine for a replay. It implements the calls that the service makes, and
+//! generates events from the recording and from the simulated tasks.
 
 mod parked;
 
@@ -26,13 +27,14 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Time that tasks may still run after the end of a recording.
+/// Maximum time for which the replay continues after the end of the recording, so that tasks can
+/// end.
 pub const TAIL_MAX: Micros = Micros::from_secs(3600);
 /// Maximum interval between two reports of a load watcher.
 const REPORT_PAUSE: Micros = Micros::from_secs(5);
-/// Size of every task's image in bytes.
+/// Size of the image of every task in bytes.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// Time that a migration stops its task: the predicted time for an image of that size before
+/// Time for which a migration stops its task: the predicted time for [`IMAGE_BYTES`] before
 /// anything was learned.
 const MOVE_TIME: Micros = Micros::from_millis(400);
 /// First task number for tasks of the replay, above those of the recording.
@@ -47,7 +49,7 @@ struct Running {
     /// Remaining work in seconds of an ordinary processor; infinite for tasks whose end was not
     /// recorded.
     left: f64,
-    /// Time of its last spawn in the recording; the task ends later than this.
+    /// Time of the task's last spawn in the recording. The task does not end before it.
     spawns_until: Micros,
     began: Micros,
     moving: Option<(Micros, HostId, MigrationCause)>,
@@ -55,19 +57,20 @@ struct Running {
 }
 
 impl Running {
-    /// True if the task computes, as far as its host lets it.
+    /// True if the task can use processor time: it has work left, and is neither suspended nor
+    /// migrating.
     fn works(&self) -> bool {
         self.moving.is_none() && !self.suspended.is_suspended() && self.has_work()
     }
 
-    /// Less than a microsecond of work counts as none.
+    /// True if at least a microsecond of work remains.
     fn has_work(&self) -> bool {
         self.left >= 1e-6
     }
 }
 
 /// A requesting task that was not spawned in the replay: a console, or a program started by hand.
-/// It does not compute.
+/// It uses no processor time.
 #[derive(Clone, Copy, Debug)]
 struct Spawner {
     host: HostId,
@@ -86,9 +89,9 @@ struct Open {
 /// Work of a recorded task.
 #[derive(Clone, Copy, Debug, Default)]
 struct Work {
-    /// In seconds of an ordinary processor.
+    /// Work in seconds of an ordinary processor.
     seconds: f64,
-    /// Time of its last spawn.
+    /// Time of the task's last spawn.
     spawns_until: Micros,
 }
 
@@ -97,32 +100,34 @@ struct State {
     now: Micros,
     begin: Micros,
     last_input: Micros,
-    /// The policy changes when it did in the recording.
+    /// True if recorded policy changes are replayed.
     policy_changes: bool,
     inputs: VecDeque<Entry>,
     inbox: VecDeque<Message>,
     table: HostTable,
-    /// Latest report of each host, with the external load in threads.
+    /// Latest recorded report of each host, with the external load in threads.
     reports: BTreeMap<HostId, (LoadReport, f32)>,
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
     tasks: BTreeMap<Tid, Running>,
     spawners: BTreeMap<Tid, Spawner>,
     work: HashMap<(Tid, i32), VecDeque<Work>>,
-    /// Recorded tasks of each spawn, and the replayed task for each recorded one.
+    /// Tasks of each spawn in the recording, by the spawn's requesting task and wait id.
     started: HashMap<(Tid, i32), Vec<Tid>>,
+    /// Tasks of the replay, by the corresponding recorded task.
     here: HashMap<Tid, Tid>,
-    /// Jobs that are being vacated, with the time when that is complete; and the tasks of vacated
-    /// jobs by checkpoint.
+    /// Jobs that are being vacated, with the time when the checkpoint is complete.
     parking: BTreeMap<Tid, Micros>,
+    /// Tasks of vacated jobs, by checkpoint.
     sets: BTreeMap<String, Vec<(Tid, Running)>>,
     open: Vec<Open>,
     asked: HashMap<(Tid, i32), Micros>,
     locals: HashMap<HostId, u32>,
     numbers: u64,
     orders: i32,
-    /// Times in seconds, each with its user.
+    /// Times from spawns to their answers as (user, seconds).
     waits: Vec<(u32, f64)>,
+    /// Running times of tasks that did all their work as (user, seconds).
     runs: Vec<(u32, f64)>,
     figures: Figures,
 }
@@ -135,7 +140,8 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// Returns the recorded tasks of each spawn, in their order.
+/// Returns the recorded tasks of each spawn in task order, by the spawn's requesting task and wait
+/// id.
 fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     let started = |entry: &Entry| match &entry.input {
         Input::Started { number, tids } => Some((*number, tids.clone())),
@@ -144,12 +150,12 @@ fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     entries.iter().filter_map(started).collect()
 }
 
-/// Returns the recorded work of the tasks of each spawn. A task without a recorded end runs
-/// forever.
+/// Returns the recorded work of the tasks of each spawn, by the spawn's requesting task and wait
+/// id. The work of a task without a recorded end is infinite.
 fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
     let mut all = HashMap::<(Tid, i32), VecDeque<Work>>::new();
-    // Task numbers are reused. The end of a short task may be recorded before the answer to its
-    // spawn.
+    // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
+    // recorded before the answer to its spawn.
     let (mut current, mut early) = (
         HashMap::<Tid, ((Tid, i32), usize)>::new(),
         HashMap::<Tid, f64>::new(),
@@ -172,7 +178,8 @@ fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
                     .get(tid)
                     .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
                 {
-                    // A job that restarted from a checkpoint has ended more than once.
+                    // A task of a job that was restarted from a checkpoint has several recorded
+                    // ends.
                     Some(work) if work.seconds.is_finite() => work.seconds += used,
                     Some(work) => work.seconds = used,
                     None => drop(early.insert(*tid, used)),
@@ -207,7 +214,7 @@ impl World {
             begin,
             ..State::default()
         };
-        // The service requests the hosts at its start.
+        // The service requests the host table when it starts.
         if let Some(Input::Hosts(table)) = entries
             .iter()
             .map(|e| &e.input)
@@ -289,7 +296,7 @@ impl State {
             .unwrap_or(0)
     }
 
-    /// Returns the figures of each user.
+    /// Returns the figures of each user, by user.
     fn of_users(&self) -> BTreeMap<u32, OfUser> {
         let open: Vec<u32> = self
             .asked
@@ -326,7 +333,7 @@ impl State {
             .count()
     }
 
-    /// Returns what each task on a host gets, as a fraction of an ordinary processor.
+    /// Returns the rate of each task on a host, relative to an ordinary processor.
     fn rate(&self, host: HostId) -> f64 {
         let speed = self
             .table
@@ -342,7 +349,7 @@ impl State {
         speed * (f64::from(report.sample.processors()) / threads.max(1e-9)).min(1.0)
     }
 
-    /// Returns the rates of all hosts that have tasks.
+    /// Returns the rate of each host that has tasks.
     fn rates(&self) -> BTreeMap<HostId, f64> {
         let hosts: std::collections::BTreeSet<HostId> =
             self.tasks.values().map(|t| t.host).collect();
@@ -352,7 +359,7 @@ impl State {
             .collect()
     }
 
-    /// Returns the time of the next event.
+    /// Returns the time of the next event in the simulation.
     fn next(&self) -> Micros {
         let rates = self.rates();
         let end = |task: &Running| match &task.moving {
@@ -386,7 +393,7 @@ impl State {
         self.inputs.is_empty() && (!busy || self.now.since(self.last_input) >= TAIL_MAX)
     }
 
-    /// Advances the time and the work of the tasks.
+    /// Advances the time, and the work that the tasks have done.
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
@@ -403,9 +410,9 @@ impl State {
         self.now = self.now.max(to);
     }
 
-    /// Processes everything that is due.
+    /// Processes everything that is due at the current time.
     fn happen(&mut self) {
-        // The end of one task may let another one end.
+        // The end of a task may allow its parent to end.
         while let Some(tid) = self.done() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
             self.runs
@@ -448,7 +455,8 @@ impl State {
         }
     }
 
-    /// Returns a task without remaining work, without later spawns, and whose children have ended.
+    /// Returns a task that can end: it has no remaining work and no later spawns, and its children
+    /// have ended.
     fn done(&self) -> Option<Tid> {
         let waits = |tid: &Tid| {
             self.tasks
@@ -477,7 +485,7 @@ impl State {
             MigrationCause::Owner { .. }
             | MigrationCause::Requested { .. }
             | MigrationCause::Drain { .. } => self.figures.moves_owner += 1,
-            // These causes do not migrate tasks.
+            // Migrations with these causes do not occur.
             MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
@@ -500,7 +508,7 @@ impl State {
 
     fn input(&mut self, input: Input) {
         match input {
-            // As if the policy file had changed.
+            // The service receives the new policy as after a change of the policy file.
             Input::Policy(conduct) if self.policy_changes => {
                 self.post(
                     own(),
@@ -523,7 +531,7 @@ impl State {
                 self.reports.insert(host, (report, foreign));
                 self.report(host, self.guests(host));
             }
-            // The order is sent to the service as recorded; the answer is ignored.
+            // The service receives the request as it was recorded. Its answer is ignored.
             Input::Drain {
                 host,
                 by,
@@ -558,7 +566,7 @@ impl State {
                             user,
                         },
                     );
-                    // Without a program name, because the task was not spawned.
+                    // The event contains no program name, because the task was not spawned.
                     self.event(
                         caller,
                         EventKind::TaskStarted {
@@ -637,8 +645,8 @@ impl State {
         }
     }
 
-    /// Sends a report of a host's watcher: owner and external load as recorded, own tasks as they
-    /// are in the replay.
+    /// Sends a report of a host's load watcher. Owner and external load are as recorded; the load
+    /// of the tasks is that of the replay.
     fn report(&mut self, host: HostId, guests: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
@@ -662,7 +670,8 @@ impl State {
         Tid::task(host, *local)
     }
 
-    /// Starts tasks on a host, as its daemon does on an order.
+    /// Starts tasks on a host, as its daemon does for an order. Returns the wait id of the
+    /// acknowledgement.
     fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.orders += 1;
         let (wid, is_watcher) = (self.orders, request.file == LOAD_WATCHER_PROGRAM);
@@ -683,7 +692,7 @@ impl State {
             let of = |open: &&mut Open| {
                 open.number.0 == parent && open.file == request.file && !open.work.is_empty()
             };
-            // A task that was not started in the recording has no known work.
+            // The work of a task that was not started in the recording is unknown.
             let work = self
                 .open
                 .iter_mut()

@@ -1,10 +1,10 @@
 //! Ends whole jobs on request.
 //!
-//! 1. All tasks of the job, including those that are being started, get SIGTERM.
+//! 1. All tasks of the job get SIGTERM, including tasks that are being started.
 //! 2. A task that has not ended after [`TERM_TIME`] gets SIGKILL.
-//! 3. This repeats until no task of the job is left.
+//! 3. Both steps repeat until no task of the job remains.
 //!
-//! Meanwhile the job's tasks cannot spawn.
+//! The job's tasks cannot spawn while the job is being ended.
 
 use super::{SIGKILL, Service};
 use crate::api::VmApi;
@@ -14,30 +14,30 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Time between SIGTERM and SIGKILL.
 pub const TERM_TIME: Micros = Micros::from_secs(10);
-/// Maximum number of jobs that are being ended. Beyond it, the oldest request is dropped.
+/// Maximum number of jobs that are being ended at once. Beyond it, the oldest one is abandoned.
 pub const KILLS_MAX: usize = 64;
 /// Maximum number of signals sent before other messages are processed.
 const SIGNALS_AT_ONCE: usize = 128;
-/// Interval between checks for new tasks and for tasks that have not ended.
+/// Interval between checks for new tasks of the job and for tasks that have not ended.
 const LOOK_PAUSE: Micros = Micros::from_millis(500);
-/// How long the result is available after the end of the job.
+/// Time for which the result can be queried after the end of the job.
 const TOLD_FOR: Micros = Micros::from_secs(60);
-/// Time after which a job that still has tasks is given up.
+/// Time after which the resource manager stops sending signals to a job that still has tasks.
 const GIVEN_UP: Micros = Micros::from_secs(600);
 const SIGTERM: i32 = 15;
 
 /// A job that is being ended.
 #[derive(Debug)]
 struct Ending {
-    /// The requesting task, which is spared.
+    /// The requesting task. It is not ended, even if it belongs to the job.
     by: Tid,
     begun: Micros,
     look_at: Micros,
-    /// When each task last got a signal.
+    /// Time of the last signal to each task.
     asked: BTreeMap<Tid, Micros>,
     /// Tasks that got SIGKILL.
     forced: BTreeSet<Tid>,
-    /// Tasks to which no signal could be sent, and why.
+    /// Errors of the last signal, by task.
     failed: BTreeMap<Tid, String>,
     left: usize,
 }
@@ -56,7 +56,8 @@ impl Ending {
         }
     }
 
-    /// Returns the signals that are due for the job's tasks `tasks`, at most [`SIGNALS_AT_ONCE`].
+    /// Returns the signals that are due for `tasks`, the tasks of the job; at most
+    /// [`SIGNALS_AT_ONCE`].
     fn signals(&mut self, now: Micros, tasks: &[Tid]) -> Vec<(Tid, i32)> {
         let due = |tid: &Tid| match self.asked.get(tid) {
             None => Some((*tid, SIGTERM)),
@@ -73,7 +74,7 @@ impl Ending {
             if *signal == SIGKILL {
                 self.forced.insert(*tid);
             }
-            // A task that survives SIGKILL gets it again after the same time.
+            // A task that survives SIGKILL gets it again after [`TERM_TIME`].
             self.asked.insert(*tid, now);
         }
         signals
@@ -102,7 +103,7 @@ impl Ending {
     }
 }
 
-/// The jobs that are being ended.
+/// The jobs that are being ended or have been ended recently, by job.
 #[derive(Debug, Default)]
 pub(super) struct Killing(BTreeMap<Tid, Ending>);
 
@@ -116,8 +117,8 @@ impl Killing {
             .min()
     }
 
-    /// Handles the start of a task of this job. The job may have been considered ended: the task
-    /// was still being started.
+    /// Handles the start of a task of this job. If the job counts as ended, for example because the
+    /// task was still being started, ending it continues.
     pub(super) fn task_began(&mut self, now: Micros, job: Tid) {
         if let Some(ending) = self
             .0
@@ -128,7 +129,7 @@ impl Killing {
         }
     }
 
-    /// True for a job that is being ended, unless this task requested it.
+    /// True if the job is being ended and `task` did not request that.
     pub(super) fn is_ending(&self, job: Tid, task: Tid) -> bool {
         self.0
             .get(&job)
@@ -172,7 +173,7 @@ impl<V: VmApi> Service<V> {
         self.killed(job)
     }
 
-    /// Returns the progress of ending a job.
+    /// Returns the progress of ending the job that contains the task `tid`.
     pub(super) fn killed(&self, tid: Tid) -> RmReply {
         let of = |(job, ending): (&Tid, &Ending)| *job == tid || ending.asked.contains_key(&tid);
         let found = self
@@ -183,7 +184,7 @@ impl<V: VmApi> Service<V> {
         found.map_or(RmReply::NotFound, |(job, ending)| ending.answer(*job))
     }
 
-    /// Sends the signals that are due.
+    /// Sends the signals that are due in all jobs.
     pub(super) fn kills_due(&mut self, now: Micros) {
         let due = self
             .killing
@@ -247,7 +248,8 @@ mod tests {
             .collect()
     }
 
-    /// Each task gets SIGTERM once, and SIGKILL when its time is over, a limited number at a time.
+    /// Each task gets SIGTERM once, and SIGKILL after [`TERM_TIME`]. Signals are sent in batches of
+    /// limited size.
     #[test]
     fn tasks_get_sigterm_once_then_sigkill_in_batches() {
         let (all, mut now) = (tasks(300), Micros::from_secs(100));
@@ -266,7 +268,7 @@ mod tests {
             (ending.signals(now, &all), ending.look_at),
             (Vec::new(), now + LOOK_PAUSE)
         );
-        // A further task starts, and ends without SIGKILL. One of the others does not end.
+        // Another task starts, and ends without SIGKILL. One of the first tasks does not end.
         let (late, stubborn) = (Tid::from_raw(0x50001), all[7]);
         now = now + LOOK_PAUSE;
         assert_eq!(ending.signals(now, &[stubborn, late]), [(late, SIGTERM)]);

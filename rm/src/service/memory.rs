@@ -1,5 +1,5 @@
-//! The persistent history as the service uses it: records events and decisions, restores the state
-//! after a restart, and answers questions.
+//! The service's access to the persistent history: records events and decisions, restores the state
+//! after a restart, and answers queries.
 
 use super::Service;
 use crate::api::VmApi;
@@ -19,19 +19,20 @@ use std::collections::BTreeMap;
 
 /// Maximum number of event log entries requested at once.
 const EVENTS_AT_ONCE_MAX: u32 = 1000;
-/// Key of the values learned from tasks and migrations, among the learned values of the history.
+/// Key of the values learned from tasks and migrations, within the learned values of the history.
 const LESSONS: u64 = 1;
 
 /// History and related state of the service.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
     pub(super) ledger: Ledger,
-    /// The last recorded refusal of each task's migration. A repeated refusal is not recorded
-    /// again.
+    /// The last recorded refusal of each task's migration, as (target, reason). The same refusal is
+    /// not recorded twice in succession.
     refusals: BTreeMap<Tid, (HostId, String)>,
-    /// Version of the learned values that was stored last.
+    /// Version of the learned values that were stored last.
     learned: u64,
-    /// The history belongs to this virtual machine.
+    /// True if the stored history belongs to this virtual machine, and not to an earlier one of the
+    /// same name.
     again: bool,
 }
 
@@ -45,14 +46,15 @@ impl Memory {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Reads the event log from where the history ends.
+    /// Adds the entries of the event log that follow the end of the history. Discards state of
+    /// another virtual machine.
     pub(super) fn remember(&mut self) -> Result<(), Error> {
         let place = self.memory.ledger.books.place();
         let mut again = false;
         if place.number > 0 {
             let there = self.vm.events(place.number, 1)?;
-            // The master drops the oldest entries. If it has dropped this one, its log continues
-            // after it.
+            // The master drops its oldest entries. If the entry at the end of the history was
+            // dropped, the log of the same virtual machine begins after it.
             again = there
                 .first()
                 .is_some_and(|e| e.number > place.number || Place::behind(e) == place);
@@ -62,8 +64,8 @@ impl<V: VmApi> Service<V> {
         }
         self.memory.again = again;
         self.catch_up()?;
-        // The list must be newer than the log: a task that the log reports as started is then in
-        // the list or has ended.
+        // The list must be requested after the log. Then a task that the log reports as started is
+        // in the list or has ended.
         let (wall, tasks) = (self.vm.wall(), self.vm.tasks()?);
         self.memory.ledger.books.reconcile(wall, &tasks);
         self.memory
@@ -109,7 +111,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Reads the entries of the event log that the history lacks.
+    /// Adds the entries of the event log that the history does not contain.
     fn catch_up(&mut self) -> Result<(), Error> {
         loop {
             let from = self.memory.ledger.books.place().number + 1;
@@ -123,11 +125,11 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Adds an event to the history, after any events that were missed before it.
+    /// Adds an event to the history. If events before it were missed, reads and adds them first.
     pub(super) fn note_down(&mut self, event: &Event) {
         let next = self.memory.ledger.books.place().number + 1;
         if event.number > next && self.catch_up().is_err() {
-            // The daemon is gone; the next receive reports that.
+            // The daemon is gone. The next receive returns that error.
             return;
         }
         let books = &mut self.memory.ledger.books;
@@ -139,7 +141,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Orders a migration. True if it has begun.
+    /// Orders a migration. Returns true if it has begun.
     pub(super) fn begin_move(
         &mut self,
         now: Micros,
@@ -157,7 +159,7 @@ impl<V: VmApi> Service<V> {
         begun.is_ok()
     }
 
-    /// Records that a migration was ordered, or refused.
+    /// Records that a migration was ordered, or that the order was refused.
     fn told_to_go(
         &mut self,
         tid: Tid,
@@ -233,7 +235,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Explains a host: earlier decisions about it and its current state.
+    /// Returns earlier decisions about a host, and its current state.
     fn why_host(&mut self, name: String) -> RmReply {
         let id = self.model.host_called(&name);
         let drained = id.and_then(|id| self.model.drained_by(id));
@@ -262,7 +264,7 @@ impl<V: VmApi> Service<V> {
         RmReply::WaitingSpawns(all.filter(wanted).take(REPLY_ENTRIES_MAX).collect())
     }
 
-    /// Answers a question or carries out an order of a client.
+    /// Handles a query or a command of a client, and sends the reply.
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match decode::<RmQuery>(&message.body) {
             Ok(Some(RmQuery::Suspend { job, suspend })) => {
@@ -283,7 +285,7 @@ impl<V: VmApi> Service<V> {
             Ok(None) | Err(_) => RmReply::UnsupportedVersion(RM_VERSION),
         };
         if let Ok(bytes) = encode(&answer) {
-            // The client may be gone.
+            // The reply fails if the client has ended.
             drop(
                 self.vm
                     .answer(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),

@@ -1,8 +1,9 @@
-//! Vacates jobs: if a task must leave its host, no other host takes it, and the owner wants that,
-//! the whole job is checkpointed and ended. It restarts from the checkpoint when there is room.
+//! Vacates jobs. If a task must leave its host, no other host accepts it, and the owner requests
+//! it, then the whole job is checkpointed and ended. The job is restarted from the checkpoint when
+//! hosts have room for it.
 //!
-//! The daemons carry this out, and the event log reports the results, so a restarted resource
-//! manager continues from the history.
+//! The daemons make and restart the checkpoints, and the event log reports the results. A restarted
+//! resource manager therefore continues from the history.
 
 use super::Service;
 use crate::api::VmApi;
@@ -15,23 +16,24 @@ use std::collections::BTreeMap;
 
 /// Delay before the next attempt after a checkpoint has failed.
 const PARK_AGAIN: Micros = Micros::from_secs(60);
-/// Delay before the next attempt if another checkpoint was being made.
+/// Delay before the next attempt if another checkpoint of the job is in progress.
 const PARK_SOON: Micros = Micros::from_secs(5);
-/// Time after which a missing answer is no longer awaited.
+/// Timeout for the result of a checkpoint or of a restart.
 const WAIT_MAX: Micros = Micros::from_secs(4 * 3600);
 /// Interval between checks whether there is room for a vacated job.
 const LOOK_PAUSE: Micros = Micros::from_secs(5);
-/// Delay before a failed restart is tried again. Doubles each time, up to [`TRY_PAUSE_MAX`].
+/// Delay before a failed restart is retried. Doubles each time, up to [`TRY_PAUSE_MAX`].
 const TRY_PAUSE: Micros = Micros::from_secs(10);
 const TRY_PAUSE_MAX: Micros = Micros::from_secs(600);
-/// Maximum number of restart attempts while there is room.
+/// Maximum number of failed restarts of a checkpoint. After them, it is not restarted
+/// automatically.
 const TRIES_MAX: u32 = 20;
 
-/// Waiting time after which room is reserved for a vacated job, so that smaller jobs do not go
-/// first.
+/// Waiting time after which room is reserved for a vacated job, so that smaller jobs cannot be
+/// restarted before it.
 pub const KEEP_AFTER: Micros = Micros::from_secs(600);
 
-/// Retry state of one checkpoint.
+/// Retry state of the restart of one checkpoint.
 #[derive(Debug, Default)]
 struct Try {
     next: Micros,
@@ -39,28 +41,31 @@ struct Try {
     failed: u32,
 }
 
-/// State of vacated jobs that is not in the history.
+/// State of vacated jobs that the history does not contain.
 #[derive(Debug, Default)]
 pub(super) struct Parking {
-    /// Jobs that are left alone until then: they are being checkpointed, or their checkpoint has
-    /// failed.
+    /// Jobs that must not be vacated before the given time, because their checkpoint is in progress
+    /// or has failed.
     asked: BTreeMap<Tid, Micros>,
     tried: BTreeMap<String, Try>,
-    /// The checkpoint that is being restarted, and until when no other one is.
+    /// The checkpoint that is being restarted, and the time until which no other checkpoint is
+    /// restarted.
     starting: Option<(String, Micros)>,
-    /// Since when each checkpoint has waited, as far as this resource manager has seen.
+    /// Time at which this resource manager first saw each checkpoint wait.
     waiting: BTreeMap<String, Micros>,
-    /// The checkpoint for which room is reserved.
+    /// The checkpoint whose reservation was logged last.
     kept: Option<String>,
-    /// Tasks of the jobs that this resource manager has vacated or is vacating.
+    /// Tasks of each job that this resource manager has vacated or is vacating.
     families: BTreeMap<Tid, Vec<Tid>>,
-    /// Jobs that were cancelled while they were being checkpointed, with the requesting task.
+    /// Jobs whose restart was cancelled while they were being checkpointed, with the requesting
+    /// task.
     unwanted: BTreeMap<Tid, Tid>,
     look_at: Micros,
 }
 
 impl<V: VmApi> Service<V> {
-    /// Vacates the jobs of tasks that should leave but stay, where the owner wants that.
+    /// Vacates the jobs of tasks that should leave their host but stay, if the owner's terms
+    /// request it.
     pub(super) fn park(&mut self, now: Micros, decided: &Moves) {
         let snapshot = self.model.snapshot(now);
         let stays = decided.stay.iter().filter(|stay| stay.parks(snapshot));
@@ -79,12 +84,12 @@ impl<V: VmApi> Service<V> {
             .families
             .retain(|job, _| parking.asked.contains_key(job) || parked(*job));
         for (tid, host, why) in stays {
-            // Tasks of a partly running job stay paused where they are: messages between the job's
-            // tasks would be lost.
+            // If some tasks of the job have ended, the job is not vacated and its tasks stay
+            // paused: a restart from the checkpoint would lose messages between the job's tasks.
             let Some(job) = self.model.head_of(tid) else {
                 continue;
             };
-            // Holds also while the job's last tasks end.
+            // The history lists the job until its last tasks have ended.
             let is_parked = self
                 .memory
                 .ledger
@@ -92,8 +97,9 @@ impl<V: VmApi> Service<V> {
                 .parked()
                 .any(|parked| parked.job == job);
             let full = self.memory.ledger.books.parked().count() >= PARKED_MAX;
-            // The end of a migration is an event and triggers the next check. Tasks that a user has
-            // suspended must be resumed by that user.
+            // A job with a migrating task is skipped; the end of the migration is an event that
+            // triggers the next check. A job with suspended tasks is skipped, because its user must
+            // resume it.
             if is_parked || full || self.parking.asked.contains_key(&job) || self.model.is_busy(job)
             {
                 continue;
@@ -126,7 +132,7 @@ impl<V: VmApi> Service<V> {
         self.again = self.again.into_iter().chain(again).min();
     }
 
-    /// Handles events about checkpoints and restarts.
+    /// Updates the retry state after events about checkpoints and restarts.
     pub(super) fn parking_heard(&mut self, kind: &EventKind) {
         let (now, parking) = (self.vm.now(), &mut self.parking);
         match kind {
@@ -142,7 +148,7 @@ impl<V: VmApi> Service<V> {
                 ..
             } => {
                 parking.asked.remove(job);
-                // The job's tasks must end first.
+                // The first restart is delayed until the job's tasks have ended.
                 parking.tried.insert(
                     set.clone(),
                     Try {
@@ -186,7 +192,8 @@ impl<V: VmApi> Service<V> {
             .map(|_| self.parking.look_at)
     }
 
-    /// Restarts the vacated job that has waited longest and for which there is room, one at a time.
+    /// Restarts at most one vacated job: of those for which there is room, the one that has waited
+    /// longest.
     pub(super) fn start_parked(&mut self, now: Micros) {
         if self.parking.look_at > now {
             return;
@@ -227,8 +234,11 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns the longest waiting checkpoint for which there is room, and the host of each of its
-    /// tasks. Reserves room for the first one that has waited very long, unless it could never fit.
+    /// Returns the checkpoint to restart, with the host of each of its tasks: of those for which
+    /// there is room, the one that has waited longest.
+    ///
+    /// If a checkpoint has waited for [`KEEP_AFTER`] and room for it is possible, its room is
+    /// reserved: later ones must not use it.
     fn next_parked(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (books, parking) = (&self.memory.ledger.books, &mut self.parking);
         parking
@@ -266,7 +276,8 @@ impl<V: VmApi> Service<V> {
         found
     }
 
-    /// Logs the reservation for a checkpoint once.
+    /// Logs the reservation for a checkpoint, unless the last logged one was for the same
+    /// checkpoint.
     fn tell_kept(&mut self, kept: Option<(String, Tid)>) {
         let Some((set, job)) = kept else { return };
         if self.parking.kept.as_ref() == Some(&set) {
@@ -279,7 +290,7 @@ impl<V: VmApi> Service<V> {
         self.parking.kept = Some(set);
     }
 
-    /// Handles a request not to restart a vacated job.
+    /// Handles a request of task `by` not to restart the vacated job that contains task `tid`.
     pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> RmReply {
         let of = self
             .parking
@@ -310,7 +321,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Gives up checkpoints whose restart has failed too often; a user can still restart them.
+    /// Stops restarting checkpoints after [`TRIES_MAX`] failures. A user can still restart them.
     fn give_up_parked(&mut self) {
         let hopeless = |tried: &Try| tried.failed >= TRIES_MAX;
         let sets: Vec<String> = self

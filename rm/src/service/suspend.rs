@@ -1,6 +1,7 @@
-//! Suspends tasks: whole jobs on request, and tasks of users with a high index to make room for
-//! waiting requests (preemption). The daemons carry this out, and the event log reports it, so a
-//! restarted resource manager knows from the history which tasks are suspended and why.
+//! Suspends tasks for two reasons: whole jobs on request, and tasks of users with a high index to
+//! make room for waiting requests (preemption). The daemons carry out suspensions, and the event
+//! log reports them. A restarted resource manager therefore knows from the history which tasks are
+//! suspended, and why.
 
 use super::Service;
 use crate::api::VmApi;
@@ -15,29 +16,31 @@ use std::collections::BTreeMap;
 
 /// Interval between preemption checks.
 const SHARE_PAUSE: Micros = Micros::from_secs(10);
-/// Shorter interval when a request has begun to wait, or when another request may profit.
+/// Interval used instead of [`SHARE_PAUSE`] if a request has begun to wait or another request may
+/// benefit.
 const SHARE_SOON: Micros = Micros::from_secs(1);
-/// Maximum number of requests examined in one check, which ends with the first one that preemption
-/// helps.
+/// Maximum number of waiting requests examined in one check. The check ends at the first request
+/// that gets hosts by preemption.
 const SHARE_LOOKS_MAX: usize = 32;
 
 /// State of suspended tasks and jobs.
 #[derive(Debug, Default)]
 pub(super) struct Standing {
-    /// Suspended jobs, with the task that requested it.
+    /// Suspended jobs, each with the task that requested its suspension.
     jobs: BTreeMap<Tid, Tid>,
-    /// The suspended jobs may have running tasks.
+    /// True if suspended jobs may have running tasks, which must be suspended.
     look: bool,
-    /// Preempted tasks, and when they were suspended.
+    /// Preempted tasks, with the time of their suspension.
     gave_way: BTreeMap<Tid, Micros>,
     /// Time of the last preemption check.
     shared: Option<Micros>,
-    /// A request has begun to wait since the last check.
+    /// True if a request has begun to wait since the last preemption check.
     newcomer: bool,
 }
 
 impl Standing {
-    /// Records the start of a task, or that its job became known.
+    /// Records that a task has started or that its job became known, so that suspended jobs are
+    /// checked for running tasks.
     pub(super) fn task_began(&mut self) {
         self.look |= !self.jobs.is_empty();
     }
@@ -49,7 +52,7 @@ impl Standing {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Restores the suspensions in the history.
+    /// Restores the suspensions that the history contains.
     pub(super) fn recall_standing(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall());
         let books = &self.memory.ledger.books;
@@ -67,7 +70,7 @@ impl<V: VmApi> Service<V> {
                     let age = wall.since(since).min(now);
                     self.standing.gave_way.insert(tid, Micros(now.0 - age.0));
                 }
-                // The previous resource manager died while resuming this job.
+                // The previous resource manager ended before it had resumed all tasks of this job.
                 Some((cause @ SuspendCause::JobRequested { .. }, _))
                     if !self.standing.jobs.contains_key(&job) =>
                 {
@@ -78,7 +81,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Handles the event that a task was suspended or resumed.
+    /// Applies the event that a task was suspended or resumed.
     pub(super) fn suspension_heard(&mut self, tid: Tid, suspended: bool) {
         self.spawns.task_suspended(self.vm.now(), tid, suspended);
         if !suspended {
@@ -86,15 +89,16 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// The model may have dropped a task during its migration, and with it the suspension.
+    /// Marks a task as suspended again after a migration. The model may have removed the task
+    /// during the migration.
     pub(super) fn suspended_has_moved(&mut self, tid: Tid) {
         if self.memory.ledger.books.is_suspended(tid) {
             self.model.task_suspended(tid, true);
         }
     }
 
-    /// Returns when [`Service::share`] is due, or when waiting requests are tried again without an
-    /// event.
+    /// Returns when the next preemption check ([`Service::share`]) is due. It also retries waiting
+    /// requests. `None` if no request waits and no task is preempted.
     pub(super) fn share_due(&self) -> Option<Micros> {
         let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
         let pause = if self.standing.newcomer {
@@ -132,8 +136,8 @@ impl<V: VmApi> Service<V> {
             }
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
-            // A daemon ignores a repeated request. When a job resumes, every suspended task must
-            // resume.
+            // Suspending a suspended task again is harmless, because its daemon ignores it. A
+            // resume must reach every task that the history lists as suspended.
             let stands = self.model.is_suspended(tid)
                 || (!suspend && self.memory.ledger.books.is_suspended(tid));
             if self.standing.gave_way.contains_key(&tid)
@@ -143,8 +147,9 @@ impl<V: VmApi> Service<V> {
                     SuspendCause::JobRequested { requested_by: by },
                 )
             {
-                // Otherwise the task would be resumed, or stay suspended, without its job at the
-                // end of the preemption.
+                // The task is preempted, so it also needs the job's suspension or resume as a cause
+                // of its own. Without it, the task would resume or stay suspended separately from
+                // its job when the preemption ends. So a failure is reported.
                 others.push((tid, error.to_string()));
                 continue;
             }
@@ -176,7 +181,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Suspends or resumes a task.
+    /// Orders the suspension or the resume of a task, and updates the model.
     fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, cause)?;
         self.model.task_suspended(tid, suspend);
@@ -185,8 +190,8 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// Suspends or resumes a task without a client that waits for the result. A task that has ended
-    /// is ignored; other errors are logged.
+    /// Suspends or resumes a task when no client waits for the result. Logs an error, unless the
+    /// task has ended.
     fn suspend_again(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) {
         if let Err(error) = self.suspend_task(tid, suspend, cause)
             && error.code != sempa_proto::PvmError::NoTask
@@ -196,7 +201,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Suspends tasks that started in suspended jobs.
+    /// Suspends running tasks of suspended jobs, for example tasks that have started since.
     pub(super) fn keep_suspended(&mut self) {
         if !std::mem::take(&mut self.standing.look) {
             return;
@@ -212,13 +217,15 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Preempts tasks for the first waiting request that this helps, and resumes preempted tasks
-    /// for which there is room. Requests that find hosts without preemption have already been
-    /// placed. True if there may be room for waiting requests.
+    /// Makes a preemption check: preempts tasks for the first waiting request that gets hosts by
+    /// it. If there is none, resumes preempted tasks for which there is room. Returns true if tasks
+    /// were preempted, so that waiting requests should be retried.
+    ///
+    /// Requests that find hosts without preemption must have been placed before.
     pub(super) fn share(&mut self, now: Micros) -> bool {
         (self.standing.shared, self.standing.newcomer) = (Some(now), false);
         let books = &self.memory.ledger.books;
-        // A recent suspension may not be in the event log yet.
+        // The event log may not contain a recent suspension yet.
         let counts =
             |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
         self.standing
@@ -232,7 +239,7 @@ impl<V: VmApi> Service<V> {
             return false;
         }
         let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
-        // A request that cannot be helped does not prevent helping others.
+        // If preemption cannot help a request, the next ones are examined.
         let looks = spawns
             .waiting_in_turn(now)
             .take(SHARE_LOOKS_MAX)

@@ -1,7 +1,8 @@
-//! The policy at the start and during operation, and the recording of the service's input.
+//! Applies the policy at the start and when the policy file changes, and records the service's
+//! input.
 //!
-//! The text of the policy file that was last in force is stored in the history. A file that has
-//! become invalid or is missing therefore does not prevent a restart.
+//! The history stores the text of the last valid policy file. If the file has become invalid or is
+//! missing, a restarted resource manager uses the stored text.
 
 use super::{BALANCE_PAUSE, Options, Service, ServiceError};
 use crate::api::VmApi;
@@ -10,19 +11,20 @@ use crate::recording::{Input, Recorder};
 use crate::store::Books;
 use sempa_proto::frame::{from_bytes, to_bytes};
 
-/// Key of the stored policy file, among the learned values of the history.
+/// Key of the stored policy file, within the learned values of the history.
 const POLICY: u64 = 2;
 
-/// A stored policy file: path and text. The text is stored instead of the resulting policy, because
-/// the command line may differ next time.
+/// A stored policy file, as (path, text). The text is stored instead of the resulting policy,
+/// because the command line may differ at the next start.
 type Kept = (String, String);
 
 impl Options {
-    /// Returns the policy of the file at the start; without a file, that of the command line.
+    /// Returns the policy at the start: the policy file's settings applied to the command line, or
+    /// the policy of the command line if there is no file.
     ///
     /// # Errors
-    /// [`ServiceError::Policy`], [`ServiceError::NoPolicy`] or [`ServiceError::Choice`]: what is
-    /// invalid.
+    /// [`ServiceError::Policy`] or [`ServiceError::NoPolicy`] if the file is invalid or cannot be
+    /// read. [`ServiceError::Choice`] if the policy names an unknown chooser.
     pub fn policy(&self) -> Result<Conduct, ServiceError> {
         match &self.policy_read {
             Some(Ok(content)) => self.read(content),
@@ -43,8 +45,11 @@ impl Options {
         Ok(conduct)
     }
 
-    /// Applies the policy file. If it is invalid, applies its stored text and returns a sentence
-    /// about the error.
+    /// Applies the policy at the start. If the policy file is invalid, applies its stored text and
+    /// returns a sentence that reports the error.
+    ///
+    /// # Errors
+    /// The error of the file, if no valid text of it is stored.
     pub(super) fn begin(&mut self, books: &mut Books) -> Result<Option<String>, ServiceError> {
         let wrong = match self.policy() {
             Ok(conduct) => {
@@ -69,7 +74,7 @@ impl Options {
         Ok(Some(self.refusal(&wrong)))
     }
 
-    /// Stores the text of a policy file that is in force.
+    /// Stores the text of the policy file in the history.
     fn keep(&self, books: &mut Books, content: &[u8]) {
         let Ok(text) = String::from_utf8(content.to_vec()) else {
             return;
@@ -87,7 +92,7 @@ impl Options {
         )
     }
 
-    /// Returns a sentence that the file was not applied, and why.
+    /// Returns a sentence that says why the policy file was not applied.
     fn refusal(&self, wrong: &ServiceError) -> String {
         let file = &self.policy_file;
         let why = match wrong {
@@ -105,7 +110,7 @@ impl<V: VmApi> Service<V> {
         self.options.conduct
     }
 
-    /// Applies a policy from now on.
+    /// Puts a policy into force.
     pub(super) fn take_up(&mut self, conduct: Conduct) {
         self.options.conduct = conduct;
         self.model.set_policy(conduct.placing, conduct.margin);
@@ -117,7 +122,8 @@ impl<V: VmApi> Service<V> {
         self.record_input(|| Input::Policy(conduct));
     }
 
-    /// Handles a change of the policy file. An invalid file leaves the policy in force.
+    /// Handles a change of the policy file. If the new content is invalid, the policy stays in
+    /// force and the error is logged.
     pub(super) fn policy_changed(&mut self, content: &[u8]) {
         let conduct = match self.options.read(content) {
             Ok(conduct) => conduct,
@@ -133,7 +139,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Starts recording the service's input, beginning with what it already knows.
+    /// Starts recording the service's input. The recording begins with the current policy, hosts,
+    /// labels and drains.
     pub fn record_to(&mut self, recorder: Recorder) {
         self.recorder = Some(recorder);
         let conduct = self.options.conduct;

@@ -1,6 +1,6 @@
-//! Requests that are refused on arrival, and what is logged about them. A program that repeats its
-//! request does not flood the event log: the same refusal is logged once per interval, and the
-//! number of logged refusals is limited.
+//! Requests that are refused when they arrive, and the log entries about them. So that a program
+//! that repeats its request cannot flood the event log, the same refusal is logged once per
+//! interval, and the total number of logged refusals is limited.
 
 use super::{Incoming, Output, Spawns};
 use bytes::Bytes;
@@ -9,12 +9,12 @@ use sempa_proto::rm::{PlacementAttempt, PlacementRule};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// Interval within which the same refusal of the same task is logged once.
+/// Interval in which the same refusal of the same task is logged only once.
 pub const REFUSAL_TOLD_PAUSE: Micros = Micros::from_secs(60);
-/// Maximum number of refusals that are logged within that interval.
+/// Maximum number of refusals that are logged within [`REFUSAL_TOLD_PAUSE`].
 pub const REFUSALS_TOLD_MAX: usize = 64;
 
-/// Recently logged refusals, by task and error.
+/// Time of recently logged refusals, by task and error code.
 #[derive(Debug, Default)]
 pub(super) struct Refusals(BTreeMap<(Tid, i32), Micros>);
 
@@ -46,7 +46,7 @@ fn only(error: PvmError) -> Bytes {
 }
 
 impl Spawns {
-    /// Answers a request with an error only.
+    /// Answers a request with an error. Nothing is logged.
     pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
         self.out.push_back(Output::Reply {
             to,

@@ -9,28 +9,30 @@ use sempa_proto::rm::WaitingSpawn;
 use sempa_proto::text::truncate;
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
-/// Maximum size of the kept explanation why a request waits, in bytes.
+/// Maximum size in bytes of the stored reason why a request waits.
 const WHY_BYTES_MAX: usize = 1024;
 
-/// Reservation for a request that has waited long.
+/// Reservation for a request that has waited for a long time.
 #[derive(Debug)]
 pub(super) struct Kept {
     pub(super) number: u64,
     pub(super) user: u32,
-    /// User and job of the request, if it waits until one of them has fewer tasks.
+    /// User and job of the request, if it waits because one of them has reached its limit.
     limited: Option<(u32, Tid)>,
-    /// Hosts that other requests do not get.
+    /// Reserved hosts, which other requests do not get.
     pub(super) hosts: Vec<HostId>,
 }
 
 impl Kept {
-    /// True if this user goes first, so the reservation does not hold against the user. Otherwise a
-    /// user with a high index could wait for everything that is freed for others.
+    /// True if `user` has a lower index than the user of the reservation. Requests of `user` ignore
+    /// the reservation then. Otherwise a user with a high index could reserve every host that
+    /// becomes free for users with lower ones.
     fn is_behind(&self, now: Micros, fair: &Fair, user: u32) -> bool {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
 
-    /// True if the reservation holds against this request of this user.
+    /// True if the reservation applies to request `number` of `user`, so that this request must not
+    /// use the reserved hosts.
     pub(super) fn is_kept_from(
         &self,
         now: Micros,
@@ -40,16 +42,16 @@ impl Kept {
         self.number != number && !self.is_behind(now, fair, user)
     }
 
-    /// True if other requests of this user or job must wait until the reserved one is within its
-    /// limit.
+    /// True if a request of this user or job must wait because the reserved request waits for a
+    /// limit of the same user or job.
     fn is_before(&self, user: u32, job: Tid) -> bool {
         self.limited.is_some_and(|by| by.0 == user || by.1 == job)
     }
 }
 
 impl Spawns {
-    /// Checks the limits before a placement. True if a limit prevents it. The request then waits,
-    /// or is refused: immediately if it asks for more than is ever allowed.
+    /// Checks the limits before a placement. Returns true if a limit prevents it. In that case the
+    /// request waits or, if its waiting time is over or it could never be allowed, is refused.
     pub(super) fn is_limited(&mut self, now: Micros, number: u64) -> bool {
         let Some(spawn) = self.open.get_mut(&number) else {
             return false;
@@ -88,7 +90,8 @@ impl Spawns {
         true
     }
 
-    /// Describes the reservation of this host, if there is one.
+    /// Returns a sentence that describes the reservation of this host; `None` if the host is not
+    /// reserved.
     pub fn kept_for(&self, host: HostId) -> Option<String> {
         let kept = self
             .kept
@@ -105,8 +108,8 @@ impl Spawns {
         ))
     }
 
-    /// Reserves room for a request that has waited long, until it is placed or stops waiting. There
-    /// is at most one reservation.
+    /// Makes the reservation for a request that has waited for a long time. It ends when the
+    /// request is placed or stops waiting. There is at most one reservation.
     pub(super) fn keep(
         &mut self,
         now: Micros,
@@ -135,7 +138,7 @@ impl Spawns {
         }
         let hosts = hosts();
         if hosts.is_empty() && limited.is_none() {
-            // All hosts together are not enough, even without other tasks.
+            // All hosts together have too little room for the request, even without other tasks.
             self.kept = None;
             return;
         }
@@ -160,7 +163,8 @@ impl Spawns {
         });
     }
 
-    /// Lets a request wait for a host. If the queue is full, the next attempt refuses the request.
+    /// Queues a request until a host is free. If the queue is full, ends its waiting time, so that
+    /// the next placement refuses it.
     pub(super) fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>, why: String) {
         let Some(spawn) = self.open.get_mut(&number) else {
             return;
@@ -186,8 +190,9 @@ impl Spawns {
         ) {
             Ok(()) => {
                 self.waiting.insert(number);
-                // The next resource manager receives the request as a whole, so none of its tasks
-                // may have been started. On a lost host, some may have been.
+                // The task may send the request again to another resource manager, which would
+                // start all of its tasks. So it is notified only if none of them can have been
+                // started, which includes tasks on lost hosts.
                 let under_way = self.orders.values().any(|order| order.spawn == number);
                 if !spawn.told
                     && !under_way
@@ -210,7 +215,7 @@ impl Spawns {
         }
     }
 
-    /// Queues all waiting requests for a placement after a change, in the order of service.
+    /// After a change, queues all waiting requests for placement, in the order of service.
     pub fn try_waiting(&mut self, now: Micros) {
         for Waiting { number, .. } in self.fair.take_waiting(now) {
             self.waiting.remove(&number);
@@ -229,9 +234,9 @@ impl Spawns {
         self.waiting.len()
     }
 
-    /// Returns the oldest request of each user that waits for free hosts, in the order of service,
-    /// with the number of missing hosts and the hosts that are reserved for other requests.
-    /// Requests that wait for a limit are left out.
+    /// Returns requests that wait for free hosts: the oldest one of each user, in the order of
+    /// service. Each comes with the number of tasks without a host, and the hosts that are reserved
+    /// for other requests. Requests that wait for a limit are not included.
     pub fn waiting_in_turn(
         &self,
         now: Micros,

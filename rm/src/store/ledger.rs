@@ -1,42 +1,42 @@
-//! The history together with its file, if there is one: schedules the writing and holds the batch
-//! that waits for it.
+//! Connects the history with its file, if there is one: decides when changes are written, and
+//! stores a batch that the writer thread has not accepted.
 
 use super::books::{Batch, Books};
 use super::file::{Opened, Store};
 use sempa_proto::{Micros, Tid};
 use std::path::PathBuf;
 
-/// Delay between a change and its writing, so that changes are written together.
+/// Delay between a change and the write, so that several changes are written in one batch.
 pub const WRITE_PAUSE: Micros = Micros::from_millis(300);
 
-/// Where the history is stored.
+/// Location of the history file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shelf {
     pub dir: PathBuf,
-    /// Name of the file in the directory.
+    /// Name of the file within the directory.
     pub name: String,
 }
 
 impl Shelf {
-    /// True if a history has been stored there.
+    /// True if the file exists.
     pub fn is_there(&self) -> bool {
         self.dir.join(&self.name).exists()
     }
 }
 
-/// The history and its file.
+/// The history and, if it is stored, its file.
 #[derive(Debug, Default)]
 pub struct Ledger {
     pub books: Books,
     store: Option<Store>,
-    /// A batch that the writer has not accepted yet.
+    /// A batch that the writer thread has not accepted yet.
     batch: Option<Batch>,
     write_at: Option<Micros>,
 }
 
 impl Ledger {
-    /// Opens the history; without a location it lasts as long as this process. Returns notes about
-    /// problems, too.
+    /// Opens the history. Without a location, or if the file cannot be used, the history exists in
+    /// memory only. Also returns notes about problems for the event log.
     pub fn open(shelf: Option<&Shelf>, user: u32, task: Tid) -> (Ledger, Vec<String>) {
         let Some(shelf) = shelf else {
             return (
@@ -84,27 +84,28 @@ impl Ledger {
         self.write_at
     }
 
-    /// True if it is time to write.
+    /// True if changes must be written now.
     pub fn is_due(&self, now: Micros) -> bool {
         self.write_at.is_some_and(|at| at <= now)
     }
 
-    /// Schedules the writing of changes, if there are any. Changes until then are written together.
+    /// Schedules a write after [`WRITE_PAUSE`] if there are changes and no write is scheduled.
     pub fn plan(&mut self, now: Micros) {
         if self.write_at.is_none() && self.books.is_dirty() {
             self.write_at = Some(now + WRITE_PAUSE);
         }
     }
 
-    /// Hands the changes to the writer. Returns an earlier error of writing.
+    /// Passes the changes to the writer thread. Returns the text of an earlier write error, if
+    /// there is one.
     pub fn write(&mut self, now: Micros) -> Option<String> {
         self.write_at = None;
         let Some(store) = &self.store else {
             self.books.batch();
             return None;
         };
-        // A batch that the writer has not accepted goes first, because a later one may change the
-        // same entries.
+        // A batch that the writer thread has not accepted is passed first, because a later batch
+        // may change the same entries.
         let batch = self.batch.take().unwrap_or_else(|| self.books.batch());
         if let Err(batch) = store.write(batch) {
             self.batch = Some(batch);

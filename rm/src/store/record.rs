@@ -7,7 +7,7 @@ use sempa_proto::rm::{
 };
 use sempa_proto::{HostId, Tid};
 
-/// Converts an attempt to place tasks.
+/// Converts the result of a placement to its stored form.
 pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> PlacementAttempt {
     let choice = match &placement.why {
         Why::Asked { .. } => PlacementRule::HostRequested,
@@ -31,7 +31,7 @@ pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> PlacementAttempt {
     }
 }
 
-/// Converts the first excluded hosts.
+/// Converts excluded hosts to their stored form. Only the first ones are included.
 pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<RejectedHost> {
     let one = |(host, why): &(HostId, Reason)| RejectedHost {
         host: snapshot.name(*host),
@@ -56,7 +56,7 @@ fn told(why: &Reason) -> RejectionReason {
     }
 }
 
-/// Returns the current state of a host for an answer. `drained`: task that requested a drain.
+/// Returns the current state of a host for a reply. `drained`: task that requested its drain.
 pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostState {
     let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
         return HostState::Gone;
@@ -71,7 +71,7 @@ pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -
     HostState::Used(decide::used_but(snapshot, id))
 }
 
-/// Converts the decision that a guest stays.
+/// Converts the decision that a guest stays to its stored form.
 pub fn stays(stay: &Stay, snapshot: &Snapshot) -> DecisionKind {
     let not_used = match &stay.why {
         StayReason::NoHost { excluded } => not_used(excluded, snapshot),
@@ -85,7 +85,7 @@ pub fn stays(stay: &Stay, snapshot: &Snapshot) -> DecisionKind {
     }
 }
 
-/// Converts the result of a rebalancing migration.
+/// Converts the result of a rebalancing migration to its stored form.
 pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> DecisionKind {
     let pair = |(gain, cost)| MigrationBenefit { gain, cost };
     let Outcome {

@@ -1,4 +1,4 @@
-//! Migrations that balance the load, and the comparison of their results with the prediction.
+//! Rebalancing migrations by the service, and the comparison of their results with the prediction.
 
 use crate::common::{Bed, h, request, spawned, t, world};
 use crate::{ask, with_conduct};
@@ -9,7 +9,7 @@ use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
-/// With balancing, tasks of a crowded host migrate to free hosts; without it they stay.
+/// With rebalancing, tasks of a crowded host migrate to free hosts. Without it they stay.
 #[test]
 fn balancing_spreads_tasks_of_crowded_host() {
     for balance in [false, true] {
@@ -41,7 +41,7 @@ fn balancing_spreads_tasks_of_crowded_host() {
     }
 }
 
-/// A task whose spawn named its host is not migrated for balancing.
+/// A task whose spawn named its host is not rebalanced.
 #[test]
 fn task_on_named_host_is_not_balanced() {
     let vm = world(3);
@@ -68,7 +68,8 @@ fn task_on_named_host_is_not_balanced() {
     assert!(bed.world().took_migrations().is_empty());
 }
 
-/// Returns the recorded result of a task's migration, if it is known.
+/// Returns the recorded result of a task's migration as (predicted, actual, text); `None` if there
+/// is none yet.
 fn came_out(bed: &mut Bed, tid: Tid) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
     let RmReply::Decisions { decisions, .. } = ask(bed, &RmQuery::TaskDecisions(tid)) else {
         panic!("nothing is known of {tid}")
@@ -83,7 +84,7 @@ fn came_out(bed: &mut Bed, tid: Tid) -> Option<(MigrationBenefit, MigrationBenef
     })
 }
 
-/// The predicted gain of a migration is compared with its result and reported.
+/// The history compares the result of a migration with its predicted gain.
 #[test]
 fn predicted_gain_is_compared_with_result() {
     let vm = world(3);
@@ -120,7 +121,7 @@ fn predicted_gain_is_compared_with_result() {
     let (first, second) = (moved[0], moved[3]);
     round(&mut bed);
     assert_eq!(came_out(&mut bed, first), None, "it is too early to tell");
-    // One task ends soon; the other runs longer than predicted.
+    // One of the tasks ends early; the other one runs longer than predicted.
     bed.world().event(
         h(1),
         EventKind::TaskEnded {

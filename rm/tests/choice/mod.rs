@@ -10,7 +10,7 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use std::sync::Arc;
 
-/// Chooses the host with the highest number, for two tasks at most.
+/// A chooser that selects the host with the highest number for up to two tasks.
 struct Last;
 
 impl Choice for Last {
@@ -53,7 +53,7 @@ fn options(name: &str) -> Options {
     }
 }
 
-/// A policy may name an external chooser, whose choice is checked and reported.
+/// If the policy names an external chooser, its selection is checked and explained.
 #[test]
 fn external_choice_is_checked_and_reported() {
     let vm = world(3);
@@ -154,7 +154,7 @@ fn unknown_chooser_is_refused() {
     assert_eq!(bed.world().took_execs().len(), 3, "by load as before");
 }
 
-/// Replaces the placement policy of options.
+/// Method that replaces the placement policy of options.
 trait With {
     fn with(self, placing: Policy) -> Self;
 }

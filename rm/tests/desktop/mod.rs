@@ -1,4 +1,4 @@
-//! A host of a simulated pool of desktops.
+//! A host of a simulated pool of desktop machines.
 
 use pvm_rm::decide::{HostView, Owner, Sampled, Terms};
 use sempa_proto::load::LoadSample;
@@ -9,8 +9,8 @@ pub(crate) fn h(index: u16) -> HostId {
     HostId::simulated(index).expect("an index")
 }
 
-/// An idle host whose sample never expires: in the simulation all external load comes from owners,
-/// whose presence is simulated separately.
+/// Returns an idle host whose sample never expires. In the simulation, all load other than tasks
+/// comes from owners, whose presence is simulated separately.
 pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
     let sample = LoadSample {
         cores: 1,

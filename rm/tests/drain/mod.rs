@@ -1,4 +1,4 @@
-//! Hosts that a user drains, and that take tasks again later.
+//! Draining of hosts on request of a user, and the end of a drain.
 
 use crate::common::{Bed, client, h, request, spawned, t, world};
 use crate::{ask, with_books};
@@ -39,7 +39,7 @@ fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
     tasks
 }
 
-/// All tasks leave a drained host and none is placed there until the drain is over.
+/// All tasks leave a drained host, and none is placed on it until the end of the drain.
 #[test]
 fn drained_host_is_emptied_and_reusable() {
     let vm = world(3);
@@ -61,7 +61,7 @@ fn drained_host_is_emptied_and_reusable() {
         Some(&EventKind::HostVacated { host: h(2) })
     );
     bed.world().took_migrations();
-    // Tasks are placed there neither by choice nor by name.
+    // No task is placed on the drained host, even if the spawn names it.
     bed.world().spawn(1, &request(4));
     bed.settle();
     assert!(
@@ -83,7 +83,7 @@ fn drained_host_is_emptied_and_reusable() {
         bed.world().answer(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    // A task that a user migrates there is evicted again.
+    // A task that a user migrates to the drained host is evicted again.
     bed.world().moved(
         t(2, 1),
         1,
@@ -121,7 +121,7 @@ fn drained_host_is_emptied_and_reusable() {
     );
 }
 
-/// Tasks that stay on a drained host are reported with the reason, and again at the deadline.
+/// Tasks that stay on a drained host are reported with the reason, and once more at the deadline.
 #[test]
 fn tasks_that_stay_on_drained_host_are_reported() {
     let vm = world(2);
@@ -144,7 +144,7 @@ fn tasks_that_stay_on_drained_host_are_reported() {
         .filter(|n| n.starts_with("h2 was to be empty by now; still there: "))
         .count();
     assert_eq!(late, 1, "{notes:?}");
-    // A migration that fails is repeated, to another host or the same one.
+    // After a failed migration the task migrates to another host, or to the same one later.
     bed.owner_leaves(1);
     assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
     bed.world()
@@ -155,7 +155,7 @@ fn tasks_that_stay_on_drained_host_are_reported() {
     assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
 }
 
-/// A host stays drained after an owner has come and gone.
+/// A host is still drained after an owner has arrived and left.
 #[test]
 fn drain_outlasts_owner_visit() {
     let vm = world(2);
@@ -187,7 +187,7 @@ fn drain_outlasts_owner_visit() {
     );
 }
 
-/// A restarted resource manager keeps drained hosts drained.
+/// After a restart of the resource manager, drained hosts are still drained.
 #[test]
 fn restarted_rm_keeps_drained_hosts() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -17,7 +17,7 @@ use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Lets every host carry out its start orders. Returns all started tasks.
+/// Lets every host carry out its orders to start tasks. Returns all started tasks.
 fn serve(bed: &mut Bed) -> Vec<Tid> {
     bed.settle();
     let mut all = Vec::new();
@@ -37,7 +37,7 @@ fn serve(bed: &mut Bed) -> Vec<Tid> {
     }
 }
 
-/// Lets the client send the same spawn once per wait id. Returns the started tasks.
+/// Sends the same spawn of the client once for each wait id. Returns the started tasks.
 fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnRequest) -> Vec<Tid> {
     wids.flat_map(|wid| {
         bed.world().spawn(wid, request);
@@ -46,7 +46,7 @@ fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnReq
     .collect()
 }
 
-/// Returns the leases that a task has got, with the wait ids of their requests.
+/// Returns the leases that were sent to a task, each with the wait id of its request.
 fn given(bed: &Bed, task: Tid) -> Vec<(i32, PlacementLease)> {
     let world = bed.world();
     let to_it = world
@@ -58,12 +58,12 @@ fn given(bed: &Bed, task: Tid) -> Vec<(i32, PlacementLease)> {
         .collect()
 }
 
-/// Reports that the client has started this task by a lease.
+/// Reports that the client has used a lease to start this task.
 fn taken(bed: &mut Bed, wid: i32, host: u16, tid: Tid) {
     all_taken(bed, wid, &[(host, tid)]);
 }
 
-/// Reports that the client has started several tasks by one request and a lease.
+/// Reports that the client has used a lease to start several tasks in one request.
 fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
     bed.world()
         .tasks
@@ -104,8 +104,8 @@ fn second_equal_spawn_gets_lease() {
         panic!("{:?}", given(&bed, client()))
     };
     assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, LEASE_HOSTS_MAX));
-    // Two of the three hosts have one task each. As with single placements, the third host comes
-    // first, and no host gets more than its share.
+    // Two of the three hosts run one task each. As with single placements, the third host comes
+    // first, and no host is used more often than its share allows.
     assert_eq!(
         hosts
             .iter()
@@ -119,7 +119,7 @@ fn second_equal_spawn_gets_lease() {
     }
 }
 
-/// A task that was started by a lease is known and explained like any other.
+/// A task that was started by a lease is listed and explained like any other task.
 #[test]
 fn task_started_by_lease_is_known_and_explained() {
     let vm = world(2);
@@ -157,7 +157,7 @@ fn task_started_by_lease_is_known_and_explained() {
         _ => false,
     };
     assert!(decisions.iter().any(|d| spawn(&d.kind)), "{decisions:?}");
-    // Three tasks are on h2: an owner who arrives evicts all of them.
+    // Three tasks run on h2. All of them are evicted when its owner arrives.
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 3);
 }
@@ -212,7 +212,8 @@ fn repeated_group_spawns_get_lease() {
     }
 }
 
-/// A lease is updated when its hosts change and is valid while spawns follow each other.
+/// A lease is replaced when its hosts change. It stays valid as long as the task continues to
+/// spawn.
 #[test]
 fn lease_follows_host_changes_while_used() {
     let vm = world(2);
@@ -234,7 +235,7 @@ fn lease_follows_host_changes_while_used() {
         taken(&mut bed, 2, 2, t(2, 900 + n));
         assert_eq!(given(&bed, client()).len(), before, "it holds");
     }
-    // The lease of a task that spawns nothing more is not renewed.
+    // The task spawns nothing more, so its lease is not renewed.
     bed.pass(GRANT_SPAN + REVIEW_PAUSE);
     let before = given(&bed, client()).len();
     bed.owner_leaves(1);
@@ -242,7 +243,7 @@ fn lease_follows_host_changes_while_used() {
     assert_eq!(given(&bed, client()).len(), before);
 }
 
-/// Tasks that have ended or spawn nothing more keep no slots from others.
+/// Tasks that have ended, or that spawn nothing more, do not reduce the number of slots for others.
 #[test]
 fn unused_leases_are_released() {
     let vm = world(3);
@@ -279,7 +280,7 @@ fn unused_leases_are_released() {
     }
 }
 
-/// When half of a lease is used, it is renewed from the current state.
+/// When half of a lease is used, a new lease is made from the current state.
 #[test]
 fn half_used_lease_is_renewed() {
     let vm = world(2);
@@ -303,8 +304,8 @@ fn half_used_lease_is_renewed() {
     assert!(grant.hosts.iter().all(|host| *host == h(2)), "{grant:?}");
 }
 
-/// With round-robin placement, limits or waiting there are no leases: each request is decided
-/// separately.
+/// With round robin, task limits or waiting requests there are no leases, because each request must
+/// be decided separately.
 #[test]
 fn no_leases_with_round_robin_limits_or_waiting() {
     let limits = Limits {
@@ -339,7 +340,8 @@ fn no_leases_with_round_robin_limits_or_waiting() {
     }
 }
 
-/// Requests that differ, fail, come late or ask for too many tasks get no lease.
+/// A request gets no lease if it differs from the previous one, fails, arrives too late, or asks
+/// for too many tasks.
 #[test]
 fn unsuitable_requests_get_no_lease() {
     let vm = world(2);
@@ -401,10 +403,10 @@ fn drain_or_policy_change_revokes_leases() {
         (given(&bed, client()).len(), wid, grant.hosts),
         (2, 2, vec![])
     );
-    // On its next request the task gets the other host only.
+    // The lease for the task's next request contains only the other host.
     spawns(&mut bed, 3..=3, &request(1));
     assert_eq!(given(&bed, client())[2].1.hosts, [h(1); LEASE_HOSTS_MAX]);
-    // A lease that seems to be used up may still have unused slots.
+    // A lease that counts as used up is revoked, too, because it may have unused slots.
     let before = given(&bed, client()).len();
     bed.owner_comes(1);
     for first in [700, 750, 800] {
@@ -485,7 +487,7 @@ fn job_being_killed_gets_no_lease() {
             }
         )]
     );
-    // The report of tasks started before the revocation arrives later.
+    // A report of tasks that were started before the revocation arrives after it.
     bed.world().tasks.push(spawned(t(2, 900), 2));
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner,
@@ -503,7 +505,7 @@ fn job_being_killed_gets_no_lease() {
     assert_eq!(given(&bed, spawner).len(), 2);
 }
 
-/// Uses of a lease that are reported after the task's exit are counted and lead to no new lease.
+/// Used slots that are reported after the end of the task are counted, and cause no new lease.
 #[test]
 fn lease_use_after_exit_is_counted() {
     let vm = world(2);
@@ -521,7 +523,7 @@ fn lease_use_after_exit_is_counted() {
     assert_eq!(given(&bed, client()).len(), 1);
 }
 
-/// A task that ends while its request is carried out gets no lease.
+/// A task gets no lease if it ends while its request is carried out.
 #[test]
 fn exited_requester_gets_no_lease() {
     let vm = world(2);
@@ -535,7 +537,7 @@ fn exited_requester_gets_no_lease() {
     assert_eq!(given(&bed, client()), []);
 }
 
-/// A different request gives up the slots of the earlier lease.
+/// A different request of the task closes its lease.
 #[test]
 fn different_request_gives_up_lease() {
     let vm = world(3);
@@ -607,7 +609,7 @@ fn total_of_leased_slots_is_bounded() {
     );
 }
 
-/// Reports that cannot be decoded or belong to no lease change nothing.
+/// Reports about used slots that cannot be decoded or belong to no lease are ignored.
 #[test]
 fn invalid_lease_reports_are_ignored() {
     let vm = world(2);

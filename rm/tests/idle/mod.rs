@@ -1,18 +1,18 @@
-//! Idle hosts for snapshots.
+//! Builders of idle hosts for snapshots.
 
 use pvm_rm::decide::{HostView, Owner, Sampled, Terms};
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros};
 use std::sync::Arc;
 
-/// Time of the snapshots.
+/// Current time of the snapshots.
 pub(crate) const NOW: Micros = Micros::from_secs(1000);
 
 pub(crate) fn h(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// The sample of an idle host.
+/// Returns the load sample of an idle host.
 pub(crate) fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
     Some(Sampled {
         sample: LoadSample {
@@ -25,7 +25,7 @@ pub(crate) fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
     })
 }
 
-/// A host without an owner and without tasks.
+/// Returns an idle host without an owner and without tasks.
 pub(crate) fn idle(index: u16, cores: u32, available_bytes: u64) -> HostView {
     HostView {
         id: h(index),

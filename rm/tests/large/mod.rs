@@ -1,5 +1,5 @@
-//! Snapshots of virtual machines of any size, half of whose hosts have an owner, and every decision
-//! that is made on them.
+//! Snapshots of large virtual machines in which half of the hosts have an owner, and all decisions
+//! that can be made about them.
 
 use crate::desktop::{desktop, h};
 use pvm_rm::decide::{
@@ -15,17 +15,17 @@ use std::sync::Arc;
 /// Largest simulated number of hosts: more than twice the limit of a virtual machine.
 pub(crate) const HOSTS_MAX: u16 = 10_000;
 
-/// Callback for each decision. It gets the decision's name and a function that makes the decision.
-/// That function may be called repeatedly; it takes the number of earlier calls and asserts the
-/// expected result.
+/// Function that is called for each decision, with its name and a function that makes the decision
+/// and asserts the expected result. The latter may be called repeatedly; its argument is the number
+/// of earlier calls.
 pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
-/// Returns the task with this number on this host.
+/// Returns the tid of the task with this number on this host.
 fn t(host: u16, number: u32) -> Tid {
     Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
 }
 
-/// A task that has run for an hour.
+/// Returns a task that has run for an hour.
 fn old(host: u16, number: u32) -> TaskView {
     TaskView {
         done: Micros::from_secs(3600),
@@ -41,8 +41,8 @@ fn present() -> Owner {
     }
 }
 
-/// Half of the hosts have an owner and pinned tasks; nearly all have a task that has run for an
-/// hour.
+/// Returns a snapshot. Half of the hosts have an owner and pinned tasks. Nearly all hosts have one
+/// task that has run for an hour.
 pub(crate) fn large(hosts: u16) -> Snapshot {
     let view = |i: u16| {
         let pinned = i.is_multiple_of(2);
@@ -51,7 +51,7 @@ pub(crate) fn large(hosts: u16) -> Snapshot {
         } else {
             Owner::Absent { left: None }
         };
-        // Some hosts are crowded and some are empty, so that there is something to balance.
+        // Some hosts have several tasks and some have none, so that rebalancing finds migrations.
         let tasks = match i % 50 {
             1 => 0,
             11 => 3,
@@ -73,7 +73,7 @@ pub(crate) fn large(hosts: u16) -> Snapshot {
     Snapshot::new(Micros::from_secs(7200), Policy::Load, hosts)
 }
 
-/// Changes hosts of a snapshot.
+/// Changes these hosts of a snapshot by `act`, and refreshes the index.
 fn change(
     snapshot: &mut Snapshot,
     hosts: impl IntoIterator<Item = u16>,
@@ -110,7 +110,8 @@ fn ask(request: &SpawnRequest) -> Ask<'_> {
     }
 }
 
-/// A decision that places tasks with these requirements, all of them or none.
+/// Returns a decision that places `count` tasks with these constraints. It asserts that all tasks
+/// are placed if `fits` is true, and none otherwise.
 fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
     move |_| {
@@ -127,8 +128,8 @@ fn balances(snapshot: &Snapshot) -> impl FnMut(usize) {
     |_| assert!(!balance(snapshot).is_empty())
 }
 
-/// A decision when the owner of a host with a guest arrives: the guest migrates or stays. Then the
-/// owner leaves.
+/// Returns a decision for the arrival of an owner on a host with a guest, and for the owner's
+/// departure. It asserts that the guest migrates if `goes` is true, and stays otherwise.
 fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     move |_| {
         change(snapshot, [3], |_, host| host.owner = present());
@@ -144,8 +145,8 @@ fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     }
 }
 
-/// Decisions that look at some hosts only, whatever the size of the virtual machine: those that
-/// have changed, and the best ones.
+/// Visits the decisions that examine only some hosts, independent of the size of the virtual
+/// machine: the changed hosts and the best ones.
 pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large(hosts);
     visit("update", &mut |n| {
@@ -169,9 +170,8 @@ pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
     visit("balance jobs that wait", &mut balances(&waits));
 }
 
-/// Migrations of jobs that have declared their work. These decisions simulate the hosts they look
-/// at, whose number does not grow with the virtual machine. First each task is a job, then all
-/// tasks are one job.
+/// Visits the planning of migrations for jobs with declared work. The number of simulated hosts
+/// does not grow with the virtual machine. First each task is a job; then all tasks are one job.
 pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large(hosts);
     let work = Arc::new(Wants::parse("work = 2h").expect("it says so"));
@@ -181,7 +181,7 @@ pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
     visit("plan for one that tells", &mut balances(&free));
 }
 
-/// Decisions that look at every host, or at every task of a job.
+/// Visits the decisions that examine every host, or every task of a job.
 pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
     let free = large(hosts);
     visit(
@@ -220,7 +220,7 @@ pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
     users_take_turns(&free, visit);
 }
 
-/// Owners arrive on all hosts.
+/// Visits the decision after owners have arrived on all hosts.
 fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut full = free.clone();
@@ -253,7 +253,8 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     });
 }
 
-/// Each processor has a task of a user who has used much; another user requests some.
+/// Visits the preemption decisions in which one user has a task on each processor and a high index,
+/// and another user requests hosts.
 fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut greedy = free.clone();

@@ -1,5 +1,5 @@
-//! Vacated jobs: where owners want it, jobs that no host accepts are checkpointed and ended, and
-//! restarted when there is room.
+//! Vacated jobs: if the owners request it, jobs that no host accepts are checkpointed and ended.
+//! They are restarted when there is room.
 
 use crate::common::{Bed, failed, h, info, spawned, t, world};
 use crate::{ask, with_books};
@@ -12,7 +12,7 @@ use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
-/// A root task on h1 with a child on h2 and one on h3.
+/// Returns a job: a top task on h1 with a child on h2 and a child on h3.
 fn family() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
@@ -59,7 +59,7 @@ fn checkpointed(bed: &mut Bed, job: Tid) {
     bed.settle();
 }
 
-/// Lets all owners arrive one after the other; tasks that can migrate do so.
+/// Lets the owners of all hosts arrive one after the other. Tasks that can migrate do so.
 fn crowd(bed: &mut Bed) {
     for host in 1..=3 {
         bed.owner_comes(host);
@@ -94,7 +94,7 @@ fn arrive(bed: &mut Bed) {
     }
 }
 
-/// A task that another host accepts migrates; its job is not checkpointed.
+/// A task that another host accepts migrates, and its job is not checkpointed.
 #[test]
 fn task_with_a_target_only_migrates() {
     let mut bed = pool();
@@ -103,7 +103,7 @@ fn task_with_a_target_only_migrates() {
     assert!(bed.world().checkpoints.is_empty());
 }
 
-/// A job whose task no host accepts is vacated once and restarted where there is room.
+/// If no host accepts a task of a job, the job is vacated once, and restarted on hosts with room.
 #[test]
 fn unplaceable_job_is_vacated_and_restarted() {
     let mut bed = pool();
@@ -151,7 +151,7 @@ fn unplaceable_job_is_vacated_and_restarted() {
     );
 }
 
-/// A vacated job that a user ends is not restarted.
+/// A vacated job is not restarted if a user cancels it.
 #[test]
 fn ended_vacated_job_is_not_restarted() {
     let mut bed = pool();
@@ -161,7 +161,7 @@ fn ended_vacated_job_is_not_restarted() {
         ask(&mut bed, &RmQuery::CancelVacated(t(2, 9))),
         RmReply::NotFound
     );
-    // Any task of the job may be named.
+    // The request may name any task of the job.
     let gone = RmReply::VacatedCancelled {
         job: t(1, 7),
         checkpoint: "s1".into(),
@@ -187,7 +187,7 @@ fn ended_vacated_job_is_not_restarted() {
     assert_eq!(ask(&mut bed, &RmQuery::CancelVacated(t(1, 7))), starting);
 }
 
-/// A job that a user ends while it is being vacated is not restarted.
+/// A job that is being vacated is not restarted if a user cancels it.
 #[test]
 fn job_ended_while_vacating_is_not_restarted() {
     let mut bed = pool();
@@ -204,7 +204,7 @@ fn job_ended_while_vacating_is_not_restarted() {
     assert_eq!(bed.world().restarts, []);
 }
 
-/// Hosts that refused a task are asked again before its job is vacated.
+/// Hosts that refused a task are tried again before its job is vacated.
 #[test]
 fn refusals_are_retried_before_vacating() {
     let mut bed = pool();
@@ -229,7 +229,7 @@ fn refusals_are_retried_before_vacating() {
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
 }
 
-/// Only the checkpoint that ended a job marks it as vacated.
+/// Only a checkpoint after which the job was ended marks the job as vacated.
 #[test]
 fn only_final_checkpoint_vacates_job() {
     let mut bed = pool();
@@ -251,8 +251,7 @@ fn only_final_checkpoint_vacates_job() {
     assert!(bed.world().restarts.is_empty(), "it lives");
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
-    // A user restarts the job from another checkpoint: the vacated one must not be restarted as
-    // well.
+    // A user restarts the job from another checkpoint. Then the vacated one must not be restarted.
     let tasks = family().map(|task| (task.tid, h(1))).to_vec();
     bed.world().event(
         h(1),
@@ -271,7 +270,7 @@ fn only_final_checkpoint_vacates_job() {
     );
 }
 
-/// A vacated job is restarted only where owners allow its programs and number of tasks.
+/// A vacated job is restarted only on hosts whose owners allow its programs and number of tasks.
 #[test]
 fn vacated_job_restarts_within_owner_limits() {
     let mut bed = pool();
@@ -313,7 +312,7 @@ fn vacated_job_restarts_within_owner_limits() {
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
-/// A job of three tasks is vacated, then a job of one task. Every owner allows one task; all owners
+/// Vacates a job of three tasks, then a job of one task. Every owner allows one guest. All owners
 /// are present for the time `wait`.
 fn large_and_small(wait: Micros) -> Bed {
     let mut bed = pool();
@@ -346,7 +345,7 @@ fn large_and_small(wait: Micros) -> Bed {
     bed
 }
 
-/// A small vacated job may overtake a large one for a time.
+/// For some time, a small vacated job may be restarted before a large one that has waited longer.
 #[test]
 fn small_vacated_job_may_overtake_large_one() {
     let bed = large_and_small(Micros::from_secs(60));
@@ -356,12 +355,12 @@ fn small_vacated_job_may_overtake_large_one() {
     );
 }
 
-/// After that time, free slots are kept for the job that has waited longest.
+/// After [`KEEP_AFTER`], free hosts are reserved for the job that has waited longest.
 #[test]
 fn free_slots_are_kept_for_oldest_vacated_job() {
     let mut bed = large_and_small(KEEP_AFTER + Micros::from_secs(30));
     assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
-    // The watcher of h3 reports once more.
+    // The watcher of h3 sends one more report.
     (1..=3).for_each(|host| bed.owner_leaves(host));
     bed.pass(Micros::from_secs(8));
     let on = ["h1", "h2", "h3"].map(String::from).to_vec();
@@ -379,7 +378,7 @@ fn job_is_not_vacated_during_migration() {
     assert!(bed.world().checkpoints.is_empty(), "one is on its way");
 }
 
-/// Jobs are not vacated for owners who want guests migrated or killed.
+/// Jobs are not vacated if the owners request migration or termination of guests.
 #[test]
 fn only_checkpoint_mode_vacates_jobs() {
     for then in [EvictionMode::Move, EvictionMode::Kill] {
@@ -390,7 +389,7 @@ fn only_checkpoint_mode_vacates_jobs() {
     }
 }
 
-/// A job whose checkpoint failed is vacated again only after a while.
+/// If the checkpoint of a job has failed, the next attempt follows after a delay.
 #[test]
 fn failed_vacating_is_retried_later() {
     let mut bed = pool();
@@ -415,7 +414,7 @@ fn failed_vacating_is_retried_later() {
     assert_eq!(bed.world().checkpoints.len(), 2);
 }
 
-/// Restarts of a checkpoint that fail are repeated at growing intervals.
+/// A failed restart of a checkpoint is retried at growing intervals.
 #[test]
 fn failed_restarts_back_off() {
     let mut bed = pool();
@@ -446,7 +445,7 @@ fn failed_restarts_back_off() {
     );
 }
 
-/// Tasks without a root task, and children of command-line tasks, are not vacated.
+/// Jobs without a known top task, and children of tasks from a command line, are not vacated.
 #[test]
 fn jobs_without_spawned_root_are_not_vacated() {
     let vm = world(2);
@@ -466,7 +465,7 @@ fn jobs_without_spawned_root_are_not_vacated() {
     assert_eq!(bed.world().checkpoints, []);
 }
 
-/// A restarted resource manager restarts the jobs that its predecessor has vacated.
+/// A restarted resource manager restarts the jobs that the previous one has vacated.
 #[test]
 fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,4 +1,4 @@
-//! Spawns that are refused at once, with the reason.
+//! Spawns that are refused immediately, with the reason.
 
 use crate::common::{Bed, client, request, t};
 use crate::{ask, full};
@@ -7,7 +7,7 @@ use pvm_rm::spawns::{Rules, SPAWN_TASKS_MAX, SPAWNS_OPEN_MAX};
 use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Returns what the event log and `pvm why` report about refusals of this task's job.
+/// Returns the refusals of this task's job: the event log entries, and the lines of `pvm why`.
 fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
     let RmReply::Decisions { decisions, .. } = ask(bed, &RmQuery::TaskDecisions(task)) else {
         panic!("nothing is known of {task}")
@@ -25,7 +25,7 @@ fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
     (notes, decided)
 }
 
-/// Spawns above the limit of open requests are refused with a reason that is logged once per
+/// Spawns above the limit of pending requests are refused, and the reason is logged once per
 /// interval.
 #[test]
 fn excess_spawns_are_refused_and_logged_rarely() {
@@ -55,7 +55,7 @@ fn excess_spawns_are_refused_and_logged_rarely() {
     );
 }
 
-/// Refusals of very many tasks do not fill the event log.
+/// Refusals of very many tasks do not flood the event log.
 #[test]
 fn refusals_of_many_tasks_are_logged_bounded() {
     let mut bed = full(Rules::default());

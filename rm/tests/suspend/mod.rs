@@ -1,5 +1,5 @@
-//! Jobs that a user suspends as a whole, and tasks that are preempted because their users hold a
-//! large share.
+//! Jobs that a user suspends as a whole, and tasks that are preempted because their users have a
+//! high index.
 
 use crate::answers::two_workers;
 use crate::common::{Bed, FakeVm, client, h, info, request, spawned, t, world};
@@ -16,7 +16,7 @@ use sempa_proto::table::{TASK_CONNECTED, TaskInfo};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// The client as the cause of a suspension.
+/// Returns the cause of a suspension that the client has requested.
 fn by() -> SuspendCause {
     SuspendCause::JobRequested {
         requested_by: client(),
@@ -35,7 +35,7 @@ fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)
     (tasks, others)
 }
 
-/// Reports a task that the client starts without the resource manager.
+/// Reports the start of a task that the client has started without the resource manager.
 fn starts(bed: &mut Bed, tid: Tid) {
     bed.world().event(
         h(1),
@@ -50,7 +50,7 @@ fn starts(bed: &mut Bed, tid: Tid) {
     bed.settle();
 }
 
-/// A job is suspended and resumed as a whole, including tasks that it starts meanwhile.
+/// A job is suspended and resumed as a whole, including tasks that it starts while it is suspended.
 #[test]
 fn job_is_suspended_and_resumed_as_a_whole() {
     let mut bed = Bed::quiet(&world(2));
@@ -101,7 +101,7 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     );
 }
 
-/// The time for which a task was suspended does not count as usage.
+/// Time for which a task was suspended does not count as usage.
 #[test]
 fn suspended_time_is_not_usage() {
     let mut bed = Bed::quiet(&world(2));
@@ -126,8 +126,8 @@ fn suspended_time_is_not_usage() {
     );
 }
 
-/// A task whose suspension a daemon refuses is reported with the reason; an unknown job is reported
-/// as unknown.
+/// If a daemon refuses to suspend a task, the reply contains the task and the reason. For an
+/// unknown job the reply is `NotFound`.
 #[test]
 fn refused_suspension_is_reported_with_reason() {
     let mut bed = Bed::quiet(&world(2));
@@ -148,7 +148,7 @@ fn refused_suspension_is_reported_with_reason() {
     assert_eq!(ask(&mut bed, &unknown), RmReply::NotFound);
 }
 
-/// A restarted resource manager keeps suspensions and completes an interrupted resumption.
+/// A restarted resource manager keeps suspensions, and completes a resume that was interrupted.
 #[test]
 fn restarted_rm_keeps_suspensions_and_resumptions() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -163,7 +163,7 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
         .iter_mut()
         .filter(|t| tids.contains(&t.tid))
         .for_each(|t| t.suspended = true);
-    // Meanwhile the job starts another task.
+    // While no resource manager runs, the job starts another task.
     let late = t(1, 900);
     let event = EventKind::TaskStarted {
         tid: late,
@@ -179,8 +179,8 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
     assert_eq!(vm.0.borrow().suspends, [(late, true, by())]);
     bed.pass(Micros::from_secs(1));
     drop(bed);
-    // The resource manager died after it had recorded the resumption and before it had resumed the
-    // tasks.
+    // The resource manager ended after it had recorded the resume of the job and before it had
+    // resumed the tasks.
     vm.0.borrow_mut()
         .tasks
         .iter_mut()
@@ -209,22 +209,23 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
     assert_eq!(resumed, all);
 }
 
-/// A program of user 7.
+/// Returns the tid of a program of user 7.
 fn other() -> Tid {
     t(1, 3)
 }
 
-/// A program of user 8.
+/// Returns the tid of a program of user 8.
 fn third() -> Tid {
     t(1, 4)
 }
 
-/// Two hosts with two processors each, all of which user 0 has held for six hours.
+/// Returns a service with two hosts of two processors each. User 0 has held all processors for six
+/// hours. Also returns the tasks.
 fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
     taken_with(give_way, Limits::default())
 }
 
-/// As [`taken`], with limits for every user.
+/// Like [`taken`], with limits for every user.
 fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
     let (vm, mut bed) = three_users(give_way, limits);
     let mut tids = Vec::new();
@@ -244,7 +245,7 @@ fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
     (vm, bed, tids)
 }
 
-/// Two hosts with two processors each, and programs of the users 0, 7 and 8.
+/// Returns a service with two hosts of two processors each, and programs of the users 0, 7 and 8.
 fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
     let vm = world(2);
     for (task, uid) in [(other(), 7), (third(), 8)] {
@@ -275,7 +276,7 @@ fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
     (vm, bed)
 }
 
-/// Lets a task spawn one task on a named host. Returns the new task.
+/// Spawns a task of `task` on the host named `host`. Returns the new task.
 fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
     let named = SpawnRequest {
         flags: SPAWN_HOST,
@@ -287,7 +288,7 @@ fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
     begun(bed, task)[0]
 }
 
-/// Lets this time pass while load watchers report.
+/// Advances the time by `seconds`. Load watchers report every ten seconds.
 fn live(bed: &mut Bed, seconds: u64) {
     for _ in 0..seconds / 10 {
         bed.pass(Micros::from_secs(10));
@@ -295,7 +296,7 @@ fn live(bed: &mut Bed, seconds: u64) {
     }
 }
 
-/// Lets the hosts carry out all start orders. Returns the started tasks.
+/// Lets the hosts carry out all orders to start tasks. Returns the started tasks.
 fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
     let execs = bed.world().took_execs();
     let mut tids = Vec::new();
@@ -332,7 +333,7 @@ fn asks(bed: &mut Bed, task: Tid, count: u32, place: &str) {
     bed.settle();
 }
 
-/// Returns the users for whom tasks were preempted.
+/// Returns the users for whose requests tasks were preempted since the last call.
 fn helped(bed: &mut Bed) -> Vec<String> {
     let suspends = std::mem::take(&mut bed.world().suspends);
     let why = suspends
@@ -346,7 +347,7 @@ fn helped(bed: &mut Bed) -> Vec<String> {
     why.collect()
 }
 
-/// A request that preemption cannot help does not prevent preemption for others.
+/// If preemption cannot help a request, tasks are still preempted for other requests.
 #[test]
 fn unmeetable_request_does_not_block_preemption() {
     let (_, mut bed, _) = taken(true);
@@ -359,7 +360,7 @@ fn unmeetable_request_does_not_block_preemption() {
     assert_eq!(begun(&mut bed, third()).len(), 1);
 }
 
-/// A request that waits because of a limit does not prevent preemption for others.
+/// If a request waits because of a limit, tasks are still preempted for other requests.
 #[test]
 fn limited_request_does_not_block_preemption() {
     let (_, mut bed, _) = taken_with(
@@ -371,7 +372,7 @@ fn limited_request_does_not_block_preemption() {
     );
     starts_on(&mut bed, other(), "h1");
     asks(&mut bed, other(), 4, "?free >= 1");
-    // Long enough that later requests of the user wait for this one.
+    // After this time, later requests of the user wait until this one is served.
     live(&mut bed, 180);
     assert_eq!(
         helped(&mut bed),
@@ -384,7 +385,7 @@ fn limited_request_does_not_block_preemption() {
     assert_eq!(begun(&mut bed, third()).len(), 1);
 }
 
-/// No task is preempted on hosts that are reserved for another request.
+/// No task is preempted on a host that is reserved for another request.
 #[test]
 fn no_preemption_on_reserved_hosts() {
     let (_, mut bed) = three_users(true, Limits::default());
@@ -393,7 +394,7 @@ fn no_preemption_on_reserved_hosts() {
         starts_on(&mut bed, client(), "h1"),
     );
     live(&mut bed, 6 * 3600);
-    // Preempting user 0 on one host is not enough for both hosts: user 8 has used too little to be
+    // Preempting user 0 on one host does not free both hosts. User 8 has too low an index to be
     // preempted.
     for host in ["h1", "h2"] {
         starts_on(&mut bed, third(), host);
@@ -417,7 +418,7 @@ fn no_preemption_on_reserved_hosts() {
     assert_eq!(begun(&mut bed, third())[0].birth_host(), Some(h(2)));
 }
 
-/// A task of a user who has used much is preempted for a waiting user and resumes when there is
+/// A task of a user with a high index is preempted for a waiting user, and resumes when there is
 /// room.
 #[test]
 fn heavy_user_is_preempted_and_later_resumed() {
@@ -465,14 +466,14 @@ fn heavy_user_is_preempted_and_later_resumed() {
     );
 }
 
-/// A preempted task resumes when the other user's task has ended, even next to external load.
+/// A preempted task resumes when the other user's task has ended, even if there is external load.
 #[test]
 fn preempted_task_resumes_despite_external_load() {
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let gave_way = std::mem::take(&mut bed.world().suspends)[0].0;
     let theirs = begun(&mut bed, other());
-    // Six runnable threads on two processors.
+    // Six threads are runnable on two processors.
     bed.world().load = (1.0, 6);
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
@@ -484,7 +485,7 @@ fn preempted_task_resumes_despite_external_load() {
         matches!(&suspends[..], [(tid, false, SuspendCause::Preempted { .. })] if *tid == gave_way),
         "{suspends:?}"
     );
-    // Another user waits, but preempting the task would not help.
+    // A request of another user waits, but would get no host if the task were preempted.
     asks_for_one(&mut bed);
     live(&mut bed, 120);
     assert_eq!(bed.world().suspends, [], "of {tids:?}");
@@ -497,7 +498,7 @@ fn preempted_task_resumes_despite_external_load() {
     );
 }
 
-/// A waiting spawn is placed when external load has ended.
+/// A waiting spawn is placed when the external load has ended.
 #[test]
 fn waiting_spawn_starts_when_external_load_ends() {
     for give_way in [true, false] {
@@ -517,7 +518,7 @@ fn waiting_spawn_starts_when_external_load_ends() {
     }
 }
 
-/// A task that starts after the resource manager is attributed to its own user.
+/// A task that starts after the resource manager is counted for its own user.
 #[test]
 fn late_task_is_attributed_to_its_user() {
     let (_, mut bed, _) = taken(true);
@@ -546,7 +547,7 @@ fn late_task_is_attributed_to_its_user() {
     );
 }
 
-/// No task is preempted if the policy forbids it, or for a request of the same user.
+/// No task is preempted if the policy disables preemption, or for a request of the same user.
 #[test]
 fn no_preemption_by_policy_or_for_same_user() {
     let (_, mut bed, _) = taken(false);
@@ -563,7 +564,7 @@ fn no_preemption_by_policy_or_for_same_user() {
     assert_eq!(bed.world().suspends, [], "it is the same user who waits");
 }
 
-/// Resuming a job does not resume its preempted tasks.
+/// When a job is resumed, its preempted tasks stay suspended.
 #[test]
 fn resuming_job_keeps_preempted_tasks_paused() {
     let (_, mut bed, tids) = taken(true);
@@ -583,15 +584,15 @@ fn resuming_job_keeps_preempted_tasks_paused() {
     );
 }
 
-/// A task belongs to the user who started its job wherever it runs, also after a restart of the
-/// resource manager.
+/// A task belongs to the user who started its job, on whatever host it runs. This also holds after
+/// a restart of the resource manager.
 #[test]
 fn task_belongs_to_user_of_its_job() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
-    // The user at h2 has a login of their own there; their task arrives on h1, where another user
-    // runs the daemon.
+    // The user at h2 has an account there. A task of theirs is started on h1, where the daemon
+    // belongs to another user.
     let (top, task) = (t(2, 3), t(1, 77));
     bed.world().event(
         h(2),

@@ -1,5 +1,5 @@
-//! The daemon's side of the tasker's socket: starts a tasker, sends orders, waits for answers with
-//! a deadline.
+//! The daemon's end of the tasker's socket: starts a tasker, sends orders, and waits for answers
+//! with a deadline.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
 pub mod moving;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Deadline of every wait. It is long because the machine may be loaded.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A tasker under test.
@@ -38,7 +38,8 @@ impl Tasker {
         Tasker::start_by(&[], env)
     }
 
-    /// Starts a tasker through a wrapper program, which takes the command as its last arguments.
+    /// Starts a tasker through the wrapper program `by`, which receives the tasker's command as its
+    /// last arguments.
     pub fn start_by(by: &[&str], env: &[(&str, &str)]) -> Tasker {
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
@@ -97,7 +98,7 @@ impl Tasker {
             .expect("the tasker reads");
     }
 
-    /// Returns the next message.
+    /// Waits for the next message and returns it.
     pub fn next(&mut self) -> FromTasker {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -134,7 +135,8 @@ impl Tasker {
         self.waiting.pop_front()
     }
 
-    /// Returns the first message that `pick` accepts; earlier ones go to `rest`.
+    /// Waits for a message that `pick` accepts, and returns the value of `pick`. Adds earlier
+    /// messages to `rest`.
     pub fn until<T>(
         &mut self,
         rest: &mut Vec<FromTasker>,
@@ -156,7 +158,7 @@ impl Tasker {
         }
     }
 
-    /// Starts a program and returns its process number.
+    /// Starts a program as a task and returns its PID.
     pub fn run(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
         self.send(ToTasker::Start(order(tid, path, args)));
         self.until(&mut Vec::new(), |m| match m {
@@ -166,7 +168,7 @@ impl Tasker {
         })
     }
 
-    /// Collects the task's output until `enough` returns true.
+    /// Appends the task's output to `so_far` until `enough` returns true.
     pub fn output_until(&mut self, tid: Tid, so_far: &mut Vec<u8>, enough: impl Fn(&[u8]) -> bool) {
         let until = Instant::now() + PATIENCE;
         while !enough(so_far) {
@@ -187,7 +189,8 @@ impl Tasker {
         }
     }
 
-    /// Returns the rest of a task's output and its wait status.
+    /// Waits until a task has exited. Returns its remaining output, its wait status and its
+    /// resource usage.
     pub fn follow_to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
         let mut rest = Vec::new();
         let (status, used) = self.until(&mut rest, |m| match m {
@@ -205,7 +208,7 @@ impl Tasker {
         (output.flatten().collect(), status, used)
     }
 
-    /// Closes the socket and waits for the end of the tasker.
+    /// Closes the socket and waits until the tasker has exited.
     pub fn stop(mut self) {
         drop(self.stream.take());
         let until = Instant::now() + PATIENCE;
@@ -254,7 +257,8 @@ pub fn sh() -> PathBuf {
     "/bin/sh".into()
 }
 
-/// True if the kernel grants namespaces: root has them, except in an unprivileged container.
+/// True if the kernel permits creating namespaces. Root may create them, except in an unprivileged
+/// container.
 pub fn can_make_namespaces() -> bool {
     Command::new("unshare")
         .args(["--pid", "--fork", "true"])
@@ -282,7 +286,7 @@ fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
         .collect()
 }
 
-/// Waits for a condition.
+/// Waits until `condition` returns true. Panics at the deadline.
 pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !condition() {

@@ -1,4 +1,4 @@
-//! The steps of a migration, one call each, and a task that detects each loss.
+//! Functions for the steps of a migration, and for a counter task whose output shows any loss.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
 use super::{Tasker, can_make_namespaces, migration, tid, wait_until};
@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Stops a test that was started where no task can be migrated.
+/// Panics if no task can be migrated on this machine.
 ///
-/// It does not start a tasker: the trial of the engine there takes longer than many tests.
+/// The check does not start a tasker, because the probe of the engine in the tasker takes longer
+/// than many tests.
 ///
 /// # Panics
-/// There is no CRIU, or the kernel grants no namespaces.
+/// CRIU is missing, or the kernel permits no namespaces.
 pub fn require_moves() {
     assert!(
         can_make_namespaces(),
@@ -40,7 +41,7 @@ fn real_engine() -> String {
         .unwrap_or_else(|| "criu".into())
 }
 
-/// Compiles one of the test programs.
+/// Compiles the test program `name` and returns its path.
 pub fn program(dir: &Path, name: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs")
@@ -56,8 +57,8 @@ pub fn program(dir: &Path, name: &str) -> PathBuf {
     out
 }
 
-/// Writes a script that runs `before` and then becomes the real engine; for requests only, not for
-/// `--version`.
+/// Writes a script that runs `before` and then executes the real engine. `before` runs only for
+/// requests, not for `--version`.
 pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
     engine_script(
         dir,
@@ -65,7 +66,8 @@ pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
     )
 }
 
-/// Writes a script that becomes the real engine with additional variables: `NAME=VALUE …`.
+/// Writes a script that executes the real engine with additional environment variables (`NAME=VALUE
+/// …`).
 pub fn wrapper_in_env(dir: &Path, variables: &str) -> PathBuf {
     engine_script(dir, &format!("exec env {variables}"))
 }
@@ -108,7 +110,8 @@ pub fn prepare(
     })
 }
 
-/// Stops the task. Messages before the answer go to `seen`, so that no output is lost.
+/// Stops the task. Messages that arrive before the answer are added to `seen`, so that no output is
+/// lost.
 pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Stop {
         migration,
@@ -221,7 +224,7 @@ pub fn lines(text: &[u8]) -> usize {
     text.iter().filter(|b| **b == b'\n').count()
 }
 
-/// Asserts that the counter's output has each number once and in order.
+/// Asserts that the counter's output contains each number once and in order.
 pub fn assert_no_line_lost(output: &[u8]) {
     let text = String::from_utf8_lossy(output);
     let all: Vec<&str> = text.lines().collect();
@@ -236,7 +239,7 @@ pub fn assert_no_line_lost(output: &[u8]) {
     }
 }
 
-/// Migrates a task and returns how long it was stopped.
+/// Migrates a task and returns the duration for which it was stopped.
 pub fn move_task(
     from: &mut Tasker,
     to: &mut Tasker,
@@ -247,16 +250,16 @@ pub fn move_task(
     move_task_while(from, to, tid, number, output, &mut || {}).still
 }
 
-/// Measures of a migration.
+/// Measurements of a migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Moved {
-    /// Time for which the task was stopped.
+    /// Duration for which the task was stopped.
     pub still: Duration,
-    /// Total length of its images in bytes.
+    /// Total length of the task's images in bytes.
     pub image_bytes: u64,
 }
 
-/// Migrates a task, and calls `meanwhile` while the task exists only as images.
+/// Migrates a task. Calls `meanwhile` while the task exists only as images.
 pub fn move_task_while(
     from: &mut Tasker,
     to: &mut Tasker,
@@ -319,7 +322,7 @@ pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) ->
     pid
 }
 
-/// Continues the counter where it is, and asserts that no line is lost.
+/// Continues the counter at the source, and asserts that no line is lost.
 pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
     let mut seen = Vec::new();
     continue_task(tasker, tid(1), migration(1), &mut seen);
@@ -329,14 +332,15 @@ pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
     assert_no_line_lost(output);
 }
 
-/// Waits until the wrapper has written its pid there, and returns it.
+/// Waits until the wrapper script has written its PID to the file `path`, and returns the PID.
 pub fn pid_in(path: &Path) -> i32 {
     let read = || std::fs::read_to_string(path).ok()?.trim().parse().ok();
     wait_until("the engine runs", || read().is_some());
     read().expect("just seen")
 }
 
-/// Writes a wrapper that writes its pid and waits to be killed while the file `wait` exists.
+/// Writes a wrapper script for the engine that writes its PID and, while the file `wait` exists,
+/// waits to be killed.
 pub fn waiting_wrapper(dir: &Path) -> PathBuf {
     let d = dir.display();
     wrapper(

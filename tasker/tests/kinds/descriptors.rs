@@ -1,15 +1,15 @@
-//! Tests of descriptors whose other ends, if any, are inside the task.
+//! Tests descriptors that are not connected to processes outside the task.
 
 use super::scene::{becomes, survives, survives_elsewhere};
 
-/// Pipes keep the data in them and their size.
+/// Pipes keep their buffered data and their size.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pipes_keep_their_data_and_size() {
     survives("descriptors", "pipes");
 }
 
-/// A stream socket pair keeps the data in it.
+/// A stream socket pair keeps its buffered data.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn stream_socket_pair_keeps_its_data() {
@@ -76,7 +76,7 @@ fn a_memfd_of_its_own_keeps_content_position_and_seals() {
     survives("descriptors", "memory-files");
 }
 
-/// Descriptors keep their numbers, flags and owners, and stay shared.
+/// Descriptors keep their numbers, flags and owners, and remain shared between processes.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn descriptors_keep_numbers_flags_and_sharing() {

@@ -1,4 +1,4 @@
-//! Tests of files and directories.
+//! Tests files and directories that a task has open.
 
 use super::common::moving::{discard, dump, restore, stop};
 use super::common::{migration, tid};
@@ -14,7 +14,7 @@ fn a_file_open_for_reading_keeps_its_position() {
     survives("files", "reading");
 }
 
-/// A file open for reading and writing keeps its position, also shared with a child.
+/// A file open for reading and writing keeps its position, which the task shares with a child.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn read_write_file_keeps_position_with_child() {
@@ -53,7 +53,7 @@ fn open_directories_keep_their_position() {
     survives("files", "directories");
 }
 
-/// Files of the system and the null device are those of the target.
+/// After a migration the task uses the target's system files and null device.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn system_files_are_those_of_the_target() {
@@ -89,7 +89,8 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
     );
 }
 
-/// Asserts what the target reports after `prepare` has changed its folder.
+/// Asserts the target's reason for refusing an open file, after the shell command `prepare` has
+/// changed the target's directory.
 fn is_refused_at_the_target(prepare: &str, expected: &str) {
     let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     let program = scene.compile_c("files");
@@ -111,7 +112,7 @@ fn an_open_file_that_the_target_lacks_is_named() {
     is_refused_at_the_target("true", "it does not exist on the target");
 }
 
-/// An open file that has another length on the target is refused by name.
+/// If an open file has another length on the target, the refusal names the file.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn file_of_another_length_is_refused() {
@@ -121,7 +122,7 @@ fn file_of_another_length_is_refused() {
     );
 }
 
-/// A file whose name another one has taken keeps its content.
+/// A file whose name was given to another file keeps its content.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn replaced_file_keeps_its_content() {
@@ -135,14 +136,14 @@ fn removed_program_migrates() {
     survives("files", "program-removed");
 }
 
-/// Returns the folder `data` of the other host.
+/// Returns the directory `data` of the target.
 fn data_there(scene: &Scene) -> PathBuf {
     let place = scene.dir.path().join("data");
     PathBuf::from(format!("/proc/{}/root", scene.there.child.id()))
         .join(place.strip_prefix("/").expect("absolute"))
 }
 
-/// Starts a task with a file that the other host lacks, and this policy.
+/// Starts a task with an open file that the target lacks, and with this file policy.
 fn held_with(policy: &'static str, prepare: &str) -> Scene {
     let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     scene.variable = Some(policy);
@@ -151,7 +152,7 @@ fn held_with(policy: &'static str, prepare: &str) -> Scene {
     scene
 }
 
-/// With the policy `copy` an open file that the target lacks migrates with the task.
+/// With the policy `copy` an open file that the target lacks is transferred with the task.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_file_is_carried_by_policy() {
@@ -185,7 +186,7 @@ fn missing_file_is_carried_by_policy() {
     assert!(there.exists(), "it is the task's own");
 }
 
-/// A carried file is removed if the migration fails.
+/// A transferred file is removed if the migration fails.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn carried_file_is_removed_after_a_failure() {
@@ -201,7 +202,7 @@ fn carried_file_is_removed_after_a_failure() {
     assert!(there.exists());
     discard(&mut scene.there, id, &mut Vec::new());
     assert!(!there.exists());
-    // The file is removed too if the restore fails.
+    // The file is also removed if the restore fails.
     assert_eq!(scene.verdict(), []);
     std::fs::write(
         dir.join("inventory.img"),
@@ -218,7 +219,7 @@ fn carried_file_is_removed_after_a_failure() {
     scene.ends_right();
 }
 
-/// A carried file never overwrites another one.
+/// A transferred file never overwrites another file.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn carried_file_never_overwrites() {

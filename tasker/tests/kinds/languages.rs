@@ -1,13 +1,13 @@
-//! Tests of programs in other languages.
+//! Tests migrations of programs in languages other than C.
 
 use super::scene::{Scene, program};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The real program behind a name, which may be that of a script that looks for it.
+/// Returns the path of the real program behind a name, which may be the name of a wrapper script.
 ///
 /// # Panics
-/// There is no such program here.
+/// The program does not exist on this machine.
 fn interpreter(name: &str, words: &[&str]) -> PathBuf {
     let done = Command::new(name)
         .args(words)

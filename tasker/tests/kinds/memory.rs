@@ -1,4 +1,4 @@
-//! Migrations of programs that use memory in special ways.
+//! Tests migrations of programs that use memory in special ways.
 
 use super::scene::{Scene, becomes, survives};
 
@@ -8,7 +8,7 @@ fn advice_locks_and_protection_of_memory_are_kept() {
     survives("memory", "advised");
 }
 
-/// Private and shared mappings of files keep what was written.
+/// Private and shared mappings of files keep the data that was written to them.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn file_mappings_keep_what_was_written() {
@@ -27,14 +27,14 @@ fn the_heap_goes_on() {
     survives("memory", "heap");
 }
 
-/// Locale, time zone and character tables stay in use.
+/// Locale, time zone and character tables remain in use.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn locale_and_time_zone_stay_in_use() {
     survives("memory", "language");
 }
 
-/// Hundreds of mebibytes migrate, and untouched pages are not sent.
+/// Hundreds of mebibytes are migrated, and untouched pages are not sent.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn untouched_pages_are_not_sent() {
@@ -43,7 +43,8 @@ fn untouched_pages_are_not_sent() {
     let program = scene.compile_c("memory");
     scene.start(&program, &[], "big", "");
     let moved = scene.moves_there_and_back();
-    // 300 MiB have numbers and 16 zeros; 512 were read and 4096 never touched.
+    // 300 MiB contain numbers, and 16 MiB were overwritten with zeros; 512 MiB were only read, and
+    // 4096 MiB were never touched.
     assert!(
         (316 * MIB..326 * MIB).contains(&moved.image_bytes),
         "{moved:?}"

@@ -1,4 +1,4 @@
-//! Tests of the processes of a task and of their attributes.
+//! Tests the processes of a task and their attributes.
 
 use super::scene::{Scene, becomes, survives};
 
@@ -21,14 +21,14 @@ fn a_child_that_was_stopped_stays_stopped() {
     survives("processes", "stopped");
 }
 
-/// Sessions, process groups and parents stay, and the task can fork again.
+/// Sessions, process groups and parents are kept, and the task can fork again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn sessions_groups_and_parents_stay() {
     survives("processes", "family");
 }
 
-/// Memory that parent and child share stays shared, with its locks.
+/// Memory that parent and child share remains shared, with its locks.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn shared_memory_keeps_sharing_and_locks() {
@@ -66,7 +66,8 @@ fn the_scheduling_policy_is_kept() {
     survives("processes", "batch");
 }
 
-/// No line of output or errors is lost or doubled by the change of the tasker.
+/// No line of standard output or standard error is lost or duplicated when the task migrates to
+/// another tasker.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn output_is_complete_through_the_new_tasker() {
@@ -91,7 +92,8 @@ fn a_processor_that_it_was_bound_to_is_let_go() {
     becomes("processes", "bound", "free");
 }
 
-/// The personality flag for fixed addresses is lost: new programs get random ones.
+/// The personality flag for fixed addresses is lost: programs that the task starts get random
+/// addresses.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn fixed_addresses_are_forgotten() {

@@ -1,5 +1,5 @@
-//! Tests of refusals: what does not survive a migration is refused before the task stops, and the
-//! task continues.
+//! Tests refusals: a task with a resource that does not survive a migration is refused before it
+//! stops, and continues.
 
 use super::common::tid;
 use super::scene::{Scene, is_refused};
@@ -165,7 +165,7 @@ fn a_process_id_namespace_of_its_own_is_refused() {
     is_refused("own-processes", "", "a process-id namespace of its own");
 }
 
-/// A main thread that ended before the others is refused.
+/// A task whose main thread ended before its other threads is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn ended_main_thread_is_refused() {
@@ -245,7 +245,7 @@ fn a_terminal_of_somebody_else_is_refused() {
     );
 }
 
-/// Traces the first thread of the task or the other one, and asserts the refusal.
+/// Traces the first or the second thread of the task, and asserts the refusal.
 fn is_refused_while_traced(first: bool) {
     let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
@@ -287,7 +287,8 @@ fn is_refused_while_traced(first: bool) {
     scene.ends_right();
 }
 
-/// Returns the number of the second thread, as the task sees it.
+/// Waits until the program has printed the id of its second thread in the task's namespace, and
+/// returns that id.
 fn thread_it_told(scene: &mut Scene) -> i32 {
     let number = |text: &[u8]| -> Option<i32> {
         let text = String::from_utf8_lossy(text).into_owned();
@@ -304,7 +305,8 @@ fn processes_of(program: &std::path::Path) -> Vec<i32> {
     super::common::processes_with(program.to_str().expect("text"))
 }
 
-/// Returns the outer number of the thread with this number inside the namespace.
+/// Returns the id, in the test's PID namespace, of the thread whose id in the task's namespace is
+/// `inner`.
 fn outer_thread(pid: i32, inner: i32) -> i32 {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("proc");
     let all = threads
@@ -353,7 +355,7 @@ fn an_open_file_about_a_process_is_refused() {
     is_refused("of-a-process", "", "/stat, which is about a process");
 }
 
-/// A process that has given up the rights of root is refused.
+/// A process that has dropped the rights of root is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn dropped_root_rights_are_refused() {
@@ -364,7 +366,7 @@ fn dropped_root_rights_are_refused() {
     );
 }
 
-/// Another group id is refused if the tasker may not read the limits of the process.
+/// A process with another group id is refused if the tasker may not read its resource limits.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn other_group_needs_a_privileged_tasker() {

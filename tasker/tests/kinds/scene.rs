@@ -1,4 +1,4 @@
-//! A task between two taskers, from its start to its end.
+//! A task and two taskers between which it migrates, from the start of the task to its end.
 
 use super::common::moving::{Moved, inspect, move_task_while, prepare, require_moves};
 use super::common::{Tasker, migration, order, tid};
@@ -7,10 +7,11 @@ use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What a program prints when it is set up, and when all its checks were good.
+/// Text that a program prints when it is set up.
 const READY: &[u8] = b"ready\n";
+/// Text that a program prints when all its checks were successful.
 const RIGHT: &[u8] = b"right\n";
-/// Status of a program whose checks were all good.
+/// Wait status of a program whose checks were all successful.
 const GOOD: i32 = 7 << 8;
 
 pub(crate) struct Scene {
@@ -18,19 +19,22 @@ pub(crate) struct Scene {
     pub(crate) here: Tasker,
     pub(crate) there: Tasker,
     pub(crate) output: Vec<u8>,
-    /// An additional variable of the task's environment.
+    /// An additional variable for the task's environment, as `NAME=VALUE`.
     pub(crate) variable: Option<&'static str>,
     moves: u64,
 }
 
 impl Scene {
+    /// Starts two taskers.
+    ///
     /// # Panics
-    /// No task can migrate here.
+    /// No task can migrate on this machine.
     pub(crate) fn begin() -> Scene {
         Scene::begin_with(|_| Tasker::start())
     }
 
-    /// As [`Scene::begin`], with another target; `target` gets the folder of the scene.
+    /// As [`Scene::begin`], but the target's tasker is started by `target`, whose argument is the
+    /// directory of the scene.
     pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Scene {
         require_moves();
         let dir = tempfile::tempdir().expect("dir");
@@ -46,7 +50,7 @@ impl Scene {
         }
     }
 
-    /// Compiles one of the programs.
+    /// Compiles the test program `source` and returns its path.
     pub(crate) fn compile(&self, compiler: &str, words: &[&str], source: &str) -> PathBuf {
         let name = source.split('.').next().expect("a name");
         let out = self.dir.path().join(name);
@@ -62,15 +66,16 @@ impl Scene {
         out
     }
 
-    /// Compiles one of the programs in C.
+    /// Compiles the test program in C of this family and returns its path.
     pub(crate) fn compile_c(&self, family: &str) -> PathBuf {
         self.compile("gcc", &["-pthread"], &format!("{family}.c"))
     }
 
-    /// Starts a program with a row's name, the folder, and a further word.
+    /// Starts a program as the task. Its arguments are `before`, the name of a table row, the
+    /// directory of the scene, and `extra`. Waits until the program is ready.
     ///
     /// # Panics
-    /// The kernel lacks what the row is about.
+    /// The kernel lacks the feature that the row is about.
     pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) {
         let place = self.dir.path().to_str().expect("text").to_string();
         let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
@@ -91,7 +96,8 @@ impl Scene {
         );
     }
 
-    /// Migrates the task to the other tasker, and calls `meanwhile` while only images exist.
+    /// Migrates the task to the other tasker. Calls `meanwhile` while the task exists only as
+    /// images.
     pub(crate) fn moves_while(&mut self, meanwhile: &mut dyn FnMut()) -> Moved {
         self.moves += 1;
         move_task_while(
@@ -113,19 +119,20 @@ impl Scene {
         moved
     }
 
-    /// Returns the facts of the task, or why it may not migrate.
+    /// Returns the facts of the task, or the reason why it may not migrate.
     pub(crate) fn inspect(&mut self) -> Result<TaskFacts, Refusal> {
         self.moves += 1;
         inspect(&mut self.here, tid(1), migration(self.moves))
     }
 
-    /// Returns the refusals of the target.
+    /// Returns the target's reasons for refusing the task.
     pub(crate) fn verdict(&mut self) -> Vec<Refusal> {
         let facts = self.inspect().expect("it may leave");
         prepare(&mut self.there, tid(1), migration(self.moves), facts)
     }
 
-    /// Returns the facts of a file that the task needs.
+    /// Returns the requirement of a file that the task has open; `None` if the facts do not contain
+    /// it.
     pub(crate) fn fact(&mut self, name: &str) -> Option<RequiredFile> {
         let path = self.dir.path().join(name);
         self.inspect()
@@ -135,7 +142,8 @@ impl Scene {
             .find(|fact| fact.path == path)
     }
 
-    /// Lets the task check its state, waits for its good end, and returns all its output.
+    /// Lets the task check its state, asserts that it ends successfully, and returns all its
+    /// output.
     pub(crate) fn ends_right(mut self) -> String {
         std::fs::write(self.dir.path().join("go"), "").expect("write");
         let (rest, status, _) = self.here.follow_to_the_end(tid(1));
@@ -149,8 +157,9 @@ impl Scene {
     }
 }
 
-/// Starts a tasker as on another host: with its own addresses, terminals and folder `data`. The
-/// shell command `prepare` finds that folder in `$data`.
+/// Starts a tasker that simulates another host: it has its own addresses, terminals and directory
+/// `data`. The shell command `prepare` runs first; the variable `$data` contains the path of that
+/// directory.
 pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
     let script = format!(
         "ip link set lo up && mount -t devpts -o newinstance,ptmxmode=0666 devpts /dev/pts && data={}/data && \
@@ -170,12 +179,12 @@ pub(crate) fn program(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Asserts that a program in C keeps all that its row is about.
+/// Asserts that a program in C keeps the state that its table row is about.
 pub(crate) fn survives(family: &str, row: &str) {
     ends_saying(Scene::begin(), family, row, "");
 }
 
-/// As [`survives`], with a target like another host.
+/// As [`survives`], with a target that simulates another host.
 pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
     ends_saying(
         Scene::begin_with(|dir| other_host(dir, prepare)),
@@ -185,7 +194,7 @@ pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
     );
 }
 
-/// Asserts that a program in C reports this after its migration.
+/// Asserts that a program in C prints `expected` after its migration.
 pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
     ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
 }

@@ -1,4 +1,4 @@
-//! Tests of signals, timers and clocks.
+//! Tests signals, timers and clocks.
 
 use super::common::Tasker;
 use super::scene::{Scene, becomes, survives};
@@ -10,7 +10,7 @@ fn signal_handlers_masks_and_stack_are_kept() {
     survives("signals", "handlers");
 }
 
-/// Blocked and queued signals arrive once and in order.
+/// Blocked and queued signals are delivered once and in order.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn queued_signals_arrive_once_and_in_order() {
@@ -48,11 +48,11 @@ fn sleep_with_timeout_ends_with_eintr() {
     survives("signals", "sleepers");
 }
 
-/// Clocks that count from the start of a host do not jump.
+/// Clocks that count from the start of a host do not jump during a migration.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn monotonic_clocks_do_not_jump() {
-    // The target has an uptime that is ten days longer.
+    // The target's uptime is ten days longer.
     let longer = [
         "unshare",
         "--time",

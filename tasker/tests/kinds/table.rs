@@ -1,4 +1,5 @@
-//! Checks that each row of the tables in docs/MIGRATION.md has a test, and each test a row.
+//! Checks that each row of the tables in docs/MIGRATION.md names an existing test, and that each
+//! test has a row.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +12,7 @@ fn project() -> PathBuf {
         .to_path_buf()
 }
 
-/// The folder of the tests that the page names without a folder.
+/// Returns the directory that contains the tests which the page names without a directory.
 fn here() -> PathBuf {
     project().join("tasker/tests/kinds")
 }
@@ -29,7 +30,7 @@ fn rows(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Returns each `file.rs::name` in a text as file and name.
+/// Returns the tests that a text names as `file.rs::name`, as pairs of file and name.
 fn tests_named(text: &str) -> Vec<(String, String)> {
     let words = text.split('`').skip(1).step_by(2);
     words

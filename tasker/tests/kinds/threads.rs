@@ -1,4 +1,4 @@
-//! Migrations of programs with several threads.
+//! Tests migrations of programs with several threads.
 
 use super::scene::{Scene, survives};
 
@@ -15,7 +15,7 @@ fn condition_wakes_threads_after_migration() {
     survives("threads", "condition");
 }
 
-/// Barriers, semaphores and read-write locks keep their waiters.
+/// Threads that wait at barriers, semaphores and read-write locks still wait after the migration.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn barriers_and_locks_keep_their_waiters() {

@@ -1,12 +1,12 @@
-//! Hostile bytes for everything that reads what others have packed: message bodies through the C
-//! interface, the documented messages of resource managers, taskers and hosters, frames, and what
-//! other tasks write in shared memory.
+//! Passes hostile bytes to all code that reads what other processes have written: message bodies
+//! through the C interface, the documented messages of resource managers, taskers and hosters,
+//! frames, and shared memory of other tasks.
 //!
-//! * `tests/inputs.rs` gives random inputs to this code in each test run.
-//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for this number of
+//! * `tests/inputs.rs` passes random inputs to this code in each test run.
+//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` passes ten million random
 //!   inputs.
-//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search (nightly
-//!   compiler).
+//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search for inputs
+//!   (nightly compiler).
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
@@ -21,7 +21,7 @@ use std::ffi::{c_char, c_int, c_long};
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
-// The library is linked for the functions that it exports.
+// This import links the library, whose exported C functions are declared below.
 use pvm3 as _;
 
 unsafe extern "C" {
@@ -40,11 +40,11 @@ unsafe extern "C" {
     fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, src: *mut c_int) -> c_int;
 }
 
-/// Elements that one unpacking call asks for at most.
+/// Maximum number of elements that one unpacking call requests.
 const ELEMENTS: usize = 64;
 
-/// Everything that reads, over these bytes. The first byte chooses the encoding, the second the
-/// order of the calls.
+/// Passes one input to all readers. The first byte selects the encoding, the second one the order
+/// of the calls, and the rest is the message.
 pub fn one(data: &[u8]) {
     let [encoding, order, body @ ..] = data else {
         return;
@@ -74,13 +74,13 @@ fn frames(body: &[u8]) {
     }
 }
 
-/// A ring in which another task has written bytes, and reported them.
+/// A ring in which another task has written arbitrary bytes and positions.
 struct Scribbled {
     words: RingControl,
     data: RefCell<[u8; RING_BYTES]>,
 }
 
-/// Bytes of such a ring: more than an input has.
+/// Size of the data of a [`Scribbled`] ring in bytes. An input is shorter.
 const RING_BYTES: usize = 128;
 
 impl RingMemory for &Scribbled {
@@ -98,15 +98,16 @@ impl RingMemory for &Scribbled {
     }
 }
 
-/// A number out of the input, at this place.
+/// Returns the eight bytes of the input at offset `at` as a little-endian number; 0 if the input
+/// ends before.
 fn number(body: &[u8], at: usize) -> u64 {
     body.get(at..at + 8).map_or(0, |bytes| {
         u64::from_le_bytes(bytes.try_into().expect("eight"))
     })
 }
 
-/// Reads and writes a ring of which the other end has written all: anything may stand there, but
-/// nothing is read twice.
+/// Reads and writes a ring whose contents and positions another task has chosen. The reader must
+/// not deliver more bytes than the ring has.
 fn rings(order: u8, body: &[u8]) {
     let mut data = [0; RING_BYTES];
     data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
@@ -116,7 +117,7 @@ fn rings(order: u8, body: &[u8]) {
         u64::from(order & 0xf8) % (RING_BYTES as u64 + 8)
     };
     if order & 2 == 0 {
-        // A valid head: the input determines the lengths after it.
+        // The record header is valid; the input determines its length and all lengths after it.
         let length = u32::from(data[0]);
         data[..RECORD_HEAD_BYTES]
             .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
@@ -143,7 +144,8 @@ fn rings(order: u8, body: &[u8]) {
     }
 }
 
-/// Returns a shared pool and a ring, made once.
+/// Returns a shared pool, its lease returns, and the ring that the lease returns use. All calls
+/// return the same ones.
 fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
     static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturns>, RingPair)> = OnceLock::new();
     STORE.get_or_init(|| {
@@ -158,7 +160,8 @@ fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
     })
 }
 
-/// Uses places of another task's store that it names.
+/// Requests leases of blocks of another task's shared pool, at offsets and sizes from the input.
+/// Every lease must be within the pool.
 fn loans(body: &[u8]) {
     let (store, returns, _) = store();
     let mut held = Vec::new();
@@ -191,8 +194,8 @@ fn loans(body: &[u8]) {
 }
 
 fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
-    // SAFETY: every pointer leads to room for what is asked for; a text is never longer than the
-    // message that holds it.
+    // SAFETY: every pointer leads to a buffer with space for the requested number of elements; a
+    // text is never longer than the message that contains it.
     unsafe {
         pvm_setopt(3, 0);
         let mid = pvm_mkbuf(encoding);
@@ -235,11 +238,10 @@ fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
     }
 }
 
-/// A small generator of pseudo-random numbers (xorshift).
+/// A xorshift generator of pseudo-random numbers.
 pub struct Dice(pub u64);
 
 impl Dice {
-    /// Returns the next pseudo-random number.
     pub fn roll(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -247,8 +249,8 @@ impl Dice {
         self.0
     }
 
-    /// Bytes in which small numbers and the largest ones are frequent: those are what lengths break
-    /// on.
+    /// Returns random bytes in which small numbers and very large numbers are frequent, because
+    /// such numbers are the most likely to break the checks of lengths.
     pub fn bytes(&mut self) -> Vec<u8> {
         let len = self.roll() as usize % 96;
         let mut bytes: Vec<u8> = (0..len).map(|_| self.roll() as u8).collect();

@@ -1,5 +1,5 @@
-//! Runs random inputs. The first argument is their number (by default a million), the second one is
-//! the seed (by default 1).
+//! Passes random inputs to the readers. The first argument is the number of inputs (default: one
+//! million), the second one is the seed (default: 1).
 
 fn main() {
     let number = |at: usize, otherwise: u64| {

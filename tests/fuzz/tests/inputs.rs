@@ -1,9 +1,10 @@
-//! Random inputs in each test run: some in `cargo test`, ten million in `cargo xtask test`.
+//! Passes random inputs to the readers in each test run: [`INPUTS`] of them in `cargo test`, ten
+//! million in `cargo xtask test`.
 
-/// Inputs if nothing else is wanted: a second or two.
+/// Number of inputs if `SEMPA_FUZZ_INPUTS` is not set. They take one or two seconds.
 const INPUTS: u64 = 200_000;
 
-/// Random bytes break none of the readers.
+/// No reader panics on random bytes.
 #[test]
 fn random_inputs_break_nothing() {
     let number = |name: &str, usual: u64| {

@@ -1,7 +1,9 @@
-//! Directs the guests of its host on behalf of the owner, like a load watcher.
+//! An owner agent for tests: it directs the guests of its host on behalf of the owner, like a load
+//! watcher.
 //!
-//! Passes a line `stop WHY`, `kill MS WHY` or `welcome WHY` of standard input to the daemon. Prints
-//! `done MICROS`, the time just before it passed the line.
+//! Each line of standard input is a directive: `stop WHY`, `kill MS WHY` or `welcome WHY`. The
+//! program passes the directive to the daemon and prints `done MICROS`, the time just before it did
+//! so.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 

@@ -1,6 +1,6 @@
-//! Measures the cost of a load report for its sender: sends messages to the resource manager, each
-//! after a pause, and times the calls. Prints the nanoseconds of all calls, sorted, in one line.
-//! The resource manager discards the messages, because it does not know their context.
+//! Measures what a load report costs its sender. Sends [`SENDS`] messages to the resource manager
+//! with pauses between them, and prints the sorted durations of the calls in nanoseconds, in one
+//! line. The resource manager discards the messages, because their context is unknown to it.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 
@@ -11,11 +11,11 @@ use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
 use std::time::{Duration, Instant};
 
-/// Number of messages sent.
+/// Number of messages that are sent.
 const SENDS: usize = 500;
-/// The pause before each send: load watchers do not send reports in a burst.
+/// Pause before each message, because load watchers do not send reports in a burst.
 const PAUSE: Duration = Duration::from_millis(5);
-/// A context and a tag that no task receives.
+/// Number used as a context and as a tag for which no task receives messages.
 const NOBODYS: i32 = 0x5e4d;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,6 +1,7 @@
-//! The first processes of a testbed host; the testbed starts it. `sempa-host testbed COUNT` makes a
-//! testbed by hand, prints its folder and the first processes of its hosts, and keeps it until
-//! standard input closes.
+//! Runs the outer or the inner first process of a testbed host; started by the testbed.
+//!
+//! `sempa-host testbed COUNT` makes a testbed for manual use: it prints the folder of the testbed
+//! and the first processes of its hosts, and keeps the testbed until standard input closes.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The points at which checkpoints and restarts are held, and the rounds in which tests try them.
+//! Lists the points at which checkpoints and restarts are held, and distributes them to rounds.
 
 use crate::faults::{Point, StepEdge, is_full};
 use sempa_proto::migration::Step;
@@ -13,26 +13,28 @@ pub enum Operation {
     Restart,
 }
 
-/// Where the part of the operation that is not on the master's host is held.
+/// The point at which an operation is held on the job's own host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// The daemon is stopped at an edge of a step.
+    /// The daemon is stopped at this edge of this step.
     At(Step, StepEdge),
-    /// All tasks are stopped, or none is restored yet: the engine was called and has not begun.
+    /// The tasker has called the engine, and the engine has not begun. In a checkpoint all tasks
+    /// are stopped; in a restart no task is restored.
     EngineWaits,
-    /// The engine is stopped in the middle of its work.
+    /// The engine is stopped while it dumps or restores.
     EngineWorks,
-    /// All images are in the store, and the checkpoint is about to get its name.
+    /// All images are in the store, and the checkpoint waits for the lock of the store to get its
+    /// final name.
     Sealing,
 }
 
-/// An operation, and where it is held.
+/// An operation and the point at which it is held.
 pub type FaultPoint = (Operation, Hold);
 
 use Operation::{Checkpoint, Restart};
 use StepEdge::{After, Before};
 
-/// Points that can be held at the same time.
+/// Points of which a round can hold several at the same time.
 const TOGETHER: [FaultPoint; 7] = [
     (Checkpoint, Hold::EngineWaits),
     (Checkpoint, Hold::EngineWorks),
@@ -43,8 +45,8 @@ const TOGETHER: [FaultPoint; 7] = [
     (Restart, Hold::At(Step::Restore, After)),
 ];
 
-/// Points of which a round can have one: while it is held, no daemon counts tasks or learns where
-/// they are.
+/// Points of which a round can hold only one: while a daemon is stopped there, no daemon can count
+/// tasks or find their locations.
 const ALONE: [FaultPoint; 15] = [
     (Checkpoint, Hold::At(Step::Inspect, Before)),
     (Restart, Hold::At(Step::Prepare, Before)),
@@ -63,7 +65,7 @@ const ALONE: [FaultPoint; 15] = [
     (Restart, Hold::At(Step::Arrive, After)),
 ];
 
-/// Returns the points of an operation at which a daemon is stopped.
+/// Returns the points of an operation at which a test stops a daemon.
 pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
     let all = TOGETHER.iter().chain(&ALONE);
     let at = |(_, hold): &FaultPoint| {
@@ -78,8 +80,8 @@ pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
         .collect()
 }
 
-/// Returns the points of one round: half of [`TOGETHER`], and one of [`ALONE`]. The next round has
-/// the other half.
+/// Returns the points of one round: half of [`TOGETHER`] and one of [`ALONE`]. The next round has
+/// the other half of [`TOGETHER`].
 pub(super) fn round(turn: usize) -> Vec<FaultPoint> {
     let half = TOGETHER
         .into_iter()
@@ -89,12 +91,13 @@ pub(super) fn round(turn: usize) -> Vec<FaultPoint> {
     half.chain([ALONE[turn % ALONE.len()]]).collect()
 }
 
-/// How many rounds one fault on one victim takes, unless all points are wanted.
+/// Number of rounds in which a test injects one fault into one victim. With [`is_full`] all points
+/// are tried instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
-    /// One round: half of the points that can be held at the same time.
+    /// One round, with half of [`TOGETHER`].
     Half,
-    /// Two rounds: all of the points that can be held at the same time.
+    /// Two rounds, with all of [`TOGETHER`].
     Both,
 }
 
@@ -108,12 +111,13 @@ impl Sampling {
     }
 }
 
-/// Returns the number of successive rounds that have each point at least once.
+/// Returns the number of successive rounds after which each point was held at least once.
 pub fn all_rounds() -> usize {
     ALONE.len()
 }
 
-/// Returns the word for the stand-in of CRIU that holds it on the way to this point, if any.
+/// Returns the command word that makes the fake CRIU stop before this point; `None` if CRIU need
+/// not be held.
 pub(super) fn word((_, hold): &FaultPoint) -> Option<&'static str> {
     match hold {
         Hold::EngineWorks => Some("stall 1"),
@@ -124,7 +128,7 @@ pub(super) fn word((_, hold): &FaultPoint) -> Option<&'static str> {
     }
 }
 
-/// True if an engine runs at this point.
+/// True if an engine process exists while the operation is held at this point.
 pub(super) fn has_engine(point: &FaultPoint) -> bool {
     matches!(
         point.1,
@@ -137,7 +141,7 @@ mod tests {
     use super::super::JOBS;
     use super::*;
 
-    /// A round fits on the jobs, and two successive rounds have all of [`TOGETHER`].
+    /// A round has at most one point per job, and two successive rounds have all of [`TOGETHER`].
     #[test]
     fn two_rounds_have_all_that_can_be_held_together() {
         for turn in 0..ALONE.len() {

@@ -1,8 +1,10 @@
 //! Holds checkpoints and restarts at their points.
 //!
-//! All daemons must answer at three moments: before tasks are stopped, when all are stopped, and
-//! before a job is restarted. So most operations are held by their engines first. Daemons are
-//! stopped last; one of them is stopped before its job has reached the point.
+//! All daemons must answer at three moments: before tasks are stopped, when all tasks are stopped,
+//! and before a job is restarted. Therefore most operations are held first by the fake CRIU, which
+//! leaves the daemons running. An operation that the fake CRIU need not hold starts when all others
+//! are held; the daemon of its job stops itself at the point. Finally, operations with later points
+//! continue from the engine to these points.
 
 use super::fault_points::word;
 use super::names;
@@ -15,8 +17,8 @@ use nix::fcntl::{Flock, FlockArg};
 use std::fs::File;
 
 impl CheckpointFaults<'_> {
-    /// Holds operations at these points. Returns them, and the number of the first event after the
-    /// start.
+    /// Starts the operations of a round and holds each at its point. Returns them and the number of
+    /// the first event after the start.
     pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<Held>, u64)> {
         let jobs = self.assign(round)?;
         let events = self.vm.events()?;
@@ -31,8 +33,8 @@ impl CheckpointFaults<'_> {
                     all.push(self.begin(point, job)?);
                 }
                 None => {
-                    // Daemons do not answer from here on: the other operations must have reached
-                    // their points.
+                    // The next operation stops a daemon, which does not answer then. So the other
+                    // operations must have reached their points before.
                     self.hold_engines(&mut all)?;
                     let breakpoint = self.breakpoint(point, job)?;
                     let mut held = self.begin(point, job)?;
@@ -47,7 +49,7 @@ impl CheckpointFaults<'_> {
         }
         for held in &mut all {
             self.held += 1;
-            // On a busy machine an operation may exceed its time limit before the fault.
+            // On a busy machine the time limit of an operation may have expired before the fault.
             if let Some(status) = held.console.poll()? {
                 self.early += 1;
                 let (out, err) = (held.console.out_so_far()?, held.console.err_so_far()?);
@@ -58,7 +60,7 @@ impl CheckpointFaults<'_> {
         Ok((all, from))
     }
 
-    /// Starts the operation with the console.
+    /// Starts an operation with the console.
     fn begin(&self, point: FaultPoint, job: usize) -> Result<Held> {
         let member = &self.members[job];
         let on = format!("h1,{}", member.name());
@@ -78,8 +80,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Assigns a job to each point. Jobs that need a restart come first. When this returns, a job
-    /// that will be restarted has ended, and all others run on their own hosts.
+    /// Assigns a job to each point. Jobs that need a restart are assigned first. Afterwards every
+    /// job whose restart is tried has ended, and all others run on their own hosts.
     fn assign(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
         ensure!(round.len() <= JOBS, "more points than jobs: {round:?}");
         let mut free: Vec<usize> = (0..JOBS).collect();
@@ -111,7 +113,7 @@ impl CheckpointFaults<'_> {
         Ok(jobs.collect())
     }
 
-    /// Returns the running jobs whose tasks are not on their own hosts.
+    /// Returns the running jobs that have a task on a wrong host.
     fn strays(&self) -> Result<Vec<usize>> {
         let tasks = self.vm.tasks()?;
         let is_on = |tid: &str, host: &str| {
@@ -127,7 +129,7 @@ impl CheckpointFaults<'_> {
             .collect())
     }
 
-    /// Waits until `check` succeeds; returns `None` if the console ends before.
+    /// Waits until `check` succeeds. Returns `None` if the console of the operation ends before.
     fn reach<T>(
         held: &mut Held,
         mut check: impl FnMut() -> Result<T, String>,
@@ -142,7 +144,7 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Waits for the engines of operations that no daemon holds.
+    /// Waits for the engines of all operations that are not held yet.
     fn hold_engines(&self, all: &mut [Held]) -> Result<()> {
         let bed = self.vm.bed();
         for held in all.iter_mut().filter(|held| held.holder.is_none()) {
@@ -166,7 +168,7 @@ impl CheckpointFaults<'_> {
         Ok(())
     }
 
-    /// Advances an operation from the point where its engine holds it to a later point.
+    /// Lets an operation continue from the point where the engine holds it, to a later point.
     fn hold_after_engine(&self, held: &mut Held) -> Result<()> {
         if !matches!(held.holder, Some(Holder::Word)) {
             return Ok(());
@@ -198,8 +200,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Waits until a checkpoint is complete except for its name; returns false if the console ends
-    /// before.
+    /// Waits until a checkpoint is complete except for its final name. Returns false if the console
+    /// ends before.
     fn wait_for_seal(&self, held: &mut Held) -> Result<bool> {
         let draft = format!(".draft-{}-", self.members[held.job].job.tid);
         let sealing = Self::reach(held, || {

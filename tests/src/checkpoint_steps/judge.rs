@@ -9,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 
 impl CheckpointFaults<'_> {
-    /// Checks the outcome of operations after a fault and returns it for each operation:
+    /// Checks the outcome of each operation after a fault. Returns a description of each outcome.
     ///
-    /// - A checkpoint is complete or has left nothing, and its job makes progress. The job has
+    /// - A checkpoint is complete, or nothing of it is left. Its job makes progress. The job has
     ///   rolled back to its newest checkpoint if and only if it has lost a task.
-    /// - A restart has started all of its job or nothing, and can be repeated.
+    /// - A restart has started all tasks of its job, or none; in that case it can be repeated.
     /// - All tasks run once, no message is lost, and no files or processes remain.
     pub(super) fn judge(
         &mut self,
@@ -71,7 +71,7 @@ impl CheckpointFaults<'_> {
         Ok(outcomes)
     }
 
-    /// Judges a restart, which must not make a checkpoint.
+    /// Judges a restart. It must not have made a checkpoint.
     fn judge_restart(&mut self, job: usize, done: &Done, before: &[String]) -> Result<()> {
         let mut new = self.checkpoints(job)?;
         new.retain(|name| !before.contains(name));
@@ -89,8 +89,8 @@ impl CheckpointFaults<'_> {
         from: u64,
     ) -> Result<()> {
         let old = before.last().context("a checkpoint")?;
-        // A checkpoint that was being sealed during the rollback may be completed, and is removed
-        // then.
+        // A checkpoint that was being sealed during the rollback may still be completed. It is
+        // removed afterwards.
         let new = eventually(TIMEOUT, || {
             let mut new = self.checkpoints(job).map_err(|error| error.to_string())?;
             new.retain(|name| !before.contains(name));
@@ -133,7 +133,7 @@ impl CheckpointFaults<'_> {
         Ok(())
     }
 
-    /// Checks that each task of each running job exists once, and no other task exists.
+    /// Checks that each task of each running job exists once, and that no other task exists.
     fn all_run_once(&self) -> Result<()> {
         eventually(TIMEOUT, || {
             let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
@@ -166,8 +166,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// As [`CheckpointFaults::all_run_once`]. Also checks that the jobs make progress, with right
-    /// results so far.
+    /// Checks [`CheckpointFaults::all_run_once`], that all jobs make progress, and that their
+    /// results so far are correct.
     pub(super) fn all_make_progress(&self) -> Result<()> {
         self.all_run_once()?;
         for member in self.members.iter().filter(|member| member.runs) {
@@ -177,8 +177,8 @@ impl CheckpointFaults<'_> {
         Ok(())
     }
 
-    /// Checks that no host has images, tokens or an engine, and that the store has only complete
-    /// checkpoints.
+    /// Checks that no host has images, resume tokens or an engine process, and that the store has
+    /// only complete checkpoints.
     pub(super) fn nothing_is_left(&self) -> Result<()> {
         eventually(TIMEOUT, || {
             let hidden = names(&self.store())

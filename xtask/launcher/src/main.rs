@@ -1,14 +1,16 @@
-//! What the alias `cargo xtask` runs: builds xtask with the profile that its command needs.
+//! The program behind the alias `cargo xtask`: builds xtask with the profile that the requested
+//! command needs, and runs it.
 //!
-//! The commands `test` and `campaign` need the whole workspace with profile `ci`. Cargo chooses
-//! features of dependencies for all packages of a build together, so a build of xtask alone would
-//! compile many dependencies a second time. This program has no dependencies and avoids that.
+//! The commands `test` and `campaign` need the whole workspace with profile `ci`. Cargo selects the
+//! features of dependencies for all packages of a build together, so a separate build of xtask
+//! would compile many dependencies a second time. Therefore this program builds the whole workspace
+//! for these commands. It has no dependencies itself.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// Commands that run tests, and their profile.
+/// Commands that run tests; they need the profile [`PROFILE`].
 const TESTS: [&str; 2] = ["test", "campaign"];
 const PROFILE: &str = "ci";
 
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// A command of cargo in this project, with the target folder of this program.
+/// Returns a cargo command that runs in this project, with the target folder of this program.
 fn cargo(words: &[&str]) -> Command {
     let project = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -41,7 +43,8 @@ fn cargo(words: &[&str]) -> Command {
         .args(words)
         .current_dir(project)
         .env("CARGO_TARGET_DIR", target());
-    // Variables that describe this package look like a change to build scripts of others.
+    // Cargo sets variables that describe this package. To build scripts of other packages they
+    // would look like a change.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
@@ -51,7 +54,7 @@ fn cargo(words: &[&str]) -> Command {
     command
 }
 
-/// The target folder: two above this program.
+/// Returns the target folder: two levels above this program.
 fn target() -> PathBuf {
     let own = std::env::current_exe().unwrap_or_default();
     own.ancestors()

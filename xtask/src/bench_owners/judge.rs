@@ -1,5 +1,5 @@
-//! Compares the event log, the clocks of workers and the kernel's counts of a run with the script's
-//! own table of logins. It does no input or output.
+//! Judges a run: compares the event log, the workers' clocks and the kernel's counts of processor
+//! time with the script's own list of logins. Does no input or output.
 
 use super::kernels::{Seen, Used};
 use sempa_proto::event::EventKind;
@@ -8,48 +8,51 @@ use sempa_tests::vm::Entry;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The limit for guests: none of them runs longer than this after an owner's login.
+/// Maximum time that a guest may run after the owner's login, in microseconds.
 pub(super) const PROMISE_US: u64 = 50_000;
-/// The limit for a host: this long after the login no guest is left, if the guests have a host to
-/// go to. The transfer of what its tasks hold takes additional time, at the link's rate in bytes
-/// per second. Longer times are reported with their story.
+/// Maximum time after a login until no guest is left on the host, in microseconds, if the guests
+/// have a host to migrate to. The transfer of the guests' memory may take additional time, at the
+/// rate [`LINK`]. If the limit is exceeded, the events are reported.
 const CLEAN_US: u64 = 1_000_000;
+/// Rate in bytes per second by which the additional time for a transfer is computed.
 const LINK: u64 = 100_000_000;
-/// Processor time that the kernel may count for a process while it is being stopped.
+/// Processor time in microseconds that the kernel may count for a process while the process is
+/// being stopped.
 const STOPPING_US: u64 = 1_000;
-/// A decision may be carried out this long after its reason has ended.
+/// Maximum time in microseconds between the end of a decision's reason and the execution of the
+/// decision.
 const AFTER_US: u64 = 1_000_000;
-/// The percentage of cases that may remain unjudged: a task that ended at that moment, or a process
-/// that was not found in time.
+/// Maximum percentage of cases that may remain unjudged, because a task ended at that moment or a
+/// process was not found early enough.
 const SKIPPED_PERCENT_MAX: usize = 5;
 
-/// The clocks of all workers, by tid as printed.
+/// The clocks of all workers, by tid as the console prints it.
 pub(super) type Clocks = BTreeMap<String, Clock>;
 
-/// A worker's own clock, in microseconds since 1970. The worker's state is unknown before its first
-/// reading of the clock and after its last.
+/// A worker's record of when it ran, in microseconds since 1970. Before its first and after its
+/// last reading of the clock, the worker's state is unknown.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
     pub(super) first: u64,
     pub(super) last: u64,
-    /// Pairs of successive readings that are far apart.
+    /// Times in which the worker did not run, as pairs of successive readings that are far apart.
     pub(super) gaps: Vec<(u64, u64)>,
 }
 
-/// How long a worker ran on a host after its owner came.
+/// How long a worker ran on a host after the owner's login.
 #[derive(Debug, PartialEq, Eq)]
 enum Ran {
-    /// It stopped at this time.
+    /// The worker stopped at this time.
     Until(u64),
-    /// It ran until the end.
+    /// The worker ran until the end of the observed time.
     On,
-    /// It had not read its clock yet, or had ended.
+    /// The worker had not read its clock yet, or had ended.
     Unknown,
 }
 
 impl Clock {
-    /// Returns how long the worker ran after an owner came. `end` is a time at which it is known to
-    /// be stopped.
+    /// Returns how long the worker ran after the login at `since`. The worker is known to be
+    /// stopped at `end`.
     fn ran(&self, since: u64, end: u64) -> Ran {
         match self
             .gaps
@@ -63,90 +66,98 @@ impl Clock {
     }
 }
 
-/// A person's stay on a host by the record of the script that logged them in and out, in
-/// microseconds since 1970.
+/// A login on a host as recorded by the script, in microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stay {
     pub(super) host: u16,
-    /// The time just before the login.
+    /// Time just before the login.
     pub(super) from: u64,
-    /// The time after the logout had completed.
+    /// Time after the logout was complete.
     pub(super) to: u64,
 }
 
-/// The results of a run, as written to the JSON file.
+/// The results of a run, as they are written to the JSON file.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Outcome {
     pub(super) good: bool,
     pub(super) reasons: Vec<String>,
     pub(super) seconds: u64,
     pub(super) visits: usize,
-    /// Visits that were over before the limit for a clean host, on hosts that were clean.
+    /// Number of visits that ended before the limit for a host without guests, while guests were
+    /// still there.
     pub(super) short_visits: usize,
-    /// Microseconds from the login record until a worker stopped, by its own clock; sorted.
+    /// Times from the login record until a worker stopped, by the worker's own clock, in
+    /// microseconds; sorted.
     pub(super) stood_still_us: Vec<u64>,
-    /// Workers on an owner's host for which that time is unknown.
+    /// Number of workers on an owner's host for which that time is unknown.
     pub(super) workers_skipped: usize,
-    /// Processor time of tablix2's kernels on hosts whose owner had come longer ago than the limit,
-    /// by the kernel's count; sorted.
+    /// Processor time of tablix2's kernels on a host whose owner had logged in earlier than the
+    /// limit before, by the operating system's count, in microseconds; sorted.
     pub(super) kernels_got_us: Vec<u64>,
-    /// Processor time that dumps used inside these processes meanwhile; sorted.
+    /// Processor time that dumps used inside the same processes in the same time, in microseconds;
+    /// sorted.
     pub(super) dumps_got_us: Vec<u64>,
-    /// Processor time that the kernel used to end these processes; sorted.
+    /// Processor time that the operating system used to end the same processes, in microseconds;
+    /// sorted.
     pub(super) ends_got_us: Vec<u64>,
-    /// Kernels of tablix2 on an owner's host that were not observed.
+    /// Number of tablix2's kernels on an owner's host whose processor time was not observed.
     pub(super) kernels_skipped: usize,
-    /// Microseconds from the login record until the load watcher noticed; sorted.
+    /// Times from the login record until the load watcher detected the login, in microseconds;
+    /// sorted.
     pub(super) seen_us: Vec<u64>,
-    /// Microseconds from the load watcher's directive until all guests had stopped; sorted.
+    /// Times from the load watcher's directive until all guests had stopped, in microseconds;
+    /// sorted.
     pub(super) held_us: Vec<u64>,
-    /// Microseconds from the login record until no guest was left; sorted.
+    /// Times from the login record until no guest was left on the host, in microseconds; sorted.
     pub(super) clean_us: Vec<u64>,
-    /// The same, only for hosts that had a guest; sorted.
+    /// As `clean_us`, only for hosts that had a guest at the login.
     pub(super) cleared_us: Vec<u64>,
-    /// The same, only for hosts with a guest that temporarily had no host to go to; sorted.
+    /// As `clean_us`, only for hosts with a guest that temporarily had no host to migrate to.
     pub(super) nowhere_us: Vec<u64>,
-    /// The hosts that were clean later than the limit, with their stories.
+    /// Hosts that still had guests after the limit, with the events.
     pub(super) late: Vec<Late>,
     pub(super) ran_on: Vec<RanOn>,
     pub(super) got_on: Vec<GotOn>,
     pub(super) moves: usize,
     pub(super) failed_moves: usize,
-    /// Runs of tablix2 that have ended, and their checked timetables.
+    /// Number of runs of tablix2 that have ended.
     pub(super) searches: usize,
+    /// Number of timetables that were checked and are correct.
     pub(super) timetables: usize,
-    /// Farms that have ended, and their tasks with a right result.
+    /// Number of farms that have ended.
     pub(super) farms: usize,
+    /// Number of tasks of these farms that had a correct result.
     pub(super) results: usize,
 }
 
-/// A host that still had guests after the limit.
+/// A host that still had guests after the limit for this host.
 #[derive(Debug, Serialize)]
 pub(super) struct Late {
     pub(super) host: String,
     pub(super) clean_us: u64,
-    /// The limit for this host.
+    /// The limit for this host in microseconds.
     pub(super) promised_us: u64,
-    /// Events with their milliseconds after the login record.
+    /// Events on the host, each with its milliseconds after the login record.
     pub(super) story: Vec<String>,
 }
 
-/// A worker that ran longer than the limit after the owner had come.
+/// A worker that ran longer after the owner's login than the limit permits.
 #[derive(Debug, Serialize)]
 pub(super) struct RanOn {
     pub(super) worker: String,
     pub(super) ran_us: u64,
-    /// Events on its host, with their milliseconds after the login record.
+    /// Events on the worker's host, each with its milliseconds after the login record.
     pub(super) story: Vec<String>,
 }
 
-/// A kernel of tablix2 that used the processor longer than the limit after the owner had come.
+/// A kernel of tablix2 that used the processor longer after the owner's login than the limit
+/// permits.
 #[derive(Debug, Serialize)]
 pub(super) struct GotOn {
     pub(super) pid: u32,
     pub(super) got_us: u64,
-    /// Its processor time and the events on its host, with their milliseconds after the login
-    /// record.
+    /// The kernel's use of the processor and the events on its host, each with its milliseconds
+    /// after the login record.
     pub(super) story: Vec<String>,
 }
 
@@ -158,16 +169,16 @@ pub(super) struct Decision {
     pub(super) decided: serde_json::Value,
 }
 
-/// Each host's name and the decisions about it, by host index.
+/// Name of the host and the decisions about the host, by host index.
 pub(super) type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
 
-/// A person's visit by the event log of the virtual machine.
+/// An owner's visit, as recorded in the event log.
 struct Visit {
     host: u16,
     since: u64,
 }
 
-/// Returns the visits by their login records.
+/// Returns the visits in the event log.
 fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     events.iter().filter_map(|entry| match entry.kind {
         EventKind::OwnerPresent { host, since, .. } => Some(Visit {
@@ -178,7 +189,8 @@ fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     })
 }
 
-/// Returns what `says` finds in the first event at or after a time for which it finds something.
+/// Applies `says` to the events at or after the time `since`, and returns its first result that is
+/// not `None`.
 fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
     events
         .iter()
@@ -186,7 +198,7 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
         .find_map(says)
 }
 
-/// Returns the events on the visited host until a time, each with its time.
+/// Returns the events on the visited host until the time `until`, each with its time.
 fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
     let here = |entry: &&Entry| match &entry.kind {
         EventKind::MigrationStep { from, .. } => from.index() == visit.host,
@@ -204,7 +216,7 @@ fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
         .collect()
 }
 
-/// Returns the lines of a story in order of time.
+/// Returns the events of a visit as lines of text, in order of time.
 fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
     happened.sort();
     happened
@@ -213,12 +225,12 @@ fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
         .collect()
 }
 
-/// Returns a line of a story.
+/// Returns an event as a line of text, with its milliseconds after the login record.
 fn told(visit: &Visit, at_us: u64, text: &str) -> String {
     format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
 }
 
-/// Returns the guests that were stopped for a visit.
+/// Returns the tids of the guests that were stopped for a visit.
 fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = String> + use<'a> {
     let of_host = |entry: &'a Entry| match &entry.kind {
         EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => Some(guests),
@@ -231,7 +243,8 @@ fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = Strin
     guests.into_iter().flatten().map(|tid| tid.to_string())
 }
 
-/// Returns when the guests of a host were resumed, or its owner had left, after a visit began.
+/// Returns the time at which the guests of the visited host were resumed or its owner had logged
+/// out, whichever was first; `None` if neither happened.
 fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
     after(events, visit.since, |entry| match &entry.kind {
         EventKind::GuestsResumed { host, .. } | EventKind::OwnerAbsent { host, .. } => {
@@ -242,7 +255,7 @@ fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
 }
 
 impl Outcome {
-    /// Judges a run that is over.
+    /// Judges a complete run, and stores the results in `self`.
     pub(super) fn judge(
         &mut self,
         events: &[Entry],
@@ -367,7 +380,7 @@ impl Outcome {
     }
 
     fn judge_events(&mut self, events: &[Entry], stays: &[Stay]) {
-        // Start time of each migration.
+        // Start time of each migration, by its id.
         let mut began = BTreeMap::new();
         for entry in events {
             match &entry.kind {
@@ -407,7 +420,7 @@ impl Outcome {
         }
     }
 
-    /// Judges how soon a host had no guest after a login.
+    /// Judges the time from a login until the host had no guests.
     fn judge_clean(
         &mut self,
         visit: &Visit,
@@ -475,8 +488,8 @@ impl Outcome {
         });
     }
 
-    /// Judges the processor time of tablix2's kernels on a visited host after the limit, until they
-    /// had left or the visit was over.
+    /// Judges the processor time that tablix2's kernels used on a visited host after the limit for
+    /// guests, until the kernels had left the host or the visit was over.
     fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
         let guests = stopped(events, visit).collect::<BTreeSet<String>>();
         let kernels = guests
@@ -517,7 +530,7 @@ impl Outcome {
         }
     }
 
-    /// Judges for each visit to the worker's host how long the worker still ran.
+    /// Judges how long a worker still ran, for each visit to the worker's host.
     fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[Entry]) {
         for visit in visits(events) {
             let stood = |entry: &Entry| match &entry.kind {
@@ -529,7 +542,7 @@ impl Outcome {
             if after(events, visit.since, stood) != Some(true) {
                 continue;
             }
-            // The worker did not run between its stop and this event.
+            // The worker cannot have run between its stop and this event.
             let end = |entry: &Entry| match &entry.kind {
                 EventKind::MigrationStep {
                     tid,
@@ -583,7 +596,7 @@ impl Outcome {
     }
 }
 
-/// True if the event log contains a stay.
+/// True if the event log contains this login.
 fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
     let mut there = false;
     for entry in events
@@ -592,7 +605,7 @@ fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
     {
         match &entry.kind {
             EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
-            // The departure of an earlier visitor may be noticed late.
+            // The logout of an earlier visitor may be detected late.
             EventKind::OwnerAbsent { host, .. }
                 if host.index() == stay.host && entry.at_us < stay.to =>
             {
@@ -672,8 +685,10 @@ mod tests {
         outcome.reasons.iter().any(|reason| reason.contains(words))
     }
 
+    /// A host that never becomes free of guests fails the run, unless the visitor left before the
+    /// limit.
     #[test]
-    fn a_host_that_is_never_clean_makes_a_run_bad_unless_its_visitor_left_before_it_had_to_be() {
+    fn host_never_free_of_guests_fails_run() {
         let goes = || EventKind::OwnerAbsent {
             host: h(2),
             why: "nobody is logged in".into(),
@@ -702,8 +717,10 @@ mod tests {
         assert_eq!(visit(vec![(late - 1, goes())]).short_visits, 1);
     }
 
+    /// A migration for an owner is correct only if the owner was logged in on that host at that
+    /// time.
     #[test]
-    fn a_move_is_true_only_if_she_was_on_that_host_then() {
+    fn migration_for_owner_needs_owner_on_host() {
         let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
         let false_one = |events: &[Entry], stays: &[Stay]| {
             says(
@@ -723,8 +740,10 @@ mod tests {
         assert!(false_one(&move_at(2000, 2), &[]), "she was nowhere");
     }
 
+    /// A host with guests after the limit fails the run. The limit includes time for the transfer
+    /// of the guests' memory.
     #[test]
-    fn a_host_that_is_clean_too_late_makes_the_run_bad_and_what_its_tasks_hold_is_allowed_for() {
+    fn host_with_late_guests_fails_run() {
         let clean_at = |at, bytes| {
             let clean = EventKind::HostVacated { host: h(2) };
             let events = log(vec![
@@ -746,8 +765,9 @@ mod tests {
         assert_eq!(clean_at(900_000, 0).cleared_us, [899_000]);
     }
 
+    /// Workers and kernels on an owner's host are either judged or counted as skipped.
     #[test]
-    fn workers_and_kernels_beside_an_owner_are_judged_or_counted_as_skipped() {
+    fn guests_are_judged_or_counted_as_skipped() {
         let guests = vec![t(7), t(8)];
         let stopped = EventKind::GuestsPaused {
             host: h(2),
@@ -822,7 +842,7 @@ mod tests {
     }
 
     #[test]
-    fn a_login_that_nobody_noticed_makes_the_run_bad() {
+    fn undetected_login_fails_run() {
         let events = log(vec![(1000, comes(2, 1000))]);
         assert!(!says(
             &judged(&events, &[STAY], &Clocks::new(), &Seen::default()),

@@ -1,5 +1,5 @@
-//! Measures the processor time of programs that do not watch their own clock. A thread reads the
-//! kernel's counts of their processes all the time.
+//! Measures the processor time of programs that do not record when they run. A thread reads the
+//! operating system's counts of their processes all the time.
 
 use anyhow::{Context, Result};
 use sempa_tests::testbed::Host;
@@ -11,56 +11,59 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Pause between two readings of the counts, and between two searches for processes.
+/// Interval between two readings of the counts.
 const LOOK: Duration = Duration::from_millis(5);
+/// Interval between two searches for processes.
 const SEARCH: Duration = Duration::from_millis(200);
-/// Upper bound of samples: enough for one process for some hours.
+/// Maximum number of samples: enough for one process for some hours.
 const SAMPLES_MAX: usize = 4_000_000;
 
-/// The processor time of a process at one time.
+/// The processor time that a process had used until a reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sample {
-    /// The time of the reading in microseconds since 1970.
+    /// Time of the reading, in microseconds since 1970.
     pub(super) at_us: u64,
-    /// Microseconds of processor time, of all its threads.
+    /// Processor time of all threads of the process.
     pub(super) used_us: Used,
 }
 
-/// Microseconds of processor time by purpose.
+/// Processor time by purpose, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Used {
-    /// Used by the program itself.
+    /// Processor time of the program itself.
     pub(super) program: u64,
-    /// Used while the process was traced, so by a dump inside of it. The program does not run then.
+    /// Processor time while the process was traced, that is, of a dump inside the process. The
+    /// program does not run in that time.
     pub(super) dump: u64,
-    /// Used until the process was seen without memory: the kernel ended it and reclaimed its
-    /// memory.
+    /// Processor time until the first reading without memory: the operating system ended the
+    /// process and reclaimed its memory.
     pub(super) end: u64,
 }
 
-/// On whose account a process uses processor time.
+/// To which purpose the processor time of a process is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whose {
     Program,
-    /// The process is traced, so its time belongs to the tracer.
+    /// The process is traced, so its time is that of a dump.
     Tracer,
     /// The process has no memory: it is being killed, or is dead.
     Kernel,
 }
 
-/// One reading of a process.
+/// A reading of the counts of one process.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at_us: u64,
-    /// Processor time of the threads that exist, in microseconds.
+    /// Processor time of the threads that exist at the reading, in microseconds.
     counted: u64,
     whose: Whose,
 }
 
-/// A process on a host: the host's index, and its own number on this machine.
+/// A process on a host, as (index of the host, process number on this machine).
 pub(super) type Process = (u16, u32);
 
-/// All samples, oldest first. Of equal successive samples the first and the last one are kept.
+/// All samples by process, oldest first. Of several equal successive samples, only the first and
+/// the last one are retained.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
@@ -69,9 +72,9 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Adds a reading. The kernel counts for threads that exist: if one ends, the count does not go
-    /// back. Time until a reading at which the process was traced, or since one, belongs to the
-    /// dump, which begins and ends with a stopped process.
+    /// Adds a reading. The operating system counts only threads that exist; if a thread has ended,
+    /// the sum does not decrease. The time before or after a reading of a traced process belongs to
+    /// the dump, because the process is stopped at the begin and at the end of a dump.
     fn note(&mut self, process: Process, look: Look) {
         let mut used = self
             .all
@@ -103,9 +106,9 @@ impl Seen {
         }
     }
 
-    /// Returns the processor time of each process of a host between these times, as far as it is
-    /// certain: from the first reading after the beginning to the last one before the end. Leaves
-    /// out processes with fewer than two readings in that time.
+    /// Returns the processor time of each process of a host between two times, as far as it is
+    /// certain: from the first reading after `from` to the last reading before `to`. Omits
+    /// processes with fewer than two readings in between.
     pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
         of_host
@@ -113,8 +116,8 @@ impl Seen {
             .collect()
     }
 
-    /// Returns when a process was seen to have used more time, and how much more, between these
-    /// times.
+    /// Returns the readings between two times at which a process had used more processor time than
+    /// before, each with the difference.
     pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, Used)> {
         let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
         let pairs = samples
@@ -136,12 +139,13 @@ impl Used {
     }
 }
 
-/// Returns the certain processor time of one process, as [`Seen::got_us`].
+/// Returns the certain processor time of one process between two times; see [`Seen::got_us`].
 fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
     let first = samples.partition_point(|sample| sample.at_us < from);
     let begin = samples.get(first)?;
     if begin.at_us > to {
-        // Of a time without progress only the two ends are kept.
+        // If the counts do not change for some time, only the first and the last sample of that
+        // time are retained.
         let before = samples.get(first.checked_sub(1)?)?;
         return (before.used_us == begin.used_us).then(Used::default);
     }
@@ -151,15 +155,15 @@ fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
     Some(samples[last].used_us.less(begin.used_us))
 }
 
-/// A thread that reads the counts.
+/// A thread that reads the counts of processes.
 pub(super) struct Watch {
     stop: Arc<AtomicBool>,
     looks: JoinHandle<Seen>,
 }
 
 impl Watch {
-    /// Starts to read the counts of all processes on these hosts whose program name contains
-    /// `word`. Hosts are given with their indices.
+    /// Starts a thread that reads the counts of all processes on these hosts whose program name
+    /// contains `word`. `hosts` are (index, host).
     pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<Watch> {
         let net = |(index, host): &(u16, &Host)| {
             Ok((
@@ -212,7 +216,7 @@ impl Watch {
         })
     }
 
-    /// Ends the thread and returns its samples.
+    /// Ends the thread. Returns its samples.
     pub(super) fn end(self) -> Result<Seen> {
         self.stop.store(true, Ordering::Relaxed);
         self.looks
@@ -221,7 +225,7 @@ impl Watch {
     }
 }
 
-/// Reads the counts of a process; `None` if it has ended.
+/// Reads the counts of a process. Returns `None` if the process has ended.
 fn look_at(pid: u32) -> Option<Look> {
     let counted = used_us(pid)?;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -238,7 +242,8 @@ fn look_at(pid: u32) -> Option<Look> {
     })
 }
 
-/// Returns the processor time of all threads of a process, as the kernel's scheduler counts it.
+/// Returns the processor time of all threads of a process in microseconds, as the scheduler of the
+/// operating system counts it.
 fn used_us(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
     let of_thread = |path: PathBuf| {
@@ -264,7 +269,7 @@ mod tests {
 
     const OURS: Process = (2, 77);
 
-    /// Returns the samples of one process from readings: time, count, account.
+    /// Returns the samples of one process, from readings as (time, count, purpose).
     fn seen(looks: &[(u64, u64, Whose)]) -> Seen {
         let mut seen = Seen::default();
         let note = |(at_us, counted, whose): &(u64, u64, Whose)| {
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_got_in_a_time_is_told_as_far_as_it_is_sure() {
+    fn only_certain_processor_time_is_returned() {
         let seen = untraced(&[
             (100, 10),
             (105, 14),
@@ -342,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dump_does_inside_of_a_process_is_not_the_programs() {
+    fn time_of_dump_is_not_the_programs() {
         let seen = seen(&[
             (100, 0, Whose::Program),
             (105, 4, Whose::Program),
@@ -376,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_does_for_the_end_of_a_process_is_not_the_programs() {
+    fn time_of_exit_is_not_the_programs() {
         let looks = [
             (100, 0, Whose::Program),
             (105, 2, Whose::Tracer),
@@ -413,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_killed_has_no_memory_until_somebody_takes_notice_of_its_end() {
+    fn killed_process_has_no_memory_until_reaped() {
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()

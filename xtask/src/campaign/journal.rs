@@ -1,4 +1,4 @@
-//! The journal of a campaign: one line of JSON for each step that ended.
+//! The journal of a campaign: a file with one line of JSON for each step that has ended.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -13,30 +13,30 @@ use std::path::Path;
 pub(super) enum Outcome {
     Passed,
     Failed,
-    /// The machine lacks what the step needs.
+    /// The machine lacks something that the step needs.
     Skipped,
 }
 
-/// The record of a step that ended.
+/// The record of a step that has ended: one line of the journal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) step: String,
     pub(super) part: String,
     pub(super) outcome: Outcome,
-    /// The reason if it has not passed.
+    /// The reason of the outcome; empty if the step has passed.
     pub(super) why: String,
     pub(super) seconds: f64,
     pub(super) log: String,
 }
 
-/// The first line of a journal: what the campaign belongs to.
+/// The first line of a journal: the commit and the seed of the campaign.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Head {
     commit: String,
     seed: u64,
 }
 
-/// The journal of the campaign with one commit and one seed.
+/// The journal of a campaign for one commit and one seed.
 pub(super) struct Journal {
     pub(super) commit: String,
     pub(super) seed: u64,
@@ -45,11 +45,11 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal in `folder`. The journal is emptied if `fresh` is true, or if it belongs
+    /// Opens the journal in `folder`. Removes all its records if `fresh` is true, or if they belong
     /// to another commit or seed.
     ///
     /// # Errors
-    /// It cannot be read or written.
+    /// The journal cannot be read or written.
     pub(super) fn open(folder: &Path, commit: &str, seed: u64, fresh: bool) -> Result<Journal> {
         let path = folder.join("journal.jsonl");
         let head = Head {
@@ -72,7 +72,7 @@ impl Journal {
             .with_context(|| path.display().to_string())?;
         let mut records = BTreeMap::new();
         if goes_on {
-            // A line that was cut off by a crash is no record.
+            // A line that is incomplete because of a crash is not a record, and is ignored.
             let lines = old.lines().skip(1);
             for record in lines.filter_map(|line| serde_json::from_str::<Record>(line).ok()) {
                 records.insert(record.step.clone(), record);
@@ -91,7 +91,7 @@ impl Journal {
         })
     }
 
-    /// True if this step has passed in this campaign.
+    /// True if the last run of a step in this campaign has passed.
     pub(super) fn passed(&self, step: &str) -> bool {
         self.last(step)
             .is_some_and(|record| record.outcome == Outcome::Passed)
@@ -155,7 +155,7 @@ mod tests {
         first.add(record("a", Outcome::Passed)).expect("written");
         first.add(record("b", Outcome::Failed)).expect("written");
         drop(first);
-        // A crash in the middle of a write leaves such a line.
+        // Simulates a crash in the middle of a write: the last line is incomplete.
         let path = folder.0.join("journal.jsonl");
         let cut = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
         fs::write(&path, cut).expect("written");
@@ -167,7 +167,7 @@ mod tests {
         assert!(third.passed("a") && third.passed("c"));
     }
 
-    /// Another commit, another seed and `--fresh` begin a new campaign.
+    /// Another commit, another seed or `--fresh` starts a new campaign.
     #[test]
     fn other_commit_or_seed_begins_anew() {
         for (commit, seed, fresh) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {

@@ -1,11 +1,12 @@
-//! The steps of a campaign.
+//! Lists the steps of a campaign, part by part.
 
 use crate::runner::Test;
 use crate::setup;
 use crate::skips::Skips;
 use std::path::PathBuf;
 
-/// The parts in the order in which they run: those that find most in little time first.
+/// The parts of a campaign in the order in which they run. The parts that find the most faults in
+/// the least time come first.
 pub(super) const PARTS: [&str; 9] = [
     "models",
     "fuzz",
@@ -18,16 +19,17 @@ pub(super) const PARTS: [&str; 9] = [
     "release",
 ];
 
-/// Steps of the fuzzer and random inputs of each: 10^8 in all.
+/// Number of steps of the fuzzer.
 const FUZZ_STEPS: u64 = 10;
+/// Number of random inputs of each step of the fuzzer. All steps together try 10^8 inputs.
 const FUZZ_INPUTS: &str = "10000000";
-/// Cases of each property; proptest's own number is 256.
+/// Number of cases for each property; proptest's default is 256.
 const PROPERTY_CASES: &str = "4096";
-/// Seeds with which each test of the parts `lies` and `properties` runs.
+/// Number of seeds with which each test of the parts `lies` and `properties` is run.
 const SEEDS: u64 = 3;
 
-/// Binaries whose tests have longer lists with `SEMPA_TEST_FULL`, and all others that belong to a
-/// part.
+/// The parts that consist of tests of certain binaries, as (part, binaries). With `SEMPA_TEST_FULL`
+/// many of these tests try more cases.
 const BINARIES: [(&str, &[&str]); 5] = [
     (
         "lies",
@@ -49,7 +51,7 @@ const BINARIES: [(&str, &[&str]); 5] = [
     ("soak", &["sempa-tests::soak"]),
 ];
 
-/// Packages with properties that proptest tries.
+/// Packages with properties that are tested by proptest.
 const PROPERTY_PACKAGES: [&str; 6] = [
     "sempa-proto",
     "libpvm",
@@ -59,26 +61,26 @@ const PROPERTY_PACKAGES: [&str; 6] = [
     "pvm-load-watcher",
 ];
 
-/// One program to run. The step passes if the program succeeds.
+/// A program to run, with its arguments. The step passes if the program exits with success.
 pub(super) struct Step {
-    /// Its name in the journal: the part, then a description.
+    /// Name of the step in the journal: the name of the part, a slash, and a description.
     pub(super) id: String,
     pub(super) part: &'static str,
     pub(super) program: PathBuf,
     pub(super) words: Vec<String>,
     pub(super) folder: PathBuf,
     pub(super) env: Vec<(&'static str, String)>,
-    /// The reason if the machine lacks what it needs.
+    /// What the machine lacks for this step; `None` if the step can run.
     pub(super) skip: Option<String>,
 }
 
 impl Step {
-    /// Returns the file name of its log.
+    /// Returns the name of the step's log file.
     pub(super) fn file_name(&self) -> String {
         self.id.replace(['/', ':', ' '], "-")
     }
 
-    /// Returns a step for a test with its own seed.
+    /// Returns a step that runs one test with the seed `seed`.
     fn of(part: &'static str, test: &Test, seed: u64, skips: &mut Skips) -> Step {
         let skip = test.ignored.then(|| skips.reason(&test.binary, &test.name));
         Step {
@@ -92,7 +94,7 @@ impl Step {
         }
     }
 
-    /// Returns a step that runs cargo in the project.
+    /// Returns a step that runs a cargo command in the project.
     fn cargo(part: &'static str, name: &str, line: &[&str]) -> Step {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         Step {
@@ -141,8 +143,8 @@ pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -
     steps
 }
 
-/// Returns the step that checks rings with two threads under all interleavings, up to a number of
-/// preemptions.
+/// Returns the step that checks rings and doorbells with the model checker: two threads in all
+/// interleavings, up to a number of preemptions.
 fn models(profile: &str) -> Step {
     let line = [
         "test",
@@ -159,7 +161,7 @@ fn models(profile: &str) -> Step {
     Step::cargo("models", "rings and bells", &line)
 }
 
-/// Returns steps with random inputs for all parsers, each with its own inputs.
+/// Returns [`FUZZ_STEPS`] steps that pass random inputs to all parsers. Each step has its own seed.
 fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let inputs = tests
         .iter()
@@ -178,7 +180,8 @@ fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     steps
 }
 
-/// Returns steps with the pure tests of packages with properties: more cases, and several seeds.
+/// Returns steps that run the tests of [`PROPERTY_PACKAGES`] with more cases and with several
+/// seeds.
 fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let is_one = |test: &&Test| {
         let package = test.binary.split("::").next().unwrap_or_default();
@@ -203,7 +206,7 @@ fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     steps
 }
 
-/// Returns the tests of the binaries of a part.
+/// Returns the steps for the tests of all binaries of a part.
 fn of_binaries(part: &'static str, tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     let binaries = BINARIES
         .iter()
@@ -222,7 +225,7 @@ fn of_binaries(part: &'static str, tests: &[Test], seed: u64, skips: &mut Skips)
     steps
 }
 
-/// Returns the step that runs both tiers with the build that users install.
+/// Returns the step that runs the tests of both tiers with the release build, which users install.
 fn release() -> Step {
     let line = ["run", "--locked", "--release", "-p", "xtask", "--", "test"];
     let mut step = Step::cargo("release", "test", &line);

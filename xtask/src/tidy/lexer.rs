@@ -1,8 +1,9 @@
 //! Divides Rust source text into code, comments and string literals.
 //!
-//! The division is lexical. It knows nested block comments, raw strings and character literals, and nothing else.
+//! The division is purely lexical. The lexer handles nested block comments, raw strings and
+//! character literals, but no other syntax.
 
-/// The kind of a piece of text.
+/// The kind of a [`Piece`] of source text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Code,
@@ -16,9 +17,9 @@ pub(super) struct Piece {
     pub(super) kind: Kind,
     /// The line number, counted from 1.
     pub(super) line: usize,
-    /// Without comment markers and quotes.
+    /// The text without comment markers and quotes.
     pub(super) text: String,
-    /// True if only white space precedes it on its line.
+    /// True if only white space precedes the piece on its line.
     pub(super) begins_line: bool,
 }
 
@@ -26,14 +27,14 @@ pub(super) struct Piece {
 enum State {
     Code,
     LineComment,
-    /// The number of open nested comments.
+    /// The number of nested block comments that are open.
     BlockComment(usize),
     Text,
-    /// The number of hash signs that end the literal.
+    /// The number of hash signs at the end of the raw string.
     RawText(usize),
 }
 
-/// Divides a whole file, in order. No piece extends over the end of a line.
+/// Returns the pieces of a source text in order. No piece extends beyond the end of a line.
 pub(super) fn pieces(source: &str) -> Vec<Piece> {
     let mut scanner = Scanner {
         state: State::Code,
@@ -56,12 +57,12 @@ struct Scanner {
     pieces: Vec<Piece>,
     current: String,
     line: usize,
-    /// True while the line has had only white space.
+    /// True while only white space was found on the line.
     blank: bool,
 }
 
 impl Scanner {
-    /// Takes the next characters and returns how many were taken.
+    /// Consumes the next characters of `rest` and returns their number.
     fn step(&mut self, rest: &[char]) -> usize {
         let begins = |text: &str| {
             text.chars()
@@ -144,7 +145,8 @@ impl Scanner {
     }
 }
 
-/// Returns the length of the character literal that begins here; `None` for a lifetime.
+/// Returns the length of the character literal at the beginning of `rest`; `None` if a lifetime
+/// begins there.
 fn character_literal(rest: &[char]) -> Option<usize> {
     if rest.get(1) == Some(&'\\') {
         let end = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
@@ -153,7 +155,8 @@ fn character_literal(rest: &[char]) -> Option<usize> {
     (rest.get(2) == Some(&'\'')).then_some(3)
 }
 
-/// Returns the number of hash signs of the raw string that begins here.
+/// Returns the number of hash signs of the raw string at the beginning of `rest`; `None` if no raw
+/// string begins there.
 fn raw_text(rest: &[char]) -> Option<usize> {
     let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
     (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)
@@ -175,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn comments_strings_and_code_are_told_apart() {
+    fn comments_strings_and_code_are_divided() {
         let found = kinds("let a = \"no // comment\"; // a comment\n");
         let expected = [
             (Kind::Code, "let a = "),

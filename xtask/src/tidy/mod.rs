@@ -1,16 +1,17 @@
-//! `cargo xtask tidy`: checks the language and the shape of the sources.
+//! `cargo xtask tidy`: checks the language of comments, documents and messages, and the size of
+//! files, functions and comments.
 //!
 //! There are four kinds of findings, each with file and line:
 //!
 //! * words and constructions that make a sentence hard to read ([`words`]), in comments, documents
 //!   and messages;
-//! * terms that `docs/GLOSSARY.md` replaces by another one;
+//! * words that `docs/GLOSSARY.md` replaces by another term;
 //! * comments that are wider than [`COMMENT_WIDTH_MAX`] columns or shorter than
 //!   [`COMMENT_WORDS_MIN`] words;
 //! * files and functions that are too long.
 //!
-//! A function may exceed its limit with a reason: a comment `tidy: long because …` directly above
-//! it.
+//! A function may exceed its limit if a comment `tidy: long because …` directly above it gives a
+//! reason.
 
 mod lexer;
 mod shape;
@@ -22,13 +23,14 @@ use std::fmt;
 use std::fs;
 use std::process::Command;
 
-/// Columns that a comment line may have, including its indentation.
+/// Maximum number of columns of a comment line, including its indentation.
 pub(crate) const COMMENT_WIDTH_MAX: usize = 100;
-/// Words that a comment must have. Shorter ones repeat the name below them.
+/// Minimum number of words of a documentation comment. Shorter comments only repeat the name of the
+/// item.
 pub(crate) const COMMENT_WORDS_MIN: usize = 4;
-/// Lines of code that a file may have. Blank lines and comments do not count.
+/// Maximum number of lines of code in a file. Blank lines and comments do not count.
 pub(crate) const FILE_LINES_MAX: usize = 800;
-/// Lines of code that a function may have.
+/// Maximum number of lines of code in a function.
 pub(crate) const FUNCTION_LINES_MAX: usize = 90;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -80,7 +82,8 @@ fn tracked_files() -> Result<Vec<String>> {
     Ok(names.lines().filter(known).map(str::to_string).collect())
 }
 
-/// True if a file is checked. The rules themselves must name the forbidden words.
+/// True if a file is checked. The files with the rules are not, because they contain the forbidden
+/// words.
 fn is_checked(file: &str) -> bool {
     let by_ending = [".rs", ".md", ".1", ".7", ".toml", ".c", ".h"]
         .iter()
@@ -100,7 +103,7 @@ fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
         });
     };
     if !file.ends_with(".rs") {
-        // Code blocks quote output and programs.
+        // Code blocks in documents are not checked, because they contain programs and their output.
         let mut is_quoted = false;
         for (number, line) in (1..).zip(text.lines()) {
             is_quoted ^= line.trim_start().starts_with("```");

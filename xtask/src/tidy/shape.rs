@@ -3,10 +3,10 @@
 use super::lexer::{Kind, Piece};
 use super::{COMMENT_WIDTH_MAX, COMMENT_WORDS_MIN, FILE_LINES_MAX, FUNCTION_LINES_MAX};
 
-/// The beginning of a comment that gives the reason for a long function.
+/// Beginning of the comment that gives the reason for a long function.
 const REASON: &str = "tidy: long because ";
 
-/// Returns the findings of one file: line and message.
+/// Returns the findings in one file, as (line number, message).
 pub(super) fn check(text: &str, pieces: &[Piece]) -> Vec<(usize, String)> {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = widths(&lines, pieces);
@@ -46,7 +46,8 @@ fn widths(lines: &[&str], pieces: &[Piece]) -> Vec<(usize, String)> {
         .collect()
 }
 
-/// Returns documentation blocks with too few words. Safety reasons and directives are not prose.
+/// Returns the findings about documentation comments with too few words. Safety comments and
+/// directives are not checked.
 fn short_comments(pieces: &[Piece]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let docs: Vec<&Piece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
@@ -98,7 +99,7 @@ fn long_functions(lines: &[&str]) -> Vec<(usize, String)> {
     found
 }
 
-/// Returns the name of the function whose definition begins on this line.
+/// Returns the name of the function whose definition begins on this line; `None` if none does.
 fn function_name(line: &str) -> Option<&str> {
     let words = [
         "pub",
@@ -122,7 +123,7 @@ fn function_name(line: &str) -> Option<&str> {
     Some(&name[..end])
 }
 
-/// True if the comments and attributes directly above have a reason.
+/// True if a comment directly above line `at` gives the reason for a long function.
 fn has_reason(lines: &[&str], at: usize) -> bool {
     let above = lines[..at].iter().rev().map(|line| line.trim());
     let mut head = above.take_while(|line| line.starts_with("//") || line.starts_with("#["));

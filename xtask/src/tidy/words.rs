@@ -1,6 +1,6 @@
-//! Words and constructions that the project's language avoids.
+//! Finds words and constructions that the project avoids in its texts.
 
-/// Forbidden in comments, documents and messages.
+/// Words that are forbidden in comments, documents and messages.
 const NEVER: [&str; 13] = [
     "anew",
     "whoever",
@@ -17,7 +17,7 @@ const NEVER: [&str; 13] = [
     "thereof",
 ];
 
-/// Forbidden in comments and documents.
+/// Words that are additionally forbidden in comments and documents, but permitted in messages.
 const NOT_IN_PROSE: [&str; 8] = [
     "has to",
     "have to",
@@ -29,15 +29,15 @@ const NOT_IN_PROSE: [&str; 8] = [
     "somebody",
 ];
 
-/// A term that the glossary replaces.
+/// A word that the glossary replaces by a term.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Replaced {
-    /// The replaced term in lower case.
+    /// The replaced word, in lower case.
     old: String,
     term: String,
 }
 
-/// Returns the findings in a line of prose.
+/// Returns the findings about forbidden words in a line of a comment or document.
 pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let words = NEVER.iter().chain(&NOT_IN_PROSE);
@@ -46,7 +46,7 @@ pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
         .map(|word| format!("\"{word}\": say it in plain words"))
 }
 
-/// Returns the findings in a string literal.
+/// Returns the findings about forbidden words in a string literal.
 pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
     let text = text.to_lowercase();
     NEVER
@@ -55,7 +55,7 @@ pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
         .map(|word| format!("\"{word}\" in a message: say it in plain words"))
 }
 
-/// Returns the terms of the glossary's last column in a line of prose.
+/// Returns the findings about words in a line that the glossary replaces.
 pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let found = replaced
@@ -69,7 +69,8 @@ pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<It
     })
 }
 
-/// Returns the terms in the last column of the glossary's table. Commas separate them.
+/// Returns the replaced words in the last column of the glossary's table, each with the term of its
+/// row. Commas separate the words.
 pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
     let rows = glossary
         .lines()
@@ -92,7 +93,7 @@ pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
     all
 }
 
-/// True if the line contains these words as whole words.
+/// True if `line` contains `words` as whole words.
 fn contains(line: &str, words: &str) -> bool {
     let is_border = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
     line.match_indices(words).any(|(at, _)| {

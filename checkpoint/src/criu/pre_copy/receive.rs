@@ -1,4 +1,4 @@
-//! The target of a pre-copy: receives pages and keeps them until the restored task needs them.
+//! The target of a pre-copy: receives pages and stores them until the restored task needs them.
 
 use super::super::page_server_wire::{HeaderLayout, PRE_COPY_COUNT, PRE_COPY_PAGES, PageHeader};
 use crate::engine::ReceivedPages;
@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-/// Sends a page count to the source.
+/// Sends a number of pages to the source ([`PRE_COPY_COUNT`]).
 fn send_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
     stream.write_all(&HeaderLayout::Long.write(&PageHeader {
         command: PRE_COPY_COUNT,
@@ -26,8 +26,8 @@ pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()>
     send_count(&mut UnixStream::from(stream.try_clone()?), received.pages())
 }
 
-/// Receives pre-copied pages on this stream until the source reports the end. First sends the
-/// source the limit, `bytes_max` in pages.
+/// Sends the source the limit `bytes_max`, converted to pages. Then receives pre-copied pages on
+/// this stream until the source reports the end.
 ///
 /// # Errors
 /// The stream ended early, the source violated the protocol or the limit, or memory is exhausted.

@@ -16,31 +16,32 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 /// Maximum number of rounds over all memory. Each round sends the pages that were written since the
-/// round before.
+/// previous round.
 const ROUNDS_MAX: u32 = 4;
 /// Pre-copy ends after a round that sent at most this number of pages.
 const CONVERGED_PAGES: u64 = 1024;
-/// Pre-copy ends after a round that sent more pages than those of the round before divided by this:
-/// the task writes too fast.
+/// Minimum factor by which the number of sent pages must shrink from round to round. Pre-copy ends
+/// if it shrinks less, because the task writes too fast.
 const MIN_SHRINK_FACTOR: u64 = 2;
 /// Timeout for the target to accept data or to reply.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes at the beginning that are not measured, because buffers on the path take them at any rate.
+/// Number of bytes at the beginning that are not measured, because they only fill the buffers on
+/// the path to the target.
 const UNMEASURED_BYTES: u64 = 16 << 20;
-/// Bytes per rate measurement. Measurements follow each other without a gap.
+/// Number of bytes in each rate measurement. Measurements follow each other without a gap.
 const MEASURED_BYTES: u64 = 32 << 20;
 
-/// A process of the task that is being read.
+/// A process of the task whose memory is being read.
 struct SourceProcess {
     pid: i32,
     namespace_pid: u64,
-    /// `/proc/PID/mem`, which remains bound to the current address space: after an exit or exec,
-    /// reads return nothing.
+    /// `/proc/PID/mem`. The file remains bound to the address space at the time of the open: after
+    /// an exit or exec, reads return no data.
     memory: File,
 }
 
 impl SourceProcess {
-    /// Opens a process. `None` if it no longer exists.
+    /// Opens the memory of a process. `None` if the process no longer exists.
     fn open(pid: i32) -> Option<SourceProcess> {
         let namespace_pid = lazy_pages_filter::namespace_pid(pid)?;
         let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
@@ -51,8 +52,8 @@ impl SourceProcess {
         })
     }
 
-    /// Returns the populated ranges of the process's private memory; none if it no longer exists.
-    /// Swapped-out pages are left to the post-copy.
+    /// Returns the ranges of populated pages of the process's private memory; empty if the process
+    /// no longer exists. Omits swapped-out pages, which post-copy transfers.
     fn populated_ranges(&self) -> Vec<(u64, u64)> {
         let pages = |areas: Vec<_>| {
             lazy_pages_filter::populated_ranges(self.pid, &areas, PageFilter::InMemory)
@@ -63,12 +64,13 @@ impl SourceProcess {
     }
 }
 
-/// Pre-copies the memory of these running processes on this stream, and again the pages that they
-/// have written meanwhile. Sends at most as many pages as the target accepts. Must be called on a
-/// thread of its own, because it lowers the priority of the thread until all pages are sent.
+/// Pre-copies the memory of these running processes on this stream: all pages in the first round,
+/// then the pages that were written since. Sends at most as many pages as the target accepts. Must
+/// be called on a dedicated thread, because it lowers the priority of the thread until all pages
+/// are sent.
 ///
 /// # Errors
-/// The target has not received all of it.
+/// The target has not received all pages.
 pub(in super::super) fn send(
     processes: &[i32],
     stream: &OwnedFd,
@@ -118,8 +120,8 @@ pub(in super::super) fn send(
     Ok(sent)
 }
 
-/// Receives a page count from the target: at the beginning the number of pages that it accepts, at
-/// the end the number that it has received.
+/// Receives a number of pages from the target: at the beginning the number that the target accepts,
+/// at the end the number that it has received.
 fn receive_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
     let mut word = [0; HeaderLayout::Long.bytes()];
     let failed = |e: io::Error| {
@@ -139,11 +141,11 @@ fn receive_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
     }
 }
 
-/// Measures the transfer rate, including the time for reading the pages. A link that is faster than
-/// this thread appears as fast as the thread.
+/// Measures the transfer rate. The measured time includes reading the pages, so the rate is at most
+/// the rate at which this thread reads.
 #[derive(Debug)]
 struct RateMeter {
-    /// Bytes left before the measurement starts.
+    /// Number of bytes until the measurement starts.
     unmeasured_left: u64,
     bytes: u64,
     since: Instant,
@@ -220,7 +222,7 @@ impl Sender<'_> {
         while at < end && !self.stop.is_due() {
             let until = end.min((at / block_bytes + 1) * block_bytes);
             self.buffer.resize((until - at) as usize, 0);
-            // Pages that the process has unmapped meanwhile are skipped.
+            // Pages that the process has just unmapped are skipped.
             let read = process.memory.read_at(&mut self.buffer, at).unwrap_or(0) as u64;
             self.send_block(process.namespace_pid, at, (read / page) as usize)?;
             at = until;
@@ -228,7 +230,8 @@ impl Sender<'_> {
         Ok(())
     }
 
-    /// Sends the new pages among those that were just read, which belong to one block.
+    /// Sends those of the pages in `buffer` whose content was not sent before. The pages belong to
+    /// one block.
     fn send_block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
         let page = self.sent.page_size() as usize;
         let mut run: Range<usize> = 0..0;
@@ -275,7 +278,8 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
 
-    /// Allocates memory of this process. Returns it with the address of its first whole page.
+    /// Allocates memory in the test process. Returns the memory and the address of its first whole
+    /// page.
     fn own_memory(pages: usize) -> (Vec<u8>, u64) {
         let page = page_size() as usize;
         let memory: Vec<u8> = (0..(pages + 1) * page)
@@ -289,7 +293,8 @@ mod tests {
         PreCopyStop::at(Instant::now() + Duration::from_secs(600))
     }
 
-    /// The target has all sent pages, and the source recognizes a page that was written since.
+    /// The target stores all sent pages, and the source recognizes a page that was written after it
+    /// was sent.
     #[test]
     fn later_writes_make_sent_pages_outdated() {
         let page = page_size();
@@ -332,7 +337,7 @@ mod tests {
         );
     }
 
-    /// A pre-copy that is stopped at once sends nothing and is still acknowledged.
+    /// A pre-copy that is stopped before its first round sends no pages and is still acknowledged.
     #[test]
     fn stopped_pre_copy_is_acknowledged() {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
@@ -402,8 +407,8 @@ mod tests {
         assert!(sent_where(u64::MAX) > 200 << 20);
     }
 
-    /// A process that does not exist has no memory, and a target that has closed the stream is an
-    /// error.
+    /// A pre-copy of a process that does not exist sends no pages. A stream that the target has
+    /// closed is an error.
     #[test]
     fn closed_stream_is_an_error() {
         assert!(SourceProcess::open(i32::MAX).is_none());

@@ -7,12 +7,12 @@ use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maximum number of page-fault requests of one process that are remembered until the background
-/// transfer has passed them.
+/// Maximum number of page-fault requests that are remembered for each process until the background
+/// transfer has reached them.
 const FAULTS_MAX: usize = 65_536;
 
-/// The missing memory of all processes of a task: by PID in the images, ranges from start to end
-/// address.
+/// The missing memory of all processes of a task. For each process, by its PID in the images: the
+/// end address of each missing range, by start address.
 #[derive(Debug, Default)]
 pub(super) struct MissingMemory(pub(super) BTreeMap<u64, BTreeMap<u64, u64>>);
 
@@ -30,7 +30,7 @@ impl MissingMemory {
             let number = name
                 .strip_prefix(PAGEMAP_PREFIX)
                 .and_then(|rest| rest.strip_suffix(".img"));
-            // Shared memory is never lazy; its pagemaps have other names.
+            // The pagemaps of shared memory, which is never lazy, have other names.
             let Some(process) = number.and_then(|number| number.parse().ok()) else {
                 continue;
             };
@@ -69,22 +69,23 @@ impl MissingMemory {
     }
 }
 
-/// The missing memory of one process.
+/// The missing memory of one process, and how far CRIU has requested it.
 #[derive(Debug)]
 pub(super) struct ProcessProgress {
     ranges: BTreeMap<u64, u64>,
-    /// The first missing page that CRIU has not requested. The background transfer goes from low to
-    /// high addresses.
+    /// Address of the first missing page that CRIU has not requested. The background transfer
+    /// proceeds from low to high addresses.
     next_background: Option<u64>,
-    /// True once the background transfer has started.
+    /// True when CRIU has sent a request of the background transfer.
     background_started: bool,
-    /// Page-fault requests that the background transfer has not reached yet, from start to end
-    /// address.
+    /// Page-fault requests that the background transfer has not reached yet: the end address of
+    /// each, by start address.
     faulted: BTreeMap<u64, u64>,
 }
 
 impl ProcessProgress {
-    /// Returns the range of missing memory that contains this address.
+    /// Returns the range of missing memory (start, end) that contains this address; `None` if the
+    /// address is not missing.
     pub(super) fn missing_range_at(&self, address: u64) -> Option<(u64, u64)> {
         let (&start, &end) = self.ranges.range(..=address).next_back()?;
         (address < end).then_some((start, end))
@@ -109,9 +110,9 @@ impl ProcessProgress {
         }
     }
 
-    /// Records a request of CRIU. Returns true if it belongs to the background transfer, which then
-    /// continues at `end`: the request begins at the expected page, or is longer than the single
-    /// page of a page fault.
+    /// Records a request of CRIU. Returns true if the request belongs to the background transfer:
+    /// it begins at the expected page, or is longer than the single page of a page fault. The
+    /// background transfer then continues at `end`.
     pub(super) fn record_request(&mut self, address: u64, end: u64, page: u64) -> bool {
         if self.next_background != Some(address) && end - address <= page {
             if self.faulted.len() < FAULTS_MAX {
@@ -131,7 +132,7 @@ impl ProcessProgress {
         true
     }
 
-    /// Returns where the background transfer continues, if it has started.
+    /// Returns the address where the background transfer continues; `None` if it has not started.
     pub(super) fn background_position(&self) -> Option<u64> {
         self.next_background.filter(|_| self.background_started)
     }

@@ -1,4 +1,4 @@
-//! Reads a reply of the source in parts.
+//! Assembles a reply of the source from the parts in which it is read.
 
 use super::super::page_server_wire::{HeaderLayout, PageHeader, bitmap_bytes};
 use std::collections::VecDeque;
@@ -10,8 +10,8 @@ pub(super) enum IncomingReply {
         bytes: [u8; HeaderLayout::BYTES_MAX],
         filled: usize,
     },
-    /// The bitmap of a reply with changed pages. It tells which of `pages` pages follow; `known`
-    /// has the pre-copied content of all of them.
+    /// The bitmap of a reply with changed pages. The bitmap selects those of the `pages` pages
+    /// whose content follows; `known` contains the pre-copied content of all of them.
     Bitmap {
         known: Vec<u8>,
         pages: u64,
@@ -20,7 +20,7 @@ pub(super) enum IncomingReply {
     },
     Pages {
         bytes: Vec<u8>,
-        /// The unfilled parts of `bytes`, in order.
+        /// The ranges of `bytes` that are not filled yet, in order.
         rest: VecDeque<Range<usize>>,
     },
 }
@@ -35,7 +35,8 @@ impl Default for IncomingReply {
 }
 
 impl IncomingReply {
-    /// Returns the buffer for the next bytes. `head_bytes` is the size of a header.
+    /// Returns the buffer into which the next bytes must be read. `head_bytes` is the size of a
+    /// header.
     pub(super) fn buffer(&mut self, head_bytes: usize) -> &mut [u8] {
         match self {
             IncomingReply::Header { bytes, filled } => &mut bytes[*filled..head_bytes],
@@ -46,7 +47,7 @@ impl IncomingReply {
         }
     }
 
-    /// Processes bytes that were read into this buffer.
+    /// Processes `bytes` bytes that were read into the buffer.
     pub(super) fn advance(&mut self, bytes: usize) {
         match self {
             IncomingReply::Header { filled, .. } | IncomingReply::Bitmap { filled, .. } => {
@@ -63,7 +64,7 @@ impl IncomingReply {
         }
     }
 
-    /// Returns the complete header, until the caller has decided what to expect after it.
+    /// Returns the header if it is complete and the content after it is not determined yet.
     pub(super) fn header(&self, form: HeaderLayout) -> Option<PageHeader> {
         match self {
             IncomingReply::Header { bytes, filled } if *filled == form.bytes() => {
@@ -73,13 +74,15 @@ impl IncomingReply {
         }
     }
 
-    /// Expects the content of all pages of `body`.
+    /// Expects the content of all pages next. It is read into `body`, which has the size of the
+    /// pages.
     pub(super) fn expect_pages(&mut self, body: Vec<u8>) {
         let rest = std::iter::once(0..body.len()).collect();
         *self = IncomingReply::Pages { bytes: body, rest };
     }
 
-    /// Expects a bitmap and then the changed ones of these pages.
+    /// Expects a bitmap next, and then those of the `pages` pages that have changed. `known` is the
+    /// pre-copied content of all pages.
     pub(super) fn expect_bitmap(&mut self, known: Vec<u8>, pages: u64) {
         *self = IncomingReply::Bitmap {
             known,
@@ -128,7 +131,7 @@ impl IncomingReply {
         Ok(())
     }
 
-    /// Returns the pages if all of them have arrived. The next reply follows.
+    /// Returns the pages if all of them have arrived; then expects the header of the next reply.
     pub(super) fn take_pages(&mut self) -> Option<Vec<u8>> {
         match self {
             IncomingReply::Pages { bytes, rest } if rest.is_empty() => {
@@ -174,7 +177,7 @@ mod tests {
         assert!(matches!(coming, IncomingReply::Header { filled: 0, .. }));
     }
 
-    /// An empty bitmap completes the reply; bits beyond the requested pages are an error.
+    /// An empty bitmap completes the reply. Bits beyond the requested pages are an error.
     #[test]
     fn bits_beyond_the_range_are_an_error() {
         let mut coming = IncomingReply::default();

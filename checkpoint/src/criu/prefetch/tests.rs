@@ -1,4 +1,4 @@
-//! Tests of the proxy between models of `criu lazy-pages` and the source.
+//! Tests the proxy between simulations of `criu lazy-pages` and the source.
 
 use super::*;
 use crate::engine::pages::BLOCK_PAGES;
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 const PAGE: u64 = 16;
 
-/// Returns the content of a page: its process and address, so all pages differ.
+/// Returns the content of a page: its process and address, so that all pages differ.
 fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
     [process.to_ne_bytes(), address.to_ne_bytes()]
         .concat()
@@ -15,7 +15,7 @@ fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
         .expect("two numbers")
 }
 
-/// The pre-copied state of a page: none, its current content, or older content.
+/// What was pre-copied of a page: nothing, its current content, or older content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PreCopyState {
     Nothing,
@@ -23,7 +23,7 @@ enum PreCopyState {
     Older,
 }
 
-/// Distributes these states over the pages.
+/// Returns the pre-copy state of a page. The states are distributed over all pages.
 fn pre_copy_state(process: u64, address: u64) -> PreCopyState {
     [
         PreCopyState::Same,
@@ -34,7 +34,7 @@ fn pre_copy_state(process: u64, address: u64) -> PreCopyState {
     ][((address / PAGE * 7 + process) % 5) as usize]
 }
 
-/// Returns the pre-copied pages of this memory.
+/// Returns the pages of this missing memory that were pre-copied.
 fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
     let mut pre_copied = ReceivedPages::with_page_size(PAGE);
     let ranges = missing
@@ -62,8 +62,8 @@ fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
     pre_copied
 }
 
-/// A model of the source. It panics if a page is requested that is not missing, and never answers
-/// beyond the end of a range.
+/// A simulated source. It panics if a page is requested that is not missing. Its replies never
+/// extend beyond the end of a missing range.
 struct Source {
     missing: BTreeMap<u64, BTreeMap<u64, u64>>,
     form: HeaderLayout,
@@ -141,13 +141,13 @@ impl Source {
     }
 }
 
-/// A model of CRIU: a background transfer from low to high addresses, with one open request for
-/// each process, and requests for single pages meanwhile.
+/// A simulated `criu lazy-pages`: a background transfer from low to high addresses, with one open
+/// request for each process, and requests for single pages at any time.
 struct Engine {
     form: HeaderLayout,
-    /// Pages of each process that were not requested yet.
+    /// Addresses of the pages of each process that were not requested yet, by process.
     left: BTreeMap<u64, BTreeSet<u64>>,
-    /// Unanswered requests in their order.
+    /// Unanswered requests in the order in which they were sent.
     open: VecDeque<PageHeader>,
     heard: Vec<u8>,
     pages_at_once: u64,
@@ -206,7 +206,7 @@ impl Engine {
         Some(self.ask(process, first, pages))
     }
 
-    /// Returns the request for a page fault.
+    /// Returns a request for a page fault at a page that was not requested yet.
     fn fault_request(&mut self, process: u64, which: usize) -> Option<Vec<u8>> {
         let left = &self.left[&process];
         let address = *left.iter().nth(which % left.len().max(1))?;
@@ -245,7 +245,7 @@ impl Engine {
     }
 }
 
-/// A model of CRIU's socket.
+/// A simulated socket of CRIU that accepts at most `room` bytes.
 struct Socket {
     bytes: Vec<u8>,
     room: usize,
@@ -325,7 +325,7 @@ impl Pair {
         }
     }
 
-    /// Delivers this number of bytes from the source to the proxy, and advances the clock.
+    /// Delivers at most `bytes` bytes from the source to the proxy, and advances the clock.
     fn arrives(&mut self, bytes: usize) {
         self.ahead
             .set_now(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
@@ -369,7 +369,7 @@ impl Pair {
         assert!(pieces <= IN_FLIGHT_MAX + 1);
     }
 
-    /// Runs until CRIU has everything and has sent PS_IOV_CLOSE.
+    /// Runs until CRIU has all memory and has sent PS_IOV_CLOSE.
     fn finish(&mut self) {
         let processes: Vec<u64> = self.engine.left.keys().copied().collect();
         while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty()
@@ -422,8 +422,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// CRIU receives each page exactly once, in the order of its requests, for any sequence of
-    /// steps.
+    /// For any sequence of steps, CRIU receives each page exactly once, in the order of its
+    /// requests.
     #[test]
     fn engine_gets_each_page_once_in_order(
         lengths in prop::collection::vec(prop::collection::vec((0..3u64, 1..300u64), 1..6), 3),
@@ -457,7 +457,7 @@ proptest! {
     }
 }
 
-/// Background requests are answered at once, even while page faults interrupt them.
+/// Background requests are answered from stored chunks, even while page faults interrupt them.
 #[test]
 fn background_requests_are_answered_at_once() {
     let missing = BTreeMap::from([(1, ranges(&[(0, 4000)], 64))]);
@@ -516,7 +516,7 @@ fn no_prefetch_before_background_transfer() {
     );
 }
 
-/// Messages that are not requests for missing pages pass unchanged in both directions.
+/// Messages that are not requests for missing pages are forwarded unchanged in both directions.
 #[test]
 fn unknown_messages_pass_unchanged() {
     for words in [
@@ -549,7 +549,7 @@ fn unknown_messages_pass_unchanged() {
     }
 }
 
-/// A reply that does not fit the request is an error.
+/// A reply that does not match the request is an error.
 #[test]
 fn unexpected_reply_is_an_error() {
     let missing = BTreeMap::from([(1, ranges(&[(0, 40)], 64))]);
@@ -596,7 +596,7 @@ fn unexpected_reply_is_an_error() {
     }
 }
 
-/// After a pre-copy only changed pages are requested, and pre-copied memory is freed after use.
+/// After a pre-copy only changed pages are transferred, and pre-copied memory is freed after use.
 #[test]
 fn only_changed_pages_are_transferred_again() {
     let missing = BTreeMap::from([(1, ranges(&[(0, 4000)], 0))]);
@@ -629,7 +629,7 @@ fn only_changed_pages_are_transferred_again() {
     assert_eq!(pair.engine.got.len(), 4000);
 }
 
-/// A reply to a request for changed pages that does not fit the request is an error.
+/// A reply to [`GET_CHANGED`] that does not match the request is an error.
 #[test]
 fn unexpected_changed_reply_is_an_error() {
     let missing = BTreeMap::from([(1, ranges(&[(0, 40)], 0))]);

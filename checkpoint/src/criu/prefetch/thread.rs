@@ -17,19 +17,19 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// Size of the buffer for CRIU's requests.
+/// Size in bytes of the buffer into which CRIU's requests are read.
 const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 
-/// The proxy's thread. It ends when CRIU has all memory and the reply to its PS_IOV_CLOSE, when
-/// CRIU closes its end, or when the source closes the stream.
+/// The proxy's thread. It ends when CRIU has received all memory and the reply to its PS_IOV_CLOSE,
+/// when CRIU closes its connection, or when the source closes the stream.
 ///
 /// Returns true if CRIU was done or no memory was missing, false if CRIU still lacks memory. An
 /// error means that the source has violated the protocol, or that the images are damaged.
 pub(in super::super) type PrefetchThread = JoinHandle<Result<bool, Failure>>;
 
 /// Starts the proxy for the task whose images are in `dir`. `source` is the stream to the source,
-/// `pre_copied` the pre-copied memory. When CRIU closes a userfaultfd, its copy in `uffds` is
-/// closed as well.
+/// `pre_copied` the pre-copied memory. When CRIU closes a userfaultfd, the proxy closes the copy in
+/// `uffds` as well.
 ///
 /// # Errors
 /// No file descriptor or thread is available.
@@ -42,7 +42,7 @@ pub(in super::super) fn start(
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
     let source = Arc::new(UnixStream::from(source));
-    // Nonblocking, so that neither side delays the other.
+    // Both streams are nonblocking, so that neither CRIU nor the source delays the other.
     ours.set_nonblocking(true)
         .and_then(|()| source.set_nonblocking(true))
         .map_err(io)?;
@@ -53,7 +53,7 @@ pub(in super::super) fn start(
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
         raise_thread_priority();
-        // CRIU's requests wait in the socket meanwhile.
+        // While the images are read, CRIU's requests wait in the socket.
         let prefetcher = Prefetcher::new(
             MissingMemory::in_images(&dir)?,
             pre_copied,
@@ -61,7 +61,7 @@ pub(in super::super) fn start(
             Instant::now(),
         );
         let carried = run(prefetcher, ours, &source, (closed, uffds), &told);
-        // A shutdown, because other handles have the stream open.
+        // Closing is not enough, because other handles have the stream open.
         let _ = source.shutdown(Shutdown::Both);
         carried.map_err(Failure::Engine)
     });
@@ -99,7 +99,7 @@ fn run(
             match bytes_read(source.read(prefetcher.receive_buffer())) {
                 Some(0) if prefetcher.engine_has_all() => {
                     // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for it. The socket
-                    // has room for four bytes, or CRIU has exited.
+                    // buffer has space for four bytes, or CRIU has exited.
                     let _ = engine.write(prefetcher.missing_close_reply());
                     return Ok(true);
                 }
@@ -112,18 +112,20 @@ fn run(
             .write_replies(&mut engine)
             .and_then(|()| write_from(&mut source, prefetcher.bytes_for_source()));
         if done.is_err() {
-            // One side has closed its stream. The other side notices by the end of its own stream.
+            // CRIU or the source has closed its stream. The other one is notified by the end of its
+            // own stream.
             return Ok(prefetcher.engine_is_done());
         }
-        // CRIU may need long until it gets CPU time to exit. Neither host waits for that.
+        // CRIU may wait long for the CPU time that it needs to exit. Neither host waits for that
+        // exit.
         if prefetcher.is_finished() {
             return Ok(true);
         }
     }
 }
 
-/// Returns the number of bytes read, 0 at the end of the stream or after an error, `None` if
-/// nothing can be read now.
+/// Returns the number of bytes that were read: 0 at the end of the stream or after an error, `None`
+/// if no data is available.
 fn bytes_read(read: io::Result<usize>) -> Option<usize> {
     match read {
         Err(e)
@@ -138,8 +140,8 @@ fn bytes_read(read: io::Result<usize>) -> Option<usize> {
     }
 }
 
-/// Waits until CRIU or the source can be read, either accepts more data, or CRIU has closed a
-/// userfaultfd. Returns whether CRIU and the source can be read.
+/// Waits until CRIU or the source can be read or accepts more data, or until CRIU has closed a
+/// userfaultfd. Returns whether CRIU can be read, and whether the source can be read.
 fn wait_ready(
     prefetcher: &mut Prefetcher,
     engine: &UnixStream,
@@ -160,7 +162,7 @@ fn wait_ready(
         PollFd::new(source.as_fd(), of_other),
     ];
     fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
-    // If `poll` fails the caller tries again.
+    // If `poll` fails, the caller tries to read and calls this function again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
     [0, 1].map(|which: usize| {

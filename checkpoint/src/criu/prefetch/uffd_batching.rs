@@ -1,5 +1,5 @@
-//! The connection of `criu lazy-pages` to the proxy, with a library that makes CRIU read the
-//! replies to its requests before other events (`csrc/uffd_batching.c`).
+//! The connection of `criu lazy-pages` to the proxy. It includes a library (`csrc/uffd_batching.c`)
+//! that makes CRIU read the replies to its requests before other events.
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -9,24 +9,24 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// The library. A statically linked CRIU does not load it. Such a CRIU may lose requests if the
-/// task unmaps memory or forks at that moment, and does not finish with processes that have all
-/// their memory.
+/// The compiled library. A statically linked CRIU does not load it. Without the library CRIU may
+/// lose requests if the task unmaps memory or forks while requests are open, and does not finish
+/// with processes that have all their memory.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/uffd_batching.so"));
 
-/// What `criu lazy-pages` inherits.
+/// The descriptors that `criu lazy-pages` inherits.
 #[derive(Debug)]
 pub(in super::super) struct LazyPagesConnection {
-    /// CRIU requests pages on this stream.
+    /// The stream on which CRIU requests pages.
     stream: UnixStream,
-    /// The library reports closed userfaultfds on this socket.
+    /// The socket on which the library reports closed userfaultfds.
     closed: OwnedFd,
     library: File,
 }
 
 impl LazyPagesConnection {
-    /// Creates the connection for requests on this stream, and the receiver of the library's
-    /// reports.
+    /// Creates a connection on whose `stream` CRIU requests pages. Also returns the receiver of the
+    /// library's reports.
     pub(super) fn new(stream: UnixStream) -> io::Result<(LazyPagesConnection, ClosedUffds)> {
         let mut library = File::from(memfd_create(c"sempa-uffd-batching", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
@@ -55,12 +55,12 @@ impl LazyPagesConnection {
         ]
     }
 
-    /// Returns the number of the stream's descriptor.
+    /// Returns the descriptor number of the stream.
     pub(in super::super) fn stream(&self) -> i32 {
         self.stream.as_raw_fd()
     }
 
-    /// Returns the environment variables for CRIU.
+    /// Returns the environment variables with which CRIU must be started.
     pub(in super::super) fn environment(&self) -> [(&'static str, String); 3] {
         [
             (
@@ -73,7 +73,7 @@ impl LazyPagesConnection {
     }
 }
 
-/// Receives reports of userfaultfds that CRIU has closed.
+/// Receives the library's reports of userfaultfds that CRIU has closed.
 #[derive(Debug)]
 pub(super) struct ClosedUffds(OwnedFd);
 
@@ -84,8 +84,8 @@ impl AsFd for ClosedUffds {
 }
 
 impl ClosedUffds {
-    /// Returns the inodes of the userfaultfds that were closed since the last call; `None` if CRIU
-    /// has ended.
+    /// Returns the inode numbers of the userfaultfds that were closed since the last call; `None`
+    /// if CRIU has ended.
     pub(super) fn take_inodes(&self) -> Option<Vec<u64>> {
         let mut inodes = Vec::new();
         loop {

@@ -1,25 +1,27 @@
-//! Estimates pi: counts random points of the unit square that lie in the quarter of a circle.
+//! Estimates pi: counts how many random points of the unit square lie in a quarter of a circle.
 //!
 //! `rust-pi-master [WORKERS [PROGRAM]]`
 //!
-//! The master spawns workers and hands out the work in pieces. A worker gets its next piece when it
-//! has sent a result. When a worker ends too early, its piece goes to another one. The points of a
-//! piece depend on the number of the piece only, so the result does not depend on the worker.
+//! The master spawns workers and sends them the work in pieces. A worker gets its next piece when
+//! it has sent the result of the previous one. If a worker ends before that, its piece is sent to
+//! another worker. The points of a piece depend only on the number of the piece, so the result does
+//! not depend on the workers.
 
 use anyhow::{Context, Result, bail};
 use libpvm::proto::{PvmError, Tid};
 use libpvm::{Body, Content, Notice, Task, Vm};
 use std::collections::BTreeMap;
 
-/// To a worker: the number of a piece, and how many points it has.
+/// Tag of messages to a worker, with the number of a piece and the number of its points.
 const TAG_WORK: i32 = 1;
-/// From a worker: the number of the piece, and how many points are hits.
+/// Tag of messages from a worker, with the number of a piece and the number of its points within
+/// the circle.
 const TAG_RESULT: i32 = 2;
-/// To a worker: there is no more work.
+/// Tag of the message to a worker that there is no more work.
 const TAG_DONE: i32 = 3;
 
 const PIECES: i32 = 64;
-/// Points in one piece.
+/// Number of points in one piece.
 const POINTS: i32 = 1_000_000;
 
 fn main() -> Result<()> {
@@ -33,24 +35,24 @@ fn main() -> Result<()> {
     Ok(vm.exit()?)
 }
 
-/// The workers and their work.
+/// The workers and the pieces that have no result yet.
 struct Farm {
-    /// Workers without a piece.
+    /// Workers that have no piece.
     idle: Vec<Task>,
-    /// The pieces of the others.
+    /// Pieces that are being computed, by tid of the worker.
     busy: BTreeMap<Tid, i32>,
-    /// Pieces that nobody works on.
+    /// Numbers of the pieces that no worker has.
     todo: Vec<i32>,
 }
 
 impl Farm {
-    /// Gives a piece to each idle worker, as long as there are pieces.
+    /// Sends a piece to each idle worker until no pieces are left.
     fn hand_out(&mut self) -> Result<()> {
         while !self.todo.is_empty()
             && let Some(worker) = self.idle.pop()
         {
             let piece = self.todo.pop().context("there is a piece")?;
-            // Items are what programs in C and Fortran read.
+            // The message consists of PVM items, so that workers in C and Fortran can read it.
             worker.send(TAG_WORK, Body::items(|out| out.int(piece).int(POINTS)))?;
             self.busy.insert(worker.tid(), piece);
         }
@@ -59,7 +61,8 @@ impl Farm {
 }
 
 fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
-    // Without some of the workers it takes longer. Without any, the first one's error says why.
+    // If some workers are missing, the computation only takes longer. If all are missing, the error
+    // of the first one is reported.
     let spawned = vm.spawner(program).count(wanted).start()?;
     let workers = spawned.tasks;
     if workers.is_empty() {
@@ -90,7 +93,7 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
             continue;
         }
         for notice in ends.decode(&message)? {
-            // This comes after the last result of that worker, so no piece counts twice.
+            // The notice arrives after the last result of the worker, so no piece is counted twice.
             if let Notice::TaskEnded(tid) = notice {
                 farm.todo.extend(farm.busy.remove(&tid));
                 farm.idle.retain(|worker| worker.tid() != tid);

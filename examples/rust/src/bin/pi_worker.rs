@@ -1,26 +1,29 @@
-//! Counts random points for `rust-pi-master`, which starts it. The masters in other languages can
-//! use it as well.
+//! Worker that counts random points for `rust-pi-master`, which spawns it. The masters in other
+//! languages can spawn it, too.
 
 use anyhow::{Context, Result};
 use libpvm::{Body, Content, Vm};
 
-/// From the master: the number of a piece, and how many points it has.
+/// Tag of messages from the master, with the number of a piece and the number of its points.
 const TAG_WORK: i32 = 1;
-/// To the master: the number of the piece, and how many points are hits.
+/// Tag of messages to the master, with the number of a piece and the number of its points within
+/// the circle.
 const TAG_RESULT: i32 = 2;
-/// From the master: there is no more work.
+/// Tag of the message from the master that there is no more work.
 const TAG_DONE: i32 = 3;
 
-/// The generator of random numbers: `x` becomes `x * FACTOR % MODULUS`.
+/// Modulus of the random number generator, which replaces `x` by `x * FACTOR % MODULUS`.
 const MODULUS: i64 = 2_147_483_647;
+/// Multiplier of the random number generator.
 const FACTOR: i64 = 48_271;
-/// The seed of a piece depends on its number only.
+/// Distance between the seeds of two successive pieces. The seed depends only on the number of the
+/// piece.
 const SEED_STEP: i64 = 1_000_003;
 
 fn main() -> Result<()> {
     let vm = Vm::enroll()?;
     let master = vm.parent_task().context("no task has started this one")?;
-    // No worker waits for a master that is lost.
+    // The worker must not wait for messages of a master that has ended.
     let end = vm.watch_tasks(&[master.tid()])?;
     loop {
         let message = vm.recv_where(|message| {
@@ -37,8 +40,7 @@ fn main() -> Result<()> {
     Ok(vm.exit()?)
 }
 
-/// Returns how many points of a piece lie in the quarter of a circle around 0 with the radius
-/// `MODULUS`.
+/// Returns how many points of a piece lie within the circle around 0 with the radius `MODULUS`.
 fn hits_in(piece: i32, points: i32) -> i32 {
     let mut y = 1 + i64::from(piece) * SEED_STEP;
     let mut hits = 0;

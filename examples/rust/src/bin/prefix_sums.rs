@@ -1,16 +1,17 @@
-//! The sums 1, 1 + 2, 1 + 2 + 3, … by a group of tasks with one number each.
+//! Computes the sums 1, 1 + 2, 1 + 2 + 3, … with a group of tasks that have one number each.
 //!
 //! `rust-prefix-sums [MEMBERS]`
 //!
-//! The task that is started by hand is member 0. It spawns the others, which are this same program
-//! with the argument `member`. In each round every member adds what the member before it has: at
-//! first the next one before it, then the one two places before, four places, and so on.
+//! The task that is started by hand is member 0. It spawns the other members, which run this same
+//! program with the argument `member`. In each round, every member adds the sum of the member at a
+//! certain distance before it. The distance is 1 in the first round and doubles in each round.
 
 use anyhow::{Context, Result, bail};
 use libpvm::proto::Tid;
 use libpvm::{Content, Notices, Vm};
 
-/// Of a sum at the end. The messages of a round have the distance as their tag, which is 1 or more.
+/// Tag of a message with a final sum. The messages of a round have the distance of the round as
+/// their tag, which is at least 1.
 const TAG_SUM: i32 = 0;
 
 fn main() -> Result<()> {
@@ -33,7 +34,8 @@ fn lead(vm: &Vm, count: u32) -> Result<()> {
     if count < 2 {
         bail!("a group has two members or more");
     }
-    // No other run has a group of this name. The first who joins gets the instance number 0.
+    // The tid in the name makes the group different from those of other runs. The first task that
+    // joins gets instance number 0.
     let group = format!("prefix-sums-{}", vm.tid());
     let instance = vm.join_group(&group)?;
     let spawned = vm
@@ -53,10 +55,10 @@ fn lead(vm: &Vm, count: u32) -> Result<()> {
     Ok(())
 }
 
-/// Does the part of one member. Member 0 returns the sums of all members, the others return
-/// nothing.
+/// Runs the algorithm of one member. Member 0 returns the sums of all members; all others return an
+/// empty list.
 fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>> {
-    // After this barrier the group is complete.
+    // After this barrier all members have joined the group.
     vm.barrier(group, Some(count))?;
     let members: Option<Vec<Tid>> = vm.group_members(group)?.into_iter().collect();
     let members = members.context("a member has left the group")?;
@@ -90,13 +92,14 @@ fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>
     } else {
         vm.task(members[0]).send_value(TAG_SUM, &sum)?;
     }
-    // A member that ends before this barrier is lost to those who still wait for a message.
+    // No member ends before this barrier, so a member that still waits for a message does not lose
+    // its sender.
     vm.barrier(group, Some(count))?;
     vm.leave_group(group)?;
     Ok(sums)
 }
 
-/// Waits for a number from a member.
+/// Waits for a message with this tag from a member. Returns the number in the message.
 fn number_from(vm: &Vm, member: Tid, tag: i32, ends: &Notices) -> Result<i64> {
     let is_wanted = |src, its_tag| src == member && its_tag == tag;
     let message = vm.recv_where(|m| is_wanted(m.src, m.tag) || ends.is_notice_message(m))?;

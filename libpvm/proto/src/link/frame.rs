@@ -1,30 +1,31 @@
-//! The frames of a link: one format for routes through the daemons, a shorter one for routes
-//! between the two ends only.
+//! The frames of a link in two formats: one for routes through the daemons, and a shorter one for
+//! routes that connect the two tasks directly.
 
 use crate::ids::Tid;
 use bytes::{Buf, BufMut, Bytes};
 
-/// Size of a frame header on the wire.
+/// Size in bytes of a frame header on a route through the daemons.
 pub const LINK_HEAD_BYTES: usize = 28;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// A fragment of a message.
     Data {
-        /// The fragment completes its message.
+        /// True if the fragment is the last one of its message.
         last: bool,
     },
     /// Acknowledges all fragments below `ack`.
     Ack {
-        /// A fragment is missing: requests retransmission from `ack`.
+        /// True if a fragment is missing: the receiver must retransmit from fragment `ack`.
         resync: bool,
     },
-    /// Asks which fragment the receiver expects; `seq` is the lowest fragment never transmitted.
+    /// Asks which fragment the peer expects; `seq` is the lowest fragment number that was never
+    /// transmitted.
     Probe,
 }
 
 impl LinkKind {
-    /// Returns the number and the flag of this kind in a header.
+    /// Returns the kind number and the flag by which a header encodes this kind.
     fn code(self) -> (u8, bool) {
         match self {
             LinkKind::Data { last } => (1, last),
@@ -43,18 +44,19 @@ impl LinkKind {
     }
 }
 
-/// Size of a short header, for a route between the two ends only. It contains no tids.
+/// Size in bytes of a short header, for a route that connects the two tasks directly. It contains
+/// no tids.
 pub const SHORT_HEAD_BYTES: usize = 16;
-/// Byte of a short header that is free for the route; it carries a hint about the sender's
+/// Index of the byte of a short header in which the route stores a hint about the sender's
 /// processor.
 pub const CPU_HINT_BYTE: usize = 7;
 /// Sequence numbers in a short header have 48 bits: at a million fragments a second they last eight
 /// years.
 const SHORT_SEQ_BITS: u32 = 48;
-/// Bit of the flag, above the kind.
+/// Bit of a short header's first word that encodes the flag of the kind.
 const SHORT_FLAG: u64 = 0x10;
-/// Bit of a short header's first byte: the message lies outside the frame, and the record contains
-/// its location.
+/// Bit of a short header's first byte that is set if the message is stored outside the frame; the
+/// frame then contains the location of the message.
 pub const FLAG_OUT_OF_LINE: u8 = 0x20;
 const KIND_BITS: u64 = 0xf;
 
@@ -89,9 +91,10 @@ pub struct LinkFrame {
     /// Tid of the receiving end.
     pub dst: Tid,
     pub kind: LinkKind,
-    /// Number of the fragment (data), lowest fragment never transmitted (probe), 0 (ack).
+    /// Number of the fragment (data), lowest fragment number that was never transmitted (probe), 0
+    /// (acknowledgement).
     pub seq: u64,
-    /// The fragment that `src` expects next from `dst`: all below have arrived.
+    /// Number of the fragment that `src` expects next from `dst`; all fragments below have arrived.
     pub ack: u64,
     /// Incarnation of the link; see [`super::Link::begin_incarnation`].
     pub incarnation: u16,
@@ -115,13 +118,14 @@ impl LinkFrame {
         head
     }
 
-    /// Returns the kind of an encoded frame without decoding the rest.
+    /// Returns the kind of an encoded frame without decoding the rest; `None` if the frame is too
+    /// short or its kind is unknown.
     pub fn kind_of(bytes: &[u8]) -> Option<LinkKind> {
         let head: &[u8; LINK_HEAD_BYTES] = bytes.first_chunk()?;
         LinkKind::from_code(head[0], head[1] != 0)
     }
 
-    /// Decodes a frame; `None` if it is too short or of an unknown kind.
+    /// Decodes a frame; `None` if it is too short or its kind is unknown.
     pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
         if bytes.len() < LINK_HEAD_BYTES {
             return None;
@@ -146,8 +150,8 @@ impl LinkFrame {
     }
 }
 
-/// The bytes of a fragment in any kind of memory. They are copied at most once on their way into a
-/// message.
+/// The payload of a frame, in any kind of memory. The payload is copied at most once into the
+/// message that it belongs to.
 pub trait Payload {
     fn len(&self) -> usize;
     fn is_empty(&self) -> bool {
@@ -203,13 +207,14 @@ pub struct FrameRef<'a> {
 }
 
 impl FrameRef<'_> {
-    /// Encodes the short header; [`CPU_HINT_BYTE`] is 0.
+    /// Encodes the short header of this frame; [`CPU_HINT_BYTE`] is 0.
     #[inline]
     pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
         encode_short_head(self.kind, self.seq, self.ack)
     }
 
-    /// Converts into an owned frame. A payload without a message header shares the body's memory.
+    /// Converts the frame into an owned frame. A payload without a message header shares the memory
+    /// of the message body.
     pub fn to_frame(&self) -> LinkFrame {
         let payload = match self.shared_body {
             Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),

@@ -1,11 +1,10 @@
-//! Handoff of a link from a process that has ended to the process that replaces it in the same
-//! task.
+//! Handoff of a link from a process that exits to the process that replaces it in the same task.
 //!
-//! 1. The old process records the state of each link as a [`LinkState`] and repeats all unacknowledged
-//!    frames to its daemon. The daemon keeps them, with everything that the process sends
-//!    afterwards.
-//! 2. The new process receives both and continues the link as if it were the old one. The peer
-//!    notices nothing.
+//! 1. The old process records the state of each link as a [`LinkState`] and sends all
+//!    unacknowledged frames again, to its daemon. The daemon stores these frames and everything
+//!    that the process sends afterwards.
+//! 2. The new process receives the link states and the stored frames. It continues each link as if
+//!    it were the old process. The peer notices nothing.
 
 use super::{
     Body, FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkFrame, LinkKind, RetainedMessage,
@@ -15,7 +14,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// State of one end of a link.
+/// State of one end of a link, from which another process can continue the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkState {
     pub peer: Tid,
@@ -23,9 +22,9 @@ pub struct LinkState {
     pub incarnation: u16,
     /// Number of the next fragment expected from the peer.
     pub expected_seq: u64,
-    /// Number of the first fragment that the old process repeated.
+    /// Number of the first fragment that the old process sent again for the handoff.
     pub first_seq: u64,
-    /// Number after the last repeated fragment.
+    /// Number after the last fragment that the old process sent again.
     pub end_seq: u64,
     pub peer_gone: bool,
 }
@@ -44,30 +43,33 @@ impl LinkState {
     }
 }
 
-/// Reassembles the messages of the previous process from the frames that the daemon returns.
+/// Reassembles the messages of the previous process from the frames that the daemon returns, and
+/// inserts them into the retained queue.
 #[derive(Clone, Debug)]
 pub(super) struct ReturningMessages {
     next_seq: u64,
     end_seq: u64,
     message_seq: u64,
     partial: Vec<u8>,
-    /// Set if the link was reset since then; returned frames still carry their old numbers.
+    /// Set if the link was reset since the handoff. Returned frames still carry the numbers from
+    /// before the reset.
     reset: Option<ResetState>,
 }
 
-/// State of a link that was reset before all messages had returned.
+/// State of a link that was reset before the daemon had returned all messages.
 #[derive(Clone, Copy, Debug)]
 struct ResetState {
     /// All fragments below were acknowledged before the reset.
     acked: u64,
-    /// Number of returned messages at the front of the retained queue. Messages sent since then
-    /// follow them.
+    /// Number of returned messages at the front of the retained queue. Messages that the new
+    /// process has sent follow them.
     returned_count: usize,
 }
 
 impl ReturningMessages {
-    /// Records that the link is about to be reset. The retained messages still have their old
-    /// numbers, unless an earlier reset changed them.
+    /// Records that the link is about to be reset, and how many returned messages are in the queue.
+    /// `acked` is the lowest unacknowledged fragment. The retained messages must still have their
+    /// old numbers.
     pub(super) fn record_reset(&mut self, acked: u64, retained: &VecDeque<RetainedMessage>) {
         let placed = retained.partition_point(|message| message.first_seq < self.message_seq);
         self.reset.get_or_insert(ResetState {
@@ -81,9 +83,10 @@ impl ReturningMessages {
         self.reset.is_some()
     }
 
-    /// Returns the index in the retained queue for a returned message with these numbers; messages
-    /// sent since then follow it. `None` if the message was acknowledged: in the current
-    /// incarnation all fragments below `acked` are.
+    /// Returns the index in the retained queue at which a returned message with the fragments
+    /// `first..end` must be inserted. Messages that the new process has sent stay after it. Returns
+    /// `None` if the peer has acknowledged the message: all fragments below `acked` are
+    /// acknowledged in the current incarnation.
     fn queue_index(
         &mut self,
         (first, end): (u64, u64),
@@ -102,9 +105,9 @@ impl ReturningMessages {
 }
 
 impl Link {
-    /// Records the state of this end and returns it with all frames that the next process needs, in
-    /// order: a partial message from the peer as it arrived, and all frames that the peer has not
-    /// acknowledged.
+    /// Records the state of this end. Returns the state and all frames that the next process needs,
+    /// in order: the fragments of a partial message from the peer, then all frames that the peer
+    /// has not acknowledged.
     ///
     /// From now on this end transmits without regard to the window. The returned frames count as
     /// transmitted.
@@ -170,13 +173,14 @@ impl Link {
         (state, frames)
     }
 
-    /// Obeys the window again after [`Link::lift_window`].
+    /// Enables the window again after [`Link::lift_window`].
     pub fn restore_window(&mut self) {
         self.tx.window_lifted = false;
     }
 
-    /// Creates the link of a new process that continues from the old process's state. It transmits
-    /// nothing before all frames of the old process have returned ([`Link::accept_returned`]).
+    /// Creates the link of a new process that continues from the old process's state. The link
+    /// transmits nothing before the daemon has returned all frames of the old process
+    /// ([`Link::accept_returned`]).
     pub fn resume_from(local: Tid, state: &LinkState) -> Link {
         let mut link = Link::new(local, state.peer);
         (link.incarnation, link.peer_gone, link.rx.expected_seq) =
@@ -202,7 +206,8 @@ impl Link {
         link
     }
 
-    /// Processes a returned frame that the previous process had sent.
+    /// Processes a frame of the previous process that the daemon returns. Frames that are not the
+    /// next expected one are ignored.
     pub fn accept_returned(&mut self, frame: &LinkFrame) {
         let LinkKind::Data { last } = frame.kind else {
             return;
@@ -274,7 +279,7 @@ mod tests {
             .collect()
     }
 
-    /// Queues three messages, the second of which has three fragments; returns their contents.
+    /// Queues three messages, the second of which has three fragments. Returns their contents.
     fn queue_three(link: &mut Link) -> [Vec<u8>; 3] {
         let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
         link.send([1], Bytes::from_static(b"a")).expect("queued");
@@ -283,7 +288,8 @@ mod tests {
         [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec()]
     }
 
-    /// Hands `link` over to a new process; the daemon has also seen the frames in `later`.
+    /// Hands off `link` to a new process and returns the new process's link. `later` contains
+    /// frames that the daemon received from the old process after the handoff.
     fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.hand_off(NOW);
         let own: Vec<LinkFrame> = said
@@ -314,7 +320,8 @@ mod tests {
         new
     }
 
-    /// The new process sends the old process's unacknowledged messages again, once and in order.
+    /// The new process sends the unacknowledged messages of the old process again, each once and in
+    /// order.
     #[test]
     fn successor_resends_unacknowledged_messages_once() {
         for heard in 0..6 {
@@ -340,8 +347,8 @@ mod tests {
         }
     }
 
-    /// If the peer is restarted during the handoff, it receives the returned messages once and in
-    /// order.
+    /// If the peer is restarted during the handoff, the restarted peer receives the returned
+    /// messages once and in order.
     #[test]
     fn returned_messages_reach_restarted_peer_once() {
         for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
@@ -408,8 +415,8 @@ mod tests {
         }
     }
 
-    /// An end restored from a checkpoint does not repeat returned messages to a peer that continued
-    /// to run.
+    /// An end that was restored from a checkpoint does not send returned messages to a peer that
+    /// continued to run.
     #[test]
     fn restored_end_drops_returned_messages() {
         let [mut old, _] = pair();

@@ -1,5 +1,5 @@
-//! Decisions that the resource manager records, and the events on which they are based. New
-//! variants must be added at the end, because the stored history contains the variant numbers.
+//! The kinds of decisions and events that the resource manager records. New variants must be added
+//! at the end, because the stored history contains the variant numbers.
 
 use super::{MigrationBenefit, PlacementAttempt, RejectedHost, RejectionReason};
 use crate::error::PvmError;
@@ -15,7 +15,7 @@ const RESTARTED_SENTENCE: &str =
 /// The content of a decision or event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum DecisionKind {
-    /// A spawn was answered.
+    /// A spawn request was answered.
     Spawn {
         program: String,
         #[serde(rename = "by")]
@@ -26,11 +26,11 @@ pub enum DecisionKind {
         user: u32,
         /// Number of requested tasks.
         count: u32,
-        /// Started tasks with their hosts.
+        /// The started tasks with the names of their hosts.
         started: Vec<(Tid, String)>,
-        /// Why the other tasks were not started.
+        /// The reason why the remaining tasks were not started; `None` if all were started.
         error: Option<PvmError>,
-        /// Time from the request to the last placement attempt.
+        /// Time from the request to the last placement attempt; 0 if the request did not wait.
         waited: Micros,
         attempts: Vec<PlacementAttempt>,
     },
@@ -41,9 +41,9 @@ pub enum DecisionKind {
         from: String,
         to: String,
         cause: MigrationCause,
-        /// Expected benefit and cost.
+        /// Expected benefit and cost of the migration.
         expected: MigrationBenefit,
-        /// Why it did not begin; `None`: it began.
+        /// The reason why the migration did not begin; `None` if it began.
         refused: Option<String>,
     },
     /// A migration is complete.
@@ -53,7 +53,7 @@ pub enum DecisionKind {
         from: String,
         to: String,
         cause: MigrationCause,
-        /// Size of the images.
+        /// Size of the images in bytes.
         bytes: u64,
         /// Time for which the task was stopped.
         frozen: Micros,
@@ -71,13 +71,13 @@ pub enum DecisionKind {
         /// Reason for the failure.
         why: String,
     },
-    /// A task stays although the owner of its host is present.
+    /// A task cannot leave a host although the host's owner is present.
     #[serde(rename = "Stays")]
     CannotLeave {
         tid: Tid,
         host: String,
         why: String,
-        /// Hosts that would not accept it.
+        /// Hosts that did not accept the task.
         #[serde(rename = "not_used")]
         rejected: Vec<RejectedHost>,
     },
@@ -97,7 +97,7 @@ pub enum DecisionKind {
     HostJoined {
         host: String,
     },
-    /// A host is gone, with the tasks on it.
+    /// A host has left the virtual machine or was lost, with all tasks on it.
     HostGone {
         host: String,
         why: String,
@@ -114,43 +114,43 @@ pub enum DecisionKind {
         host: String,
         cause: suspend::SuspendCause,
     },
-    /// A whole job was suspended or resumed.
+    /// A job was suspended or resumed, with all tasks that it spawns later.
     JobSuspended {
         job: Tid,
-        /// False: it was resumed.
+        /// True if the job was suspended, false if it was resumed.
         suspend: bool,
-        /// The task that requested it.
+        /// The task that requested the change.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
     /// A drain of a host began or ended.
     Drain {
         host: String,
-        /// False: it ended, and the host accepts tasks again.
+        /// True if the drain began; false if it ended and the host accepts tasks again.
         #[serde(rename = "begun")]
         started: bool,
-        /// The task that requested it.
+        /// The task that requested the drain or its end.
         #[serde(rename = "by")]
         requested_by: Tid,
     },
     /// The resource manager started.
     #[serde(rename = "Began")]
     RmStarted {
-        /// True if it continues with the state of a predecessor.
+        /// True if the resource manager continues with the state of a previous one.
         #[serde(rename = "again")]
         resumed: bool,
     },
-    /// A job was vacated: one of its tasks must leave its host and no other host accepts it, so the
-    /// job was checkpointed and ended. It will be restarted when there is room.
+    /// A job was vacated: one of its tasks must leave its host and no other host accepts the task,
+    /// so the job was checkpointed and ended. The job will be restarted when hosts accept it.
     #[serde(rename = "Parked")]
     Vacated {
         /// First task of the job.
         job: Tid,
         /// The task that must leave.
         tid: Tid,
-        /// The host that it must leave.
+        /// Name of the host that the task must leave.
         host: String,
-        /// Why it cannot migrate.
+        /// The reason why the task cannot migrate.
         why: String,
     },
     /// A job was restarted from a checkpoint.
@@ -159,12 +159,12 @@ pub enum DecisionKind {
         /// Name of the checkpoint.
         #[serde(rename = "set")]
         checkpoint: String,
-        /// Its tasks with their hosts.
+        /// The restarted tasks with the names of their hosts.
         tasks: Vec<(Tid, String)>,
         why: String,
     },
-    /// The benefit of a load migration is known: the task has ended, or has run long enough on the
-    /// target.
+    /// The benefit of a load migration was measured, after the task ended or had run long enough on
+    /// the target.
     #[serde(rename = "CameOut")]
     BenefitMeasured {
         tid: Tid,
@@ -211,7 +211,7 @@ pub enum DecisionKind {
         /// Reason for the failure.
         why: String,
     },
-    /// The tasker of a host has ended, and with it the tasks that it had started.
+    /// The tasker of a host has ended, and the tasks that it had started have ended with it.
     TaskerGone {
         host: String,
         tasks: Vec<Tid>,
@@ -219,14 +219,14 @@ pub enum DecisionKind {
     },
     /// A host could not be added.
     HostRefused {
-        /// The name that the user gave.
+        /// Host name as the user passed it.
         host: String,
         why: String,
     },
 }
 
 impl DecisionKind {
-    /// True if the decision concerns a task for which `is_so` returns true.
+    /// True if the decision concerns a task for which `matches` returns true.
     pub fn concerns_task(&self, matches: impl Fn(Tid) -> bool) -> bool {
         match self {
             DecisionKind::Spawn { job, started, .. } => {
@@ -254,8 +254,9 @@ impl DecisionKind {
         }
     }
 
-    /// True if the decision concerns this host as source or target, or because the host was
-    /// rejected.
+    /// True if the decision concerns the host with this name, for example as source, target or
+    /// rejected host. A host that was rejected only because the request names another host does not
+    /// count.
     pub fn concerns_host(&self, name: &str) -> bool {
         let not_used = |list: &[RejectedHost]| {
             list.iter()
@@ -303,7 +304,8 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// Describes a cause, for example "the owner of h2 is there (olga on pts/1)".
+/// Describes the cause of a migration from host `from`, for example "the owner of h2 is there (olga
+/// on pts/1)".
 fn cause_phrase(cause: &MigrationCause, from: &str) -> String {
     match cause {
         MigrationCause::Requested { requested_by } => format!("{requested_by} asked for it"),
@@ -553,7 +555,7 @@ mod tests {
     use super::*;
     use crate::frame::to_bytes;
 
-    /// Variants keep their numbers, so that stored decisions stay readable.
+    /// The variants keep their numbers, so that stored decisions stay readable.
     #[test]
     fn variant_numbers_are_stable() {
         let number = |what: DecisionKind| to_bytes(&what).expect("it can be written")[0];

@@ -5,7 +5,7 @@
 pub(crate) struct Rng(pub(crate) u64);
 
 impl Rng {
-    /// Returns a number below the given one.
+    /// Returns a number below `below`.
     pub(crate) fn below(&mut self, below: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

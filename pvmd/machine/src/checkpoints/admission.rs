@@ -2,8 +2,9 @@
 //!
 //! - A task that has been dumped may migrate although the checkpoint of its job is not complete:
 //!   its images record where it ran.
-//! - Until then it stays, unless an owner or an administrator needs its host. That does not wait
-//!   for a disk: the checkpoint is aborted and tried again.
+//! - A task that has not been dumped yet does not migrate, unless an owner or an administrator
+//!   needs its host. Such a migration does not wait for a disk: the checkpoint is aborted and tried
+//!   again.
 //! - Before a host is drained, jobs with a schedule are checkpointed, so that a task that is lost
 //!   during the drain loses no work.
 
@@ -13,8 +14,8 @@ use sempa_proto::migration::{MigrationCause, Refusal};
 use sempa_proto::{HostId, Tid};
 
 impl Machine {
-    /// Master: decides whether a task may migrate now. Aborts a checkpoint that keeps the task, if
-    /// the cause of the migration has priority; the checkpoint is tried again.
+    /// Master: decides whether a task may migrate now. If a checkpoint prevents the migration but
+    /// the cause of the migration has priority, the checkpoint is aborted and tried again.
     ///
     /// # Errors
     /// The checkpoint has priority.
@@ -35,7 +36,7 @@ impl Machine {
                 && job.members.contains(&tid)
         };
         if drains && job_checkpoints.jobs.values().any(takes_inventory) {
-            // The task has no part of a snapshot yet, so the id is a new one.
+            // No snapshot contains the task yet, so the refusal carries a new id.
             return Err(Refusal::AlreadyMigrating(coordinator.next_id()));
         }
         if let Some(part) = job_checkpoints.snapshots.part_of(tid) {
@@ -72,7 +73,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Master: checkpoints the jobs on a host that is being drained.
+    /// Master: starts checkpoints of the jobs that have tasks on a host that is being drained.
     pub(crate) fn checkpoint_before_drain(&mut self, host: HostId) {
         let Some(job_checkpoints) = self.master.as_ref().map(|master| &master.checkpoints) else {
             return;

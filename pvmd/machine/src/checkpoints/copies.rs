@@ -1,6 +1,6 @@
 //! Copies of checkpoints on other hosts, for the case that the master's host and its disk are lost:
-//! a new virtual machine that is created on a host with a copy finds the checkpoint in the store
-//! there.
+//! a new virtual machine that is created on a host with a copy finds the checkpoint in the store of
+//! that host.
 //!
 //! - Of each job the newest checkpoint is copied, after it is complete. Copies are made one at a
 //!   time.
@@ -17,11 +17,11 @@ use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Largest number of copies of one checkpoint, and of host names for them.
+/// Largest number of copies of one checkpoint, and of host names in a [`CopyPolicy`].
 pub const COPIES_MAX: usize = 16;
 
-/// Time for the receiver to report why it has stopped receiving a copy, after the transfer has
-/// broken.
+/// Time limit for the receiver of a copy to report why it has stopped receiving, after the transfer
+/// has broken.
 const FAILURE_REPORT_TIMEOUT: Micros = Micros::from_secs(5);
 /// Reason for a copy that is missing because its host is gone.
 const COPY_LOST_REASON: &str = "it was lost";
@@ -40,21 +40,21 @@ impl Default for CopyPolicy {
     }
 }
 
-/// A checkpoint that is being copied.
+/// The checkpoint that is being copied, and the state of its copies.
 #[derive(Debug)]
 struct CopyInProgress {
     job: Tid,
     checkpoint: String,
     /// Number of copies that must exist.
     required: usize,
-    /// Hosts that have not been asked.
+    /// Hosts that may still be asked, in this order.
     candidates: VecDeque<HostId>,
     /// Receiver of the current transfer, with the id of the transfer.
     receiver: Option<(HostId, MigrationId)>,
     /// Reason why the transfer broke, if it did.
     send_error: Option<String>,
     copied_to: Vec<HostId>,
-    /// Hosts that have no copy, with the reasons.
+    /// Reasons why hosts have no copy, one sentence for each host.
     refusals: Vec<String>,
 }
 
@@ -189,7 +189,8 @@ impl Machine {
         }
     }
 
-    /// Asks the next host, or finishes the copies of this checkpoint.
+    /// Asks the next candidate host to store the current copy. If all copies exist or no candidate
+    /// is left, finishes.
     fn advance_copy(&mut self) {
         if self.stop.is_some() {
             // The virtual machine ends.
@@ -311,7 +312,8 @@ impl Machine {
             .map(|entry| &entry.copies.stored_on)
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
-            // The copy was cancelled just before, and would never be removed later.
+            // The copy was cancelled while the host stored it. It is removed now, because no later
+            // step would remove it.
             self.send_to_host(
                 host,
                 HostMsg::DropCopies {
@@ -321,7 +323,7 @@ impl Machine {
         }
     }
 
-    /// True for the copy that this host is sending.
+    /// True if `migration` is the copy that this host is sending.
     pub(crate) fn is_outgoing_copy(&self, migration: MigrationId) -> bool {
         let now = self
             .master
@@ -340,7 +342,7 @@ impl Machine {
         }
     }
 
-    /// Fails a copy whose transfer broke and whose receiver has reported nothing.
+    /// Fails a copy whose transfer broke, if the receiver has not reported the reason.
     pub(crate) fn fail_unsent_copy(&mut self, migration: MigrationId) {
         if let Some(why) = self
             .current_copy(migration)
@@ -396,7 +398,7 @@ impl Machine {
         self.advance_copy();
     }
 
-    /// Master: forgets the copies on a lost host, and makes new ones.
+    /// Master: forgets the copies on a lost host, and queues new copies.
     pub(crate) fn replace_copies_on(&mut self, host: HostId) {
         let mut lacking = Vec::new();
         for (job, entry) in self
@@ -424,7 +426,7 @@ impl Machine {
         }
     }
 
-    /// Master: hosts have joined, so missing copies are made.
+    /// Master: queues missing copies after hosts have joined.
     pub(crate) fn make_missing_copies(&mut self) {
         let jobs = self
             .job_checkpoints()
@@ -483,7 +485,7 @@ impl Machine {
         self.cancel_copy_if(|now| now.job == job);
     }
 
-    /// Cancels the copy in progress if it matches.
+    /// Cancels the copy in progress if the predicate is true for it.
     fn cancel_copy_if(&mut self, which: impl FnOnce(&CopyInProgress) -> bool) {
         let now = self
             .job_checkpoints()
@@ -497,7 +499,7 @@ impl Machine {
         }
     }
 
-    /// Removes those copies of a job's checkpoints that match.
+    /// Removes those copies of a job's checkpoints for whose names the predicate is true.
     fn drop_copies_if(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
         let Some(entry) = self
             .job_checkpoints()
@@ -532,9 +534,9 @@ impl Machine {
             .collect()
     }
 
-    // ---- Part of a host that stores copies
+    // ---- On a host that stores copies
 
-    /// Handles the master's request to store a copy. The disk is not used while its owner is
+    /// Handles the master's request to store a copy. It is refused while the owner of this host is
     /// present.
     pub(crate) fn handle_copy_request(
         &mut self,
@@ -572,14 +574,14 @@ impl Machine {
         Reply::Done
     }
 
-    /// True for the copy that this host is receiving.
+    /// True if `migration` is the copy that this host is receiving.
     pub(crate) fn is_incoming_copy(&self, migration: MigrationId) -> bool {
         self.incoming_copy
             .as_ref()
             .is_some_and(|(coming, _)| *coming == migration)
     }
 
-    /// Handles the end of receiving a copy.
+    /// Handles the end of receiving a copy: reports the result to the master.
     pub(crate) fn handle_copy_received(
         &mut self,
         migration: MigrationId,

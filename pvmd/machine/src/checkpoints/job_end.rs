@@ -2,8 +2,8 @@
 //! may remove them.
 //!
 //! A job has ended if it has no task left, and its first task has succeeded or was ordered to end.
-//! A job that crashed, or that was ended by the owner of a host, with its host or with the virtual
-//! machine, may still be restarted.
+//! Other jobs without tasks may still be restarted: those that crashed, that an owner evicted, or
+//! that ended with their host or with the virtual machine.
 
 use super::{CheckpointedJob, InventoryPurpose, JobActivity, JobCheckpoints, job_members};
 use crate::{Machine, Output};
@@ -19,11 +19,11 @@ const SIGTERM: i32 = 15;
 /// How the first task of a job has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FirstTaskEnd {
-    /// The last of [`END_SIGNALS`] that another task or a user sent to it.
+    /// The last of [`END_SIGNALS`] that another task or a user sent to the task.
     end_signal: Option<i32>,
-    /// An owner has evicted it.
+    /// True if an owner has evicted the task.
     evicted: bool,
-    /// Wait status; `None` if it ended with its host.
+    /// Wait status of the task; `None` if it ended with its host.
     status: Option<i32>,
 }
 
@@ -42,14 +42,14 @@ impl FirstTaskEnd {
 }
 
 impl CheckpointedJob {
-    /// True if all its known tasks have ended.
+    /// True if all known tasks of the job have ended.
     pub(super) fn has_only_ended_tasks(&self) -> bool {
         !self.members.is_empty() && self.ended.len() == self.members.len()
     }
 }
 
 impl JobCheckpoints {
-    /// Updates the jobs after an event of this host. `spontaneous` is false if tasks end because a
+    /// Updates the jobs after an event of `host`. `spontaneous` is false if tasks end because a
     /// host or the virtual machine ends.
     pub(crate) fn note_event(
         &mut self,
@@ -111,7 +111,7 @@ impl JobCheckpoints {
         }
     }
 
-    /// Notes that a task was ordered to end.
+    /// Records that a task was ordered to end.
     fn note_told_to_end(&mut self, tid: Tid) {
         for entry in self
             .jobs
@@ -122,7 +122,7 @@ impl JobCheckpoints {
         }
     }
 
-    /// Notes that all tasks but these were ordered to end.
+    /// Records that all tasks except `survivors` were ordered to end.
     pub(crate) fn note_reset(&mut self, survivors: &[Tid]) {
         for (job, entry) in &mut self.jobs {
             let all = entry.members.iter().filter(|tid| !survivors.contains(tid));
@@ -135,7 +135,7 @@ impl JobCheckpoints {
 }
 
 impl Machine {
-    /// Notes a signal to a task. If the signal ends the task, that end is intended.
+    /// Records a signal to a task. If the signal ends the task, that end is intended.
     pub(crate) fn note_end_signal(&mut self, tid: Tid, signal: i32) {
         if !END_SIGNALS.contains(&signal) {
             return;
@@ -153,7 +153,8 @@ impl Machine {
         }
     }
 
-    /// Takes an inventory for each job that may have ended. True if there were any.
+    /// Takes an inventory for each job whose known tasks have all ended. True if there was such a
+    /// job.
     pub(super) fn check_maybe_ended_jobs(&mut self) -> bool {
         let maybe_ended = self
             .job_checkpoints()

@@ -6,8 +6,8 @@
 //! waits. Therefore:
 //!
 //! - Before a task is dumped, its daemon must know the exits of all ended tasks of its job.
-//! - If last messages wait for the task then, it continues to receive them, and the checkpoint is
-//!   tried again.
+//! - If last messages for the task are still queued when these exits are known, the task continues
+//!   to receive them, and the checkpoint is tried again.
 
 use crate::ring_peers::sender_of;
 use crate::tasks::Task;
@@ -18,22 +18,22 @@ use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeSet, VecDeque};
 
-/// Largest number of remembered exits.
+/// Largest number of exits that a daemon remembers.
 const KNOWN_EXITS_MAX: usize = 65_536;
-/// Time to wait for an exit notice. What has not arrived by then was lost with its host or its
-/// session.
+/// Time limit for an exit notice to arrive. After this time, the notice counts as lost with its
+/// host or its session.
 const EXIT_NOTICE_TIMEOUT: Micros = Micros::from_secs(2);
 /// Time after an exit in which last messages may be in transit. A host that is silent for longer is
 /// usually lost.
 const RECENT_EXIT_WINDOW: Micros = Micros::from_secs(10);
-/// Largest number of exits that the master remembers for that.
+/// Largest number of recent exits that the master remembers.
 const RECENT_EXITS_MAX: usize = 512;
 
 /// Tasks that are known to have ended.
 #[derive(Debug, Default)]
 pub(crate) struct KnownExits {
     known: BTreeSet<Tid>,
-    /// Oldest first. May contain tasks that were forgotten.
+    /// Tasks in the order of their exits, oldest first. May contain tasks that were forgotten.
     order: VecDeque<Tid>,
 }
 
@@ -81,8 +81,8 @@ impl RecentExits {
 }
 
 impl Machine {
-    /// Sends recent exit notices to a host that has just joined. It has not received them, and no
-    /// dump there must wait for them.
+    /// Sends recent exit notices to a host that has just joined. It has not received these notices,
+    /// and a dump on that host would wait for them until the timeout.
     pub(crate) fn send_recent_exits(&mut self, host: HostId) {
         let now = self.now;
         let Some(job_checkpoints) = self.job_checkpoints() else {
@@ -113,7 +113,8 @@ impl Machine {
         }
     }
 
-    /// Makes the dump of a task wait until these exits are known here.
+    /// Makes the dump of a task wait until the exits of the tasks in `ended` are known on this
+    /// host.
     pub(crate) fn await_exit_notices(&mut self, id: MigrationId, tid: Tid, ended: Vec<Tid>) {
         let known = &self.tasks.known_exits.known;
         let can_come = |tid: &Tid| {
@@ -133,7 +134,8 @@ impl Machine {
         }
     }
 
-    /// Ends that wait for exit notices that have not arrived in time.
+    /// Ends the wait of a dump for exit notices after [`EXIT_NOTICE_TIMEOUT`], although some have
+    /// not arrived.
     pub(crate) fn stop_awaiting_exits(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self
             .tasks
@@ -148,7 +150,7 @@ impl Machine {
             .extend(task.take_settled_part());
     }
 
-    /// Checks that no message of an ended task waits for this task.
+    /// Checks that no message of an ended task is queued for this task.
     ///
     /// # Errors
     /// The task must receive such a message before it is dumped.

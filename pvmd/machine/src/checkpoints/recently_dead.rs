@@ -5,8 +5,8 @@
 //! - A post-copied task whose memory is still on a host that dies is killed where it runs. Its exit
 //!   may be known before the loss.
 //!
-//! Neither task has ended voluntarily. If the host turns out to be lost, the job rolls back as if
-//! the tasks had run there.
+//! In both cases the tasks have not ended voluntarily. If the host turns out to be lost, the job
+//! rolls back as if the tasks had run on that host.
 
 use super::job_end::END_SIGNALS;
 use sempa_proto::event::EventKind;
@@ -14,7 +14,8 @@ use sempa_proto::migration::Step;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Time that a host may live after it has killed a task while it shuts down.
+/// Longest time between the kill of a task during the shutdown of a machine and the end of the
+/// daemon on that machine.
 const SHUTDOWN_WINDOW: Micros = Micros::from_secs(10);
 
 /// Tasks of one job that may have died with a host.
@@ -23,17 +24,18 @@ pub(super) struct RecentlyDead {
     /// Time of death, by task and by the host with which the task may have been lost. A task may
     /// have two such hosts: the one where it was killed, and the one that had its memory.
     suspects: BTreeMap<(Tid, HostId), Micros>,
-    /// Tasks that were ordered to end. Their death says nothing about their host.
+    /// Tasks that were ordered to end. Their death does not indicate that their host is lost.
     told_to_end: BTreeSet<Tid>,
 }
 
 impl RecentlyDead {
-    /// Notes that a member of the job was ordered to end.
+    /// Records that a member of the job was ordered to end.
     pub(super) fn note_told_to_end(&mut self, tid: Tid) {
         self.told_to_end.insert(tid);
     }
 
-    /// Updates the tasks after an event of this host.
+    /// Records the death of a task, if an event of `host` reports one that may indicate the loss of
+    /// a host.
     pub(super) fn note_event(&mut self, now: Micros, host: HostId, kind: &EventKind) {
         let (tid, with) = match kind {
             EventKind::TaskEnded { tid, status, .. }
@@ -73,8 +75,8 @@ impl RecentlyDead {
             .max()
     }
 
-    /// Keeps only the tasks of the new checkpoint, because a rollback to it does not restore
-    /// others.
+    /// Forgets all tasks except those of the new checkpoint, because a rollback to it does not
+    /// restore other tasks.
     pub(super) fn retain_tasks(&mut self, tasks: &[Tid]) {
         self.suspects.retain(|(tid, _), _| tasks.contains(tid));
         self.told_to_end.retain(|tid| tasks.contains(tid));

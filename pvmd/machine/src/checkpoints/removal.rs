@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 const REMOVALS_MAX: usize = 1024;
 
 impl CheckpointedJob {
-    /// True if the job rolls back to its newest checkpoint, or possibly must later.
+    /// True if the job is rolling back to its newest checkpoint, or may need to do so later.
     fn needs_newest_checkpoint(&self) -> bool {
         self.schedule.is_some()
             || matches!(
@@ -96,7 +96,8 @@ impl Machine {
         self.reply(tid, id, Reply::CheckpointsRemoved(result));
     }
 
-    /// Completes the store's list of checkpoints with the hosts that have copies.
+    /// Adds the hosts with copies to the store's list of checkpoints, and sends the list to the
+    /// task.
     pub(crate) fn handle_checkpoints_listed(
         &mut self,
         tid: Tid,
@@ -109,7 +110,8 @@ impl Machine {
         self.reply(tid, id, Reply::Checkpoints(result));
     }
 
-    /// Handles checkpoints that the store has removed on its own initiative.
+    /// Handles the store's report on checkpoints that it has removed without a request, to stay
+    /// within its limits.
     pub(crate) fn handle_checkpoints_expired(&mut self, sets: Vec<String>) {
         self.forget_checkpoints(
             sets,

@@ -133,7 +133,11 @@ impl Machine {
         entry.activity = JobActivity::Restarting;
     }
 
-    /// Returns the candidate hosts of each task, if nothing prevents the restart.
+    /// Plans a restart. Returns the job, the group of restarted tasks, and each task with its
+    /// candidate hosts.
+    ///
+    /// # Errors
+    /// The reason that prevents the restart.
     fn plan_restart(
         &self,
         number: u64,
@@ -160,7 +164,7 @@ impl Machine {
         if job.is_some_and(|job| !free(job)) {
             return Err(RestartFailure::InProgress);
         }
-        // Checkpoints of a job and of a job within it have tasks in common.
+        // Two checkpoints have tasks in common if one job is part of the other.
         let busy = |tid: Tid| {
             job_checkpoints.restarts.is_restarting(tid)
                 || job_checkpoints.snapshots.part_of(tid).is_some()
@@ -322,7 +326,7 @@ impl Machine {
         }
     }
 
-    /// Gives the restarted tasks their groups, mailbox entries and contexts back.
+    /// Restores the groups, mailbox entries and contexts of the restarted tasks.
     fn restore_shared_state(&mut self, part: MigrationId) {
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -361,7 +365,7 @@ impl Machine {
         }
     }
 
-    /// True for images that the store has unpacked for this part.
+    /// True if the images of this part are being unpacked by the store or sent to a host.
     pub(crate) fn is_part_in_transfer(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
@@ -413,7 +417,8 @@ impl Machine {
             .map(|part| part.tid)
             .collect();
         let mut next = None;
-        // Otherwise a host was lost meanwhile, and the job rolls back again.
+        // If the job is not being restarted any more, a host was lost and the job already rolls
+        // back again.
         if let Some(entry) = job_checkpoints
             .jobs
             .get_mut(&job)
@@ -439,7 +444,7 @@ impl Machine {
             } else if goes_back.is_some()
                 && (entry.schedule.is_some() || entry.attempts < ATTEMPTS_MAX)
             {
-                // The obstacle may disappear.
+                // The obstacle may disappear, so the job tries again.
                 entry.activity = JobActivity::RollingBack {
                     lost: None,
                     not_before: Micros(0),
@@ -495,9 +500,10 @@ impl Machine {
         }
     }
 
-    /// Handles the record that was stored next to the images of a task that is restarted here.
+    /// Handles the record that was stored next to the images of a task that is restarted on this
+    /// host.
     pub(crate) fn handle_part_read(&mut self, id: MigrationId, result: Result<SavedTask, Failure>) {
-        // The restart may have been aborted meanwhile. Then nothing must be built.
+        // The restart may have been aborted. Then no task must be rebuilt.
         if !self.migrations.is_restoring(id) {
             return;
         }
@@ -565,7 +571,7 @@ impl Machine {
             .retain(|mark| timeline.incarnation_before(mark.peer).is_some());
         (record.known_hosts, record.hosts_epoch, record.rm) = (hosts, epoch, None);
         let mut open = std::mem::take(&mut record.requests);
-        // The task was restarted before, and its library was not informed of it yet.
+        // The task was restarted before, and its library was not informed of that restart yet.
         open.extend(
             record
                 .restart
@@ -590,10 +596,10 @@ impl Machine {
     }
 }
 
-/// True if a restarted task must get this item. The item is adapted:
+/// True if a restarted task must receive this item. The item is adapted:
 ///
-/// - A partial message of a member of the restart group gets the incarnation that they have in
-///   common now. Partial messages of other tasks are dropped.
+/// - A partial message of a member of the restart group gets the new incarnation of the group.
+///   Partial messages of other tasks are dropped.
 /// - A notification does not wait for the last messages of a task outside the group.
 fn keep_for_restart(tid: Tid, timeline: &RestartGroup, item: &mut PendingItem) -> bool {
     let bytes = match item {
@@ -616,15 +622,15 @@ fn keep_for_restart(tid: Tid, timeline: &RestartGroup, item: &mut PendingItem) -
         ..frame
     };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-    // A sender that was restarted after this frame, without this task, has not sent it.
+    // If the sender was restarted after this frame, but without this task, the frame is void.
     timeline
         .incarnation_before(frame.src)
         .is_some_and(|before| !is_later_incarnation(before, frame_line))
 }
 
 /// Returns the files that a restart requires, without their lengths. The task may have appended to
-/// files since; they are truncated before it is rebuilt. The engine then checks the length of the
-/// others.
+/// files since the checkpoint; these are truncated before the task is rebuilt. The engine then
+/// checks the lengths of the other files.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
     for file in &mut facts.files {

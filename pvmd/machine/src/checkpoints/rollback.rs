@@ -1,5 +1,5 @@
-//! Ends the tasks of jobs: of jobs that roll back to their newest checkpoint because they have lost
-//! a host, and of jobs that must end with their checkpoint.
+//! Ends the tasks of two kinds of jobs: jobs that roll back to their newest checkpoint after the
+//! loss of a host, and jobs that must end when their checkpoint is complete.
 
 use super::recently_dead::RecentlyDead;
 use super::{
@@ -18,7 +18,8 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Master: handles the loss of a host. Jobs with a schedule that had tasks there roll back.
+    /// Master: handles the loss of a host. Jobs with a schedule that had tasks on this host roll
+    /// back.
     pub(crate) fn roll_back_for_lost_host(&mut self, host: HostId) {
         self.replace_copies_on(host);
         let why = format!("{} was lost", self.host_name(host));
@@ -39,7 +40,8 @@ impl Machine {
         self.roll_back_jobs_on(host, None, &why, failure);
     }
 
-    /// Master: hosts have joined, so jobs that could not be restarted are tried again.
+    /// Master: tries to restart the jobs again that could not be restarted. Called when hosts have
+    /// joined.
     pub(crate) fn retry_stuck_jobs(&mut self) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -50,7 +52,7 @@ impl Machine {
             .iter_mut()
             .filter(|(_, job)| job.is_stuck())
         {
-            // If the first attempt comes too early, the next one follows at the short interval.
+            // If this attempt comes too early, the next one follows at the short interval.
             job.attempts = 1;
             stuck.push(*tid);
         }
@@ -136,7 +138,8 @@ impl Machine {
         }
     }
 
-    /// Handles an inventory of a job whose tasks must end.
+    /// Handles an inventory of a job whose tasks must end: kills the remaining tasks, or continues
+    /// if none remains.
     pub(super) fn check_job_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -190,8 +193,9 @@ impl Machine {
         );
     }
 
-    /// Restarts a job when no earlier copy of it can run any more. `left` of its tasks have not
-    /// ended.
+    /// Restarts a job after a rollback, when no process of its earlier tasks can run any more.
+    /// `left` is the number of its tasks that have not ended: if it is not zero, the restart fails,
+    /// because tasks would run twice.
     fn restart_after_rollback(
         &mut self,
         job: Tid,

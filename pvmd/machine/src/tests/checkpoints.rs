@@ -22,7 +22,7 @@ use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// A job whose first task has spawned all others, and the console.
+/// A simulation with a console and one job; the job's first task has spawned the others.
 struct JobScenario {
     sim: Sim,
     console: usize,
@@ -74,7 +74,8 @@ impl JobScenario {
         }
     }
 
-    /// Asserts that numbers arrived once and in order. True if every number sent has arrived.
+    /// Asserts that the numbers of each sender arrived once and in order. True if every number that
+    /// was sent has arrived.
     fn all_received(&self) -> bool {
         let mut complete = true;
         for to in &self.tids {
@@ -202,8 +203,8 @@ impl JobScenario {
         }
     }
 
-    /// Makes a checkpoint of which any step may fail. Asserts that all tasks continue and that only
-    /// the checkpoint is left. True if there is one.
+    /// Requests a checkpoint of which any step may fail. Asserts that all tasks continue, and that
+    /// no files are left except those of a complete checkpoint. True if the checkpoint succeeded.
     fn checkpoint_with_faults(&mut self) -> bool {
         self.exchange_messages(30);
         self.sim.random_faults.failed_steps_percent = 8;
@@ -223,8 +224,8 @@ impl JobScenario {
         result.is_ok()
     }
 
-    /// Repeats a restart whose steps may fail until it succeeds. Returns how often it failed; after
-    /// each failure no task may run.
+    /// Repeats a restart, of which any step may fail, until it succeeds. Returns the number of
+    /// failures. Asserts that no task runs after a failure.
     fn restart_with_faults(&mut self, set: &str) -> usize {
         let mut bad = 0;
         self.sim.random_faults.failed_steps_percent = 12;
@@ -243,8 +244,8 @@ impl JobScenario {
         bad
     }
 
-    /// Restarts a checkpoint, lets all tasks exchange messages, and asserts that nothing of the
-    /// restart is left.
+    /// Restarts a checkpoint, lets all tasks exchange messages, and asserts that no temporary state
+    /// of the restart is left.
     fn restart_and_exchange(&mut self, set: &str) {
         self.restart(set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
@@ -268,8 +269,8 @@ impl JobScenario {
         );
     }
 
-    /// Waits until all tasks run in new processes, of which `before` existed earlier; then
-    /// exchanges messages.
+    /// Waits until all tasks run in new processes, in addition to the `before` processes that
+    /// existed earlier; then exchanges messages.
     fn run_until_restarted(&mut self, before: usize) {
         let all = before + self.tids.len();
         self.sim
@@ -382,7 +383,7 @@ fn failed_restart_can_be_repeated() {
     assert!(bad > 10, "{bad} restarts failed");
 }
 
-/// A job goes back to its newest checkpoint when a host is lost.
+/// A job rolls back to its newest checkpoint when a host is lost.
 #[test]
 fn lost_host_rolls_job_back() {
     for seed in seeds(60) {
@@ -452,8 +453,7 @@ fn job_survives_host_losses_at_any_time() {
     }
 }
 
-/// The members of a group that waited in a barrier meet there after a restart in a new virtual
-/// machine.
+/// Members of a group that wait in a barrier complete it after a restart in a new virtual machine.
 #[test]
 fn barrier_completes_in_new_virtual_machine() {
     for seed in seeds(30) {
@@ -632,7 +632,7 @@ fn restart_restores_mailbox_and_contexts() {
     }
 }
 
-/// A checkpoint is not restarted where other tasks own its mailbox entries or contexts.
+/// A checkpoint is not restarted if other tasks own its mailbox entries or contexts.
 #[test]
 fn restart_refused_on_mailbox_or_context_conflict() {
     let mut scene = JobScenario::new(7, 2, 2);
@@ -718,8 +718,8 @@ fn checkpoint_age_stays_within_bound() {
     }
 }
 
-/// A barrier that completes during a checkpoint is passed by all members or by none after the
-/// restart.
+/// A barrier that completes during a checkpoint has, after the restart, been passed by all members
+/// or by none.
 #[test]
 fn barrier_during_checkpoint_is_all_or_none() {
     for seed in seeds(120) {
@@ -733,8 +733,8 @@ fn barrier_during_checkpoint_is_all_or_none() {
                 }),
             );
         }
-        // Every task enters the barrier again as soon as it has passed it; its process records how
-        // often.
+        // Every task enters the barrier again as soon as it has passed it; its process counts the
+        // passes.
         let step = |scene: &mut JobScenario| {
             for tid in scene.tids.clone() {
                 let proc = scene.sim.proc_of(tid);
@@ -836,7 +836,7 @@ fn ended_job_is_not_restarted_on_host_loss() {
     }
 }
 
-/// A job goes back to its checkpoint even if the deaths of its tasks are known before the loss of
+/// A job rolls back to its checkpoint even if the deaths of its tasks are known before the loss of
 /// their host.
 #[test]
 fn task_deaths_before_host_loss_roll_job_back() {
@@ -863,7 +863,7 @@ fn task_deaths_before_host_loss_roll_job_back() {
         let while_it_goes_down = Micros(scene.sim.rng.below(3_000_000));
         scene.sim.advance(while_it_goes_down);
         if seed % 2 == 0 {
-            // These tasks exited because the others were gone.
+            // These tasks exit because the tasks on the lost host are gone.
             for proc in elsewhere {
                 scene.sim.exit(proc, 9 << 8);
             }
@@ -873,7 +873,7 @@ fn task_deaths_before_host_loss_roll_job_back() {
     }
 }
 
-/// A job goes back to its checkpoint when one of its hosts is deleted, and never runs twice.
+/// A job rolls back to its checkpoint when one of its hosts is deleted, and never runs twice.
 #[test]
 fn deleted_host_rolls_job_back() {
     for seed in seeds(40) {
@@ -1057,7 +1057,8 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             .restart(&small.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
-        // In every second run the two exchange no messages in between.
+        // In every second run the restarted task and the first task exchange no messages in
+        // between.
         if seed % 2 == 0 {
             scene.send_number(alone, root);
             scene.sim.advance(Micros::from_millis(30));

@@ -136,7 +136,6 @@ fn second_hello_disconnects_task() {
     sim.run_until("closed", |s| s.procs[task].conn.is_none());
 }
 
-/// Invalid messages between daemons change nothing.
 #[test]
 fn invalid_daemon_messages_change_nothing() {
     let (mut sim, console) = Sim::cluster(4, 3);

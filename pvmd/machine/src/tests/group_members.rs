@@ -37,7 +37,6 @@ fn group_size(sim: &mut Sim, console: usize) -> i32 {
     number_or_code(&reply)
 }
 
-/// Creates one member on each host.
 fn create_members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
     let procs: Vec<usize> = (1..=hosts).map(|h| sim.enrol(host(h))).collect();
     for (instance, proc) in procs.iter().enumerate() {

@@ -13,12 +13,12 @@ use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Guests pause in time and lose, repeat and reorder no messages, however directives and migrations
-/// overlap.
+/// Guests pause within the time limit and lose, repeat and reorder no messages, however directives
+/// and migrations overlap.
 #[test]
 fn guests_pause_in_time_and_lose_no_messages() {
     let (mut moved, mut eased) = (0, 0);
-    // In seed 1884 a guest runs to quiesce, resumes, and the migration it ran for is refused
+    // With seed 1884 a guest is resumed to quiesce for a migration, and the migration is refused
     // meanwhile.
     for seed in seeds(150).chain([1884]) {
         let mut scene = Scenario::with_faults(seed);
@@ -121,7 +121,7 @@ fn owner_arrival_at_target_cancels_pre_copy() {
     scene.finish();
 }
 
-/// The task list, the event log and refusals report that guests are paused, and why.
+/// The task list, the event log and refusals report that guests are paused, and the reason.
 #[test]
 fn pause_is_visible_in_list_log_and_refusal() {
     let mut scene = Scenario::new(3);
@@ -169,7 +169,6 @@ fn pause_is_visible_in_list_log_and_refusal() {
     scene.finish();
 }
 
-/// Only an owner agent may pause guests.
 #[test]
 fn only_owner_agents_may_pause_guests() {
     let mut scene = Scenario::new(5);

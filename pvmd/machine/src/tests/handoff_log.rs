@@ -1,5 +1,5 @@
-//! Processes that exit to be restarted elsewhere: their messages and notifications, and faults and
-//! requests meanwhile.
+//! Processes that exit to be restarted on another host: their messages and notifications, and
+//! faults and requests during the restart.
 
 use super::restart_engine::{
     OWN_ENGINE, assert_reachable, await_migration, begin_migration, list_task, migrate,
@@ -12,7 +12,7 @@ use sempa_proto::migration::{Failure, Step};
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// Wait status of an agreed exit.
+/// Wait status of a program that exits as requested.
 const AGREED_STATUS: i32 = 85 << 8;
 
 fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
@@ -21,7 +21,7 @@ fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
         .collect()
 }
 
-/// Returns what all processes of a task have received, in order.
+/// Returns the numbers that all processes of a task have received, in order.
 fn all_received(sim: &Sim, tid: Tid) -> Vec<i32> {
     procs_of(sim, tid)
         .into_iter()
@@ -29,7 +29,8 @@ fn all_received(sim: &Sim, tid: Tid) -> Vec<i32> {
         .collect()
 }
 
-/// The newest process of a task sends a number to another task if it can. Returns whether it did.
+/// Sends a number from the newest process of a task to another task, if the process is connected.
+/// True if the number was sent.
 fn send_if_connected(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
     let proc = sim.proc_of(tid);
     let p = &sim.procs[proc];
@@ -250,7 +251,8 @@ fn killed_process_and_successor_agree_on_messages() {
     }
 }
 
-/// An owner may come and go at any moment: the task migrates, or resumes when the owner has left.
+/// An owner may arrive and leave at any moment: the task migrates, or resumes when the owner has
+/// left.
 #[test]
 fn owner_changes_do_not_break_restart() {
     let mut moved = 0;
@@ -470,7 +472,7 @@ fn lost_target_restarts_program_at_source() {
     }
 }
 
-/// A task that exits before it is asked to has ended, whatever its status.
+/// A task that exits before it is asked to exit has ended, with any status.
 #[test]
 fn exit_before_request_ends_task() {
     let mut ended = 0;
@@ -522,7 +524,7 @@ fn reset_ends_task_during_restart() {
         let moved = await_migration(&mut sim, console, moving);
         sim.advance(Micros::from_secs(3));
         if !list_task(&mut sim, console, tid).is_empty() {
-            // The task had just left, as a task that migrates by CRIU may have.
+            // The task had just migrated, as a task that migrates by CRIU may have.
             assert!(moved.is_ok(), "{moved:?} (seed {seed})");
             sim.ask(console, Request::Reset { kill: true });
         } else {
@@ -658,8 +660,8 @@ fn terminated_task_is_not_restarted() {
     }
 }
 
-/// A program that exits because of a first request is restarted although a second migration failed
-/// before asking it.
+/// A program that exits because of a first request is restarted, although a second migration failed
+/// before it asked the program to exit.
 #[test]
 fn first_exit_request_survives_failed_second_one() {
     for seed in seeds(60) {
@@ -710,7 +712,8 @@ fn late_exit_window_excludes_paused_time() {
     assert_reachable(&mut sim, console, tid);
 }
 
-/// A program that is restarted on a host whose owner has just come can migrate on at once.
+/// A program that is restarted on a host whose owner has just arrived can migrate again
+/// immediately.
 #[test]
 fn restarted_program_can_leave_arriving_owner() {
     let (mut arrived, mut spared) = (0, 0);
@@ -731,7 +734,7 @@ fn restarted_program_can_leave_arriving_owner() {
             let begins = sim.proc_of(tid);
             sim.ask(console, Request::Signal { tid, signal: 10 });
             if sim.procs[begins].exited {
-                // It had begun before the signal arrived.
+                // The process had started before the signal arrived.
                 assert!(sim.procs[begins].welcome.is_some(), "seed {seed}");
                 continue;
             }

@@ -111,7 +111,7 @@ fn unconnected_daemon_start_is_abandoned() {
     assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
-/// A deleted host has ended its tasks and left before the reply.
+/// A deleted host has ended its tasks and shut down before the reply.
 #[test]
 fn deleted_host_leaves_before_reply() {
     for seed in seeds(10) {
@@ -140,7 +140,7 @@ fn deleted_host_leaves_before_reply() {
     }
 }
 
-/// The notification of a lost host comes before those of its tasks.
+/// The notification of a lost host is sent before those of its tasks.
 #[test]
 fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {
@@ -332,7 +332,7 @@ fn slave_ends_with_its_master() {
     assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
 }
 
-/// A slave that is ordered to stop leaves the host table of all others.
+/// A slave that is ordered to stop is removed from the host tables of all other daemons.
 #[test]
 fn stopped_slave_leaves_the_table() {
     let (mut sim, _) = Sim::cluster(1, 3);

@@ -72,8 +72,8 @@ fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usiz
     (sim, console, mover, moving)
 }
 
-/// Waits until a migration is over. Returns the task's list entry, the number of exit
-/// notifications, and whether it migrated.
+/// Waits until a migration is over. Returns the task's list entries, the number of exit
+/// notifications, and true if the task migrated.
 fn await_migration(
     sim: &mut Sim,
     console: usize,
@@ -97,7 +97,7 @@ fn await_migration(
     (list, sim.procs[console].notifications(1).len(), moved)
 }
 
-/// Asserts that the messages of every pair came once and in order. Returns their number.
+/// Asserts that the messages of every pair arrived once and in order. Returns their number.
 fn assert_in_order(sim: &Sim, procs: &[usize]) -> usize {
     let mut total = 0;
     for p in procs {
@@ -238,7 +238,7 @@ fn replies_notifications_and_output_follow_task() {
         let moving = sim.request(console, migrate_request(tid, "t40000"));
         let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
-        // The following happens at a random moment of the migration.
+        // The following messages and exits happen at a random moment of the migration.
         for (n, p) in dying.iter().enumerate() {
             for k in 0..5i32 {
                 sim.send_message(*p, tid, &k.to_be_bytes());
@@ -440,7 +440,6 @@ fn tasker_death_during_migration_never_doubles_task() {
     );
 }
 
-/// A task that is killed while it migrates ends once.
 #[test]
 fn killed_task_during_migration_ends_once() {
     let mut moves = 0;
@@ -492,7 +491,7 @@ fn exit_watermarks_delay_notification() {
         sim.procs[watcher].notifications(1).is_empty(),
         "what it sent is not here yet"
     );
-    // The announced message never comes; the watcher is notified after a timeout.
+    // The announced message never arrives; the watcher is notified after a timeout.
     sim.run_until("the note", |s| s.procs[watcher].notifications(1).len() == 1);
     let _ = console;
 }

@@ -1,4 +1,5 @@
-//! Owner agents may die. Guests must not resume on the host of a present owner because of that.
+//! Deaths of owner agents. While an owner is present, the death of an agent must not resume guests
+//! on the owner's host.
 
 use super::scenario::{
     GUEST_PAUSE_MAX, Scenario, list_events, spawn, spawn_on, stop_guests, welcome_guests,
@@ -16,7 +17,7 @@ const SIGTERM: i32 = 15;
 /// Longer than every timeout of the daemon.
 const LONG_WAIT: Micros = Micros::from_secs(120);
 
-/// A host with a load watcher and two guests, which are paused by its directive.
+/// A host with a load watcher and two guests, which are paused by the watcher's directive.
 struct WatchedHost {
     sim: Sim,
     console: usize,
@@ -24,7 +25,6 @@ struct WatchedHost {
     guests: Vec<usize>,
 }
 
-/// Returns the running load watcher.
 fn running_watcher(sim: &Sim) -> Option<usize> {
     let is_watcher = |p: &usize| {
         sim.procs[*p]
@@ -162,7 +162,7 @@ fn guests_stay_paused_without_a_watcher() {
     guarded.run_until_guests_resume();
 }
 
-/// An owner's limits apply until a load watcher sends a new directive; other programs cannot lift
+/// An owner's limits apply until a load watcher sends a new directive; other programs cannot cancel
 /// them.
 #[test]
 fn watcher_limits_outlive_the_watcher() {
@@ -204,7 +204,7 @@ fn watcher_limits_outlive_the_watcher() {
     assert_eq!(guarded.sim.ask(next, allows(3)), Reply::Done);
     assert!(may_start(&mut guarded));
     assert!(!may_start(&mut guarded), "three are there");
-    // The watcher exits successfully, and no other agent will lift the limit.
+    // The watcher exits successfully, and no other agent will cancel the limit.
     guarded.sim.exit(next, 0);
     guarded.sim.advance(LONG_WAIT);
     assert!(may_start(&mut guarded));

@@ -1,4 +1,4 @@
-//! Queries which hosts would accept a task. Nothing changes on any host.
+//! Placement queries: which hosts would accept a task. Nothing changes on any host.
 
 use super::scenario::{Scenario, migrate_request, stop_guests};
 use super::sim::{Sim, host, seeds};
@@ -97,14 +97,13 @@ fn query_lists_refusals_and_nearest_host() {
             .verdicts,
         []
     );
-    // The order as seen from the other network.
+    // The order of the hosts after the task has migrated to the other network.
     sim.ask(console, migrate_request(tid, "h5"));
     let survey = query(&mut sim, console, tid, None).expect("it could move");
     let order: Vec<HostId> = survey.verdicts.iter().map(|(host, _)| *host).collect();
     assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
 }
 
-/// The presence of an owner is listed with the other refusals.
 #[test]
 fn owner_presence_is_listed_as_refusal() {
     let mut scene = Scenario::new(5);
@@ -159,7 +158,7 @@ fn immovable_task_is_refused_by_its_host() {
     );
 }
 
-/// The loss of a candidate host is its refusal; the loss of the task's host fails the query.
+/// The loss of a candidate host counts as its refusal; the loss of the task's host fails the query.
 #[test]
 fn lost_host_refuses_or_fails_the_query() {
     let (mut sim, console) = Sim::cluster(3, 4);
@@ -190,7 +189,8 @@ fn lost_host_refuses_or_fails_the_query() {
     );
 }
 
-/// Every placement query is answered, whatever host or tasker dies or task migrates meanwhile.
+/// Every placement query is answered, even if a host or a tasker dies or the task migrates
+/// meanwhile.
 #[test]
 fn every_query_is_answered() {
     let (mut answered, mut refused) = (0, 0);

@@ -133,8 +133,8 @@ pub(super) fn assert_reachable(sim: &mut Sim, console: usize, tid: Tid) {
     );
 }
 
-/// A program that is restarted elsewhere has its tid, arguments and environment, and the messages
-/// sent meanwhile.
+/// A program that is restarted on another host has its tid, arguments and environment, and the
+/// messages sent meanwhile.
 #[test]
 fn restarted_program_keeps_tid_env_and_messages() {
     for (engine, by) in [
@@ -168,7 +168,8 @@ fn restarted_program_keeps_tid_env_and_messages() {
             sim.run_until("all of it", |s| {
                 received_numbers(s, new).last() == Some(&(first + count - 1))
             });
-            // The new process has what the old one had not received, once and in order.
+            // The new process receives the messages that the old process had not received, once and
+            // in order.
             let (had, has) = (received_numbers(&sim, old), received_numbers(&sim, new));
             let both = had.into_iter().chain(has).collect::<Vec<i32>>();
             assert_eq!(
@@ -258,7 +259,7 @@ fn new_process_gets_no_replies_to_old_requests() {
     }
 }
 
-/// A program that does not exit within its timeout continues; if it exits later as agreed, it is
+/// A program that does not exit within its timeout continues; if it exits later as requested, it is
 /// restarted at the source.
 #[test]
 fn late_exit_restarts_program_at_source() {
@@ -287,7 +288,7 @@ fn late_exit_restarts_program_at_source() {
         ),
         (host(2), 0)
     );
-    // The request was used up: the next exit ends the task.
+    // The request to exit is fulfilled: the next exit ends the task.
     let again = sim.proc_of(tid);
     sim.exit(again, 85 << 8);
     sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
@@ -322,7 +323,7 @@ fn program_with_open_exit_request_is_not_checkpointed() {
     assert_reachable(&mut sim, console, tid);
 }
 
-/// A program that exits with another status than agreed has ended.
+/// A program that exits with another status than the requested one has ended.
 #[test]
 fn unagreed_exit_status_ends_task() {
     for seed in seeds(40) {
@@ -428,8 +429,8 @@ fn paused_guest_leaves_by_own_checkpoint() {
     }
 }
 
-/// A suspended task cannot write its own checkpoint; one that is restarted elsewhere stays
-/// suspended there.
+/// A suspended task cannot write its own checkpoint. A suspended task that is restarted on another
+/// host stays suspended.
 #[test]
 fn suspended_task_is_restarted_suspended() {
     for seed in seeds(30) {
@@ -475,7 +476,6 @@ fn suspended_task_is_restarted_suspended() {
     }
 }
 
-/// A spawn with an invalid engine list fails.
 #[test]
 fn invalid_engine_list_fails_spawn() {
     let (mut sim, console) = Sim::cluster(8, 2);
@@ -496,8 +496,8 @@ fn invalid_engine_list_fails_spawn() {
 /// Index of the outcome "dead" in the results of [`outcome`].
 const DEAD_OUTCOME: usize = 2;
 
-/// Returns whether the task has migrated (0), has stayed (1), or is [`DEAD_OUTCOME`]. Asserts that
-/// it exists once at most and answers if it lives.
+/// Returns 0 if the task has migrated, 1 if it has stayed at the source, and [`DEAD_OUTCOME`] if it
+/// is dead. Asserts that the task exists at most once, and that it answers if it lives.
 fn outcome(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
     let (list, dead) = (
         list_task(sim, console, tid),
@@ -574,7 +574,6 @@ fn tasker_death_during_restart_never_doubles_task() {
     );
 }
 
-/// A task that is killed while it is restarted ends once.
 #[test]
 fn killed_task_during_restart_ends_once() {
     for seed in seeds(200) {
@@ -588,7 +587,7 @@ fn killed_task_during_restart_ends_once() {
         let _ = await_migration(&mut sim, console, moving);
         sim.advance(Micros::from_secs(5));
         if !list_task(&mut sim, console, tid).is_empty() {
-            // The task had just left, as a task that migrates by CRIU may have.
+            // The task had just migrated, as a task that migrates by CRIU may have.
             sim.ask(console, Request::Signal { tid, signal: 9 });
         }
         sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);

@@ -60,13 +60,14 @@ fn route_message(from: Tid, near: bool, word: RouteMsg) -> ToTask {
     }
 }
 
-/// Waits until the process has got this many messages of its daemon. Returns all of them.
+/// Waits until the process has received `count` messages of its daemon. Returns all messages.
 fn await_messages(sim: &mut Sim, proc: usize, count: usize) -> Vec<ToTask> {
     sim.run_until("words", |s| s.procs[proc].daemon_messages.len() >= count);
     sim.procs[proc].daemon_messages.clone()
 }
 
-/// A console and children on these hosts, all connected.
+/// Spawns a child on each of `places`. Returns the simulation, the console, and the processes and
+/// tids of the children, which are all connected.
 fn spawn_tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, Vec<Tid>) {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mut tids = Vec::new();
@@ -119,7 +120,7 @@ fn migrate_request(tid: Tid, to: &str) -> Request {
     }
 }
 
-/// A ring offer reaches a task of the same host and is refused for a task elsewhere.
+/// A ring offer reaches a task of the same host and is refused for a task on another host.
 #[test]
 fn ring_offer_is_refused_across_hosts() {
     let (mut sim, _, procs, tids) = spawn_tasks(1, 2, &["h1", "h1", "h2"]);
@@ -139,7 +140,7 @@ fn ring_offer_is_refused_across_hosts() {
     assert_eq!(sim.procs[procs[2]].daemon_messages, []);
 }
 
-/// A ring offer to a task that is arriving is refused as by a task of this host.
+/// A ring offer to a task that is arriving is refused as if it already were a task of this host.
 #[test]
 fn ring_offer_to_arriving_task_is_refused_locally() {
     let (mut sim, console, procs, tids) = spawn_tasks(5, 2, &["h1", "h2"]);
@@ -163,7 +164,7 @@ fn ring_offer_to_arriving_task_is_refused_locally() {
 }
 
 /// Route messages without descriptors reach their task on any host and state whether the sender is
-/// on the same one.
+/// on the same host.
 #[test]
 fn route_messages_reach_any_host() {
     let (mut sim, console, procs, tids) = spawn_tasks(2, 3, &["h1", "h1", "h2"]);
@@ -252,7 +253,7 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
     }
 }
 
-/// A task that accepts rings is notified when the other task has left meanwhile.
+/// A task that accepts a ring offer is notified if the offering task has migrated since the offer.
 #[test]
 fn failed_ring_acceptance_is_reported() {
     let (mut sim, console, procs, tids) = spawn_tasks(4, 2, &["h1", "h1"]);
@@ -261,7 +262,8 @@ fn failed_ring_acceptance_is_reported() {
     let moved = sim.ask(console, migrate_request(tids[0], "h2"));
     assert!(matches!(moved, Reply::Migrated(Ok(_))), "{moved:?}");
     send_route_message(&mut sim, procs[1], tids[0], ring_accept(1));
-    // The offer may be lost because the task is elsewhere; its daemon knows whether it lives.
+    // The acceptance cannot be delivered, because the offering task has migrated. The notification
+    // says that the peer has migrated or is gone, depending on what the daemon knows.
     let lost = await_messages(&mut sim, procs[1], 2)[1].clone();
     assert!(
         matches!(lost, ToTask::PeerMigrated { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
@@ -270,7 +272,7 @@ fn failed_ring_acceptance_is_reported() {
     assert!(sim.procs[sim.proc_of(tids[0])].daemon_messages.is_empty());
 }
 
-/// A task whose offer is unanswered is notified when the receiver leaves.
+/// A task whose offer is unanswered is notified when the receiver exits.
 #[test]
 fn unanswered_offer_is_reported_on_exit() {
     let (mut sim, _, procs, tids) = spawn_tasks(7, 2, &["h1", "h1", "h1", "h2"]);
@@ -301,7 +303,6 @@ fn unanswered_offer_is_reported_on_exit() {
     assert!(sim.nodes.values().all(|n| n.machine.ring_peers.is_empty()));
 }
 
-/// An offer with too many addresses is dropped.
 #[test]
 fn offer_with_too_many_addresses_is_dropped() {
     let (mut sim, _, procs, tids) = spawn_tasks(5, 1, &["h1", "h1"]);
@@ -361,7 +362,7 @@ fn route_messages_survive_random_migrations() {
         let (mut sent, mut open) = (0, Vec::new());
         for round in 0..120u64 {
             let (from, to) = (sim.rng.below(4) as usize, sim.rng.below(4) as usize);
-            // A quiesced library would send this after it has resumed; here it is skipped.
+            // A quiesced library would send the message after it has resumed; this test skips it.
             let speaker = &sim.procs[procs[from]];
             if from != to
                 && speaker.conn.is_some()

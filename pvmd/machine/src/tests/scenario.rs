@@ -1,5 +1,5 @@
-//! Tasks that exchange messages and migrate while the owners of their hosts come and go and a user
-//! suspends some of them.
+//! Tasks that exchange messages and migrate while the owners of their hosts arrive and leave and a
+//! user suspends some of the tasks.
 
 use super::sim::{Received, Sim, host};
 use crate::HostId;
@@ -38,7 +38,7 @@ pub(super) fn welcome_guests() -> Request {
     welcome_guests_with(GuestLimits::default())
 }
 
-/// The owner has left and sets these limits for guests.
+/// Returns the directive of an owner who has left and sets these limits for guests.
 pub(super) fn welcome_guests_with(limits: GuestLimits) -> Request {
     Request::SetGuestDirective(GuestDirective {
         access: GuestAccess::Welcome,
@@ -141,7 +141,7 @@ pub(super) fn assert_in_order(sim: &Sim, procs: &[usize]) -> u32 {
     total
 }
 
-/// Two tasks on each of three hosts, and an owner agent on each host.
+/// A simulation with two tasks on each of three hosts, and an owner agent on each host.
 pub(super) struct Scenario {
     pub(super) sim: Sim,
     pub(super) console: usize,
@@ -149,9 +149,9 @@ pub(super) struct Scenario {
     pub(super) tids: Vec<Tid>,
     pub(super) owner_agents: Vec<usize>,
     pub(super) sent_counts: BTreeMap<(usize, Tid), u32>,
-    /// Time since when the guests of a host must be paused.
+    /// Time since when the guests of a host must be paused, by host.
     pub(super) stopped_at: BTreeMap<HostId, Micros>,
-    /// Time since when a task is suspended.
+    /// Time since when a task is suspended, by task.
     pub(super) suspended_at: BTreeMap<Tid, Micros>,
     pub(super) open_migrations: Vec<(Tid, RequestId)>,
 }
@@ -178,7 +178,8 @@ impl Scenario {
         }
     }
 
-    /// A scene in which quiescing is slow; with every second seed, steps of migrations fail.
+    /// Creates a scenario in which quiescing is slow; with every second seed, steps of migrations
+    /// fail.
     pub(super) fn with_faults(seed: u64) -> Scenario {
         let mut scene = Scenario::new(seed);
         scene.sim.random_faults.slow_quiesce_percent = 25;
@@ -198,7 +199,6 @@ impl Scenario {
         assert_eq!(sim.ask(self.owner_agents[n], directive), Reply::Done);
     }
 
-    /// Suspends or resumes a task.
     pub(super) fn suspend(&mut self, tid: Tid, suspend: bool) {
         let done = self.sim.ask(
             self.console,
@@ -234,7 +234,8 @@ impl Scenario {
         self.sim.advance(wait);
     }
 
-    /// The console asks to be notified when the tasks of h2 exit; then tasks exchange messages.
+    /// Creates a scenario in which the console is notified when tasks of h2 exit, and exchanges
+    /// some messages.
     pub(super) fn with_exit_notification(seed: u64) -> Scenario {
         let mut scene = Scenario::new(seed);
         scene.sim.random_faults.slow_quiesce_percent = 25;

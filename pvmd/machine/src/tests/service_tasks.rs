@@ -17,7 +17,7 @@ fn expect_failure(reply: Reply) -> PvmError {
     }
 }
 
-/// Returns the spawn token by which the ordered task may claim its tid.
+/// Returns the spawn token in a start order. The started task claims its tid by this token.
 fn spawn_token_in(start_order: &sempa_proto::Message) -> i32 {
     let mut body = Unpacker::xdr(start_order.body.clone());
     let (_tid, _flags, _path) = (body.int(), body.int(), body.string());
@@ -135,7 +135,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
     }
 }
 
-/// A hoster gets one order for all hosts. After its death the daemon starts the remaining ones.
+/// A hoster gets one order for all hosts. After its death the daemon starts the remaining hosts.
 #[test]
 fn hoster_death_leaves_remaining_hosts_to_daemon() {
     for seed in seeds(10) {

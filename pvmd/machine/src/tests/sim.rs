@@ -1,9 +1,9 @@
 //! Simulates a virtual machine in one process: real [`Machine`]s with modelled shells, taskers and
 //! task libraries.
 //!
-//! One seed determines a run. Streams between hosts keep their order and nothing else; every delay
-//! is random. A task is a process with real [`Link`]s. It can quiesce, be paused, be carried to
-//! another host, and be woken by a resume token.
+//! One seed determines a run. Only the order within each stream between hosts is fixed; every delay
+//! is random. A task is a process with real [`Link`]s. It can quiesce, be paused, migrate to
+//! another host, and resume by a resume token.
 
 mod data_channels;
 mod fake_world;
@@ -50,7 +50,7 @@ pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
 }
 
-/// Seeds from 1, `count` of them, multiplied by `SEMPA_SEEDS` if that is set.
+/// Returns `count` seeds from 1 on. If `SEMPA_SEEDS` is set, their number is multiplied by it.
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let factor = std::env::var("SEMPA_SEEDS")
         .ok()
@@ -68,7 +68,8 @@ pub(super) struct Node {
     pub(super) output: Vec<u8>,
     /// Migrations whose images this host expects.
     expected_images: BTreeSet<MigrationId>,
-    /// The tasker is dead and the daemon does not know it yet: messages to the tasker are lost.
+    /// True if the tasker is dead and the daemon does not know it yet: messages to the tasker are
+    /// lost.
     pub(super) tasker_dead: bool,
     /// Events to handle when the daemon resumes; `None` while it runs.
     deferred_events: Option<fault_injection::DeferredEvents>,
@@ -83,14 +84,13 @@ enum SimEvent {
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
-    /// A process's time to run before its pause is over, unless a later order has replaced this
-    /// one.
+    /// The time that a process may run before its pause has passed. The number is that of the order
+    /// to pause; a later order replaces it.
     PauseNow(HostId, usize, u64),
     LossNoticed(HostId, HostId),
-    /// A stopped victim resumes.
     VictimResumes(fault_injection::Victim),
-    /// Post-copy memory arrives, or is lost: the target host, the migration, the source host, and
-    /// the task.
+    /// All post-copy memory of a task has arrived, or the transfer failed. The values are the
+    /// target host, the migration, the source host, and the task.
     MemoryArrives(HostId, MigrationId, HostId, Tid),
     Reconnected(HostId, HostId),
 }
@@ -136,17 +136,18 @@ pub(super) struct Sim {
     pub(super) recorded_moves: Vec<(MigrationId, Tid, HostId)>,
     /// Migrations whose task runs before its memory has arrived.
     post_copying: BTreeSet<MigrationId>,
-    /// Migrations that accept pre-copied memory, and their target.
+    /// Target host of each migration that accepts pre-copied memory.
     pre_copy_targets: BTreeMap<MigrationId, HostId>,
     pub(super) abandoned_starts: Vec<StartId>,
     /// Host starts that were prepared for a hoster task.
     prepared_starts: Vec<(StartId, HostPlan)>,
     /// Signals to processes that no simulated tasker has started.
     pub(super) signalled: Vec<(usize, i32)>,
-    /// Reasons why a host refuses every task.
+    /// Reasons for which a host refuses every task, by host.
     pub(super) verdicts: BTreeMap<HostId, Verdict>,
     pub(super) image_store: image_store::ImageStore,
-    /// Programs that a migration has started and that wait for permission to run, and their tasks.
+    /// Process and task of each program that a migration has started and that waits for permission
+    /// to run, by host and migration.
     respawned: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Programs that ignored a request to exit.
     pub(super) exit_ignored_by: Vec<usize>,
@@ -184,7 +185,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
 }
 
 impl Sim {
-    /// A master without other hosts.
+    /// Creates a master without other hosts.
     pub(super) fn new(seed: u64) -> Sim {
         Sim::with(seed, |_| {})
     }
@@ -225,7 +226,8 @@ impl Sim {
         sim
     }
 
-    /// A master, the hosts `h2` to `hN`, and a console on the master.
+    /// Creates a master, the hosts `h2` to `hN`, and a console on the master. Returns the
+    /// simulation and the console's process.
     pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
         Sim::cluster_with(seed, hosts, |_| {})
     }
@@ -327,7 +329,6 @@ impl Sim {
         );
     }
 
-    /// Removes a program from a host.
     pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
         self.nodes
             .get_mut(&on)
@@ -336,7 +337,7 @@ impl Sim {
             .missing_program = Some(name);
     }
 
-    /// True if the master has removed the host: what runs there no longer counts.
+    /// True if the master has removed the host: its tasks count as dead.
     fn is_removed(&self, host: HostId) -> bool {
         self.nodes[&HostId::MASTER]
             .machine
@@ -374,7 +375,7 @@ impl Sim {
     }
 
     /// Separates two hosts for the time `duration` and drops the messages in flight between them.
-    /// Other hosts still reach both.
+    /// Other hosts still reach both hosts.
     pub(super) fn separate(&mut self, a: HostId, b: HostId, duration: Micros) {
         if !self.sessions.remove(&pair(a, b)) {
             return;
@@ -477,8 +478,8 @@ impl Sim {
         conn
     }
 
-    /// Delays what this process sends by at least `by`, as if the daemon were busy with other
-    /// tasks.
+    /// Delays everything that a process sends by at least `by`, as if the daemon were busy with
+    /// other tasks.
     pub(super) fn delay_proc(&mut self, proc: usize, by: Micros) {
         let conn = self.procs[proc].conn.expect("connected");
         let at = self.channels.entry(Channel::FromProc(conn)).or_default();

@@ -14,7 +14,7 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, RmService
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Runs per fault and point. Delays and the use of post-copy are random.
+/// Number of runs per fault and point. Delays and the use of post-copy are random.
 const RUNS_PER_FAULT: u64 = 4;
 
 fn all_points() -> Vec<FaultPoint> {
@@ -25,7 +25,7 @@ fn all_points() -> Vec<FaultPoint> {
 }
 
 /// A task migrates from h2 to h3 while it exchanges messages with a task on h4 and with the
-/// console. The console is notified of its exit with tag 1. There is a resource manager.
+/// console. The console is notified of the task's exit with tag 1. There is a resource manager.
 struct Trial {
     sim: Sim,
     console: usize,
@@ -48,7 +48,7 @@ impl Trial {
             }),
         );
         sim.injection.resource_manager = Some(manager);
-        // Without pre-copy this step would not occur.
+        // Without pre-copy the step `PreCopy` would not occur.
         sim.injection.always_live_copies =
             fault.is_none_or(|((step, _), ..)| step == Step::PreCopy);
         let mover = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
@@ -82,7 +82,7 @@ impl Trial {
         self.sim.procs[self.mover].tid()
     }
 
-    /// Lets all processes that can send a message to the others.
+    /// Sends a message from every process that can send to each of the other processes.
     fn exchange_messages(&mut self) {
         let all = [self.console, self.mover, self.peer];
         for from in all {
@@ -114,7 +114,7 @@ impl Trial {
             .contains_key(&self.request)
     }
 
-    /// Returns the task's list entry and the number of exit notifications.
+    /// Returns the task's list entries and the number of exit notifications.
     fn state(&mut self) -> (Vec<TaskInfo>, usize) {
         let list = match self.sim.ask(
             self.console,
@@ -133,7 +133,8 @@ impl Trial {
         (list, self.sim.procs[self.console].notifications(1).len())
     }
 
-    /// Waits until everything has settled and checks the outcome. True if the task lives.
+    /// Waits until the migration has ended and its consequences are known, and checks the outcome.
+    /// True if the task lives.
     fn check(&mut self, may_be_lost: bool, case: &str) -> bool {
         let (console, moving) = (self.console, self.request);
         self.sim

@@ -1,4 +1,4 @@
-//! Suspended tasks stay paused, wherever they migrate.
+//! Suspended tasks stay paused on every host to which they migrate.
 
 use super::scenario::{
     GUEST_PAUSE_MAX, Scenario, list_events, list_tasks, migrate_request, send_numbered, spawn,
@@ -19,7 +19,7 @@ const SETTLE_TIME: Micros = Micros::from_secs(1);
 #[test]
 fn suspended_tasks_stay_paused_and_lose_no_messages() {
     let (mut moved, mut moved_suspended) = (0, 0);
-    // In seed 669 a task runs to quiesce, resumes, and the migration it ran for is refused
+    // With seed 669 a task is resumed to quiesce for a migration, and the migration is refused
     // meanwhile.
     for seed in seeds(150).chain([669]) {
         let mut scene = Scenario::with_faults(seed);
@@ -96,7 +96,7 @@ fn suspended_task_migrates_without_running() {
     }
 }
 
-/// A suspended guest resumes when it is resumed and the owner is away, in whatever order.
+/// A suspended guest runs again only when it is resumed and the owner is away, in either order.
 #[test]
 fn suspended_guest_needs_resume_and_absent_owner() {
     for resume_first in [false, true] {
@@ -250,7 +250,7 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
     scene.finish();
 }
 
-/// The exit of a suspended task is reported once, whatever causes it.
+/// The exit of a suspended task is reported once, for every cause of the exit.
 #[test]
 fn exit_of_suspended_task_is_reported_once() {
     let (mut ends, mut taskers, mut hosts) = (0, 0, 0);
@@ -322,16 +322,17 @@ fn exit_of_suspended_task_is_reported_once() {
 struct SuspendCaller {
     tid: Tid,
     callers: [usize; 2],
-    /// The calling process, its open request, and whether that suspends.
+    /// The calling process, its open request, and true if the request suspends the task.
     open_request: Option<(usize, RequestId, bool)>,
-    /// What the last successful request did; `None` while a request is open.
+    /// True if the last successful request suspended the task, false if it resumed the task; `None`
+    /// while a request is open.
     confirmed: Option<bool>,
-    /// The task's host when that request was answered.
+    /// The task's host when the last successful request was answered.
     confirmed_at: HostId,
 }
 
 impl SuspendCaller {
-    /// Checks for a reply.
+    /// Records the reply to the open request, if it has arrived.
     fn poll_reply(&mut self, sim: &mut Sim) {
         let p = sim.proc_of(self.tid);
         if let Some((caller, id, suspend)) = self.open_request
@@ -358,7 +359,7 @@ impl SuspendCaller {
     }
 }
 
-/// Kills a host. Each other host loses its last messages with probability one half.
+/// Kills a host. Messages in flight from it to each other host are lost with probability one half.
 fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
         if sim.rng.below(2) == 0 {
@@ -368,7 +369,7 @@ fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     sim.kill_host(victim);
 }
 
-/// A task whose suspension was confirmed runs nowhere, whatever is lost at any step of its
+/// A task whose suspension was confirmed runs on no host, even if a host is lost at any step of its
 /// migration.
 #[test]
 fn confirmed_suspension_survives_faults_in_migration() {
@@ -551,8 +552,8 @@ fn preempted_tasks_resume_without_resource_manager() {
     assert!(moved > 20, "{moved} were moved as they stood");
 }
 
-/// Preempted tasks stay paused when a new resource manager registers in time, which can resume
-/// them.
+/// Preempted tasks stay paused when a new resource manager registers within the time limit; the new
+/// resource manager can resume them.
 #[test]
 fn new_resource_manager_keeps_tasks_preempted() {
     for seed in seeds(40) {

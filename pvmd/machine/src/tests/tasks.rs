@@ -163,7 +163,7 @@ fn messages_between_all_hosts_keep_order() {
     }
 }
 
-/// The inbox keeps all last messages of an exited task until its receiver can take them.
+/// The inbox keeps all last messages of an exited task until its receiver can accept them.
 #[test]
 fn inbox_keeps_all_last_messages() {
     // These frames are never repeated. Their size exceeds the windows of many links.
@@ -176,7 +176,7 @@ fn inbox_keeps_all_last_messages() {
 /// The last messages of a process arrive before its task ends, however slow its daemon is.
 #[test]
 fn last_messages_precede_exit_on_slow_daemon() {
-    // From less to far more than the time a daemon waits for the end of a stream.
+    // From less to far more than the time for which a daemon waits for the end of a stream.
     for (seed, behind) in [0, 1, 3, 60].into_iter().enumerate() {
         let (mut sim, console) = Sim::cluster(seed as u64, 2);
         for home in 1..=2 {
@@ -379,7 +379,7 @@ fn second_claim_becomes_new_task() {
     sim.run_until("refused", |s| s.procs[resume].refused.is_some());
 }
 
-/// The exit of a task is notified after its last message.
+/// Watchers are notified of a task's exit after the task's last message.
 #[test]
 fn exit_notification_follows_last_message() {
     for seed in seeds(30) {
@@ -415,7 +415,7 @@ fn exit_notification_follows_last_message() {
             );
             assert_eq!(seen.len(), 21, "seed {seed}");
         }
-        // Notifications about dead and unknown tasks come at once.
+        // Notifications about dead and unknown tasks are sent at once.
         let late = sim.enrol(host(2));
         sim.ask(
             late,
@@ -428,7 +428,7 @@ fn exit_notification_follows_last_message() {
     }
 }
 
-/// A cancelled notification comes at once, and only once.
+/// A cancelled notification is sent at once, and only once.
 #[test]
 fn cancelled_notification_comes_at_once() {
     let (mut sim, console) = Sim::cluster(6, 2);
@@ -575,8 +575,8 @@ fn output_goes_to_collector_or_master_log() {
     });
 }
 
-/// A collector is notified of all tasks of a spawn together, so that it never mistakes the first
-/// for the last.
+/// A collector is notified of all tasks of a spawn together, so that it never takes the first task
+/// for the last one.
 #[test]
 fn collector_learns_all_tasks_of_spawn_first() {
     let (mut sim, console) = Sim::cluster(12, 3);
@@ -1017,8 +1017,8 @@ fn lease_reports_are_batched_in_order() {
             .map(|tid| vec![(HostId::MASTER, *tid)])
             .collect();
         assert_eq!(told, each, "seed {seed}");
-        // Counts: one per placement, one message about each except those at the end of each half,
-        // and starts and exits meanwhile.
+        // Batched messages: one event per placement, one report per lease except at the end of each
+        // half, and starts and exits during the test.
         let words = LEASE_HOSTS_MAX - 2;
         let expected = LEASE_HOSTS_MAX + words..=3 * LEASE_HOSTS_MAX + words;
         assert!(
@@ -1187,7 +1187,8 @@ fn resource_manager_spawns_adds_and_is_notified() {
     }
 }
 
-/// The command of the resource manager is started once; a missing program is an event.
+/// The command of the resource manager is started once; a missing program is recorded in the event
+/// log.
 #[test]
 fn rm_command_starts_once_or_is_logged() {
     let mut sim = Sim::with(1, |c| {

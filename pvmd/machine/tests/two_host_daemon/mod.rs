@@ -37,7 +37,7 @@ impl World for EmptyWorld {
 /// The daemon of a slave; the other host is the master.
 pub(crate) struct Daemon {
     machine: Machine,
-    /// The tids of its tasks; the index is the argument of [`Daemon::conn`].
+    /// The tids of the daemon's tasks; the index is the argument of [`Daemon::conn`].
     pub(crate) tids: Vec<Tid>,
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn remote_task() -> Tid {
     Tid::task(HostId::MASTER, 7).expect("a small number")
 }
 
-/// A frame as read from a socket: a part of a larger buffer.
+/// Returns a frame as read from a socket: a part of a larger buffer.
 pub(crate) fn frame(
     buffer: &mut BytesMut,
     ends: (Tid, Tid),

@@ -33,13 +33,14 @@ use tokio::task::JoinHandle;
 
 /// Name of the file next to the images with the daemon's state of the task.
 const PART_RECORD_FILE: &str = "sempa-part";
-/// Size limit of that file. For a program that writes its own checkpoints it may include messages
-/// that the program had sent.
+/// Size limit of the record file of a part, in bytes. For a program that writes its own
+/// checkpoints, the file may include messages that the program had sent.
 const PART_RECORD_BYTES_MAX: u64 = 1 << 30;
 
-/// Highest limit of complete checkpoints that a store may have: all are listed when one is added.
+/// Largest number that can be set as the limit of complete checkpoints in a store: whenever a
+/// checkpoint is added, all of them are listed.
 const CHECKPOINT_LIMIT_MAX: usize = 4096;
-/// Lowest limit of bytes that a store may have.
+/// Smallest number of bytes that can be set as the size limit of a store.
 const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
 
 /// Settings of a store: its directory, the file of its key, its limits, and the hosts to which
@@ -114,7 +115,7 @@ impl StoreSettings {
         now: Micros,
     ) -> Result<BTreeMap<HostId, u32>, StoreError> {
         let mut spared = BTreeMap::new();
-        // Opening would create the store.
+        // Opening a store that does not exist would create it.
         if !self.dir.is_dir() {
             return Ok(spared);
         }
@@ -198,7 +199,8 @@ pub(crate) struct CheckpointService {
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
     opened: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
-    /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
+    /// Marks whether the jobs of checkpoints have ended or run again, in the order in which they
+    /// must be written.
     marks: removal::PendingMarks,
 }
 
@@ -207,7 +209,7 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl CheckpointService {
-    /// Opens nothing until the first operation.
+    /// Creates the service. The store is opened by the first operation.
     pub(crate) fn new(
         paths: RuntimePaths,
         settings: Result<StoreSettings, String>,
@@ -227,7 +229,8 @@ impl CheckpointService {
         }
     }
 
-    /// False if no store exists yet. Check first: opening would create it.
+    /// True if the store exists, or if its settings are invalid. Must be checked before the store
+    /// is opened, because that creates it.
     fn store_exists(&self) -> bool {
         self.settings.as_ref().map_or(true, |at| at.dir.exists())
     }
@@ -301,8 +304,8 @@ impl CheckpointService {
         }
     }
 
-    /// Returns a function that receives another host's checkpoint into the store and then removes
-    /// what the store does not keep.
+    /// Returns a function that receives another host's checkpoint into the store, and then removes
+    /// checkpoints that exceed the limits of the store.
     pub(crate) fn take_copy(
         &self,
         name: String,
@@ -367,8 +370,8 @@ impl CheckpointService {
                 .ok_or("the set was given up".to_string())
                 .and_then(|draft| {
                     let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                    // The checkpoint is complete even if this fails; the limits are enforced again
-                    // at the next one.
+                    // The checkpoint is complete even if the removal of others fails; the limits
+                    // are enforced again at the next checkpoint.
                     removal::remove_superfluous(store, now, &keep, &inputs, &log);
                     Ok((info.id.to_string(), info.bytes))
                 });

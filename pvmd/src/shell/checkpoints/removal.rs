@@ -1,4 +1,5 @@
-//! Removal of checkpoints: those that a user names, and those that the store does not keep.
+//! Removal of checkpoints: those that a user selects, and those that the store removes to stay
+//! within its limits.
 
 use super::{CheckpointService, lock};
 use crate::shell::input::{Input, InputSender};
@@ -13,7 +14,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;
 
-/// Names of checkpoints, and when their jobs ended for good; `None` if the jobs run again.
+/// Names of checkpoints, and the time at which their jobs ended for good; `None` if the jobs run
+/// again.
 type JobEndMark = (Vec<String>, Option<Micros>);
 
 /// Marks that must still be written, and the lock of the writer.
@@ -23,7 +25,7 @@ pub(super) struct PendingMarks {
     writer_lock: Arc<Mutex<()>>,
 }
 
-/// Removes what the store does not keep; reports it in the log and as
+/// Removes the checkpoints that the store does not retain, and reports them in the log and as
 /// [`Event::CheckpointsExpired`].
 pub(super) fn remove_superfluous(
     store: Result<CheckpointStore, String>,
@@ -49,14 +51,15 @@ pub(super) fn remove_superfluous(
 }
 
 impl CheckpointService {
-    /// Removes checkpoints that must not be used, after another task has ended.
+    /// Removes checkpoints that must not be used. Starts when the task `after` has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
         let log = self.log.clone();
         if !self.store_exists() {
             return;
         }
         self.spawn_after(after, move |store| {
-            // Only checkpoints of this virtual machine, even if others have the same name.
+            // Only checkpoints of this virtual machine are removed, even if those of other virtual
+            // machines have the same name.
             let remove = |store: CheckpointStore| -> Result<(), StoreError> {
                 let (there, _) = store.list_checkpoints()?;
                 let gone = there.iter().filter(|set| {
@@ -72,8 +75,8 @@ impl CheckpointService {
         });
     }
 
-    /// Marks that the jobs of these checkpoints ended for good at this time, or run again. Calls
-    /// take effect in order.
+    /// Records in the store that the jobs of these checkpoints ended for good at the time `ended`,
+    /// or run again. Calls take effect in order.
     pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
         let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
         lock(&marks.queue).push_back((sets, ended));
@@ -158,7 +161,7 @@ fn remove_one(
     broken: &UnreadableEntries,
 ) -> Result<u64, RemovalRefusal> {
     let Ok(id) = name.parse::<CheckpointId>() else {
-        // Not one of our names: another program may have created the entry.
+        // The store never chooses such a name: another program may have created the entry.
         let unreadable = broken.iter().find(|(unreadable, _)| unreadable == name);
         return Err(unreadable.map_or(RemovalRefusal::Unknown, |(_, why)| {
             RemovalRefusal::Store(why.to_string())
@@ -181,7 +184,8 @@ mod tests {
     use super::*;
     use checkpoint::store::StoreLimits;
 
-    /// Checkpoints are removed by name or job; each one that stays has a reason.
+    /// Checkpoints are removed by name or by job; for each checkpoint that is not removed a reason
+    /// is reported.
     #[test]
     fn removal_by_name_or_job_reports_each_reason() {
         let scratch = tempfile::tempdir().expect("a directory");

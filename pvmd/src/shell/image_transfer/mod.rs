@@ -2,11 +2,12 @@
 //!
 //! A directory may be sent while it is still being written:
 //!
-//! 1. Files that only grow are sent as they grow. What has been sent is punched out of the file at
-//!    once: if the file system is in memory, nothing is stored twice, and the freed memory is
-//!    available for what is written next.
+//! 1. Files that only grow are sent as they grow. Sent data is punched out of the file immediately:
+//!    if the file system is in memory, no data is stored twice, and the freed memory is available
+//!    for new data.
 //! 2. When the directory is complete, the rest of these files and all other files are sent.
-//! 3. The end mark has the counts of everything. Nothing is valid before it.
+//! 3. The end mark contains the total numbers of files and bytes. No file is valid before the end
+//!    mark has arrived.
 //!
 //! Runs of zeros are counted instead of sent, and become holes at the receiver. If the writer
 //! starts again in a new directory of the same name, the transfer restarts as well.
@@ -27,18 +28,18 @@ use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Most bytes of a file in one record.
+/// Maximum number of bytes of a file in one record.
 const PIECE_BYTES: usize = zeros::PLAIN_BYTES_MAX;
-/// Kind of the record, and the number of the file that a piece belongs to.
+/// Size of the head of a piece: the kind of the record and the number of the file.
 const PIECE_HEAD_BYTES: usize = 5;
 pub(super) const RECORD_MARK: u8 = 0;
 pub(super) const RECORD_PIECE: u8 = 1;
-/// Most files open at the same time.
+/// Maximum number of files that are open at the same time.
 const OPEN_FILES_MAX: usize = 64;
 
 const _: () = assert!(PIECE_HEAD_BYTES + zeros::HEAD_BYTES + PIECE_BYTES <= CONTENT_BYTES_MAX);
 
-/// Structure records between the pieces of files.
+/// Records that structure a transfer. The data of the files is in the pieces between them.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum TransferMark {
     /// A file begins; files are numbered from 0.
@@ -47,7 +48,7 @@ enum TransferMark {
     FileEnd { number: u32, bytes: u64 },
     /// Everything received so far is void.
     Restart,
-    /// All files have been sent.
+    /// All files have been sent: `files` files with `bytes` bytes in total.
     End { files: u32, bytes: u64 },
 }
 
@@ -65,7 +66,7 @@ pub(super) fn send_mark<W: Write>(
     sent.map_err(send_failure)
 }
 
-/// Describes why no more data arrives.
+/// Returns the failure of a transfer whose data does not arrive any more.
 pub(super) fn receive_failure(e: io::Error) -> Failure {
     match e.kind() {
         io::ErrorKind::UnexpectedEof => format_failure("the transfer ended in the middle"),
@@ -73,12 +74,12 @@ pub(super) fn receive_failure(e: io::Error) -> Failure {
     }
 }
 
-/// Describes received data that violates the format.
+/// Returns the failure for received data that violates the format.
 pub(super) fn format_failure(what: &str) -> Failure {
     Failure::Images(what.to_string())
 }
 
-/// Describes why no more data could be sent.
+/// Returns the failure of a transfer that could not send more data.
 pub(super) fn send_failure(e: io::Error) -> Failure {
     Failure::Images(format!("the target took no more: {e}"))
 }

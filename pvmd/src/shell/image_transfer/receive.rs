@@ -14,13 +14,14 @@ use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Most files of one transfer.
+/// Maximum number of files in one transfer.
 const IMAGE_FILES_MAX: u32 = 65_536;
-/// Most bytes of one transfer.
+/// Maximum number of bytes in one transfer.
 const IMAGE_BYTES_MAX: u64 = 1 << 42;
 /// Longest file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Most restarts of a directory: more than a dump is retried when several dumps conflict.
+/// Maximum number of restarts of a directory in one transfer. It exceeds the number of times that a
+/// dump is retried when several dumps conflict.
 pub(super) const RESTARTS_MAX: u32 = 256;
 
 struct OpenFile {

@@ -27,9 +27,9 @@ const GROWING_FILE_NAME: (&str, &str) = ("pages-", ".img");
 pub(in crate::shell) enum DirState {
     #[default]
     Growing,
-    /// Nothing is written to it any more.
+    /// No more data is written to the directory.
     Complete,
-    /// It is no longer needed.
+    /// The directory is not needed any more.
     Dropped,
 }
 
@@ -51,7 +51,7 @@ impl SharedDirState {
         self.changed.notify_all();
     }
 
-    /// Waits for a change of the state, at most `at_most`, and returns the state.
+    /// Waits at most `at_most` for a change of the state, and returns the state.
     fn wait(&self, at_most: Duration) -> DirState {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self
@@ -65,24 +65,25 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// A directory that was opened once. Another directory that takes its name later is not confused
-/// with it, and none of its files is found here. That matters because sent data is punched out:
-/// data that must be sent again must never be punched out.
+/// A directory, identified by an open descriptor. Another directory that gets the same name later
+/// is not confused with it, and its files are not found through this descriptor. This matters
+/// because sent data is punched out of the files: a file of the new directory must not lose data
+/// that must still be sent.
 struct OpenedDir {
     open: File,
-    /// Path by which its files are reached.
+    /// Path by which the files of the directory are reached.
     path: PathBuf,
 }
 
 impl OpenedDir {
     fn open(path: &Path) -> io::Result<OpenedDir> {
         let open = File::open(path)?;
-        // While it is open, no other directory can have its inode number.
+        // While the directory is open, no other directory can have its inode number.
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         Ok(OpenedDir { open, path })
     }
 
-    /// Returns the names of its files.
+    /// Returns the names of the files in the directory.
     fn names(&self) -> io::Result<Vec<String>> {
         let unfit = |name| {
             io::Error::new(
@@ -95,7 +96,7 @@ impl OpenedDir {
             .collect()
     }
 
-    /// Returns its files in the order of their names, with their metadata.
+    /// Returns the files of the directory in the order of their names, with their metadata.
     fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
         let mut names = self.names()?;
         names.sort();
@@ -111,12 +112,13 @@ struct PartlySentFile {
     number: u32,
     file: File,
     sent: u64,
-    /// What was sent is punched out of the file.
+    /// True if sent data is punched out of the file.
     punches_holes: bool,
 }
 
 impl PartlySentFile {
-    /// Punches the bytes sent last out of the file. A file system that cannot do that keeps them.
+    /// Punches the bytes sent last out of the file. Has no effect on a file system that cannot do
+    /// this.
     fn punch_out(&self, bytes: usize) {
         if self.punches_holes {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -129,13 +131,14 @@ impl PartlySentFile {
         }
     }
 
-    /// True if this is the same file and it has not been truncated below what was sent.
+    /// True if `meta` belongs to this file, and the file has not been truncated below the sent
+    /// length.
     fn is_unchanged(&self, meta: &Metadata) -> bool {
         self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent <= meta.len()
     }
 }
 
-/// Sends the files of a directory.
+/// Sender of the files of one directory, with the counts of the transfer.
 pub(in crate::shell) struct Sender<'a, W> {
     dir: &'a Path,
     /// The directory to which everything sent so far belongs.
@@ -146,11 +149,11 @@ pub(in crate::shell) struct Sender<'a, W> {
     partly_sent: BTreeMap<String, PartlySentFile>,
     files: u32,
     bytes: u64,
-    /// Part of `bytes` that was sent before the directory was complete.
+    /// Number of the `bytes` that were sent before the directory was complete.
     early_bytes: u64,
-    /// Bytes on the wire for the pieces.
+    /// Number of bytes on the wire for the pieces.
     wire_bytes: u64,
-    /// File bytes sent for directories that were replaced.
+    /// Number of file bytes sent for directories that were replaced.
     void_bytes: u64,
 }
 
@@ -159,16 +162,17 @@ pub(in crate::shell) struct Sender<'a, W> {
 pub(in crate::shell) struct SentAmounts {
     /// Bytes of the files' contents, zeros included.
     pub(in crate::shell) bytes: u64,
-    /// Part of `bytes` that was sent before the directory was complete.
+    /// Number of the `bytes` that were sent before the directory was complete.
     pub(in crate::shell) early_bytes: u64,
-    /// Bytes on the wire for these files.
+    /// Number of bytes on the wire for these files.
     pub(in crate::shell) wire_bytes: u64,
-    /// File bytes sent for directories that were replaced.
+    /// Number of file bytes sent for directories that were replaced.
     pub(in crate::shell) void_bytes: u64,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
-    /// Sends nothing yet. `rate_limit` limits the transfer.
+    /// Creates a sender for the directory `dir`. Nothing is sent before [`Sender::send`]. `rate`
+    /// limits the transfer rate.
     pub(in crate::shell) fn new(
         dir: &'a Path,
         out: RecordWriter<W>,
@@ -188,7 +192,7 @@ impl<'a, W: Write> Sender<'a, W> {
         }
     }
 
-    /// Sends all files, including what is written meanwhile, up to the end mark.
+    /// Sends all files, including data that is written during the transfer, up to the end mark.
     pub(in crate::shell) fn send(
         mut self,
         progress: &SharedDirState,
@@ -213,8 +217,8 @@ impl<'a, W: Write> Sender<'a, W> {
         }
     }
 
-    /// Opens the directory. If another directory had its name before, everything sent is declared
-    /// void.
+    /// Opens the directory. If the name belonged to another directory before, everything sent is
+    /// declared void.
     fn open_dir(&mut self) -> Result<(), Failure> {
         let there = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
         let is_it = |folder: &OpenedDir| {
@@ -237,7 +241,7 @@ impl<'a, W: Write> Sender<'a, W> {
         Ok(())
     }
 
-    /// Sends what the files have grown by.
+    /// Sends the data by which the files have grown.
     fn send_growth(&mut self) -> Result<(), Failure> {
         // The directory may not exist yet, or no longer; it is opened again when it is complete.
         match self.open_dir() {
@@ -350,7 +354,7 @@ impl<'a, W: Write> Sender<'a, W> {
         self.send_mark(&TransferMark::File { number, name })
     }
 
-    /// Sends a file up to `length`.
+    /// Sends a file up to the offset `length`.
     fn send_file_up_to(&mut self, name: &str, length: u64) -> Result<(), Failure> {
         let Some(begun) = self.partly_sent.get_mut(name) else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Tests of sender and receiver over one buffer.
+//! Tests of image transfers: the sender writes into a buffer, which the receiver then reads.
 
 use super::super::bulk_tcp::{ConnectionKeys, RecordReader, RecordWriter};
 use super::super::rate_limit::RateLimit;
@@ -15,7 +15,7 @@ use std::time::Duration;
 /// Bytes that head and tag add to a record.
 const RECORD_OVERHEAD_BYTES: usize = 20;
 
-/// Returns a root and two directories in it for one test; the second one does not exist yet.
+/// Returns a root and two directories in it for one test; the second directory does not exist yet.
 fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
     let root = std::env::temp_dir().join(format!("pvmd-travel-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&root);
@@ -23,7 +23,8 @@ fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
     (root.clone(), root.join("from"), root.join("to"))
 }
 
-/// Returns what is sent for a directory, and the number of file bytes reported.
+/// Returns the bytes that are sent for a directory, and the number of file bytes that the sender
+/// reports.
 fn sent(from: &Path) -> (Vec<u8>, u64) {
     let progress = SharedDirState::default();
     progress.set(DirState::Complete);
@@ -45,7 +46,7 @@ fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
     )
 }
 
-/// Splits what was sent into its records.
+/// Splits the sent bytes into their records.
 fn records(mut wire: &[u8]) -> Vec<&[u8]> {
     let mut all = Vec::new();
     while let Some(head) = wire.first_chunk::<4>() {
@@ -57,7 +58,8 @@ fn records(mut wire: &[u8]) -> Vec<&[u8]> {
     all
 }
 
-/// Sends these marks and pieces in correctly encrypted records.
+/// Encodes these marks and pieces as correctly encrypted records. A piece is given by the number of
+/// its file and its length.
 fn encode_records(what: &[Result<TransferMark, (u32, usize)>]) -> Vec<u8> {
     let (mut wire, rate) = (Vec::new(), RateLimit::default());
     let mut sender = Sender::new(
@@ -243,7 +245,8 @@ fn malformed_sequences_from_source_are_refused() {
     rules.extend(names.map(|name| vec![file(0, name)]));
     for what in rules {
         let mut wire = encode_records(&what);
-        // The rest is cut off: the error must be reported without waiting for it.
+        // Only the first byte of a further record follows: the error must be reported without
+        // waiting for the rest.
         wire.push(0);
         let result = received(&to, &wire[..]);
         let middle = result == Err(format_failure("the transfer ended in the middle"));
@@ -267,7 +270,7 @@ fn oversized_record_is_refused_by_its_head() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
-/// A shared buffer of what was sent.
+/// A shared buffer that collects the sent bytes.
 #[derive(Clone, Default)]
 struct SharedWire(std::sync::Arc<Mutex<Vec<u8>>>);
 
@@ -410,7 +413,7 @@ fn replaced_partly_sent_file_is_an_error() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
-/// Truncates a file once some of it was sent.
+/// A writer that truncates a file after some of it was sent.
 struct TruncatingWriter<'a> {
     wire: SharedWire,
     path: &'a Path,

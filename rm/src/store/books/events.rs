@@ -1,4 +1,5 @@
-//! Applies the event log to the history, by the subject of each entry.
+//! Applies entries of the event log to the history. One function handles each subject: hosts,
+//! tasks, suspensions, migrations, failures.
 
 use super::{Books, Place, Sheet};
 use sempa_proto::event::{Event, EventKind};
@@ -21,7 +22,7 @@ impl Books {
         self.failure_event(event);
     }
 
-    /// Hosts that join and leave, are drained, or whose owner comes and leaves.
+    /// Applies an event about a host: it joined or left, is drained, or its owner's state changed.
     fn host_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -122,7 +123,7 @@ impl Books {
         }
     }
 
-    /// Tasks that start, restart and end.
+    /// Applies an event about the start, the restart or the end of a task.
     fn task_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -165,7 +166,7 @@ impl Books {
         }
     }
 
-    /// Tasks and jobs that are suspended and resumed.
+    /// Applies an event about a suspension or a resume.
     fn suspension_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -205,7 +206,7 @@ impl Books {
         }
     }
 
-    /// Tasks that migrated, or failed to.
+    /// Applies an event about a migration or a failed one.
     fn move_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -267,7 +268,7 @@ impl Books {
         }
     }
 
-    /// Failures of checkpoints, restarts, taskers and hosts.
+    /// Applies an event about a failure of a checkpoint, a restart, a tasker or a host.
     fn failure_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -298,7 +299,8 @@ impl Books {
             }
             EventKind::TaskerGone { host, why } => {
                 let host = self.host(*host);
-                // Programs from a command line do not depend on the tasker.
+                // Programs from a command line are not children of the tasker, so they are not
+                // affected.
                 let had = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
                 self.decided(

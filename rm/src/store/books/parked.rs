@@ -1,6 +1,6 @@
-//! Vacated jobs: checkpointed and ended because no host accepted a task that must leave. They
-//! restart when there is room. The event of the checkpoint alone determines that a job is vacated,
-//! whichever resource manager ordered it.
+//! Vacated jobs: checkpointed and ended because no host accepted a task that had to leave its host.
+//! They restart when there is room. A job counts as vacated when the event log reports its
+//! checkpoint, whichever resource manager ordered it.
 
 use super::{Books, Sheet};
 use sempa_proto::event::EventKind;
@@ -9,13 +9,13 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Maximum number of vacated jobs. Tasks of further ones stay paused on their hosts.
+/// Maximum number of vacated jobs. Beyond it, tasks that must leave stay paused on their hosts.
 pub const PARKED_MAX: usize = 1024;
-/// Maximum number of program and user pairs that are remembered per job, to check which owners
-/// admit it.
+/// Maximum number of (user, program) pairs that are stored per job. They determine which owners
+/// admit the job.
 const KINDS_MAX: usize = 64;
 
-/// A job that was vacated.
+/// A vacated job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parked {
     /// The job's first task.
@@ -29,8 +29,8 @@ pub struct Parked {
 }
 
 impl Books {
-    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave its host;
-    /// `why`: why it cannot migrate.
+    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave, and its host.
+    /// `why`: why the task cannot migrate.
     pub fn parks(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
         self.decided(
             at,
@@ -48,15 +48,15 @@ impl Books {
         self.parked.values()
     }
 
-    /// Returns the vacated job to which this task belongs.
+    /// Returns the vacated job that contains this task.
     pub fn parked_with(&self, tid: Tid) -> Option<&Parked> {
         let family = |tid: Tid| self.known(tid).map_or(tid, |task| task.job);
         self.parked()
             .find(|parked| parked.job == tid || family(parked.job) == family(tid))
     }
 
-    /// Returns the first task of a checkpoint's job: from the vacated jobs, else from the
-    /// checkpoint's name.
+    /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid is
+    /// taken from the checkpoint's name.
     pub(super) fn job_of_set(&self, set: &str) -> Option<Tid> {
         let waits = self
             .parked()
@@ -66,7 +66,7 @@ impl Books {
         waits.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
     }
 
-    /// Removes vacated jobs that are not restarted.
+    /// Removes vacated jobs from the history, so that they are not restarted.
     pub fn unpark(&mut self, which: impl Fn(&Parked) -> bool) {
         let gone: Vec<u64> = self
             .parked
@@ -92,8 +92,8 @@ impl Books {
             } => {
                 self.unpark(|parked| parked.job == *job);
                 let family = self.known(*job).map_or(*job, |first| first.job);
-                // All spawned tasks are evicted because one of them must leave; their ends follow.
-                // Tasks started by hand stay.
+                // All spawned tasks of the job count as evicted, because one of them had to leave.
+                // Events of their ends follow. Tasks started by hand continue to run.
                 let goes = |task: &&TaskUsage| task.job == family && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
                 go.into_iter().for_each(|tid| self.evicted(tid));
@@ -113,7 +113,7 @@ impl Books {
                 );
                 self.dirty.insert((Sheet::Parked, number));
             }
-            // The job runs again, from whichever checkpoint.
+            // The job runs again, so it is not vacated, whichever of its checkpoints was used.
             EventKind::Restarted { job, tasks, .. } => {
                 self.unpark(|parked| {
                     parked.job == *job || tasks.iter().any(|(tid, _)| *tid == parked.job)

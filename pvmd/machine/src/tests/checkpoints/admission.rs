@@ -8,7 +8,7 @@ use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 
-/// True if the task is written and its checkpoint is not complete.
+/// True if the task is dumped and the checkpoint of its job is not complete.
 fn is_written(sim: &Sim, tid: Tid) -> bool {
     let master = sim.nodes[&HostId::MASTER]
         .machine
@@ -19,7 +19,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
     cuts.part_of(tid).is_some() && cuts.binding_part(tid).is_none()
 }
 
-/// True if the checkpoint forbids the task to migrate.
+/// True if a checkpoint in progress prevents a migration of the task.
 fn may_not_migrate(sim: &Sim, tid: Tid) -> bool {
     let master = sim.nodes[&HostId::MASTER]
         .machine
@@ -63,7 +63,7 @@ fn await_reply(scene: &mut JobScenario, id: RequestId) -> Reply {
     scene.sim.procs[console].replies[&id].clone()
 }
 
-/// A task that is written may migrate before the checkpoint is complete.
+/// A task that is dumped may migrate before the checkpoint of its job is complete.
 #[test]
 fn written_task_may_migrate_before_checkpoint_ends() {
     let mut moved = 0;
@@ -102,7 +102,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
     assert!(moved > 30, "{moved} moved");
 }
 
-/// A task that an owner evicts leaves during a checkpoint, and the checkpoint is made afterwards.
+/// A task that an owner evicts migrates during a checkpoint, and the checkpoint is made afterwards.
 #[test]
 fn eviction_takes_precedence_over_checkpoint() {
     let (mut in_the_way, mut sets) = (0, 0);
@@ -189,7 +189,7 @@ fn user_migration_is_refused_during_checkpoint() {
     );
 }
 
-/// A job that is checkpointed periodically is written before its tasks leave a drained host.
+/// A job with a checkpoint schedule is checkpointed before its tasks leave a drained host.
 #[test]
 fn drain_waits_for_checkpoint() {
     let mut waited = 0;

@@ -36,7 +36,7 @@ impl JobScenario {
                     _ => None,
                 });
             if let Some(report) = report {
-                // Copies that must be removed are removed by then.
+                // Copies that must be removed are removed within this time.
                 self.sim.advance(Micros::from_millis(100));
                 return report;
             }
@@ -53,8 +53,8 @@ impl JobScenario {
     }
 }
 
-/// A checkpoint is copied to the wanted number of hosts, and the copies of the previous checkpoint
-/// are removed.
+/// A checkpoint is copied to the configured number of hosts, and the copies of the previous
+/// checkpoint are removed.
 #[test]
 fn copies_are_made_and_older_ones_removed() {
     for seed in seeds(20) {
@@ -93,7 +93,7 @@ fn copies_are_made_and_older_ones_removed() {
     }
 }
 
-/// Only the named hosts get copies, and a host that cannot take one is reported.
+/// Only the named hosts get copies, and a host that cannot store a copy is reported.
 #[test]
 fn only_named_hosts_get_copies() {
     for seed in seeds(10) {
@@ -143,7 +143,7 @@ fn present_owner_gets_no_new_copy() {
             Reply::Done
         );
         assert_eq!(scene.copies(), [(owned, set)], "what is there stays");
-        // Tasks that are paused for their owner can still be written.
+        // Tasks that are paused for their owner can still be dumped.
         let (next, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![other], 0), "seed {seed}");
         assert!(why.contains("its owner does not want guests now"), "{why}");
@@ -181,7 +181,7 @@ fn owner_arrival_cancels_copy() {
     assert!(seen > 0, "the owner never came in between");
 }
 
-/// A copy on a lost host is replaced on another one, and a missing copy is made when a host joins.
+/// A copy on a lost host is replaced on another host, and a missing copy is made when a host joins.
 #[test]
 fn lost_copies_are_replaced() {
     for seed in seeds(20) {
@@ -240,12 +240,12 @@ fn copies_are_removed_with_checkpoint_or_job() {
         );
         scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
-        // Removed while it waits for the copy of another checkpoint.
+        // A checkpoint is removed while it waits for the copy of another checkpoint.
         let (first, next) = (scene.make_checkpoint(None), scene.make_checkpoint(None));
         scene.remove(RemovalSelection::Checkpoints(vec![first, next]));
         scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
-        // Removed at any moment of its copy.
+        // A checkpoint is removed at any moment of its copy.
         let set = scene.make_checkpoint(None);
         let wait = Micros(scene.sim.rng.below(20_000));
         scene.sim.advance(wait);

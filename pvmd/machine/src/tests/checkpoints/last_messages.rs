@@ -29,7 +29,7 @@ fn spawn_on(file: &str, place: &str) -> SpawnRequest {
     }
 }
 
-/// A worker sends messages and exits while they are in flight. If `before` is set, its job already
+/// A worker sends messages and exits while they are in flight. If `before` is true, its job already
 /// has a checkpoint.
 fn check_last_messages(seed: u64, before: bool) {
     let (mut sim, console) = Sim::cluster(seed, 3);

@@ -1,4 +1,4 @@
-//! Limits that owners set for guests, while a job is written and when it is restarted.
+//! Limits that owners set for guests, while a job is checkpointed and when it is restarted.
 
 use super::*;
 use crate::tests::scenario::{spawn_on, welcome_guests, welcome_guests_with};
@@ -7,7 +7,7 @@ use sempa_proto::load::GuestLimits;
 
 const HOSTS: u16 = 3;
 
-/// A job, and an owner agent on each host.
+/// Creates a job, and an owner agent on each host. Returns also the processes of the owner agents.
 fn job_with_owner_agents(seed: u64) -> (JobScenario, Vec<usize>) {
     let mut scene = JobScenario::new(seed, usize::from(HOSTS), 4);
     let speakers = (1..=HOSTS).map(|n| scene.sim.enrol(host(n))).collect();
@@ -25,7 +25,7 @@ fn set_core_limit(scene: &mut JobScenario, agent: usize, core_limit: u32) {
     );
 }
 
-/// A task that is being written keeps its slot.
+/// A task that is being dumped for a checkpoint keeps its guest slot.
 #[test]
 fn task_in_checkpoint_keeps_its_slot() {
     let mut tried = 0;
@@ -87,7 +87,7 @@ fn restart_respects_owner_limits() {
                 .contains("its owner allows one task, and it is there"),
             "{why} (seed {seed})"
         );
-        // Soon nothing is left of the job that would count against a limit.
+        // After this time no part of the job counts against a limit.
         scene.sim.advance(Micros::from_secs(2));
         let three = SpawnRequest {
             file: "child".into(),

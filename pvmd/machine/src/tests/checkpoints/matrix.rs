@@ -11,18 +11,18 @@ use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Runs per fault and point. Delays and the choice among equal messages are random.
+/// Number of runs per fault and point. Delays and the choice among equal messages are random.
 const RUNS_PER_FAULT: u64 = 4;
 /// Long enough that no periodic checkpoint begins.
 const IDLE_INTERVAL: Micros = Micros::from_secs(100_000);
-/// Each on a host of its own, the first one on the master.
+/// Number of tasks. Each task runs on a host of its own, the first one on the master.
 const TASKS: u32 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Operation {
-    /// Of a job that goes back when it loses a host.
+    /// A checkpoint of a job that rolls back when it loses a host.
     Checkpoint,
-    /// Of a job that does not go back.
+    /// A restart of a job that does not roll back.
     Restart,
 }
 
@@ -40,7 +40,7 @@ type PlannedFault = (MessagePoint, usize, Victim, Fault);
 struct Trial {
     scene: JobScenario,
     operation: Operation,
-    /// The checkpoint that existed before.
+    /// Name of the checkpoint that existed before the operation.
     earlier_checkpoint: String,
     request: RequestId,
 }
@@ -84,7 +84,7 @@ impl Trial {
             .contains_key(&self.request)
     }
 
-    /// Returns how often each point is reached without a fault.
+    /// Returns the number of times that each point is reached without a fault.
     fn reachable_points(what: Operation, seed: u64) -> BTreeMap<MessagePoint, usize> {
         let mut trial = Trial::new(what, seed, None);
         while !trial.is_over() {
@@ -110,8 +110,8 @@ impl Trial {
             .all(|tid| is_connected(&self.scene.sim, *tid))
     }
 
-    /// Waits until the request is answered and the victim is back or removed. True if the request
-    /// succeeded.
+    /// Waits until the request is answered and the victim has recovered or was removed. True if the
+    /// request succeeded.
     fn run_until_settled(&mut self, case: &str) -> bool {
         let (console, asked) = (self.scene.console, self.request);
         self.scene
@@ -167,7 +167,7 @@ impl Trial {
             || (victim == Victim::SourceTasker && fault == Fault::Kill);
         match self.operation {
             Operation::Checkpoint => {
-                // A checkpoint that was being sealed when the job went back is complete, too.
+                // A checkpoint that was being sealed when the job rolled back is complete, too.
                 let sets = self.scene.sim.image_store.count();
                 assert!(
                     sets == 1 + usize::from(good) || tasks_die && sets == 2,
@@ -191,8 +191,8 @@ impl Trial {
         self.assert_restarts(case);
     }
 
-    /// Everything ended with the master. The job is restarted from the store in a new virtual
-    /// machine.
+    /// Checks the case that the virtual machine has ended with its master: the job is restarted
+    /// from the store in a new virtual machine.
     fn check_without_master(mut self, case: &str) {
         self.scene.sim.advance(LONG_OUTAGE + Micros::from_secs(20));
         let nodes = &self.scene.sim.nodes;

@@ -1,4 +1,4 @@
-//! Jobs with programs that write their own checkpoints, alone or together with others.
+//! Jobs with programs that write their own checkpoints, alone or together with other programs.
 
 use super::{JobScenario, rebuild_virtual_machine, spawn_as};
 use crate::tests::scenario::{stop_guests_until, welcome_guests};
@@ -22,7 +22,7 @@ fn request(file: &str, env: &[&str]) -> SpawnRequest {
     }
 }
 
-/// A program that saves in a file what it has received and sent.
+/// Returns a spawn request for a program that saves its received and sent messages in a file.
 fn state_keeper() -> SpawnRequest {
     request(
         "keeper",
@@ -30,7 +30,7 @@ fn state_keeper() -> SpawnRequest {
     )
 }
 
-/// A job of these programs. The first one spawns all others.
+/// Spawns a job of these programs. The first task spawns all others.
 fn spawn_job(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> JobScenario {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mut tids: Vec<Tid> = Vec::new();
@@ -41,7 +41,7 @@ fn spawn_job(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> JobScenari
     JobScenario { sim, console, tids }
 }
 
-/// A job in which at least one task keeps its own state. Returns these tasks, too.
+/// Spawns a job in which at least one task keeps its own state. Returns the job and these tasks.
 fn mixed_job(seed: u64, hosts: usize, tasks: usize) -> (JobScenario, Vec<Tid>) {
     let keeps_state = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
     let requests = (0..tasks)
@@ -99,8 +99,8 @@ fn own_checkpoints_restart_without_message_loss() {
     }
 }
 
-/// A checkpoint that fails at any step leaves the programs that were asked to exit running, and no
-/// files.
+/// After a checkpoint that fails at any step, the programs that were asked to exit run, and no
+/// files are left.
 #[test]
 fn failed_own_checkpoint_leaves_programs_running() {
     let (mut good, mut bad) = (0, 0);
@@ -115,7 +115,8 @@ fn failed_own_checkpoint_leaves_programs_running() {
     assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
 }
 
-/// A restart of such a job that fails at any step leaves no task running and can be repeated.
+/// A restart of a job with own states that fails at any step leaves no task running and can be
+/// repeated.
 #[test]
 fn failed_restart_with_own_states_is_repeatable() {
     let mut bad = 0;
@@ -176,7 +177,8 @@ fn job_with_own_states_survives_host_losses() {
     }
 }
 
-/// Messages that resumed tasks send before another program is written are not in the checkpoint.
+/// Messages that resumed tasks send before another program has written its checkpoint are not in
+/// the checkpoint of the job.
 #[test]
 fn messages_sent_after_snapshot_are_not_included() {
     for seed in seeds(80) {
@@ -225,7 +227,7 @@ fn messages_sent_after_snapshot_are_not_included() {
     }
 }
 
-/// An owner may come and go at any moment of a checkpoint with own states.
+/// An owner may arrive and leave at any moment of a checkpoint with own states.
 #[test]
 fn owner_may_come_and_go_during_own_checkpoint() {
     let (mut good, mut bad) = (0, 0);
@@ -267,7 +269,7 @@ fn owner_may_come_and_go_during_own_checkpoint() {
     assert!(good > 20, "{good} went well, {bad} failed");
 }
 
-/// Returns why a checkpoint of the job fails.
+/// Requests a checkpoint that must fail. Returns the task, the step and the reason.
 fn checkpoint_error(scene: &mut JobScenario) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {
         Err(CheckpointFailure::Task { tid, step, why }) => (tid, step, why),
@@ -466,8 +468,8 @@ fn missing_state_files_are_reported() {
     );
 }
 
-/// A program that was written can migrate as soon as it runs again, and its checkpoint can be
-/// restarted.
+/// A program that has written its checkpoint can migrate as soon as it runs again, and the
+/// checkpoint can be restarted.
 #[test]
 fn written_program_may_migrate_and_restart() {
     for seed in seeds(30) {

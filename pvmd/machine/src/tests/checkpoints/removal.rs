@@ -50,7 +50,7 @@ impl JobScenario {
     }
 
     /// Ends all tasks with these wait statuses, the first task last. True if the store was notified
-    /// that the job is over.
+    /// that the job has ended.
     pub(super) fn exit_all(&mut self, first: i32, others: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
             let (proc, status) = (
@@ -259,7 +259,7 @@ fn crashed_or_lost_job_keeps_checkpoints() {
     }
 }
 
-/// A job does not count as over because the virtual machine halts.
+/// A job does not count as ended because the virtual machine halts.
 #[test]
 fn halt_does_not_end_jobs() {
     for seed in seeds(20) {

@@ -9,8 +9,8 @@ use sempa_proto::migration::Refusal;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// A job that has lost a host and that no other host accepts. Returns the number of processes until
-/// then, too.
+/// Creates a job that has lost a host and that no other host accepts. Returns also the number of
+/// processes at the loss.
 fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
     let mut scene = JobScenario::new(seed, 4, 6);
     scene
@@ -117,7 +117,7 @@ fn cancelled_checkpointing_stops_restart_retries() {
     );
 }
 
-/// A checkpoint that is completed only after its job has begun to go back is removed.
+/// A checkpoint that is completed only after its job has begun to roll back is removed.
 #[test]
 fn checkpoint_completed_after_rollback_is_removed() {
     let mut late = 0;

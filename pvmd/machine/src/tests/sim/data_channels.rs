@@ -11,13 +11,13 @@ use sempa_proto::host::DataMsg;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// One direction of one session: sender, receiver, number of the session.
+/// One direction of one session: sender, receiver, and number of the session.
 pub(super) type ChannelId = (HostId, HostId, u64);
 
 /// Messages that wait for a session, in order.
 pub(super) type Unsent = VecDeque<(Channel, Event)>;
 
-/// An item of one of the streams.
+/// An item of one of the streams of a data channel.
 #[derive(Clone, Debug)]
 pub(super) enum StreamItem {
     Main(MainEntry<DataMsg>),
@@ -45,7 +45,7 @@ impl Default for DataChannels {
 }
 
 impl DataChannels {
-    /// Begins a new session, which shares nothing with an older one.
+    /// Begins a new session, in which no state of an earlier session is left.
     pub(super) fn begin_session(&mut self, from: HostId, to: HostId) {
         *self.sessions.entry((from, to)).or_default() += 1;
     }
@@ -88,7 +88,7 @@ impl Sim {
         }
     }
 
-    /// Returns how many pair streams were opened.
+    /// Returns the number of pair streams that were opened.
     pub(in crate::tests) fn lanes_opened(&self) -> usize {
         self.data_channels.lanes_opened
     }

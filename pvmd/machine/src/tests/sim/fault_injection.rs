@@ -1,5 +1,5 @@
-//! Injects faults into a migration: before one of its steps begins, or after the step ended and
-//! before that is reported.
+//! Injects faults into a migration: before one of its steps begins, or after a step has ended and
+//! before its end is reported.
 
 use super::{Channel, LEASE, Sim, SimEvent, host, pair};
 use crate::Event;
@@ -17,7 +17,7 @@ const MEMORY_RETRY_INTERVAL: Micros = Micros::from_millis(50);
 /// The edge of a step at which a fault occurs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::tests) enum StepEdge {
-    /// Nothing of the step is done.
+    /// The step has not begun.
     Before,
     /// The step is done and not reported.
     After,
@@ -53,7 +53,6 @@ impl Victim {
         Victim::Session,
     ];
 
-    /// Returns the host of the victim.
     pub(in crate::tests) fn host(self) -> HostId {
         match self {
             Victim::Source | Victim::SourceTasker | Victim::SourceEngine | Victim::Session => {
@@ -88,9 +87,9 @@ pub(in crate::tests) const LONG_OUTAGE: Micros = Micros::from_secs(30);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Fault {
     Kill,
-    /// The victim does not run for this time.
+    /// The victim does not run for this duration.
     Stop(Micros),
-    /// Nothing passes from or to the victim for this time.
+    /// No message passes from or to the victim for this duration.
     Isolate(Micros),
 }
 
@@ -99,7 +98,7 @@ pub(in crate::tests) enum Fault {
 pub(in crate::tests) struct FaultInjection {
     planned: Option<(FaultPoint, Victim, Fault)>,
     pub(in crate::tests) triggered: bool,
-    /// All tasks use post-copy and pre-copy; otherwise that is random.
+    /// True if all tasks use post-copy and pre-copy; otherwise the use is random.
     pub(in crate::tests) always_live_copies: bool,
     /// The points that were reached, in order.
     pub(in crate::tests) reached_points: Vec<FaultPoint>,
@@ -115,7 +114,7 @@ pub(in crate::tests) struct FaultInjection {
 }
 
 impl FaultInjection {
-    /// A fault is planned or has occurred.
+    /// True if a fault is planned or has occurred.
     pub(super) fn is_active(&self) -> bool {
         self.triggered || self.planned.is_some()
     }
@@ -127,7 +126,7 @@ impl FaultInjection {
 }
 
 impl Sim {
-    /// Plans this fault for when the next migration reaches this point.
+    /// Plans a fault that occurs when the next migration reaches this point.
     pub(in crate::tests) fn plan_fault(&mut self, point: FaultPoint, victim: Victim, fault: Fault) {
         self.injection.planned = Some((point, victim, fault));
     }
@@ -197,7 +196,7 @@ impl Sim {
         }
     }
 
-    /// Other hosts notice that a host has been silent for longer than the lease.
+    /// Makes the other hosts notice that a host has been silent for longer than the lease.
     fn report_silence(&mut self, lost: HostId) {
         let with: Vec<(HostId, HostId)> = self
             .sessions
@@ -242,7 +241,7 @@ impl Sim {
         }
     }
 
-    /// Delays everything that is sent on these sessions by `duration`.
+    /// Delays everything that is sent on the affected sessions by `duration`.
     fn delay_sessions(&mut self, is_affected: impl Fn((HostId, HostId)) -> bool, duration: Micros) {
         let at = self.now + duration;
         for (a, b) in self
@@ -270,7 +269,7 @@ impl Sim {
         self.injection.failing_engines.clear();
     }
 
-    /// Resumes a stopped victim, which handles what arrived meanwhile.
+    /// Resumes a stopped victim, which handles the events that arrived meanwhile.
     pub(super) fn resume_victim(&mut self, victim: Victim) {
         let on = victim.host();
         match victim {
@@ -321,7 +320,8 @@ impl Sim {
         self.step_result(good)
     }
 
-    /// Delivers the remaining memory of a post-copy task. If that is lost, the task is killed.
+    /// Delivers the remaining memory of a post-copy task. If the memory is lost, the task is
+    /// killed.
     pub(super) fn memory_arrives(
         &mut self,
         on: HostId,

@@ -15,8 +15,8 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// What a program whose name contains `keeper` saves when it exits and reads when it is started
-/// again: received messages and counts of sent ones.
+/// State that a program whose name contains `keeper` saves when it exits and reads when it is
+/// started again: received messages and counts of sent messages.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProgramState {
     received: Vec<Received>,
@@ -45,7 +45,7 @@ pub(in crate::tests) struct ImageStore {
     state_files: BTreeMap<Tid, ProgramState>,
     /// Saved states from a checkpoint, before they get their file names.
     staged_states: BTreeMap<(HostId, MigrationId), (Tid, Option<ProgramState>)>,
-    /// Target hosts do not report why a copy failed.
+    /// True if target hosts do not report why a copy failed.
     pub(in crate::tests) hides_copy_errors: bool,
     /// Copies of checkpoints in the stores of other hosts.
     copies: BTreeSet<(HostId, String)>,
@@ -79,7 +79,6 @@ impl ImageStore {
         self.checkpoints.len()
     }
 
-    /// Returns the name of the newest checkpoint.
     pub(in crate::tests) fn newest_name(&self) -> String {
         let number = |name: &&String| {
             name.rsplit('-')
@@ -229,7 +228,7 @@ impl Sim {
         true
     }
 
-    /// Models what a library does after a restart.
+    /// Models the actions of a library after a restart.
     pub(super) fn resume_after_restart(&mut self, proc: usize, restart: &RestartInfo) {
         let p = &mut self.procs[proc];
         p.incarnation = restart.group.incarnation;
@@ -256,7 +255,7 @@ impl Sim {
         }
     }
 
-    /// Saves the state of a program if it keeps its own.
+    /// Saves the state of a program, if the program keeps its own state.
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
         if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
@@ -270,7 +269,7 @@ impl Sim {
         }
     }
 
-    /// Reads the saved state of a restarted program if it keeps its own.
+    /// Reads the saved state of a restarted program, if the program keeps its own state.
     pub(super) fn read_state(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
         let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
@@ -572,7 +571,7 @@ impl Sim {
         }
     }
 
-    /// Sends images to another host, or reports them as received if they stay here.
+    /// Sends images to another host, or reports them as received if `to` is `None`.
     fn deliver_images(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
         let result = self.random_failure().map(|()| 1);
         let Some(to) = to else {

@@ -1,6 +1,6 @@
-//! Injects faults into the checkpoint or the restart of a job, where a daemon handles a message
-//! that belongs to it: an order, a report, or a message of its tasker or the store. The messages
-//! are named after their types.
+//! Injects faults into the checkpoint or the restart of a job, before or after a daemon handles a
+//! message of that operation: an order, a report, or a message of its tasker or of the store. A
+//! message is identified by the name of its type.
 
 use super::Sim;
 use super::fault_injection::{Fault, StepEdge, Victim};
@@ -9,7 +9,7 @@ use sempa_proto::HostId;
 use sempa_proto::host::HostMsg;
 use std::collections::BTreeMap;
 
-/// The name of a message and whether the daemon is about to handle it or has done so.
+/// The name of a message, and whether the daemon is about to handle the message or has handled it.
 pub(in crate::tests) type MessagePoint = (String, StepEdge);
 
 /// One planned fault, and counts of all points.
@@ -17,12 +17,12 @@ pub(in crate::tests) type MessagePoint = (String, StepEdge);
 pub(in crate::tests) struct MessageFaults {
     is_counting: bool,
     planned: Option<(MessagePoint, usize, Victim, Fault)>,
-    /// How often each point was reached.
+    /// Number of times that each point was reached.
     pub(in crate::tests) times_reached: BTreeMap<MessagePoint, usize>,
 }
 
-/// Returns the name of a message between daemons, or from tasker or store. Messages of tasks have
-/// none.
+/// Returns the name of a message between daemons, or from tasker or store; `None` for messages of
+/// tasks.
 fn message_name(event: &Event) -> Option<String> {
     let text = match event {
         Event::HostControl {

@@ -155,7 +155,7 @@ impl Sim {
                     .expected_images
                     .insert(migration);
             }
-            // How engines exchange memory is not simulated.
+            // The exchange of memory between engines is not simulated.
             Output::ServeMemory { .. } | Output::FetchMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes
@@ -187,7 +187,8 @@ impl Sim {
         }
     }
 
-    /// Pre-copied memory is lost now, or fails at the end like all other images.
+    /// Decides whether pre-copied memory is lost immediately. If not, it may still fail at the end
+    /// like all other images.
     fn start_pre_copy(&mut self, on: HostId, migration: MigrationId, to: HostId) {
         let Err(why) = self.step_result(()) else {
             return;
@@ -241,7 +242,7 @@ impl Sim {
     }
 }
 
-/// Encodes and decodes a message, as its way over the network does.
+/// Encodes and decodes a message, as its transfer over the network does.
 fn round_trip(message: &HostMsg) -> HostMsg {
     let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")

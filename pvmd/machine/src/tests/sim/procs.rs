@@ -33,7 +33,7 @@ pub(in crate::tests) struct Proc {
     pub(in crate::tests) rm: Option<RmInfo>,
     pub(super) links: BTreeMap<Tid, Link>,
     pub(super) route: u64,
-    /// The incarnation that its links begin with.
+    /// The incarnation with which the links of the process begin.
     pub(super) incarnation: u16,
     /// Number of messages sent to each peer.
     pub(in crate::tests) sent_counts: BTreeMap<Tid, u32>,
@@ -46,24 +46,24 @@ pub(in crate::tests) struct Proc {
     pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
     pub(super) quiesced: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped_for_migration: bool,
-    /// It is paused for the owner of its host.
+    /// True if the process is paused for the owner of its host or by a suspension.
     pub(super) paused: bool,
-    /// Number of the latest order to pause or resume it.
+    /// Number of the latest order to pause or resume the process.
     pub(super) pause_serial: u64,
-    /// How often it was resumed to quiesce while it was paused.
+    /// Number of times that the process was resumed to quiesce while it was paused.
     pub(in crate::tests) quiesce_runs: u64,
-    /// Events that arrived while it was paused.
+    /// Events that arrived while the process was paused.
     pub(super) deferred_events: Vec<SimEvent>,
-    /// The claim it will connect with.
+    /// The claim with which the process will connect.
     pub(super) claim: Option<Claim>,
-    /// The migration for which it has handed off its links.
+    /// The migration for which the library has handed off its links.
     pub(super) handed_off_for: Option<MigrationId>,
-    /// It was asked to exit at least once.
+    /// True if the process was asked to exit at least once.
     pub(super) exit_requested: bool,
-    /// Its exit status, from when it begins to exit.
+    /// Exit status of the process, from the moment when it begins to exit.
     pub(super) exiting_with: Option<i32>,
     pub(in crate::tests) exited: bool,
-    /// It ended with its host or tasker, but its images remain.
+    /// True if the process ended with its host or tasker, but its images remain.
     pub(super) images_remain: bool,
     pub(super) cpu_micros: u64,
 }
@@ -73,7 +73,7 @@ impl Proc {
         self.welcome.as_ref().expect("enrolled").tid
     }
 
-    /// True if its link to this peer knows that the peer is dead.
+    /// True if the process's link to this peer knows that the peer is dead.
     pub(in crate::tests) fn knows_dead(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_peer_gone)
     }
@@ -83,7 +83,7 @@ impl Proc {
         self.pending_requests.len()
     }
 
-    /// True from when its library has quiesced until the daemon accepts it again.
+    /// True if the library has quiesced and the daemon has not accepted it again.
     pub(in crate::tests) fn has_quiesced(&self) -> bool {
         self.quiesced.is_some()
     }

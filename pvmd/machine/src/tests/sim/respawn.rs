@@ -13,7 +13,7 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 pub(in crate::tests) const EXIT_REQUEST_TAG: i32 = 77;
 
 impl Sim {
-    /// Makes a library hand off its links for a migration (`by` is set), or cancels that.
+    /// Makes a library hand off its links for a migration (`by` is set), or cancels the handoff.
     pub(super) fn prepare_exit(&mut self, proc: usize, by: Option<MigrationId>) {
         let now = self.now;
         let p = &mut self.procs[proc];
@@ -88,8 +88,8 @@ impl Sim {
         );
     }
 
-    /// Accepts a message that the previous process had sent and that comes back. Returns false if
-    /// the frame is of another kind.
+    /// Accepts a message that the previous process had sent and that the daemon returns to the new
+    /// process. Returns false if the frame is of another kind.
     pub(super) fn accept_returned(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
         let is_returned = frame.dst != frame.src
@@ -123,8 +123,8 @@ impl Sim {
         self.procs[proc].program = program.to_string();
     }
 
-    /// Asks a program to exit. A program whose name contains `deaf` does not; one whose name
-    /// contains `done` exits with status 0.
+    /// Asks a program to exit. A program whose name contains `deaf` does not exit; a program whose
+    /// name contains `done` exits with status 0.
     pub(super) fn request_exit(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else {
             return;
@@ -170,7 +170,7 @@ impl Sim {
         self.procs[proc].exit_requested
     }
 
-    /// Ends a process whose library has time for its last messages.
+    /// Ends a process in an orderly way: its library sends its last messages first.
     pub(in crate::tests) fn exit_gracefully(&mut self, proc: usize, status: i32) {
         self.procs[proc].exiting_with = Some(status);
         let p = &self.procs[proc];

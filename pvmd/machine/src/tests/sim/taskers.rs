@@ -17,7 +17,7 @@ pub(super) fn redirect_at(proc: usize) -> RedirectAddress {
 }
 
 impl Sim {
-    /// Kills the tasker of a host with all its processes. A new one starts at once.
+    /// Kills the tasker of a host with all its processes. A new tasker starts at once.
     pub(in crate::tests) fn kill_tasker(&mut self, on: HostId) {
         let dead: Vec<usize> = (0..self.procs.len())
             .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some())
@@ -28,7 +28,7 @@ impl Sim {
         self.end_procs(on, |p| p.spawned.is_some());
         self.injection.memory_lost.insert(on);
         self.pre_copy_targets.retain(|_, at| *at != on);
-        // Messages that it had sent still arrive first.
+        // Messages that the tasker had sent arrive before the report of its end.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send_in_order(
             Channel::Tasker(on),
@@ -337,7 +337,6 @@ impl Sim {
         self.send_from_tasker(on, answer);
     }
 
-    /// Handles orders to the tasker of a target.
     fn handle_target_order(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::ReceivePreCopy { migration, .. } => {
