@@ -20,12 +20,12 @@ pub trait VmApi {
     /// Returns the time on a monotonic clock with an arbitrary start.
     fn now(&self) -> Micros;
     /// Returns the time of day, in microseconds since 1970.
-    fn wall(&self) -> Micros;
+    fn wall_clock(&self) -> Micros;
     /// Returns the next message of any kind; `None` after `span`.
     ///
     /// # Errors
     /// The daemon is gone.
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error>;
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error>;
     /// Sends a message in the base context, in PVM's default encoding.
     ///
     /// # Errors
@@ -35,12 +35,12 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the library.
-    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
+    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
     /// Returns the host table.
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn config(&self) -> Result<HostTable, Error>;
+    fn host_table(&self) -> Result<HostTable, Error>;
     /// Returns all tasks of the virtual machine.
     ///
     /// # Errors
@@ -74,7 +74,7 @@ pub trait VmApi {
     ///
     /// # Errors
     /// The order cannot be sent.
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
     /// Requests a migration and returns when it has begun.
     ///
     /// # Errors
@@ -99,19 +99,19 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error>;
+    fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error>;
     /// Adds an entry to the event log.
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
+    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
 }
 
 /// Implementation over a task of the library.
 #[derive(Debug)]
 pub struct RealVm {
     vm: Vm,
-    begin: Instant,
+    started_at: Instant,
 }
 
 impl RealVm {
@@ -122,7 +122,7 @@ impl RealVm {
         vm.disable_spinning();
         RealVm {
             vm,
-            begin: Instant::now(),
+            started_at: Instant::now(),
         }
     }
 }
@@ -141,10 +141,10 @@ impl VmApi for RealVm {
     }
 
     fn now(&self) -> Micros {
-        micros(self.begin.elapsed())
+        micros(self.started_at.elapsed())
     }
 
-    fn wall(&self) -> Micros {
+    fn wall_clock(&self) -> Micros {
         micros(
             SystemTime::now()
                 .duration_since(UNIX_EPOCH)
@@ -152,8 +152,8 @@ impl VmApi for RealVm {
         )
     }
 
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
-        self.vm.recv_timeout(Match::any(), span)
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error> {
+        self.vm.recv_timeout(Match::any(), timeout)
     }
 
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
@@ -168,7 +168,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.vm.send_message(Message {
             src: self.vm.tid(),
             dst: to,
@@ -180,7 +180,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn config(&self) -> Result<HostTable, Error> {
+    fn host_table(&self) -> Result<HostTable, Error> {
         self.vm.config()
     }
 
@@ -213,7 +213,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
         self.vm.request_exec(host, parent, request)
     }
 
@@ -238,11 +238,11 @@ impl VmApi for RealVm {
         self.vm.checkpoint_and_end(job)
     }
 
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.vm.restart_checkpoint(set, on)
+    fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error> {
+        self.vm.restart_checkpoint(checkpoint, hosts)
     }
 
-    fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
+    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
         self.vm.record_event(at, kind)
     }
 }

@@ -15,7 +15,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// Returns the content of the file. Of a file that is too long, just enough to detect that.
-fn content(path: &Path) -> std::io::Result<Vec<u8>> {
+fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?
         .take(POLICY_BYTES_MAX as u64 + 1)
@@ -28,7 +28,7 @@ fn content(path: &Path) -> std::io::Result<Vec<u8>> {
 /// # Errors
 /// Why the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
-    content(path).map_err(|error| error.to_string())
+    read_limited(path).map_err(|error| error.to_string())
 }
 
 /// Sends the content to the own task whenever the file is written or replaced. `known`: the content
@@ -36,7 +36,7 @@ pub fn read(path: &Path) -> Result<Vec<u8>, String> {
 ///
 /// # Errors
 /// The file's directory cannot be watched.
-pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
+pub fn watch(path: &Path, content_at_start: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path
         .parent()
@@ -49,16 +49,16 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
     )?;
     std::thread::spawn(move || {
         // The file may have changed since it was first read. Unchanged content is not sent again.
-        if read(&path) != known {
-            tell(&path, &vm);
+        if read(&path) != content_at_start {
+            send_content(&path, &vm);
         }
-        drop(known);
+        drop(content_at_start);
         while let Ok(events) = inotify.read_events() {
             if events
                 .iter()
                 .any(|event| event.name.as_deref() == path.file_name())
             {
-                tell(&path, &vm);
+                send_content(&path, &vm);
             }
         }
     });
@@ -67,8 +67,8 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
 
 /// Sends the content to the own task. A missing file changes nothing. A file that cannot be read
 /// changes nothing either, and is noted in the event log.
-fn tell(path: &Path, vm: &Vm) {
-    let body = match content(path) {
+fn send_content(path: &Path, vm: &Vm) {
+    let body = match read_limited(path) {
         Ok(bytes) => Bytes::from(bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => return,
         Err(error) => {
@@ -77,7 +77,7 @@ fn tell(path: &Path, vm: &Vm) {
                 path.display()
             );
             let vm = RealVm::new(vm.clone());
-            drop(vm.record(vm.wall(), EventKind::Note { text }));
+            drop(vm.record_event(vm.wall_clock(), EventKind::Note { text }));
             return;
         }
     };

@@ -3,69 +3,69 @@
 //!
 //! With ten thousand hosts every report passes through here, so no operation visits all hosts.
 
-use crate::recent::Recent;
+use crate::recent::RecentSet;
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Timeout for starting a watcher on a host.
-pub const START_TIME_MAX: Micros = Micros::from_secs(10);
+pub const START_TIMEOUT: Micros = Micros::from_secs(10);
 /// Delay before the second attempt. Doubles after each failure, up to [`PAUSE_MAX`].
-pub const PAUSE_MIN: Micros = Micros::from_millis(250);
+pub const WATCHER_RETRY_MIN: Micros = Micros::from_millis(250);
 /// Maximum delay between attempts.
-pub const PAUSE_MAX: Micros = Micros::from_secs(60);
+pub const WATCHER_RETRY_MAX: Micros = Micros::from_secs(60);
 /// A watcher that ran for this time resets the count of failures.
-const STEADY: Micros = Micros::from_secs(30);
+const STEADY_RUN_MIN: Micros = Micros::from_secs(30);
 /// Number of consecutive short runs after which a watcher is reported.
-const SHORT_MAX: u32 = 3;
+const SHORT_RUNS_MAX: u32 = 3;
 /// A watcher that was silent for this time is terminated and replaced. Watchers report every ten
 /// seconds.
-pub const SILENT_MAX: Micros = Micros::from_secs(45);
+pub const SILENCE_TIMEOUT: Micros = Micros::from_secs(45);
 /// Timeout for the first report of a watcher that an earlier resource manager started.
-pub const ADOPT_TIME_MAX: Micros = Micros::from_secs(5);
+pub const ADOPT_TIMEOUT: Micros = Micros::from_secs(5);
 /// Maximum number of abandoned orders whose late acknowledgement is recognized.
-const LATE_MAX: usize = 4096;
+const LATE_ORDERS_MAX: usize = 4096;
 
 /// Action for the service.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Output {
+pub enum WatcherOutput {
     /// Start a watcher on a host, then call [`Watchers::sent`].
     Start(HostId),
     /// Ask this watcher of an earlier resource manager to report here.
     Adopt(Tid),
     /// Request a notification of this watcher's end.
     Notify(Tid),
-    End(Tid),
+    Terminate(Tid),
     /// Add a note to the event log.
     Note(String),
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum WatcherState {
     Wanted {
-        at: Micros,
+        start_at: Micros,
     },
     Starting {
         wid: Option<i32>,
-        until: Micros,
+        deadline: Micros,
     },
     Adopted {
         tid: Tid,
-        until: Micros,
+        deadline: Micros,
     },
     Running {
         tid: Tid,
         since: Micros,
-        heard: Micros,
+        last_report: Micros,
     },
 }
 
 #[derive(Debug)]
 struct Watcher {
-    state: State,
+    state: WatcherState,
     failures: u32,
     /// Number of consecutive runs that ended soon after their start.
-    short: u32,
-    told: Option<PvmError>,
+    short_runs: u32,
+    reported_error: Option<PvmError>,
 }
 
 /// The watchers of all hosts.
@@ -76,10 +76,10 @@ pub struct Watchers {
     /// not the entry. A host may have several entries.
     due: BTreeSet<(Micros, HostId)>,
     /// Unacknowledged orders by wait id, and running watchers by task.
-    starting: HashMap<i32, HostId>,
-    tasks: HashMap<Tid, HostId>,
-    late: Recent<i32>,
-    out: VecDeque<Output>,
+    hosts_by_order: HashMap<i32, HostId>,
+    hosts_by_task: HashMap<Tid, HostId>,
+    late_orders: RecentSet<i32>,
+    outputs: VecDeque<WatcherOutput>,
 }
 
 impl Default for Watchers {
@@ -89,49 +89,49 @@ impl Default for Watchers {
         Watchers {
             hosts,
             due,
-            starting,
-            tasks,
-            late: Recent::new(LATE_MAX),
-            out: VecDeque::new(),
+            hosts_by_order: starting,
+            hosts_by_task: tasks,
+            late_orders: RecentSet::new(LATE_ORDERS_MAX),
+            outputs: VecDeque::new(),
         }
     }
 }
 
 impl Watcher {
     /// Returns the state after a failed attempt, with the time of the next one.
-    fn after_failure(&mut self, now: Micros) -> State {
-        let pause = Micros((PAUSE_MIN.0 << self.failures.min(12)).min(PAUSE_MAX.0));
+    fn after_failure(&mut self, now: Micros) -> WatcherState {
+        let pause = Micros((WATCHER_RETRY_MIN.0 << self.failures.min(12)).min(WATCHER_RETRY_MAX.0));
         self.failures += 1;
-        State::Wanted { at: now + pause }
+        WatcherState::Wanted { start_at: now + pause }
     }
 
-    fn due(&self) -> Micros {
+    fn due_at(&self) -> Micros {
         match self.state {
-            State::Wanted { at } => at,
-            State::Starting { until, .. } | State::Adopted { until, .. } => until,
-            State::Running { heard, .. } => heard + SILENT_MAX,
+            WatcherState::Wanted { start_at: at } => at,
+            WatcherState::Starting { deadline: until, .. } | WatcherState::Adopted { deadline: until, .. } => until,
+            WatcherState::Running { last_report: heard, .. } => heard + SILENCE_TIMEOUT,
         }
     }
 
     fn task(&self) -> Option<Tid> {
         match self.state {
-            State::Running { tid, .. } | State::Adopted { tid, .. } => Some(tid),
-            State::Wanted { .. } | State::Starting { .. } => None,
+            WatcherState::Running { tid, .. } | WatcherState::Adopted { tid, .. } => Some(tid),
+            WatcherState::Wanted { .. } | WatcherState::Starting { .. } => None,
         }
     }
 
-    fn order(&self) -> Option<i32> {
+    fn wait_id(&self) -> Option<i32> {
         match self.state {
-            State::Starting { wid, .. } => wid,
+            WatcherState::Starting { wid, .. } => wid,
             _ => None,
         }
     }
 }
 
 /// Returns the note about a host whose watcher keeps ending. Its output is not collected here.
-fn never_steady(host: HostId) -> String {
+fn short_runs_note(host: HostId) -> String {
     format!(
-        "load watcher of {host} ends at its start, {SHORT_MAX} times in a row: its owner is not guarded; what it said is \
+        "load watcher of {host} ends at its start, {SHORT_RUNS_MAX} times in a row: its owner is not guarded; what it said is \
          in the master's log; it is tried again"
     )
 }
@@ -140,55 +140,55 @@ impl Watchers {
     /// Adds a host that has joined.
     pub fn add(&mut self, now: Micros, host: HostId) {
         let watcher = Watcher {
-            state: State::Wanted { at: now },
+            state: WatcherState::Wanted { start_at: now },
             failures: 0,
-            short: 0,
-            told: None,
+            short_runs: 0,
+            reported_error: None,
         };
         self.hosts.entry(host).or_insert(watcher);
         self.due.insert((now, host));
     }
 
     /// Changes the state of a watcher.
-    fn set(&mut self, host: HostId, state: State) {
+    fn set_state(&mut self, host: HostId, state: WatcherState) {
         let Some(watcher) = self.hosts.get_mut(&host) else {
             return;
         };
-        watcher.order().map(|wid| self.starting.remove(&wid));
-        watcher.task().map(|tid| self.tasks.remove(&tid));
+        watcher.wait_id().map(|wid| self.hosts_by_order.remove(&wid));
+        watcher.task().map(|tid| self.hosts_by_task.remove(&tid));
         watcher.state = state;
-        self.starting.extend(watcher.order().map(|wid| (wid, host)));
-        self.tasks.extend(watcher.task().map(|tid| (tid, host)));
-        self.due.insert((watcher.due(), host));
+        self.hosts_by_order.extend(watcher.wait_id().map(|wid| (wid, host)));
+        self.hosts_by_task.extend(watcher.task().map(|tid| (tid, host)));
+        self.due.insert((watcher.due_at(), host));
     }
 
     /// Schedules the next attempt after a failure.
-    fn failed(&mut self, now: Micros, host: HostId) {
+    fn schedule_retry(&mut self, now: Micros, host: HostId) {
         if let Some(state) = self
             .hosts
             .get_mut(&host)
             .map(|watcher| watcher.after_failure(now))
         {
-            self.set(host, state);
+            self.set_state(host, state);
         }
     }
 
     /// Adopts a running watcher of an earlier resource manager, unless one was started here
     /// meanwhile.
-    pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
+    pub fn adopt(&mut self, now: Micros, host: HostId, tid: Tid) {
         if self
             .hosts
             .get(&host)
-            .is_some_and(|watcher| matches!(watcher.state, State::Wanted { .. }))
+            .is_some_and(|watcher| matches!(watcher.state, WatcherState::Wanted { .. }))
         {
-            self.set(
+            self.set_state(
                 host,
-                State::Adopted {
+                WatcherState::Adopted {
                     tid,
-                    until: now + ADOPT_TIME_MAX,
+                    deadline: now + ADOPT_TIMEOUT,
                 },
             );
-            self.out.extend([Output::Adopt(tid), Output::Notify(tid)]);
+            self.outputs.extend([WatcherOutput::Adopt(tid), WatcherOutput::Notify(tid)]);
         }
     }
 
@@ -197,30 +197,30 @@ impl Watchers {
         let Some(watcher) = self.hosts.remove(&host) else {
             return;
         };
-        watcher.task().map(|tid| self.tasks.remove(&tid));
-        if let Some(wid) = watcher.order() {
-            self.starting.remove(&wid);
-            self.late.put(wid);
+        watcher.task().map(|tid| self.hosts_by_task.remove(&tid));
+        if let Some(wid) = watcher.wait_id() {
+            self.hosts_by_order.remove(&wid);
+            self.late_orders.insert(wid);
         }
     }
 
     /// Records that the order was sent with this wait id, or could not be sent (`None`).
-    pub fn sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
+    pub fn order_sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
-            Some(wid) => self.set(
+            Some(wid) => self.set_state(
                 host,
-                State::Starting {
+                WatcherState::Starting {
                     wid: Some(wid),
-                    until: now + START_TIME_MAX,
+                    deadline: now + START_TIMEOUT,
                 },
             ),
-            None => self.failed(now, host),
+            None => self.schedule_retry(now, host),
         }
     }
 
     /// Handles a host's acknowledgement. `None` if the wait id is unknown; otherwise the watcher
     /// that runs, if one does.
-    pub fn ack(
+    pub fn order_acknowledged(
         &mut self,
         now: Micros,
         wid: i32,
@@ -230,47 +230,47 @@ impl Watchers {
             |e| Err(*e),
             |s| s.first().copied().unwrap_or(Err(PvmError::DSysErr)),
         );
-        let Some(host) = self.starting.get(&wid).copied() else {
-            if !self.late.has(wid) {
+        let Some(host) = self.hosts_by_order.get(&wid).copied() else {
+            if !self.late_orders.contains(wid) {
                 return None;
             }
             // The order was abandoned, or the watcher has reported already and is running.
             if let Ok(tid) = result.map_err(|_| ())
                 && self.host_of(tid).is_none()
             {
-                self.out.push_back(Output::End(tid));
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
             }
             return Some(None);
         };
         match result {
             Ok(tid) => {
-                self.set(
+                self.set_state(
                     host,
-                    State::Running {
+                    WatcherState::Running {
                         tid,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
                 self.hosts
                     .get_mut(&host)
                     .into_iter()
-                    .for_each(|watcher| watcher.told = None);
-                self.out.push_back(Output::Notify(tid));
+                    .for_each(|watcher| watcher.reported_error = None);
+                self.outputs.push_back(WatcherOutput::Notify(tid));
                 Some(Some((host, tid)))
             }
             Err(error) => {
-                self.failed(now, host);
+                self.schedule_retry(now, host);
                 if let Some(watcher) = self
                     .hosts
                     .get_mut(&host)
-                    .filter(|watcher| watcher.told != Some(error))
+                    .filter(|watcher| watcher.reported_error != Some(error))
                 {
-                    watcher.told = Some(error);
+                    watcher.reported_error = Some(error);
                     let text = format!(
                         "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
                     );
-                    self.out.push_back(Output::Note(text));
+                    self.outputs.push_back(WatcherOutput::Note(text));
                 }
                 Some(None)
             }
@@ -278,41 +278,41 @@ impl Watchers {
     }
 
     /// Handles a report that claims to come from the watcher of a host. True if it does.
-    pub fn heard(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
+    pub fn report_received(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
             return false;
         };
         match &mut watcher.state {
-            State::Running { tid, heard, .. } if *tid == src => *heard = now,
-            State::Adopted { tid, .. } if *tid == src => {
-                self.set(
+            WatcherState::Running { tid, last_report: heard, .. } if *tid == src => *heard = now,
+            WatcherState::Adopted { tid, .. } if *tid == src => {
+                self.set_state(
                     from,
-                    State::Running {
+                    WatcherState::Running {
                         tid: src,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
             }
             // The first report may arrive before the host's acknowledgement, or the host has
             // started a watcher itself.
-            State::Starting { .. } | State::Wanted { .. } if src.birth_host() == Some(from) => {
-                if let State::Starting { wid: Some(wid), .. } = watcher.state {
-                    self.late.put(wid);
+            WatcherState::Starting { .. } | WatcherState::Wanted { .. } if src.birth_host() == Some(from) => {
+                if let WatcherState::Starting { wid: Some(wid), .. } = watcher.state {
+                    self.late_orders.insert(wid);
                 }
-                self.set(
+                self.set_state(
                     from,
-                    State::Running {
+                    WatcherState::Running {
                         tid: src,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
-                self.out.push_back(Output::Notify(src));
+                self.outputs.push_back(WatcherOutput::Notify(src));
             }
             // The host has a second watcher.
-            State::Running { .. } if src.birth_host() == Some(from) => {
-                self.out.push_back(Output::End(src));
+            WatcherState::Running { .. } if src.birth_host() == Some(from) => {
+                self.outputs.push_back(WatcherOutput::Terminate(src));
                 return false;
             }
             _ => return false,
@@ -322,27 +322,27 @@ impl Watchers {
 
     /// Returns the host that this task watches.
     pub fn host_of(&self, task: Tid) -> Option<HostId> {
-        self.tasks.get(&task).copied()
+        self.hosts_by_task.get(&task).copied()
     }
 
     /// Handles the end of a task. True if it was a watcher.
-    pub fn ended(&mut self, now: Micros, task: Tid) -> bool {
+    pub fn task_ended(&mut self, now: Micros, task: Tid) -> bool {
         let Some(host) = self.host_of(task) else {
             return false;
         };
         if let Some(watcher) = self.hosts.get_mut(&host)
-            && let State::Running { since, .. } = watcher.state
+            && let WatcherState::Running { since, .. } = watcher.state
         {
-            if now.since(since) >= STEADY {
-                (watcher.failures, watcher.short) = (0, 0);
+            if now.since(since) >= STEADY_RUN_MIN {
+                (watcher.failures, watcher.short_runs) = (0, 0);
             } else {
-                watcher.short = watcher.short.saturating_add(1);
-                if watcher.short == SHORT_MAX {
-                    self.out.push_back(Output::Note(never_steady(host)));
+                watcher.short_runs = watcher.short_runs.saturating_add(1);
+                if watcher.short_runs == SHORT_RUNS_MAX {
+                    self.outputs.push_back(WatcherOutput::Note(short_runs_note(host)));
                 }
             }
         }
-        self.failed(now, host);
+        self.schedule_retry(now, host);
         true
     }
 
@@ -350,56 +350,56 @@ impl Watchers {
     pub fn tick(&mut self, now: Micros) {
         while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, host));
-            let Some(due) = self.hosts.get(&host).map(Watcher::due) else {
+            let Some(due) = self.hosts.get(&host).map(Watcher::due_at) else {
                 continue;
             };
             if due > now {
                 // The watcher has reported meanwhile.
                 self.due.insert((due, host));
             } else {
-                self.look_at(now, host);
+                self.handle_deadline(now, host);
             }
         }
     }
 
     /// Handles the deadline of a watcher.
-    fn look_at(&mut self, now: Micros, host: HostId) {
+    fn handle_deadline(&mut self, now: Micros, host: HostId) {
         let Some(watcher) = self.hosts.get(&host) else {
             return;
         };
         match watcher.state {
-            State::Wanted { .. } => {
-                self.set(
+            WatcherState::Wanted { .. } => {
+                self.set_state(
                     host,
-                    State::Starting {
+                    WatcherState::Starting {
                         wid: None,
-                        until: now + START_TIME_MAX,
+                        deadline: now + START_TIMEOUT,
                     },
                 );
-                self.out.push_back(Output::Start(host));
+                self.outputs.push_back(WatcherOutput::Start(host));
             }
-            State::Starting { wid, .. } => {
+            WatcherState::Starting { wid, .. } => {
                 if let Some(wid) = wid {
-                    self.late.put(wid);
+                    self.late_orders.insert(wid);
                 }
-                self.failed(now, host);
+                self.schedule_retry(now, host);
             }
-            State::Adopted { tid, .. } => {
-                self.out.push_back(Output::End(tid));
+            WatcherState::Adopted { tid, .. } => {
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
                 let text = format!(
                     "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
                 );
-                self.out.push_back(Output::Note(text));
-                self.failed(now, host);
+                self.outputs.push_back(WatcherOutput::Note(text));
+                self.schedule_retry(now, host);
             }
-            State::Running { tid, .. } => {
-                self.out.push_back(Output::End(tid));
-                let seconds = SILENT_MAX.0 / 1_000_000;
+            WatcherState::Running { tid, .. } => {
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
+                let seconds = SILENCE_TIMEOUT.0 / 1_000_000;
                 let text = format!(
                     "load watcher {tid} of {host} was silent for {seconds} s; it is replaced"
                 );
-                self.out.push_back(Output::Note(text));
-                self.failed(now, host);
+                self.outputs.push_back(WatcherOutput::Note(text));
+                self.schedule_retry(now, host);
             }
         }
     }
@@ -410,8 +410,8 @@ impl Watchers {
     }
 
     /// Returns the next action.
-    pub fn poll(&mut self) -> Option<Output> {
-        self.out.pop_front()
+    pub fn poll(&mut self) -> Option<WatcherOutput> {
+        self.outputs.pop_front()
     }
 }
 
@@ -421,7 +421,7 @@ mod tests {
 
     fn notes(watchers: &mut Watchers) -> Vec<String> {
         let note = |output| {
-            if let Output::Note(text) = output {
+            if let WatcherOutput::Note(text) = output {
                 Some(text)
             } else {
                 None
@@ -433,7 +433,7 @@ mod tests {
     }
 
     /// Starts the next watcher, which runs for `span` and ends. Returns the notes about it.
-    fn runs(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
+    fn run_and_end(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (
             number.cast_signed(),
@@ -441,12 +441,12 @@ mod tests {
         );
         let now = watchers.next_deadline().expect("it is wanted");
         watchers.tick(now);
-        watchers.sent(now, host, Some(wid));
+        watchers.order_sent(now, host, Some(wid));
         assert_eq!(
-            watchers.ack(now, wid, &Ok(vec![Ok(tid)])),
+            watchers.order_acknowledged(now, wid, &Ok(vec![Ok(tid)])),
             Some(Some((host, tid)))
         );
-        assert!(watchers.ended(now + span, tid));
+        assert!(watchers.task_ended(now + span, tid));
         notes(watchers)
     }
 
@@ -459,10 +459,10 @@ mod tests {
         let mut number = 0;
         let mut ends = |span: Micros| {
             number += 1;
-            runs(&mut watchers, number, span)
+            run_and_end(&mut watchers, number, span)
         };
-        let (short, steady) = (Micros::from_millis(5), STEADY);
-        for _ in 1..SHORT_MAX {
+        let (short, steady) = (Micros::from_millis(5), STEADY_RUN_MIN);
+        for _ in 1..SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new());
         }
         let told = ends(short);
@@ -470,11 +470,11 @@ mod tests {
             text.starts_with("load watcher of host 1 ends at its start, 3 times in a row")
         };
         assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
-        for _ in 0..2 * SHORT_MAX {
+        for _ in 0..2 * SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new(), "once is enough");
         }
         assert_eq!(ends(steady), Vec::<String>::new());
-        for _ in 1..SHORT_MAX {
+        for _ in 1..SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new());
         }
         assert_eq!(ends(short), told);

@@ -1,7 +1,7 @@
 //! Suspended jobs, and jobs that yield to those of another user: real processes, judged by their
 //! own clocks and by their processor time.
 
-use pvm_rm::store::{Ledger, Shelf};
+use pvm_rm::store::{HistoryWriter, StoreLocation};
 use sempa_proto::event::EventKind;
 use sempa_proto::{Micros, Tid, cgroup};
 use sempa_tests::needs::{self, testbed};
@@ -277,13 +277,13 @@ fn a_job_stays_suspended_without_its_manager() {
 
 /// Writes the history of a resource manager in this folder: a user has used much.
 fn has_taken(folder: &Path, user: u32, index: f64) {
-    let shelf = Shelf {
+    let shelf = StoreLocation {
         dir: folder.to_path_buf(),
-        name: "rm-pvm.redb".into(),
+        file_name: "rm-pvm.redb".into(),
     };
-    let (mut ledger, notes) = Ledger::open(Some(&shelf), user, Tid::NONE);
+    let (mut ledger, notes) = HistoryWriter::open(Some(&shelf), user, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
-    ledger.books.set_indices(Micros(now()), [(user, index)]);
+    ledger.history.set_indices(Micros(now()), [(user, index)]);
     ledger.close();
 }
 

@@ -14,8 +14,8 @@
 mod world;
 
 use crate::model::Labels;
-use crate::policy::Conduct;
-use crate::recording::{Entry, Input};
+use crate::policy::EffectivePolicy;
+use crate::recording::{RecordingEntry, RecordedInput};
 use crate::service::{Options, Service, ServiceError};
 use sempa_proto::Micros;
 use serde::Serialize;
@@ -59,12 +59,12 @@ pub struct Figures {
     /// Number of tasks that were lost with their hosts.
     pub lost: u64,
     /// Figures of each user's spawns and tasks.
-    pub users: BTreeMap<u32, OfUser>,
+    pub users: BTreeMap<u32, UserFigures>,
 }
 
 /// Figures of one user's spawns and tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct OfUser {
+pub struct UserFigures {
     /// Number of answered spawns.
     pub answered: u64,
     /// Number of spawns without an answer at the end of the recording.
@@ -82,8 +82,8 @@ pub struct OfUser {
     pub waits_s: Vec<f64>,
 }
 
-impl OfUser {
-    fn of(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> OfUser {
+impl UserFigures {
+    fn new(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> UserFigures {
         let mean = |list: &[f64]| {
             if list.is_empty() {
                 0.0
@@ -91,7 +91,7 @@ impl OfUser {
                 list.iter().sum::<f64>() / list.len() as f64
             }
         };
-        OfUser {
+        UserFigures {
             answered: waits_s.len() as u64,
             unanswered,
             waited_mean_s: mean(&waits_s),
@@ -105,42 +105,42 @@ impl OfUser {
 
 /// Policy under which a recording is run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Under {
+pub struct ReplayPolicy {
     /// The policy at the start.
-    pub conduct: Conduct,
+    pub initial: EffectivePolicy,
     /// The policy changes when it did in the recording; otherwise it stays the same.
-    pub changes: bool,
+    pub changes_as_recorded: bool,
 }
 
-impl From<Conduct> for Under {
-    fn from(conduct: Conduct) -> Under {
-        Under {
-            conduct,
-            changes: false,
+impl From<EffectivePolicy> for ReplayPolicy {
+    fn from(conduct: EffectivePolicy) -> ReplayPolicy {
+        ReplayPolicy {
+            initial: conduct,
+            changes_as_recorded: false,
         }
     }
 }
 
-fn policies(entries: &[Entry]) -> impl Iterator<Item = Conduct> {
+fn recorded_policies(entries: &[RecordingEntry]) -> impl Iterator<Item = EffectivePolicy> {
     entries.iter().filter_map(|entry| match &entry.input {
-        Input::Policy(conduct) => Some(*conduct),
+        RecordedInput::Policy(conduct) => Some(*conduct),
         _ => None,
     })
 }
 
 /// Returns the policy in force at the start of the recording, and whether it changes later.
-pub fn recorded_policy(entries: &[Entry]) -> Under {
-    let conduct = policies(entries).next().unwrap_or_default();
-    Under {
-        conduct,
-        changes: policies(entries).any(|later| later != conduct),
+pub fn recorded_policy(entries: &[RecordingEntry]) -> ReplayPolicy {
+    let conduct = recorded_policies(entries).next().unwrap_or_default();
+    ReplayPolicy {
+        initial: conduct,
+        changes_as_recorded: recorded_policies(entries).any(|later| later != conduct),
     }
 }
 
 /// Returns the recorded labels of hosts. Older recordings contain none.
-fn recorded_labels(entries: &[Entry]) -> Labels {
+fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
     let labels = entries.iter().find_map(|entry| match &entry.input {
-        Input::Labels(labels) => Some(labels),
+        RecordedInput::Labels(labels) => Some(labels),
         _ => None,
     });
     labels
@@ -151,8 +151,8 @@ fn recorded_labels(entries: &[Entry]) -> Labels {
 }
 
 /// Returns a policy as the text of a policy file, for a command line without limits.
-fn as_file(conduct: &Conduct) -> String {
-    let Conduct {
+fn policy_file_text(conduct: &EffectivePolicy) -> String {
+    let EffectivePolicy {
         placing,
         balance,
         margin,
@@ -178,11 +178,11 @@ fn as_file(conduct: &Conduct) -> String {
 ///
 /// # Errors
 /// The service does not start. This cannot happen with a recording that begins with its hosts.
-pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, ServiceError> {
-    let Under { conduct, changes } = under.into();
+pub fn run(entries: &[RecordingEntry], under: impl Into<ReplayPolicy>) -> Result<Figures, ServiceError> {
+    let ReplayPolicy { initial: conduct, changes_as_recorded: changes } = under.into();
     let world = World::new(entries, changes);
     let options = Options {
-        conduct,
+        policy: conduct,
         watchers: true,
         labels: recorded_labels(entries),
         ..Options::default()
@@ -201,7 +201,7 @@ pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, Servic
 }
 
 /// Formats the results of two runs side by side.
-pub fn table(columns: [(&str, &Figures); 2]) -> String {
+pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     let [(a_name, a), (b_name, b)] = columns;
     let mut out = String::new();
     for (name, figures) in columns {
@@ -246,7 +246,7 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
     let users: std::collections::BTreeSet<u32> =
         a.users.keys().chain(b.users.keys()).copied().collect();
     for user in users.iter().filter(|_| users.len() > 1) {
-        let of = |f: &Figures, cell: fn(&OfUser) -> f64| {
+        let of = |f: &Figures, cell: fn(&UserFigures) -> f64| {
             format!("{:.2}", f.users.get(user).map_or(0.0, cell))
         };
         row(&format!("user {user} waited, mean, s"), &|f| {
@@ -260,7 +260,7 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
 }
 
 /// Returns the time of the last entry.
-pub fn span(entries: &[Entry]) -> Micros {
+pub fn last_entry_time(entries: &[RecordingEntry]) -> Micros {
     entries
         .iter()
         .map(|entry| entry.at)
@@ -271,8 +271,8 @@ pub fn span(entries: &[Entry]) -> Micros {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::{Limits, Policy};
-    use crate::spawns::Rules;
+    use crate::decide::{Limits, PlacementPolicy};
+    use crate::spawns::SpawnRules;
 
     /// A policy is the same after it was written as a policy file and read again.
     #[test]
@@ -281,20 +281,20 @@ mod tests {
             user_tasks: Some(7),
             job_tasks: None,
         };
-        let rules = Rules {
+        let rules = SpawnRules {
             wait: Micros::from_secs(90),
             limits,
         };
-        let other = Conduct {
-            placing: Policy::RoundRobin,
+        let other = EffectivePolicy {
+            placing: PlacementPolicy::RoundRobin,
             balance: true,
             margin: 2.0,
             rules,
             give_way: false,
         };
-        for conduct in [Conduct::default(), other] {
+        for conduct in [EffectivePolicy::default(), other] {
             assert_eq!(
-                Conduct::default().with_file("f", as_file(&conduct)),
+                EffectivePolicy::default().with_file("f", policy_file_text(&conduct)),
                 Ok(conduct)
             );
         }

@@ -1,17 +1,17 @@
 //! The persistent history of the resource manager: usage of users, jobs and tasks, decisions with
 //! their reasons, and learned values.
 //!
-//! * [`books`]: the history as a value, with its limits. Receives the event log and decisions;
+//! * [`history`]: the history as a value, with its limits. Receives the event log and decisions;
 //!   returns what must be written.
-//! * [`record`]: decisions in the types of [`sempa_proto::rm`].
+//! * [`decision_records`]: decisions in the types of [`sempa_proto::rm`].
 //! * [`file`]: the database, written in batches by a separate thread. No decision waits for it.
-//! * [`ledger`]: history and file together.
+//! * [`history_writer`]: history and file together.
 
-pub mod books;
+pub mod history;
 pub mod file;
-pub mod ledger;
-pub mod record;
+pub mod history_writer;
+pub mod decision_records;
 
-pub use books::{Batch, Books, Change, Place, Sheet};
-pub use file::{Store, StoreError};
-pub use ledger::{Ledger, Shelf};
+pub use history::{Batch, History, Change, LogPosition, Table};
+pub use file::{HistoryFile, StoreError};
+pub use history_writer::{HistoryWriter, StoreLocation};

@@ -1,12 +1,12 @@
 //! Spawns that wait long while smaller ones overtake them.
 
-use crate::common::{Bed, client, request, rm as own, world};
-use crate::{ask, with_conduct};
+use crate::common::{TestBed, client, request, rm_tid as own, world};
+use crate::{query, options_with_policy};
 use bytes::Bytes;
 use pvm_rm::decide::{Limits, RESERVE_AFTER};
-use pvm_rm::policy::Conduct;
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::TAG_POLICY;
-use pvm_rm::spawns::Rules;
+use pvm_rm::spawns::SpawnRules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
@@ -17,50 +17,50 @@ use std::collections::VecDeque;
 
 /// Two hosts that take two tasks each and are full of small tasks. One of these ends every ten
 /// seconds, when the next one already waits.
-struct Busy {
-    bed: Bed,
+struct BusyHosts {
+    bed: TestBed,
     running: VecDeque<Tid>,
-    last: i32,
-    small: u32,
+    last_wait_id: i32,
+    small_started: u32,
 }
 
-impl Busy {
-    fn new(limits: Limits, guests: GuestLimits) -> Busy {
+impl BusyHosts {
+    fn new(limits: Limits, guests: GuestLimits) -> BusyHosts {
         let vm = world(2);
         vm.0.borrow_mut().limits = guests;
-        let rules = Rules {
+        let rules = SpawnRules {
             wait: Micros::from_secs(3600),
             limits,
         };
-        let bed = Bed::quiet_with(
+        let bed = TestBed::quiet_with(
             &vm,
-            with_conduct(Conduct {
+            options_with_policy(EffectivePolicy {
                 rules,
                 give_way: false,
-                ..Conduct::default()
+                ..EffectivePolicy::default()
             }),
         );
-        let mut busy = Busy {
+        let mut busy = BusyHosts {
             bed,
             running: VecDeque::new(),
-            last: 1000,
-            small: 0,
+            last_wait_id: 1000,
+            small_started: 0,
         };
-        (0..4).for_each(|_| busy.ask_small());
+        (0..4).for_each(|_| busy.request_small());
         assert_eq!(busy.running.len(), 4);
         busy
     }
 
-    fn ask_small(&mut self) {
-        self.last += 1;
-        self.bed.world().spawn(self.last, &request(1));
+    fn request_small(&mut self) {
+        self.last_wait_id += 1;
+        self.bed.world().spawn(self.last_wait_id, &request(1));
         self.bed.settle();
         self.start();
     }
 
     /// Lets the hosts carry out the start orders.
     fn start(&mut self) {
-        let execs = self.bed.world().took_execs();
+        let execs = self.bed.world().take_start_orders();
         for exec in &execs {
             let tids = self.bed.world().ack(exec);
             for tid in &tids {
@@ -74,7 +74,7 @@ impl Busy {
             }
             if exec.request.count == 1 {
                 self.running.extend(&tids);
-                self.small += 1;
+                self.small_started += 1;
             }
         }
         self.bed.settle();
@@ -82,7 +82,7 @@ impl Busy {
 
     /// Lets ten seconds pass, in which a small task is requested before another one ends.
     fn round(&mut self) {
-        self.ask_small();
+        self.request_small();
         if let Some(tid) = self.running.pop_front() {
             let host = tid.birth_host().expect("a task");
             self.bed.world().event(
@@ -94,9 +94,9 @@ impl Busy {
                 },
             );
         }
-        self.bed.signs_of_life(&[1, 2]);
+        self.bed.report_absent_owners(&[1, 2]);
         self.start();
-        self.bed.pass(Micros::from_secs(10));
+        self.bed.advance(Micros::from_secs(10));
         self.start();
     }
 }
@@ -110,22 +110,22 @@ fn two_each() -> GuestLimits {
 
 /// Asserts that a large request waits while small ones are placed, until hosts are reserved for it;
 /// then it is placed.
-fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
+fn check_reservation(mut busy: BusyHosts, large: &SpawnRequest, expected_note: &str) {
     busy.bed.world().spawn(7, large);
     busy.bed.settle();
-    let before = busy.small;
+    let before = busy.small_started;
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 - 1 {
         busy.round();
     }
     assert_eq!(
-        busy.bed.world().answer(7),
+        busy.bed.world().spawn_reply(7),
         None,
         "small ones always came first"
     );
     assert!(
-        busy.small > before + 5,
+        busy.small_started > before + 5,
         "and they have got their places: {}",
-        busy.small - before
+        busy.small_started - before
     );
     for _ in 0..8 {
         busy.round();
@@ -133,7 +133,7 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
     let answer = busy
         .bed
         .world()
-        .answer(7)
+        .spawn_reply(7)
         .unwrap_or_else(|| panic!("{:?}", busy.bed.world().notes()));
     assert!(answer.expect("good").iter().all(Result::is_ok));
     assert_eq!(
@@ -141,17 +141,17 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
             .world()
             .notes()
             .iter()
-            .filter(|note| note.contains(said))
+            .filter(|note| note.contains(expected_note))
             .count(),
         1,
         "said once"
     );
-    let (behind, waiting) = (busy.small, busy.last);
+    let (behind, waiting) = (busy.small_started, busy.last_wait_id);
     for _ in 0..6 {
         busy.round();
     }
     assert!(
-        busy.small > behind && busy.last > waiting,
+        busy.small_started > behind && busy.last_wait_id > waiting,
         "small ones go on"
     );
 }
@@ -163,8 +163,8 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
         place: "?same-host".into(),
         ..request(2)
     };
-    waits_and_gets(
-        Busy::new(Limits::default(), two_each()),
+    check_reservation(
+        BusyHosts::new(Limits::default(), two_each()),
         &large,
         "hosts are kept for it",
     );
@@ -173,7 +173,7 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
 /// A query for a host reports that it is reserved for a spawn that has waited long.
 #[test]
 fn host_query_reports_reservation() {
-    let mut busy = Busy::new(Limits::default(), two_each());
+    let mut busy = BusyHosts::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
         &SpawnRequest {
@@ -182,8 +182,8 @@ fn host_query_reports_reservation() {
         },
     );
     busy.bed.settle();
-    let kept = |busy: &mut Busy| -> Vec<String> {
-        let of = |host: &str| match ask(&mut busy.bed, &RmQuery::HostDecisions(host.into())) {
+    let kept = |busy: &mut BusyHosts| -> Vec<String> {
+        let of = |host: &str| match query(&mut busy.bed, &RmQuery::HostDecisions(host.into())) {
             RmReply::Decisions {
                 host_state: Some(HostState::Used(but)),
                 ..
@@ -216,7 +216,7 @@ fn host_query_reports_reservation() {
         "{said:?}"
     );
     assert!(
-        busy.bed.world().answer(7).is_some() && kept(&mut busy).is_empty(),
+        busy.bed.world().spawn_reply(7).is_some() && kept(&mut busy).is_empty(),
         "it has its place"
     );
 }
@@ -228,8 +228,8 @@ fn limited_spawn_precedes_later_ones_of_user() {
         user_tasks: Some(4),
         job_tasks: None,
     };
-    waits_and_gets(
-        Busy::new(limits, GuestLimits::default()),
+    check_reservation(
+        BusyHosts::new(limits, GuestLimits::default()),
         &request(3),
         "others wait until it is",
     );
@@ -242,12 +242,12 @@ fn spawn_above_limit_is_refused_at_once() {
         user_tasks: Some(4),
         job_tasks: None,
     };
-    let mut busy = Busy::new(limits, GuestLimits::default());
+    let mut busy = BusyHosts::new(limits, GuestLimits::default());
     busy.bed.world().spawn(7, &request(5));
     busy.bed.world().spawn(8, &request(3));
     busy.bed.settle();
     assert_eq!(
-        busy.bed.world().answer(7),
+        busy.bed.world().spawn_reply(7),
         Some(Ok(vec![Err(PvmError::OutOfRes); 5]))
     );
     let why = busy.bed.world().notes().pop().expect("a note says why");
@@ -256,10 +256,10 @@ fn spawn_above_limit_is_refused_at_once() {
         "{why}"
     );
     // Three tasks are allowed once two of the four have ended, unless the limit changes first.
-    assert_eq!(busy.bed.world().answer(8), None);
+    assert_eq!(busy.bed.world().spawn_reply(8), None);
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 1 {
-        busy.bed.signs_of_life(&[1, 2]);
-        busy.bed.pass(Micros::from_secs(10));
+        busy.bed.report_absent_owners(&[1, 2]);
+        busy.bed.advance(Micros::from_secs(10));
     }
     let notes = busy.bed.world().notes();
     assert!(
@@ -277,10 +277,10 @@ fn spawn_above_limit_is_refused_at_once() {
     );
     busy.bed.settle();
     assert_eq!(
-        busy.bed.world().answer(8),
+        busy.bed.world().spawn_reply(8),
         Some(Ok(vec![Err(PvmError::OutOfRes); 3]))
     );
-    let (ended, small) = (std::mem::take(&mut busy.running), busy.small);
+    let (ended, small) = (std::mem::take(&mut busy.running), busy.small_started);
     for tid in ended {
         let host = tid.birth_host().expect("a task");
         busy.bed.world().event(
@@ -293,14 +293,14 @@ fn spawn_above_limit_is_refused_at_once() {
         );
     }
     busy.bed.settle();
-    busy.ask_small();
-    assert_eq!(busy.small, small + 1, "later ones do not wait for it");
+    busy.request_small();
+    assert_eq!(busy.small_started, small + 1, "later ones do not wait for it");
 }
 
 /// No host is reserved for a spawn that no host could take.
 #[test]
 fn no_reservation_for_impossible_spawn() {
-    let mut busy = Busy::new(Limits::default(), two_each());
+    let mut busy = BusyHosts::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
         &SpawnRequest {
@@ -311,8 +311,8 @@ fn no_reservation_for_impossible_spawn() {
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 6 {
         busy.round();
     }
-    assert_eq!(busy.bed.world().answer(7), None);
-    assert!(busy.small > 15, "the others go on: {}", busy.small);
+    assert_eq!(busy.bed.world().spawn_reply(7), None);
+    assert!(busy.small_started > 15, "the others go on: {}", busy.small_started);
     assert!(
         !busy
             .bed
@@ -327,8 +327,8 @@ fn no_reservation_for_impossible_spawn() {
 #[test]
 fn promised_memory_is_not_promised_twice() {
     let vm = world(1);
-    vm.0.borrow_mut().memory = 5 << 30;
-    let mut bed = Bed::quiet(&vm);
+    vm.0.borrow_mut().available_bytes = 5 << 30;
+    let mut bed = TestBed::quiet(&vm);
     let large = |count| SpawnRequest {
         place: "?memory >= 2G".into(),
         ..request(count)
@@ -336,10 +336,10 @@ fn promised_memory_is_not_promised_twice() {
     // Three requests at the same moment, before the host has started any task.
     (1..=3).for_each(|wid| bed.world().spawn(wid, &large(1)));
     bed.settle();
-    let execs = bed.world().took_execs();
+    let execs = bed.world().take_start_orders();
     assert_eq!(execs.len(), 2, "five gigabytes are enough for two");
     assert_eq!(
-        bed.world().answer(3).expect("refused").expect("tried"),
+        bed.world().spawn_reply(3).expect("refused").expect("tried"),
         [Err(PvmError::OutOfRes)]
     );
     let notes = bed.world().notes();
@@ -351,15 +351,15 @@ fn promised_memory_is_not_promised_twice() {
     );
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
     // A report that may predate the tasks changes nothing.
-    bed.pass(Micros::from_secs(20));
-    bed.signs_of_life(&[1]);
+    bed.advance(Micros::from_secs(20));
+    bed.report_absent_owners(&[1]);
     bed.world().spawn(4, &large(1));
     bed.settle();
-    assert!(bed.world().took_execs().is_empty());
+    assert!(bed.world().take_start_orders().is_empty());
     // The tasks have not used the requested memory, and reports show that by now.
-    bed.pass(Micros::from_secs(11));
-    bed.signs_of_life(&[1]);
+    bed.advance(Micros::from_secs(11));
+    bed.report_absent_owners(&[1]);
     bed.world().spawn(5, &large(2));
     bed.settle();
-    assert_eq!(bed.world().took_execs()[0].request.count, 2);
+    assert_eq!(bed.world().take_start_orders()[0].request.count, 2);
 }

@@ -7,28 +7,28 @@
 //! correction fades, and after some hours a migration is tried again.
 
 use super::predict::Estimates;
-use super::{HostId, Shift};
+use super::{HostId, Rebalance};
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Maximum number of migrations that are followed at once; further ones are not followed.
-pub const PROMISES_MAX: usize = 4096;
+pub const PENDING_PREDICTIONS_MAX: usize = 4096;
 /// Bounds of the factor that corrects computed gains.
-pub const TRUST: std::ops::RangeInclusive<f64> = 0.1..=1.5;
+pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
 /// Time after which a correction has half its effect if nothing confirms it.
-pub const TRUST_HALF: Micros = Micros::from_secs(2 * 3600);
+pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
 /// Time after the arrival when the rate of a task is measured.
-const LOOK_AFTER: Micros = Micros::from_secs(30);
+const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
 /// Minimum time at the target for measuring the rate of a task that ends earlier.
-const RATE_AFTER: Micros = Micros::from_secs(5);
+const RATE_MEASURE_MIN: Micros = Micros::from_secs(5);
 /// Maximum ratio that is recorded. A task that has done this multiple of its expected work is not
 /// followed further.
-const MORE: f64 = 2.0;
+const RATIO_MAX: f64 = 2.0;
 /// Minimum weight of the newest observation.
-const NEWEST: f64 = 0.1;
+const NEWEST_WEIGHT: f64 = 0.1;
 /// Weight of the initial assumption that predictions are right, in migrations.
-const PRIOR: f64 = 3.0;
+const PRIOR_WEIGHT: f64 = 3.0;
 
 /// Mean ratio of actual to predicted values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,16 +44,16 @@ impl Default for Ratio {
 }
 
 impl Ratio {
-    fn came(&mut self, ratio: f64) {
+    fn record(&mut self, ratio: f64) {
         self.seen += 1;
-        let weight = NEWEST.max(1.0 / (self.seen as f64 + PRIOR));
+        let weight = NEWEST_WEIGHT.max(1.0 / (self.seen as f64 + PRIOR_WEIGHT));
         self.mean += weight * (ratio - self.mean);
     }
 }
 
 /// Corrections of predicted gains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Gains {
+pub(super) struct GainFeedback {
     /// Ratio for the rate at the target.
     rate: Ratio,
     /// Ratios for the remaining work: if it was estimated, and if it was declared.
@@ -62,214 +62,214 @@ pub(super) struct Gains {
     heard: Micros,
 }
 
-impl Gains {
+impl GainFeedback {
     /// Returns the factor that corrects a computed gain.
-    pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
-        let learned = (self.rate.mean * self.work[usize::from(told)].mean)
-            .clamp(*TRUST.start(), *TRUST.end());
-        let age = now.since(self.heard).0 as f64 / TRUST_HALF.0 as f64;
+    pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
+        let learned = (self.rate.mean * self.work[usize::from(declared)].mean)
+            .clamp(*CONFIDENCE_RANGE.start(), *CONFIDENCE_RANGE.end());
+        let age = now.since(self.heard).0 as f64 / CONFIDENCE_HALF_LIFE.0 as f64;
         learned.powf(0.5_f64.powf(age))
     }
 
     /// Returns the same corrections for a clock that starts at zero.
-    pub(super) fn on_new_clock(self) -> Gains {
-        Gains {
+    pub(super) fn on_new_clock(self) -> GainFeedback {
+        GainFeedback {
             heard: Micros::default(),
             ..self
         }
     }
 
     /// Returns a counter that rises with every observation.
-    pub(super) fn lessons(&self) -> u64 {
+    pub(super) fn observations(&self) -> u64 {
         self.rate.seen + self.work.iter().map(|work| work.seen).sum::<u64>()
     }
 
-    pub(super) fn is_sound(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         [self.rate, self.work[0], self.work[1]]
             .iter()
             .all(|ratio| ratio.mean.is_finite())
     }
 
-    pub(super) fn rate_came(&mut self, now: Micros, ratio: f64) {
+    pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
         self.heard = now;
-        self.rate.came(ratio);
+        self.rate.record(ratio);
     }
 
-    pub(super) fn work_came(&mut self, now: Micros, told: bool, ratio: f64) {
+    pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
         self.heard = now;
-        self.work[usize::from(told)].came(ratio);
+        self.work[usize::from(declared)].record(ratio);
     }
 }
 
 /// Prediction about a migration that is followed.
 #[derive(Clone, Copy, Debug)]
-struct Promise {
+struct PendingPrediction {
     from: HostId,
     to: HostId,
     /// Rate before the migration and predicted rate after it, in thousandths of an ordinary
     /// processor.
-    has: f64,
-    gets: f64,
+    source_rate: f64,
+    target_rate: f64,
     /// Predicted remaining work, in seconds of an ordinary processor.
-    left: f64,
-    told: bool,
+    work_left: f64,
+    declared: bool,
     /// Computed gain, and the gain after the correction by experience.
-    reckoned: Micros,
+    computed_gain: Micros,
     gain: Micros,
     cost: Micros,
-    arrived: Option<Arrived>,
+    arrived: Option<Arrival>,
     /// Ratio of actual to predicted rate gain, once measured.
-    rate: Option<f64>,
+    rate_ratio: Option<f64>,
 }
 
 /// Arrival of a task at its target.
 #[derive(Clone, Copy, Debug)]
-struct Arrived {
+struct Arrival {
     at: Micros,
     /// Work done before the arrival.
-    done: Micros,
+    work_done: Micros,
     /// Actual cost of the migration.
     cost: Micros,
 }
 
 /// Result of a rebalancing migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct PredictionOutcome {
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
     /// Predicted gain and cost.
-    pub expected: (Micros, Micros),
+    pub predicted: (Micros, Micros),
     /// Actual gain, as far as the task's rate and work tell, and actual cost.
-    pub came: (Micros, Micros),
+    pub actual: (Micros, Micros),
 }
 
 /// Rebalancing migrations whose actual gain is not known yet.
 #[derive(Clone, Debug, Default)]
-pub struct Promises {
-    open: BTreeMap<Tid, Promise>,
+pub struct PendingPredictions {
+    pending: BTreeMap<Tid, PendingPrediction>,
 }
 
-impl Promise {
-    /// Returns the ratio of actual to predicted time saved per unit of work. `work` seconds of work
+impl PendingPrediction {
+    /// Returns the ratio of actual to predicted time saved per unit of work. `work_accounting` seconds of work
     /// were done in `span` seconds.
-    fn rate(&self, work: f64, span: f64) -> f64 {
-        let sooner = |rate: f64| 1.0 / self.has.max(1.0) - 1.0 / rate.max(1.0);
-        (sooner(1e3 * work / span.max(1e-6)) / sooner(self.gets)).clamp(0.0, MORE)
+    fn measured_rate_ratio(&self, work: f64, span: f64) -> f64 {
+        let time_saved = |rate: f64| 1.0 / self.source_rate.max(1.0) - 1.0 / rate.max(1.0);
+        (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate)).clamp(0.0, RATIO_MAX)
     }
 
-    fn outcome(&self, tid: Tid, arrived: &Arrived, work: f64) -> Outcome {
-        let saved = self.reckoned.0 as f64 * self.rate.unwrap_or(1.0) * work;
+    fn outcome(&self, tid: Tid, arrived: &Arrival, work: f64) -> PredictionOutcome {
+        let saved = self.computed_gain.0 as f64 * self.rate_ratio.unwrap_or(1.0) * work;
         let came = (Micros(saved as u64), arrived.cost);
-        Outcome {
+        PredictionOutcome {
             tid,
             from: self.from,
             to: self.to,
-            expected: (self.gain, self.cost),
-            came,
+            predicted: (self.gain, self.cost),
+            actual: came,
         }
     }
 }
 
-impl Promises {
+impl PendingPredictions {
     /// Starts following a migration that was ordered. A task that makes room for another one and
     /// gets less itself is not followed.
-    pub fn made(&mut self, shift: &Shift) {
-        let why = &shift.why;
-        let (has, gets, left) = (why.has as f64, why.gets as f64, why.left.0 as f64 / 1e6);
-        if gets <= has || left <= 0.0 || self.open.len() >= PROMISES_MAX {
-            return self.dropped(shift.tid);
+    pub fn follow(&mut self, rebalance: &Rebalance) {
+        let why = &rebalance.reason;
+        let (has, gets, left) = (why.source_rate as f64, why.target_rate as f64, why.work_left.0 as f64 / 1e6);
+        if gets <= has || left <= 0.0 || self.pending.len() >= PENDING_PREDICTIONS_MAX {
+            return self.discard(rebalance.tid);
         }
-        let (from, to, told) = (shift.from, shift.to, why.told);
-        let (reckoned, gain, cost) = (why.reckoned, why.gain, why.cost);
-        let promise = Promise {
+        let (from, to, told) = (rebalance.from, rebalance.to, why.declared);
+        let (reckoned, gain, cost) = (why.computed_gain, why.gain, why.cost);
+        let promise = PendingPrediction {
             from,
             to,
-            has,
-            gets,
-            left,
-            told,
-            reckoned,
+            source_rate: has,
+            target_rate: gets,
+            work_left: left,
+            declared: told,
+            computed_gain: reckoned,
             gain,
             cost,
             arrived: None,
-            rate: None,
+            rate_ratio: None,
         };
-        self.open.insert(shift.tid, promise);
+        self.pending.insert(rebalance.tid, promise);
     }
 
     /// Records that the task arrived at `to` after `done` work, in a migration of cost `cost`. If
     /// `to` is not the predicted target, or if the task had arrived before, the prediction is
     /// discarded: what the migration would have saved cannot be known.
-    pub fn arrived(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
-        match self.open.get_mut(&tid) {
+    pub fn record_arrival(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
+        match self.pending.get_mut(&tid) {
             Some(promise) if promise.to == to && promise.arrived.is_none() => {
-                promise.arrived = Some(Arrived { at, done, cost });
+                promise.arrived = Some(Arrival { at, work_done: done, cost });
             }
-            _ => self.dropped(tid),
+            _ => self.discard(tid),
         }
     }
 
     /// Discards the prediction for a task that did not migrate, was suspended, or is gone.
-    pub fn dropped(&mut self, tid: Tid) {
-        self.open.remove(&tid);
+    pub fn discard(&mut self, tid: Tid) {
+        self.pending.remove(&tid);
     }
 
     /// Returns the tasks that are followed.
     pub fn tasks(&self) -> Vec<Tid> {
-        self.open.keys().copied().collect()
+        self.pending.keys().copied().collect()
     }
 
     /// Measures a running task that has done `done` work. Returns the result of its migration once
     /// it is known.
-    pub fn look(
+    pub fn check(
         &mut self,
         now: Micros,
         tid: Tid,
         done: Micros,
         estimates: &mut Estimates,
-    ) -> Option<Outcome> {
-        let promise = self.open.get_mut(&tid)?;
+    ) -> Option<PredictionOutcome> {
+        let promise = self.pending.get_mut(&tid)?;
         let arrived = promise
             .arrived
-            .filter(|arrived| now.since(arrived.at) >= LOOK_AFTER)?;
-        let work = done.since(arrived.done).0 as f64 / 1e6;
-        if promise.rate.is_none() {
-            let rate = promise.rate(work, now.since(arrived.at).0 as f64 / 1e6);
-            promise.rate = Some(rate);
-            estimates.rate_came(now, rate);
+            .filter(|arrived| now.since(arrived.at) >= RATE_CHECK_DELAY)?;
+        let work = done.since(arrived.work_done).0 as f64 / 1e6;
+        if promise.rate_ratio.is_none() {
+            let rate = promise.measured_rate_ratio(work, now.since(arrived.at).0 as f64 / 1e6);
+            promise.rate_ratio = Some(rate);
+            estimates.record_rate(now, rate);
         }
-        if work < MORE * promise.left {
+        if work < RATIO_MAX * promise.work_left {
             return None;
         }
-        estimates.work_came(now, promise.told, MORE);
-        let outcome = promise.outcome(tid, &arrived, MORE);
-        self.dropped(tid);
+        estimates.record_work(now, promise.declared, RATIO_MAX);
+        let outcome = promise.outcome(tid, &arrived, RATIO_MAX);
+        self.discard(tid);
         Some(outcome)
     }
 
     /// Concludes the prediction for a task that ended after `done` work. Returns the result of its
     /// migration.
-    pub fn ended(
+    pub fn conclude(
         &mut self,
         now: Micros,
         tid: Tid,
         done: Micros,
         estimates: &mut Estimates,
-    ) -> Option<Outcome> {
-        let mut promise = self.open.remove(&tid)?;
+    ) -> Option<PredictionOutcome> {
+        let mut promise = self.pending.remove(&tid)?;
         let arrived = promise.arrived?;
         let (work, span) = (
-            done.since(arrived.done).0 as f64 / 1e6,
+            done.since(arrived.work_done).0 as f64 / 1e6,
             now.since(arrived.at),
         );
-        if promise.rate.is_none() && span >= RATE_AFTER {
-            let rate = promise.rate(work, span.0 as f64 / 1e6);
-            promise.rate = Some(rate);
-            estimates.rate_came(now, rate);
+        if promise.rate_ratio.is_none() && span >= RATE_MEASURE_MIN {
+            let rate = promise.measured_rate_ratio(work, span.0 as f64 / 1e6);
+            promise.rate_ratio = Some(rate);
+            estimates.record_rate(now, rate);
         }
-        let ratio = (work / promise.left).min(MORE);
-        estimates.work_came(now, promise.told, ratio);
+        let ratio = (work / promise.work_left).min(RATIO_MAX);
+        estimates.record_work(now, promise.declared, ratio);
         Some(promise.outcome(tid, &arrived, ratio))
     }
 }
@@ -277,7 +277,7 @@ impl Promises {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::ShiftWhy;
+    use crate::decide::RebalanceReason;
     use proptest::prelude::*;
 
     fn tid() -> Tid {
@@ -290,34 +290,34 @@ mod tests {
 
     /// Creates a migration from host 1 to host 2 at twice the rate, with `left` seconds of
     /// remaining work.
-    fn shift(left: u64) -> Shift {
+    fn shift(left: u64) -> Rebalance {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
-        let why = ShiftWhy {
-            has: 500,
-            gets: 1000,
+        let why = RebalanceReason {
+            source_rate: 500,
+            target_rate: 1000,
             gain: reckoned,
             cost,
             barrier: false,
-            sooner: None,
-            left,
-            told: false,
-            reckoned,
+            job_ends_sooner_by: None,
+            work_left: left,
+            declared: false,
+            computed_gain: reckoned,
         };
-        Shift {
+        Rebalance {
             tid: tid(),
             from: host(1),
             to: host(2),
-            why,
+            reason: why,
         }
     }
 
     /// Returns the result of such a migration if the task does `rate` thousandths of a second's
-    /// work per second, and `work` seconds of work.
-    fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<Outcome> {
-        let (mut promises, at) = (Promises::default(), Micros::from_secs(at));
-        promises.made(&shift(100));
-        promises.arrived(
+    /// work per second, and `work_accounting` seconds of work.
+    fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<PredictionOutcome> {
+        let (mut promises, at) = (PendingPredictions::default(), Micros::from_secs(at));
+        promises.follow(&shift(100));
+        promises.record_arrival(
             at,
             tid(),
             host(2),
@@ -325,11 +325,11 @@ mod tests {
         );
         let span = Micros(work * 1_000_000 * 1000 / rate);
         let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
-        if span > LOOK_AFTER {
-            let looked = promises.look(at + LOOK_AFTER, tid(), done(LOOK_AFTER), estimates);
+        if span > RATE_CHECK_DELAY {
+            let looked = promises.check(at + RATE_CHECK_DELAY, tid(), done(RATE_CHECK_DELAY), estimates);
             assert_eq!(looked, None);
         }
-        promises.ended(at + span, tid(), done(span), estimates)
+        promises.conclude(at + span, tid(), done(span), estimates)
     }
 
     /// A result that equals the prediction is reported and leaves the factor at 1.
@@ -339,10 +339,10 @@ mod tests {
         let outcome = follow(&mut estimates, 0, 1000, 100).expect("it has ended");
         let seconds = |pair: (Micros, Micros)| (pair.0.0 / 1_000_000, pair.1.0 / 1_000_000);
         assert_eq!(
-            (seconds(outcome.expected), seconds(outcome.came)),
+            (seconds(outcome.predicted), seconds(outcome.actual)),
             ((100, 1), (100, 2))
         );
-        assert!((estimates.trust(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
+        assert!((estimates.confidence(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
     /// Gains are scaled by what earlier ones were worth, until those are long past.
@@ -354,21 +354,21 @@ mod tests {
                 follow(&mut estimates, n * 1000, rate, work).expect("it has ended");
             }
             let now = Micros::from_secs(60_000);
-            let trust = estimates.trust(now, false);
+            let trust = estimates.confidence(now, false);
             assert!(
                 (0.28..0.40).contains(&trust),
                 "a third of what was expected came: {trust}"
             );
-            let later = |n: u64| estimates.trust(now + Micros(n * TRUST_HALF.0), false);
+            let later = |n: u64| estimates.confidence(now + Micros(n * CONFIDENCE_HALF_LIFE.0), false);
             assert!(
                 later(1) > trust && later(4) > 0.9 && later(4) < 1.0,
                 "{} {}",
                 later(1),
                 later(4)
             );
-            let kept = Estimates::recall(estimates.lessons());
+            let kept = Estimates::restore(estimates.to_learned_costs());
             assert!(
-                (kept.trust(Micros(0), false) - trust).abs() < 0.05,
+                (kept.confidence(Micros(0), false) - trust).abs() < 0.05,
                 "it outlives its keeper"
             );
         }
@@ -377,31 +377,31 @@ mod tests {
     /// A task that ends up on another host, or gets less for the sake of others, teaches nothing.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
-        let (mut promises, mut estimates) = (Promises::default(), Estimates::default());
+        let (mut promises, mut estimates) = (PendingPredictions::default(), Estimates::default());
         let far = Micros::from_secs(1000);
-        promises.made(&Shift {
-            why: ShiftWhy {
-                gets: 400,
-                ..shift(9).why
+        promises.follow(&Rebalance {
+            reason: RebalanceReason {
+                target_rate: 400,
+                ..shift(9).reason
             },
             ..shift(9)
         });
         assert!(promises.tasks().is_empty());
-        promises.made(&shift(9));
+        promises.follow(&shift(9));
         assert_eq!(
-            promises.ended(far, tid(), far, &mut estimates),
+            promises.conclude(far, tid(), far, &mut estimates),
             None,
             "it never arrived"
         );
-        promises.made(&shift(9));
-        promises.arrived(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
-        promises.arrived(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
+        promises.follow(&shift(9));
+        promises.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
+        promises.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
         assert_eq!(
-            promises.ended(far, tid(), far, &mut estimates),
+            promises.conclude(far, tid(), far, &mut estimates),
             None,
             "an owner came"
         );
-        assert_eq!(estimates.trust(far, false), 1.0);
+        assert_eq!(estimates.confidence(far, false), 1.0);
     }
 
     proptest! {
@@ -412,10 +412,10 @@ mod tests {
             let mut estimates = Estimates::default();
             for n in 0..80 {
                 if let Some(outcome) = follow(&mut estimates, n, rate, work) {
-                    prop_assert!(outcome.came.0.0 <= outcome.expected.0.0 * 4);
+                    prop_assert!(outcome.actual.0.0 <= outcome.predicted.0.0 * 4);
                 }
-                let trust = estimates.trust(Micros::from_secs(n), told);
-                prop_assert!((*TRUST.start() - 1e-9..=*TRUST.end() + 1e-9).contains(&trust), "{}", trust);
+                let trust = estimates.confidence(Micros::from_secs(n), told);
+                prop_assert!((*CONFIDENCE_RANGE.start() - 1e-9..=*CONFIDENCE_RANGE.end() + 1e-9).contains(&trust), "{}", trust);
             }
         }
     }

@@ -8,36 +8,36 @@
 //! All tasks of a host run at the same rate. Each host has a queue of its tasks, sorted by
 //! remaining work. Time advances in steps: to the next end of a task or of a cooldown.
 
-use super::{SHIFT_REST, SHIFTS_MAX};
+use super::{REBALANCE_COOLDOWN, REBALANCES_MAX};
 
 /// Minimum speedup for a task to migrate for its own sake.
-pub(super) const FASTER: f64 = 1.2;
+pub(super) const SPEEDUP_MIN: f64 = 1.2;
 
 /// A host in the simulation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Machine {
+pub(super) struct SimHost {
     pub(super) processors: f64,
     /// Work of one processor per second, in seconds of an ordinary one.
     pub(super) speed: f64,
     /// External load in threads.
-    pub(super) foreign: f64,
+    pub(super) external_threads: f64,
 }
 
-impl Machine {
+impl SimHost {
     /// Returns the work that each of `tasks` tasks does per second.
     pub(super) fn rate(&self, tasks: usize) -> f64 {
-        let threads = tasks as f64 + self.foreign;
+        let threads = tasks as f64 + self.external_threads;
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
     /// Returns the sum of the seconds until each of `tasks` tasks ends, if all stay. `left`:
     /// remaining work of each, in ascending order.
-    pub(super) fn flow(&self, tasks: usize, left: impl Iterator<Item = f64>) -> f64 {
+    pub(super) fn completion_sum(&self, tasks: usize, works_left: impl Iterator<Item = f64>) -> f64 {
         let (mut before, mut sum) = (0.0, 0.0);
-        for (ended, left) in left.enumerate() {
+        for (ended, works_left) in works_left.enumerate() {
             let running = tasks - ended;
-            sum += running as f64 * (left - before) / self.rate(running);
-            before = left;
+            sum += running as f64 * (works_left - before) / self.rate(running);
+            before = works_left;
         }
         sum
     }
@@ -45,43 +45,43 @@ impl Machine {
 
 /// A task in the simulation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct SimTask {
     /// Index of the task's host.
-    pub(super) at: usize,
+    pub(super) host: usize,
     /// Remaining work, in seconds of an ordinary processor. Within a queue, [`Queue::done`] is
     /// added.
-    pub(super) left: f64,
+    pub(super) work_left: f64,
     /// Number of migrations that are left.
-    pub(super) moves: usize,
+    pub(super) moves_left: usize,
     /// End of the cooldown, in seconds of simulated time.
-    pub(super) rests: f64,
+    pub(super) cooldown_end: f64,
     /// The task belongs to the job whose end is simulated.
-    pub(super) counts: bool,
+    pub(super) in_job: bool,
 }
 
-impl Piece {
-    /// Changes the host at time `now`. The migration costs the task `work`.
-    pub(super) fn go(&mut self, to: usize, work: f64, now: f64) {
-        self.moves = self.moves.saturating_sub(1);
-        let before = SHIFTS_MAX.saturating_sub(self.moves + 1);
-        (self.at, self.left) = (to, self.left + work);
-        self.rests = now + SHIFT_REST.0 as f64 / 1e6 * (1_u64 << before) as f64;
+impl SimTask {
+    /// Changes the host at time `now`. The migration costs the task `work_accounting`.
+    pub(super) fn migrate(&mut self, to: usize, work: f64, now: f64) {
+        self.moves_left = self.moves_left.saturating_sub(1);
+        let before = REBALANCES_MAX.saturating_sub(self.moves_left + 1);
+        (self.host, self.work_left) = (to, self.work_left + work);
+        self.cooldown_end = now + REBALANCE_COOLDOWN.0 as f64 / 1e6 * (1_u64 << before) as f64;
     }
 }
 
 /// Result of a simulation, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Outcome {
+pub(super) struct SimOutcome {
     /// End of the job's last task.
-    pub(super) end: f64,
+    pub(super) job_end: f64,
     /// Sum of the ends of all other tasks.
-    pub(super) others: f64,
+    pub(super) other_ends: f64,
 }
 
 /// Marks the end of a queue.
-const NONE: usize = usize::MAX;
+const NO_TASK: usize = usize::MAX;
 /// Offer of a host where one more task would slow down others.
-const NO_GAP: f64 = -1.0;
+const NO_OFFER: f64 = -1.0;
 
 /// The tasks of one host, which all run at the same rate. The task with the least remaining work
 /// ends first.
@@ -89,14 +89,14 @@ const NO_GAP: f64 = -1.0;
 /// The remaining work of a queued task counts from the start of the simulation: the task ends when
 /// `done` reaches it.
 #[derive(Clone, Copy, Debug)]
-struct Queue {
+struct HostQueue {
     /// The task that ends first; [`Future::next`] links the others in their order.
     first: usize,
     last: usize,
-    tasks: usize,
+    len: usize,
     /// Work done, as of `since`, by a task that has been on the host from the start.
-    done: f64,
-    since: f64,
+    work_done: f64,
+    updated_at: f64,
     /// Work that each task does per second.
     rate: f64,
 }
@@ -107,118 +107,118 @@ struct Queue {
 /// Values that are searched over all hosts are in arrays of their own, and there are no references.
 /// A trial therefore copies the state into memory that is already allocated.
 #[derive(Debug, Default)]
-pub(super) struct Future {
-    machines: Vec<Machine>,
-    queues: Vec<Queue>,
+pub(super) struct Simulation {
+    hosts: Vec<SimHost>,
+    queues: Vec<HostQueue>,
     /// For each host: when its first task ends, and when its last one would end if nothing changed.
-    ends: Vec<f64>,
-    lasts: Vec<f64>,
-    /// For each host: the rate it offers to one more task, or [`NO_GAP`].
+    first_ends: Vec<f64>,
+    last_ends: Vec<f64>,
+    /// For each host: the rate it offers to one more task, or [`NO_OFFER`].
     offers: Vec<f64>,
     /// For each host: the minimum rate for which a task leaves it.
-    wants: Vec<f64>,
-    pieces: Vec<Piece>,
+    min_offers: Vec<f64>,
+    sim_tasks: Vec<SimTask>,
     /// Successor of each task in its queue.
     next: Vec<usize>,
     /// Tasks that have not ended, and those of them that belong to the job.
-    tasks: usize,
-    counted: usize,
+    running: usize,
+    running_in_job: usize,
     /// End of each task that has ended.
-    ended: Vec<f64>,
+    ended_at: Vec<f64>,
     /// Ends of the cooldowns, in descending order.
-    rested: Vec<f64>,
+    cooldown_ends: Vec<f64>,
     /// Some processor is idle.
-    gap: bool,
+    has_idle_processor: bool,
     /// Largest offer that no task accepted. Offers up to it are skipped: the passage of time alone
     /// makes no task accept.
-    declined: f64,
+    declined_offer: f64,
     /// Cost of a migration for its task, in seconds.
-    cost: f64,
+    move_cost: f64,
     now: f64,
-    outcome: Outcome,
+    outcome: SimOutcome,
     /// Steps of all simulations that used this memory.
     steps: usize,
 }
 
-impl Future {
-    pub(super) fn of(machines: Vec<Machine>, pieces: Vec<Piece>) -> Future {
-        let queue = Queue {
-            first: NONE,
-            last: NONE,
-            tasks: 0,
-            done: 0.0,
-            since: 0.0,
+impl Simulation {
+    pub(super) fn new(machines: Vec<SimHost>, pieces: Vec<SimTask>) -> Simulation {
+        let queue = HostQueue {
+            first: NO_TASK,
+            last: NO_TASK,
+            len: 0,
+            work_done: 0.0,
+            updated_at: 0.0,
             rate: 0.0,
         };
         let mut rested: Vec<f64> = pieces
             .iter()
-            .map(|piece| piece.rests)
+            .map(|piece| piece.cooldown_end)
             .filter(|rests| *rests > 0.0)
             .collect();
         rested.sort_unstable_by(|a, b| b.total_cmp(a));
         let none = vec![0.0; machines.len()];
-        let mut future = Future {
+        let mut future = Simulation {
             queues: vec![queue; machines.len()],
-            ends: none.clone(),
-            lasts: none.clone(),
+            first_ends: none.clone(),
+            last_ends: none.clone(),
             offers: none.clone(),
-            wants: none,
-            next: vec![NONE; pieces.len()],
-            ended: vec![0.0; pieces.len()],
-            tasks: pieces.len(),
-            machines,
-            pieces,
-            rested,
-            declined: NO_GAP,
-            ..Future::default()
+            min_offers: none,
+            next: vec![NO_TASK; pieces.len()],
+            ended_at: vec![0.0; pieces.len()],
+            running: pieces.len(),
+            hosts: machines,
+            sim_tasks: pieces,
+            cooldown_ends: rested,
+            declined_offer: NO_OFFER,
+            ..Simulation::default()
         };
-        (0..future.queues.len()).for_each(|host| future.count_again(host));
+        (0..future.queues.len()).for_each(|host| future.recompute(host));
         // Of tasks with equal remaining work, the first one counts as the longest.
-        (0..future.pieces.len()).rev().for_each(|i| future.put(i));
+        (0..future.sim_tasks.len()).rev().for_each(|i| future.enqueue(i));
         future
     }
 
     /// Copies the state of another simulation into the allocated memory.
-    pub(super) fn become_like(&mut self, other: &Future) {
-        self.machines.clone_from(&other.machines);
+    pub(super) fn reset_from(&mut self, other: &Simulation) {
+        self.hosts.clone_from(&other.hosts);
         self.queues.clone_from(&other.queues);
-        self.ends.clone_from(&other.ends);
-        self.lasts.clone_from(&other.lasts);
+        self.first_ends.clone_from(&other.first_ends);
+        self.last_ends.clone_from(&other.last_ends);
         self.offers.clone_from(&other.offers);
-        self.wants.clone_from(&other.wants);
-        self.pieces.clone_from(&other.pieces);
+        self.min_offers.clone_from(&other.min_offers);
+        self.sim_tasks.clone_from(&other.sim_tasks);
         self.next.clone_from(&other.next);
-        self.ended.clone_from(&other.ended);
-        self.rested.clone_from(&other.rested);
-        (self.tasks, self.counted, self.gap, self.declined) =
-            (other.tasks, other.counted, other.gap, other.declined);
-        (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
+        self.ended_at.clone_from(&other.ended_at);
+        self.cooldown_ends.clone_from(&other.cooldown_ends);
+        (self.running, self.running_in_job, self.has_idle_processor, self.declined_offer) =
+            (other.running, other.running_in_job, other.has_idle_processor, other.declined_offer);
+        (self.move_cost, self.now, self.outcome) = (other.move_cost, other.now, other.outcome);
     }
 
     /// Selects the tasks of the job, and the cost of a migration in seconds.
-    pub(super) fn ask(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
-        self.pieces
+    pub(super) fn select_job(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
+        self.sim_tasks
             .iter_mut()
             .enumerate()
-            .for_each(|(i, piece)| piece.counts = counts(i));
-        self.counted = self.pieces.iter().filter(|piece| piece.counts).count();
-        (self.cost, self.declined) = (cost, NO_GAP);
+            .for_each(|(i, piece)| piece.in_job = counts(i));
+        self.running_in_job = self.sim_tasks.iter().filter(|piece| piece.in_job).count();
+        (self.move_cost, self.declined_offer) = (cost, NO_OFFER);
     }
 
-    pub(super) fn machines(&self) -> &[Machine] {
-        &self.machines
+    pub(super) fn hosts(&self) -> &[SimHost] {
+        &self.hosts
     }
 
-    pub(super) fn pieces(&self) -> &[Piece] {
-        &self.pieces
+    pub(super) fn tasks(&self) -> &[SimTask] {
+        &self.sim_tasks
     }
 
     /// Runs until all tasks have ended. Returns the end of each.
-    pub(super) fn ends(&mut self) -> &[f64] {
-        while self.tasks > 0 {
-            self.pass();
+    pub(super) fn run_to_end(&mut self) -> &[f64] {
+        while self.running > 0 {
+            self.step();
         }
-        &self.ended
+        &self.ended_at
     }
 
     pub(super) fn steps(&self) -> usize {
@@ -226,31 +226,31 @@ impl Future {
     }
 
     /// Migrates a task at the current time.
-    pub(super) fn go(&mut self, i: usize, to: usize) {
-        let gets = self.machines[to].rate(self.queues[to].tasks + 1);
-        self.shift(i, to, self.cost * gets);
+    pub(super) fn migrate(&mut self, i: usize, to: usize) {
+        let gets = self.hosts[to].rate(self.queues[to].len + 1);
+        self.relocate(i, to, self.move_cost * gets);
     }
 
     /// Applies a migration of the plan, at no cost.
-    pub(super) fn has_gone(&mut self, i: usize, to: usize) {
-        self.shift(i, to, 0.0);
+    pub(super) fn apply_planned(&mut self, i: usize, to: usize) {
+        self.relocate(i, to, 0.0);
     }
 
     /// Runs until all tasks have ended. Returns `None` as soon as `will_not_do` rejects the lower
     /// bound of the outcome.
-    pub(super) fn outcome_unless(
+    pub(super) fn run_unless(
         &mut self,
-        will_not_do: impl Fn(Outcome) -> bool,
-    ) -> Option<Outcome> {
-        while self.tasks > 0 {
-            self.pass();
-            let end = if self.counted > 0 {
+        rejects: impl Fn(SimOutcome) -> bool,
+    ) -> Option<SimOutcome> {
+        while self.running > 0 {
+            self.step();
+            let end = if self.running_in_job > 0 {
                 self.now
             } else {
-                self.outcome.end
+                self.outcome.job_end
             };
-            let others = self.outcome.others + (self.tasks - self.counted) as f64 * self.now;
-            if will_not_do(Outcome { end, others }) {
+            let others = self.outcome.other_ends + (self.running - self.running_in_job) as f64 * self.now;
+            if rejects(SimOutcome { job_end: end, other_ends: others }) {
                 return None;
             }
         }
@@ -258,95 +258,95 @@ impl Future {
     }
 
     /// Runs until the job has ended. Returns whether that is later than `limit` seconds.
-    pub(super) fn ends_after(&mut self, limit: f64) -> bool {
-        while self.counted > 0 && self.now <= limit {
-            self.pass();
+    pub(super) fn job_ends_after(&mut self, limit: f64) -> bool {
+        while self.running_in_job > 0 && self.now <= limit {
+            self.step();
         }
-        self.counted > 0 || self.outcome.end > limit
+        self.running_in_job > 0 || self.outcome.job_end > limit
     }
 
     /// Advances to the next end of a task, or to the end of a cooldown if the task may find an idle
     /// processor.
-    fn pass(&mut self) {
+    fn step(&mut self) {
         self.steps += 1;
-        while self.rested.last().is_some_and(|at| *at <= self.now) {
-            self.rested.pop();
-            self.declined = NO_GAP;
+        while self.cooldown_ends.last().is_some_and(|at| *at <= self.now) {
+            self.cooldown_ends.pop();
+            self.declined_offer = NO_OFFER;
         }
-        self.fill_gaps();
-        let end = -greatest(&self.ends, |end| -end);
-        let host = self.ends.iter().position(|at| *at == end).unwrap_or(0);
-        if let Some(at) = self.rested.last().filter(|at| self.gap && **at < end) {
+        self.fill_idle_processors();
+        let end = -max_by_value(&self.first_ends, |end| -end);
+        let host = self.first_ends.iter().position(|at| *at == end).unwrap_or(0);
+        if let Some(at) = self.cooldown_ends.last().filter(|at| self.has_idle_processor && **at < end) {
             // Slightly later, so that the cooldown counts as over.
             self.now = at + 1e-6;
             return;
         }
         self.now = self.now.max(end);
-        self.settle(host);
+        self.advance_work(host);
         let queue = &mut self.queues[host];
         let first = queue.first;
-        (queue.first, queue.tasks, self.tasks) =
-            (self.next[first], queue.tasks - 1, self.tasks - 1);
-        if queue.first == NONE {
-            queue.last = NONE;
+        (queue.first, queue.len, self.running) =
+            (self.next[first], queue.len - 1, self.running - 1);
+        if queue.first == NO_TASK {
+            queue.last = NO_TASK;
         }
-        self.ended[first] = self.now;
-        if self.pieces[first].counts {
-            (self.outcome.end, self.counted) = (self.now, self.counted - 1);
+        self.ended_at[first] = self.now;
+        if self.sim_tasks[first].in_job {
+            (self.outcome.job_end, self.running_in_job) = (self.now, self.running_in_job - 1);
         } else {
-            self.outcome.others += self.now;
+            self.outcome.other_ends += self.now;
         }
-        self.count_again(host);
+        self.recompute(host);
     }
 
     /// Migrates tasks to idle processors.
-    fn fill_gaps(&mut self) {
-        for _ in 0..self.tasks {
-            let gets = greatest(&self.offers, |offer| offer);
-            self.gap = gets > NO_GAP;
-            if !self.gap || gets <= self.declined {
+    fn fill_idle_processors(&mut self) {
+        for _ in 0..self.running {
+            let rate = max_by_value(&self.offers, |offer| offer);
+            self.has_idle_processor = rate > NO_OFFER;
+            if !self.has_idle_processor || rate <= self.declined_offer {
                 return;
             }
-            let to = self.offers.iter().rposition(|offer| *offer == gets);
-            let Some((longest, to)) = self.longest_for(gets).zip(to) else {
-                self.declined = gets;
+            let to = self.offers.iter().rposition(|offer| *offer == rate);
+            let Some((longest, to)) = self.longest_task_for_rate(rate).zip(to) else {
+                self.declined_offer = rate;
                 return;
             };
-            self.shift(longest, to, self.cost * gets);
+            self.relocate(longest, to, self.move_cost * rate);
         }
     }
 
     /// Returns the task that would end last among those that become faster by this rate.
-    fn longest_for(&self, gets: f64) -> Option<usize> {
-        let (mut latest, mut mover) = (self.now, None);
-        for (host, (wants, ends)) in self.wants.iter().zip(&self.lasts).enumerate() {
+    fn longest_task_for_rate(&self, gets: f64) -> Option<usize> {
+        let (mut latest, mut candidate) = (self.now, None);
+        for (host, (wants, ends)) in self.min_offers.iter().zip(&self.last_ends).enumerate() {
             if gets < *wants || *ends <= latest {
                 continue;
             }
             // If the longest task gains nothing, the others do not either.
-            let Some(longest) = self.longest_of(host) else {
+            let Some(longest) = self.longest_movable_task(host) else {
                 continue;
             };
             let queue = &self.queues[host];
             let left =
-                self.pieces[longest].left - (queue.done + (self.now - queue.since) * queue.rate);
+                self.sim_tasks[longest].work_left - (queue.work_done + (self.now - queue.updated_at) * queue.rate);
             let ends = self.now + left / queue.rate;
-            if ends > self.now + left / gets + self.cost && ends > latest {
-                (latest, mover) = (ends, Some(longest));
+            if ends > self.now + left / gets + self.move_cost && ends > latest {
+                (latest, candidate) = (ends, Some(longest));
             }
         }
-        mover
+        candidate
     }
 
     /// Returns the longest task of a host that may migrate.
-    fn longest_of(&self, host: usize) -> Option<usize> {
+    fn longest_movable_task(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
-        let may_go = |i: usize| self.pieces[i].moves > 0 && self.pieces[i].rests <= self.now;
-        if queue.last != NONE && may_go(queue.last) {
+        let may_go = |i: usize| self.sim_tasks[i].moves_left > 0 && self.sim_tasks[i].cooldown_end <= self.now;
+        if queue.last != NO_TASK && may_go(queue.last) {
             return Some(queue.last);
         }
         let (mut i, mut longest) = (queue.first, None);
-        while i != NONE {
+        while i != NO_TASK {
             if may_go(i) {
                 longest = Some(i);
             }
@@ -355,24 +355,24 @@ impl Future {
         longest
     }
 
-    fn shift(&mut self, i: usize, to: usize, work: f64) {
-        self.declined = NO_GAP;
-        self.take(i);
-        let piece = &mut self.pieces[i];
-        piece.go(to, work, self.now);
-        let rests = piece.rests;
-        self.rested
-            .insert(self.rested.partition_point(|other| *other > rests), rests);
-        self.put(i);
+    fn relocate(&mut self, i: usize, to: usize, work: f64) {
+        self.declined_offer = NO_OFFER;
+        self.dequeue(i);
+        let piece = &mut self.sim_tasks[i];
+        piece.migrate(to, work, self.now);
+        let rests = piece.cooldown_end;
+        self.cooldown_ends
+            .insert(self.cooldown_ends.partition_point(|other| *other > rests), rests);
+        self.enqueue(i);
     }
 
-    fn take(&mut self, i: usize) {
-        let host = self.pieces[i].at;
-        self.settle(host);
+    fn dequeue(&mut self, i: usize) {
+        let host = self.sim_tasks[i].host;
+        self.advance_work(host);
         let after = self.next[i];
         let queue = &mut self.queues[host];
-        queue.tasks -= 1;
-        let mut before = NONE;
+        queue.len -= 1;
+        let mut before = NO_TASK;
         if queue.first == i {
             queue.first = after;
         } else {
@@ -382,60 +382,60 @@ impl Future {
             }
             self.next[before] = after;
         }
-        if after == NONE {
+        if after == NO_TASK {
             queue.last = before;
         }
-        let piece = &mut self.pieces[i];
-        piece.left = (piece.left - queue.done).max(0.0);
-        self.count_again(host);
+        let piece = &mut self.sim_tasks[i];
+        piece.work_left = (piece.work_left - queue.work_done).max(0.0);
+        self.recompute(host);
     }
 
-    fn put(&mut self, i: usize) {
-        let host = self.pieces[i].at;
-        self.settle(host);
+    fn enqueue(&mut self, i: usize) {
+        let host = self.sim_tasks[i].host;
+        self.advance_work(host);
         let queue = &mut self.queues[host];
-        queue.tasks += 1;
-        self.pieces[i].left += queue.done;
-        let (left, mut before, mut after) = (self.pieces[i].left, NONE, queue.first);
-        while after != NONE && self.pieces[after].left <= left {
+        queue.len += 1;
+        self.sim_tasks[i].work_left += queue.work_done;
+        let (left, mut before, mut after) = (self.sim_tasks[i].work_left, NO_TASK, queue.first);
+        while after != NO_TASK && self.sim_tasks[after].work_left <= left {
             (before, after) = (after, self.next[after]);
         }
         self.next[i] = after;
-        if after == NONE {
+        if after == NO_TASK {
             queue.last = i;
         }
-        if before == NONE {
+        if before == NO_TASK {
             queue.first = i;
         } else {
             self.next[before] = i;
         }
-        self.count_again(host);
+        self.recompute(host);
     }
 
     /// Adds the work done until now.
-    fn settle(&mut self, host: usize) {
+    fn advance_work(&mut self, host: usize) {
         let queue = &mut self.queues[host];
-        queue.done += (self.now - queue.since) * queue.rate;
-        queue.since = self.now;
+        queue.work_done += (self.now - queue.updated_at) * queue.rate;
+        queue.updated_at = self.now;
     }
 
     /// Recomputes the values of a host after its tasks have changed.
-    fn count_again(&mut self, host: usize) {
-        let (queue, machine) = (&mut self.queues[host], &self.machines[host]);
-        let tasks = queue.tasks;
+    fn recompute(&mut self, host: usize) {
+        let (queue, machine) = (&mut self.queues[host], &self.hosts[host]);
+        let tasks = queue.len;
         queue.rate = machine.rate(tasks);
         // One more task slows down no other one.
-        let gap = tasks == 0 || (tasks + 1) as f64 + machine.foreign <= machine.processors;
-        self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_GAP };
+        let gap = tasks == 0 || (tasks + 1) as f64 + machine.external_threads <= machine.processors;
+        self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_OFFER };
         let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
-        (self.ends[host], self.lasts[host], self.wants[host]) = match self.pieces.get(queue.first) {
+        (self.first_ends[host], self.last_ends[host], self.min_offers[host]) = match self.sim_tasks.get(queue.first) {
             Some(first) => {
                 let ends =
-                    |piece: &Piece| self.now + (piece.left - queue.done).max(0.0) / queue.rate;
+                    |piece: &SimTask| self.now + (piece.work_left - queue.work_done).max(0.0) / queue.rate;
                 (
                     ends(first),
-                    ends(&self.pieces[queue.last]),
-                    queue.rate * FASTER,
+                    ends(&self.sim_tasks[queue.last]),
+                    queue.rate * SPEEDUP_MIN,
                 )
             }
             None => never,
@@ -445,7 +445,7 @@ impl Future {
 
 /// Returns the maximum of `of` over the list. Four independent maxima let the processor compare
 /// several numbers at once.
-fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
+fn max_by_value(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let more = |a: f64, b: f64| if a > b { a } else { b };
     let (fours, rest) = list.as_chunks::<4>();
     let mut most = [f64::NEG_INFINITY; 4];
@@ -461,31 +461,31 @@ fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn outcome(machines: &[Machine], pieces: &[Piece], cost: f64) -> Outcome {
-        let mut future = Future::of(machines.to_vec(), pieces.to_vec());
-        future.ask(|i| pieces[i].counts, cost);
+    fn outcome(machines: &[SimHost], pieces: &[SimTask], cost: f64) -> SimOutcome {
+        let mut future = Simulation::new(machines.to_vec(), pieces.to_vec());
+        future.select_job(|i| pieces[i].in_job, cost);
         future
-            .outcome_unless(|_| false)
+            .run_unless(|_| false)
             .expect("whatever comes will do")
     }
 
-    fn end(machines: &[Machine], pieces: &[Piece], cost: f64) -> f64 {
-        outcome(machines, pieces, cost).end
+    fn end(machines: &[SimHost], pieces: &[SimTask], cost: f64) -> f64 {
+        outcome(machines, pieces, cost).job_end
     }
 
-    const ORDINARY: Machine = Machine {
+    const ORDINARY: SimHost = SimHost {
         processors: 1.0,
         speed: 1.0,
-        foreign: 0.0,
+        external_threads: 0.0,
     };
 
-    fn piece(at: usize, left: f64) -> Piece {
-        Piece {
-            at,
-            left,
-            moves: 4,
-            rests: 0.0,
-            counts: true,
+    fn piece(at: usize, left: f64) -> SimTask {
+        SimTask {
+            host: at,
+            work_left: left,
+            moves_left: 4,
+            cooldown_end: 0.0,
+            in_job: true,
         }
     }
 
@@ -496,14 +496,14 @@ mod tests {
             end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0),
             40.0
         );
-        assert_eq!(ORDINARY.flow(2, [10.0, 30.0].into_iter()), 20.0 + 40.0);
-        let two = Machine {
+        assert_eq!(ORDINARY.completion_sum(2, [10.0, 30.0].into_iter()), 20.0 + 40.0);
+        let two = SimHost {
             processors: 2.0,
             ..ORDINARY
         };
         assert_eq!(end(&[two], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 30.0);
-        let beside = Machine {
-            foreign: 1.0,
+        let beside = SimHost {
+            external_threads: 1.0,
             ..ORDINARY
         };
         assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
@@ -514,10 +514,10 @@ mod tests {
     fn task_migrates_to_idle_processor_at_a_cost() {
         let both = [piece(0, 10.0), piece(0, 10.0)];
         assert_eq!(end(&[ORDINARY, ORDINARY], &both, 1.0), 11.0);
-        let stays = both.map(|piece| Piece { moves: 0, ..piece });
+        let stays = both.map(|piece| SimTask { moves_left: 0, ..piece });
         assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
         // A task waits for a faster processor that becomes free in time.
-        let fast = Machine {
+        let fast = SimHost {
             speed: 2.0,
             ..ORDINARY
         };
@@ -530,8 +530,8 @@ mod tests {
     /// A task does not migrate before its cooldown has ended.
     #[test]
     fn cooldown_delays_migration() {
-        let resting = Piece {
-            rests: 5.0,
+        let resting = SimTask {
+            cooldown_end: 5.0,
             ..piece(0, 10.0)
         };
         // Five seconds of sharing, then each task has a host for itself.
@@ -539,12 +539,12 @@ mod tests {
         assert!((both - 12.5).abs() < 0.01, "{both}");
         let moved = {
             let mut piece = piece(0, 10.0);
-            piece.go(1, 3.0, 0.0);
+            piece.migrate(1, 3.0, 0.0);
             piece
         };
         assert_eq!(
-            (moved.at, moved.left, moved.moves, moved.rests),
-            (1, 13.0, 3, SHIFT_REST.0 as f64 / 1e6)
+            (moved.host, moved.work_left, moved.moves_left, moved.cooldown_end),
+            (1, 13.0, 3, REBALANCE_COOLDOWN.0 as f64 / 1e6)
         );
     }
 
@@ -554,11 +554,11 @@ mod tests {
         // No task leaves half a processor for one that is slower still. A processor that is four
         // times as fast becomes free after ten seconds.
         let (slow, fast) = (
-            Machine {
+            SimHost {
                 speed: 0.45,
                 ..ORDINARY
             },
-            Machine {
+            SimHost {
                 speed: 4.0,
                 ..ORDINARY
             },
@@ -579,28 +579,28 @@ mod tests {
                     .map(|i| if i == at { 7.0 } else { i as f64 - 20.0 })
                     .collect();
                 assert_eq!(
-                    (greatest(&list, |x| x), -greatest(&list, |x| x - 14.0)),
+                    (max_by_value(&list, |x| x), -max_by_value(&list, |x| x - 14.0)),
                     (7.0, 7.0),
                     "{list:?}"
                 );
             }
         }
-        assert_eq!(greatest(&[], |x| x), f64::NEG_INFINITY);
+        assert_eq!(max_by_value(&[], |x| x), f64::NEG_INFINITY);
     }
 
     /// Tasks of other jobs take processor time, but the job's end does not wait for theirs.
     #[test]
     fn other_jobs_take_time_but_do_not_delay_the_end() {
-        let other = Piece {
-            counts: false,
+        let other = SimTask {
+            in_job: false,
             ..piece(0, 50.0)
         };
         let outcome = outcome(&[ORDINARY], &[piece(0, 10.0), other], 1.0);
         assert_eq!(
             outcome,
-            Outcome {
-                end: 20.0,
-                others: 60.0
+            SimOutcome {
+                job_end: 20.0,
+                other_ends: 60.0
             }
         );
     }

@@ -1,7 +1,7 @@
 //! Limits the size of the decisions. Their number is limited, and most are small, but a spawn of
 //! very many tasks, or one with very many attempts, is not.
 
-use super::{Batch, Books, Change, Sheet};
+use super::{Batch, History, Change, Table};
 use sempa_proto::rm::DecisionKind;
 use sempa_proto::text::truncate;
 use std::collections::BTreeMap;
@@ -15,24 +15,24 @@ pub const PROGRAM_BYTES_MAX: usize = 512;
 
 /// Sizes of the decisions in bytes, as written.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Room {
+pub(super) struct DecisionSizes {
     sizes: BTreeMap<u64, u64>,
-    all: u64,
+    total: u64,
 }
 
-impl Room {
+impl DecisionSizes {
     /// Sets the size of a decision; `None` removes it.
-    pub(super) fn put(&mut self, number: u64, bytes: Option<usize>) {
+    pub(super) fn set(&mut self, number: u64, bytes: Option<usize>) {
         let before = match bytes {
             Some(bytes) => self.sizes.insert(number, bytes as u64),
             None => self.sizes.remove(&number),
         };
-        self.all = self.all + bytes.unwrap_or(0) as u64 - before.unwrap_or(0);
+        self.total = self.total + bytes.unwrap_or(0) as u64 - before.unwrap_or(0);
     }
 }
 
 /// Drops attempts of a decision beyond the limit.
-pub(super) fn shortened(mut what: DecisionKind) -> DecisionKind {
+pub(super) fn limit_attempts(mut what: DecisionKind) -> DecisionKind {
     if let DecisionKind::Spawn { attempts, .. } = &mut what
         && attempts.len() > ATTEMPTS_MAX
     {
@@ -43,27 +43,27 @@ pub(super) fn shortened(mut what: DecisionKind) -> DecisionKind {
 }
 
 /// Truncates the name of a program to its limit.
-pub(super) fn program(name: &str) -> String {
+pub(super) fn limit_program_name(name: &str) -> String {
     truncate(name, PROGRAM_BYTES_MAX).to_string()
 }
 
-impl Books {
+impl History {
     /// Drops the oldest decisions while all together exceed the limit.
-    pub(super) fn make_room(&mut self, batch: &mut Batch) {
+    pub(super) fn drop_oldest_decisions(&mut self, batch: &mut Batch) {
         for Change { key, value, .. } in batch
             .iter()
-            .filter(|change| change.sheet == Sheet::Decisions)
+            .filter(|change| change.table == Table::Decisions)
         {
-            self.room.put(*key, value.as_ref().map(Vec::len));
+            self.decision_bytes.set(*key, value.as_ref().map(Vec::len));
         }
-        while self.room.all > DECISIONS_BYTES_MAX && self.decisions.len() > 1 {
+        while self.decision_bytes.total > DECISIONS_BYTES_MAX && self.decisions.len() > 1 {
             let Some((key, _)) = self.decisions.pop_first() else {
                 return;
             };
-            self.room.put(key, None);
+            self.decision_bytes.set(key, None);
             // After any change of the same entry in the batch.
             batch.push(Change {
-                sheet: Sheet::Decisions,
+                table: Table::Decisions,
                 key,
                 value: None,
             });

@@ -1,21 +1,21 @@
 //! Hosts that accept no guests: when the last guest has left, and which reasons for staying are
 //! reported.
 
-use super::{Host, Model, Task};
-use crate::decide::{Moves, Owner, Stay};
+use super::{HostState, Model, TaskState};
+use crate::decide::{EvictionPlan, OwnerState, StayDecision};
 use sempa_proto::{HostId, Tid};
 
-impl Host {
+impl HostState {
     /// True if the host accepts no guests.
-    fn is_closed(&self) -> bool {
-        self.owner.is_present() || self.drained.is_some()
+    fn excludes_guests(&self) -> bool {
+        self.owner.excludes_guests() || self.drained_by.is_some()
     }
 
     /// Returns the owner's state for decisions. A drain counts if the owner does not exclude guests
     /// already.
-    pub(super) fn keeper(&self) -> Owner {
-        match self.drained.filter(|_| !self.owner.is_present()) {
-            Some(by) => Owner::Drained { by },
+    pub(super) fn effective_owner(&self) -> OwnerState {
+        match self.drained_by.filter(|_| !self.owner.excludes_guests()) {
+            Some(by) => OwnerState::Drained { by },
             None => self.owner.clone(),
         }
     }
@@ -24,57 +24,57 @@ impl Host {
 impl Model {
     /// Returns hosts that accept no guests and that the last guest has left, or that had none. Each
     /// host is returned once, and again only after it had guests again.
-    pub fn newly_clean(&mut self) -> Vec<HostId> {
+    pub fn newly_clean_hosts(&mut self) -> Vec<HostId> {
         // A task that migrates to a host counts as a guest there.
         let tasks = &self.tasks;
-        self.moving
-            .retain(|tid| tasks.get(tid).is_some_and(|task| task.moving.is_some()));
+        self.migrating
+            .retain(|tid| tasks.get(tid).is_some_and(|task| task.migrating.is_some()));
         let mut clean = Vec::new();
         for id in std::mem::take(&mut self.maybe_clean) {
-            let Some(host) = self.hosts.get(&id).filter(|host| host.is_closed()) else {
+            let Some(host) = self.hosts.get(&id).filter(|host| host.excludes_guests()) else {
                 continue;
             };
-            let is_guest = |task: &Task| !task.pinned;
+            let is_guest = |task: &TaskState| !task.pinned;
             let comes = |tid: &Tid| {
                 let to = self
                     .tasks
                     .get(tid)
                     .filter(|task| is_guest(task))
-                    .and_then(|task| task.moving);
-                to.is_some_and(|going| going.to == Some(id))
+                    .and_then(|task| task.migrating);
+                to.is_some_and(|going| going.target == Some(id))
             };
             let is_clean = !self.tasks_on(id).any(|(_, task)| is_guest(task))
-                && !self.moving.iter().any(comes);
-            if is_clean && !host.clean_told {
+                && !self.migrating.iter().any(comes);
+            if is_clean && !host.clean_reported {
                 clean.push(id);
             }
             self.hosts
                 .get_mut(&id)
                 .into_iter()
-                .for_each(|host| host.clean_told = is_clean);
+                .for_each(|host| host.clean_reported = is_clean);
         }
         clean
     }
 
     /// Starts the drain of a host on behalf of `by`, or ends it (`None`).
-    pub fn drain(&mut self, id: HostId, by: Option<Tid>) {
+    pub fn set_drain(&mut self, id: HostId, by: Option<Tid>) {
         if let Some(host) = self.edit_host(id) {
-            (host.drained, host.clean_told) = (by, false);
+            (host.drained_by, host.clean_reported) = (by, false);
         }
-        for tid in self.on.get(&id).into_iter().flatten() {
+        for tid in self.tasks_by_host.get(&id).into_iter().flatten() {
             // Earlier reports concerned another reason.
             self.tasks
                 .get_mut(tid)
                 .into_iter()
-                .for_each(|task| task.told = None);
+                .for_each(|task| task.reported_stay = None);
         }
     }
 
     /// Returns the hosts that are being drained, with the task that requested it.
-    pub fn drained(&self) -> impl Iterator<Item = (HostId, Tid)> {
+    pub fn drained_hosts(&self) -> impl Iterator<Item = (HostId, Tid)> {
         self.hosts
             .iter()
-            .filter_map(|(id, host)| Some((*id, host.drained?)))
+            .filter_map(|(id, host)| Some((*id, host.drained_by?)))
     }
 
     pub fn is_drained(&self, id: HostId) -> bool {
@@ -83,19 +83,19 @@ impl Model {
 
     /// Returns the task that requested the drain of a host.
     pub fn drained_by(&self, id: HostId) -> Option<Tid> {
-        self.hosts.get(&id)?.drained
+        self.hosts.get(&id)?.drained_by
     }
 
     /// Returns guests that stay although their host accepts none and that were not reported yet.
     /// Each is returned once until its kind of reason changes.
-    pub fn news<'m>(&mut self, moves: &'m Moves) -> Vec<&'m Stay> {
-        let (mut news, snapshot) = (Vec::new(), &self.view);
-        for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
-            let kind = Some(std::mem::discriminant(&stay.why));
-            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else {
+    pub fn unreported_stays<'m>(&mut self, moves: &'m EvictionPlan) -> Vec<&'m StayDecision> {
+        let (mut news, snapshot) = (Vec::new(), &self.snapshot);
+        for stay in moves.staying.iter().filter(|stay| stay.is_logged(snapshot.now)) {
+            let kind = Some(std::mem::discriminant(&stay.reason));
+            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.reported_stay != kind) else {
                 continue;
             };
-            task.told = kind;
+            task.reported_stay = kind;
             news.push(stay);
         }
         news
