@@ -1,4 +1,4 @@
-//! Message contents: PVM items, or any value that serde supports.
+//! Packs and reads message contents: PVM items, or one value of any type that serde supports.
 
 use crate::error::Error;
 use crate::vm::{Body, Vm};
@@ -23,8 +23,8 @@ impl Body {
         out.into()
     }
 
-    /// Packs a value of any type that serde can serialize; [`Content::value`] reads it. C programs
-    /// read it as an `int` count followed by that number of bytes.
+    /// Packs a value of any type that serde can serialize; [`Content::value`] reads the value. C
+    /// programs read the packed value as an `int` count followed by that number of bytes.
     ///
     /// # Errors
     /// [`PvmError::BadParam`] if the type cannot be serialized, [`PvmError::Overflow`] above 2 GiB.
@@ -47,16 +47,16 @@ impl Body {
 
 /// Reads the content of a message.
 pub trait Content {
-    /// Returns a reader for the PVM items.
+    /// Returns a reader of the PVM items in this message.
     ///
     /// # Errors
     /// [`PvmError::BadMsg`] if this host cannot read the encoding.
     fn items(&self) -> Result<Unpacker, Error>;
 
-    /// Returns the value that [`Body::value`] packed.
+    /// Returns the value that the sender packed with [`Body::value`].
     ///
     /// # Errors
-    /// [`PvmError::BadMsg`] if the message contains something else.
+    /// [`PvmError::BadMsg`] if the message does not contain exactly one such value of type `T`.
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error>;
 }
 
@@ -120,7 +120,8 @@ mod tests {
         }
     }
 
-    /// A packed value is read back unchanged, and PVM sees it as a count and bytes.
+    /// A packed value is read back unchanged. Read as PVM items, its message contains a byte count
+    /// and that number of bytes.
     #[test]
     fn value_survives_round_trip() {
         let message = message(Body::value(&work()).expect("packed"));
@@ -135,7 +136,8 @@ mod tests {
         assert_eq!(items.remaining(), 0);
     }
 
-    /// Reading a value fails if the message holds other items, more bytes, or an impossible count.
+    /// Reading a value fails if the message contains other items, more bytes, or an impossible
+    /// count.
     #[test]
     fn content_that_is_not_the_value_is_rejected() {
         let other = message(Body::items(|out| out.str(b"not a value at all")));

@@ -6,8 +6,8 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Reason why this process did not become a task. All descriptors and threads of the attempt are
-/// released.
+/// Reason why this process could not enroll as a task. All descriptors and threads that the attempt
+/// created are released.
 #[derive(Debug, Error)]
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
@@ -60,8 +60,8 @@ impl Error {
         }
     }
 
-    /// Converts a reply that does not fit the request: into the failure that the reply reports, or
-    /// into a protocol error.
+    /// Converts a reply that `operation` does not expect into an error: a failure reply into the
+    /// failure that it reports, any other reply into a protocol error.
     pub(crate) fn from_reply(operation: &str, reply: Reply) -> Error {
         match reply {
             Reply::Failed { error, reason } if reason.is_empty() => {

@@ -7,8 +7,8 @@ use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest};
 use sempa_proto::task::Reply;
 
 impl Vm {
-    /// Joins a group and returns the instance number: the lowest free one. The first member creates
-    /// the group.
+    /// Joins a group and returns this task's instance number, the lowest free number. The first
+    /// member creates the group.
     ///
     /// # Errors
     /// `DupGroup` if this task is a member already, `NotInGroup` if the group is frozen, `OutOfRes`
@@ -49,8 +49,8 @@ impl Vm {
     /// Blocks until `count` members have called this method. `None` stands for all current members.
     ///
     /// # Errors
-    /// `NoGroup` if a member ended meanwhile and too few are left, `NotInGroup`, `Mismatch` if
-    /// other members wait with another count.
+    /// `NoGroup` if a member ended during the wait and fewer members than `count` are left,
+    /// `NotInGroup`, `Mismatch` if other members wait with another count.
     pub fn barrier(&self, group: &str, count: Option<u32>) -> Result<(), Error> {
         let count = count.map_or(ALL_MEMBERS, |count| {
             i32::try_from(count).unwrap_or(i32::MAX)
@@ -65,7 +65,8 @@ impl Vm {
         .map(|_| ())
     }
 
-    /// Returns the members by instance number; `None` at a free number.
+    /// Returns the tids of the members; the index is the instance number. `None` means that the
+    /// instance number is free.
     ///
     /// # Errors
     /// `NoGroup`.

@@ -13,7 +13,7 @@ pub struct Inbox {
 impl Inbox {
     /// Bytes charged for each message in addition to its body, so that empty messages count, too.
     const OVERHEAD_BYTES: usize = 128;
-    /// Capacity, in messages, that an empty list keeps allocated.
+    /// Maximum capacity, in messages, that an emptied queue keeps allocated.
     const RETAINED_MESSAGES_MAX: usize = 1024;
 
     /// Iterates over the messages, oldest first.
@@ -21,7 +21,7 @@ impl Inbox {
         self.messages.iter()
     }
 
-    /// Returns the message at a position.
+    /// Returns the message at position `i`. Position 0 is the oldest message.
     pub fn get(&self, i: usize) -> Option<&Message> {
         self.messages.get(i)
     }
@@ -34,7 +34,8 @@ impl Inbox {
         self.messages.is_empty()
     }
 
-    /// Returns the charged size: all bodies plus a fixed overhead for each message.
+    /// Returns the size that counts against the limit of the inbox: all bodies plus a fixed
+    /// overhead for each message.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -61,7 +62,7 @@ impl Inbox {
         self.messages.push_back(m);
     }
 
-    /// Moves all messages to the end of `to`.
+    /// Moves all messages to the end of `to`, in order.
     pub fn drain_into(&mut self, to: &mut VecDeque<Message>) {
         self.bytes = 0;
         if to.is_empty() {

@@ -1,5 +1,5 @@
-//! Job files on disk. A file can be read by name; the file named in the environment is read once
-//! per process.
+//! Reads job files, which contain settings for the spawns of one program. [`read`] reads a file by
+//! name; [`from_process_env`] reads the file that the environment names, once per process.
 
 use crate::error::Error;
 use sempa_proto::PvmError;
@@ -32,7 +32,7 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
 }
 
 /// Returns the job file that the environment variable [`JOB_ENV`] names, if there is one. The first
-/// spawn reads the file; its content is then fixed for the life of the process.
+/// call reads the file; all later calls in the process return the same result.
 ///
 /// # Errors
 /// Those of [`read`].
@@ -49,7 +49,8 @@ fn from_env_value(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
         .map(|name| read(Path::new(&name)))
 }
 
-/// Adds the job file's settings to a spawn request, if the file is about the requested program.
+/// Adds the job file's settings to a spawn request, if the job file has settings for the requested
+/// program.
 ///
 /// # Errors
 /// Those of [`read`].

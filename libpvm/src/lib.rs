@@ -1,14 +1,15 @@
-//! Task library: a process joins the virtual machine with it and exchanges messages with other
-//! tasks.
+//! Task library. With this library a process joins the virtual machine as a task and exchanges
+//! messages with other tasks.
 //!
-//! * [`Vm`] is this process as a task; [`Vm::enroll`] creates it. [`Vm::spawner`] starts tasks,
-//!   [`Task`] is a handle of another task, [`Vm::recv`] receives the messages that a [`Match`]
-//!   selects, [`Vm::watch_tasks`] and similar methods return [`Notices`], [`Vm::join_group`] and
-//!   similar methods use groups.
+//! * [`Vm`] represents this process as a task; [`Vm::enroll`] creates the [`Vm`]. [`Vm::spawner`]
+//!   starts tasks, [`Task`] is a handle of another task, [`Vm::recv`] receives the messages that a
+//!   [`Match`] selects, [`Vm::watch_tasks`] and similar methods return [`Notices`],
+//!   [`Vm::join_group`] and similar methods use groups.
 //! * [`Body`] and [`Content`] write and read message contents: values of any type that serde
 //!   supports, or PVM items.
 //! * [`runtime`] is the layer below the Rust API and the C interface: the connection to the daemon,
-//!   the links to other tasks, and the I/O thread that serves both and lets the task migrate.
+//!   the links to other tasks, and the I/O thread that serves the connection and the links and lets
+//!   the task migrate.
 //! * [`proto`] is the protocol between tasks and daemons.
 //!
 //! ```no_run
@@ -17,7 +18,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let vm = Vm::enroll()?;
 //! for host in vm.config()?.hosts {
-//!    println!("{} is {}", host.id.tid(), host.name);
+//!   println!("{} is {}", host.id.tid(), host.name);
 //! }
 //! let worker = vm.spawner("worker").start()?.all()?.remove(0);
 //! worker.send_value(1, &("count to", 10))?;
@@ -28,8 +29,8 @@
 //! # }
 //! ```
 //!
-//! Several threads may use a [`Vm`] and its handles at the same time: each message goes to one of
-//! the threads that wait for it. A child of `fork` is not a task until it enrolls.
+//! Several threads may use a [`Vm`] and its handles at the same time: each message is delivered to
+//! exactly one of the threads that wait for it. A child of `fork` is not a task until it enrolls.
 
 mod content;
 mod error;

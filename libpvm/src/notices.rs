@@ -1,4 +1,4 @@
-//! Iterator over notices: tasks that end, hosts that join or leave.
+//! Iterators over notices: a task has ended, or a host has joined or left.
 
 use crate::error::Error;
 use crate::vm::{Match, Vm};
@@ -8,22 +8,22 @@ use std::collections::VecDeque;
 use std::iter::FusedIterator;
 use std::time::Duration;
 
-/// Tag of the notice messages. Each [`Notices`] has a message context to itself.
+/// Tag of all notice messages. Each [`Notices`] uses its own message context, so the messages of
+/// different [`Notices`] differ.
 const TAG: i32 = 1;
 
-/// Event that this task asked to be notified of.
+/// Event of which this task has requested notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notice {
     /// The task has ended. All messages that it sent to this task have arrived.
     TaskEnded(Tid),
-    /// The host has left, or was lost.
+    /// The host has left the virtual machine, or was lost.
     HostGone(HostId),
-    /// A host has joined.
     HostJoined(HostId),
 }
 
-/// Blocking iterator over notices. It ends when no further notice can come, or after an error.
-/// Dropping it cancels the request.
+/// Blocking iterator over notices. The iterator ends when no further notice can arrive, or after an
+/// error. Dropping the iterator cancels the request.
 ///
 /// ```no_run
 /// use libpvm::{Notice, Vm};
@@ -33,9 +33,9 @@ pub enum Notice {
 /// let workers = vm.spawner("worker").count(3).start()?.all()?;
 /// let tids: Vec<_> = workers.iter().map(|worker| worker.tid()).collect();
 /// for notice in vm.watch_tasks(&tids)? {
-///    if let Notice::TaskEnded(tid) = notice? {
-///        println!("{tid} has ended");
-///    }
+///   if let Notice::TaskEnded(tid) = notice? {
+///       println!("{tid} has ended");
+///   }
 /// }
 /// println!("all have ended");
 /// # Ok(())
@@ -46,7 +46,7 @@ pub struct Notices {
     vm: Vm,
     ctx: i32,
     what: NotifySubjects,
-    /// Number of messages still to come; `None` if unlimited.
+    /// Number of notice messages that have not arrived yet; `None` if the number is unlimited.
     remaining: Option<usize>,
     /// Notices that were read from a message and not returned yet.
     ready: VecDeque<Notice>,
@@ -54,8 +54,8 @@ pub struct Notices {
 }
 
 impl Vm {
-    /// Requests one notice for the end of each of these tasks. The notice for a task that has ended
-    /// already comes immediately.
+    /// Requests one notice for the end of each of these tasks. For a task that has already ended,
+    /// the notice is sent immediately.
     ///
     /// # Errors
     /// [`PvmError::BadParam`] if a tid is not a task; otherwise the daemon's error.
@@ -63,8 +63,8 @@ impl Vm {
         self.watch(NotifySubjects::TaskExit(tids.to_vec()), Some(tids.len()))
     }
 
-    /// Requests one notice for the departure or loss of each of these hosts. The notice for a host
-    /// that is not in the host table comes immediately.
+    /// Requests one notice for the departure or loss of each of these hosts. For a host that is not
+    /// in the host table, the notice is sent immediately.
     ///
     /// # Errors
     /// Returns the daemon's error.
@@ -105,7 +105,7 @@ impl Vm {
 }
 
 impl Notices {
-    /// Returns the next notice if one has arrived.
+    /// Returns the next notice, or `None` if none has arrived.
     ///
     /// # Errors
     /// As [`Vm::try_recv`].
@@ -113,7 +113,8 @@ impl Notices {
         self.advance(|vm, wanted| vm.try_recv(wanted))
     }
 
-    /// Waits for the next notice, but not longer than the given time.
+    /// Waits for the next notice. Returns `None` if the timeout expires or no further notice can
+    /// arrive.
     ///
     /// # Errors
     /// As [`Vm::recv_timeout`].
@@ -121,8 +122,9 @@ impl Notices {
         self.advance(|vm, wanted| vm.recv_timeout(wanted, timeout))
     }
 
-    /// True if the message carries notices of this iterator. Programs that wait for other messages,
-    /// too, use it with [`Vm::recv_where`] and read the message with [`Notices::decode`].
+    /// True if the message carries notices of this iterator. For programs that also wait for other
+    /// messages: pass this method to [`Vm::recv_where`], and read the message with
+    /// [`Notices::decode`].
     pub fn is_notice_message(&self, message: &Message) -> bool {
         message.ctx == self.ctx && message.tag == TAG
     }
@@ -130,13 +132,13 @@ impl Notices {
     /// Returns the notices in a message for which [`Notices::is_notice_message`] is true.
     ///
     /// # Errors
-    /// [`PvmError::BadMsg`] if the message contains something else.
+    /// [`PvmError::BadMsg`] if the message does not contain notices of the requested kind.
     pub fn decode(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
         self.remaining = self.remaining.map(|open| open.saturating_sub(1));
         decode_notices(&self.what, message).map(Vec::from)
     }
 
-    /// True if no further notice can come.
+    /// True if no further notice can arrive.
     pub fn is_done(&self) -> bool {
         self.ready.is_empty() && (self.failed || self.remaining == Some(0))
     }

@@ -1,9 +1,10 @@
-//! Client of the resource manager: requests that it may serve in place of the daemon (`SM_*`
-//! messages).
+//! Client of the resource manager: requests that a resource manager may serve in place of the
+//! daemon (`SM_*` messages).
 //!
-//! Each request goes to the resource manager if one is registered for this kind of request. If it
-//! dies before it answers, the daemon serves the request. Only a spawn that was waiting for a free
-//! slot is sent to the next resource manager.
+//! A request is sent to the resource manager if one is registered for this kind of request,
+//! otherwise to the daemon. If the resource manager dies before it answers, the daemon serves the
+//! request. The exception is a spawn request that was waiting for a free slot: the request is sent
+//! to the next resource manager.
 
 use crate::error::Error;
 use crate::runtime::{Core, Runtime};
@@ -24,54 +25,57 @@ use std::time::{Duration, Instant};
 pub const NOTIFY_TASK_EXIT: i32 = 1;
 pub const NOTIFY_HOST_DELETE: i32 = 2;
 pub const NOTIFY_HOST_ADD: i32 = 3;
-/// `PvmNotifyCancel`, added to one of the other constants.
+/// `PvmNotifyCancel`: flag that is added to one of the three constants above and cancels the
+/// notification.
 pub const NOTIFY_CANCEL: i32 = 256;
 
-/// Outcome of a request to the resource manager.
 enum RmOutcome {
     Answer(Bytes),
     /// No resource manager serves the request, or it died before it answered: use the daemon.
     UseDaemon,
-    /// The resource manager died while the request had been waiting since this time. Nothing of it
-    /// was begun: ask the next resource manager.
+    /// The resource manager `dead` died while the request waited for a free slot, since time
+    /// `since`. No task was started, so the request can be sent to the next resource manager.
     RetryNext {
         dead: Tid,
         since: Micros,
     },
 }
 
-/// Request to a resource manager, before it is sent.
+/// Resource manager to which a request will be sent, and the data that identify its answer.
 struct RmCallTarget {
     rm: Tid,
-    /// Wait id of the request.
+    /// Wait id of the request; the answer carries the same number.
     wid: i32,
-    /// Number of resource manager deaths before the request; `None` in a forked child.
+    /// Number of resource manager deaths before the request; a higher number shows that the
+    /// resource manager has died. `None` in a forked child.
     deaths_before: Option<u64>,
 }
 
 /// Time that a waiting spawn request waits for a new resource manager after the death of the old
-/// one. The master starts one immediately, so none will come after this time.
+/// one. The master starts a new one immediately, so none is expected after this time.
 const NEXT_RM_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Runtime {
-    /// Starts tasks. The resource manager places them if there is one, otherwise the daemon. If the
-    /// resource manager has leased placements for such requests in advance
-    /// ([`sempa_proto::sm::PlacementLease`]), it is not asked.
+    /// Starts tasks. If this task holds a placement lease that covers the request
+    /// ([`sempa_proto::sm::PlacementLease`]), the daemons start the tasks on the leased hosts.
+    /// Otherwise the resource manager places the tasks, or the daemon if there is no resource
+    /// manager.
     ///
-    /// If the resource manager dies before it answers, the daemon is asked; tasks that it had
-    /// started keep running. A request that was waiting for a free slot continues to wait at the
-    /// next resource manager, if one registers within ten seconds.
+    /// If the resource manager dies before it answers, the request is sent to the daemon; tasks
+    /// that the resource manager had started keep running. A request that was waiting for a free
+    /// slot continues to wait at the next resource manager, if one registers within ten seconds.
     ///
     /// The settings of the job file in the environment are added ([`crate::job`]).
     ///
     /// # Errors
-    /// No task could be tried. Errors of single tasks are in their results.
+    /// The whole request failed. Errors of single tasks are in their results.
     pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         crate::job::apply_to_request(crate::job::from_process_env(), &mut request)?;
         let Some(mut results) = self.spawn_leased(&request) else {
             return self.spawn_unleased(request);
         };
-        // The second attempt goes to the resource manager or the daemon, whose errors are returned.
+        // Tasks that could not be started with the lease are requested again without a lease; the
+        // errors of this second attempt are returned.
         request.count = results.iter().filter(|result| result.is_err()).count() as u32;
         if request.count > 0
             && let Ok(rest) = self.spawn_unleased(request)
@@ -85,7 +89,7 @@ impl Runtime {
         Ok(results)
     }
 
-    /// Starts tasks without a placement lease.
+    /// Starts tasks through the resource manager or the daemon, without a placement lease.
     fn spawn_unleased(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
         let mut waiting_since = None;
@@ -132,8 +136,8 @@ impl Runtime {
         }
     }
 
-    /// Returns the tasks that `selector` stands for: all ([`Tid::NONE`]), those of one host, or
-    /// one.
+    /// Returns the tasks that `selector` selects: all tasks ([`Tid::NONE`]), the tasks of one host,
+    /// or one task.
     ///
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
@@ -156,7 +160,7 @@ impl Runtime {
     /// Adds hosts, each given as a host-file line, and returns one result for each line.
     ///
     /// # Errors
-    /// No host could be tried.
+    /// The whole request failed. Errors of single hosts are in their results.
     pub fn add_hosts(&self, lines: Vec<String>) -> Result<Vec<AddedHost>, Error> {
         let what = "adding hosts";
         if let RmOutcome::Answer(body) =
@@ -177,7 +181,7 @@ impl Runtime {
     /// Removes hosts by name and returns one result for each name.
     ///
     /// # Errors
-    /// No host could be tried.
+    /// The whole request failed. Errors of single hosts are in their results.
     pub fn delete_hosts(&self, names: Vec<String>) -> Result<Vec<Result<(), PvmError>>, Error> {
         let what = "deleting hosts";
         if let RmOutcome::Answer(body) =
@@ -191,8 +195,9 @@ impl Runtime {
         }
     }
 
-    /// Requests messages about tasks that end, or hosts that join or leave. A resource manager
-    /// sends no confirmation.
+    /// Requests messages about tasks that end, or hosts that join or leave. If a resource manager
+    /// serves the request, `Ok` only means that the request was sent: a resource manager sends no
+    /// confirmation.
     ///
     /// # Errors
     /// Returns the daemon's error.
@@ -217,10 +222,10 @@ impl Runtime {
         }
     }
 
-    /// Registers this task as resource manager. If a resource manager that serves all requests is
-    /// known, it is asked and may refuse; otherwise the daemon accepts any task. Returns PVM's
-    /// values: the previous resource manager's tid (NONE if there was none) and the master's host
-    /// entry.
+    /// Registers this task as resource manager. If another resource manager that serves all
+    /// requests is registered, that resource manager receives the request and may refuse; otherwise
+    /// the daemon accepts any task. Returns the same values as PVM: the tid of the previous
+    /// resource manager (NONE if there was none) and the master's host entry.
     ///
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
@@ -242,13 +247,15 @@ impl Runtime {
         }
     }
 
-    /// Returns the resource manager if it serves this kind of request and is another task.
+    /// Returns the registered resource manager if `serves` is true for its services and it is not
+    /// this task.
     fn rm_serving(&self, serves: impl Fn(RmServices) -> bool) -> Option<RmInfo> {
         self.rm()
             .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
-    /// Starts tasks with a placement lease, if there is one and the daemons still accept it.
+    /// Starts tasks with a placement lease. Returns `None` if there is no matching lease or the
+    /// daemons do not accept the lease.
     fn spawn_leased(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
         let grant = self.with_core_mut(|core, now| core.placement_leases.take(now, request))??;
         match self.request(Request::SpawnLeased {
@@ -260,7 +267,8 @@ impl Runtime {
         }
     }
 
-    /// Prepares a request to the resource manager, if there is one for it.
+    /// Allocates a wait id for a request to the resource manager. Returns `None` if no resource
+    /// manager serves this kind of request.
     fn rm_call_target(&self, serves: impl Fn(RmServices) -> bool) -> Option<RmCallTarget> {
         // Read first, so that a death between the two reads is detected.
         let deaths = self.with_core(|core| core.rm_deaths());
@@ -284,7 +292,7 @@ impl Runtime {
             })
     }
 
-    /// Sends one request to the resource manager and waits for the answer with the same tag.
+    /// Sends one request to the resource manager and waits for the answer, which has the same tag.
     fn call_rm_target(
         &self,
         target: &RmCallTarget,
@@ -330,10 +338,11 @@ impl Runtime {
         }
     }
 
-    /// Waits for a new resource manager, at most [`NEXT_RM_TIMEOUT`].
+    /// Waits until a resource manager other than `dead` is registered, at most [`NEXT_RM_TIMEOUT`].
     fn wait_for_next_rm(&self, dead: Tid) {
         let mut check = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
-        // Without a resource manager or a daemon the next request fails with the reason.
+        // If no resource manager registers or the daemon is lost, the next request fails with the
+        // reason.
         let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut check);
     }
 }
@@ -377,8 +386,8 @@ fn unpack_count(from: &mut Unpacker) -> PvmResult<usize> {
     usize::try_from(count).map_err(|_| PvmError::from_code(count).unwrap_or(PvmError::BadMsg))
 }
 
-/// Reads a host in the format of `SM_CONFIG` and `SM_ADDHOST`. An error code may take the place of
-/// the first word.
+/// Reads a host in the format of `SM_CONFIG` and `SM_ADDHOST`. The first word is the host's tid, or
+/// an error code.
 fn unpack_host(from: &mut Unpacker) -> PvmResult<Result<HostEntry, PvmError>> {
     let raw = from.int()?;
     let (name, arch, speed, dsig) = (from.string()?, from.string()?, from.int()?, from.int()?);

@@ -1,4 +1,4 @@
-//! Builder for spawning tasks.
+//! Builder for requests that spawn tasks.
 
 use crate::error::Error;
 use crate::task::Task;
@@ -14,7 +14,7 @@ use std::os::unix::ffi::OsStrExt;
 /// Tag of the control message that lists a task's siblings.
 pub const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
 
-/// Describes the tasks to start. [`Spawn::start`] starts them; before it nothing happens.
+/// Describes the tasks to start. No request is sent before [`Spawn::start`].
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -33,7 +33,6 @@ pub struct Spawn {
     directory: String,
 }
 
-/// Result of a spawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spawned {
     /// Tasks that were started.
@@ -46,7 +45,7 @@ impl Spawned {
     /// Returns all tasks, or an error if any task was not started.
     ///
     /// # Errors
-    /// At least one task was not started. Those that were started keep running, so this method
+    /// At least one task was not started. The tasks that were started keep running, so this method
     /// suits programs that exit on an error.
     pub fn all(self) -> Result<Vec<Task>, Error> {
         match self.failed.first() {
@@ -124,7 +123,7 @@ impl Spawn {
         self
     }
 
-    /// Inverts the placement: any host but those selected.
+    /// Inverts the selection of hosts: the tasks are placed on any host that is not selected.
     pub fn elsewhere(mut self) -> Spawn {
         self.request.flags |= SPAWN_COMPLEMENT;
         self
@@ -149,7 +148,7 @@ impl Spawn {
     }
 
     /// Sends the tasks' standard output to this task or another sink, in PVM's output messages. By
-    /// default it goes where this task's own output goes.
+    /// default the output goes to the sink of this task's own output.
     pub fn output_to(mut self, sink: Sink) -> Spawn {
         self.request.output = sink;
         self
@@ -166,10 +165,10 @@ impl Spawn {
         request
     }
 
-    /// Starts the tasks and sends each the list of its siblings.
+    /// Starts the tasks and sends each task the list of its siblings.
     ///
     /// # Errors
-    /// No task could be tried. Errors of single tasks are in [`Spawned::failed`].
+    /// The whole request failed. Errors of single tasks are in [`Spawned::failed`].
     pub fn start(self) -> Result<Spawned, Error> {
         let results = self.vm.spawn(self.request(exported_variables()))?;
         let mut spawned = Spawned {

@@ -7,16 +7,15 @@ use sempa_proto::{Message, PvmError, Tid};
 use serde::Serialize;
 use std::fmt;
 
-/// Another task, with the connection through which this task reaches it. Creating a handle sends no
-/// request: the task may have ended.
+/// Handle of another task. Creating a handle sends no request, so the task may have ended.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let vm = libpvm::Vm::enroll()?;
 /// if let Some(parent) = vm.parent_task() {
-///    parent.send_value(1, "here I am")?;
-///    let answer = vm.recv(parent.matching().tag(2))?;
-///    println!("{} bytes from {parent}", answer.body.len());
+///   parent.send_value(1, "here I am")?;
+///   let answer = vm.recv(parent.matching().tag(2))?;
+///   println!("{} bytes from {parent}", answer.body.len());
 /// }
 /// # Ok(())
 /// # }
@@ -36,8 +35,8 @@ impl Vm {
         }
     }
 
-    /// Returns the task that spawned this one. `None` without a parent, or if the parent asked not
-    /// to be known.
+    /// Returns the task that spawned this task. `None` without a parent, or if the parent has
+    /// requested to stay unknown.
     pub fn parent_task(&self) -> Option<Task> {
         self.parent().map(|tid| self.task(tid))
     }
@@ -73,7 +72,7 @@ impl Task {
     ///
     /// # Errors
     /// As [`Vm::recv`]. If the task ends without sending such a message, the call never returns:
-    /// request a notice with [`Vm::watch_tasks`] to learn of the end.
+    /// request a notice with [`Vm::watch_tasks`] to be notified of the end.
     pub fn recv(&self, tag: i32) -> Result<Message, Error> {
         self.vm.recv(self.matching().tag(tag))
     }
@@ -105,7 +104,7 @@ impl Task {
         self.vm.signal(self.tid, signal)
     }
 
-    /// Suspends the task until [`Task::resume`]. It stays suspended if it migrates.
+    /// Suspends the task until [`Task::resume`]. The task stays suspended if it migrates.
     ///
     /// # Errors
     /// As [`Vm::suspend`].

@@ -118,18 +118,17 @@ pub const EVENTS: [&CStr; 109] = [
 /// Number of characters in a mask, without the terminating NUL.
 pub const MASK_LEN: usize = 35;
 
-/// Set of the events that a task records, in the format of `PVMTMASK`: one character for four
+/// Set of the events that a task records, in the format of `PVMTMASK`: each character contains four
 /// events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventMask([u8; MASK_LEN]);
 
-/// Character without events. Its four low bits stand for the four events.
+/// Character that contains no events. The four low bits of a character stand for its four events.
 const NO_EVENTS: u8 = b'@';
-/// Events in one character.
+/// Number of events in one character of a mask.
 const EVENTS_PER_CHAR: usize = 4;
 
 impl EventMask {
-    /// Returns the empty set.
     pub const fn none() -> EventMask {
         EventMask([NO_EVENTS; MASK_LEN])
     }

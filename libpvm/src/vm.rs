@@ -1,4 +1,4 @@
-//! The Rust API: one method for each request that a task can make of the virtual machine.
+//! The Rust API: one method for each request that a task can send to the virtual machine.
 
 use crate::content::Content;
 use crate::error::{EnrollError, Error, MigrateError};
@@ -32,7 +32,6 @@ pub struct Body {
 }
 
 impl Body {
-    /// Returns a body without content.
     pub fn empty() -> Body {
         Body {
             enc: ENC_XDR,
@@ -98,7 +97,7 @@ impl Match {
         }
     }
 
-    /// True if the message is selected.
+    /// True if sender, tag and context of the message match.
     pub fn matches(&self, m: &Message) -> bool {
         self.src.is_none_or(|src| src == m.src)
             && self.tag.is_none_or(|tag| tag == m.tag)
@@ -109,9 +108,8 @@ impl Match {
 /// Result of a migration request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MigrateReply {
-    /// The migration has begun.
+    /// The migration has begun; its outcome is not known yet.
     Started(MigrationId),
-    /// The migration is complete.
     Done(MigrationReport),
 }
 
@@ -133,7 +131,7 @@ macro_rules! ask {
 
 impl Vm {
     /// Joins this user's virtual machine. After the virtual machine has ended, calls return errors;
-    /// a process that must end together with it uses [`Vm::enroll_as`].
+    /// a process that must end together with the virtual machine uses [`Vm::enroll_as`].
     ///
     /// # Errors
     /// See [`EnrollError`]; each variant is a sentence for the user.
@@ -149,17 +147,18 @@ impl Vm {
         Vm::enroll_as(OnDaemonExit::FailCalls)
     }
 
-    /// Joins this user's virtual machine. With [`OnDaemonExit::Terminate`] a process that was started from
-    /// a command line gets SIGTERM when its daemon ends, as programs of PVM's C interface do.
+    /// Joins this user's virtual machine. With [`OnDaemonExit::Terminate`] a process that was
+    /// started from a command line gets SIGTERM when its daemon ends, as programs of PVM's C
+    /// interface do.
     ///
     /// # Errors
     /// See [`EnrollError`].
     ///
     /// ```no_run
-    /// # use libpvm::proto::task::AtEnd;
+    /// # use libpvm::proto::task::OnDaemonExit;
     /// # fn main() -> Result<(), libpvm::EnrollError> {
     /// // A worker that has nothing to do without the virtual machine.
-    /// let vm = libpvm::Vm::enroll_as(AtEnd::Signalled)?;
+    /// let vm = libpvm::Vm::enroll_as(OnDaemonExit::Terminate)?;
     /// # Ok(())
     /// # }
     /// ```
@@ -169,7 +168,6 @@ impl Vm {
         })
     }
 
-    /// Wraps a connected runtime.
     pub fn from_runtime(runtime: Runtime) -> Vm {
         Vm { runtime }
     }
@@ -183,8 +181,8 @@ impl Vm {
         self.runtime.tid()
     }
 
-    /// Returns the task that spawned this one. `None` without a parent, or if the parent asked not
-    /// to be known.
+    /// Returns the task that spawned this task. `None` without a parent, or if the parent has
+    /// requested to stay unknown.
     pub fn parent(&self) -> Option<Tid> {
         Some(self.runtime.parent()).filter(|tid| tid.is_task())
     }
@@ -202,8 +200,8 @@ impl Vm {
         self.runtime.config()
     }
 
-    /// Returns the tasks that `selector` stands for: all ([`Tid::NONE`]), those of one host, or
-    /// one.
+    /// Returns the tasks that `selector` selects: all tasks ([`Tid::NONE`]), the tasks of one host,
+    /// or one task.
     ///
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
@@ -211,10 +209,10 @@ impl Vm {
         self.runtime.tasks(selector)
     }
 
-    /// Starts tasks and returns one result for each.
+    /// Starts tasks and returns one result for each task.
     ///
     /// # Errors
-    /// No task could be tried. Errors of single tasks are in their results.
+    /// The whole request failed. Errors of single tasks are in their results.
     ///
     /// ```no_run
     /// # use libpvm::proto::task::SpawnRequest;
@@ -222,7 +220,7 @@ impl Vm {
     /// # let vm = libpvm::Vm::enroll()?;
     /// let workers = vm.spawn(SpawnRequest { file: "worker".into(), count: 4, ..SpawnRequest::default() })?;
     /// for tid in workers.into_iter().flatten() {
-    ///    println!("started {tid}");
+    ///   println!("started {tid}");
     /// }
     /// # Ok(())
     /// # }
@@ -234,7 +232,7 @@ impl Vm {
     /// Adds hosts, each given as a host-file line, and returns one result for each line.
     ///
     /// # Errors
-    /// No host could be tried.
+    /// The whole request failed. Errors of single hosts are in their results.
     pub fn add_hosts<S: AsRef<str>>(&self, lines: &[S]) -> Result<Vec<AddedHost>, Error> {
         self.runtime
             .add_hosts(lines.iter().map(|line| line.as_ref().to_string()).collect())
@@ -243,7 +241,7 @@ impl Vm {
     /// Removes hosts by name and returns one result for each name.
     ///
     /// # Errors
-    /// No host could be tried.
+    /// The whole request failed. Errors of single hosts are in their results.
     pub fn delete_hosts<S: AsRef<str>>(
         &self,
         names: &[S],
@@ -252,8 +250,9 @@ impl Vm {
             .delete_hosts(names.iter().map(|name| name.as_ref().to_string()).collect())
     }
 
-    /// Sends a message in the base context. Returns when the message is on its way. A message to a
-    /// task that does not exist is dropped without an error, as in PVM.
+    /// Sends a message in the base context. Returns when the message is written to its route, or
+    /// queued in this process. A message to a task that does not exist is dropped without an error,
+    /// as in PVM.
     ///
     /// # Errors
     /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
@@ -333,16 +332,17 @@ impl Vm {
         found.ok_or_else(|| PvmError::SysErr.into())
     }
 
-    /// Waits for a message; returns its sender and the value in it.
+    /// Waits for a message; returns the message's sender and the value that the message contains.
     ///
     /// # Errors
-    /// As [`Vm::recv`]; `BadMsg` if the message contains something else. That message is lost.
+    /// As [`Vm::recv`]; `BadMsg` if the message contains no value of type `T`. That message is then
+    /// lost.
     pub fn recv_value<T: DeserializeOwned>(&self, wanted: Match) -> Result<(Task, T), Error> {
         let message = self.recv(wanted)?;
         Ok((self.task(message.src), message.value()?))
     }
 
-    /// Returns the first selected message if one has arrived.
+    /// Returns the first selected message, or `None` if no such message has arrived.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
@@ -363,7 +363,7 @@ impl Vm {
         self.runtime.disable_spinning();
     }
 
-    /// Waits for a selected message, but not longer than the given time.
+    /// Waits for a selected message; returns `None` if the timeout expires first.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
@@ -444,7 +444,7 @@ impl Vm {
     /// Stops the whole virtual machine.
     ///
     /// # Errors
-    /// Returns the daemon's error. If the connection breaks while this call waits, it counts as
+    /// Returns the daemon's error. A connection that breaks while this call waits counts as
     /// success.
     pub fn halt(&self) -> Result<(), Error> {
         match self.runtime.request(Request::Halt) {
@@ -457,8 +457,8 @@ impl Vm {
         }
     }
 
-    /// Registers this task as resource manager at its daemon and returns the previous one; NONE if
-    /// there was none.
+    /// Registers this task as resource manager at its daemon. Returns the tid of the previous
+    /// resource manager; NONE if there was none.
     ///
     /// # Errors
     /// `Already` or `Denied` if there is a resource manager.
@@ -551,9 +551,9 @@ impl Vm {
         }
     }
 
-    /// Returns the hosts that would accept a task, or whether the host `to` would (name, or tid in
-    /// the form `t80000`). The call pauses and changes nothing; the answer may be outdated a moment
-    /// later.
+    /// Returns the hosts that would accept a task. With `to`, given as a host's name or as its tid
+    /// in the form `t80000`, only this host is queried. The call pauses and changes nothing; the
+    /// answer may be outdated a moment later.
     ///
     /// # Errors
     /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.
@@ -576,8 +576,8 @@ impl Vm {
     }
 
     /// For load watchers: sets what guest tasks may do on this host, on behalf of its owner. The
-    /// daemon of this host applies the directive immediately, without asking another host. It is in
-    /// force until the next one, or until this task ends.
+    /// daemon of this host applies the directive immediately, without asking another host. The
+    /// directive is in force until the next directive, or until this task ends.
     ///
     /// # Errors
     /// `Denied` if this task was spawned and is not a load watcher that the resource manager
@@ -594,8 +594,8 @@ impl Vm {
         ask!(self, "reading the event log", Request::Events { from, limit }, Reply::Events(events) => events)
     }
 
-    /// Subscribes to new events: each comes as a message with this context and tag, to be read with
-    /// [`Vm::decode_event`].
+    /// Subscribes to new events. Each event arrives as a message with this context and tag, which
+    /// [`Vm::decode_event`] decodes.
     ///
     /// # Errors
     /// Returns the daemon's error.
@@ -604,7 +604,7 @@ impl Vm {
     }
 
     /// Decodes the event in a message that [`Vm::subscribe_events`] requested; `None` if the
-    /// message contains something else.
+    /// message contains no event.
     pub fn decode_event(message: &Message) -> Option<Event> {
         from_bytes(&message.body).ok()
     }
@@ -617,8 +617,8 @@ impl Vm {
         ask!(self, "recording an event", Request::RecordEvent { at, kind }, Reply::Done => ())
     }
 
-    /// For resource managers: asks the daemon of a host to start tasks for `parent`. Returns the
-    /// wait id; the answer comes as a message `SM_EXECACK` with the same wait id.
+    /// For resource managers: requests the daemon of a host to start tasks for `parent`. Returns
+    /// the wait id of the request; the answer is a message `SM_EXECACK` with the same wait id.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost.
@@ -644,7 +644,7 @@ impl Vm {
         Ok(wid)
     }
 
-    /// Leaves the virtual machine when all sent messages are on their way.
+    /// Leaves the virtual machine when all sent messages are written to the daemon.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon was lost before.
@@ -657,7 +657,7 @@ impl Vm {
     /// Returns a reader for the body of a received message.
     ///
     /// # Errors
-    /// `BadMsg` if this host cannot read its encoding.
+    /// `BadMsg` if this host cannot read the encoding of the message.
     pub fn unpack(message: &Message) -> Result<Unpacker, Error> {
         let encoding = Encoding::from_enc_field(message.enc).ok_or_else(|| {
             Error::new(

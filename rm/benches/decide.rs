@@ -1,9 +1,9 @@
-//! Measures the processor time of decisions, with few hosts and with more than a virtual machine
-//! can have. Processor time is hardly disturbed by a busy machine.
+//! Measures the processor time of decisions, with few hosts and with more hosts than a virtual
+//! machine can have. Unlike elapsed time, processor time hardly depends on the load of the machine.
 //!
-//! Prints a table of microseconds and exits with 1 if the median of a decision exceeds the allowed
-//! time. `cargo xtask bench decide` runs it. `--json=FILE` writes the results to a file. Other
-//! arguments select the decisions whose names contain one of them.
+//! Prints a table in microseconds. The exit status is 1 if the median of a decision exceeds the
+//! limit. `cargo xtask bench decide` runs this program. `--json=FILE` writes the results to a file.
+//! Other arguments select the decisions whose names contain one of them.
 
 #[path = "../tests/desktop/mod.rs"]
 mod desktop;
@@ -17,14 +17,15 @@ use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Microseconds that a decision may take.
+/// Maximum median time of a decision in microseconds.
 const DECISION_US_MAX: f64 = 1e3;
-/// Measurements of each decision.
+/// Number of measurements of each decision.
 const MEASUREMENTS: usize = 51;
-/// Minimum microseconds of a measurement: short decisions are repeated within one measurement.
+/// Minimum duration of a measurement in microseconds. A shorter decision is repeated within the
+/// measurement.
 const MEASUREMENT_US_MIN: f64 = 50.0;
 
-/// Microseconds of one decision.
+/// Processor time of one decision in microseconds.
 #[derive(Serialize)]
 struct DecisionCost {
     name: &'static str,
@@ -32,7 +33,7 @@ struct DecisionCost {
     best: f64,
 }
 
-/// Costs of all decisions with this number of hosts.
+/// Processor times of all decisions with this number of hosts.
 #[derive(Serialize)]
 struct DecisionCosts {
     hosts: u16,
@@ -117,7 +118,10 @@ fn main() -> ExitCode {
     table(&all);
     let mut within_limits = true;
     for DecisionCosts { hosts, decisions } in &all {
-        for DecisionCost { name, median, .. } in decisions.iter().filter(|cost| cost.median > DECISION_US_MAX) {
+        for DecisionCost { name, median, .. } in decisions
+            .iter()
+            .filter(|cost| cost.median > DECISION_US_MAX)
+        {
             println!(
                 "above the {DECISION_US_MAX} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
             );

@@ -1,9 +1,9 @@
-//! Simulates, in virtual time, a week of a thousand desktops and days of three users one of whom
-//! requests all hosts. The decisions and the service are the real ones.
+//! Simulates, in virtual time, a week of a thousand desktop machines, and days of three users, one
+//! of whom requests all hosts. The simulations use the real decisions and the real service.
 //!
-//! Durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name the
-//! results of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask bench sim`
-//! runs it and draws the results.
+//! The durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name
+//! the result files of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask
+//! bench sim` runs this program and draws the results.
 
 #[path = "../tests/day/mod.rs"]
 mod day;
@@ -16,14 +16,14 @@ mod random;
 #[path = "../tests/week/mod.rs"]
 mod week;
 
-use day::{DayResults, DayComparison, ROOMY, SEEDS, TIGHT};
+use day::{DayComparison, DayResults, ROOMY, SEEDS, TIGHT};
 use pool::MeasuredTimes;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::process::ExitCode;
 use week::WeekResults;
 
-/// Size of the tasks whose migration times are used, in MiB.
+/// Memory size in MiB of the tasks whose measured migration times are used.
 const TASK_MIB: u32 = 128;
 
 /// Results of `cargo xtask bench owners`, in microseconds.
@@ -65,7 +65,10 @@ fn read_json<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
 
 /// Reads the measured times.
 fn read_times(owners: &str, migrate: &str) -> Result<MeasuredTimes, String> {
-    let (of_owners, of_moves) = (read_json::<OwnerResults>(owners)?, read_json::<MigrationResults>(migrate)?);
+    let (of_owners, of_moves) = (
+        read_json::<OwnerResults>(owners)?,
+        read_json::<MigrationResults>(migrate)?,
+    );
     let moved = of_moves.sizes.into_iter().find(|size| size.mib == TASK_MIB);
     let moved = moved.map(|size| size.ours).unwrap_or_default();
     let shortest = moved
@@ -75,7 +78,7 @@ fn read_times(owners: &str, migrate: &str) -> Result<MeasuredTimes, String> {
     let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
     let times = MeasuredTimes {
         stops: seconds(of_owners.stood_still_us).collect(),
-        // A host that was clean sooner than any migration takes had no guest.
+        // A duration that is shorter than any migration belongs to a host without guests.
         clears: seconds(of_owners.clean_us)
             .filter(|s| *s * 1e3 >= shortest)
             .collect(),
@@ -108,14 +111,18 @@ fn run() -> Result<bool, String> {
     let mut days = Vec::new();
     for day in [ROOMY, TIGHT] {
         for seed in SEEDS {
-            let DayResults { alone, contended: beside } = day.run(seed);
+            let DayResults {
+                alone,
+                contended: beside,
+            } = day.run(seed);
             days.push(DayComparison::of(&day, seed, &alone, &beside));
         }
     }
     println!("\n{}", DayComparison::table(&days));
     let good = days.iter().all(DayComparison::is_fair);
     let file = option("--json")?;
-    let json = serde_json::to_vec(&SimulationResults { week, days }).map_err(|error| error.to_string())?;
+    let json =
+        serde_json::to_vec(&SimulationResults { week, days }).map_err(|error| error.to_string())?;
     fs::write(file, json).map_err(|error| format!("{file}: {error}"))?;
     Ok(good)
 }

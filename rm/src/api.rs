@@ -1,5 +1,5 @@
-//! All access of the resource manager to the virtual machine, behind a trait so that the service
-//! can be tested without one.
+//! The interface through which the resource manager accesses the virtual machine. It is a trait, so
+//! that tests can run the service without a virtual machine.
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
@@ -13,7 +13,7 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, RmServices, SpawnRequest}
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Calls to the virtual machine, and clocks.
+/// Calls to the virtual machine, and the clocks.
 pub trait VmApi {
     fn tid(&self) -> Tid;
     fn host(&self) -> HostId;
@@ -21,7 +21,7 @@ pub trait VmApi {
     fn now(&self) -> Micros;
     /// Returns the time of day, in microseconds since 1970.
     fn wall_clock(&self) -> Micros;
-    /// Returns the next message of any kind; `None` after `span`.
+    /// Returns the next message of any kind; `None` after `last_entry_time`.
     ///
     /// # Errors
     /// The daemon is gone.
@@ -46,7 +46,7 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error>;
-    /// Registers as the resource manager that places spawns. Returns the previous one.
+    /// Registers this task as the resource manager. Returns the previous resource manager.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -56,7 +56,7 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Returns at most `limit` entries of the event log, starting with number `from`.
+    /// Returns at most `limit_attempt` entries of the event log, starting with number `request`.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -70,10 +70,10 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn notify(&self, what: NotifySubjects, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Orders a host to start tasks. Returns the wait id of the acknowledgement.
+    /// Requests a host to start tasks. Returns the wait id that its acknowledgement will carry.
     ///
     /// # Errors
-    /// The order cannot be sent.
+    /// The request cannot be sent.
     fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
     /// Requests a migration and returns when it has begun.
     ///
@@ -90,12 +90,13 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error>;
-    /// Orders that a job is checkpointed and ended. The event log reports the result.
+    /// Requests a checkpoint of a job and its end. The event log reports the result.
     ///
     /// # Errors
     /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
-    /// Orders that a checkpoint is restarted on these hosts. The event log reports the result.
+    /// Requests the restart of the checkpoint `set` on the hosts `count_on`. The event log reports the
+    /// result.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -107,7 +108,7 @@ pub trait VmApi {
     fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
 }
 
-/// Implementation over a task of the library.
+/// The virtual machine as seen by a task of the library.
 #[derive(Debug)]
 pub struct RealVm {
     vm: Vm,
@@ -115,10 +116,10 @@ pub struct RealVm {
 }
 
 impl RealVm {
-    /// Wraps a task that has joined the virtual machine.
+    /// Uses a task that has joined the virtual machine, and disables its spinning.
     pub fn new(vm: Vm) -> RealVm {
-        // The resource manager has work whenever a task starts or ends, when other processes need
-        // the processors. It must not spin.
+        // The resource manager becomes active whenever a task starts or ends. At that moment other
+        // processes need the processors, so it must not spin.
         vm.disable_spinning();
         RealVm {
             vm,

@@ -1,12 +1,13 @@
-//! Placements given in advance. A task that has just spawned twice in the same way is likely to do
-//! so again; with a grant it need not ask each time. Pure: the service decides the hosts and sends
-//! the grants ([`sempa_proto::sm::PlacementLease`]).
+//! Placements granted in advance (placement leases). A task that has spawned twice in the same way
+//! will probably do so again; with a grant it need not ask each time. Pure: the service chooses the
+//! hosts and sends the grants ([`sempa_proto::sm::PlacementLease`]). A slot is the right to start
+//! one task on one of the hosts.
 //!
-//! - Grants are reviewed each second and replaced if the same request would get other hosts. While
-//!   the resource manager works, a grant is therefore at most a second older than its knowledge.
-//! - A daemon rejects a granted host whose owner accepts no guests, as it does for every placement.
-//! - The total of all grants is bounded, so that many tasks cannot be sent to the same good host
-//!   before the first one is known.
+//! - Grants are reviewed every second, and replaced if the same request would now get other hosts.
+//!   The hosts of a grant are therefore at most one second out of date.
+//! - A daemon rejects a granted host whose owner accepts no guests, as for every placement.
+//! - The total number of slots is bounded, so that many tasks cannot be sent to the same host
+//!   before the first of them is known.
 
 use crate::spawns::SpawnIncoming;
 use sempa_proto::rm::PlacementAttempt;
@@ -15,23 +16,24 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// How long a grant is valid after the last spawn of its kind, and the maximum time between two
-/// similar requests for a grant.
+/// Time for which a grant is valid after its last use. Also the maximum time between two similar
+/// requests that lead to a grant.
 pub const GRANT_WINDOW: Micros = Micros::from_secs(30);
 /// Interval at which grants are compared with a fresh placement.
 pub const REVIEW_INTERVAL: Micros = Micros::from_secs(1);
-/// Maximum number of granted and unused slots of all tasks together.
+/// Maximum number of granted slots of all tasks that are not used yet.
 pub const GRANTED_SLOTS_MAX: usize = 2 * LEASE_HOSTS_MAX;
-/// How long a request is remembered. Daemons report the last used slots after the end of the task
-/// that used them.
+/// Time for which a request is remembered after its last use. It exceeds [`GRANT_WINDOW`], because
+/// daemons report the last used slots only after the end of the task that used them.
 const REQUEST_MEMORY_WINDOW: Micros = Micros::from_secs(60);
-/// Maximum number of tasks whose requests are remembered. Of the tasks without slots, the one that
-/// has spawned nothing for the longest time is dropped first.
+/// Maximum number of tasks whose requests are remembered. Beyond it, tasks without slots are
+/// dropped first; among them, the task whose last spawn is oldest.
 const TASKS_MAX: usize = 1024;
-/// Maximum size of a request's environment in bytes; a request with a larger one is not remembered.
+/// Maximum size of a request's environment in bytes. A request with a larger environment gets no
+/// grant.
 const ENV_BYTES_MAX: usize = 16 << 10;
-/// Requests remembered per task: the last one, and the one before, because reports about its slots
-/// may still arrive.
+/// Number of requests remembered per task: the last one and the one before, because reports of used
+/// slots of the earlier one may still arrive.
 const REQUESTS_PER_TASK: usize = 2;
 
 /// Requests of tasks that spawn a few tasks at a time, with their grants.
@@ -42,30 +44,30 @@ pub struct Grants {
     reviewed_at: Micros,
 }
 
-/// Similar requests of one task, with their grant.
+/// A request of a task, with its grant if there is one.
 #[derive(Debug)]
 struct RepeatedRequest {
-    /// The last of these requests that was asked.
+    /// The request as it arrived, without its arguments.
     request: SpawnIncoming,
-    /// When a request was asked or a slot was used, whichever is later.
+    /// Time of the request or of the last use of its slots, whichever is later.
     last_used: Micros,
     /// Granted hosts that are not used yet.
     hosts: VecDeque<HostId>,
-    /// The slots cannot be used any more, because the task was notified or has given them up.
-    /// Reports about slots used before may still arrive.
+    /// True if the task may not use the slots any more, because the grant was revoked or the task
+    /// has given it up. Reports of slots used earlier may still arrive.
     closed: bool,
-    /// Explanation of the granted placement.
+    /// Explanation of the granted placement; `None` without a grant.
     attempt: Option<PlacementAttempt>,
 }
 
-/// Slots of a grant were used.
+/// The grant from which a task has used slots.
 #[derive(Clone, Debug)]
 pub struct GrantUse {
     /// The request that the grant answers in advance.
     pub from: SpawnIncoming,
     /// Why the tasks go to these hosts.
     pub attempt: PlacementAttempt,
-    /// At least half of the slots are used: a new grant is due.
+    /// True if at least half of the slots are used, so that the grant must be renewed.
     pub needs_renewal: bool,
 }
 
@@ -80,8 +82,9 @@ impl RepeatedRequest {
 }
 
 impl Grants {
-    /// Records that a request for at most [`LEASE_TASKS_MAX`] tasks was answered with all of them.
-    /// Returns whether it follows a similar one and deserves a grant.
+    /// Records a request whose tasks have all been started. Returns true if it is similar to the
+    /// task's previous request, so that the task should get a grant. A request for more than
+    /// [`LEASE_TASKS_MAX`] tasks is not recorded.
     pub fn record_answer(&mut self, now: Micros, from: &SpawnIncoming) -> bool {
         self.expire(now);
         let env: usize = from.request.env.iter().map(Vec::len).sum();
@@ -89,9 +92,13 @@ impl Grants {
             return false;
         }
         if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.requester) {
-            // There are fewer slots than remembered tasks.
-            let last =
-                |requests: &VecDeque<RepeatedRequest>| requests.front().map(|kind| (kind.has_slots(now), kind.last_used));
+            // There is always a task without slots, because fewer slots exist than tasks are
+            // remembered.
+            let last = |requests: &VecDeque<RepeatedRequest>| {
+                requests
+                    .front()
+                    .map(|kind| (kind.has_slots(now), kind.last_used))
+            };
             let oldest = self
                 .tasks
                 .iter()
@@ -109,7 +116,8 @@ impl Grants {
         };
         let requests = self.tasks.entry(from.requester).or_default();
         let like = |kind: &RepeatedRequest| {
-            kind.request.request.places_like(&from.request) && now.since(kind.last_used) < GRANT_WINDOW
+            kind.request.request.places_like(&from.request)
+                && now.since(kind.last_used) < GRANT_WINDOW
         };
         let is_repeated = requests.front().is_some_and(like);
         requests.push_front(RepeatedRequest {
@@ -123,7 +131,8 @@ impl Grants {
         is_repeated
     }
 
-    /// Returns how many slots may be granted to a task instead of those it has.
+    /// Returns the maximum number of slots of a new grant for this task. The new grant replaces its
+    /// current one.
     pub fn available_slots(&self, now: Micros, task: Tid) -> usize {
         let others = self
             .tasks
@@ -137,7 +146,7 @@ impl Grants {
         GRANTED_SLOTS_MAX.saturating_sub(given).min(LEASE_HOSTS_MAX)
     }
 
-    /// Returns the request for which the next grant of a task is made.
+    /// Returns the last request of a task, for which its next grant is made.
     pub fn request_of(&self, task: Tid) -> Option<&SpawnIncoming> {
         self.tasks.get(&task)?.front().map(|kind| &kind.request)
     }
@@ -152,7 +161,7 @@ impl Grants {
         given.then_some(self.reviewed_at + REVIEW_INTERVAL)
     }
 
-    /// Starts a review. Returns the tasks with grants and their unused hosts.
+    /// Starts a review. Returns each task that has slots, with the hosts of its unused slots.
     pub fn review(&mut self, now: Micros) -> Vec<(Tid, Vec<HostId>)> {
         self.reviewed_at = now;
         let given = self
@@ -165,7 +174,7 @@ impl Grants {
             .collect()
     }
 
-    /// Grants these hosts for the task's last request, in place of earlier ones.
+    /// Sets the slots of a task for requests like its last one. They replace earlier slots.
     pub fn set_grant(&mut self, task: Tid, hosts: &[HostId], attempt: PlacementAttempt) {
         if let Some(request) = self
             .tasks
@@ -177,8 +186,8 @@ impl Grants {
         }
     }
 
-    /// Records a daemon's report that slots of the grant with this wait id were used. `None` if the
-    /// grant is unknown.
+    /// Records a daemon's report that the task has used slots on these hosts. `wid`: wait id of the
+    /// request for which the grant was made. `None` if the grant is unknown.
     pub fn record_use(
         &mut self,
         now: Micros,
@@ -187,12 +196,16 @@ impl Grants {
         hosts: impl Iterator<Item = HostId>,
     ) -> Option<GrantUse> {
         let requests = self.tasks.get_mut(&task)?;
-        let last = requests.front().is_some_and(|request| request.request.wid == wid);
-        let request = requests.iter_mut().find(|request| request.request.wid == wid)?;
+        let last = requests
+            .front()
+            .is_some_and(|request| request.request.wid == wid);
+        let request = requests
+            .iter_mut()
+            .find(|request| request.request.wid == wid)?;
         let attempt = request.attempt.clone()?;
         for host in hosts {
-            // The slot may belong to the previous grant. Then the current slots are all unused, and
-            // are renewed slightly early.
+            // A host that is not found belongs to the previous grant. Then none of the current
+            // slots is removed, and the renewal may come slightly early.
             if let Some(at) = request.hosts.iter().position(|given| *given == host) {
                 request.hosts.remove(at);
             }
@@ -206,15 +219,19 @@ impl Grants {
         })
     }
 
-    /// Revokes all grants. Returns the tasks to notify, with the wait id of the grant. These
-    /// include tasks whose slots count as used here, because they may still have some.
+    /// Revokes all grants. Returns the tasks to notify, each with the wait id of its grant. A task
+    /// whose slots are all used according to the reports is included, because reports may belong to
+    /// an earlier grant.
     pub fn revoke_all(&mut self, now: Micros) -> Vec<(Tid, i32)> {
         self.revoke_where(|kind| kind.is_open(now))
     }
 
-    /// Revokes grants that were not used recently, because other tasks want slots.
+    /// Revokes grants that were not used for [`REVIEW_INTERVAL`], because other tasks need slots.
+    /// Returns the tasks to notify, each with the wait id of its grant.
     pub fn revoke_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.revoke_where(|kind| kind.has_slots(now) && now.since(kind.last_used) >= REVIEW_INTERVAL)
+        self.revoke_where(|kind| {
+            kind.has_slots(now) && now.since(kind.last_used) >= REVIEW_INTERVAL
+        })
     }
 
     fn revoke_where(&mut self, matches: impl Fn(&RepeatedRequest) -> bool) -> Vec<(Tid, i32)> {
@@ -228,8 +245,8 @@ impl Grants {
         to_notify
     }
 
-    /// Closes the grants of a task that asks itself or has ended: it has none of its slots any
-    /// more.
+    /// Closes the grants of a task that has sent a spawn request or has ended. It has no usable
+    /// slots then.
     pub fn close_for_task(&mut self, task: Tid) {
         self.tasks
             .get_mut(&task)
@@ -238,10 +255,11 @@ impl Grants {
             .for_each(|kind| kind.closed = true);
     }
 
-    /// Closes the grants of tasks that are not known any more.
+    /// Closes the grants of all tasks for which `is_known` is false.
     pub fn close_unknown(&mut self, is_known: impl Fn(Tid) -> bool) {
         let unknown = self.tasks.iter_mut().filter(|(task, _)| !is_known(**task));
-        unknown.flat_map(|(_, kinds)| kinds)
+        unknown
+            .flat_map(|(_, kinds)| kinds)
             .for_each(|kind| kind.closed = true);
     }
 

@@ -4,15 +4,17 @@
 //! * [`decide`]: decisions, as pure functions of a snapshot.
 //! * [`model`]: the known state of hosts and tasks, updated by messages and events.
 //! * [`spawns`]: spawn requests that are being carried out.
-//! * [`grants`]: placements given in advance to tasks that spawn repeatedly.
+//! * [`grants`]: placements granted in advance to tasks that spawn repeatedly.
 //! * [`watchers`]: one load watcher per host, restarted when it ends.
 //! * [`store`]: persistent history: usage, decisions, learned values.
-//! * [`policy`], [`policy_file`]: the policy, as a file that may change at any time.
-//! * [`recording`], [`replay`]: recorded input, and running it again under another policy.
-//! * [`service`]: the loop that feeds these values and carries out their output through
-//!   [`api::VmApi`].
+//! * [`policy`], [`policy_file`]: the policy and its file, which may change at any time.
+//! * [`recording`], [`replay`]: records the input of the resource manager, and replays the record
+//!   under another policy.
+//! * [`service`]: the main loop. It passes messages to the modules above and carries out their
+//!   output through [`api::VmApi`].
 //!
-//! Only [`api`] accesses the virtual machine. Everything else is a value with inputs and outputs.
+//! Only [`api`] accesses the virtual machine. All other modules are state machines and functions
+//! without input or output of their own, except for files.
 
 pub mod api;
 pub mod decide;

@@ -1,4 +1,4 @@
-//! `pvm-rm`: the resource manager of a Sempa virtual machine.
+//! `pvm-rm_tid`: the resource manager of a Sempa virtual machine.
 
 use anyhow::Context;
 use clap::Parser;
@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The resource manager of a Sempa virtual machine: places spawned tasks, and moves running tasks
-/// off hosts whose owner is present.
+/// The resource manager of a Sempa virtual machine: places spawned tasks, and migrates running
+/// tasks off hosts whose owner is present.
 ///
 /// It joins the user's virtual machine as an ordinary task and stays in the foreground until the
-/// virtual machine stops. A virtual machine has one resource manager; while there is none, the
+/// virtual machine stops. A virtual machine has at most one resource manager; without one, the
 /// daemons place tasks round robin. It starts a pvm-load-watcher on every host, which detects load
 /// and owner. Its decisions and their reasons are in the event log ('pvm events').
 #[derive(Debug, Parser)]
@@ -35,17 +35,16 @@ struct Args {
     /// present, or has closed or limited it, is not used, even by name.
     #[arg(long, default_value = "load", value_name = "NAME|FILE")]
     policy: String,
-    /// Move running tasks to hosts where they finish sooner, if that saves more than the move
-    /// costs.
+    /// Migrate running tasks to hosts where they finish sooner, if that saves more time than the
+    /// migration costs.
     #[arg(long)]
     balance: bool,
-    /// How long a spawn that finds no free host waits for one before it is refused. The user who
-    /// has taken less goes first.
+    /// Maximum time that a spawn waits for a free host before it is refused. Users who have used
+    /// less processor time are served first.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=604_800))]
     wait: u64,
-    /// Let spawns wait only for hosts that become free. Without this option, while one waits, tasks
-    /// of users who have taken far more are suspended to make room, and resume when there is room
-    /// for them again.
+    /// Disable preemption. Without this option, while a spawn waits, tasks of users who have used
+    /// far more processor time are suspended to make room, and resume when there is room again.
     #[arg(long)]
     no_give_way: bool,
     /// Maximum number of tasks of a user at once.
@@ -54,26 +53,26 @@ struct Args {
     /// Maximum number of tasks of a job at once.
     #[arg(long, value_name = "NUMBER")]
     job_tasks: Option<u32>,
-    /// A label of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
+    /// A label of a host that spawns can require, as 'h2:disk=ssd'; may be repeated.
     #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
     labels: Vec<(String, String, String)>,
-    /// Directory for usage, decisions and learned values, in a file that only the user can read.
-    /// Without it they are kept in the directory of the daemon's socket until the virtual machine
-    /// is halted.
+    /// Directory for usage, decisions and learned values, in a file that only the user can read. By
+    /// default they are stored in the directory of the daemon's socket until the virtual machine is
+    /// halted.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
     /// Record the input of the resource manager in this file, for '--replay' and 'pvm replay'. An
     /// existing file is renamed with the suffix '.before'.
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
-    /// Join no virtual machine: run such a record under its own policy and under that of
-    /// '--policy', and compare.
+    /// Replay a record under its own policy and under that of '--policy', and compare the results.
+    /// Joins no virtual machine.
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
     /// With '--replay': print the result as JSON.
     #[arg(long, requires = "replay")]
     json: bool,
-    /// Start no load watchers: load and owners stay unknown, and no task is moved.
+    /// Start no load watchers: load and owners stay unknown, and no task is migrated.
     #[arg(long)]
     no_watchers: bool,
 }
@@ -111,7 +110,8 @@ fn labels(arguments: &[(String, String, String)]) -> Labels {
         .collect()
 }
 
-/// Returns where the history is stored.
+/// Returns the database of the history: in `state` if given, else in the directory of the daemon's
+/// socket.
 fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), variable)
@@ -131,7 +131,7 @@ fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
     })
 }
 
-/// A closed standard output is no reason to stop.
+/// Prints a line. An error is ignored, because a closed standard output is no reason to stop.
 fn print_line(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
@@ -186,7 +186,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
     let shelf = store_location(args.state.as_deref())?;
     let policy_error = match policy.err() {
-        // There is no history that could contain an earlier policy.
+        // Without a history there is no earlier policy to continue with.
         Some(error) if !shelf.exists() => return Err(error.into()),
         policy_error => policy_error,
     };
@@ -207,7 +207,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         let followed = followed.with_context(|| format!("following changes of {}", file.display()));
         match (policy_error, followed) {
             (None, followed) => followed?,
-            // The directory may have been removed together with the file.
+            // The watch may have ended because the directory was removed together with the file.
             (Some(why), followed) => {
                 print_error(&format!("{why}; the policy stays as it was"));
                 followed.unwrap_or_else(|error| print_error(&one_line(&error)));
@@ -232,7 +232,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Runs a record under its own policy and under another one, and compares the results.
+/// Replays a record under its own policy and under `conduct`, and prints both results.
 fn replay(record: &Path, conduct: EffectivePolicy, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record)?;
     let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;

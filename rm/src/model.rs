@@ -6,8 +6,9 @@
 //! a gap requires a fresh task list.
 
 use crate::decide::{
-    Estimates, ExternalMean, HostView, HostList, MigrationSample, PredictionOutcome, OwnerState, PlacementPolicy, PendingPredictions, TimedSample,
-    Snapshot, StayReason, TaskView, GuestPolicy, Obstacle, Constraints, HostPair, external_demand,
+    Constraints, Estimates, ExternalMean, GuestPolicy, HostList, HostPair, HostView,
+    MigrationSample, Obstacle, OwnerState, PendingPredictions, PlacementPolicy, PredictionOutcome,
+    Snapshot, StayReason, TaskView, TimedSample, external_demand,
 };
 use crate::recent::RecentSet;
 use sempa_proto::event::{Event, EventKind};
@@ -26,15 +27,16 @@ mod work_accounting;
 /// Maximum number of ended tasks that are remembered, so that late messages about them do not add
 /// them again.
 const ENDED_MAX: usize = 65_536;
-/// Time without news of a migration after which a task list is requested.
+/// Timeout for news of a migration. After it, a task list is requested.
 pub const MIGRATION_SILENCE_MAX: Micros = Micros::from_secs(60);
 /// A task list that says "not migrating" counts only if the migration began longer ago than this.
 /// Otherwise the list may be older than the migration.
 const MIGRATION_LIST_DELAY: Micros = Micros::from_secs(3);
-/// Time for which a target is left out after one failure. Doubles with each further failure, up to
-/// [`TARGET_RETRY_MAX`].
+/// Time for which a host is excluded as a target of a task after one failure. Doubles with each
+/// further failure, up to [`TARGET_RETRY_MAX`].
 pub const TARGET_RETRY_MIN: Micros = Micros::from_secs(2);
-/// Time for which a target is left out that refused for a lasting reason or has failed often.
+/// Time for which a host is excluded as a target of a task if it has refused the task for a lasting
+/// reason or has failed often.
 pub const TARGET_RETRY_MAX: Micros = Micros::from_secs(60);
 /// Delay before the next attempt to migrate a task that has not connected yet.
 pub const NOT_CONNECTED_DELAY: Micros = Micros::from_millis(500);
@@ -58,7 +60,7 @@ struct HostState {
     cores: u32,
     sample: Option<TimedSample>,
     external_mean: Option<ExternalMean>,
-    /// Memory in bytes that spawns have asked for, with the time of the request.
+    /// Memory that spawns have requested, as (request time, bytes).
     memory_promises: VecDeque<(Micros, u64)>,
     owner: OwnerState,
     /// When the last owner left, on the model's clock.
@@ -66,7 +68,7 @@ struct HostState {
     guest_policy: GuestPolicy,
     /// Task that requested the drain.
     drained_by: Option<Tid>,
-    /// It was reported that no guest is left.
+    /// True if the absence of guests was reported already.
     clean_reported: bool,
     migration_obstacle: Option<Obstacle>,
 }
@@ -80,7 +82,8 @@ struct TaskState {
     uid: u32,
     name: Arc<str>,
     started_at: Micros,
-    /// `since` is the start time; otherwise it is the time when the task was first seen.
+    /// True if `since` is the start time. Otherwise `since` is the time when the task was first
+    /// seen.
     start_known: bool,
     work_done: Micros,
     memory_bytes: u64,
@@ -131,7 +134,7 @@ impl TaskState {
 /// Known state of hosts and tasks.
 #[derive(Debug)]
 pub struct Model {
-    /// Input of decisions. Hosts in `touched` are not up to date in it.
+    /// Input of the decisions. Its entries for the hosts in `dirty_hosts` are out of date.
     snapshot: Snapshot,
     dirty_hosts: BTreeSet<HostId>,
     /// Hosts whose last guest may have left since the last check.
@@ -186,7 +189,7 @@ impl Model {
         self.snapshot.costs.margin_percent = (margin * 100.0).round() as u32;
     }
 
-    /// Returns the number of own tasks on a host that are part of its load.
+    /// Returns the number of tasks of the virtual machine that are part of a host's load.
     pub fn guests_on(&self, host: HostId) -> u32 {
         u32::try_from(
             self.tasks_on(host)
@@ -196,7 +199,7 @@ impl Model {
         .unwrap_or(u32::MAX)
     }
 
-    /// Sets the user of tasks about which nothing else is known.
+    /// Sets the user to whom tasks belong if their user is not known.
     pub fn set_default_user(&mut self, user: u32) {
         self.default_user = user;
     }
@@ -206,7 +209,7 @@ impl Model {
         &self.snapshot.estimates
     }
 
-    /// Continues with values learned earlier.
+    /// Replaces the learned values by values from the history.
     pub fn restore_estimates(&mut self, estimates: Estimates) {
         self.snapshot.estimates = estimates;
     }
@@ -218,19 +221,20 @@ impl Model {
         }
     }
 
-    /// Sets the round-robin position.
+    /// Sets the host after which the next round-robin placement starts.
     pub fn set_round_robin_last(&mut self, rotation: HostId) {
         self.snapshot.round_robin_last = rotation;
     }
 
-    /// Returns a task for modification. Its host must not be changed.
+    /// Returns a task for modification and marks its host as changed. The caller must not change
+    /// the task's host.
     fn edit_task(&mut self, tid: Tid) -> Option<&mut TaskState> {
         let task = self.tasks.get_mut(&tid)?;
         self.dirty_hosts.insert(task.host);
         Some(task)
     }
 
-    /// Returns a host for modification.
+    /// Returns a host for modification and marks it as changed.
     fn edit_host(&mut self, id: HostId) -> Option<&mut HostState> {
         let host = self.hosts.get_mut(&id)?;
         self.dirty_hosts.insert(id);
@@ -244,7 +248,11 @@ impl Model {
             uid,
             ..TaskState::new(host, tid, now)
         });
-        if let Some(tids) = self.tasks_by_host.get_mut(&task.host).filter(|_| task.host != host) {
+        if let Some(tids) = self
+            .tasks_by_host
+            .get_mut(&task.host)
+            .filter(|_| task.host != host)
+        {
             tids.remove(&tid);
         }
         self.dirty_hosts.extend([task.host, host]);
@@ -270,7 +278,8 @@ impl Model {
             .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
     }
 
-    /// Returns the job of a task with this parent: the parent's job.
+    /// Returns the job of a task: the job of its parent, or the task itself if no task is its
+    /// parent.
     fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
         let top = if parent.is_task() { parent } else { tid };
         self.tasks.get(&parent).map_or(top, |task| task.job)
@@ -329,7 +338,8 @@ impl Model {
             .filter(|tid| !listed.contains(tid))
             .collect();
         for tid in gone {
-            // Not recorded as ended: the task may have started after the list was made.
+            // The task is not recorded as ended, because it may have started after the list was
+            // made.
             self.remove_task(tid);
         }
         let mut new = Vec::new();
@@ -355,13 +365,15 @@ impl Model {
                         heard_at: now,
                     })
                 }
-                Some(going) if now.since(going.heard_at) >= MIGRATION_LIST_DELAY => task.migrating = None,
+                Some(going) if now.since(going.heard_at) >= MIGRATION_LIST_DELAY => {
+                    task.migrating = None
+                }
                 _ => {}
             }
         }
         for (tid, job) in new {
-            // A daemon lists its own user as the owner of each task. The user of a spawned task is
-            // that of the top of its job.
+            // A daemon lists its own user as the owner of each task. A spawned task belongs to the
+            // user of its job's top task.
             if let Some(user) = self.tasks.get(&job).map(|top| top.uid) {
                 self.set_task_user(tid, user);
             }
@@ -380,8 +392,8 @@ impl Model {
         self.hosts.remove(&id);
         self.dirty_hosts.insert(id);
         for tid in self.tasks_by_host.remove(&id).unwrap_or_default() {
-            // A migration to another host may have been committed. Then an event names the task's
-            // host and adds the task again.
+            // A migration of the task to another host may have been committed. In that case an
+            // event names the new host and adds the task again.
             self.tasks.remove(&tid);
         }
     }
@@ -391,9 +403,11 @@ impl Model {
         self.conclude_prediction(tid);
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
-            // A task that ended before its work was measured teaches nothing.
+            // If the task ended before its work was measured, nothing can be learned from it.
             if task.start_known && !task.pinned && task.work_done > Micros::default() {
-                self.snapshot.estimates.record_completion(&task.name, task.work_done);
+                self.snapshot
+                    .estimates
+                    .record_completion(&task.name, task.work_done);
             }
             if self.snapshot.barrier_jobs.contains(&job)
                 && !self
@@ -421,16 +435,19 @@ impl Model {
         }
     }
 
-    /// Sets the job of a task that no event or list has described yet.
+    /// Sets the job of a task whose parent is unknown. Has no effect after an event or a list has
+    /// described the task.
     pub fn set_task_job(&mut self, tid: Tid, job: Tid) {
         if let Some(task) = self.edit_task(tid).filter(|task| task.parent.is_none()) {
             task.job = job;
         }
     }
 
-    /// Records the constraints of a task's spawn. `named`: the spawn named the host.
+    /// Records the constraints of a task's spawn. `host_part`: the spawn named the task's host.
     pub fn set_task_constraints(&mut self, tid: Tid, named: bool, wants: Constraints) {
-        let Some(task) = self.edit_task(tid) else { return };
+        let Some(task) = self.edit_task(tid) else {
+            return;
+        };
         task.host_named |= named;
         let job = task.job;
         if wants != Constraints::default() {
@@ -441,12 +458,14 @@ impl Model {
         }
     }
 
-    /// Records parent and program of a task. A task belongs to its parent's user, wherever it runs;
-    /// without a parent, to its daemon's user.
+    /// Records the parent and the program of a task. The task belongs to its parent's user, on
+    /// whatever host it runs; without a known parent, to its daemon's user.
     fn set_task_origin(&mut self, tid: Tid, (parent, user): (Tid, u32), name: &str) {
         let job = self.job_of(tid, parent);
         let uid = self.tasks.get(&parent).map(|task| task.uid);
-        let Some(task) = self.edit_task(tid) else { return };
+        let Some(task) = self.edit_task(tid) else {
+            return;
+        };
         task.uid = uid.unwrap_or(user);
         let before = std::mem::replace(&mut task.job, job);
         (task.parent, task.name) = (Some(parent), Arc::from(name));
@@ -483,7 +502,7 @@ impl Model {
             .collect()
     }
 
-    /// True while a task of this task's job migrates or is suspended.
+    /// True while any task of the job of `head` migrates or is suspended.
     pub fn is_job_busy(&self, head: Tid) -> bool {
         let Some(job) = self.tasks.get(&head).map(|task| task.job) else {
             return false;
@@ -493,11 +512,11 @@ impl Model {
             .any(|task| task.job == job && (task.migrating.is_some() || task.suspended))
     }
 
-    /// Returns the root of the job for a checkpoint: the ancestor without a parent.
+    /// Returns the top task of the job that contains `task_id`, by which the job can be checkpointed.
     ///
-    /// `None` if an ancestor has ended (the other tasks cannot be found from the root then), if one
-    /// is not known yet, or if the top task was started by hand: its user would see the children
-    /// end.
+    /// `None` if an ancestor of the task has ended or is unknown, because some tasks of the job
+    /// cannot be found from the top task then. Also `None` if the top task was started by hand,
+    /// because its user would see the job end.
     pub fn checkpoint_root(&self, tid: Tid) -> Option<Tid> {
         let mut at = (tid, self.tasks.get(&tid)?);
         // A chain of parents is at most as long as the number of tasks.
@@ -530,7 +549,7 @@ impl Model {
         self.tasks.get(&tid).is_some_and(|task| !task.pinned)
     }
 
-    /// Returns the known host of a task, else the host in its tid.
+    /// Returns the known host of a task. For an unknown task, returns the birth host in its tid.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks
             .get(&tid)
@@ -538,7 +557,8 @@ impl Model {
             .or_else(|| tid.birth_host())
     }
 
-    /// Returns user and job of a task. An unknown task belongs to the own user and is its own job.
+    /// Returns the user and the job of a task. An unknown task belongs to the default user and is
+    /// its own job.
     pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
         self.tasks
             .get(&tid)
@@ -561,11 +581,18 @@ impl Model {
             .get(&tid)
             .map_or(("", 0), |task| (&*task.name, task.memory_bytes));
         let (estimates, slowness) = (&self.snapshot.estimates, self.snapshot.slowness(from, to));
-        estimates.migration_cost(estimates.expected_bytes(name, bytes), slowness, self.host_pair(from, to))
+        estimates.migration_cost(
+            estimates.expected_bytes(name, bytes),
+            slowness,
+            self.host_pair(from, to),
+        )
     }
 
     fn host_pair(&self, from: HostId, to: HostId) -> Option<HostPair> {
-        Some(HostPair::between(self.snapshot.host(from)?, self.snapshot.host(to)?))
+        Some(HostPair::between(
+            self.snapshot.host(from)?,
+            self.snapshot.host(to)?,
+        ))
     }
 
     /// Returns the name of a host, or its number if it is unknown.
@@ -618,8 +645,10 @@ impl Model {
                 self.task_ended(*tid);
             }
             EventKind::Restarted { tasks, .. } => {
-                // These tasks had ended and run again. A fresh list describes them.
-                tasks.iter().for_each(|(tid, _)| self.ended_tasks.remove(*tid));
+                // These tasks had ended and have been restarted. A new task list describes them.
+                tasks
+                    .iter()
+                    .for_each(|(tid, _)| self.ended_tasks.remove(*tid));
                 self.needs_refresh = true;
             }
             EventKind::MigrationStep { tid, to, .. } => {
@@ -641,7 +670,10 @@ impl Model {
                 transfer_time: whole,
                 ..
             } => {
-                let (way, slowness) = (self.host_pair(*from, *to), self.snapshot.slowness(*from, *to));
+                let (way, slowness) = (
+                    self.host_pair(*from, *to),
+                    self.snapshot.slowness(*from, *to),
+                );
                 let (images, resident, frozen, whole) = (*bytes, *resident, *frozen, *whole);
                 self.snapshot.estimates.record_migration(&MigrationSample {
                     pair: way,
@@ -654,7 +686,8 @@ impl Model {
                 self.migration_completed(now, *tid, *to, cause, resident);
                 if let Some(task) = self.tasks.get(tid) {
                     let cost = self.snapshot.estimates.actual_cost(resident, whole);
-                    self.predictions.record_arrival(now, *tid, *to, (task.work_done, cost));
+                    self.predictions
+                        .record_arrival(now, *tid, *to, (task.work_done, cost));
                 }
             }
             EventKind::MigrationFailed { tid, to, why, .. } => {
@@ -666,8 +699,8 @@ impl Model {
         }
     }
 
-    /// Applies a load watcher's report. Returns an event to record if the owner came or left, or if
-    /// the host was closed or opened.
+    /// Applies a load watcher's report. Returns an event to record if the report changes whether
+    /// the host accepts guests, or the kind of reason why not.
     pub fn apply_report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
         let own = self.guests_on(id);
@@ -684,7 +717,10 @@ impl Model {
         host.sample = Some(sampled);
         reports::expire_promises(&mut host.memory_promises, now);
         host.guest_policy = reports::guest_policy_from_report(now, report, &host.guest_policy);
-        let was = std::mem::replace(&mut host.owner, reports::owner_from_report(report, host.owner_left_at));
+        let was = std::mem::replace(
+            &mut host.owner,
+            reports::owner_from_report(report, host.owner_left_at),
+        );
         if !reports::is_recorded_change(&was, &host.owner) {
             return None;
         }
@@ -702,8 +738,8 @@ impl Model {
         Some(reports::owner_change_event(&was, report))
     }
 
-    /// Returns the input of decisions as of `now`. The cost depends on what has changed since the
-    /// last call.
+    /// Brings the input of the decisions up to date as of `now` and returns it. The computing time
+    /// depends on the number of hosts changed since the last call.
     pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
         for id in std::mem::take(&mut self.dirty_hosts) {
             self.maybe_clean.insert(id);
@@ -729,8 +765,8 @@ impl Model {
         &self.snapshot
     }
 
-    /// Updates which tasks of a host migrate. The target of a migration expects a guest until the
-    /// migration is over.
+    /// Updates the set of migrating tasks for the tasks of one host. The targets of these
+    /// migrations must be checked for guests again.
     fn update_migrating(&mut self, id: HostId) {
         for tid in self.tasks_by_host.get(&id).into_iter().flatten() {
             match self.tasks.get(tid).and_then(|task| task.migrating) {
@@ -744,11 +780,11 @@ impl Model {
         }
     }
 
-    /// True if a fresh host table and task list are needed: entries of the event log were missed,
-    /// or a migration has been silent for too long.
+    /// True if a new host table and task list are needed, because entries of the event log were
+    /// missed or no news of a migration arrived for [`MIGRATION_SILENCE_MAX`].
     pub fn is_stale(&self, now: Micros) -> bool {
-        // There are few migrations. Those that have just begun are not in `migrations` yet, and are not
-        // silent.
+        // Few tasks migrate at a time. A migration that has just begun may be missing in `migrations`,
+        // but its timeout has not expired either.
         let silent = |tid: &Tid| {
             self.tasks
                 .get(tid)
@@ -816,7 +852,7 @@ impl TaskState {
     }
 }
 
-/// True for tasks that cannot migrate or that serve their host: started from a command line,
+/// True for tasks that cannot migrate or that serve their host: tasks started from a command line,
 /// resource managers, hosters, taskers, load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
     flags & TASK_FORKED == 0 || flags & TASK_SERVICE_FLAGS != 0 || is_load_watcher(name)

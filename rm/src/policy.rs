@@ -12,7 +12,7 @@
 //!
 //! For keys that the file does not name, the command line counts.
 
-use crate::decide::{CHOOSER_NAME_MAX, ChooserName, Limits, GAIN_MARGIN, PlacementPolicy};
+use crate::decide::{CHOOSER_NAME_MAX, ChooserName, GAIN_MARGIN, Limits, PlacementPolicy};
 use crate::spawns::SpawnRules;
 use sempa_proto::Micros;
 use sempa_proto::text::line_number;
@@ -24,7 +24,7 @@ use thiserror::Error;
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum waiting time of a spawn, in seconds: a week.
 pub const WAIT_S_MAX: u64 = 604_800;
-/// Margins that are accepted.
+/// Range of valid margins.
 const MARGIN_RANGE: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 
 /// The policy in force.
@@ -32,12 +32,13 @@ const MARGIN_RANGE: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 pub struct EffectivePolicy {
     /// How new tasks are distributed over the hosts.
     pub placing: PlacementPolicy,
-    /// Rebalance running tasks by load.
+    /// True if running tasks are rebalanced by load.
     pub balance: bool,
-    /// Minimum gain of such a migration, as a multiple of its cost.
+    /// Minimum gain of a rebalancing migration, as a multiple of its cost.
     pub margin: f64,
     pub rules: SpawnRules,
-    /// Suspend tasks of users with a high index while a spawn of a user with a low index waits.
+    /// True if tasks of users with a high index are suspended while a request of a user with a low
+    /// index waits.
     pub give_way: bool,
 }
 
@@ -92,7 +93,7 @@ pub struct PolicyError {
 /// Prefix of the name of an external chooser.
 const CHOICE_PREFIX: &str = "choice:";
 
-/// Parses the name of a placement policy: `load`, `round-robin`, or `choice:NAME`.
+/// Parses the name of a placement policy: `load_for_one_more`, `round-robin`, or `chooser:NAME`.
 ///
 /// # Errors
 /// A sentence that lists the valid names.
@@ -120,15 +121,20 @@ struct PolicyFile {
 }
 
 impl EffectivePolicy {
-    /// Returns this policy with the settings of a file. `file`: name of the file, for errors.
+    /// Returns this policy with the settings of a file applied. `file`: name of the file, for
+    /// errors.
     ///
     /// # Errors
-    /// The first error, with its line. None of the file's settings is applied then.
-    pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<EffectivePolicy, PolicyError> {
+    /// The first error in the file, with its line. No setting of the file is applied then.
+    pub fn with_file(
+        self,
+        file: &str,
+        content: impl AsRef<[u8]>,
+    ) -> Result<EffectivePolicy, PolicyError> {
         let content = content.as_ref();
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
-            // The text before the invalid byte, for the line number.
+            // The text before the invalid byte determines the line number.
             Err(error) => (
                 std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(),
                 false,
@@ -202,7 +208,7 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
-    /// A file changes the settings that it names, and no others.
+    /// A file changes only the settings that it names.
     #[test]
     fn file_changes_only_the_keys_it_names() {
         let rules = SpawnRules {

@@ -1,5 +1,5 @@
-//! The policy file on disk: read at the start and watched for changes. New content is sent to the
-//! service as a message, because the service waits for messages only.
+//! Reads the policy file at the start and watches it for changes. A separate thread sends the new
+//! content to the service as a message, because the service waits for messages only.
 
 use crate::api::{RealVm, VmApi};
 use crate::policy::POLICY_BYTES_MAX;
@@ -14,7 +14,8 @@ use sempa_proto::rm::CTX_RM;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// Returns the content of the file. Of a file that is too long, just enough to detect that.
+/// Reads the file, but at most one byte more than the maximum size, by which the parser detects a
+/// file that is too large.
 fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?
@@ -23,32 +24,37 @@ fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the content of the file at the start.
+/// Returns the content of the policy file.
 ///
 /// # Errors
-/// Why the file cannot be read.
+/// A text that says why the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
     read_limited(path).map_err(|error| error.to_string())
 }
 
-/// Sends the content to the own task whenever the file is written or replaced. `known`: the content
-/// read at the start.
+/// Starts a thread that sends the content of the file to this process's own task whenever the file
+/// is written or replaced. `known`: the content read at the start.
 ///
 /// # Errors
 /// The file's directory cannot be watched.
-pub fn watch(path: &Path, content_at_start: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
+pub fn watch(
+    path: &Path,
+    content_at_start: Result<Vec<u8>, String>,
+    vm: &Vm,
+) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path
         .parent()
         .map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
-    // Watches the directory instead of the file, because editors replace the file.
+    // The watch is on the directory instead of the file, because editors replace the file.
     inotify.add_watch(
         &folder,
         AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO,
     )?;
     std::thread::spawn(move || {
-        // The file may have changed since it was first read. Unchanged content is not sent again.
+        // The file may have changed between the first read and the start of the watch. Unchanged
+        // content is not sent again.
         if read(&path) != content_at_start {
             send_content(&path, &vm);
         }
@@ -65,8 +71,8 @@ pub fn watch(path: &Path, content_at_start: Result<Vec<u8>, String>, vm: &Vm) ->
     Ok(())
 }
 
-/// Sends the content to the own task. A missing file changes nothing. A file that cannot be read
-/// changes nothing either, and is noted in the event log.
+/// Sends the content to this process's own task. If the file is missing or cannot be read, nothing
+/// is sent. The second case is recorded in the event log.
 fn send_content(path: &Path, vm: &Vm) {
     let body = match read_limited(path) {
         Ok(bytes) => Bytes::from(bytes),
@@ -91,6 +97,6 @@ fn send_content(path: &Path, vm: &Vm) {
         enc: DSIG_X86_64,
         body,
     };
-    // Without a daemon the service ends, and this thread with it.
+    // The send fails if the daemon is gone. Then the service ends, and with it this thread.
     drop(vm.send_message(message));
 }

@@ -1,9 +1,9 @@
-//! A set that keeps only its newest members, so that it does not grow forever.
+//! A set of limited size that contains the most recently inserted values.
 
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
 
-/// Remembers the last `max` distinct values inserted.
+/// Contains the last `max` distinct values that were inserted.
 #[derive(Debug)]
 pub(crate) struct RecentSet<T> {
     max: usize,
@@ -30,7 +30,7 @@ impl<T: Copy + Eq + Hash> RecentSet<T> {
         }
     }
 
-    /// Removes a value as if it had never been inserted.
+    /// Removes a value from the set.
     pub(crate) fn remove(&mut self, value: T) {
         if self.set.remove(&value) {
             self.order.retain(|other| *other != value);
@@ -46,7 +46,7 @@ impl<T: Copy + Eq + Hash> RecentSet<T> {
 mod tests {
     use super::*;
 
-    /// Beyond the maximum, the oldest values are dropped first.
+    /// If the set is full, the oldest value is dropped.
     #[test]
     fn oldest_values_are_dropped_first() {
         let mut recent = RecentSet::new(2);

@@ -1,9 +1,10 @@
-//! A recording of the resource manager's input, so that the same input can be decided again under
-//! another policy.
+//! Records the input of the resource manager in a file, so that the same input can be replayed
+//! under another policy.
 //!
-//! The file starts with a line that contains the version. Records follow: the length as four bytes,
-//! little-endian, and an [`Entry`] in postcard. The file grows to [`RECORD_BYTES_MAX`] at most. A
-//! truncated record, whose writer was killed, ends the file.
+//! The file starts with a text line that contains the version. The records follow; each is a length
+//! (four bytes, little-endian) and an [`Entry`] in postcard. The maximum size is
+//! [`RECORDING_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer may
+//! have been killed.
 
 use crate::model::Labels;
 use crate::policy::EffectivePolicy;
@@ -23,21 +24,21 @@ use thiserror::Error;
 
 /// Maximum size of a recording in bytes.
 pub const RECORDING_BYTES_MAX: u64 = 256 << 20;
-/// Version of the format, in addition to that of the records in it.
+/// Version of the file format. The first line also contains the version of the recorded types.
 const VERSION: u16 = 3;
 
 /// One input of the resource manager. New variants must be added at the end, so that older
 /// recordings can be read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RecordedInput {
-    /// The policy in force from now on.
+    /// A policy comes into force.
     Policy(EffectivePolicy),
-    /// The host table from now on.
+    /// The host table has changed.
     Hosts(HostTable),
     /// A load watcher's report.
     Report {
         report: LoadReport,
-        /// Number of own tasks on the watcher's host.
+        /// Number of tasks of the virtual machine on the watcher's host that are part of its load.
         own: u32,
     },
     /// A spawn was requested.
@@ -50,7 +51,7 @@ pub enum RecordedInput {
         job: Tid,
         request: SpawnRequest,
     },
-    /// A spawn was answered with these tasks.
+    /// A spawn was answered. `victims`: the started tasks.
     Started {
         /// Requesting task and wait id.
         number: (Tid, i32),
@@ -61,11 +62,11 @@ pub enum RecordedInput {
     /// The drain of a host begins or ends.
     Drain {
         host: String,
-        /// Task that requested it.
+        /// Task that requested the start or the end of the drain.
         by: Tid,
-        /// False at the end of the drain.
+        /// True at the start of the drain, false at its end.
         begun: bool,
-        /// Time within which the host must be empty.
+        /// Time until the deadline; `None` without a deadline.
         within: Option<Micros>,
     },
     /// Labels that the administrator gave the hosts, by host name.
@@ -85,7 +86,7 @@ impl RecordedInput {
 /// One record of a recording.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RecordingEntry {
-    /// Time on the resource manager's clock.
+    /// Time of the input on the resource manager's clock.
     pub at: Micros,
     pub input: RecordedInput,
 }
@@ -133,11 +134,11 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Starts a recording. An existing file, for example of a resource manager that died, is
-    /// renamed with the suffix `.before`.
+    /// Creates a recording. An existing file, for example that of a resource manager that was
+    /// killed, is renamed with the suffix `.before`.
     ///
     /// # Errors
-    /// The file cannot be renamed or written.
+    /// The existing file cannot be renamed, or the new one cannot be written.
     pub fn create(path: &Path) -> Result<Recorder, RecordingError> {
         let mut before = path.as_os_str().to_os_string();
         before.push(".before");
@@ -153,7 +154,7 @@ impl Recorder {
         Recorder::with_limit(path, RECORDING_BYTES_MAX)
     }
 
-    /// Starts a recording with another maximum size.
+    /// Creates a recording with another maximum size. An existing file is overwritten.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -179,7 +180,8 @@ impl Recorder {
         })
     }
 
-    /// Appends an entry. Returns why nothing can be written from now on, if so.
+    /// Appends an entry. Returns a text if recording has ended, because the file is full or cannot
+    /// be written.
     pub fn append(&mut self, at: Micros, input: RecordedInput) -> Option<String> {
         let entry = to_bytes(&RecordingEntry { at, input }).ok()?;
         let length = u32::try_from(entry.len()).ok()?;
@@ -198,10 +200,10 @@ impl Recorder {
     }
 }
 
-/// Reads a recording.
+/// Reads a recording. A truncated record at the end is ignored.
 ///
 /// # Errors
-/// The file is not a recording, or is damaged elsewhere than at its end.
+/// The file cannot be read, is not a recording, or contains a damaged record.
 pub fn read(path: &Path) -> Result<Vec<RecordingEntry>, RecordingError> {
     let bytes = std::fs::read(path).map_err(|source| RecordingError::File {
         path: path.to_path_buf(),
@@ -288,13 +290,17 @@ mod tests {
         assert_eq!(all.each_ref().map(number), [0, 5, 6, 7]);
     }
 
-    /// A foreign file and a damaged record are reported, and the maximum size is kept.
+    /// A file that is not a recording and a damaged record are reported. A recording does not
+    /// exceed its maximum size.
     #[test]
     fn foreign_and_damaged_files_fail_and_limit_holds() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("record");
         std::fs::write(&path, "#!/bin/sh\n").expect("it can be written");
-        assert!(matches!(read(&path), Err(RecordingError::NotARecording { .. })));
+        assert!(matches!(
+            read(&path),
+            Err(RecordingError::NotARecording { .. })
+        ));
         std::fs::write(
             &path,
             [first_line().as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat(),

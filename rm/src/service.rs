@@ -1,19 +1,20 @@
-//! The loop of the resource manager: receives messages and sends orders. Decisions are made in
-//! [`crate::decide`]; the state is in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
+//! The main loop of the resource manager: receives messages, calls the decision functions of
+//! [`crate::decide`], and sends the resulting orders. The state is in [`crate::model`],
+//! [`crate::spawn_repeatedly`] and [`crate::watchers`].
 
 mod drain;
 mod grants;
-mod kill;
 mod history;
-mod vacate;
-mod suspend;
+mod kill;
 mod policy_runtime;
+mod suspend;
+mod vacate;
 
 pub use kill::{KILLS_MAX, TERM_TIMEOUT};
 pub use vacate::VACATED_RESERVE_AFTER;
 
 use crate::api::VmApi;
-use crate::decide::{Choosers, UnknownChooser, plan_rebalances, plan_evictions};
+use crate::decide::{Choosers, UnknownChooser, plan_evictions, plan_rebalances};
 use crate::grants::Grants;
 use crate::model::{Labels, Model};
 use crate::policy::{EffectivePolicy, PolicyError};
@@ -22,8 +23,8 @@ use crate::spawns::{self, SpawnIncoming, Spawns};
 use crate::store::{HistoryWriter, StoreLocation, decision_records};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
-use libpvm::Error;
 use history::HistoryState;
+use libpvm::Error;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
@@ -49,52 +50,54 @@ pub const TAG_TASK_EXIT: i32 = 2;
 pub const TAG_HOST_ADD: i32 = 3;
 /// Tag of notifications that a host has left.
 pub const TAG_HOST_DELETE: i32 = 4;
-/// Tag of load reports.
+/// Tag of reports from load watchers.
 pub const TAG_LOAD: i32 = 5;
 
-/// Tag of the policy file's content. The own process sends it when the file has changed.
+/// Tag of a message with the content of the policy file. The thread that follows the file sends it
+/// when the file has changed.
 pub const TAG_POLICY: i32 = 6;
 
 /// Maximum time between two checks of the deadlines.
 const DEADLINE_CHECK_INTERVAL: Micros = Micros::from_secs(5);
-/// Maximum number of task reports that are processed before decisions follow.
+/// Maximum number of task reports that are processed before decisions are made.
 const REPORT_BATCH_MAX: usize = 64;
 /// Minimum interval between two requests for lists of hosts and tasks.
 const REFRESH_INTERVAL: Micros = Micros::from_secs(1);
 /// Interval between two rebalancing decisions.
 pub const REBALANCE_INTERVAL: Micros = Micros::from_secs(10);
-/// Delay of a rebalancing decision after the end of a task, which may leave a processor idle. Tasks
-/// that end within it are handled together.
+/// Delay of a rebalancing decision after the end of a task, which may make a processor idle. One
+/// decision follows for all tasks that end within this delay.
 pub const REBALANCE_DELAY_AFTER_EXIT: Micros = Micros::from_secs(1);
 const SIGKILL: i32 = 9;
 
 /// Configuration of the resource manager.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Policy of the command line.
+    /// Policy in force: that of the command line, until a policy file is applied.
     pub policy: EffectivePolicy,
-    /// Policy of the command line, without the policy file's settings.
+    /// Policy of the command line without settings from a policy file. Each content of the policy
+    /// file is applied to it.
     pub command_line_policy: EffectivePolicy,
     /// Name of the policy file, for messages.
     pub policy_file: String,
-    /// Content of the policy file at the start, or why it cannot be read. It takes precedence over
-    /// `conduct`. `None`: there is no file.
+    /// Content of the policy file at the start, or the reason why it cannot be read. `None` if
+    /// there is no policy file. It takes precedence over `conduct`.
     pub policy_content: Option<Result<Vec<u8>, String>>,
-    /// Start a load watcher on every host.
+    /// True if a load watcher is started on every host.
     pub watchers: bool,
     pub labels: Labels,
     /// Available external choosers; pvm-rm itself contains none.
     pub choosers: Choosers,
-    /// Where the history is stored; `None`: it is not stored.
+    /// Database of the history; `None` if the history is not stored.
     pub store_location: Option<StoreLocation>,
-    /// User of tasks about which nothing else is known: the own user.
+    /// User to whom tasks belong if their user is not known: the user of the resource manager.
     pub user: u32,
 }
 
 /// Why the service did not start, or why it ended.
 #[derive(Debug, Error)]
 pub enum ServiceError {
-    /// Another resource manager is registered.
+    /// Another resource manager is registered, with this tid.
     #[error(
         "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
     )]
@@ -110,14 +113,14 @@ pub enum ServiceError {
         "{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}"
     )]
     UnreadablePolicy {
-        /// The argument that was taken for the file's name.
+        /// The command-line argument that was interpreted as the file's name.
         file: String,
         why: String,
     },
     /// The daemon refused the registration.
     #[error("registering as resource manager: {0}")]
     Refused(Error),
-    /// Another resource manager has taken over.
+    /// The resource manager with this tid has taken over.
     #[error("resource manager {0} has taken over; this one ends")]
     Replaced(Tid),
     /// The daemon is gone.
@@ -134,13 +137,13 @@ pub struct Service<V> {
     spawns: Spawns,
     grants: Grants,
     watchers: Watchers,
-    /// Something has changed on which evictions may depend.
+    /// True if something that evictions depend on has changed since the last decision.
     needs_decision: bool,
-    /// When to decide about evictions again even if nothing changes.
+    /// Time of the next eviction decision if nothing changes before.
     decide_at: Option<Micros>,
-    /// When the next rebalancing decision is due.
+    /// Time of the next rebalancing decision; `None` if the policy does not rebalance.
     rebalance_at: Option<Micros>,
-    /// Earliest time for the next request for lists.
+    /// Earliest time of the next request for the lists of hosts and tasks.
     refresh_at: Micros,
     hosts_changed: bool,
     history: HistoryState,
@@ -151,13 +154,14 @@ pub struct Service<V> {
     recorder: Option<Recorder>,
 }
 
-/// True for a load watcher of an earlier resource manager that can be asked to report here.
+/// True for a load watcher that an earlier resource manager started and that can be asked to report
+/// to this one.
 fn is_orphaned_watcher(task: &TaskInfo) -> bool {
     let serving = TASK_FORKED | TASK_CONNECTED;
     is_load_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
-/// True for daemons' reports about tasks, as opposed to requests.
+/// True for messages in which daemons report about tasks. Requests are not among them.
 fn is_task_report(message: &Message) -> bool {
     let tag = message.tag;
     message.src.is_daemon()
@@ -177,8 +181,8 @@ impl<V: VmApi> Service<V> {
     ///
     /// # Errors
     /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
-    /// registered. [`ServiceError::Choice`] if the policy names an unknown chooser.
-    /// [`ServiceError::Policy`] or [`ServiceError::NoPolicy`] if the policy file is invalid and was
+    /// registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file is invalid and was
     /// never in force.
     pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
@@ -186,13 +190,15 @@ impl<V: VmApi> Service<V> {
         if let Some(other_rm) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other_rm.tid));
         }
-        // A registered resource manager must answer requests immediately, and opening the history
-        // may take a while.
-        let (mut ledger, mut notes) = HistoryWriter::open(options.store_location.as_ref(), options.user, vm.tid());
+        // A registered resource manager must answer requests immediately, but opening the history
+        // may be slow. So the history is opened before the registration.
+        let (mut ledger, mut notes) =
+            HistoryWriter::open(options.store_location.as_ref(), options.user, vm.tid());
         notes.extend(options.apply_policy_at_start(&mut ledger.history)?);
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
-            // The other one registered between our query and our registration: it was first.
+            // The other resource manager registered after this one had asked for it and before this
+            // one registered. The other one stays.
             let mut body = Packer::new(Encoding::Xdr);
             body.int(previous.raw());
             vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
@@ -283,7 +289,9 @@ impl<V: VmApi> Service<V> {
             review,
         ];
         let due = due.into_iter().flatten().min();
-        let wait = due.map_or(DEADLINE_CHECK_INTERVAL, |due| due.since(now)).min(DEADLINE_CHECK_INTERVAL);
+        let wait = due
+            .map_or(DEADLINE_CHECK_INTERVAL, |due| due.since(now))
+            .min(DEADLINE_CHECK_INTERVAL);
         let received = self
             .vm
             .recv(Duration::from_micros(wait.0))
@@ -337,7 +345,8 @@ impl<V: VmApi> Service<V> {
         match message.tag {
             SM_SPAWN => self.handle_spawn(message),
             SM_SCHED => self.refuse(message, PvmError::Denied),
-            // The daemons serve these requests. A task that sends one here must not wait forever.
+            // Daemons serve these requests. A task that sends one to the resource manager gets an
+            // error, so that it does not wait forever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
                 self.refuse(message, PvmError::NotImpl)
             }
@@ -450,12 +459,9 @@ impl<V: VmApi> Service<V> {
                 };
                 if self.job_kills.is_being_killed(job, message.src) {
                     let why = format!("job {job}, which it belongs to, is being ended");
-                    return self.spawns.refuse_and_log(
-                        self.vm.now(),
-                        &from,
-                        PvmError::Denied,
-                        why,
-                    );
+                    return self
+                        .spawns
+                        .refuse_and_log(self.vm.now(), &from, PvmError::Denied, why);
                 }
                 self.record_input(|| RecordedInput::Spawn {
                     number: (from.requester, from.wid),
@@ -483,8 +489,11 @@ impl<V: VmApi> Service<V> {
             if let Some((host, tid)) = watcher {
                 self.model.task_started(now, tid, host, true);
             }
-        } else if !self.spawns.order_acknowledged(now, message.wid, started.clone()) {
-            // A process that joined without a spawn.
+        } else if !self
+            .spawns
+            .order_acknowledged(now, message.wid, started.clone())
+        {
+            // The sender is a process that joined without a spawn.
             let host = message.src.birth_host().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
                 self.model.task_started(now, tid, host, true);
@@ -541,7 +550,7 @@ impl<V: VmApi> Service<V> {
         grants.close_unknown(|tid| model.has_task(tid));
     }
 
-    /// Requests fresh lists of hosts and tasks.
+    /// Requests new lists of hosts and tasks.
     fn refresh(&mut self) -> Result<(), Error> {
         self.refresh_at = self.vm.now() + REFRESH_INTERVAL;
         self.refresh_hosts()?;
@@ -606,14 +615,14 @@ impl<V: VmApi> Service<V> {
             self.rebalance(now);
         }
         let share_due = self.preemption_due().is_some_and(|at| at <= now);
-        // External load changes without an event.
+        // Rebalancing also checks at an interval, because external load changes without an event.
         if changed || share_due {
             self.spawns.retry_waiting(now);
         }
         self.spawns.tick(now);
         self.place_spawns(now);
         self.suspend_new_tasks();
-        // Requests that have just begun to wait profit immediately.
+        // A request that has just begun to wait benefits from preempted tasks immediately.
         if self.preemption_due().is_some_and(|at| at <= now) && self.preempt_and_resume(now) {
             self.spawns.retry_waiting(now);
             self.place_spawns(now);
@@ -642,8 +651,12 @@ impl<V: VmApi> Service<V> {
             // Tasks that were just placed do not run yet, but they occupy their hosts.
             self.model.set_starting_tasks(self.spawns.starting_tasks());
             let snapshot = self.model.snapshot(now);
-            // A policy that names an unknown chooser was not applied.
-            let choice = self.options.choosers.for_policy(snapshot.policy).unwrap_or_default();
+            // A policy with an unknown chooser is never applied, so the lookup does not fail.
+            let choice = self
+                .options
+                .choosers
+                .for_policy(snapshot.policy)
+                .unwrap_or_default();
             let rotation = self.spawns.place_next(now, snapshot, choice);
             self.model.set_round_robin_last(rotation);
         }
@@ -663,16 +676,22 @@ impl<V: VmApi> Service<V> {
                 step.cause.clone(),
                 None,
             ) {
-                // The next best target is tried with the updated model. Each failure leaves a
-                // target or the task out.
+                // Decide again immediately with the updated model: it excludes the failed target,
+                // or the task.
                 self.decide_at = Some(now);
             }
         }
         for stay in self.model.unreported_stays(&decided) {
             let snapshot = self.model.snapshot(now);
-            let (text, decision) = (stay.sentence(snapshot), decision_records::stay_decision(stay, snapshot));
+            let (text, decision) = (
+                stay.sentence(snapshot),
+                decision_records::stay_decision(stay, snapshot),
+            );
             self.log_note(text);
-            self.history.writer.history.record_decision(self.vm.wall_clock(), decision);
+            self.history
+                .writer
+                .history
+                .record_decision(self.vm.wall_clock(), decision);
         }
         self.vacate_jobs(now, &decided);
         for host in self.model.newly_clean_hosts() {
@@ -719,7 +738,8 @@ impl<V: VmApi> Service<V> {
                 if waited.is_some() {
                     self.suspensions.request_waits();
                 }
-                let since = waited.map(|waited| Micros(self.vm.wall_clock().0.saturating_sub(waited.0)));
+                let since =
+                    waited.map(|waited| Micros(self.vm.wall_clock().0.saturating_sub(waited.0)));
                 self.send(to, SM_SPAWN_WAITS, wid, pack_spawn_waits(since));
             }
             spawns::SpawnOutput::Reply { to, wid, body } => {
@@ -760,10 +780,14 @@ impl<V: VmApi> Service<V> {
                 self.suspensions.task_started();
                 self.needs_decision = true;
             }
-            // The task may have ended already; then there is nothing to do.
+            // The signal fails if the task has ended already. Then nothing must be done.
             spawns::SpawnOutput::Terminate { tid } => drop(self.vm.signal(tid, SIGKILL)),
             spawns::SpawnOutput::LogEvent(event) => self.log_event(event),
-            spawns::SpawnOutput::RecordDecision(what) => self.history.writer.history.record_decision(self.vm.wall_clock(), what),
+            spawns::SpawnOutput::RecordDecision(what) => self
+                .history
+                .writer
+                .history
+                .record_decision(self.vm.wall_clock(), what),
         }
     }
 

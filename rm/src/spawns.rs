@@ -1,22 +1,26 @@
-//! Spawn requests that are being carried out: placed, sent to the hosts, acknowledged, answered.
-//! Pure; the service carries out the output of [`Spawns::poll`].
+//! Spawn requests that are being carried out. A request is placed, its orders are sent to the
+//! hosts, the hosts acknowledge them, and the request is answered. Pure; the service carries out
+//! the output of [`Spawns::poll`].
 //!
 //! No request waits forever. If a host is lost or does not acknowledge in time, its tasks are
-//! placed elsewhere (unless the request names the place), and tasks that it starts too late are
-//! terminated. Single failures are handled as in PVM: a program that is not found on a host fails
-//! for all tasks of that host.
+//! placed on other hosts, unless the request names the host. Tasks that such a host starts too late
+//! are terminated. A failure on one host is handled as in PVM: if a program is not found there, all
+//! tasks of that host fail.
 //!
 //! A request that finds no free host, or that exceeds a limit, may wait for a time that the
-//! administrator sets. Whenever something changes, waiting requests are tried again, in the order
-//! of the Up-Down scheme.
+//! administrator sets. After every change, waiting requests are retried in the order of the Up-Down
+//! scheme.
 
 pub mod refusals;
 mod wait_queue;
 
-use crate::decide::{PlacementRequest, Chooser, FairShare, Limits, Snapshot, Colocation, Constraints, PlacementReason, place_with_chooser, hosts_to_reserve};
+use crate::decide::{
+    Chooser, Colocation, Constraints, FairShare, Limits, PlacementReason, PlacementRequest,
+    Snapshot, hosts_to_reserve, place_with_chooser,
+};
 use crate::recent::RecentSet;
-use crate::store::history::ATTEMPTS_MAX;
 use crate::store::decision_records;
+use crate::store::history::ATTEMPTS_MAX;
 use bytes::Bytes;
 use refusals::RefusalLog;
 use sempa_proto::event::EventKind;
@@ -35,18 +39,20 @@ pub use crate::decide::SPAWN_TASKS_MAX;
 pub const PENDING_SPAWNS_MAX: usize = 1024;
 /// Timeout for a host's acknowledgement of an order.
 pub const START_ACK_TIMEOUT: Micros = Micros::from_secs(20);
-/// Time that a request may take. Tasks that have not started by then have failed.
+/// Timeout of a request, in addition to its waiting time. Tasks that have not started by then have
+/// failed.
 pub const SPAWN_TIMEOUT: Micros = Micros::from_secs(60);
-/// Time for which a host that declined tasks of a request is not asked again for it. Meanwhile the
-/// load watcher's report arrives here, too.
+/// Time for which a host that declined tasks of a request gets no other task of that request. The
+/// load watcher's report, which explains the refusal, arrives within this time.
 const DECLINED_WINDOW: Micros = Micros::from_secs(5);
-/// Maximum number of placement attempts that are remembered per request. Beyond it, the second one
-/// is dropped for each new one.
+/// Maximum number of placement attempts that are recorded per request. Beyond it, the second oldest
+/// attempt is dropped, so that the first one is kept.
 const KEPT_ATTEMPTS_MAX: usize = 2 * ATTEMPTS_MAX;
-/// Maximum number of abandoned orders whose late acknowledgement is recognized.
+/// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
+/// acknowledgement.
 const LATE_ORDERS_MAX: usize = 4096;
 
-/// Id of an order to one host.
+/// Identifies an order to one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StartOrderId(u64);
 
@@ -61,12 +67,12 @@ pub struct SpawnIncoming {
     pub user: u32,
     pub job: Tid,
     pub request: SpawnRequest,
-    /// Time that the request has already waited under an earlier resource manager.
+    /// Time for which the request had already waited at an earlier resource manager.
     pub waited: Micros,
 }
 
 impl SpawnIncoming {
-    /// Returns the output that records the result in the history.
+    /// Returns the output that records the result of the request in the history.
     fn decision_output(
         &self,
         started: Vec<(Tid, String)>,
@@ -74,7 +80,11 @@ impl SpawnIncoming {
         waited: Micros,
         attempts: Vec<PlacementAttempt>,
     ) -> SpawnOutput {
-        let (program, by, count) = (self.request.file.clone(), self.requester, self.request.count);
+        let (program, by, count) = (
+            self.request.file.clone(),
+            self.requester,
+            self.request.count,
+        );
         let (job, user) = (self.job, self.user);
         SpawnOutput::RecordDecision(DecisionKind::Spawn {
             program,
@@ -89,7 +99,7 @@ impl SpawnIncoming {
         })
     }
 
-    /// Returns the event for a request of which nothing was started.
+    /// Returns the event for a request that failed before any task was started.
     fn failure_event(&self, error: PvmError, why: &str) -> EventKind {
         EventKind::Note {
             text: format!(
@@ -100,26 +110,27 @@ impl SpawnIncoming {
     }
 }
 
-/// Action for the service.
+/// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SpawnOutput {
-    /// Send an order to a host, then call [`Spawns::sent`].
+    /// Send an order to a host, then call [`Spawns::order_sent`].
     StartTasks {
         order: StartOrderId,
         host: HostId,
         /// Parent of the new tasks.
         parent: Tid,
         request: SpawnRequest,
-        /// Memory promised to all of these tasks together, in bytes.
+        /// Memory in bytes that all of these tasks need in total.
         memory: u64,
     },
-    /// Notify a task that its request waits for a host, or stops waiting. While it waits nothing of
-    /// it has started, so the task may repeat it to another resource manager.
+    /// Notify the requesting task that its request waits for a host, or that it stops waiting. None
+    /// of its tasks has started while it waits, so the task may send the request again to another
+    /// resource manager.
     NotifyWait {
         to: Tid,
         /// Wait id of the request.
         wid: i32,
-        /// How long the request has waited; `None`: it stops waiting.
+        /// Time for which the request has waited; `None` if it stops waiting.
         waited: Option<Micros>,
     },
     /// Send the answer to a request.
@@ -129,21 +140,22 @@ pub enum SpawnOutput {
         wid: i32,
         body: Bytes,
     },
-    /// A request was answered with all its tasks by the first attempt, without waiting.
+    /// All tasks of a request were started by its first placement, without waiting.
     FullyAnswered(SpawnIncoming),
     /// A task runs on a host.
     Started {
         tid: Tid,
         host: HostId,
-        /// The request named the host.
+        /// True if the request named the host.
         host_named: bool,
-        /// The request pins the task to its host.
+        /// True if the request pins the task to its host.
         pinned: bool,
         /// Constraints of the request.
         constraints: Constraints,
         /// User and job of the requesting task.
         by: (u32, Tid),
-        /// The requesting task is the parent, so the new task belongs to its job.
+        /// True if the requesting task is the new task's parent, so that the new task belongs to
+        /// the same job.
         child: bool,
     },
     /// Terminate a task that was started too late for its request.
@@ -170,20 +182,20 @@ struct PendingSpawn {
     began_at: Micros,
     /// When the request was last placed or refused.
     placed_at: Micros,
-    /// Until then the request may wait for a host.
+    /// Time until which the request may wait for a host.
     wait_until: Micros,
-    /// The requesting task was notified that the request waits.
+    /// True if the requesting task was notified that its request waits.
     wait_notified: bool,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost_hosts: Vec<HostId>,
-    /// Hosts that declined its tasks, and when they may be asked again.
+    /// Hosts that declined tasks of this request, with the time from which they may be used again.
     declined_until: BTreeMap<HostId, Micros>,
     attempts: Vec<PlacementAttempt>,
-    /// Why the request waits.
+    /// Reason why the request waits, for users.
     wait_reason: String,
-    /// Names of the chosen hosts.
+    /// Names of the hosts chosen for tasks of this request.
     host_names: BTreeMap<HostId, String>,
 }
 
@@ -196,7 +208,7 @@ struct StartOrder {
     wid: Option<i32>,
 }
 
-/// All pending requests, with users and limits.
+/// All pending spawn requests, the task limits, and the Up-Down state of the users.
 #[derive(Debug)]
 pub struct Spawns {
     last_number: u64,
@@ -209,9 +221,9 @@ pub struct Spawns {
     fair: FairShare,
     /// Requests that wait for a host.
     waiting: BTreeSet<u64>,
-    /// Reservation for one of the waiting requests.
+    /// Reservation for a waiting request, if there is one.
     reservation: Option<Reservation>,
-    /// User and job of each running task that was started here.
+    /// User and job of each running task that counts against the limits.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
     /// Suspended tasks with their users. They count against limits but hold no processor.
@@ -219,10 +231,11 @@ pub struct Spawns {
     refusals: RefusalLog,
 }
 
-/// How long requests may wait, and how many tasks are allowed.
+/// Waiting time of requests, and limits on the number of tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpawnRules {
-    /// How long a request may wait for a free host. Zero: it is refused immediately.
+    /// Maximum time for which a request may wait for a free host. Zero: a request that finds no
+    /// host is refused immediately.
     pub wait: Micros,
     pub limits: Limits,
 }
@@ -253,13 +266,13 @@ impl Spawns {
         }
     }
 
-    /// Replaces the rules. Requests that wait already keep their waiting time, unless waiting has
-    /// become useless.
+    /// Replaces the rules. The new waiting time applies to new requests only; new limits apply to
+    /// waiting requests, too.
     pub fn set_rules(&mut self, rules: SpawnRules) {
         self.rules = rules;
     }
 
-    /// Accepts a request. The next [`Spawns::place`] places it, unless it is refused immediately.
+    /// Accepts a request. The next [`Spawns::place_next`] places it, unless it is refused immediately.
     pub fn accept(&mut self, now: Micros, from: SpawnIncoming) {
         let count = from.request.count;
         let refusal = match count {
@@ -300,13 +313,13 @@ impl Spawns {
         self.pending.insert(self.last_number, spawn);
     }
 
-    /// True if [`Spawns::place`] has something to place.
+    /// True if a request is queued for [`Spawns::place_next`].
     pub fn has_unplaced(&self) -> bool {
         !self.placement_queue.is_empty()
     }
 
     /// Places the first request in the queue. `chooser`: external chooser, if the policy names one.
-    /// Returns the new round-robin position.
+    /// Returns the host after which the next round-robin placement starts.
     pub fn place_next(
         &mut self,
         now: Micros,
@@ -367,7 +380,10 @@ impl Spawns {
             return snapshot.round_robin_last;
         }
         self.reservation.take_if(|kept| kept.number == number);
-        add_attempt(&mut spawn.attempts, decision_records::placement_attempt(&placement, snapshot));
+        add_attempt(
+            &mut spawn.attempts,
+            decision_records::placement_attempt(&placement, snapshot),
+        );
         spawn.placed_at = now;
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
@@ -432,7 +448,7 @@ impl Spawns {
         }
     }
 
-    /// Records that a task was suspended or resumed.
+    /// Records that a task was suspended or resumed. A suspended task holds no processor.
     pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
         let Some((user, _)) = self.tasks.get(&tid) else {
             return;
@@ -444,7 +460,7 @@ impl Spawns {
         }
     }
 
-    /// Returns the number of pending requests of a job, except those of the task `but`.
+    /// Returns the number of pending requests of a job. Requests of the task `except` do not count.
     pub fn pending_spawns_of(&self, job: Tid, except: Tid) -> usize {
         self.pending
             .values()
@@ -457,7 +473,7 @@ impl Spawns {
         self.orders.values().map(|order| order.host).collect()
     }
 
-    /// Returns the number of tasks that are being started on each host.
+    /// Returns the number of tasks that are being started, by host. Pinned tasks do not count.
     pub fn starting_tasks(&self) -> BTreeMap<HostId, u32> {
         let mut starting = BTreeMap::new();
         let is_load = |order: &&StartOrder| {
@@ -471,7 +487,7 @@ impl Spawns {
         starting
     }
 
-    /// True for a task that counts against the limits.
+    /// True if the task counts against the limits.
     pub fn is_counted(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
     }
@@ -481,13 +497,12 @@ impl Spawns {
         &self.fair
     }
 
-    /// Restores a user's index as it was `ago`.
+    /// Restores a user's index from the history. `ago`: time since it was stored.
     pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
         self.fair.restore_index(now, user, index, ago);
     }
 
-    /// Stops counting tasks that are not known. They may have ended unnoticed, with a host or while
-    /// events were missed.
+    /// Removes tasks for which `is_known` is false from the limits. Their end may have been missed.
     pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
         let gone: Vec<Tid> = self
             .tasks
@@ -498,7 +513,7 @@ impl Spawns {
         gone.into_iter().for_each(|tid| self.task_ended(now, tid));
     }
 
-    /// Records the end of a task: its processor is free, and its waiting requests are dropped.
+    /// Records the end of a task: releases its processor, and drops its waiting requests.
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
             if self.suspended.remove(&tid).is_none() {
@@ -524,19 +539,25 @@ impl Spawns {
         }
     }
 
-    /// Records that an order was sent with this wait id, or could not be sent (`None`).
+    /// Records the wait id of an order that was sent; `None` if it could not be sent.
     pub fn order_sent(&mut self, order: StartOrderId, wid: Option<i32>) {
         match (self.orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
             (Some(_), None) => self.abandon_order(order),
-            // The order was abandoned before; the tasks that it starts are terminated.
+            // The order was abandoned before it was sent. The tasks that it starts must be
+            // terminated.
             (None, Some(wid)) => self.late_orders.insert(wid),
             (None, None) => {}
         }
     }
 
-    /// Handles a host's acknowledgement. False if the wait id is unknown.
-    pub fn order_acknowledged(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+    /// Handles a host's acknowledgement of an order. False if no order has this wait id.
+    pub fn order_acknowledged(
+        &mut self,
+        now: Micros,
+        wid: i32,
+        started: PvmResult<Vec<PvmResult<Tid>>>,
+    ) -> bool {
         let found = self
             .orders
             .iter()
@@ -547,7 +568,8 @@ impl Spawns {
                 return false;
             }
             let tids = started.into_iter().flatten().flatten();
-            self.outputs.extend(tids.map(|tid| SpawnOutput::Terminate { tid }));
+            self.outputs
+                .extend(tids.map(|tid| SpawnOutput::Terminate { tid }));
             return true;
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
@@ -580,13 +602,15 @@ impl Spawns {
         if declined_tasks.is_empty() {
             self.finish_if_complete(order.spawn);
         } else {
-            spawn.declined_until.insert(order.host, now + DECLINED_WINDOW);
+            spawn
+                .declined_until
+                .insert(order.host, now + DECLINED_WINDOW);
             self.queue_for_placement(order.spawn, declined_tasks);
         }
         true
     }
 
-    /// Places tasks elsewhere that were to start on a lost host.
+    /// Handles the loss of a host: tasks that were to start there are placed on other hosts.
     pub fn host_gone(&mut self, host: HostId) {
         let lost: Vec<StartOrderId> = self
             .orders
@@ -597,7 +621,7 @@ impl Spawns {
         lost.into_iter().for_each(|order| self.abandon_order(order));
     }
 
-    /// Abandons orders and requests that have taken too long.
+    /// Abandons orders and requests whose timeout has expired.
     pub fn tick(&mut self, now: Micros) {
         let slow: Vec<StartOrderId> = self
             .orders
@@ -655,7 +679,8 @@ impl Spawns {
         self.outputs.pop_front()
     }
 
-    /// Abandons an order whose host does not answer.
+    /// Abandons an order that its host has not acknowledged in time. Its tasks are placed on other
+    /// hosts, or fail if the request names the host.
     fn abandon_order(&mut self, order: StartOrderId) {
         let Some(order) = self.orders.remove(&order) else {
             return;
@@ -700,7 +725,8 @@ impl Spawns {
             return;
         };
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
-        let at_once = !spawn.wait_notified && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
+        let at_once =
+            !spawn.wait_notified && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
         let whole = at_once && results.iter().all(Result::is_ok);
         let answered = whole.then(|| SpawnOutput::FullyAnswered(spawn.from.clone()));
         let from = spawn.from;
@@ -727,8 +753,12 @@ impl Spawns {
         };
         let started = with_tids.map(|(tid, host)| (tid, name(host))).collect();
         let waited = from.waited + spawn.placed_at.since(spawn.began_at);
-        self.outputs
-            .push_back(from.decision_output(started, failed.copied(), waited, spawn.attempts));
+        self.outputs.push_back(from.decision_output(
+            started,
+            failed.copied(),
+            waited,
+            spawn.attempts,
+        ));
         let event = match (failed, hosts.is_empty()) {
             (Some(error), true) => from.failure_event(*error, &why),
             (Some(error), false) => {
@@ -750,9 +780,14 @@ impl Spawns {
         self.outputs.extend(answered);
     }
 
-    /// Records tasks that a grant started, without a request here. Their daemon has reported them
-    /// to the event log.
-    pub fn record_granted(&mut self, from: SpawnIncoming, started: Vec<GrantedTask>, attempt: PlacementAttempt) {
+    /// Records tasks that were started by a grant, for which no request arrived here. Their daemon
+    /// has reported their start to the event log.
+    pub fn record_granted(
+        &mut self,
+        from: SpawnIncoming,
+        started: Vec<GrantedTask>,
+        attempt: PlacementAttempt,
+    ) {
         self.outputs.extend(
             started
                 .iter()
@@ -765,36 +800,41 @@ impl Spawns {
             user,
             ..
         } = from;
-        self.outputs.push_back(SpawnOutput::RecordDecision(DecisionKind::Spawn {
-            program: request.file,
-            requested_by: src,
-            job,
-            user,
-            count: started.len() as u32,
-            started: started.into_iter().map(|one| (one.tid, one.host_name)).collect(),
-            error: None,
-            waited: Micros(0),
-            attempts: vec![attempt],
-        }));
+        self.outputs
+            .push_back(SpawnOutput::RecordDecision(DecisionKind::Spawn {
+                program: request.file,
+                requested_by: src,
+                job,
+                user,
+                count: started.len() as u32,
+                started: started
+                    .into_iter()
+                    .map(|one| (one.tid, one.host_name))
+                    .collect(),
+                error: None,
+                waited: Micros(0),
+                attempts: vec![attempt],
+            }));
     }
 }
 
 impl PendingSpawn {
-    /// True if tasks that one host declined may be tried on other hosts. Tasks that must share a
-    /// host, or that are limited per host, may only while none of them has a host.
+    /// True if tasks that a host declined may be placed on other hosts. Tasks that must share a
+    /// host, or whose number per host is limited, may be only if all tasks of the request were
+    /// declined.
     fn may_retry_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
         if self.from.request.has_fixed_place() || !results.contains(&Err(GUEST_REFUSED)) {
             return false;
         }
-        let apart =
-            Constraints::from_request(&self.from.request).is_ok_and(|wants| wants.colocation == Colocation::Any);
+        let apart = Constraints::from_request(&self.from.request)
+            .is_ok_and(|wants| wants.colocation == Colocation::Any);
         apart
             || (results.len() == self.results.len()
                 && results.iter().all(|one| *one == Err(GUEST_REFUSED)))
     }
 }
 
-/// Adds an attempt. Beyond the maximum, the second one is dropped.
+/// Adds an attempt. If there are too many, drops the second oldest one.
 fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
     if attempts.len() > KEPT_ATTEMPTS_MAX {
@@ -802,7 +842,7 @@ fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) 
     }
 }
 
-/// Returns the action for a started task of this request.
+/// Returns the output that reports a task of this request as started.
 fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
     let wants = Constraints::from_request(&from.request).unwrap_or_default();
     let (named, pinned) = (
@@ -821,7 +861,7 @@ fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
     }
 }
 
-/// Returns the number of tasks that a user and a job have, including suspended ones.
+/// Returns the number of tasks of a user, and the number of tasks of a job. Suspended tasks count.
 fn tasks_held(
     fair: &FairShare,
     suspended: &BTreeMap<Tid, u32>,

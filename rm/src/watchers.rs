@@ -1,36 +1,37 @@
-//! One load watcher per host: wanted, starting, running, and restarted when it ends. Pure; the
-//! service carries out the output of [`Watchers::poll`].
+//! Keeps one load watcher running on every host: starts it, and restarts it when it ends or is
+//! silent. Pure; the service carries out the output of [`Watchers::poll`].
 //!
-//! With ten thousand hosts every report passes through here, so no operation visits all hosts.
+//! With ten thousand hosts, every report is processed here. So no operation examines all hosts.
 
 use crate::recent::RecentSet;
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-/// Timeout for starting a watcher on a host.
+/// Timeout for the start of a watcher on a host.
 pub const START_TIMEOUT: Micros = Micros::from_secs(10);
-/// Delay before the second attempt. Doubles after each failure, up to [`PAUSE_MAX`].
+/// Delay before the second attempt. Doubles after each failure, up to [`WATCHER_RETRY_MAX`].
 pub const WATCHER_RETRY_MIN: Micros = Micros::from_millis(250);
 /// Maximum delay between attempts.
 pub const WATCHER_RETRY_MAX: Micros = Micros::from_secs(60);
-/// A watcher that ran for this time resets the count of failures.
+/// If a watcher ran for at least this time, the count of failures is reset.
 const STEADY_RUN_MIN: Micros = Micros::from_secs(30);
-/// Number of consecutive short runs after which a watcher is reported.
+/// Number of consecutive short runs after which the event log gets a note.
 const SHORT_RUNS_MAX: u32 = 3;
-/// A watcher that was silent for this time is terminated and replaced. Watchers report every ten
-/// seconds.
+/// Time without a report after which a watcher is terminated and replaced. Watchers report every
+/// ten seconds.
 pub const SILENCE_TIMEOUT: Micros = Micros::from_secs(45);
 /// Timeout for the first report of a watcher that an earlier resource manager started.
 pub const ADOPT_TIMEOUT: Micros = Micros::from_secs(5);
-/// Maximum number of abandoned orders whose late acknowledgement is recognized.
+/// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
+/// acknowledgement.
 const LATE_ORDERS_MAX: usize = 4096;
 
-/// Action for the service.
+/// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WatcherOutput {
-    /// Start a watcher on a host, then call [`Watchers::sent`].
+    /// Start a watcher on a host, then call [`Watchers::order_sent`].
     Start(HostId),
-    /// Ask this watcher of an earlier resource manager to report here.
+    /// Ask this watcher, started by an earlier resource manager, to report to this one.
     Adopt(Tid),
     /// Request a notification of this watcher's end.
     Notify(Tid),
@@ -72,11 +73,12 @@ struct Watcher {
 #[derive(Debug)]
 pub struct Watchers {
     hosts: BTreeMap<HostId, Watcher>,
-    /// When to check each host. An entry may be early, because a report postpones the deadline but
-    /// not the entry. A host may have several entries.
+    /// Times of the next check of each host. A host may have several entries, and an entry may be
+    /// earlier than the deadline: a report postpones only the deadline.
     due: BTreeSet<(Micros, HostId)>,
-    /// Unacknowledged orders by wait id, and running watchers by task.
+    /// Hosts of the orders that are not acknowledged yet, by wait id.
     hosts_by_order: HashMap<i32, HostId>,
+    /// Hosts of the running watchers, by task.
     hosts_by_task: HashMap<Tid, HostId>,
     late_orders: RecentSet<i32>,
     outputs: VecDeque<WatcherOutput>,
@@ -98,18 +100,27 @@ impl Default for Watchers {
 }
 
 impl Watcher {
-    /// Returns the state after a failed attempt, with the time of the next one.
+    /// Counts a failed attempt. Returns the state in which the watcher waits for the next one.
     fn after_failure(&mut self, now: Micros) -> WatcherState {
         let pause = Micros((WATCHER_RETRY_MIN.0 << self.failures.min(12)).min(WATCHER_RETRY_MAX.0));
         self.failures += 1;
-        WatcherState::Wanted { start_at: now + pause }
+        WatcherState::Wanted {
+            start_at: now + pause,
+        }
     }
 
     fn due_at(&self) -> Micros {
         match self.state {
             WatcherState::Wanted { start_at: at } => at,
-            WatcherState::Starting { deadline: until, .. } | WatcherState::Adopted { deadline: until, .. } => until,
-            WatcherState::Running { last_report: heard, .. } => heard + SILENCE_TIMEOUT,
+            WatcherState::Starting {
+                deadline: until, ..
+            }
+            | WatcherState::Adopted {
+                deadline: until, ..
+            } => until,
+            WatcherState::Running {
+                last_report: heard, ..
+            } => heard + SILENCE_TIMEOUT,
         }
     }
 
@@ -128,7 +139,8 @@ impl Watcher {
     }
 }
 
-/// Returns the note about a host whose watcher keeps ending. Its output is not collected here.
+/// Returns the note about a host on which the watcher repeatedly ends soon after its start. It does
+/// not contain the watcher's output, which the master's log collects.
 fn short_runs_note(host: HostId) -> String {
     format!(
         "load watcher of {host} ends at its start, {SHORT_RUNS_MAX} times in a row: its owner is not guarded; what it said is \
@@ -149,20 +161,24 @@ impl Watchers {
         self.due.insert((now, host));
     }
 
-    /// Changes the state of a watcher.
+    /// Changes the state of a host's watcher, and updates the indices and the deadline.
     fn set_state(&mut self, host: HostId, state: WatcherState) {
         let Some(watcher) = self.hosts.get_mut(&host) else {
             return;
         };
-        watcher.wait_id().map(|wid| self.hosts_by_order.remove(&wid));
+        watcher
+            .wait_id()
+            .map(|wid| self.hosts_by_order.remove(&wid));
         watcher.task().map(|tid| self.hosts_by_task.remove(&tid));
         watcher.state = state;
-        self.hosts_by_order.extend(watcher.wait_id().map(|wid| (wid, host)));
-        self.hosts_by_task.extend(watcher.task().map(|tid| (tid, host)));
+        self.hosts_by_order
+            .extend(watcher.wait_id().map(|wid| (wid, host)));
+        self.hosts_by_task
+            .extend(watcher.task().map(|tid| (tid, host)));
         self.due.insert((watcher.due_at(), host));
     }
 
-    /// Schedules the next attempt after a failure.
+    /// Schedules the next attempt to start the watcher of a host after a failure.
     fn schedule_retry(&mut self, now: Micros, host: HostId) {
         if let Some(state) = self
             .hosts
@@ -173,8 +189,8 @@ impl Watchers {
         }
     }
 
-    /// Adopts a running watcher of an earlier resource manager, unless one was started here
-    /// meanwhile.
+    /// Adopts a running watcher of an earlier resource manager, unless this one has already ordered
+    /// the start of a watcher on the host.
     pub fn adopt(&mut self, now: Micros, host: HostId, tid: Tid) {
         if self
             .hosts
@@ -188,11 +204,12 @@ impl Watchers {
                     deadline: now + ADOPT_TIMEOUT,
                 },
             );
-            self.outputs.extend([WatcherOutput::Adopt(tid), WatcherOutput::Notify(tid)]);
+            self.outputs
+                .extend([WatcherOutput::Adopt(tid), WatcherOutput::Notify(tid)]);
         }
     }
 
-    /// Removes a host that has left.
+    /// Removes a host that has left, with its watcher.
     pub fn remove(&mut self, host: HostId) {
         let Some(watcher) = self.hosts.remove(&host) else {
             return;
@@ -204,7 +221,7 @@ impl Watchers {
         }
     }
 
-    /// Records that the order was sent with this wait id, or could not be sent (`None`).
+    /// Records the wait id of an order that was sent; `None` if it could not be sent.
     pub fn order_sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
             Some(wid) => self.set_state(
@@ -218,8 +235,8 @@ impl Watchers {
         }
     }
 
-    /// Handles a host's acknowledgement. `None` if the wait id is unknown; otherwise the watcher
-    /// that runs, if one does.
+    /// The order was abandoned, or the watcher has already reported and is known. An unknown
+    /// watcher is terminated.
     pub fn order_acknowledged(
         &mut self,
         now: Micros,
@@ -234,7 +251,8 @@ impl Watchers {
             if !self.late_orders.contains(wid) {
                 return None;
             }
-            // The order was abandoned, or the watcher has reported already and is running.
+            // The order was abandoned, or another watcher of the host has reported since and is
+            // used. The started watcher is terminated.
             if let Ok(tid) = result.map_err(|_| ())
                 && self.host_of(tid).is_none()
             {
@@ -277,13 +295,18 @@ impl Watchers {
         }
     }
 
-    /// Handles a report that claims to come from the watcher of a host. True if it does.
+    /// Handles a report that task `requester` sends as the watcher of host `request`. Returns true if the
+    /// report is valid.
     pub fn report_received(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
             return false;
         };
         match &mut watcher.state {
-            WatcherState::Running { tid, last_report: heard, .. } if *tid == src => *heard = now,
+            WatcherState::Running {
+                tid,
+                last_report: heard,
+                ..
+            } if *tid == src => *heard = now,
             WatcherState::Adopted { tid, .. } if *tid == src => {
                 self.set_state(
                     from,
@@ -294,9 +317,11 @@ impl Watchers {
                     },
                 );
             }
-            // The first report may arrive before the host's acknowledgement, or the host has
-            // started a watcher itself.
-            WatcherState::Starting { .. } | WatcherState::Wanted { .. } if src.birth_host() == Some(from) => {
+            // The first report may arrive before the host's acknowledgement. It may also come from
+            // a watcher that the host has started itself.
+            WatcherState::Starting { .. } | WatcherState::Wanted { .. }
+                if src.birth_host() == Some(from) =>
+            {
                 if let WatcherState::Starting { wid: Some(wid), .. } = watcher.state {
                     self.late_orders.insert(wid);
                 }
@@ -310,7 +335,7 @@ impl Watchers {
                 );
                 self.outputs.push_back(WatcherOutput::Notify(src));
             }
-            // The host has a second watcher.
+            // A second watcher runs on the host.
             WatcherState::Running { .. } if src.birth_host() == Some(from) => {
                 self.outputs.push_back(WatcherOutput::Terminate(src));
                 return false;
@@ -325,7 +350,7 @@ impl Watchers {
         self.hosts_by_task.get(&task).copied()
     }
 
-    /// Handles the end of a task. True if it was a watcher.
+    /// Handles the end of a task. Returns true if the task was a watcher.
     pub fn task_ended(&mut self, now: Micros, task: Tid) -> bool {
         let Some(host) = self.host_of(task) else {
             return false;
@@ -338,7 +363,8 @@ impl Watchers {
             } else {
                 watcher.short_runs = watcher.short_runs.saturating_add(1);
                 if watcher.short_runs == SHORT_RUNS_MAX {
-                    self.outputs.push_back(WatcherOutput::Note(short_runs_note(host)));
+                    self.outputs
+                        .push_back(WatcherOutput::Note(short_runs_note(host)));
                 }
             }
         }
@@ -346,7 +372,7 @@ impl Watchers {
         true
     }
 
-    /// Starts watchers that are due and gives up those that took too long.
+    /// Starts watchers that are due, and abandons those whose timeout has expired.
     pub fn tick(&mut self, now: Micros) {
         while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, host));
@@ -354,7 +380,7 @@ impl Watchers {
                 continue;
             };
             if due > now {
-                // The watcher has reported meanwhile.
+                // The watcher has reported since this entry was made, so its deadline is later.
                 self.due.insert((due, host));
             } else {
                 self.handle_deadline(now, host);
@@ -362,7 +388,7 @@ impl Watchers {
         }
     }
 
-    /// Handles the deadline of a watcher.
+    /// Handles the expired deadline of a host's watcher.
     fn handle_deadline(&mut self, now: Micros, host: HostId) {
         let Some(watcher) = self.hosts.get(&host) else {
             return;
@@ -404,7 +430,7 @@ impl Watchers {
         }
     }
 
-    /// Returns when [`Watchers::tick`] is due, or slightly earlier.
+    /// Returns when [`Watchers::tick`] must be called. The time may be earlier than necessary.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.due.first().map(|(at, _)| *at)
     }
@@ -432,7 +458,7 @@ mod tests {
             .collect()
     }
 
-    /// Starts the next watcher, which runs for `span` and ends. Returns the notes about it.
+    /// Starts the next watcher and lets it end after `last_entry_time`. Returns the notes about it.
     fn run_and_end(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (
@@ -450,8 +476,8 @@ mod tests {
         notes(watchers)
     }
 
-    /// A watcher that repeatedly ends at its start is reported once, and again only after a steady
-    /// run.
+    /// If a watcher repeatedly ends soon after its start, one note is recorded. The next note is
+    /// possible only after a long run.
     #[test]
     fn repeated_short_runs_are_reported_once() {
         let mut watchers = Watchers::default();

@@ -1,12 +1,13 @@
-//! Balancing migrations on simulated hosts in virtual time. Processors are shared fairly,
-//! migrations pause a task for their cost, and decisions see no more than load watchers would
-//! report.
+//! Rebalancing on simulated hosts in virtual time. Tasks share processors equally, and a migration
+//! pauses its task for the cost of the migration. The decisions get only the information that load
+//! watchers report.
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    PlacementRequest, ExternalMean, HostView, MigrationSample, OwnerState, PlacementPolicy, PendingPredictions, COOLDOWN, IDLE_TARGET_COOLDOWN,
-    REBALANCES_MAX, TimedSample, Rebalance, Snapshot, CONFIDENCE_HALF_LIFE, TaskView, GuestPolicy, Constraints, HostPair, plan_rebalances,
-    external_demand, place,
+    CONFIDENCE_HALF_LIFE, COOLDOWN, Constraints, ExternalMean, GuestPolicy, HostPair, HostView,
+    IDLE_TARGET_COOLDOWN, MigrationSample, OwnerState, PendingPredictions, PlacementPolicy,
+    PlacementRequest, REBALANCES_MAX, Rebalance, Snapshot, TaskView, TimedSample, external_demand,
+    place, plan_rebalances,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -15,10 +16,11 @@ use sempa_tests::assignment::{Speed, best, blind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Seconds between decisions, as in the service, and after the end of a task.
+/// Interval between decisions in seconds, as in the service.
 const DECISION_INTERVAL: u64 = 10;
+/// Delay of a decision after the end of a task, in seconds.
 const DECISION_DELAY_AFTER_END: u64 = 1;
-/// Bound for the end of the last task, in seconds.
+/// Maximum simulated time in seconds.
 const RUN_TIME_MAX: u64 = 86_400;
 
 fn host_id(index: u16) -> HostId {
@@ -38,12 +40,12 @@ struct SimHost {
 struct SimTask {
     tid: Tid,
     host: HostId,
-    /// Remaining seconds on a processor of normal speed.
+    /// Remaining work, in seconds of an ordinary processor.
     remaining: f64,
     since: u64,
-    /// Seconds of work that the resource manager assumes to be done.
+    /// Work that the resource manager assumes to be done, in seconds.
     done: f64,
-    /// Remaining seconds of a pause by a migration.
+    /// Remaining time of the pause by a migration, in seconds.
     paused_for: f64,
     shifts: Vec<Micros>,
     /// Constraints declared by the program.
@@ -60,17 +62,17 @@ struct JobSim {
     cost: f64,
     barrier: bool,
     rebalances: Vec<(u64, Rebalance)>,
-    /// Time of the next decision.
+    /// Time of the next decision, in seconds.
     next_decision: u64,
     snapshot: Snapshot,
-    /// Mean external load of each host.
+    /// Mean external load of each host, by host index.
     means: Vec<Option<ExternalMean>>,
-    /// Migrations whose gain is not known yet.
+    /// Migrations whose actual gain is not known yet.
     predictions: PendingPredictions,
 }
 
 impl JobSim {
-    /// Creates tasks of these sizes and places them.
+    /// Creates tasks with these amounts of work in seconds, and places them by the policy.
     fn new(machines: &[SimHost], sizes: &[f64], policy: PlacementPolicy) -> JobSim {
         let view = |(i, m): (usize, &SimHost)| HostView {
             id: host_id(i as u16 + 1),
@@ -137,7 +139,7 @@ impl JobSim {
         }
     }
 
-    /// Lets each task's program declare its work.
+    /// Declares the work of each task, as its program would.
     fn with_declared_work(mut self) -> JobSim {
         for work in &mut self.tasks {
             let told = Some(Micros((work.remaining * 1e6) as u64));
@@ -153,7 +155,7 @@ impl JobSim {
         self.tasks.iter().filter(|w| w.host == host).count()
     }
 
-    /// Returns the speed of each task on a host with this number of external threads.
+    /// Returns the rate of each task on a host with this number of external threads.
     fn rate(&self, host: HostId, foreign: f64) -> f64 {
         let machine = self.hosts[usize::from(host.index()) - 1];
         let threads = self.count_on(host) as f64 + foreign;
@@ -200,7 +202,7 @@ impl JobSim {
         self.report(foreign);
     }
 
-    /// Reports the load of all hosts; load watchers report each second while the load changes.
+    /// Reports the load of all hosts, as load watchers do every second while the load changes.
     fn report(&mut self, foreign: &[f64]) {
         for (i, foreign) in foreign.iter().enumerate() {
             let sampled = self.sampled(i, *foreign);
@@ -229,7 +231,7 @@ impl JobSim {
         }
     }
 
-    /// Updates the snapshot with the reports of load watchers and daemons.
+    /// Updates the snapshot from the reports of load watchers and daemons.
     fn update_snapshot(&mut self, foreign: &[f64]) {
         let now = Micros::from_secs(self.now);
         for work in &mut self.tasks {
@@ -270,7 +272,7 @@ impl JobSim {
         };
     }
 
-    /// Decides and carries out migrations.
+    /// Makes a rebalancing decision and carries out its migrations.
     fn rebalance(&mut self, foreign: &[f64]) {
         self.update_snapshot(foreign);
         for shift in plan_rebalances(&self.snapshot) {
@@ -294,7 +296,8 @@ impl JobSim {
         }
     }
 
-    /// Runs until all tasks have ended. Returns the time in seconds.
+    /// Runs until all tasks have ended, with rebalancing if `balanced` is true. Returns the time in
+    /// seconds.
     fn finish(&mut self, balanced: bool) -> u64 {
         let foreign = vec![0.0; self.hosts.len()];
         while !self.tasks.is_empty() && self.now < RUN_TIME_MAX {
@@ -342,7 +345,7 @@ const UNEQUAL_HOSTS: [SimHost; 4] = [
     },
 ];
 
-/// Hosts that offer only a fraction of a processor.
+/// Hosts in which tasks get only a fraction of a processor.
 const FRACTIONAL_HOSTS: [SimHost; 4] = [
     SimHost {
         cores: 1,
@@ -362,20 +365,21 @@ const FRACTIONAL_HOSTS: [SimHost; 4] = [
     },
 ];
 
-/// Results for one set of task sizes.
+/// Results of one job, relative to each other.
 struct DurationRatios {
-    /// Duration relative to the best assignment, without declared work.
+    /// Completion time without declared work, relative to the best assignment.
     over_best: f64,
-    /// Duration without declared work relative to that with all tasks progressing equally, the fair
-    /// bet without knowledge of sizes.
+    /// Completion time without declared work, relative to the best schedule without knowledge of
+    /// the sizes, in which all tasks progress equally.
     over_blind: f64,
-    /// Duration relative to the best assignment, with declared work.
+    /// Completion time with declared work, relative to the best assignment.
     declared_over_best: f64,
-    /// Duration with round-robin placement relative to the duration without declared work.
+    /// Completion time with round-robin placement, relative to placement by load and rebalancing
+    /// without declared work.
     speedup: f64,
 }
 
-/// Runs jobs of twelve tasks of `least` to `most` seconds.
+/// Simulates `rounds` jobs of twelve tasks, each with `ascending` to `most` seconds of work.
 fn ratios(rounds: usize, least: f64, most: f64) -> Vec<DurationRatios> {
     ratios_on(&UNEQUAL_HOSTS, rounds, least, most)
 }
@@ -390,7 +394,8 @@ fn ratios_on(machines: &[SimHost], rounds: usize, least: f64, most: f64) -> Vec<
         let told = JobSim::new(machines, &sizes, PlacementPolicy::Load)
             .with_declared_work()
             .finish(true) as f64;
-        let in_turn = JobSim::new(machines, &sizes, PlacementPolicy::RoundRobin).finish(false) as f64;
+        let in_turn =
+            JobSim::new(machines, &sizes, PlacementPolicy::RoundRobin).finish(false) as f64;
         let (best, blind) = (best(&speeds, &sizes), blind(&speeds, &sizes));
         let (over_best, over_blind) = (ours / best, ours / blind);
         DurationRatios {
@@ -415,10 +420,12 @@ fn worst(all: &[DurationRatios], of: impl Fn(&DurationRatios) -> f64) -> f64 {
 /// with round-robin.
 #[test]
 fn unequal_hosts_finish_near_best_assignment() {
-    // The best assignment knows the sizes; the decisions do not. If sizes differ by a factor of
-    // three, that costs little in every case.
+    // The best assignment knows the sizes of the tasks, the decisions do not. If the sizes differ
+    // by at most a factor of three, every job is near the best assignment.
     for DurationRatios {
-        over_best, speedup: faster, ..
+        over_best,
+        speedup: faster,
+        ..
     } in ratios(20, 300.0, 900.0)
     {
         assert!(
@@ -426,8 +433,8 @@ fn unequal_hosts_finish_near_best_assignment() {
             "{over_best:.2} of the best, {faster:.2} times faster"
         );
     }
-    // If they differ by a factor of ten, one large task may share its processor long before its
-    // size can be known: compare the average.
+    // If the sizes differ by up to a factor of ten, a large task may share its processor for a long
+    // time before its size is known. So only the average is near the best assignment.
     let wide = ratios(20, 100.0, 1000.0);
     assert!(
         mean(&wide, |r| r.over_best) <= 1.15,
@@ -455,7 +462,8 @@ fn declared_work_finishes_near_best_assignment() {
     }
 }
 
-/// Without declared work a job finishes near what is possible without knowing the sizes.
+/// Without declared work the completion time of a job is near the best possible without knowledge
+/// of the sizes.
 #[test]
 fn undeclared_work_finishes_near_the_possible() {
     for all in [
@@ -475,8 +483,8 @@ fn undeclared_work_finishes_near_the_possible() {
     }
 }
 
-/// Tasks are so short that each migrates at most twice; a migration takes a hundredth of the job's
-/// time.
+/// Each task migrates at most twice, because the tasks are short: a migration takes a hundredth of
+/// the job's completion time.
 #[test]
 fn short_job_finishes_near_best_despite_cooldown() {
     let all = ratios_on(&FRACTIONAL_HOSTS, 200, 2.5, 14.5);
@@ -507,7 +515,8 @@ fn declared_large_task_goes_to_fast_host() {
             speed: 2000,
         },
     ];
-    let mut farm = JobSim::new(&machines, &[1000.0, 400.0, 400.0], PlacementPolicy::Load).with_declared_work();
+    let mut farm =
+        JobSim::new(&machines, &[1000.0, 400.0, 400.0], PlacementPolicy::Load).with_declared_work();
     for (work, host) in farm.tasks.iter_mut().zip([1, 2, 2]) {
         work.host = host_id(host);
     }
@@ -529,7 +538,7 @@ fn declared_large_task_goes_to_fast_host() {
     );
 }
 
-/// A task of a slow host migrates to a free one, with the reason.
+/// A task on a slow host migrates to a free one, and the decision contains the reason.
 #[test]
 fn task_leaves_slow_host_with_reason() {
     let machines = [
@@ -557,7 +566,8 @@ fn task_leaves_slow_host_with_reason() {
     );
 }
 
-/// Young tasks, tasks on a named host and tasks that have migrated often stay.
+/// A task does not migrate if it has just started, if its spawn named the host, or if it has
+/// migrated often.
 #[test]
 fn young_named_and_often_migrated_tasks_stay() {
     let machines = [
@@ -589,7 +599,10 @@ fn young_named_and_often_migrated_tasks_stay() {
         with(&|t| t.recent_migrations = vec![Micros(now.0 - IDLE_TARGET_COOLDOWN.0 + 1)]),
         0
     );
-    assert_eq!(with(&|t| t.recent_rebalances = vec![Micros(1); REBALANCES_MAX]), 0);
+    assert_eq!(
+        with(&|t| t.recent_rebalances = vec![Micros(1); REBALANCES_MAX]),
+        0
+    );
     assert_eq!(
         with(&|t| t.work_done = Micros::from_millis(500)),
         0,
@@ -619,8 +632,9 @@ fn cooldown_is_shorter_for_empty_target() {
         change(&mut farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
         !plan_rebalances(&farm.snapshot).is_empty()
     };
-    let shifted =
-        |ago: u64| move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - ago)];
+    let shifted = |ago: u64| {
+        move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - ago)]
+    };
     let (alone, beside): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
     assert_eq!(
         [goes(alone, &shifted(9)), goes(alone, &shifted(10))],
@@ -633,16 +647,18 @@ fn cooldown_is_shorter_for_empty_target() {
     );
     let now = Micros::from_secs(100);
     assert!(
-        !goes(beside, &|t| t.recent_migrations = vec![Micros(now.0 - COOLDOWN.0 + 1)]),
+        !goes(beside, &|t| t.recent_migrations =
+            vec![Micros(now.0 - COOLDOWN.0 + 1)]),
         "nor after a move for another reason"
     );
-    assert!(goes(beside, &|t| t.recent_migrations = vec![Micros(now.0 - COOLDOWN.0)]));
+    assert!(goes(beside, &|t| t.recent_migrations =
+        vec![Micros(now.0 - COOLDOWN.0)]));
 }
 
-/// A slow link makes migrations over it rarer and does not affect other links.
+/// If a link is slow, fewer migrations use it; migrations over other links are not affected.
 #[test]
 fn slow_link_affects_only_its_own_migrations() {
-    // The task on the slow host could migrate to either of two free hosts.
+    // Two free hosts are possible targets for the task on the slow host.
     let machines = [500, 1000, 900].map(|speed| SimHost { cores: 1, speed });
     let with = |moves: &[(u16, u64)]| {
         let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
@@ -666,7 +682,9 @@ fn slow_link_affects_only_its_own_migrations() {
             .for_each(|journey| farm.snapshot.estimates.record_migration(journey));
         farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = 1 << 30;
         farm.snapshot.hosts.refresh(farm.snapshot.now);
-        plan_rebalances(&farm.snapshot).first().map(|shift| shift.to)
+        plan_rebalances(&farm.snapshot)
+            .first()
+            .map(|shift| shift.to)
     };
     assert_eq!(with(&[]), Some(host_id(2)), "the fastest one");
     assert_eq!(
@@ -682,8 +700,8 @@ fn slow_link_affects_only_its_own_migrations() {
     );
 }
 
-/// Gains that turn out at a third of the prediction stop unprofitable migrations until that is long
-/// ago.
+/// If the actual gain of migrations is a third of the prediction, unprofitable migrations stop
+/// until that observation is old.
 #[test]
 fn overestimated_gains_reduce_confidence_for_a_while() {
     let machines = [500, 1000].map(|speed| SimHost { cores: 1, speed });
@@ -725,10 +743,12 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
         .pop()
         .expect("of a small one it still is");
     assert!(
-        small.reason.gain.0 * 2 < shift.reason.gain.0 && small.reason.computed_gain == shift.reason.computed_gain,
+        small.reason.gain.0 * 2 < shift.reason.gain.0
+            && small.reason.computed_gain == shift.reason.computed_gain,
         "{small:?}"
     );
-    // No task migrates meanwhile. Samples would expire, so only the times that matter are advanced.
+    // No task migrates in this period. Only the tested times are simulated, because samples would
+    // expire.
     let later = farm.snapshot.now + Micros(6 * CONFIDENCE_HALF_LIFE.0);
     let host = |farm: &mut JobSim, id| {
         let host = farm.snapshot.hosts.edit(host_id(id)).expect("a host");
@@ -740,11 +760,11 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
     assert_eq!(bytes(&mut farm, 2 << 30).len(), 1, "it is tried once more");
 }
 
-/// A task does not leave the network of its peers for a small gain.
+/// A task does not migrate to another network than that of its peers for a small gain.
 #[test]
 fn task_stays_near_its_peers_for_small_gain() {
-    // The task has half a processor. Two free hosts offer a little more; the better one may be in
-    // another network.
+    // The task has half a processor. Two free hosts offer slightly more. The better of them is in
+    // another network in one of the cases.
     let machines = [1000, 1000, 630, 680].map(|speed| SimHost { cores: 1, speed });
     let with = |far: &[u16], alone: bool| {
         let mut farm = JobSim::new(&machines, &[1000.0; 3], PlacementPolicy::Load);
@@ -768,7 +788,9 @@ fn task_stays_near_its_peers_for_small_gain() {
             farm.snapshot.hosts.edit(host_id(2)).expect("a host").speed = 1;
         }
         farm.snapshot.hosts.refresh(farm.snapshot.now);
-        plan_rebalances(&farm.snapshot).first().map(|shift| shift.to)
+        plan_rebalances(&farm.snapshot)
+            .first()
+            .map(|shift| shift.to)
     };
     assert_eq!(with(&[], false), Some(host_id(4)), "the best one");
     assert_eq!(with(&[4], false), Some(host_id(3)), "the best one nearby");
@@ -787,13 +809,17 @@ fn task_stays_near_its_peers_for_small_gain() {
 /// The gain of a job with barriers is that of its slowest task.
 #[test]
 fn barrier_job_is_judged_by_slowest_task() {
-    // Two hosts of half speed with a task each, and one free host of full speed.
+    // Two hosts of half speed run one task each. A third host of full speed is free.
     let slow = SimHost {
         cores: 1,
         speed: 500,
     };
     let barrier = |machines: &[SimHost], tasks_on: &[u16]| {
-        let mut farm = JobSim::new(machines, &vec![1000.0; tasks_on.len()], PlacementPolicy::Load);
+        let mut farm = JobSim::new(
+            machines,
+            &vec![1000.0; tasks_on.len()],
+            PlacementPolicy::Load,
+        );
         farm.barrier = true;
         for (work, host) in farm.tasks.iter_mut().zip(tasks_on) {
             work.host = host_id(*host);
@@ -842,8 +868,8 @@ proptest! {
         prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
     }
 
-    /// Noise in the measurements does not make tasks migrate: external load takes a part of a
-    /// processor all the time, and a whole processor now and then.
+    /// Noise in the measurements causes no migration: external load uses a part of a processor
+    /// constantly, and a whole processor briefly from time to time.
     #[test]
     fn noise_does_not_disturb_balanced_hosts(
         machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
@@ -862,7 +888,8 @@ proptest! {
         prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
     }
 
-    /// For two hours external load comes and goes in any rhythm, in phase or in antiphase.
+    /// External load that starts and stops periodically for two hours causes no repeated
+    /// migrations, whether it has the same or opposite phase on the hosts.
     #[test]
     fn oscillating_load_does_not_make_tasks_flap(
         period in 5_u64..600, phase in 0_u64..600, threads in 1_u32..6, hosts in 2_usize..5, told in any::<bool>(),
@@ -871,8 +898,8 @@ proptest! {
     }
 }
 
-/// Parameters that once caused flapping: the load was observed only briefly, always in the same
-/// phase, or at its greatest distance from the mean.
+/// Parameters that caused repeated migrations in earlier versions: the load was sampled only
+/// briefly, always in the same phase, or when it differed most from the mean.
 #[test]
 fn known_rhythms_do_not_cause_flapping() {
     let seeds = [
@@ -893,7 +920,8 @@ fn known_rhythms_do_not_cause_flapping() {
     }
 }
 
-/// Asserts that periodic external load, alternating between hosts, does not make tasks flap.
+/// Asserts that periodic external load, alternating between hosts, causes no repeated migrations of
+/// a task.
 fn assert_no_flapping(
     period: u64,
     phase: u64,

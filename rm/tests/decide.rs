@@ -5,8 +5,9 @@ mod idle;
 use idle::{NOW, host_id, idle_host, idle_sample};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    PlacementRequest, HostView, LeaveTime, CONCURRENT_MIGRATIONS_MAX, OwnerState, PlacementPolicy, ExclusionReason, OWNER_RETURN_WINDOW, TimedSample, Snapshot,
-    StayDecision, StayReason, TaskView, Obstacle, plan_evictions, place,
+    CONCURRENT_MIGRATIONS_MAX, ExclusionReason, HostView, LeaveTime, OWNER_RETURN_WINDOW, Obstacle,
+    OwnerState, PlacementPolicy, PlacementRequest, Snapshot, StayDecision, StayReason, TaskView,
+    TimedSample, place, plan_evictions,
 };
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::migration::MigrationCause;
@@ -22,7 +23,7 @@ fn task(tid: Tid) -> TaskView {
     TaskView::new(tid, Micros::default())
 }
 
-/// A host with two processors.
+/// Returns an idle host with two processors.
 fn host(index: u16) -> HostView {
     idle_host(index, 2, 0)
 }
@@ -58,7 +59,7 @@ fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
         .collect()
 }
 
-/// Round-robin assigns blocks of tasks and begins after the host used last.
+/// Round robin assigns blocks of tasks and starts after the last host used.
 #[test]
 fn round_robin_assigns_blocks_in_rotation() {
     let mut snapshot = pool(3, PlacementPolicy::RoundRobin);
@@ -74,7 +75,7 @@ fn round_robin_assigns_blocks_in_rotation() {
     );
 }
 
-/// The place of a spawn names a host, a directory or an architecture.
+/// The `where` of a spawn names a host, a directory or an architecture.
 #[test]
 fn place_names_host_directory_or_architecture() {
     let mut snapshot = pool(3, PlacementPolicy::Load);
@@ -96,7 +97,7 @@ fn place_names_host_directory_or_architecture() {
     }
 }
 
-/// A request whose place matches nothing fails for each task with `NoHost`.
+/// If no host matches a request, each of its tasks fails with `NoHost`.
 #[test]
 fn unknown_place_fails_with_no_host() {
     let snapshot = pool(3, PlacementPolicy::Load);
@@ -114,7 +115,7 @@ fn unknown_place_fails_with_no_host() {
     }
 }
 
-/// A host whose owner is present is not used, even by name.
+/// A host whose owner is present is not used, even if the spawn names it.
 #[test]
 fn host_with_owner_is_never_used() {
     for policy in [PlacementPolicy::Load, PlacementPolicy::RoundRobin] {
@@ -133,7 +134,7 @@ fn host_with_owner_is_never_used() {
             named.sentence(&snapshot),
             "no host is free: h2: owner present (alice on pts/0)"
         );
-        // A request for any host except h1 does not name h2.
+        // A request for any host except h1 does not count as naming h2.
         let other = place(
             &snapshot,
             &ask_for(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)),
@@ -173,7 +174,7 @@ fn many_exclusions_are_listed_then_counted() {
         assert!(told.ends_with("; and 983 more)"), "{told}");
     }
     assert_eq!(out.staying.len(), 2);
-    // A requested host is always listed, however many others are excluded.
+    // A host that the request names is always listed, however many other hosts are excluded.
     let named = place(
         &snapshot,
         &PlacementRequest {
@@ -192,14 +193,14 @@ fn many_exclusions_are_listed_then_counted() {
 fn load_policy_places_all_tasks_of_request_together() {
     let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[1].cores = 4;
-    // Each host can give one whole processor to each of `cores` tasks.
+    // Each host offers a whole processor to as many tasks as it has processors.
     let placed = place(&snapshot, &ask_for(&request(0, "", 8)));
     let mut seen = indices(&placed.hosts);
     seen.sort_unstable();
     assert_eq!(seen, [1, 1, 2, 2, 2, 2, 3, 3]);
 }
 
-/// The load policy counts external demand once.
+/// External demand is counted only once by the load policy.
 #[test]
 fn external_load_counts_once() {
     let mut snapshot = pool(2, PlacementPolicy::Load);
@@ -210,7 +211,8 @@ fn external_load_counts_once() {
         busy: 1.0,
         ..LoadSample::default()
     };
-    // Both hosts are equally busy, h2 because of three tasks of ours, h1 because of external load.
+    // Both hosts are equally busy: h1 with external load, h2 with three tasks of the virtual
+    // machine.
     snapshot.hosts[0].sample = Some(TimedSample {
         sample: busy,
         received_at: NOW,
@@ -261,7 +263,7 @@ fn expired_sample_counts_as_unknown_load() {
     );
 }
 
-/// A lost host is excluded, and a request bound to it fails.
+/// A lost host is excluded, and a request that names it fails.
 #[test]
 fn lost_host_is_excluded() {
     let snapshot = pool(2, PlacementPolicy::Load);
@@ -293,7 +295,7 @@ fn lost_host_is_excluded() {
     );
 }
 
-/// All tasks leave a present owner and spread over the best hosts.
+/// All tasks leave a host whose owner is present, and are distributed over the best hosts.
 #[test]
 fn evicted_tasks_spread_over_best_hosts() {
     let mut snapshot = pool(4, PlacementPolicy::Load);
@@ -307,7 +309,14 @@ fn evicted_tasks_spread_over_best_hosts() {
         .iter()
         .map(|m| (m.tid, m.from.index(), m.to.index()))
         .collect();
-    assert_eq!(went, [(task_id(2, 1), 2, 1), (task_id(2, 2), 2, 4), (task_id(2, 3), 2, 1)]);
+    assert_eq!(
+        went,
+        [
+            (task_id(2, 1), 2, 1),
+            (task_id(2, 2), 2, 4),
+            (task_id(2, 3), 2, 1)
+        ]
+    );
     assert_eq!(
         out.evictions[0].cause,
         MigrationCause::Owner {
@@ -317,7 +326,7 @@ fn evicted_tasks_spread_over_best_hosts() {
     assert!(out.staying.is_empty());
 }
 
-/// An evicted task migrates to a host near the other tasks of its job.
+/// The target of an evicted task is near the other tasks of its job.
 #[test]
 fn evicted_task_stays_near_its_job() {
     let mut snapshot = pool(4, PlacementPolicy::Load);
@@ -327,14 +336,22 @@ fn evicted_task_stays_near_its_job() {
     };
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![of_job(task_id(1, 1))];
-    // The fourth host is a little faster but in another network.
+    // The fourth host is slightly faster but in another network.
     (snapshot.hosts[3].zone, snapshot.hosts[3].speed) = (7, 1050);
     let goes = |snapshot: &Snapshot| plan_evictions(snapshot).evictions[0].to;
-    assert_eq!(goes(&snapshot), host_id(4), "alone it goes where it gets most");
+    assert_eq!(
+        goes(&snapshot),
+        host_id(4),
+        "alone it goes where it gets most"
+    );
     snapshot.hosts[1].tasks = vec![of_job(task_id(2, 1))];
     assert_eq!(goes(&snapshot), host_id(3));
     snapshot.hosts[1].tasks = vec![task(task_id(2, 1))];
-    assert_eq!(goes(&snapshot), host_id(4), "the other one is of another job");
+    assert_eq!(
+        goes(&snapshot),
+        host_id(4),
+        "the other one is of another job"
+    );
 }
 
 /// Tasks without a target stay, with a reason for each host.
@@ -390,10 +407,14 @@ fn refusing_target_is_skipped_for_a_while() {
     }];
     assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(3));
     snapshot.now = Micros::from_secs(1030);
-    assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(2), "the refusal has aged out");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions[0].to,
+        host_id(2),
+        "the refusal has aged out"
+    );
 }
 
-/// A host whose owner has just left is the last choice.
+/// A host whose owner has just left is used as a target only if there is no other.
 #[test]
 fn host_just_left_by_owner_is_last_choice() {
     let mut snapshot = pool(3, PlacementPolicy::Load);
@@ -406,10 +427,14 @@ fn host_just_left_by_owner_is_last_choice() {
     assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(3));
     snapshot.hosts[2].owner = present();
     snapshot.hosts[2].tasks.clear();
-    assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(2), "but better than none");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions[0].to,
+        host_id(2),
+        "but better than none"
+    );
 }
 
-/// A task is evicted however often it was evicted recently.
+/// A task is evicted even if it was evicted several times recently.
 #[test]
 fn recent_evictions_do_not_prevent_another() {
     let mut snapshot = pool(2, PlacementPolicy::Load);
@@ -423,7 +448,7 @@ fn recent_evictions_do_not_prevent_another() {
     assert_eq!((out.evictions.len(), out.staying.len()), (1, 0));
 }
 
-/// The number of concurrent migrations is limited, and other tasks wait for their turn.
+/// The number of concurrent migrations is limited, and further tasks wait.
 #[test]
 fn concurrent_migrations_are_limited() {
     let mut snapshot = pool(2, PlacementPolicy::Load);
@@ -433,11 +458,15 @@ fn concurrent_migrations_are_limited() {
     snapshot.hosts[0].tasks[0].migrating = Some(Some(host_id(2)));
     let out = plan_evictions(&snapshot);
     assert_eq!(out.evictions.len(), CONCURRENT_MIGRATIONS_MAX - 1);
-    assert!(out.staying.iter().all(|s| s.reason == StayReason::MigrationLimit) && out.staying.len() == 5);
+    assert!(
+        out.staying
+            .iter()
+            .all(|s| s.reason == StayReason::MigrationLimit)
+            && out.staying.len() == 5
+    );
 }
 
-/// A guest that no host has memory for does not keep a smaller guest of the same program from
-/// leaving.
+/// If no host has enough memory for a guest, a smaller guest of the same program can still migrate.
 #[test]
 fn small_guest_leaves_although_large_one_cannot() {
     let mut snapshot = pool(2, PlacementPolicy::Load);
@@ -453,9 +482,14 @@ fn small_guest_leaves_although_large_one_cannot() {
         ..GuestLimits::default()
     });
     let out = plan_evictions(&snapshot);
-    assert_eq!(out.evictions.iter().map(|m| m.tid).collect::<Vec<_>>(), [task_id(1, 3)]);
+    assert_eq!(
+        out.evictions.iter().map(|m| m.tid).collect::<Vec<_>>(),
+        [task_id(1, 3)]
+    );
     let keeps = |stay: &StayDecision| match &stay.reason {
-        StayReason::NoHost { excluded } => matches!(excluded[0], (_, ExclusionReason::MemoryKept { .. })),
+        StayReason::NoHost { excluded } => {
+            matches!(excluded[0], (_, ExclusionReason::MemoryKept { .. }))
+        }
         _ => false,
     };
     assert!(
@@ -465,7 +499,7 @@ fn small_guest_leaves_although_large_one_cannot() {
     );
 }
 
-/// The reasons for which a guest stays are decided for each guest separately.
+/// The reason why a guest stays is determined for each guest separately.
 #[test]
 fn stay_reasons_are_decided_per_guest() {
     let mut snapshot = pool(4, PlacementPolicy::Load);
@@ -515,7 +549,10 @@ fn stay_reasons_are_decided_per_guest() {
     snapshot.hosts.refresh(NOW);
     let out = plan_evictions(&snapshot);
     let gone: Vec<Tid> = out.evictions.iter().map(|m| m.tid).collect();
-    assert_eq!((gone, out.staying.len()), (vec![task_id(1, 1), task_id(4, 1)], 4));
+    assert_eq!(
+        (gone, out.staying.len()),
+        (vec![task_id(1, 1), task_id(4, 1)], 4)
+    );
 }
 
 fn any_owner() -> impl Strategy<Value = OwnerState> {
@@ -595,7 +632,7 @@ fn any_pool() -> impl Strategy<Value = Snapshot> {
 }
 
 proptest! {
-    /// No task is placed on or migrated to a host with a present owner.
+    /// A host whose owner is present is never the target of a placement or a migration.
     #[test]
     fn no_task_goes_to_present_owner(
         snapshot in any_pool(), flags in 0..64_i32, to in 0_u16..8, count in 1_u32..40,
@@ -615,7 +652,8 @@ proptest! {
         }
     }
 
-    /// Every task that can migrate and is next to an owner migrates or has a reason to stay.
+    /// Every task that is not pinned, on a host whose owner is present, migrates or stays with a
+    /// reason.
     #[test]
     fn every_guest_migrates_or_has_a_reason(snapshot in any_pool()) {
         let out = plan_evictions(&snapshot);
@@ -627,7 +665,7 @@ proptest! {
         prop_assert_eq!(told, must);
     }
 
-    /// Without present owners no task migrates.
+    /// If no owner is present, no task is evicted.
     #[test]
     fn pool_without_owners_is_not_disturbed(mut snapshot in any_pool()) {
         for host in snapshot.hosts.iter_mut().filter(|h| h.owner.excludes_guests()) {
@@ -637,7 +675,7 @@ proptest! {
         prop_assert!(out.evictions.is_empty() && out.staying.is_empty());
     }
 
-    /// On idle equal hosts the numbers of placed tasks differ by at most one.
+    /// On idle equal hosts the numbers of placed tasks differ by at most one between hosts.
     #[test]
     fn idle_equal_hosts_get_equal_numbers(
         hosts in 1_u16..9, count in 1_u32..60, load in any::<bool>(),
@@ -649,7 +687,8 @@ proptest! {
         prop_assert!(counts.iter().max().unwrap_or(&0) - counts.iter().min().unwrap_or(&0) <= 1);
     }
 
-    /// For up to ten minutes owners come and go at random; migrations succeed at once.
+    /// For up to ten minutes owners arrive and leave at random; every migration succeeds
+    /// immediately.
     #[test]
     fn owner_changes_evict_without_flapping(
         toggles in prop::collection::vec((0_usize..4, 1_u64..5000), 1..400),

@@ -1,8 +1,8 @@
-//! Replays of recordings, under the recorded policy and another one.
+//! Replays of recordings, under the recorded policy and under another one.
 
 use pvm_rm::decide::PlacementPolicy;
 use pvm_rm::policy::EffectivePolicy;
-use pvm_rm::recording::{RecordingEntry, RecordedInput};
+use pvm_rm::recording::{RecordedInput, RecordingEntry};
 use pvm_rm::replay::{self, recorded_policy};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
@@ -84,7 +84,8 @@ fn entry(second: u64, input: RecordedInput) -> RecordingEntry {
     }
 }
 
-/// Three hosts, the third twice as fast, and a spawn of `count` tasks of 60 seconds each.
+/// Returns a recording with three hosts, of which the third is twice as fast, and a spawn of
+/// `event_count` tasks of 60 seconds each.
 fn spawn_recording(conduct: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
     let caller = Tid::task(host_id(1), 2).expect("a task");
     let tids: Vec<Tid> = (10..10 + count)
@@ -129,7 +130,7 @@ fn spawn_recording(conduct: EffectivePolicy, count: u32) -> Vec<RecordingEntry> 
     all
 }
 
-/// On unequal hosts the load policy is faster than round-robin.
+/// On unequal hosts, tasks end earlier under the load policy than under round robin.
 #[test]
 fn load_policy_beats_round_robin_on_unequal_hosts() {
     let round_robin = EffectivePolicy {
@@ -163,7 +164,8 @@ fn load_policy_beats_round_robin_on_unequal_hosts() {
     );
 }
 
-/// Tasks migrate in a replay for balancing, and for owners under any policy.
+/// In a replay tasks migrate for rebalancing if the policy enables it, and because of owners under
+/// every policy.
 #[test]
 fn replay_balances_and_evicts() {
     let balanced = EffectivePolicy {
@@ -194,7 +196,7 @@ fn replay_balances_and_evicts() {
     );
 }
 
-/// A spawn that may wait does so in a replay; a policy without waiting refuses it.
+/// In a replay a spawn waits for a free host if the policy allows it, and is refused otherwise.
 #[test]
 fn replayed_spawn_waits_only_if_policy_allows() {
     let patient = EffectivePolicy {
@@ -219,7 +221,7 @@ fn replayed_spawn_waits_only_if_policy_allows() {
     assert_eq!((refused.started, refused.refused), (0, 6));
 }
 
-/// A drained host gets no tasks in a replay until the drain is over.
+/// In a replay no task is placed on a drained host until the end of the drain.
 #[test]
 fn replayed_drain_keeps_host_empty() {
     let plain = EffectivePolicy::default();
@@ -256,8 +258,8 @@ fn replayed_drain_keeps_host_empty() {
     );
 }
 
-/// A report that the owner is present and wants jobs that cannot migrate checkpointed, or that the
-/// owner has left.
+/// Returns a report in which the owner is present and requests the checkpoint of jobs that cannot
+/// migrate (`there`), or is absent.
 fn report_with_checkpoint_mode(host: u16, there: bool) -> RecordedInput {
     let RecordedInput::Report { mut report, own } = report(host, there) else {
         unreachable!("a report")
@@ -268,11 +270,11 @@ fn report_with_checkpoint_mode(host: u16, there: bool) -> RecordedInput {
     RecordedInput::Report { report, own }
 }
 
-/// Jobs that owners want checkpointed are vacated in a replay and restarted when there is room.
+/// If owners request it, jobs are vacated in a replay and restarted when there is room.
 #[test]
 fn replay_vacates_and_restarts_jobs() {
     let plain = EffectivePolicy::default();
-    // A root task that computes little, spawns one task, and ends when that task has ended.
+    // A top task computes little, spawns one task, and ends after that task.
     let (console, master) = (
         Tid::task(host_id(1), 2).expect("a task"),
         Tid::task(host_id(1), 9).expect("a task"),
@@ -334,12 +336,13 @@ fn replay_vacates_and_restarts_jobs() {
         (2, 0, 0),
         "{undisturbed:?}"
     );
-    let owners =
-        |second: u64, there: bool| (1..=3).map(move |host| entry(second, report_with_checkpoint_mode(host, there)));
+    let owners = |second: u64, there: bool| {
+        (1..=3).map(move |host| entry(second, report_with_checkpoint_mode(host, there)))
+    };
     let parked = with(owners(40, true).chain(owners(640, false)).collect());
     assert_eq!((parked.finished, parked.parked), (2, 1), "{parked:?}");
-    // A third of the work was done in the 20 seconds before the owners came; the rest takes 40
-    // seconds.
+    // The task had done a third of its work in the 20 seconds before the owners arrived. The
+    // remaining work takes 40 seconds.
     let back = Micros::from_secs(640).since(Micros::from_secs(1)).0 as f64 / 1e6;
     let left = parked.last_end_s - back;
     assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
@@ -348,7 +351,7 @@ fn replay_vacates_and_restarts_jobs() {
     assert!(text.contains("jobs parked because of owners"), "{text}");
 }
 
-/// A task that was recorded as ended twice has the sum of its work in a replay.
+/// If two ends of a task were recorded, its work in the replay is the sum of both.
 #[test]
 fn task_that_ended_twice_has_all_its_work() {
     let plain = EffectivePolicy::default();
@@ -365,7 +368,7 @@ fn task_that_ended_twice_has_all_its_work() {
         },
     ));
     let figures = replay::run(&entries, plain).expect("it runs");
-    // The task runs on the host that is twice as fast.
+    // The task runs on the host with double speed.
     assert_eq!(
         (figures.finished, figures.run_mean_s.round()),
         (1, 50.0),
@@ -373,7 +376,7 @@ fn task_that_ended_twice_has_all_its_work() {
     );
 }
 
-/// The users of a recording are distinct users in its replay.
+/// Different users of a recording are different users in its replay.
 #[test]
 fn replay_keeps_users_apart() {
     let mut entries = spawn_recording(EffectivePolicy::default(), 2);
@@ -435,7 +438,7 @@ fn replay_keeps_users_apart() {
     );
 }
 
-/// Labels of hosts are part of a recording and apply under any policy.
+/// Labels of hosts are part of a recording and apply under every policy.
 #[test]
 fn host_labels_are_part_of_recording() {
     let mut entries = spawn_recording(EffectivePolicy::default(), 2);
@@ -459,7 +462,10 @@ fn host_labels_are_part_of_recording() {
         Arc::new([("disk".to_string(), "ssd".to_string())].into()),
     )]
     .into();
-    entries.insert(2, entry(1, RecordedInput::labels(&labels).expect("there are some")));
+    entries.insert(
+        2,
+        entry(1, RecordedInput::labels(&labels).expect("there are some")),
+    );
     for conduct in [round_robin, EffectivePolicy::default()] {
         let figures = replay::run(&entries, conduct).expect("it runs");
         assert_eq!(
@@ -471,7 +477,7 @@ fn host_labels_are_part_of_recording() {
     assert_eq!(RecordedInput::labels(&Default::default()), None);
 }
 
-/// Policy changes of a recording are replayed unless another policy is given.
+/// Recorded policy changes are replayed, unless the replay uses another policy.
 #[test]
 fn recorded_policy_changes_are_replayed() {
     let round_robin = EffectivePolicy {

@@ -6,9 +6,10 @@ mod idle;
 use idle::{NOW, host_id, idle_host, idle_sample};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    PlacementRequest, Chooser, EXPLAINED_HOSTS_MAX, ActualValue, HostView, HostList, MigrationSample, HostOffer, OwnerState, Placement,
-    PlacementPolicy, ExclusionReason, SAMPLE_AGE_MAX, TimedSample, Snapshot, TaskView, Obstacle, HostPair, PlacementReason, plan_evictions, place,
-    place_with_chooser,
+    ActualValue, Chooser, EXPLAINED_HOSTS_MAX, ExclusionReason, HostList, HostOffer, HostPair,
+    HostView, MigrationSample, Obstacle, OwnerState, Placement, PlacementPolicy, PlacementReason,
+    PlacementRequest, SAMPLE_AGE_MAX, Snapshot, TaskView, TimedSample, place, place_with_chooser,
+    plan_evictions,
 };
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::load::LoadSample;
@@ -17,7 +18,7 @@ use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A host with `index` processors and `index` gigabytes of memory.
+/// Returns a host with `index` processors and `index` gigabytes of memory.
 fn host(index: u16) -> HostView {
     idle_host(index, u32::from(index), u64::from(index) << 30)
 }
@@ -43,7 +44,10 @@ fn request(place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &PlacementRequest::new(0, request, request.count, host_id(1)))
+    place(
+        snapshot,
+        &PlacementRequest::new(0, request, request.count, host_id(1)),
+    )
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
@@ -54,7 +58,7 @@ fn indices(placement: &Placement) -> Vec<u16> {
         .collect()
 }
 
-/// Constraints restrict the hosts under every policy.
+/// Constraints restrict the hosts under every placement policy.
 #[test]
 fn constraints_apply_under_every_policy() {
     let mut snapshot = pool(5);
@@ -86,7 +90,7 @@ fn constraints_apply_under_every_policy() {
     }
 }
 
-/// A request that cannot be met reports which condition excludes which hosts.
+/// If no host meets the constraints, the explanation states which condition excludes which hosts.
 #[test]
 fn unmeetable_request_lists_exclusions() {
     let mut snapshot = pool(4);
@@ -113,7 +117,7 @@ fn unmeetable_request_lists_exclusions() {
     assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
 }
 
-/// A constraint that cannot be parsed places nothing, and the error names it.
+/// If a constraint cannot be parsed, no task is placed, and the error names the invalid part.
 #[test]
 fn invalid_constraint_places_nothing() {
     let placement = placed(&pool(2), &request("?memory >= much", 2));
@@ -124,7 +128,7 @@ fn invalid_constraint_places_nothing() {
     );
 }
 
-/// Spread and memory constraints limit the tasks on one host.
+/// Spread and memory constraints limit the number of tasks per host.
 #[test]
 fn spread_and_memory_limit_tasks_per_host() {
     let snapshot = pool(3);
@@ -140,7 +144,7 @@ fn spread_and_memory_limit_tasks_per_host() {
         "{}",
         short.sentence(&snapshot)
     );
-    // Six tasks of one gigabyte each fit on hosts with one, two and three gigabytes.
+    // Six tasks of one gigabyte each fit on three hosts with one, two and three gigabytes.
     let mut where_to = indices(&placed(&snapshot, &request("?memory >= 1G", 7)));
     where_to.sort_unstable();
     assert_eq!(where_to, [0, 1, 2, 2, 3, 3, 3]);
@@ -148,7 +152,7 @@ fn spread_and_memory_limit_tasks_per_host() {
     assert_eq!(together.hosts, [Err(PvmError::OutOfRes); 4]);
 }
 
-/// Constraints do not change the documented meaning of a spawn's place.
+/// Constraints in `where` do not change the documented meaning of its other parts.
 #[test]
 fn constraints_keep_meaning_of_plain_places() {
     let snapshot = pool(3);
@@ -167,7 +171,7 @@ fn constraints_keep_meaning_of_plain_places() {
     assert_eq!(of(0, "anything at all"), [3]);
 }
 
-/// A host without memory to spare comes last.
+/// A host with too little free memory is used only after all others.
 #[test]
 fn host_without_spare_memory_comes_last() {
     let mut snapshot = pool(2);
@@ -181,7 +185,7 @@ fn host_without_spare_memory_comes_last() {
     );
 }
 
-/// An expired sample meets no constraint on memory or processors.
+/// A host with an expired sample meets no constraint on memory or idle processors.
 #[test]
 fn expired_sample_meets_no_numeric_constraint() {
     for text in [
@@ -209,7 +213,7 @@ fn expired_sample_meets_no_numeric_constraint() {
     }
 }
 
-/// A host that is throttled by a limit does not count as idle.
+/// A host that is throttled by a processor limit does not count as idle.
 #[test]
 fn throttled_host_does_not_count_as_idle() {
     let mut snapshot = pool(2);
@@ -230,7 +234,7 @@ fn throttled_host_does_not_count_as_idle() {
     assert_eq!(indices(&placed(&snapshot, &request("", 3))), [1, 1, 1]);
 }
 
-/// A near host is preferred to a slightly better one in another network.
+/// A host near the peers is preferred to a slightly better one in another network.
 #[test]
 fn near_host_beats_slightly_better_far_one() {
     let mut snapshot = pool(3);
@@ -271,12 +275,18 @@ fn near_host_beats_slightly_better_far_one() {
         "whoever spawns, and the tasks of the job"
     );
     assert_eq!(snapshot.peer_hosts(host_id(3), job), [host_id(3)]);
-    assert_eq!(snapshot.peer_hosts(host_id(1), task(1, 2).tid), [host_id(1)]);
+    assert_eq!(
+        snapshot.peer_hosts(host_id(1), task(1, 2).tid),
+        [host_id(1)]
+    );
 }
 
-/// Records a migration of a gigabyte between two hosts that took this time.
+/// Records the migration of a gigabyte between two hosts in `seconds` seconds.
 fn record_migration(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
-    let way = Some(HostPair::between(&snapshot.hosts[from], &snapshot.hosts[to]));
+    let way = Some(HostPair::between(
+        &snapshot.hosts[from],
+        &snapshot.hosts[to],
+    ));
     let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
     let frozen = Micros::from_secs(0);
     snapshot.estimates.record_migration(&MigrationSample {
@@ -289,7 +299,7 @@ fn record_migration(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u6
     });
 }
 
-/// The penalty for another network follows the transfer times of earlier migrations.
+/// The weight of a host in another network follows the transfer times of earlier migrations.
 #[test]
 fn network_distance_is_learned_from_migrations() {
     let chosen = |over: Option<u64>| {
@@ -328,7 +338,7 @@ fn network_distance_is_learned_from_migrations() {
     );
 }
 
-/// A batch system that has reserved slots on hosts.
+/// A chooser for a batch system with reserved slots, as (host name, number of slots).
 struct Reserved(Vec<(&'static str, usize)>);
 
 impl Chooser for Reserved {
@@ -355,7 +365,7 @@ impl Chooser for Reserved {
     }
 }
 
-/// An external chooser may choose hosts, and its choice is checked.
+/// The selection of an external chooser is used and checked.
 #[test]
 fn external_choice_is_checked() {
     let snapshot = pool(3);
@@ -442,8 +452,8 @@ fn many_hosts() -> impl Strategy<Value = Vec<HostView>> {
 }
 
 proptest! {
-    /// An index that is updated change by change and one that is built from scratch decide equally,
-    /// and so does a scan of all hosts.
+    /// The decisions are the same with an index that is updated change by change, with a new index,
+    /// and with a scan of all hosts.
     #[test]
     fn updated_index_decides_like_a_new_one(
         before in many_hosts(), after in many_hosts(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
@@ -480,8 +490,8 @@ proptest! {
         let (mut kept, mut anew) = (kept, anew);
         for snapshot in [&mut kept, &mut anew] {
             for (i, host) in snapshot.hosts.iter_mut().enumerate() {
-                // Owners are present on all but a few hosts, so that many kinds of guests have no
-                // target and some have one.
+                // Owners are present on most hosts, so that many classes of guests have no target
+                // and some have one.
                 if i % 50 != 7 {
                     host.owner = OwnerState::Present { why: "alice".into() };
                 }
@@ -491,7 +501,8 @@ proptest! {
         prop_assert_eq!(plan_evictions(&kept), plan_evictions(&anew));
     }
 
-    /// Every host that gets a task meets the conditions, and no host gets more tasks than it may.
+    /// Every host that gets a task meets the constraints, and no host gets more tasks than its
+    /// capacity.
     #[test]
     fn placed_tasks_meet_the_conditions(
         hosts in many_hosts(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,

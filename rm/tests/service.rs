@@ -15,7 +15,10 @@ mod suspend;
 mod waiting;
 
 use bytes::Bytes;
-use common::{TestBed, client, migrate_error, host_id, task_info, no_file_error, request, rm_tid as own, spawned_task_info, task_id, world};
+use common::{
+    TestBed, client, host_id, migrate_error, no_file_error, request, rm_tid as own,
+    spawned_task_info, task_id, task_info, world,
+};
 use proptest::prelude::*;
 use pvm_rm::api::VmApi;
 use pvm_rm::decide::Limits;
@@ -56,7 +59,7 @@ fn task_ended(tid: Tid) -> EventKind {
     }
 }
 
-/// A spawn is placed, started, acknowledged and answered under its wait id.
+/// A spawn is placed, started, acknowledged and answered; the answer carries its wait id.
 #[test]
 fn spawn_is_placed_started_and_answered() {
     let vm = world(3);
@@ -99,7 +102,7 @@ fn spawn_is_placed_started_and_answered() {
     assert!(why.contains("largest share of a processor"), "{why}");
 }
 
-/// A missing program fails all tasks on that host.
+/// If the program is missing on a host, all tasks on that host fail.
 #[test]
 fn missing_program_fails_tasks_of_its_host() {
     let vm = world(2);
@@ -108,15 +111,21 @@ fn missing_program_fails_tasks_of_its_host() {
     bed.settle();
     let execs = bed.world().take_start_orders();
     let on1 = bed.world().ack(&execs[0]);
-    bed.world().ack_with(&execs[1], &[no_file_error(), no_file_error()]);
+    bed.world()
+        .ack_with(&execs[1], &[no_file_error(), no_file_error()]);
     bed.settle();
     assert_eq!(
         bed.world().spawn_reply(1),
-        Some(Ok(vec![Ok(on1[0]), no_file_error(), Ok(on1[1]), no_file_error()]))
+        Some(Ok(vec![
+            Ok(on1[0]),
+            no_file_error(),
+            Ok(on1[1]),
+            no_file_error()
+        ]))
     );
 }
 
-/// Tasks on a host that is lost meanwhile are started elsewhere.
+/// If a host is lost while tasks are being started on it, these tasks are started on other hosts.
 #[test]
 fn tasks_of_lost_host_start_elsewhere() {
     let vm = world(3);
@@ -145,7 +154,7 @@ fn tasks_of_lost_host_start_elsewhere() {
     );
 }
 
-/// The loss of a named host fails the spawn.
+/// If a spawn names a host that is lost, the spawn fails.
 #[test]
 fn losing_named_host_fails_spawn() {
     let vm = world(2);
@@ -175,7 +184,8 @@ fn losing_named_host_fails_spawn() {
     assert!(bed.world().notes()[0].starts_with("worker was not started for t40002: Host failed"));
 }
 
-/// A start that a host does not acknowledge is abandoned, and tasks it starts late are killed.
+/// An order that a host does not acknowledge is abandoned. Tasks that the host starts later are
+/// killed.
 #[test]
 fn unacknowledged_start_is_abandoned() {
     let vm = world(2);
@@ -223,7 +233,7 @@ fn every_spawn_is_answered_without_acknowledgements() {
     assert_eq!(bed.world().spawn_reply(4), Some(Err(PvmError::OutOfRes)));
 }
 
-/// A second resource manager is refused, and the first one stays.
+/// A second resource manager is refused, and the first one stays registered.
 #[test]
 fn second_resource_manager_is_refused() {
     let vm = world(1);
@@ -243,7 +253,8 @@ fn second_resource_manager_is_refused() {
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
 }
 
-/// A resource manager that registered at the same moment gets its registration back.
+/// If two resource managers register at the same moment, the one that was registered first is
+/// registered again.
 #[test]
 fn concurrent_registration_is_handed_back() {
     let vm = world(1);
@@ -257,11 +268,17 @@ fn concurrent_registration_is_handed_back() {
     assert!(matches!(error, ServiceError::AlreadyRegistered(_)));
     assert_eq!(
         vm.0.borrow().sent,
-        [(Tid::MY_DAEMON, SM_HANDOFF, 0, packed_int(task_id(1, 9).raw()))]
+        [(
+            Tid::MY_DAEMON,
+            SM_HANDOFF,
+            0,
+            packed_int(task_id(1, 9).raw())
+        )]
     );
 }
 
-/// A dead predecessor is no obstacle, and a successor ends this resource manager.
+/// A predecessor that has ended does not prevent the start, and a successor ends this resource
+/// manager.
 #[test]
 fn dead_predecessor_and_successor_are_handled() {
     let vm = world(1);
@@ -270,8 +287,12 @@ fn dead_predecessor_and_successor_are_handled() {
     bed.world()
         .event(host_id(1), EventKind::RmRegistered { tid: own() });
     bed.settle();
-    bed.world()
-        .event(host_id(1), EventKind::RmRegistered { tid: task_id(1, 10) });
+    bed.world().event(
+        host_id(1),
+        EventKind::RmRegistered {
+            tid: task_id(1, 10),
+        },
+    );
     assert!(matches!(bed.try_settle(), Err(ServiceError::Replaced(tid)) if tid == task_id(1, 10)));
 }
 
@@ -307,7 +328,10 @@ fn each_host_gets_a_pinned_watcher() {
             &TAG_LOAD.to_string()
         ]
     );
-    assert_eq!(bed.world().watched, [TestBed::watcher(1), TestBed::watcher(2)]);
+    assert_eq!(
+        bed.world().watched,
+        [TestBed::watcher(1), TestBed::watcher(2)]
+    );
 }
 
 /// A load watcher that dies repeatedly is restarted at growing intervals.
@@ -318,8 +342,13 @@ fn dying_watcher_restarts_back_off() {
     let mut watcher = TestBed::watcher(1);
     let mut pauses = Vec::new();
     for _ in 0..5 {
-        bed.world()
-            .post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, packed_int(watcher.raw()));
+        bed.world().post(
+            Tid::MY_DAEMON,
+            CTX_RM,
+            TAG_TASK_EXIT,
+            0,
+            packed_int(watcher.raw()),
+        );
         bed.world().event(host_id(1), task_ended(watcher));
         bed.settle();
         let mut waited = 0;
@@ -340,7 +369,7 @@ fn dying_watcher_restarts_back_off() {
     );
 }
 
-/// A silent load watcher is replaced, and a missing program is reported once.
+/// A silent load watcher is replaced. A missing load watcher program is reported once.
 #[test]
 fn silent_watcher_is_replaced() {
     let vm = world(1);
@@ -349,7 +378,11 @@ fn silent_watcher_is_replaced() {
     assert_eq!(bed.world().killed, [TestBed::watcher(1)]);
     for _ in 0..3 {
         bed.advance(Micros::from_secs(5));
-        let exec = bed.world().take_start_orders().pop().expect("another attempt");
+        let exec = bed
+            .world()
+            .take_start_orders()
+            .pop()
+            .expect("another attempt");
         bed.world().ack_with(&exec, &[no_file_error()]);
         bed.settle();
     }
@@ -364,7 +397,7 @@ fn silent_watcher_is_replaced() {
     );
 }
 
-/// A load watcher of an earlier resource manager is adopted, and a silent one is replaced.
+/// A load watcher of an earlier resource manager is adopted, or replaced if it is silent.
 #[test]
 fn watcher_of_predecessor_is_adopted() {
     let vm = world(3);
@@ -421,7 +454,7 @@ fn watcher_of_predecessor_is_adopted() {
     assert_eq!(hosts(&mut bed), [host_id(2)]);
 }
 
-/// A load watcher that a host has started is adopted, and a second one is killed.
+/// A load watcher that was started by its host is adopted, and a second one on the host is killed.
 #[test]
 fn watcher_started_by_host_is_adopted() {
     let vm = world(1);
@@ -433,7 +466,8 @@ fn watcher_started_by_host_is_adopted() {
         0,
         packed_int(TestBed::watcher(1).raw()),
     );
-    bed.world().event(host_id(1), task_ended(TestBed::watcher(1)));
+    bed.world()
+        .event(host_id(1), task_ended(TestBed::watcher(1)));
     let own = task_id(1, 51);
     bed.world().report(
         own,
@@ -452,9 +486,15 @@ fn watcher_started_by_host_is_adopted() {
         "it is heard"
     );
     bed.advance(Micros::from_secs(5));
-    assert!(bed.world().take_start_orders().is_empty(), "none is missing");
-    bed.world()
-        .report(task_id(1, 52), host_id(1), OwnerVerdict::Absent { since: None });
+    assert!(
+        bed.world().take_start_orders().is_empty(),
+        "none is missing"
+    );
+    bed.world().report(
+        task_id(1, 52),
+        host_id(1),
+        OwnerVerdict::Absent { since: None },
+    );
     bed.settle();
     assert_eq!(bed.world().killed, [task_id(1, 52)]);
     assert!(
@@ -466,7 +506,7 @@ fn watcher_started_by_host_is_adopted() {
     );
 }
 
-/// A report counts only if it comes from the load watcher of that host.
+/// A report is accepted only from the load watcher of the reported host.
 #[test]
 fn reports_of_other_tasks_are_ignored() {
     let vm = world(2);
@@ -476,12 +516,13 @@ fn reports_of_other_tasks_are_ignored() {
         detected_at: Micros(2),
     };
     bed.world().report(client(), host_id(1), there.clone());
-    bed.world().report(TestBed::watcher(2), host_id(1), there.clone());
+    bed.world()
+        .report(TestBed::watcher(2), host_id(1), there.clone());
     bed.settle();
     assert!(bed.world().records.is_empty());
 }
 
-/// The first report of a load watcher may arrive before its start is acknowledged.
+/// The first report of a load watcher is accepted even before its start is acknowledged.
 #[test]
 fn first_report_may_precede_acknowledgement() {
     let vm = world(1);
@@ -506,26 +547,35 @@ fn first_report_may_precede_acknowledgement() {
     assert!(bed.world().killed.is_empty());
 }
 
-/// Three hosts; two tasks on h2 that started before the resource manager.
+/// Returns a service with three hosts, and two tasks on h2 that were started before the resource
+/// manager.
 fn two_tasks_on_h2() -> TestBed {
     let vm = world(3);
-    vm.0.borrow_mut()
-        .tasks
-        .extend([spawned_task_info(task_id(2, 1), 2), spawned_task_info(task_id(1, 5), 2)]);
-    vm.0.borrow_mut()
-        .tasks
-        .push(task_info(task_id(2, 9), 2, TASK_FORKED, "/opt/bin/pvm-load-watcher"));
+    vm.0.borrow_mut().tasks.extend([
+        spawned_task_info(task_id(2, 1), 2),
+        spawned_task_info(task_id(1, 5), 2),
+    ]);
+    vm.0.borrow_mut().tasks.push(task_info(
+        task_id(2, 9),
+        2,
+        TASK_FORKED,
+        "/opt/bin/pvm-load-watcher",
+    ));
     TestBed::quiet(&vm)
 }
 
-/// When an owner arrives all tasks leave at once, and the host is used again when the owner has
-/// left.
+/// When an owner arrives, all tasks leave the host immediately. The host is used again after the
+/// owner has left.
 #[test]
 fn owner_arrival_empties_host_until_departure() {
     let mut bed = two_tasks_on_h2();
     bed.report_owner_present(2);
-    // The tasks are older than this resource manager. The old load watcher is no guest and stays.
-    assert_eq!(bed.world().take_migrations(), [(task_id(1, 5), 1), (task_id(2, 1), 3)]);
+    // The tasks were started before this resource manager. The old load watcher is not a guest and
+    // stays.
+    assert_eq!(
+        bed.world().take_migrations(),
+        [(task_id(1, 5), 1), (task_id(2, 1), 3)]
+    );
     let why = "alice on pts/0".to_string();
     let present = EventKind::OwnerPresent {
         host: host_id(2),
@@ -547,12 +597,20 @@ fn owner_arrival_empties_host_until_departure() {
     assert_eq!(bed.world().records.len(), 2, "said once");
     bed.world().spawn(1, &request(2));
     bed.settle();
-    assert!(bed.world().take_start_orders().iter().all(|e| e.host != host_id(2)));
+    assert!(
+        bed.world()
+            .take_start_orders()
+            .iter()
+            .all(|e| e.host != host_id(2))
+    );
     bed.report_owner_absent(2);
     let why = "nobody is logged in".to_string();
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::OwnerAbsent { host: host_id(2), why })
+        Some(&EventKind::OwnerAbsent {
+            host: host_id(2),
+            why
+        })
     );
     assert!(
         bed.world().take_migrations().is_empty(),
@@ -563,7 +621,7 @@ fn owner_arrival_empties_host_until_departure() {
     assert_eq!(bed.world().take_start_orders()[0].host, host_id(2));
 }
 
-/// One host whose owner is present, with these rules for waiting spawns.
+/// Returns a service with one host whose owner is present, and these rules for waiting spawns.
 fn occupied_bed(rules: SpawnRules) -> TestBed {
     let vm = world(1);
     let options = options_with_policy(EffectivePolicy {
@@ -575,7 +633,7 @@ fn occupied_bed(rules: SpawnRules) -> TestBed {
     bed
 }
 
-/// A spawn without a free host waits and is placed when one becomes free.
+/// A spawn that finds no free host waits, and is placed when a host becomes free.
 #[test]
 fn spawn_waits_for_free_host() {
     let mut bed = occupied_bed(SpawnRules {
@@ -602,7 +660,7 @@ fn spawn_waits_for_free_host() {
     );
 }
 
-/// Waiting spawns do not all take the same free slots.
+/// Waiting spawns are not all placed on the same free slots.
 #[test]
 fn waiting_spawns_share_freed_slots() {
     let mut bed = occupied_bed(SpawnRules {
@@ -627,7 +685,7 @@ fn waiting_spawns_share_freed_slots() {
     assert!(bed.world().take_start_orders().is_empty() && bed.world().spawn_reply(1).is_some());
 }
 
-/// Spawns that arrive at the same moment do not all go to the same host.
+/// Spawns that arrive at the same moment are not all placed on the same host.
 #[test]
 fn concurrent_spawns_go_to_different_hosts() {
     let mut bed = TestBed::quiet(&world(3));
@@ -643,7 +701,7 @@ fn concurrent_spawns_go_to_different_hosts() {
     assert_eq!(hosts, [1, 2, 3], "none has acknowledged anything");
 }
 
-/// A spawn that has waited too long is refused as without waiting.
+/// A spawn whose waiting time has ended is refused, as if the policy allowed no waiting.
 #[test]
 fn waiting_spawn_times_out_with_refusal() {
     let mut bed = occupied_bed(SpawnRules {
@@ -668,7 +726,7 @@ fn waiting_spawn_times_out_with_refusal() {
     );
 }
 
-/// A task is notified once that its request waits, and when it no longer waits.
+/// A task is notified when its request begins to wait and when it stops waiting, once each.
 #[test]
 fn task_is_notified_once_of_waiting_and_of_its_end() {
     let mut bed = occupied_bed(SpawnRules {
@@ -691,7 +749,7 @@ fn task_is_notified_once_of_waiting_and_of_its_end() {
     assert_eq!(bed.world().wait_notices(2), [], "it never waited");
 }
 
-/// The time that a request has waited under an earlier resource manager counts.
+/// Time for which a request has waited at an earlier resource manager counts as waiting time.
 #[test]
 fn waiting_time_carries_over_to_new_rm() {
     let mut bed = occupied_bed(SpawnRules {
@@ -719,7 +777,7 @@ fn waiting_time_carries_over_to_new_rm() {
     );
 }
 
-/// The requests of a task are dropped when it ends.
+/// When a task ends, its waiting requests are dropped.
 #[test]
 fn exit_cancels_waiting_requests() {
     let mut bed = occupied_bed(SpawnRules {
@@ -734,7 +792,7 @@ fn exit_cancels_waiting_requests() {
     assert!(bed.world().take_start_orders().is_empty());
 }
 
-/// A user never gets more tasks than the limit allows.
+/// A user never has more tasks than the limit.
 #[test]
 fn user_task_limit_is_enforced() {
     let limits = Limits {
@@ -783,7 +841,7 @@ fn user_task_limit_is_enforced() {
     assert_eq!(more, 2, "one has ended, so two more are allowed");
 }
 
-/// Tasks on a lost host do not count towards limits.
+/// Tasks on a lost host do not count against the limits.
 #[test]
 fn tasks_of_lost_host_do_not_count() {
     let limits = Limits {
@@ -826,7 +884,7 @@ fn tasks_of_lost_host_do_not_count() {
     assert_eq!(bed.world().take_start_orders().len(), 1);
 }
 
-/// A host without guests is recorded as clean as soon as its owner arrives.
+/// A host without guests is recorded as free of guests as soon as its owner arrives.
 #[test]
 fn host_without_guests_is_clean_at_once() {
     let mut bed = two_tasks_on_h2();
@@ -837,7 +895,7 @@ fn host_without_guests_is_clean_at_once() {
     );
 }
 
-/// After a refusal the next best host is tried.
+/// If the best target refuses a task, the next best one is tried.
 #[test]
 fn refused_migration_tries_next_host() {
     let mut bed = two_tasks_on_h2();
@@ -846,9 +904,10 @@ fn refused_migration_tries_next_host() {
         source: "6.1".into(),
         target: "5.10".into(),
     };
-    bed.world()
-        .refused_migrations
-        .insert((task_id(1, 5), host_id(1)), migrate_error(Failure::Refused(vec![kernel])));
+    bed.world().refused_migrations.insert(
+        (task_id(1, 5), host_id(1)),
+        migrate_error(Failure::Refused(vec![kernel])),
+    );
     bed.report_owner_present(2);
     bed.advance(Micros(1));
     assert_eq!(
@@ -857,14 +916,17 @@ fn refused_migration_tries_next_host() {
     );
 }
 
-/// After a failed migration the next best host is tried, and later the first one again.
+/// If a migration fails, the next best target is tried, and the first one again after some time.
 #[test]
 fn failed_migration_tries_next_host_then_retries() {
     let mut bed = two_tasks_on_h2();
     bed.report_owner_present(2);
     bed.world().migrated(task_id(2, 1), 2, 3, owner_cause());
     bed.settle();
-    assert_eq!(bed.world().take_migrations(), [(task_id(1, 5), 1), (task_id(2, 1), 3)]);
+    assert_eq!(
+        bed.world().take_migrations(),
+        [(task_id(1, 5), 1), (task_id(2, 1), 3)]
+    );
     bed.world()
         .migration_failed(task_id(1, 5), 2, 1, Failure::Killed { signal: 9 });
     bed.settle();
@@ -883,7 +945,7 @@ fn failed_migration_tries_next_host_then_retries() {
     assert_eq!(bed.world().notes().len(), 1, "said once");
 }
 
-/// The migration of a task that has not connected yet is retried soon.
+/// The migration of a task that has not connected yet is retried after a short time.
 #[test]
 fn unconnected_task_is_retried_soon() {
     let mut bed = two_tasks_on_h2();
@@ -901,7 +963,7 @@ fn unconnected_task_is_retried_soon() {
     assert!(bed.world().notes().is_empty());
 }
 
-/// A pinned task is no guest.
+/// A pinned task does not count as a guest.
 #[test]
 fn pinned_task_is_no_guest() {
     let mut bed = two_tasks_on_h2();
@@ -922,7 +984,7 @@ fn pinned_task_is_no_guest() {
     );
 }
 
-/// A host without an engine is no target for any task.
+/// A host without a checkpoint engine is never used as a target.
 #[test]
 fn host_without_engine_is_no_target() {
     let mut bed = two_tasks_on_h2();
@@ -930,9 +992,10 @@ fn host_without_engine_is_no_target() {
         host: host_id(1),
         why: "not found".into(),
     };
-    bed.world()
-        .refused_migrations
-        .insert((task_id(1, 5), host_id(1)), migrate_error(Failure::Refused(vec![no_engine])));
+    bed.world().refused_migrations.insert(
+        (task_id(1, 5), host_id(1)),
+        migrate_error(Failure::Refused(vec![no_engine])),
+    );
     bed.report_owner_present(2);
     bed.advance(Micros(1));
     assert_eq!(
@@ -946,7 +1009,7 @@ fn host_without_engine_is_no_target() {
     assert!(bed.world().take_migrations().iter().all(|(_, to)| *to == 2));
 }
 
-/// A spawn that names a host waits until the host's owner has left.
+/// A spawn that names a host with a present owner waits until the owner has left.
 #[test]
 fn spawn_on_named_host_waits_for_owner() {
     let vm = world(2);
@@ -978,10 +1041,12 @@ fn spawn_on_named_host_waits_for_owner() {
     assert_eq!(exec.host, host_id(2));
     bed.world().ack(&exec);
     bed.settle();
-    assert!(matches!(bed.world().spawn_reply(1), Some(Ok(tasks)) if tasks.iter().all(Result::is_ok)));
+    assert!(
+        matches!(bed.world().spawn_reply(1), Some(Ok(tasks)) if tasks.iter().all(Result::is_ok))
+    );
 }
 
-/// A task on a named host is evicted like any other.
+/// A task whose spawn named the host is evicted like any other task.
 #[test]
 fn task_on_named_host_is_evicted_too() {
     let vm = world(2);
@@ -997,7 +1062,7 @@ fn task_on_named_host_is_evicted_too() {
     bed.settle();
     let exec = bed.world().take_start_orders().pop().expect("placed");
     bed.report_owner_present(2);
-    // The event arrives before the acknowledgement.
+    // The event of the task's start arrives before the acknowledgement.
     bed.world().event(
         host_id(2),
         EventKind::TaskStarted {
@@ -1013,7 +1078,8 @@ fn task_on_named_host_is_evicted_too() {
     assert_eq!(bed.world().take_migrations(), [(task_id(2, 100), 1)]);
 }
 
-/// A task that starts next to an owner is evicted; a command-line task stays.
+/// A task that starts on a host whose owner is present is evicted. A task from a command line
+/// stays.
 #[test]
 fn task_started_beside_owner_is_evicted() {
     let vm = world(2);
@@ -1041,7 +1107,7 @@ fn task_started_beside_owner_is_evicted() {
     assert_eq!(bed.world().take_migrations(), [(task_id(2, 7), 1)]);
 }
 
-/// A late acknowledgement does not revive a task that has ended.
+/// An acknowledgement that arrives after the end of its task does not add the task again.
 #[test]
 fn late_acknowledgement_does_not_revive_task() {
     let vm = world(2);
@@ -1057,7 +1123,8 @@ fn late_acknowledgement_does_not_revive_task() {
     assert_eq!(bed.world().spawn_reply(1), Some(Ok(vec![Ok(tid)])));
 }
 
-/// Consecutive events are handled together, and the next request right after them.
+/// Consecutive events are processed together, and a request that follows them is processed
+/// immediately after them.
 #[test]
 fn events_are_batched_up_to_next_request() {
     let mut bed = two_tasks_on_h2();
@@ -1076,12 +1143,14 @@ fn events_are_batched_up_to_next_request() {
     assert_eq!(bed.world().inbox.len(), 1);
 }
 
-/// Tasks that are restarted from a checkpoint are known again.
+/// Tasks that were restarted from a checkpoint are added to the model again.
 #[test]
 fn restarted_tasks_are_known_again() {
     let mut bed = two_tasks_on_h2();
     let tids = [task_id(2, 7), task_id(3, 9)];
-    bed.world().tasks.extend(tids.map(|tid| spawned_task_info(tid, 3)));
+    bed.world()
+        .tasks
+        .extend(tids.map(|tid| spawned_task_info(tid, 3)));
     for tid in tids {
         let started = EventKind::TaskStarted {
             tid,
@@ -1107,7 +1176,7 @@ fn restarted_tasks_are_known_again() {
     assert_eq!(bed.service.model().host_of(tids[1]), Some(host_id(3)));
 }
 
-/// Missed events make the resource manager request a new task list.
+/// If events were missed, the resource manager requests a new task list.
 #[test]
 fn missed_events_trigger_a_new_list() {
     let mut bed = two_tasks_on_h2();
@@ -1134,7 +1203,8 @@ fn missed_events_trigger_a_new_list() {
     assert!(bed.service.model().has_task(task_id(3, 4)));
 }
 
-/// A migration without a result is checked after a while and repeated.
+/// If no result of a migration arrives, the task's host is checked after a timeout and the
+/// migration is repeated.
 #[test]
 fn silent_migration_is_checked_and_repeated() {
     let mut bed = two_tasks_on_h2();
@@ -1145,11 +1215,11 @@ fn silent_migration_is_checked_and_repeated() {
         bed.report_absent_owners(&[1, 3]);
         bed.report_owner_present(2);
     }
-    // The list shows that they are on h2 and do not migrate: the migrations are requested again.
+    // The list shows the tasks on h2 and not migrating, so their migrations are requested again.
     assert_eq!(bed.world().take_migrations().len(), 2);
 }
 
-/// A task that tries to register as resource manager through this one is refused.
+/// A request to register as resource manager that a task sends to the resource manager is refused.
 #[test]
 fn registration_through_rm_is_refused() {
     let vm = world(1);
@@ -1163,7 +1233,7 @@ fn registration_through_rm_is_refused() {
     );
 }
 
-/// A task that connects from a command line is known and never migrated.
+/// A task from a command line is added to the model and never migrated.
 #[test]
 fn command_line_task_is_never_migrated() {
     let vm = world(2);
@@ -1181,7 +1251,8 @@ fn command_line_task_is_never_migrated() {
 }
 
 proptest! {
-    /// Any task may send any bytes. Events are accepted only from daemons, which send valid ones.
+    /// A message with arbitrary bytes from a task does not stop the service. Events are accepted
+    /// only from daemons.
     #[test]
     fn invalid_messages_are_survived(messages in prop::collection::vec(
         (prop::sample::select(vec![task_id(1, 2), Tid::MY_DAEMON, host_id(2).daemon_tid(), TestBed::watcher(1)]),
@@ -1198,7 +1269,7 @@ proptest! {
     }
 }
 
-/// Options with load watchers and this policy.
+/// Returns options with load watchers and this policy.
 fn options_with_policy(conduct: EffectivePolicy) -> Options {
     Options {
         policy: conduct,
@@ -1208,7 +1279,7 @@ fn options_with_policy(conduct: EffectivePolicy) -> Options {
     }
 }
 
-/// Options with a history in this directory.
+/// Returns options with a history in this directory.
 fn options_with_history(dir: &std::path::Path) -> Options {
     let shelf = Some(StoreLocation {
         dir: dir.to_path_buf(),
@@ -1231,7 +1302,7 @@ fn query(bed: &mut TestBed, question: &RmQuery) -> RmReply {
         .expect("of this version")
 }
 
-/// A changed policy file applies at once; an invalid one does not.
+/// A valid change of the policy file applies immediately; an invalid one is ignored.
 #[test]
 fn valid_policy_change_applies_at_once() {
     let vm = world(3);

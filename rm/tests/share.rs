@@ -1,11 +1,12 @@
-//! Preemption and resumption: decisions on fixed snapshots.
+//! Preemption, and the resume of preempted tasks: decisions about fixed snapshots.
 
 mod idle;
 
 use idle::{NOW, host_id, idle_host};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    ResumeAt, PlacementRequest, FairShare, HostView, OwnerState, PlacementPolicy, Snapshot, TaskView, UpDownRates, select_victims, select_resumable, place,
+    FairShare, HostView, OwnerState, PlacementPolicy, PlacementRequest, ResumeAt, Snapshot,
+    TaskView, UpDownRates, place, select_resumable, select_victims,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -16,7 +17,7 @@ fn task_id(host: u16, local: u32) -> Tid {
     Tid::task(host_id(host), local).expect("a task")
 }
 
-/// Hosts with one processor each, with a task of user 1 on each.
+/// Returns hosts with one processor each. A task of user 1 runs on each.
 fn busy_hosts(hosts: u16) -> Snapshot {
     let host = |index| {
         let mut host = idle_host(index, 1, 0);
@@ -30,7 +31,7 @@ fn busy_hosts(hosts: u16) -> Snapshot {
     Snapshot::new(NOW, PlacementPolicy::Load, (1..=hosts).map(host).collect())
 }
 
-/// The shares after user 1 has held this number of processors for a hundred hours.
+/// Returns the Up-Down state in which user 1 holds `event_count` processors and has an index of 100.
 fn heavy_user_shares(count: u32) -> FairShare {
     let mut fair = FairShare::new(UpDownRates::default());
     fair.acquire(Micros(0), 1, count);
@@ -55,11 +56,14 @@ fn victims(snapshot: &Snapshot, fair: &FairShare, request: &SpawnRequest) -> Vec
         .collect()
 }
 
-/// The tasks that started last are preempted, as many as the request needs.
+/// The most recently started tasks are preempted, as many as the request needs.
 #[test]
 fn newest_tasks_are_preempted_first() {
     let (snapshot, fair) = (busy_hosts(4), heavy_user_shares(4));
-    assert_eq!(victims(&snapshot, &fair, &request(2)), [task_id(4, 1), task_id(3, 1)]);
+    assert_eq!(
+        victims(&snapshot, &fair, &request(2)),
+        [task_id(4, 1), task_id(3, 1)]
+    );
     let mut after = snapshot.clone();
     for host in [3, 4] {
         after.hosts.edit(host_id(host)).expect("a host").tasks[0].suspended = true;
@@ -69,11 +73,15 @@ fn newest_tasks_are_preempted_first() {
     let ask = PlacementRequest::new(2, &request, 2, host_id(1));
     let mut hosts: Vec<HostId> = place(&after, &ask).hosts.into_iter().flatten().collect();
     hosts.sort_unstable();
-    assert_eq!(hosts, [host_id(3), host_id(4)], "which gets its places then");
+    assert_eq!(
+        hosts,
+        [host_id(3), host_id(4)],
+        "which gets its places then"
+    );
 }
 
-/// A request gets only the slots of users who have used more; a user who has used as little is not
-/// preempted.
+/// A request gets slots only from users with a much higher index. A user with a similar index is
+/// not preempted.
 #[test]
 fn light_users_tasks_are_not_preempted() {
     let (mut snapshot, fair) = (busy_hosts(3), heavy_user_shares(3));
@@ -86,8 +94,8 @@ fn light_users_tasks_are_not_preempted() {
     );
 }
 
-/// Tasks that share a host are preempted together, and only if those alone on their hosts are not
-/// enough.
+/// Tasks that share a host are preempted as a group, and only if tasks that are alone on a host do
+/// not suffice.
 #[test]
 fn tasks_sharing_a_host_are_preempted_last() {
     let (mut snapshot, fair) = (busy_hosts(3), heavy_user_shares(4));
@@ -102,15 +110,18 @@ fn tasks_sharing_a_host_are_preempted_last() {
         .tasks
         .push(second);
     snapshot.hosts.refresh(NOW);
-    assert_eq!(victims(&snapshot, &fair, &request(2)), [task_id(2, 1), task_id(1, 1)]);
+    assert_eq!(
+        victims(&snapshot, &fair, &request(2)),
+        [task_id(2, 1), task_id(1, 1)]
+    );
     assert_eq!(
         victims(&snapshot, &fair, &request(3)),
         [task_id(2, 1), task_id(1, 1), task_id(3, 2), task_id(3, 1)]
     );
 }
 
-/// A host shared by several heavy users is freed by preempting all of them, and only if it is
-/// needed.
+/// A host shared by tasks of several users with a high index is freed by preempting all of them,
+/// and only if the request needs it.
 #[test]
 fn shared_host_is_freed_by_all_its_users() {
     let (mut snapshot, mut fair) = (busy_hosts(2), heavy_user_shares(2));
@@ -153,7 +164,7 @@ fn shared_host_is_freed_by_all_its_users() {
     gives(task_id(2, 2), 3);
 }
 
-/// No task is preempted if that would not help the request.
+/// No task is preempted if the request would get no host by it.
 #[test]
 fn useless_preemption_is_avoided() {
     let (mut snapshot, fair) = (busy_hosts(2), heavy_user_shares(2));
@@ -185,7 +196,7 @@ fn useless_preemption_is_avoided() {
     );
 }
 
-/// A preempted task resumes on its host if there is room, or else on another host.
+/// A preempted task resumes on its own host if there is room, otherwise on another host.
 #[test]
 fn preempted_task_resumes_where_there_is_room() {
     let mut snapshot = busy_hosts(2);
@@ -225,7 +236,12 @@ fn preempted_task_resumes_where_there_is_room() {
         [],
         "both hosts are busy"
     );
-    snapshot.hosts.edit(host_id(2)).expect("a host").tasks.clear();
+    snapshot
+        .hosts
+        .edit(host_id(2))
+        .expect("a host")
+        .tasks
+        .clear();
     snapshot.hosts.refresh(NOW);
     assert_eq!(
         select_resumable(&snapshot, &gave_way, &none),
@@ -243,7 +259,10 @@ fn preempted_task_resumes_where_there_is_room() {
         .tasks
         .push(second);
     snapshot.hosts.refresh(NOW);
-    let both = BTreeMap::from([(task_id(1, 1), long_ago), (task_id(1, 3), Micros(long_ago.0 - 1))]);
+    let both = BTreeMap::from([
+        (task_id(1, 1), long_ago),
+        (task_id(1, 3), Micros(long_ago.0 - 1)),
+    ]);
     assert_eq!(
         select_resumable(&snapshot, &both, &none),
         [(task_id(1, 3), host_id(1), ResumeAt::OtherHost(host_id(2)))],
@@ -276,7 +295,7 @@ fn suspend(snapshot: &mut Snapshot, tid: Tid) -> HostId {
     id
 }
 
-/// External load does not keep a preempted task paused.
+/// External load does not prevent the resume of a preempted task.
 #[test]
 fn external_load_does_not_keep_tasks_paused() {
     let mut snapshot = busy_hosts(2);
@@ -289,7 +308,12 @@ fn external_load_does_not_keep_tasks_paused() {
         [(task_id(1, 1), host_id(1), ResumeAt::CurrentHost)],
         "it rather runs slowly"
     );
-    snapshot.hosts.edit(host_id(2)).expect("a host").tasks.clear();
+    snapshot
+        .hosts
+        .edit(host_id(2))
+        .expect("a host")
+        .tasks
+        .clear();
     set_external_load(&mut snapshot, 2, 0.0);
     assert_eq!(
         select_resumable(&snapshot, &gave_way, &none),
@@ -326,8 +350,8 @@ fn external_load_does_not_keep_tasks_paused() {
     );
 }
 
-/// A preempted task resumes next to tasks that were there before it, but not next to those that
-/// replaced it.
+/// A preempted task resumes on a host with tasks that ran there before its preemption, but not on a
+/// host with the tasks for which it was preempted.
 #[test]
 fn preempted_task_resumes_beside_old_neighbours() {
     let mut snapshot = busy_hosts(1);
@@ -370,7 +394,7 @@ fn preempted_task_resumes_beside_old_neighbours() {
     );
 }
 
-/// A fraction of a processor is enough for a task to resume.
+/// A fraction of a processor is sufficient for a task to resume.
 #[test]
 fn fraction_of_processor_suffices_to_resume() {
     let mut snapshot = busy_hosts(1);
@@ -389,8 +413,8 @@ fn fraction_of_processor_suffices_to_resume() {
     );
 }
 
-/// Resumes tasks until no more may resume. Asserts that `good` holds for each host on which one
-/// resumes.
+/// Resumes tasks until the decision selects no more. Asserts that `within_limits` holds for the host of each
+/// resumed task.
 fn resume_all(
     snapshot: &mut Snapshot,
     gave_way: &mut BTreeMap<Tid, Micros>,
@@ -412,7 +436,11 @@ fn resume_all(
                 suspended: false,
                 ..host.tasks.remove(at)
             };
-            let to = if let ResumeAt::OtherHost(to) = again { to } else { from };
+            let to = if let ResumeAt::OtherHost(to) = again {
+                to
+            } else {
+                from
+            };
             snapshot.hosts.edit(to).expect("a host").tasks.push(task);
             gave_way.remove(&tid);
             prop_assert!(
@@ -425,9 +453,9 @@ fn resume_all(
 }
 
 proptest! {
-    /// Whatever external load there is, a preempted task does not disturb those that replaced it,
-    /// does not resume only to be preempted again while a request waits, and stays paused only
-    /// while the replacements run.
+    /// With any external load, a preempted task does not slow down the tasks for which it was
+    /// preempted, and is not preempted again after its resume while a request waits. It stays
+    /// suspended only while those tasks run.
     #[test]
     fn preempted_tasks_resume_when_replacements_end(
         hosts in prop::collection::vec((1_u32..4, 0_u32..3, any::<bool>(), 0_u32..8, 0_u32..40), 1..20),
@@ -462,7 +490,7 @@ proptest! {
             suspend(&mut snapshot, gives.tid);
             gave_way.insert(gives.tid, NOW);
         }
-        // The request gets its slots, and then the external load changes.
+        // The tasks of the request start, and then the external load changes.
         snapshot.now = NOW + Micros::from_secs(30);
         for i in (1..).take(hosts.len()) {
             snapshot.hosts.edit(host_id(i)).expect("a host").sample.as_mut().expect("it is watched").received_at = snapshot.now;
@@ -492,8 +520,8 @@ proptest! {
         prop_assert!(gave_way.is_empty(), "{:?} stand still, and nobody is in their way", gave_way);
     }
 
-    /// After the chosen victims are paused, the request gets as many slots as if no task of these
-    /// users existed; no victim is superfluous.
+    /// If the selected tasks are suspended, the request gets as many slots as if no task of these
+    /// users existed. No selected task could be omitted.
     #[test]
     fn victims_free_exactly_the_needed_slots(
         hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, which in 0_usize..6,
@@ -502,7 +530,7 @@ proptest! {
         let view = |(i, (cores, tasks, idle_owner)): (usize, (u32, u32, bool))| {
             let index = i as u16 + 1;
             let mut host = idle_host(index, cores, 0);
-            // Tasks of one of the two users, or of both.
+            // Each task belongs to one of the two users, or all belong to the same user.
             let user = |n| if (n + u32::from(index)) % 3 < second { 3 } else { 1 };
             let task = |n| TaskView { user: user(n), ..TaskView::new(task_id(index, n), Micros(NOW.0 - u64::from(n))) };
             host.tasks = (1..=tasks).map(task).collect();

@@ -1,6 +1,6 @@
-//! A week of a thousand desktops, a day of three users, and decisions with ten thousand hosts. Run
-//! with `--no-capture` to see the tables. The time of a decision is not tested here; see `cargo
-//! xtask bench decide`.
+//! Simulations of a week of a thousand desktop machines and of a day of three users, and decisions
+//! with ten thousand hosts. Use `--no-capture` to print the tables. These tests do not check the
+//! time of a decision; `cargo xtask bench decide` does.
 
 mod counting;
 mod day;
@@ -11,17 +11,21 @@ mod random;
 mod week;
 
 use counting::{Allocations, bytes_kept, count_allocations};
-use day::{DayResults, DayComparison, DayScenario, ROOMY, SEEDS, TIGHT};
+use day::{DayComparison, DayResults, DayScenario, ROOMY, SEEDS, TIGHT};
 use desktop::desktop;
-use large::{HOSTS_MAX, Visit, large_snapshot, visit_global_decisions, visit_local_decisions, visit_work_plans};
+use large::{
+    HOSTS_MAX, Visit, large_snapshot, visit_global_decisions, visit_local_decisions,
+    visit_work_plans,
+};
 use pool::MeasuredTimes;
 use pvm_rm::decide::{OwnerState, PlacementPolicy, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
 use week::WeekResults;
 
-/// Some of the times measured by `cargo xtask bench owners` and `cargo xtask bench migrate`, over
-/// their whole range. They are fixed so that no test depends on new measurements.
+/// Returns a selection of the times measured by `cargo xtask bench owners` and `cargo xtask bench
+/// migrate`, over their whole range. They are constants, so that the tests do not depend on new
+/// measurements.
 fn sample_times() -> MeasuredTimes {
     let ms = |all: &[u32]| all.iter().map(|ms| f64::from(*ms) / 1e3).collect();
     MeasuredTimes {
@@ -32,8 +36,8 @@ fn sample_times() -> MeasuredTimes {
     }
 }
 
-/// In a week of a thousand desktops owners wait briefly for guests to leave and little work is
-/// lost.
+/// In a week of a thousand desktop machines, guests leave soon after an owner's arrival, and little
+/// work is lost.
 #[test]
 fn week_of_desktops_meets_its_targets() {
     let week = WeekResults::simulate(1, sample_times());
@@ -54,7 +58,7 @@ fn week_of_desktops_meets_its_targets() {
         "{} were left beside an owner",
         week.left_beside
     );
-    // A guest that arrives where an owner has come meanwhile was still migrating.
+    // Guests that remain on a host with an owner were still migrating to it when the owner arrived.
     assert!(
         week.untold_s.most <= 1.0,
         "a guest was told to leave {} s after its owner had come",
@@ -68,16 +72,19 @@ fn week_of_desktops_meets_its_targets() {
     assert!(week.work >= 0.88, "{} of what an oracle does", week.work);
 }
 
-/// Asserts that light users do not wait longer next to a greedy user.
+/// Asserts that light users hardly wait longer if there is a greedy user.
 ///
-/// A wait lasts from the request until the last process of the job has started. The greedy user has
-/// requested twice the capacity two hours earlier; see [`day`].
+/// A wait lasts from the request until the last process of the job has started. Two hours before
+/// the first light job, the greedy user has requested twice the capacity of the pool; see [`day`].
 fn assert_fair(day: &DayScenario) {
     let compared = |seed: u64| {
-        let DayResults { alone, contended: beside } = day.run(seed);
+        let DayResults {
+            alone,
+            contended: beside,
+        } = day.run(seed);
         DayComparison::of(day, seed, &alone, &beside)
     };
-    // The first two of the days that `cargo xtask bench sim` simulates.
+    // The first two of the seeds that `cargo xtask bench sim` uses.
     let all: Vec<DayComparison> = SEEDS.into_iter().take(2).map(compared).collect();
     print!("{}", DayComparison::table(&all));
     for day in &all {
@@ -91,21 +98,22 @@ fn assert_fair(day: &DayScenario) {
     }
 }
 
-/// Light users wait no longer next to a greedy one in a pool where they never wait alone.
+/// In a pool where light users alone never wait, they hardly wait if there is a greedy user.
 #[test]
 fn greedy_user_does_not_delay_others_in_roomy_pool() {
     assert_fair(&ROOMY);
 }
 
-/// Light users wait no longer next to a greedy one than for each other in a small pool.
+/// In a small pool where light users wait for each other, they hardly wait longer if there is a
+/// greedy user.
 #[test]
 fn greedy_user_does_not_delay_others_in_tight_pool() {
     assert_fair(&TIGHT);
 }
 
-/// Upper bound for the memory of each host.
+/// Maximum memory per host in bytes.
 const HOST_BYTES_MAX: usize = 4096;
-/// Decisions have the expected results with few hosts and with ten thousand.
+/// All decisions have the expected results with few hosts and with ten thousand.
 #[test]
 fn decisions_are_correct_at_any_scale() {
     for hosts in [64, HOSTS_MAX] {
@@ -121,8 +129,11 @@ fn decisions_are_correct_at_any_scale() {
     }
 }
 
-/// Returns what each of these decisions allocates, including what it frees.
-fn allocations_of(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'static str, Allocations)> {
+/// Returns the allocations of each of these decisions by name, including freed ones.
+fn allocations_of(
+    hosts: u16,
+    decisions: fn(u16, &mut Visit<'_>),
+) -> Vec<(&'static str, Allocations)> {
     let mut all = Vec::new();
     decisions(hosts, &mut |name, decide| {
         all.push((name, count_allocations(|| decide(0))))
@@ -130,12 +141,12 @@ fn allocations_of(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'stat
     all
 }
 
-/// Decisions that look at some hosts allocate no list of all hosts.
+/// Decisions that examine only some hosts allocate no list of all hosts.
 #[test]
 fn local_decisions_do_not_list_all_hosts() {
-    // A thousand hosts are more than these decisions look at. With nine thousand more they must
-    // allocate fewer additional bytes than a list of those hosts' ids would need, and hardly more
-    // blocks. Only a list of the network's zones grows.
+    // A thousand hosts are more than these decisions examine. With nine thousand more, the
+    // additional bytes must be fewer than a list of their ids needs, and the number of blocks must
+    // hardly grow. Only a list of the network's zones grows.
     let few = 1024;
     let list = usize::from(HOSTS_MAX - few) * size_of::<HostId>();
     for ((name, few), (_, many)) in allocations_of(few, visit_local_decisions)
@@ -150,15 +161,20 @@ fn local_decisions_do_not_list_all_hosts() {
     }
 }
 
-/// A host needs less than four kibibytes of memory, whatever the number of hosts.
+/// The memory per host is less than four kibibytes, independent of the number of hosts.
 #[test]
 fn host_needs_less_than_four_kibibytes() {
     for hosts in [64, 1024, HostId::INDEX_MAX, HOSTS_MAX] {
         let (snapshot, bytes) = bytes_kept(|| large_snapshot(hosts));
         let tasks: usize = snapshot.hosts.iter().map(|host| host.tasks.len()).sum();
         let empty = |i: u16| desktop(i, OwnerState::Absent { left_at: None });
-        let (_, alone) =
-            bytes_kept(|| Snapshot::new(Micros(0), PlacementPolicy::Load, (1..=hosts).map(empty).collect()));
+        let (_, alone) = bytes_kept(|| {
+            Snapshot::new(
+                Micros(0),
+                PlacementPolicy::Load,
+                (1..=hosts).map(empty).collect(),
+            )
+        });
         let (hosts_, alone) = (usize::from(hosts), alone / usize::from(hosts));
         let each = (bytes - alone * hosts_) / tasks;
         println!("{hosts:6} hosts: {alone} bytes for each, and {each} for each task");

@@ -1,11 +1,11 @@
-//! The history as a value, and the file it is written to.
+//! Tests of the history in memory and of its file.
 
 use proptest::prelude::*;
+use pvm_rm::store::file::{FILE_BYTES_MAX, OpenedHistory};
 use pvm_rm::store::history::{
     ATTEMPTS_MAX, DECISIONS_BYTES_MAX, DECISIONS_MAX, JOBS_MAX, PROGRAM_BYTES_MAX, TASKS_MAX,
 };
-use pvm_rm::store::file::{FILE_BYTES_MAX, OpenedHistory};
-use pvm_rm::store::{Batch, History, LogPosition, Table, HistoryFile};
+use pvm_rm::store::{Batch, History, HistoryFile, LogPosition, Table};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{MigrationCause, Usage};
 use sempa_proto::rm::{
@@ -81,7 +81,8 @@ impl EventLog {
 
     fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
         let id = MigrationId(self.0.len() as u64);
-        let (source, target, frozen, whole) = (host_id(from), host_id(to), Micros(50_000), Micros(80_000));
+        let (source, target, frozen, whole) =
+            (host_id(from), host_id(to), Micros(50_000), Micros(80_000));
         let (bytes, resident) = (4096, 1 << 20);
         let kind = EventKind::Migrated {
             id,
@@ -104,8 +105,8 @@ fn owner() -> MigrationCause {
     }
 }
 
-/// A job of a command-line task with three workers: one succeeds, one is killed after an eviction,
-/// one runs.
+/// Returns the log of a job: a task from a command line with three workers. One worker succeeds,
+/// one is killed after an eviction, and one still runs.
 fn example_log() -> EventLog {
     let mut log = EventLog::default();
     for host in 1..=3 {
@@ -143,7 +144,7 @@ fn job(books: &History, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
     }
 }
 
-/// A job is a top-level task with all its descendants and sums their usage.
+/// A job consists of a top task and all its descendants, and its usage is the sum of theirs.
 #[test]
 fn job_sums_usage_of_its_tasks() {
     let books = history_of(&example_log());
@@ -191,8 +192,8 @@ fn job_sums_usage_of_its_tasks() {
     );
 }
 
-/// Restarts a job: each host reports the start of its tasks, and then the master reports the
-/// restart.
+/// Appends the restart of a job: each host reports the start of its tasks, and then the master
+/// reports the restart.
 fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
     for (tid, parent, host) in all {
         log.append(
@@ -206,7 +207,10 @@ fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
             },
         );
     }
-    let tasks = all.iter().map(|(tid, _, host)| (*tid, host_id(*host))).collect();
+    let tasks = all
+        .iter()
+        .map(|(tid, _, host)| (*tid, host_id(*host)))
+        .collect();
     let why = "h1 was lost".to_string();
     log.append(
         at + 1,
@@ -220,7 +224,7 @@ fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
     );
 }
 
-/// Local number and home host of a root task, its child and its grandchild.
+/// Task number and birth host of a top task, its child and its grandchild.
 const FAMILY: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
 fn family(parent: Tid) -> [(Tid, Tid, u16); 3] {
@@ -228,7 +232,7 @@ fn family(parent: Tid) -> [(Tid, Tid, u16); 3] {
     [(top, parent, 3), (child, top, 3), (last, child, 2)]
 }
 
-/// A restarted job is complete, in whatever order its tasks are reported.
+/// After a restart all tasks belong to one job, in whatever order their starts are reported.
 #[test]
 fn restarted_job_is_complete_in_any_report_order() {
     let orders = [
@@ -300,7 +304,8 @@ fn restarted_job_is_complete_in_any_report_order() {
             (vec![task_id(1, 3)], 1 + usize::from(same_machine)),
             "{order:?}"
         );
-        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(task_id(2, 4)))
+        let RmReply::Decisions { decisions, .. } =
+            books.answer(&RmQuery::TaskDecisions(task_id(2, 4)))
         else {
             panic!("nothing")
         };
@@ -317,7 +322,8 @@ fn restarted_job_is_complete_in_any_report_order() {
             early, same_machine,
             "what was decided before it went back is about the same task: {decisions:?}"
         );
-        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(task_id(1, 3)))
+        let RmReply::Decisions { decisions, .. } =
+            books.answer(&RmQuery::TaskDecisions(task_id(1, 3)))
         else {
             panic!("nothing")
         };
@@ -334,7 +340,7 @@ fn restarted_job_is_complete_in_any_report_order() {
     }
 }
 
-/// Returns what is reported about a task, job or host, as text.
+/// Returns the reported decisions about a task, job or host as texts.
 fn reported(books: &History, question: RmQuery) -> Vec<String> {
     let RmReply::Decisions { decisions, .. } = books.answer(&question) else {
         panic!("nothing is known")
@@ -342,7 +348,7 @@ fn reported(books: &History, question: RmQuery) -> Vec<String> {
     decisions.iter().map(|d| d.kind.to_string()).collect()
 }
 
-/// A task that an owner has ended is reported with the reason and counts as an eviction.
+/// A task that was ended for an owner is reported with the reason, and counts as evicted.
 #[test]
 fn task_killed_by_owner_counts_as_eviction() {
     let mut log = example_log();
@@ -403,7 +409,7 @@ fn task_killed_by_owner_counts_as_eviction() {
     assert_eq!(users[0].totals.evictions, 2);
 }
 
-/// Each task of a job that is vacated for an owner counts as an eviction.
+/// Each task of a job that was vacated for an owner counts as evicted.
 #[test]
 fn vacating_counts_as_eviction_of_each_task() {
     let mut log = EventLog::default();
@@ -435,7 +441,7 @@ fn vacating_counts_as_eviction_of_each_task() {
     assert_eq!(job(&history_of(&log), task_id(1, 3)).0.totals.evictions, 3);
 }
 
-/// Failures are reported for the jobs and hosts they concern.
+/// Each failure is reported in queries for the job or the host that it concerns.
 #[test]
 fn failures_are_attributed_to_jobs_and_hosts() {
     let mut log = example_log();
@@ -513,7 +519,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
     assert_eq!(reread(&sheets), books);
 }
 
-/// A restarted job still belongs to the task that had spawned it.
+/// A restarted job still belongs to the job of the task that had spawned it.
 #[test]
 fn restarted_job_keeps_its_parent() {
     let mut log = example_log();
@@ -532,7 +538,7 @@ fn restarted_job_keeps_its_parent() {
     );
 }
 
-/// Tasks that serve the virtual machine and consoles without children are no jobs.
+/// Tasks that serve the virtual machine, and consoles without children, do not count as jobs.
 #[test]
 fn service_tasks_and_consoles_are_no_jobs() {
     let mut log = example_log();
@@ -541,10 +547,13 @@ fn service_tasks_and_consoles_are_no_jobs() {
     let RmReply::Jobs(jobs) = history_of(&log).answer(&RmQuery::Jobs { user: None }) else {
         panic!("no jobs")
     };
-    assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [task_id(1, 2)]);
+    assert_eq!(
+        jobs.iter().map(|j| j.job).collect::<Vec<_>>(),
+        [task_id(1, 2)]
+    );
 }
 
-/// Decisions are reported for the task and host they concern.
+/// Each decision is reported in queries for the task and the host that it concerns.
 #[test]
 fn decisions_are_reported_for_their_subject() {
     let books = history_of(&example_log());
@@ -585,7 +594,7 @@ fn decisions_are_reported_for_their_subject() {
     );
 }
 
-/// The loss of a host ends its tasks, and so does a task list without them.
+/// When a host is lost, its tasks end. Tasks that are missing in a task list end, too.
 #[test]
 fn lost_host_or_reconciliation_ends_tasks() {
     let mut log = example_log();
@@ -620,7 +629,7 @@ fn lost_host_or_reconciliation_ends_tasks() {
     assert_eq!((job.ended, job.totals.running), (Some(time_at(50)), 0));
 }
 
-/// A new virtual machine keeps the sums and may reuse tids.
+/// In a new virtual machine the totals of users remain, and tids may be reused.
 #[test]
 fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     let mut books = history_of(&example_log());
@@ -643,7 +652,7 @@ fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     assert_eq!(users[0].totals.tasks, 6);
 }
 
-/// The tables as a file would contain them.
+/// The stored entries, by table and key, as the database file would contain them.
 type Tables = BTreeMap<(Table, u64), Vec<u8>>;
 
 fn apply_batch(sheets: &mut Tables, batch: Batch) {
@@ -668,14 +677,17 @@ fn questions() -> Vec<RmQuery> {
     let mut all = vec![RmQuery::Users { user: None }, RmQuery::Jobs { user: None }];
     for host in 1..=3 {
         all.push(RmQuery::HostDecisions(format!("h{host}")));
-        all.extend(
-            (2..12).flat_map(|n| [RmQuery::Job(task_id(host, n)), RmQuery::TaskDecisions(task_id(host, n))]),
-        );
+        all.extend((2..12).flat_map(|n| {
+            [
+                RmQuery::Job(task_id(host, n)),
+                RmQuery::TaskDecisions(task_id(host, n)),
+            ]
+        }));
     }
     all
 }
 
-/// Random events regardless of sense: hosts, tasks, parents and exits in any order.
+/// Random events without regard to consistency: hosts, tasks, parents and exits in any order.
 fn random_events() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
     prop::collection::vec((0..6_u8, 1..4_u16, 2..12_u32, 0..12_u32, 0..3_i32), 1..80)
 }
@@ -684,7 +696,11 @@ fn log_of(happenings: &[(u8, u16, u32, u32, i32)]) -> EventLog {
     let (mut log, mut seen) = (EventLog::default(), BTreeSet::new());
     for (n, (what, host, local, other, status)) in happenings.iter().copied().enumerate() {
         let (at, tid) = (n as u64, task_id(host, local));
-        let parent = if other < 2 { Tid::NONE } else { task_id(1, other) };
+        let parent = if other < 2 {
+            Tid::NONE
+        } else {
+            task_id(1, other)
+        };
         match what {
             0 => {
                 log.append(
@@ -696,7 +712,7 @@ fn log_of(happenings: &[(u8, u16, u32, u32, i32)]) -> EventLog {
                     },
                 );
             }
-            // A tid is reused only after a quarter of a million others.
+            // Skipped, because a tid is reused only after a quarter of a million other tids.
             1 | 2 if seen.contains(&tid) => {}
             1 | 2 => {
                 seen.extend([tid, parent]);
@@ -722,8 +738,8 @@ fn log_of(happenings: &[(u8, u16, u32, u32, i32)]) -> EventLog {
 }
 
 proptest! {
-    /// After a crash at any time, reading the file and the log from the stored position restores
-    /// the history as without a crash.
+    /// After a crash at any time, the file and the rest of the event log restore the same history
+    /// as without a crash.
     #[test]
     fn crash_neither_repeats_nor_loses_events(
         happenings in random_events(), cut in 0..80_usize, lost in 0..20_usize,
@@ -734,10 +750,10 @@ proptest! {
         let (mut before, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
         log.0[..cut].iter().for_each(|event| before.apply_event(event));
         apply_batch(&mut sheets, before.take_batch());
-        // Events that were read and not written.
+        // These events were applied but not written before the crash.
         log.0[cut..].iter().take(lost).for_each(|event| before.apply_event(event));
         let mut after = reread(&sheets);
-        // Some events are read twice.
+        // Some events are applied twice.
         log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.apply_event(event));
         for question in questions() {
             prop_assert_eq!(after.answer(&question), whole.answer(&question), "{:?}", question);
@@ -745,7 +761,7 @@ proptest! {
         prop_assert_eq!(after.log_position(), whole.log_position());
     }
 
-    /// At every moment, all written batches together contain the whole history.
+    /// At any time, the batches written so far contain the whole history.
     #[test]
     fn batches_contain_whole_history(happenings in random_events(), every in 1..10_usize) {
         let log = log_of(&happenings);
@@ -761,7 +777,7 @@ proptest! {
         }
     }
 
-    /// The sums of each job equal the sums over its tasks.
+    /// The totals of each job equal the sums over its tasks.
     #[test]
     fn sums_are_sums_of_tasks(happenings in random_events()) {
         let books = history_of(&log_of(&happenings));
@@ -787,7 +803,7 @@ proptest! {
     }
 }
 
-/// When there are too many entries the oldest are removed, and the sums remain.
+/// If a table exceeds its maximum size, its oldest entries are removed, and the totals remain.
 #[test]
 fn oldest_entries_are_removed_and_sums_remain() {
     let (mut books, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
@@ -822,7 +838,10 @@ fn oldest_entries_are_removed_and_sums_remain() {
         }
     }
     for n in 0..DECISIONS_MAX + 10 {
-        books.record_decision(time_at(n as u64), DecisionKind::RmStarted { resumed: false });
+        books.record_decision(
+            time_at(n as u64),
+            DecisionKind::RmStarted { resumed: false },
+        );
     }
     apply_batch(&mut sheets, books.take_batch());
     let count = |sheet| sheets.keys().filter(|(s, _)| *s == sheet).count();
@@ -840,7 +859,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
     assert_eq!(users[0].totals.tasks, tasks as u64);
 }
 
-/// A spawn with these numbers of tasks, attempts, and excluded hosts with reasons.
+/// Returns the decision about a spawn with these numbers of tasks, attempts, and excluded hosts.
 fn spawn_decision(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     let why = rm::RejectionReason::Other {
         why: "its owner allows two tasks, and they are there".into(),
@@ -881,7 +900,7 @@ fn large_spawn_decision(n: u32) -> DecisionKind {
     spawn_decision(n, 100, 40, 64)
 }
 
-/// Decisions are bounded in bytes, and the newest remain.
+/// The total size of the decisions is bounded, and the newest ones remain.
 #[test]
 fn decisions_are_bounded_in_bytes() {
     let (mut books, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
@@ -905,7 +924,7 @@ fn decisions_are_bounded_in_bytes() {
     );
     assert_eq!(kept.last().map(|(n, _)| *n), Some(u64::from(decisions)));
     assert!(kept.len() < 600, "{}", kept.len());
-    // Reading the history counts the same bytes.
+    // A history that was read from the file computes the same sizes.
     let mut again = reread(&sheets);
     again.record_decision(time_at(9999), large_spawn_decision(9999));
     apply_batch(&mut sheets, again.take_batch());
@@ -946,14 +965,15 @@ fn decisions_are_bounded_in_bytes() {
 
 /// Adds the maximum number of decisions, of typical size.
 fn fill_decisions(books: &mut History) {
-    (0..DECISIONS_MAX as u32).for_each(|n| books.record_decision(time_at(n.into()), spawn_decision(n, 4, 1, 8)));
+    (0..DECISIONS_MAX as u32)
+        .for_each(|n| books.record_decision(time_at(n.into()), spawn_decision(n, 4, 1, 8)));
 }
 
-/// A history of the maximum size.
+/// Returns a history of the maximum size.
 fn full_history() -> History {
     let mut books = History::new(USER, rm_tid());
     for n in 0..TASKS_MAX as u32 {
-        // Jobs of a thousand tasks; only the last thousand tasks run.
+        // Each job has a thousand tasks. Only the last thousand tasks still run.
         let (tid, parent) = (
             task_id(1 + (n % 200) as u16, 10 + n),
             if n % 1000 == 0 {
@@ -962,7 +982,11 @@ fn full_history() -> History {
                 task_id(1, 10 + n / 1000 * 1000)
             },
         );
-        let tid = if n % 1000 == 0 { task_id(1, 10 + n) } else { tid };
+        let tid = if n % 1000 == 0 {
+            task_id(1, 10 + n)
+        } else {
+            tid
+        };
         let started = EventKind::TaskStarted {
             tid,
             parent,
@@ -993,7 +1017,7 @@ fn full_history() -> History {
     books
 }
 
-/// Writes a batch, waiting for earlier ones if necessary.
+/// Writes a batch, after waiting for earlier ones if necessary.
 fn write_batch(store: &HistoryFile, mut batch: Batch) {
     while let Err(back) = store.write(batch) {
         batch = back;
@@ -1001,21 +1025,22 @@ fn write_batch(store: &HistoryFile, mut batch: Batch) {
     }
 }
 
-/// A history of the maximum size is read within the time of a restart after its writer was killed.
+/// After the writer was killed, a history of the maximum size can be read fast enough for a
+/// restart.
 #[test]
 fn full_history_is_read_in_time_after_kill() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut books = full_history();
     let opened = open_store(dir.path());
-    // The file is written several times over, as in a long life.
+    // The content is written several times, as it would be over a long time.
     for _ in 0..3 {
         write_batch(&opened.store, books.take_batch());
         fill_decisions(&mut books);
     }
     write_batch(&opened.store, books.take_batch());
-    // When the second batch is accepted, all earlier ones are written.
+    // When the second empty batch is accepted, all earlier ones have been written.
     (0..2).for_each(|_| write_batch(&opened.store, Batch::new()));
-    // Copies the file as a kill would leave it: it was not closed.
+    // The file is copied without being closed, as after a kill.
     let (path, again) = (dir.path().join("rm.redb"), dir.path().join("again"));
     std::fs::create_dir(&again).expect("a directory");
     let length = std::fs::copy(&path, again.join("rm.redb")).expect("it can be copied");
@@ -1041,7 +1066,8 @@ fn full_history_is_read_in_time_after_kill() {
         (read.log_position(), read.running().count()),
         (books.log_position(), 1000)
     );
-    // The goal is two seconds for a whole restart; test machines may be slow.
+    // The goal for a whole restart is two seconds. The limit is higher, because test machines may
+    // be slow.
     assert!(took.as_secs() < 30, "it takes {took:?}");
     opened.store.close(Batch::new());
 }
@@ -1050,7 +1076,8 @@ fn open_store(dir: &Path) -> OpenedHistory {
     HistoryFile::open(dir, "rm.redb").expect("it can be opened")
 }
 
-/// The file restores what was written, and no other user or resource manager can open it.
+/// The file restores what was written. Other users cannot read it, and a second resource manager
+/// cannot open it.
 #[test]
 fn file_restores_history_and_is_private() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -1076,7 +1103,7 @@ fn file_restores_history_and_is_private() {
     );
 }
 
-/// A foreign, truncated or damaged file is moved aside and reported.
+/// A file that is no database, truncated or damaged is renamed and reported.
 #[test]
 fn unreadable_file_is_moved_aside_and_reported() {
     let dir = tempfile::tempdir().expect("a directory");

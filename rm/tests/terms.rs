@@ -1,29 +1,37 @@
-//! The owner's rules: when guests leave, how many there may be, and which are excluded.
+//! The owner's terms: when guests leave, how many guests are allowed, and which guests are
+//! excluded.
 
 mod idle;
 
 use idle::{NOW, host_id, idle_host};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    PlacementRequest, LeaveTime, EvictionPlan, OwnerState, Placement, PlacementPolicy, ExclusionReason, Snapshot, StayReason, TaskView, plan_evictions,
-    place,
+    EvictionPlan, ExclusionReason, LeaveTime, OwnerState, Placement, PlacementPolicy,
+    PlacementRequest, Snapshot, StayReason, TaskView, place, plan_evictions,
 };
 use sempa_proto::load::GuestLimits;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::sync::Arc;
 
-/// Hosts with two processors and 4 GiB of free memory, without owners.
+/// Returns hosts with two processors and 4 GiB of free memory, without owners.
 fn pool(hosts: u16) -> Snapshot {
     Snapshot::new(
         NOW,
         PlacementPolicy::Load,
-        (1..=hosts).map(|index| idle_host(index, 2, 4 << 30)).collect(),
+        (1..=hosts)
+            .map(|index| idle_host(index, 2, 4 << 30))
+            .collect(),
     )
 }
 
 fn set_limits(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
-    snapshot.hosts.edit(host_id(index)).expect("a host").guest_policy.limits = Arc::new(limits);
+    snapshot
+        .hosts
+        .edit(host_id(index))
+        .expect("a host")
+        .guest_policy
+        .limits = Arc::new(limits);
 }
 
 fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
@@ -37,7 +45,10 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &PlacementRequest::new(7, request, request.count, host_id(1)))
+    place(
+        snapshot,
+        &PlacementRequest::new(7, request, request.count, host_id(1)),
+    )
 }
 
 fn count_on(placement: &Placement, index: u16) -> usize {
@@ -48,7 +59,7 @@ fn count_on(placement: &Placement, index: u16) -> usize {
         .count()
 }
 
-/// One guest on h1, whose owner is present.
+/// Returns a snapshot with one guest on h1, whose owner is present.
 fn guest(leaving: LeaveTime) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
@@ -68,13 +79,16 @@ fn stay_reason(moves: &EvictionPlan) -> (&StayReason, Option<Micros>) {
     (&moves.staying[0].reason, moves.staying[0].retry_at)
 }
 
-/// Guests leave when the owner requires it, and not before.
+/// Guests leave at the time that the owner's terms specify, and not before.
 #[test]
 fn guests_leave_when_owner_requires() {
     assert_eq!(plan_evictions(&guest(LeaveTime::Now)).evictions.len(), 1);
     let later = NOW + Micros::from_secs(30);
     let mut snapshot = guest(LeaveTime::At(later));
-    assert_eq!(stay_reason(&plan_evictions(&snapshot)), (&StayReason::GracePeriod, Some(later)));
+    assert_eq!(
+        stay_reason(&plan_evictions(&snapshot)),
+        (&StayReason::GracePeriod, Some(later))
+    );
     snapshot.now = later;
     assert_eq!(plan_evictions(&snapshot).evictions.len(), 1);
     assert_eq!(
@@ -87,7 +101,7 @@ fn guests_leave_when_owner_requires() {
     );
 }
 
-/// A stay that the owner grants is reported only if it has no end.
+/// If the owner lets guests stay, that is reported only if the time is unlimited.
 #[test]
 fn only_unlimited_stays_are_reported() {
     for (leaving, told) in [
@@ -101,7 +115,7 @@ fn only_unlimited_stays_are_reported() {
     }
 }
 
-/// A host gets no more tasks than its owner allows, even by name.
+/// A host gets no more guests than its owner allows, even if the spawn names it.
 #[test]
 fn host_enforces_owners_task_limit() {
     let mut snapshot = pool(2);
@@ -129,7 +143,7 @@ fn host_enforces_owners_task_limit() {
     );
 }
 
-/// Memory that the owner reserves stays free.
+/// Placement does not use memory that the owner reserves.
 #[test]
 fn memory_reserved_by_owner_stays_free() {
     let mut snapshot = pool(2);
@@ -154,7 +168,7 @@ fn memory_reserved_by_owner_stays_free() {
     assert!(all.excluded.contains(&(host_id(2), keeps)), "{all:?}");
 }
 
-/// A task does not migrate where it would use memory that the owner reserves.
+/// A task does not migrate to a host where it would use memory that the owner reserves.
 #[test]
 fn migration_respects_reserved_memory() {
     let target = |bytes: u64| {
@@ -187,7 +201,7 @@ fn migration_respects_reserved_memory() {
     );
 }
 
-/// Blocked programs and users are excluded from spawns and migrations.
+/// Programs and users that the owner excludes are neither placed on the host nor migrated to it.
 #[test]
 fn blocked_programs_and_users_are_excluded() {
     let program = GuestLimits {
@@ -220,7 +234,7 @@ fn blocked_programs_and_users_are_excluded() {
     }
 }
 
-/// A host whose owner may be present is the last choice, and tasks there stay.
+/// A host whose owner may be present is used only if there is no other. Guests on it stay.
 #[test]
 fn host_with_idle_owner_is_last_choice() {
     let mut snapshot = pool(2);
@@ -252,7 +266,8 @@ fn host_with_idle_owner_is_last_choice() {
         1,
         "who names it gets it"
     );
-    snapshot.hosts.edit(host_id(1)).expect("a host").owner = OwnerState::Present { why: "bob".into() };
+    snapshot.hosts.edit(host_id(1)).expect("a host").owner =
+        OwnerState::Present { why: "bob".into() };
     assert_eq!(
         count_on(&placed(&snapshot, &request(0, "", 5)), 2),
         5,
@@ -260,16 +275,20 @@ fn host_with_idle_owner_is_last_choice() {
     );
 }
 
-/// External load counts as load only, not as the presence of an owner.
+/// External load counts only as load, and not as presence of an owner.
 #[test]
 fn external_load_is_only_load() {
     let mut snapshot = pool(2);
     let why = "programs that are not ours".to_string();
-    snapshot.hosts.edit(host_id(2)).expect("a host").owner = OwnerState::PossiblyPresent { why, idle_login: false };
+    snapshot.hosts.edit(host_id(2)).expect("a host").owner = OwnerState::PossiblyPresent {
+        why,
+        idle_login: false,
+    };
     assert_eq!(count_on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
 }
 
-/// A host that is closed for guests gets no tasks, even by name, and its guests leave.
+/// No task is placed on a host that is closed for guests, even if the spawn names it. Its guests
+/// leave.
 #[test]
 fn closed_host_gets_no_tasks() {
     let mut snapshot = guest(LeaveTime::Now);
@@ -283,12 +302,16 @@ fn closed_host_gets_no_tasks() {
         said.contains("h1: no guests now (not mon-fri 9-17)"),
         "{said}"
     );
-    assert_eq!(plan_evictions(&snapshot).evictions.len(), 1, "who is there leaves");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions.len(),
+        1,
+        "who is there leaves"
+    );
 }
 
 proptest! {
-    /// A random pool with random limits: no host gets more tasks, or a blocked program, than its
-    /// owner allows, and none if it is closed or keeps all memory.
+    /// In a random pool with random limits, no host gets more guests than its owner allows or an
+    /// excluded program, and a host gets none if it is closed or its owner reserves all memory.
     #[test]
     fn owner_limits_are_never_exceeded(
         limits in prop::collection::vec((prop::option::of(0_u32..5), 0_u64..5, any::<bool>(), 0_u8..4), 1..8),

@@ -53,7 +53,7 @@ pub(crate) struct MboxInfo {
     pub(crate) flags: *const c_int,
 }
 
-/// Bytes of a trace mask, including its final NUL.
+/// Size of a trace mask in bytes, including its final NUL.
 pub(crate) const MASK_BYTES: usize = 36;
 
 /// Trace and output settings (`struct Pvmtracer`). The program can read and write them at any time,

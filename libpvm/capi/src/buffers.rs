@@ -12,7 +12,8 @@ use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
 /// Value of `enc` that `pvm_getminfo` returns for a buffer packed in place.
 const ENC_IN_PLACE: i32 = 0x2000_0000;
-/// Largest message body in bytes: half of what may be queued for one receiver.
+/// Maximum size of a message body in bytes: half of the maximum that may be queued for one
+/// receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
 /// Largest capacity in bytes of a freed buffer's memory that is kept for the next buffer.
 const SPARE_BYTES_MAX: usize = 4 << 10;
@@ -26,8 +27,8 @@ pub(crate) enum Enc {
     Raw,
     InPlace,
     Trace,
-    /// Raw data of a machine with another data layout, with its encoding number. They can be read
-    /// only as bytes.
+    /// Raw data of a machine with another data layout. The number is the encoding number of that
+    /// layout. Programs can unpack such data only as bytes.
     Foreign(i32),
 }
 
@@ -94,7 +95,7 @@ enum Body {
 pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
-    /// True while the message waits to be received.
+    /// True from the arrival of the message until a receive call returns it.
     pub(crate) queued: bool,
     /// Offset in the body at which the next unpack call reads.
     pub(crate) read_offset: usize,
@@ -134,7 +135,7 @@ impl Buffer {
         }
     }
 
-    /// Creates a buffer that holds a received message.
+    /// Creates a buffer that contains a received message.
     pub(crate) fn from_message(message: Message) -> Buffer {
         Buffer {
             enc: Enc::from_code(message.enc),
@@ -149,8 +150,8 @@ impl Buffer {
         }
     }
 
-    /// Returns the number of packed bytes. It is 0 for a buffer packed in place, whose bytes are
-    /// read only when it is sent.
+    /// Returns the number of packed bytes. The number is 0 for a buffer packed in place, whose
+    /// bytes are read only when the buffer is sent.
     pub(crate) fn len(&self) -> usize {
         match &self.body {
             Body::Growing(bytes) => bytes.len(),
@@ -200,8 +201,8 @@ impl Buffer {
         }
     }
 
-    /// Returns the body in the form in which it is sent. Memory packed in place is read here. The
-    /// content of the buffer is unchanged, so it can be sent again.
+    /// Returns the body in the form in which it is sent. Memory packed in place is read in this
+    /// call. The content of the buffer is unchanged, so the buffer can be sent again.
     ///
     /// # Errors
     /// `NoMem` if the segments of an in-place message exceed [`BODY_BYTES_MAX`].
@@ -254,7 +255,7 @@ impl Buffer {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
-    /// Takes the memory of the body for reuse if its capacity is small; `None` otherwise.
+    /// Removes the memory of the body for reuse if its capacity is small; `None` otherwise.
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
             Body::Growing(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
@@ -305,7 +306,6 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    /// Returns the number of existing buffers.
     pub(crate) fn count(&self) -> usize {
         self.slots.iter().flatten().count()
     }
@@ -323,7 +323,7 @@ impl Buffers {
         self.add(buffer)
     }
 
-    /// Frees a buffer. The memory of a small one is kept for the next buffer.
+    /// Frees a buffer. If its memory is small, the memory is kept for the next buffer.
     ///
     /// # Errors
     /// As [`Buffers::get`].
@@ -439,7 +439,7 @@ mod tests {
         assert_eq!((buffer.len(), buffer.tag, buffer.dst), (8, 2, 0x40001));
     }
 
-    /// Sending a received message on keeps its encoding and leaves its content readable.
+    /// Forwarding a received message keeps its encoding and leaves its content readable.
     #[test]
     fn received_message_can_be_forwarded_and_read() {
         let message = Message {

@@ -1,6 +1,6 @@
 //! Control messages between the libraries of tasks (`TC_*`).
 //!
-//! They have a message context of their own, so the program never receives them.
+//! Control messages have their own message context, so the program never receives them.
 
 use crate::abi::Tracer;
 use crate::data::{pvmnsibs, pvmtrc};
@@ -24,11 +24,11 @@ pub(crate) const TC_SETTRACE: i32 = TC_BASE + 5;
 pub(crate) const TC_SETTMASK: i32 = TC_BASE + 6;
 pub(crate) const TC_SETTRCBUF: i32 = TC_BASE + 7;
 pub(crate) const TC_SETTRCOPT: i32 = TC_BASE + 8;
-/// Tids of all tasks of one spawn, sent to each of them.
+/// Tids of all tasks of one spawn, sent to each of these tasks.
 pub(crate) const TC_SIBLINGS: i32 = TC_BASE + 11;
 
-/// Tags that the library handles itself, in the order of their handler numbers. Programs print
-/// their count as the number of the first own handler.
+/// Tags that the library handles itself, in the order of their handler numbers. The length of this
+/// list is the number of the program's first handler.
 pub(crate) const HANDLED_TAGS: [i32; 9] = [
     TC_CONREQ,
     TC_CONACK,

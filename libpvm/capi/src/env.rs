@@ -1,4 +1,4 @@
-//! Access to the environment of the process, and the parsers for numbers and lists in it.
+//! Reads and sets environment variables of the process, and parses numbers and lists in them.
 
 // `setenv` is a call of the C library; `std::env::set_var` is unsafe as well.
 #![allow(unsafe_code)]
@@ -27,12 +27,12 @@ pub(crate) fn set(name: &str, value: &str) {
 /// Sets a variable from C strings.
 pub(crate) fn set_cstr(name: &CStr, value: &CStr) {
     // SAFETY: both pointers are C strings. As in every C program, no other thread may access the
-    // environment meanwhile.
+    // environment during this call.
     unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) };
 }
 
 /// Parses a number as PVM does: decimal, `0x` hexadecimal or `0` octal. Parsing stops at the first
-/// other character; no digits give 0.
+/// other character; a text without digits gives 0.
 pub(crate) fn parse_number(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
     let (negative, text) = match text {
@@ -127,7 +127,7 @@ pub(crate) fn child_environment() -> Vec<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// Numbers are parsed as PVM parses them.
+    /// Decimal, hexadecimal and octal numbers are parsed as in PVM; a text without digits gives 0.
     #[test]
     fn numbers_are_parsed_as_in_pvm() {
         assert_eq!(parse_number(b"12"), 12);

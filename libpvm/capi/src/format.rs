@@ -46,8 +46,7 @@ pub(crate) enum Conversion {
 /// One conversion of a format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FormatItem {
-    /// `%+` at the very beginning: the next argument is an encoding, with which a new send buffer
-    /// is started.
+    /// `%+` at the very beginning: starts a new send buffer, whose encoding is the next argument.
     NewBuffer,
     /// Data to pack or unpack.
     Data {
@@ -124,7 +123,7 @@ impl<'a> Format<'a> {
                     short = true;
                     continue;
                 }
-                // In front of another conversion `u` is a modifier; at the end it is itself a
+                // Before another conversion `u` is a modifier; at the end it is itself a
                 // conversion.
                 (b'u', ..) => {
                     unsigned = true;

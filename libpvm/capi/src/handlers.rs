@@ -1,5 +1,5 @@
-//! Message handlers: functions of the program that receive messages on arrival, before a receive
-//! call can take them (`pvm_addmhf`).
+//! Message handlers: functions of the program that process messages on arrival, before a receive
+//! call can return them (`pvm_addmhf`).
 //!
 //! Handler numbers start with the library's own handlers (`control::HANDLED_TAGS`), so the
 //! program's first handler has the number 9.
@@ -11,10 +11,10 @@ use sempa_proto::{PvmError, PvmResult};
 /// A message handler. Its argument is the number of the message's buffer.
 pub(crate) type HandlerFn = extern "C" fn(i32) -> i32;
 
-/// Maximum number of a program's handlers, including the slots of removed ones.
+/// Maximum number of a program's handlers, including the slots of removed handlers.
 pub(crate) const HANDLERS_MAX: usize = 65536;
 
-/// Selects the messages that a handler takes; −1 in a field matches any value.
+/// Selects the messages that a handler processes; −1 in a field matches any value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Filter {
     pub(crate) src: i32,
@@ -62,7 +62,8 @@ impl Handlers {
     /// Adds a handler and returns its number.
     ///
     /// # Errors
-    /// `Exists` if another handler could take the same message, `NoMem` at [`HANDLERS_MAX`].
+    /// `Exists` if the filter of another handler matches some of the same messages, `NoMem` at
+    /// [`HANDLERS_MAX`].
     pub(crate) fn add(&mut self, filter: Filter, handler: HandlerFn) -> PvmResult<i32> {
         let user_filters = self
             .user_handlers
@@ -100,7 +101,7 @@ impl Handlers {
             .ok_or(PvmError::NotFound)
     }
 
-    /// Returns the handler that takes a message with these header fields.
+    /// Returns the handler for a message with these header fields.
     pub(crate) fn find(&self, message: &Filter) -> Option<HandlerFn> {
         self.user_handlers
             .iter()
@@ -109,12 +110,10 @@ impl Handlers {
             .map(|(_, handler)| *handler)
     }
 
-    /// True if the program has no handler.
     pub(crate) fn is_empty(&self) -> bool {
         self.user_handlers.iter().all(Option::is_none)
     }
 
-    /// Removes all handlers of the program.
     pub(crate) fn clear(&mut self) {
         self.user_handlers.clear();
     }
@@ -137,13 +136,13 @@ impl Handlers {
         self.user_handlers.iter().position(Option::is_none)
     }
 
-    /// Returns the lowest number of a removed handler.
+    /// Returns the lowest handler number that is free because its handler was removed.
     pub(crate) fn lowest_free_id(&self) -> Option<i32> {
         self.first_free_slot()
             .map(|free| (control::HANDLED_TAGS.len() + free) as i32)
     }
 
-    /// Returns the count of numbers in the table, including those of removed handlers.
+    /// Returns the count of handler numbers in the table, including those of removed handlers.
     pub(crate) fn assigned_ids(&self) -> usize {
         control::HANDLED_TAGS.len() + self.user_handlers.len()
     }
@@ -157,8 +156,8 @@ mod tests {
         0
     }
 
-    /// The program's first handler has the number 9, and each handler takes only the messages that
-    /// match its filter.
+    /// The program's first handler has the number 9, and each handler processes only the messages
+    /// that match its filter.
     #[test]
     fn first_user_handler_has_number_nine() {
         let mut handlers = Handlers::default();
@@ -189,8 +188,8 @@ mod tests {
         );
     }
 
-    /// A handler is refused if its filter is equal to, wider or narrower than another one; only a
-    /// program's own handlers can be removed.
+    /// A handler is refused if its filter is equal to, wider or narrower than another filter; only
+    /// a program's own handlers can be removed.
     #[test]
     fn overlapping_handlers_are_refused() {
         let mut handlers = Handlers::default();

@@ -10,8 +10,8 @@ use libpvm::Runtime;
 use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Leaves the virtual machine in an orderly way. The process continues to run, and its next call
-/// enrols it as a new task. Does nothing but flush standard I/O for a process that is not enrolled.
+/// Leaves the virtual machine. The process continues to run, and its next call enrols it as a new
+/// task. For a process that is not enrolled, only flushes standard I/O.
 pub(crate) fn exit() {
     let connected = session::lock().connected();
     if let Some(rt) = connected {
@@ -31,7 +31,7 @@ pub(crate) fn exit() {
 pub(crate) fn disconnect() {
     let runtime = session::lock().reset();
     if let Some(rt) = runtime {
-        // An error means that the daemon has already ended; there is nothing to leave then.
+        // An error means that the daemon has already ended, so the task is already disconnected.
         let _ = rt.exit();
     }
 }
@@ -57,7 +57,7 @@ fn deliver_own_exit_notices(rt: &Runtime) {
     }
 }
 
-/// Discards the messages of the current context that wait to be received.
+/// Discards the unreceived messages of the current context.
 fn discard_queued(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
     let waiting: Vec<i32> = session.receivable.iter().copied().collect();

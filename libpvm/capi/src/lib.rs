@@ -1,10 +1,11 @@
 //! `libpvm3.so.3`: the C interface of PVM 3.4 on top of Sempa's task runtime (crate `libpvm`).
 //!
-//! - The modules in `ffi` define the functions that C programs call. They convert pointers to
-//!   Rust values and results to PVM's return codes, and do nothing else.
-//! - The other modules do the work. They contain no `unsafe` code, except where a module says why.
+//! - The modules in `ffi` define the functions that C programs call. They convert pointers to Rust
+//!   values and results to PVM's return codes, and do nothing else.
+//! - The other modules implement the calls. They contain no `unsafe` code, except where a module
+//!   gives a reason.
 //! - Every error is reported in the same way (`session::value_or_report`): its code is stored in
-//!   `pvm_errno`, and a line is written to standard error unless the program turned that off
+//!   `pvm_errno`, and a line is written to standard error unless the program has disabled that
 //!   (`PvmAutoErr`).
 
 mod abi;

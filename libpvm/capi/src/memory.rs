@@ -39,7 +39,7 @@ impl<T: Copy> Strided<T> {
     ///
     /// # Safety
     /// For every `i` below `count`, `first[i * stride]` must be memory of the program for the life
-    /// of this value. It is written only by [`Strided::set`] and [`Strided::fill_raw`].
+    /// of this value. The memory is written only by [`Strided::set`] and [`Strided::fill_raw`].
     pub(crate) unsafe fn new(
         first: *const T,
         count: c_int,
@@ -167,7 +167,6 @@ impl<T: Copy> Strided<T> {
         whole
     }
 
-    /// Copies all elements into a vector.
     pub(crate) fn to_vec(&self) -> Vec<T> {
         (0..self.count).map(|i| self.get(i)).collect()
     }
@@ -264,8 +263,8 @@ impl<'a> ProgramStr<'a> {
     }
 }
 
-/// Copies the strings of an array. With `count` the array has that many entries; without it, it
-/// ends with a null pointer.
+/// Copies the strings of an array. The array has `count` entries; without `count`, a null pointer
+/// ends the array.
 ///
 /// # Errors
 /// `BadParam` for a null entry before `count`, or a null array with a positive `count`.
@@ -312,8 +311,8 @@ pub(crate) unsafe fn write_c_string(place: *mut c_char, text: &[u8]) {
     }
 }
 
-/// A value into which C code holds pointers. This library keeps it alive and never reads it; it
-/// only drops it.
+/// Value whose memory C code points to. This library never reads the value; it only keeps it alive
+/// and finally drops it.
 pub(crate) struct LentToC<T>(pub(crate) T);
 
 // SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does

@@ -106,7 +106,7 @@ pub(crate) fn error_code(name: &str) -> Option<i32> {
 mod tests {
     use super::*;
 
-    /// Reserved tags and error codes have the names of `pvm3.h`; others have none.
+    /// Reserved tags and error codes have the names of `pvm3.h`; other tags and codes have no name.
     #[test]
     fn reserved_tags_and_errors_have_names() {
         assert_eq!(tag_name(sempa_proto::sm::SM_SPAWN), Some("SM_SPAWN"));

@@ -13,8 +13,9 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Range of the fragment sizes that a program may request, in bytes.
+/// Minimum fragment size that a program may request, in bytes.
 const FRAGMENT_MIN: i32 = 52;
+/// Maximum fragment size that a program may request, in bytes.
 const FRAGMENT_MAX: i32 = 1 << 20;
 /// Value of `PvmRoute` that forbids direct routes (`PvmDontRoute`).
 pub(crate) const ROUTE_NONE: i32 = 1;
@@ -110,9 +111,9 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     Ok(previous)
 }
 
-/// True if output or trace of children may go to `tid`: to no task, to this task, or to the
-/// destination of this task's own. The last is allowed only if the tags agree, because a collector
-/// in another task knows only its own tag.
+/// True if `tid` is allowed as the destination of the children's output or trace: no task, this
+/// task, or the destination of this task's own output or trace. The latter is allowed only if the
+/// tags are equal, because a collector in another task knows only its own tag.
 fn is_allowed_sink(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32) -> bool {
     tid == 0
         || (tid > 0 && tid == pvmmytid.load(Relaxed))
@@ -120,15 +121,15 @@ fn is_allowed_sink(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &Ato
 }
 
 /// True if a tag or context may be set. Any value is allowed, unless the messages go to a collector
-/// in another task; then it must be the one in use for this task.
+/// in another task; then the value must be the tag or context that this task itself uses.
 fn is_allowed_code(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
     let tid = tid.load(Relaxed);
     tid <= 0 || tid == pvmmytid.load(Relaxed) || code == own_code.load(Relaxed)
 }
 
-/// Sets the destination or tag of this task's own output or trace, and with it the default for its
-/// children. The daemon redirects the output, because it holds the other end of the pipe. The
-/// values 0 (no destination) and −1 (none, not even an inherited one) need no daemon, so that a
+/// Sets the destination or tag of this task's own output or trace, which is also the default for
+/// its children. The daemon redirects the output, because the daemon reads the pipe. The values 0
+/// (no destination) and −1 (no destination, not even an inherited one) need no daemon, so that a
 /// console can set them before a daemon runs.
 fn set_own_sink(what: i32, value: i32) -> PvmResult<()> {
     let (own, children) = if what < 14 {

@@ -30,10 +30,10 @@ struct ChildOutput {
     partial_line: Vec<u8>,
 }
 
-/// The tasks whose output is caught, and the stream on which it is printed.
+/// The tasks whose output is caught, and the stream on which the output is printed.
 ///
-/// A task stays in the table after its output has ended, because its marks come from two daemons in
-/// any order. The number of possible tids bounds the table.
+/// A task stays in the table after its output has ended, because its marks arrive from two daemons
+/// in any order. The number of possible tids bounds the table.
 #[derive(Default)]
 pub(crate) struct OutputCatcher {
     stream: Option<Stream>,
@@ -118,8 +118,8 @@ pub(crate) fn handle_message(body: Unpacker) {
     }
 }
 
-/// Sets the stream on which the output of tasks spawned from now on is printed. With `None` it goes
-/// to the destination of this task's own output.
+/// Sets the stream on which the output of tasks is printed that are spawned after this call. With
+/// `None` their output goes to the destination of this task's own output.
 pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
     match stream {
         Some(_) => {

@@ -4,10 +4,10 @@
 //!
 //! - XDR: numbers are big-endian and at least four bytes wide; bytes and strings are padded to a
 //!   multiple of four per call.
-//! - Raw: elements as they lie in memory, without padding.
+//! - Raw: elements are copied from memory, without padding.
 //! - In place: only references to the program's memory are stored; the memory is read when the
 //!   message is sent.
-//! - Trace: as XDR, with a type and a count in front of the data of each call.
+//! - Trace: like XDR, with a type and a count before the data of each call.
 
 use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Segment};
 use crate::memory::{ProgramBytes, Strided};
@@ -16,7 +16,7 @@ use sempa_proto::buffer_pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
 
-/// Number of 32-bit header fields in front of a message that is packed into another one.
+/// Number of 32-bit header fields before a message that is packed into another message.
 const HEADER_WORDS: usize = 8;
 /// First word of a user trace event (`TEV_MARK_USER_EVENT_RECORD`).
 const USER_EVENT_MARK: i32 = -9;
@@ -167,7 +167,7 @@ pub(crate) fn pack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmR
     })
 }
 
-/// Packs bytes. All encodings except raw pad them per call to a multiple of four.
+/// Packs bytes. All encodings except raw pad the bytes of each call to a multiple of four.
 ///
 /// # Errors
 /// As [`pack`].
@@ -466,7 +466,7 @@ mod tests {
         assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
     }
 
-    /// Unpacking past the end fails, but stores the elements that the message holds.
+    /// Unpacking past the end fails, but stores the elements that the message contains.
     #[test]
     fn short_message_fills_available_elements() {
         for enc in [Enc::Xdr, Enc::Raw] {
@@ -537,7 +537,7 @@ mod tests {
         drop(data);
     }
 
-    /// A message packed into another one is unpacked unchanged.
+    /// A message that was packed into another message is unpacked unchanged.
     #[test]
     fn packed_message_unpacks_unchanged() {
         let inner = Message {

@@ -18,7 +18,7 @@ pub(crate) fn uid() -> i32 {
     unsafe { libc::getuid() as i32 }
 }
 
-/// Writes all bytes to standard error.
+/// Writes to standard error; errors are ignored.
 pub(crate) fn write_stderr(bytes: &[u8]) {
     // There is no other place to report that standard error is closed.
     let _ = std::io::stderr().write_all(bytes);
@@ -47,8 +47,8 @@ thread_local! {
     static FORK_LOCKS: RefCell<Option<ForkLocks>> = const { RefCell::new(None) };
 }
 
-/// Takes the locks before a fork. A lock that another thread holds at the fork would stay locked in
-/// the child forever.
+/// Acquires the locks before a fork. A lock that another thread holds at the fork would stay locked
+/// in the child forever.
 extern "C" fn before_fork() {
     // In a message handler this thread already dispatches messages, so it must not lock again. The
     // session is never locked while code of the program runs.
@@ -57,8 +57,8 @@ extern "C" fn before_fork() {
     // already destroyed. The locks are then released immediately.
     let session = session::lock();
     if let Some(runtime) = &session.runtime {
-        // Prepare again, because another thread may have received messages until the locks were
-        // taken, and the child would see them.
+        // Prepares again: another thread may have received messages before the locks were acquired,
+        // and the child has copies of these messages.
         runtime.prepare_for_fork();
     }
     let _ = FORK_LOCKS.try_with(|held| *held.borrow_mut() = Some((turn, session)));

@@ -1,13 +1,13 @@
 //! Receives messages.
 //!
-//! 1. [`poll_incoming`] takes all messages that have arrived from the runtime.
+//! 1. [`poll_incoming`] removes all messages that have arrived from the runtime's inbox.
 //! 2. Each message is dispatched in the order of arrival: a control message to the library, a
 //!    message that matches a handler to that handler, any other message to the list of messages
 //!    that can be received.
 //! 3. A receive call searches that list, and waits for further messages if none matches.
 //!
-//! Only one thread at a time takes and dispatches messages, so that their order is kept. No handler
-//! runs inside a handler.
+//! Only one thread at a time performs steps 1 and 2, so that the messages keep their order. No
+//! handler runs inside a handler.
 
 use crate::buffers::Buffer;
 use crate::control;
@@ -29,7 +29,7 @@ use std::time::Instant;
 /// see `pvm_recvf`.
 pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 
-/// How long a receive call waits for a message.
+/// Time for which a receive call waits for a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitMode {
     NoWait,
@@ -46,8 +46,9 @@ pub(crate) fn in_handler() -> bool {
     IN_HANDLER.get()
 }
 
-/// The right to dispatch messages, with the queue of messages that were taken but not yet
-/// dispatched. One thread holds it at a time, so that messages keep their order.
+/// The right to dispatch messages, with the queue of messages that were removed from the inbox but
+/// are not dispatched yet. Only one thread at a time has this right, so that messages keep their
+/// order.
 pub(crate) type DispatchGuard = MutexGuard<'static, VecDeque<Message>>;
 
 static DISPATCH_QUEUE: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
@@ -68,7 +69,8 @@ fn try_lock_dispatch() -> Option<DispatchGuard> {
     }
 }
 
-/// Takes all messages that have arrived and dispatches them. Does nothing inside a handler.
+/// Removes all messages from the runtime's inbox and dispatches them. Does nothing inside a
+/// handler.
 pub(crate) fn poll_incoming(rt: &Runtime) {
     if in_handler() {
         return;
@@ -121,7 +123,7 @@ pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
     }
 }
 
-/// Runs a handler. Meanwhile the message is the active receive buffer, there is no active send
+/// Runs a handler. While it runs, the message is the active receive buffer, there is no active send
 /// buffer, and the current context is the message's context.
 fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let (sbuf, rbuf) = {
@@ -196,8 +198,8 @@ fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32>
     Ok(best.map(|(_, mid)| mid))
 }
 
-/// Returns the message that a receive would take next, without taking it, together with the locked
-/// session.
+/// Returns the message that the next receive call would return, together with the locked session.
+/// The message stays in the list.
 fn find_match(
     mut session: MutexGuard<'static, Session>,
     tid: i32,
@@ -246,8 +248,8 @@ impl From<PvmError> for ReceiveError {
     }
 }
 
-/// Waits for a matching message and leaves it in the list. `before` runs once, after the arguments
-/// have been checked.
+/// Waits for a matching message, and returns its number. The message stays in the list. `before`
+/// runs once, after the arguments have been checked.
 fn wait_for_message(
     tid: i32,
     tag: i32,
@@ -265,7 +267,7 @@ fn wait_for_message(
     before(&mut session);
     let mut found = (session, None);
     if !found.0.needs_prompt_dispatch() {
-        // No handler or caught output must see newer messages first, so the list can be searched
+        // Neither handlers nor caught output need newer messages first, so the list is searched
         // before the runtime is polled.
         found = find_match(found.0, tid, tag).map_err(ReceiveError::Matcher)?;
     }
@@ -289,8 +291,8 @@ fn wait_for_message(
     Ok(found)
 }
 
-/// Waits until messages arrive, and takes them together with the right to dispatch them. Returns
-/// `None` at the deadline.
+/// Waits until messages arrive, and removes them from the inbox together with acquiring the right
+/// to dispatch them. Returns `None` at the deadline.
 fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<DispatchGuard>> {
     let mut take = |inbox: &mut Inbox| {
         if inbox.is_empty() {
@@ -305,8 +307,8 @@ fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Optio
     let Some(taken) = rt.inbox_wait(deadline, &mut take)? else {
         return Ok(None);
     };
-    // Another thread is dispatching messages. One of them may be the message that this thread waits
-    // for, so wait until it has finished.
+    // Another thread is dispatching messages, possibly the message for which this thread waits. So
+    // this thread waits until the dispatch has finished.
     Ok(Some(taken.unwrap_or_else(|| {
         let mut turn = lock_dispatch();
         rt.drain_inbox_into(&mut turn);
@@ -329,7 +331,8 @@ pub(crate) fn receive(tid: i32, tag: i32, mode: WaitMode) -> Result<Option<i32>,
     Ok(Some(mid))
 }
 
-/// Returns the number of the message that a receive would take, and leaves it in the list.
+/// Returns the number of the message that a receive call would return. The message stays in the
+/// list.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
     Ok(wait_for_message(tid, tag, WaitMode::NoWait, |_| ())?.1)
 }
@@ -342,7 +345,7 @@ pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveErro
     Ok(session.buffers.remove(mid)?)
 }
 
-/// Dispatches messages until `done` returns a value, and returns it.
+/// Dispatches messages until `done` returns a value; returns that value.
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost, `NotImpl` inside a handler.

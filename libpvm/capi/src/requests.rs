@@ -30,7 +30,7 @@ const MBOX_FIRST_AVAIL: i32 = 8;
 const MBOX_INDEX_SHIFT: u32 = 10;
 /// Upper bound of direct mailbox indices, exclusive (`PvmMboxMaxDirectIndex`).
 const MBOX_INDEX_MAX: i32 = 1 << 21;
-/// Time for which [`halt`] waits for the end of the local daemon.
+/// Maximum time for which [`halt`] waits until the local daemon has ended.
 const HALT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two checks of the daemon's lock file.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -57,10 +57,10 @@ fn task_tid(tid: i32) -> PvmResult<Tid> {
         .ok_or(PvmError::BadParam)
 }
 
-/// Starts tasks. Returns one result for each task, the started ones first.
+/// Starts tasks. Returns one result for each task; the tasks that were started come first.
 ///
 /// # Errors
-/// If no task could be attempted at all.
+/// The whole request failed.
 pub(crate) fn spawn(
     file: String,
     args: Vec<Vec<u8>>,
@@ -123,7 +123,7 @@ pub(crate) fn spawn(
 }
 
 /// Returns the tids of all tasks of the spawn that started this task, and waits until they are
-/// known. A task that was not spawned has only itself.
+/// known. For a task that was not spawned, returns only its own tid.
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost.
@@ -177,7 +177,7 @@ fn lossy_strings(names: Vec<Vec<u8>>) -> Vec<String> {
 /// Adds hosts. Each name is a line as in a host file.
 ///
 /// # Errors
-/// If no host could be attempted at all.
+/// The whole request failed.
 pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
     let rt = session::runtime()?;
     rt.add_hosts(lossy_strings(names))
@@ -187,7 +187,7 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
 /// Removes hosts by name.
 ///
 /// # Errors
-/// If no host could be attempted at all.
+/// The whole request failed.
 pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
     let rt = session::runtime()?;
     rt.delete_hosts(lossy_strings(names))
@@ -308,8 +308,9 @@ pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
     expect_done(session::runtime()?.request(Request::SetTrace(sink)))
 }
 
-/// Removes mailbox entries without an owner: all, those of a name, or the one at an index of a
-/// name. With `kill`, ends tasks as a reset does and removes all entries without an owner.
+/// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
+/// entry at `index` of this class. With `kill`, ends tasks as a reset does and removes all entries
+/// without an owner.
 ///
 /// # Errors
 /// An error of the daemon.
@@ -322,8 +323,8 @@ pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<(
     expect_done(session::runtime()?.request(what))
 }
 
-/// Requests messages about an event. `vals` are tids; for added hosts and routes `count` is the
-/// number of messages.
+/// Requests messages about an event. `vals` are the tids to watch; for added hosts and routes,
+/// `count` is the number of messages instead.
 ///
 /// # Errors
 /// `BadParam` for an unknown event, no tids, or tids that are not tasks.
@@ -387,7 +388,7 @@ fn update_own_exit_notices(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &
     }
 }
 
-/// Delivers a notice about this task's own exit to itself, with its daemon as the sender.
+/// Delivers the notice about this task's own exit to this task, with its daemon as the sender.
 pub(crate) fn notify_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(rt.tid().raw());
@@ -579,8 +580,8 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
     }
 }
 
-/// Registers this task as the resource manager. Returns the previous one's tid (0 if there was
-/// none) and the master's host entry.
+/// Registers this task as the resource manager. Returns the tid of the previous resource manager (0
+/// if there was none) and the master's host entry.
 ///
 /// # Errors
 /// `Already` or `Denied` if another task is the resource manager.

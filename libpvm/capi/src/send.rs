@@ -12,8 +12,9 @@ use sempa_proto::message::{DSIG_X86_64, encode_message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Destination and tag of a user trace event in PVM's interface.
+/// Destination of a user trace event in PVM's interface.
 const TRACE_TID: i32 = -1111;
+/// Tag of a user trace event in PVM's interface.
 const TRACE_TAG: i32 = -2222;
 /// Value of `PvmRoute` that requests direct routes (`PvmRouteDirect`).
 const ROUTE_DIRECT: i32 = 3;
@@ -107,7 +108,7 @@ fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
     enqueue(&rt, message)
 }
 
-/// Runs `act` with another buffer as the active send buffer.
+/// Runs `act` with the buffer `mid` as the active send buffer.
 ///
 /// # Errors
 /// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `act`.

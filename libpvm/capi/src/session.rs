@@ -1,7 +1,7 @@
 //! State of this process as a task: its connection to the daemon, its buffers and its received
 //! messages.
 //!
-//! One lock guards the whole state. It is never held while code of the program runs (message
+//! One lock guards the whole state. The lock is never held while code of the program runs (message
 //! handlers, matching functions) or while a call waits, so such code may call the library again.
 
 use crate::abi::NO_EVENTS_MASK;
@@ -27,21 +27,21 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 /// State of this process as a task.
 #[derive(Default)]
 pub(crate) struct Session {
-    /// The connection to the daemon. It stays here after it is lost.
+    /// The connection to the daemon. The value is kept after the connection is lost.
     pub(crate) runtime: Option<Runtime>,
     pub(crate) buffers: Buffers,
     /// Active send buffer; 0 if there is none.
     pub(crate) sbuf: i32,
     /// Active receive buffer; 0 if there is none.
     pub(crate) rbuf: i32,
-    /// Buffers of the messages that wait to be received, in the order of arrival.
+    /// Buffers of the messages that can be received, in the order of arrival.
     pub(crate) receivable: VecDeque<i32>,
     pub(crate) handlers: Handlers,
     /// Matching function that the program set with `pvm_recvf`.
     pub(crate) matcher: Option<Matcher>,
     /// Output of children that this task prints.
     pub(crate) output_catcher: OutputCatcher,
-    /// Tids of all tasks of the spawn that started this task.
+    /// Tids of all tasks of the spawn that started this task; `None` until they are known.
     pub(crate) siblings: Option<Vec<Tid>>,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
@@ -111,7 +111,7 @@ impl Session {
         Ok(())
     }
 
-    /// Removes a message from the list of messages that can be received, if it is there.
+    /// Removes a message from the list of messages that can be received, if the list contains it.
     pub(crate) fn unqueue_message(&mut self, mid: i32) {
         let Ok(buffer) = self.buffers.get_mut(mid) else {
             return;
@@ -127,7 +127,7 @@ impl Session {
     pub(crate) fn free_rbuf(&mut self) {
         let mid = std::mem::take(&mut self.rbuf);
         if mid != 0 {
-            // Fails if the program has already freed it by its number.
+            // Fails if the program has already freed the buffer by its number.
             let _ = self.free_buffer(mid);
         }
     }
@@ -220,8 +220,7 @@ impl Session {
                 tracer.trace_buf.store(requested.buffer, Relaxed);
                 tracer.trace_opt.store(requested.options, Relaxed);
             }
-            // A negative tid was set by the program, which then wants no sink, even if one is
-            // inherited.
+            // A negative tid means that the program wants no sink, not even an inherited one.
             if tracer.out_tid.load(Relaxed) >= 0 {
                 tracer.out_tid.store(output.tid.raw(), Relaxed);
                 tracer.out_ctx.store(output.ctx, Relaxed);
@@ -235,8 +234,8 @@ impl Session {
         }
     }
 
-    /// Resets the state of a process that stops being a task. Its buffers and received messages
-    /// stay. Returns the connection.
+    /// Resets the state of a process that stops being a task, and returns the connection. The
+    /// buffers and received messages are kept.
     pub(crate) fn reset(&mut self) -> Option<Runtime> {
         for id in [
             &pvmmytid,
@@ -309,8 +308,8 @@ pub(crate) fn set_errno(code: i32) {
     pvm_errno.store(code, Relaxed);
 }
 
-/// Reports an error as `PvmAutoErr` demands and returns its code. Always sets `pvm_errno`; mode 0
-/// prints nothing, 1 prints a line, 2 also exits, 3 also aborts.
+/// Reports an error as the option `PvmAutoErr` requires, and returns its code. Always sets
+/// `pvm_errno`; mode 0 prints nothing, 1 prints a line, 2 also exits, 3 also aborts.
 pub(crate) fn report_error(call: &str, code: i32) -> i32 {
     set_errno(code);
     let mode = pvmautoerr.load(Relaxed);

@@ -16,9 +16,9 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time a new daemon has until it accepts connections.
+/// Time limit for a new daemon to accept connections.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time a daemon that was halted has until it stops accepting connections.
+/// Time limit for a halted daemon to stop accepting connections.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two attempts to connect to the daemon's socket.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
@@ -27,8 +27,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// `block`, also waits until all hosts of the host file have been added or have failed.
 ///
 /// # Errors
-/// `DupHost` if a daemon is already running, `CantStart` if the new one does not come up, `SysErr`
-/// if it does not accept this task.
+/// `DupHost` if a daemon is already running, `CantStart` if the new daemon does not start, `SysErr`
+/// if the new daemon does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     let paths = RuntimePaths::from_env(process::uid() as u32, env::get).map_err(|reason| {
         session::log_stderr(&format!("{reason}\n"), true);
@@ -57,8 +57,8 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         PvmError::CantStart
     })?;
     let stdout = child.stdout.take();
-    // The direct child exits immediately (see `detach`). Its own child, the daemon, is then not a
-    // child of this process.
+    // The direct child exits immediately (see `detach`). The daemon is a child of that process, and
+    // not a child of this process.
     child.wait().map_err(|_| PvmError::CantStart)?;
     let deadline = Instant::now() + START_TIMEOUT;
     if let Some(stdout) = stdout {
@@ -106,8 +106,8 @@ fn wait_until_ready(
     }
 }
 
-/// Runs in the forked child, before exec. Its own child continues as the daemon in a new session;
-/// the forked child exits.
+/// Runs in the forked child, before exec, and forks again. The second child continues as the daemon
+/// in a new session; the first child exits.
 fn detach() -> std::io::Result<()> {
     // SAFETY: `fork`, `_exit` and `setsid` take no pointers.
     unsafe {
@@ -121,8 +121,8 @@ fn detach() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Returns the daemon's executable: `PVM_DPATH` if set, else the one in this library's folder or in
-/// `../bin`, else `pvmd` from `PATH`.
+/// Returns the daemon's executable: `PVM_DPATH` if set, else `pvmd` in this library's directory or
+/// in `../bin`, else `pvmd` from `PATH`.
 pub(crate) fn daemon_program() -> OsString {
     if let Some(path) = env::get("PVM_DPATH") {
         return path.into();

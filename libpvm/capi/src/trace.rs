@@ -5,7 +5,7 @@
 //! - Depending on the option `PvmTraceOptions`, every call is recorded (full), or only the total
 //!   time (`OPTION_TIME`) or number (`OPTION_COUNT`) of calls per event, which [`flush`] sends.
 //! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
-//!   Without a buffer each one is sent at once.
+//!   Without a buffer each record is sent immediately.
 
 use crate::data::{pvmmytid, pvmtoplvl, pvmtrc};
 use crate::process;
@@ -64,7 +64,8 @@ thread_local! {
     static IN_LIBRARY_CALL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code of the program from within a call. Calls that it makes count as outermost.
+/// Runs code of the program within a call of the library. Calls that this code makes count as
+/// outermost.
 pub(crate) fn run_program_code<R>(run: impl FnOnce() -> R) -> R {
     let inside = IN_LIBRARY_CALL.replace(false);
     let answer = run();
@@ -98,7 +99,8 @@ pub(crate) fn traced_call<R>(
         if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
             return body();
         }
-        // A process that enrols in this call learns only then whether it is traced.
+        // A process that enrols in this call does not know before the end of the call whether it is
+        // traced.
         if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
             inside.set(true);
             let answer = body();
@@ -109,8 +111,8 @@ pub(crate) fn traced_call<R>(
     })
 }
 
-/// Runs a call and records it if its event is enabled. If the call itself enrols the process, the
-/// entry is recorded afterwards.
+/// Runs a call and records it if its event is enabled. If the call itself enrols the process, its
+/// entry event is recorded after the call.
 fn recorded_call<R>(
     inside: &Cell<bool>,
     event: &str,
@@ -201,8 +203,8 @@ pub(crate) mod external {
         true
     }
 
-    /// Adds an item to the record under construction. Returns false if there is no record or if it
-    /// is full.
+    /// Adds an item to the record under construction. Returns false if there is no such record or
+    /// if the record is full.
     pub(crate) fn add_item(item: TraceItem) -> bool {
         OPEN_RECORD.with_borrow_mut(|open| match open {
             Some(open) if open.items.len() < ITEMS_MAX => {
@@ -213,7 +215,7 @@ pub(crate) mod external {
         })
     }
 
-    /// Completes the record under construction.
+    /// Completes the record under construction, if any, and adds it to the collected records.
     pub(crate) fn end_record() {
         if let Some(OpenRecord { event, at, items }) = OPEN_RECORD.take() {
             let name = event_name(event & !(EVENT_ENTRY | EVENT_EXIT));
@@ -245,7 +247,7 @@ pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<TraceItem>) 
     }
 }
 
-/// Items of a call that returns only a code.
+/// Returns the items of a call that returns only a code.
 pub(crate) fn return_code_items(answer: &i32) -> Vec<TraceItem> {
     vec![int_item("CC", *answer)]
 }
@@ -258,7 +260,6 @@ pub(crate) fn address_item<T>(name: &'static str, place: *const T) -> TraceItem 
     }
 }
 
-/// Returns an item with a list of texts.
 pub(crate) fn text_list_item(name: &'static str, value: Vec<Vec<u8>>) -> TraceItem {
     TraceItem {
         name,
@@ -266,7 +267,7 @@ pub(crate) fn text_list_item(name: &'static str, value: Vec<Vec<u8>>) -> TraceIt
     }
 }
 
-/// For records without items of their own.
+/// Returns an empty list, for records without items.
 pub(crate) fn no_items() -> Vec<TraceItem> {
     Vec::new()
 }
@@ -325,7 +326,8 @@ impl TraceState {
 }
 
 fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
-    // The session is not locked here: records are made before or after a call, never within it.
+    // The session is not locked at this point: records are made before or after a call, never
+    // within it.
     if let Some(rt) = session::lock().connected() {
         let message = Message {
             src: rt.tid(),
@@ -336,8 +338,8 @@ fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes
             enc,
             body,
         };
-        // An error means that the tracer is unreachable. It misses the record, and the program
-        // continues.
+        // An error means that the tracer is unreachable. The tracer misses the record, and the
+        // program continues.
         let _ = rt.send(message);
     }
 }
@@ -392,7 +394,7 @@ fn event_name(number: i32) -> &'static [u8] {
     name.map_or(b"?".as_slice(), |name| name.to_bytes())
 }
 
-/// Sends an event that the program defined itself, if the tracer wants such events.
+/// Sends an event that the program has defined, if the tracer wants such events.
 pub(crate) fn user_event(body: &[u8]) {
     if enabled_event_number("user_defined").is_none() {
         return;

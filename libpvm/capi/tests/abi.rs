@@ -26,7 +26,7 @@ const FUNCTIONS: &str = "
     pvmlogerror pvmlogperror pvmlogprintf pvmsettaskname pvmchkuid pvmbailout tev_begin tev_fin tev_init tev_flush
     tev_do_trace pvm_vpackf pvm_vunpackf pvmupkstralloc pvmxtoi pvmmatchstring pvmgetdsig pvmgetroot";
 
-/// Names and sizes of the variables.
+/// Names and sizes in bytes of the variables.
 const VARIABLES: &str = "
     pvm_errlist 296 pvm_nerr 4 pvm_errno 4 pvmmytid 4 pvmmyptid 4 pvmmyupid 4 pvm_useruid 4 pvmautoerr 4
     pvmshowtaskid 4 pvmtoplvl 4 pvmnsibs 4 pvmnoresetindex 4 pvmrouteopt 4 pvmfrgsiz 4 pvmudpmtu 4 pvmmyctx 4
@@ -86,13 +86,12 @@ fn every_name_is_exported_with_its_size() {
     }
 }
 
-/// The library of Debian's PVM.
 const DEBIAN_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libpvm3.so.3";
 
 /// Differences from Debian's library: one name and its reason in each line.
 const DIFFERENCES: &str = include_str!("exports.txt");
 
-/// Names and sizes are those of Debian's library, but for the listed differences.
+/// All names and sizes equal those of Debian's library, except for the listed differences.
 #[test]
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn names_and_sizes_are_debians_but_for_a_list() {
@@ -231,7 +230,7 @@ fn debians_programs_find_every_import() {
     }
 }
 
-/// Compiles and runs a program that needs headers only; returns its output.
+/// Compiles and runs a program that includes headers but needs no library; returns its output.
 fn printed_by(source: &Path, options: &[&OsStr]) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let program = dir.path().join("program");
@@ -239,7 +238,7 @@ fn printed_by(source: &Path, options: &[&OsStr]) -> String {
     String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
 }
 
-/// As [`printed_by`], for a program as text with the headers of a folder.
+/// As [`printed_by`], for the source text of a program and the headers of a folder.
 fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let source = dir.path().join("text.c");

@@ -76,8 +76,8 @@ fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
     found
 }
 
-/// Returns the argument lists of a function: each number and text in each place, with bad values in
-/// the other places.
+/// Returns argument lists for calls of a function: every test value appears in every position,
+/// combined with other bad values.
 fn calls(arguments: &[String]) -> Vec<String> {
     let mut lists = Vec::new();
     let rounds = 2 * NUMBERS.len();
@@ -202,7 +202,7 @@ fn program() -> String {
     )
 }
 
-/// No function breaks on meaningless arguments.
+/// No function crashes on meaningless arguments or returns an undocumented number.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn no_function_breaks_on_bad_arguments() {

@@ -1,11 +1,11 @@
-//! Tests of C programs with the library: without a daemon, and with one that knows a single task.
+//! Tests of C programs with the library: without a daemon, and with a fake daemon that serves one
+//! task.
 
 mod common;
 
 use common::{Daemon, Program, include, must_succeed, require};
 use std::process::Stdio;
 
-/// The header of Debian's PVM.
 const DEBIAN_HEADER: &str = "/usr/include/pvm3.h";
 
 /// Buffers, packing, options and errors work without a daemon.
@@ -17,7 +17,7 @@ fn buffers_and_options_work_without_a_daemon() {
     must_succeed(&program.command(nowhere.path()).output().expect("runs"));
 }
 
-/// A single task gets from each call what the interface says.
+/// For a single task each call returns the documented result.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn single_task_gets_what_the_interface_says() {
@@ -30,7 +30,8 @@ fn single_task_gets_what_the_interface_says() {
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn programs_compiled_with_debians_header_run() {
     require(DEBIAN_HEADER, "pvm-dev");
-    // Without our folder the compiler finds Debian's header, which leaves some calls undeclared.
+    // Without the folder of this project's headers the compiler uses Debian's header, which leaves
+    // some calls undeclared.
     let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
     for (name, tmp) in [("offline", nowhere.path()), ("alone", daemon.tmp())] {
         let program = Program::compile_with(name, nowhere.path(), &["-w"]);
@@ -38,7 +39,7 @@ fn programs_compiled_with_debians_header_run() {
     }
 }
 
-/// A missing daemon is reported in one line, and each error in another one.
+/// A missing daemon is reported in one line, and each error of a call in another line.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn missing_daemon_is_reported_in_one_line() {
@@ -103,7 +104,7 @@ fn root_without_permission_is_refused() {
     );
 }
 
-/// Output of children is printed line by line until they end.
+/// The output of children is printed line by line until they end.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn output_of_children_is_printed_by_line() {
@@ -129,9 +130,10 @@ fn output_of_children_is_printed_by_line() {
     assert_eq!(String::from_utf8_lossy(&done.stdout), "one\ntwo\n");
 }
 
+/// A spawned task receives the tids of its siblings from its parent's library.
 #[test]
 #[ignore = "system tier: needs gcc"]
-fn a_spawned_task_learns_its_siblings() {
+fn spawned_task_receives_its_siblings() {
     let daemon = Daemon::with_parent(sempa_proto::Tid::from_raw(0x40009));
     let program = Program::compile("alone", &include());
     must_succeed(
@@ -143,7 +145,7 @@ fn a_spawned_task_learns_its_siblings() {
     );
 }
 
-/// A program that is linked with the static library runs without the shared one.
+/// A program that is linked with the static library runs without the shared library.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn static_program_needs_no_shared_library() {

@@ -1,5 +1,6 @@
-//! Tests of foreign taskers, hosters and resource managers: small C programs with the documented
-//! messages serve a real virtual machine, and the daemon takes over when they die.
+//! Tests of taskers, hosters and resource managers that do not belong to Sempa: small C programs
+//! serve a real virtual machine with the documented messages, and the daemon resumes these services
+//! when the programs die.
 
 mod common;
 
@@ -10,7 +11,8 @@ fn served() -> Program {
     Program::compile("served", &include())
 }
 
-/// A registered tasker starts the tasks of its host; after its death the daemon does.
+/// A registered tasker starts the tasks of its host; after the death of the tasker the daemon
+/// starts them.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn daemon_starts_tasks_after_the_tasker_dies() {
@@ -28,7 +30,8 @@ fn daemon_starts_tasks_after_the_tasker_dies() {
     assert_eq!(said.matches("by daemon").count(), 2, "{said}");
 }
 
-/// A registered hoster starts daemons; after its death in the middle the master does.
+/// A registered hoster starts daemons; after the death of the hoster during a request the master
+/// starts them.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn master_starts_daemons_after_the_hoster_dies() {
@@ -62,9 +65,10 @@ fn master_starts_daemons_after_the_hoster_dies() {
     );
 }
 
+/// Only one task at a time can serve, and it can release the service.
 #[test]
 #[ignore = "system tier: needs gcc"]
-fn services_are_given_back_and_had_once() {
+fn service_has_one_task_and_can_be_released() {
     let (vm, program) = (Vm::start(), served());
     vm.play(&program, &["twice"]).ends_well();
     let mut tasker = vm.play(&program, &["tasker"]);
@@ -75,7 +79,8 @@ fn services_are_given_back_and_had_once() {
     );
 }
 
-/// Each host may have a resource manager of its own, and one may refuse another.
+/// Each host may have its own resource manager, and a resource manager may refuse the registration
+/// of another.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn each_host_may_have_its_own_rm() {
@@ -100,7 +105,7 @@ fn each_host_may_have_its_own_rm() {
     assert_eq!(said.matches("by daemon").count(), 2, "{said}");
 }
 
-/// A tasker that the environment names is started with each daemon.
+/// A tasker named in the environment is started with each daemon.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn environment_names_the_tasker_of_each_daemon() {

@@ -1,5 +1,5 @@
-//! Tests of tracing: a C tracer gets the documented records of a C task one by one, collected or
-//! summed up.
+//! Tests of tracing: a C tracer receives the documented records of a C task, either one by one,
+//! collected, or as totals.
 
 mod common;
 
@@ -61,7 +61,7 @@ fn traced_calls_report_begin_and_end() {
     );
 }
 
-/// Trace records are collected and summed up if the tracer wants that.
+/// Trace records are collected, or summed to totals, if the tracer requests that.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn trace_records_are_collected_and_summed() {
@@ -79,6 +79,6 @@ fn trace_records_are_collected_and_summed() {
         );
         tracer.kill();
     }
-    // Without a tracer the task does the same.
+    // Without a tracer the calls of the task succeed as well.
     vm.play(&program, &["task"]).ends_well();
 }

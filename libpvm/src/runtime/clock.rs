@@ -1,4 +1,4 @@
-//! Monotonic clock of the runtime, in microseconds. It never goes back, even if the process
+//! Monotonic clock of the runtime, in microseconds. The time never decreases, even if the process
 //! migrates to a host that booted later.
 
 use nix::time::{ClockId, clock_gettime};
@@ -9,7 +9,7 @@ use std::time::Duration;
 /// for its next host. A larger jump is attributed to the other host's clock.
 const CLOCK_JUMP_MAX: Micros = Micros::from_secs(120);
 
-/// Counts from the creation of the runtime.
+/// Clock that starts at zero when the runtime is created.
 #[derive(Debug)]
 pub(crate) struct Clock {
     base: Duration,
@@ -38,7 +38,8 @@ impl Clock {
             .max(self.last)
     }
 
-    /// As [`Clock::now`], for a process that may have changed hosts since the last call.
+    /// Returns the time like [`Clock::now`], for a process that may have migrated since the last
+    /// call.
     pub(crate) fn now_after_migration(&mut self) -> Micros {
         let now = kernel_time(ClockId::CLOCK_MONOTONIC);
         if self.elapsed_at(now).since(self.last) > CLOCK_JUMP_MAX {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Time after which a daemon that has not answered the hello counts as broken.
+/// Timeout for the daemon's answer to the hello.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Buffer size for one read of the welcome.
 const WELCOME_BYTES: usize = 4096;
@@ -28,7 +28,7 @@ const PROGRAM_BYTES_MAX: usize = 4096;
 /// flag, so it cannot enroll in place of its parent.
 static SPAWN_TOKEN_USED: AtomicBool = AtomicBool::new(false);
 
-/// Socket and identity for enrolling.
+/// Options of an enrollment: the daemon's socket, and the identity that this process claims.
 #[derive(Clone, Debug)]
 pub struct EnrollOptions {
     /// Path of the daemon's socket.
@@ -36,7 +36,8 @@ pub struct EnrollOptions {
     pub claim: Claim,
     /// Program name that task lists show.
     pub program: String,
-    /// Behavior of a process from a command line when its daemon ends.
+    /// What happens to this process when its daemon exits. Applies to processes that no daemon or
+    /// tasker has started.
     pub at_end: OnDaemonExit,
 }
 
@@ -90,7 +91,7 @@ pub(crate) fn claim_spawn_token() -> bool {
     !SPAWN_TOKEN_USED.swap(true, Ordering::Relaxed)
 }
 
-/// Releases the spawn token, because the daemon did not answer.
+/// Makes the spawn token usable again, after a daemon that did not answer.
 pub(crate) fn release_spawn_token() {
     SPAWN_TOKEN_USED.store(false, Ordering::Relaxed);
 }
@@ -109,9 +110,9 @@ fn program_name() -> String {
 pub(crate) struct AcceptedConnection {
     /// The socket is shared, so that the I/O thread can sleep on it while other threads use it.
     pub(crate) socket: Arc<ProcessOwned<UnixStream>>,
-    /// Bytes that arrived after the welcome.
+    /// Decoder that contains the bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
-    /// Descriptors that belong to those bytes.
+    /// Descriptors that arrived together with the bytes in `decoder`.
     pub(crate) passed: PendingFds,
     pub(crate) welcome: Welcome,
 }
@@ -126,7 +127,7 @@ pub fn daemon_answers(path: &Path, within: Duration) -> bool {
         .is_err_and(|error| silent(&error))
 }
 
-/// Connects, sends the hello, and waits for the answer.
+/// Connects to the daemon's socket, sends the hello, and waits for the answer.
 pub(crate) fn handshake(
     path: &Path,
     claim: Claim,
@@ -314,7 +315,8 @@ mod tests {
         ));
     }
 
-    /// A socket counts as served only if an answer comes; accepting the connection is not enough.
+    /// A daemon counts as present only if it answers the hello; a listener that accepts the
+    /// connection is not enough.
     #[test]
     fn listener_that_never_answers_is_no_daemon() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -27,19 +27,19 @@ use std::sync::Arc;
 pub(crate) const DIRECT_MAX: usize = 512;
 /// Maximum number of ready descriptors handled in one poll.
 const READY_MAX: usize = 64;
-/// Event data of all descriptors of routes in setup.
+/// Epoll event data of all descriptors that belong to routes in setup.
 const SETUP_TOKEN: u64 = u64::MAX;
-/// Time for which the I/O thread does not watch the direct routes after another thread polled them.
+/// Time for which the I/O thread does not watch the direct routes after another thread has polled
+/// them.
 pub(crate) const POLLED_WINDOW: Micros = Micros::from_millis(2);
-/// Silence after which a connection that is only drained is closed.
+/// A draining connection is closed if nothing arrives for this time.
 pub(crate) const DRAIN_SILENCE_TIMEOUT: Micros = Micros::from_secs(2);
-/// Time after which a connection that is only drained is closed in any case.
+/// Maximum duration of the draining of a connection.
 pub(crate) const DRAIN_TIMEOUT: Micros = Micros::from_secs(30);
 /// Time without traffic after which a route frees its buffers.
 const IDLE_TIMEOUT: Micros = Micros::from_secs(60);
-/// Interval of the check for idle routes.
 const IDLE_CHECK_INTERVAL: Micros = Micros::from_secs(10);
-/// Absent certificate: tasks on one host need none.
+/// Stands for "no certificate" in an acceptance: tasks on one host need none.
 const NO_CERTIFICATE: Fingerprint = [0; 32];
 
 /// Connection of a direct route, with its state.
@@ -48,12 +48,11 @@ struct DirectConn {
     stream: FrameStream,
     /// Output is waiting until the socket becomes writable.
     blocked: bool,
-    /// The last read left data in the socket.
+    /// The last read stopped at its limit, so the socket may still contain data.
     unread: bool,
-    /// Set while the connection is drained: nothing is written, but what the peer sent is still
-    /// read.
+    /// Set while the connection is drained: nothing is written, but data that the peer sent is
+    /// still read.
     draining: Option<Draining>,
-    /// Time of the last traffic.
     used_at: Micros,
 }
 
@@ -63,7 +62,7 @@ struct Draining {
     /// Time at which draining ends if nothing arrives.
     silence_deadline: Micros,
     deadline: Micros,
-    /// The peer has ended. The rest of the task is notified when the connection has been drained.
+    /// The peer has ended. The links are notified of the end when the connection has been drained.
     peer_ended: bool,
 }
 
@@ -84,11 +83,11 @@ impl AsFd for ReadySet {
     }
 }
 
-/// All direct routes of this task.
+/// The direct routes of this task, both established and in setup.
 #[derive(Debug)]
 pub(crate) struct DirectRoutes {
     pub(crate) agreements: RouteAgreements,
-    /// Addresses of this host.
+    /// IP addresses of this host, which offers contain.
     addresses: Vec<IpAddr>,
     acceptor: Acceptor,
     /// Peers to which this task's offers were sent.
@@ -96,11 +95,10 @@ pub(crate) struct DirectRoutes {
     dialers: FxHashMap<Tid, Dialer>,
     /// Contents of the offer that is being handled.
     incoming_offer: Option<IncomingOffer>,
-    /// Certificate of the acceptance that is being handled.
+    /// Fingerprint of the peer's certificate in the acceptance that is being handled.
     peer_fingerprint: Fingerprint,
     conns: FxHashMap<Tid, DirectConn>,
     blocked: usize,
-    /// Time of the next check for idle routes.
     next_idle_check: Option<Micros>,
     ready: Option<Arc<ProcessOwned<ReadySet>>>,
     /// Time at which a spinning thread last polled the routes.
@@ -108,7 +106,6 @@ pub(crate) struct DirectRoutes {
 }
 
 impl DirectRoutes {
-    /// Creates an empty set of routes.
     pub(crate) fn new(me: Tid, addresses: Vec<IpAddr>) -> DirectRoutes {
         DirectRoutes {
             agreements: RouteAgreements::new(me),
@@ -131,17 +128,16 @@ impl DirectRoutes {
         self.addresses = addresses;
     }
 
-    /// True if there is a direct route to this peer.
+    /// True if messages to this peer go through a direct connection.
     pub(crate) fn has_route(&self, peer: Tid) -> bool {
         self.conns.contains_key(&peer)
     }
 
-    /// True if there is no direct route.
     pub(crate) fn is_empty(&self) -> bool {
         self.conns.is_empty()
     }
 
-    /// True if messages to this peer wait for its socket.
+    /// True if frames to this peer wait until the socket of the direct route is writable.
     pub(crate) fn is_blocked(&self, peer: Tid) -> bool {
         self.conns.get(&peer).is_some_and(|far| far.blocked)
     }
@@ -161,7 +157,8 @@ impl DirectRoutes {
         self.is_open() && (self.polled_at.is_none() || self.has_background_work())
     }
 
-    /// True if there is work that a spinning thread does not do.
+    /// True if routes are in setup or wait for a writable socket. Spinning threads do not handle
+    /// these.
     fn has_background_work(&self) -> bool {
         self.blocked > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
@@ -171,7 +168,8 @@ impl DirectRoutes {
         self.ready.is_some()
     }
 
-    /// Records that a thread polls the routes itself, or (`None`) that it stops.
+    /// Records that a spinning thread polls the routes at this time; `None` means that the thread
+    /// stops polling.
     pub(crate) fn set_polled(&mut self, now: Option<Micros>) {
         self.polled_at = now;
     }
@@ -234,7 +232,8 @@ impl Core {
         self.direct.agreements.is_settled(peer)
     }
 
-    /// Changes the program's requests for notifications about routes.
+    /// Applies `change` to the program's requests for notifications about routes, and sends the
+    /// notifications that are due.
     pub(crate) fn watch_routes(
         &mut self,
         now: Micros,
@@ -294,8 +293,8 @@ impl Core {
     }
 
     /// Adopts the incarnation that a peer announces in a route message. Frames on direct routes do
-    /// not carry it, and they may be the first that the two tasks exchange since one of them was
-    /// restarted.
+    /// not carry the incarnation, and they may be the first frames that the two tasks exchange
+    /// after a restart of one of them.
     fn adopt_incarnation(&mut self, now: Micros, peer: Tid, incarnation: u16) {
         if incarnation != self.incarnation_with(peer)
             && let Some(link) = self.get_or_create_link(peer)
@@ -313,7 +312,7 @@ impl Core {
         self.run_route_outputs(now);
     }
 
-    /// Carries out the decisions of the agreement.
+    /// Executes the actions that the agreements have queued.
     fn run_route_outputs(&mut self, now: Micros) {
         while let Some(output) = self.direct.agreements.poll() {
             match output {
@@ -495,7 +494,8 @@ impl Core {
         self.drain_direct(now, peer);
     }
 
-    /// Closes the connection to this peer, or its setup; the daemons carry the queued messages.
+    /// Closes the connection to this peer, or cancels its setup. The daemons carry the queued
+    /// messages.
     fn close_direct(&mut self, now: Micros, peer: Tid) {
         self.direct.dialers.remove(&peer);
         if let Some(DirectConn {
@@ -606,7 +606,7 @@ impl Core {
     }
 
     /// Starts draining a connection on which nothing can be written: reads what the peer sent
-    /// before, until the connection ends or has been silent for a while.
+    /// before, until the connection ends or a time limit of [`Draining`] expires.
     fn start_draining(&mut self, now: Micros, peer: Tid, peer_ended: bool) {
         let direct = &mut self.direct;
         let Some(conn) = direct.conns.get_mut(&peer) else {
@@ -641,8 +641,8 @@ impl Core {
         let (Some(conn), Some(link)) = (direct.conns.get_mut(&peer), links.get_mut(&peer)) else {
             return;
         };
-        // If the peer has just ended, writing would make its kernel discard data that it has not
-        // delivered. Its data must be read first; the window bounds the amount.
+        // If the peer has just ended, writing would make the peer's kernel discard data that it has
+        // not delivered. This data must be read first; the window bounds its amount.
         if conn.draining.is_some() || conn.unread {
             return;
         }
@@ -688,8 +688,8 @@ impl Core {
 
     // ---- teardown
 
-    /// Reads what has arrived and closes all direct routes: from here on everything goes through
-    /// the daemon. Returns the peers of the closed routes.
+    /// Reads what has arrived and closes all direct routes. All later frames go through the daemon.
+    /// Returns the peers of the closed routes.
     pub(super) fn end_direct(&mut self, now: Micros) -> Vec<Tid> {
         let peers: Vec<Tid> = self.direct.conns.keys().copied().collect();
         for peer in &peers {
@@ -713,8 +713,8 @@ impl Core {
         peers
     }
 
-    /// Handles the end of a peer. Returns false if its connection must be drained first;
-    /// [`Core::peer_gone`] is then called again after that.
+    /// Handles the end of a peer. Returns false if the peer's connection must be drained first;
+    /// [`Core::peer_gone`] is called again after draining.
     pub(super) fn direct_peer_ended(&mut self, now: Micros, peer: Tid) -> bool {
         if self.direct.has_route(peer) {
             self.start_draining(now, peer, true);
@@ -732,7 +732,8 @@ impl Core {
 
     /// Handles expired timers: unanswered offers, drained connections and idle routes.
     pub(super) fn run_direct_timers(&mut self, now: Micros) {
-        // Read before any timer causes a write: this task may have been stopped for a long time.
+        // Data is read before any timer causes a write: this task may have been stopped for a long
+        // time.
         self.poll_direct(now);
         let draining = self
             .direct
@@ -740,7 +741,7 @@ impl Core {
             .iter()
             .filter(|(_, far)| far.draining.is_some());
         for peer in draining.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
-            // This task may have been stopped, so data may have arrived in time.
+            // This task may have been stopped, so data may have arrived before the deadline.
             while self.drain_direct(now, peer) {}
             match self.direct.conns.get(&peer).and_then(|far| far.draining) {
                 Some(last) if last.silence_deadline <= now => self.finish_direct(now, peer),

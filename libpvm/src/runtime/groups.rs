@@ -1,5 +1,5 @@
-//! Client of the group service: requests that process messages while they wait, and leaving all
-//! groups at exit.
+//! Client of the group service. A caller can process messages while its request waits for the
+//! reply. At exit, ends all memberships of the task.
 
 use super::Runtime;
 use sempa_proto::PvmError;
@@ -15,8 +15,8 @@ enum GroupWaitEvent {
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive meanwhile; it must take all
-    /// messages out of the inbox. With `None` they stay there.
+    /// members. `on_messages` is called whenever messages arrive during the wait; it must remove
+    /// all messages from the inbox. With `None` the messages stay in the inbox.
     pub fn group_request(
         &self,
         request: GroupRequest,
@@ -54,11 +54,11 @@ impl Runtime {
         }
     }
 
-    /// Leaves all groups before the task exits, so that the group service does not count the exit
-    /// as a death in the group.
+    /// Ends this task's membership in all groups before the task exits, so that the group service
+    /// does not count the exit as the death of a member.
     pub(super) fn leave_groups(&self) {
         if self.0.used_groups.swap(false, Relaxed) {
-            // An error means that there is no daemon, and then no group to leave.
+            // An error means that the daemon is lost, and that the memberships have ended with it.
             self.request(Request::Group(GroupRequest::LeaveAll));
         }
     }

@@ -4,12 +4,12 @@
 //! The thread blocks all signals and sleeps unless it is needed. While it sleeps, it polls the
 //! daemon's socket, an eventfd, the epoll set of the direct routes, and a timer.
 //!
-//! In a migration it does the following:
+//! In a migration the I/O thread performs these steps:
 //!
 //! 1. When all frames are written after the daemon's quiesce request, it closes the socket.
 //! 2. It polls for the token file, which names the socket of the next daemon. The file may appear
 //!    in any of several paths, which a [`Redirect`] can replace.
-//! 3. It connects to that daemon and resumes the links.
+//! 3. It connects to the next daemon and resumes the links.
 
 use super::connect::{AcceptedConnection, handshake};
 use super::core::{Phase, QuiesceRequest};
@@ -40,9 +40,10 @@ const STACK_BYTES: usize = 256 << 10;
 const TOKEN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Maximum size of a token file. Real tokens are far smaller; larger files are ignored.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
-/// Time after which the task gives up reaching the daemon that the token names.
+/// Timeout for the connection to the daemon that the token names. After the timeout the connection
+/// is lost for good.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(15);
-/// Interval between two attempts to reach that daemon.
+/// Interval between two attempts to connect to the daemon that the token names.
 const RESUME_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Starts the I/O thread with all signals blocked.
@@ -128,7 +129,8 @@ fn run(shared: &Arc<Shared>, program: &str) {
     }
     shared.stop();
     if let Some(thread) = drainer {
-        // A panic of that thread only poisons the lock, which all users ignore.
+        // A panic of the drainer thread only poisons the lock, and all users of the lock ignore
+        // that.
         let _ = thread.join();
     }
 }
@@ -143,7 +145,7 @@ fn decide(state: &mut State, shared: &Shared) -> NextStep {
     }
     if matches!(state.core.phase(), Phase::Quiescing(_)) && state.core.outbox.is_empty() {
         state.detach_socket(&shared.socket_waiters);
-        // Freed, so that this memory is not transferred.
+        // Freed, so that the migration does not transfer this memory.
         state.decoder = FrameDecoder::new();
         state.wake_timer = None;
         state.core.mark_quiesced();
@@ -266,8 +268,8 @@ fn connect_to_next_daemon(
         migration: quiesce.migration,
     };
     loop {
-        // A task that migrates was started by a tasker and ends with it, so the default of `at_end`
-        // suffices.
+        // `OnDaemonExit` does not matter here: a task that migrates was started by a tasker and
+        // always ends with its daemon.
         match handshake(
             &token.socket,
             claim.clone(),

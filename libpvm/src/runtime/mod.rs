@@ -1,12 +1,12 @@
 //! Task runtime: the connection to the daemon, the links to other tasks, and the background threads
-//! that serve both.
+//! that serve the connection and the links.
 //!
 //! - The state is a value without any I/O, protected by one lock.
 //! - Application threads read and write the socket without blocking while they hold the lock.
 //!   Otherwise they block on futexes, or one of them on the socket.
-//! - The I/O thread reads and writes while the application computes. When the task migrates, it
-//!   closes the connection to the daemon (quiesces) and connects to the next daemon. Between the
-//!   two, all calls keep working in memory.
+//! - The I/O thread reads and writes while the application computes. When the task migrates, the
+//!   I/O thread closes the connection to the daemon (quiesces) and connects to the next daemon.
+//!   While there is no connection, all calls keep working in memory.
 //! - A drainer thread reads rings that are full while the application computes.
 
 mod clock;
@@ -49,19 +49,21 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Maximum delay of the normal end of a process by messages that the daemon has not accepted yet.
+/// Maximum time for which the normal exit of a process waits until the daemon has accepted its
+/// messages.
 const EXIT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time for which `send` waits for the full socket of a direct route. A process that a signal kills
-/// after `send` has then sent the message.
+/// Maximum time for which `send` waits for the full socket of a direct route. A message in the
+/// socket is delivered even if a signal kills the process after `send`.
 const DIRECT_SOCKET_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Size from which reading a message takes a receiver longer than waking up for it.
+/// Minimum size of a message for which the wake-up of the receiver may be deferred. From this size,
+/// the receiver needs more time to read the message than to wake up.
 const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
 
 /// Joins the virtual machine that the environment selects. A spawned process uses its spawn token
 /// once: after [`Runtime::exit`], or in a forked child whose parent used the token, the process
-/// gets a new task id. `at_end` applies to processes from a command line.
+/// gets a new task id. `at_end` applies to processes that no daemon or tasker has started.
 ///
 /// # Errors
 /// See [`EnrollError`].
@@ -83,9 +85,9 @@ pub fn enroll(at_end: OnDaemonExit) -> Result<Runtime, EnrollError> {
 
 /// This process as a task. Clones are cheap and stand for the same task.
 ///
-/// When the last clone is dropped without [`Runtime::exit`], messages that were sent are still
-/// given to the daemon, within a few seconds. In a forked child the runtime is dead:
-/// [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
+/// When the last clone is dropped without [`Runtime::exit`], queued messages are still sent to the
+/// daemon, within a few seconds. In a forked child the runtime is dead: [`Runtime::is_connected`]
+/// is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
 pub struct Runtime(Arc<Handle>);
 
@@ -94,7 +96,6 @@ struct Handle {
     shared: Arc<Shared>,
     welcome: Welcome,
     last_wid: AtomicI32,
-    /// The task has used the group service.
     used_groups: AtomicBool,
     io_thread: Mutex<Option<ProcessOwned<JoinHandle<()>>>>,
 }
@@ -146,8 +147,8 @@ impl ExitHook for FlushAtExit {
 }
 
 impl Runtime {
-    /// Joins a virtual machine as `options` describe. One process may connect several tasks;
-    /// programs normally use [`enroll`].
+    /// Joins a virtual machine with these options. One process may connect several tasks; programs
+    /// normally use [`enroll`].
     ///
     /// # Errors
     /// See [`EnrollError`].
@@ -183,13 +184,13 @@ impl Runtime {
         self.0.welcome.tid
     }
 
-    /// Returns the parent from the daemon's welcome: a task, NONE, or raw −35 if the parent asked
-    /// not to be known.
+    /// Returns the parent from the daemon's welcome: a task, NONE, or raw −35 if the parent has
+    /// requested to stay unknown.
     pub fn parent(&self) -> Tid {
         self.0.welcome.parent
     }
 
-    /// True if a daemon started this process.
+    /// True if a daemon started this process, false if it was started from a command line.
     pub fn spawned(&self) -> bool {
         self.0.welcome.spawned
     }
@@ -200,7 +201,7 @@ impl Runtime {
             .unwrap_or(self.0.welcome.host)
     }
 
-    /// Returns the data signature of the current host.
+    /// Returns the data signature of the current host: PVM's code for its data layout.
     pub fn dsig(&self) -> i32 {
         self.with_core(|core| core.dsig())
             .unwrap_or(self.0.welcome.dsig)
@@ -223,13 +224,12 @@ impl Runtime {
         self.0.welcome.tracer.clone()
     }
 
-    /// Returns the current resource manager, if there is one.
     pub fn rm(&self) -> Option<RmInfo> {
         self.with_core(|core| core.rm()).flatten()
     }
 
-    /// Counter that increases when the resource manager changes or dies; [`Runtime::inbox_wait`]
-    /// then calls its closure again.
+    /// Returns a counter that increases when the resource manager changes or dies;
+    /// [`Runtime::inbox_wait`] then calls its closure again.
     pub fn rm_generation(&self) -> u64 {
         self.with_core(|core| core.rm_generation()).unwrap_or(0)
     }
@@ -256,9 +256,9 @@ impl Runtime {
         next(before.unwrap_or(0)).unwrap_or(1)
     }
 
-    /// Returns a descriptor to wait on, for `pvm_getfds`: readable while a message was not received
-    /// yet, or when the connection is lost. It never changes. `None` in a forked child, or if no
-    /// descriptor can be created.
+    /// Returns a descriptor to wait on, for `pvm_getfds`: readable while an unreceived message is
+    /// in the inbox, or when the connection is lost. The descriptor never changes. `None` in a
+    /// forked child, or if no descriptor can be created.
     pub fn ready_fd(&self) -> Option<RawFd> {
         if self.0.shared.is_forked_child() {
             return None;
@@ -266,7 +266,7 @@ impl Runtime {
         self.0.shared.ready_fd().ok()
     }
 
-    /// Returns the socket to the daemon; `None` while there is none.
+    /// Returns the socket to the daemon; `None` without a connection.
     #[cfg(test)]
     pub(crate) fn socket_fd(&self) -> Option<RawFd> {
         use std::os::fd::AsRawFd;
@@ -274,10 +274,11 @@ impl Runtime {
         state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
     }
 
-    /// Sends a message of at most [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes if
-    /// writing to memory shared with the receiver suffices. Returns false if it does not; then
-    /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct` the message is sent
-    /// only if it is settled whether the two tasks have a direct route.
+    /// Sends a message of at most
+    /// [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes by writing it to
+    /// memory that is shared with the receiver. Returns false if more than that is necessary; then
+    /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct`, false is also
+    /// returned while the two tasks have not agreed yet whether they use a direct route.
     pub fn try_send_inline(
         &self,
         dst: Tid,
@@ -288,15 +289,15 @@ impl Runtime {
         !self.0.shared.is_forked_child() && self.0.shared.try_send_inline(dst, &head, body, direct)
     }
 
-    /// Sends a message to `message.dst`; sets `src`. Returns when the daemon has the message, as
-    /// far as the receiver's window and the state of the connection allow; otherwise the message is
-    /// queued here and sent later. Never waits for the receiver. A message to a task that does not
-    /// exist is dropped without an error, as in PVM.
+    /// Sends a message to `message.dst`; sets `src`. Returns when the message is written to the
+    /// daemon, if the receiver's window and the state of the connection allow that; otherwise the
+    /// message is queued in this process and sent later. Never waits for the receiver. A message to
+    /// a task that does not exist is dropped without an error, as in PVM.
     ///
     /// # Errors
     /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
-    /// daemon is lost, `OutOfRes` if too many bytes are queued for this receiver. Nothing was sent
-    /// then.
+    /// daemon is lost, `OutOfRes` if too many bytes are queued for this receiver. After an error
+    /// nothing was sent.
     pub fn send(&self, mut message: Message) -> PvmResult<()> {
         message.src = self.tid();
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
@@ -325,7 +326,8 @@ impl Runtime {
     /// Large messages to tasks on this host are copied only once.
     ///
     /// # Errors
-    /// As [`Runtime::send`]. The tasks before the failing one were sent the message.
+    /// As [`Runtime::send`]. The message was sent to the tasks that precede the failing one in
+    /// `to`.
     pub fn send_to_many(&self, message: &Message, to: &[Tid]) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         if state.core.lost_reason().is_some() {
@@ -343,14 +345,14 @@ impl Runtime {
         sent
     }
 
-    /// Must be called before a fork. Copies messages that a forked child may still read from shared
-    /// memory into private memory.
+    /// Must be called before a fork: messages that a forked child may still read from shared memory
+    /// are copied into private memory.
     pub fn prepare_for_fork(&self) {
         self.0.shared.prepare_for_fork();
     }
 
-    /// Requests a direct route to a task unless that was done before, and waits for the answer. If
-    /// either program refuses, messages continue to go through the daemons.
+    /// Requests a direct route to a task unless a route was already requested, and waits for the
+    /// answer. If either program refuses, messages continue to go through the daemons.
     pub fn open_route(&self, dst: Tid) {
         let Some(mut state) = self.lock() else { return };
         loop {
@@ -406,8 +408,8 @@ impl Runtime {
         })
     }
 
-    /// Writes the queued frames and waits while the socket is the only obstacle. A process that is
-    /// killed after a send has then sent the message.
+    /// Writes the queued frames, and waits as long as only a full socket prevents writing. A
+    /// process that is killed after a send has then sent the message.
     fn wait_until_written(&self, state: &mut StateGuard<'_>, peer: Option<Tid>) -> PvmResult<()> {
         let mut write_target = None;
         let (mut polled, mut may_wait_for_socket) = (false, true);
@@ -478,8 +480,9 @@ impl Runtime {
         }
     }
 
-    /// Checks the inbox once. `f` runs under the runtime's lock, so it must not call the runtime.
-    /// It is called a second time if a message arrived meanwhile.
+    /// Calls `f` with the inbox and returns its value. If `f` returns nothing, reads what has
+    /// arrived and calls `f` again if there are new messages. `f` runs under the runtime's lock, so
+    /// it must not call the runtime.
     pub fn inbox_try<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
         let mut state = self.lock()?;
         if let Some(found) = f(&mut state.core.inbox) {
@@ -514,7 +517,7 @@ impl Runtime {
         self.core_wait(deadline, &mut |core| f(&mut core.inbox))
     }
 
-    /// As [`Runtime::inbox_wait`], but `f` gets the whole state of the runtime.
+    /// As [`Runtime::inbox_wait`], but `f` receives the whole state of the runtime.
     pub(crate) fn core_wait<R>(
         &self,
         deadline: Option<Instant>,
@@ -556,9 +559,9 @@ impl Runtime {
         }
     }
 
-    /// Leaves the virtual machine: gives all sent messages to the daemon, closes the connection,
+    /// Leaves the virtual machine: sends all queued messages to the daemon, closes the connection,
     /// and stops the I/O thread. Messages that have arrived can still be received. During a
-    /// migration the call waits for its end.
+    /// migration the call waits until the migration has ended.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon was lost before.

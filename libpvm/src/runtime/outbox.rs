@@ -20,7 +20,8 @@ pub(crate) type Descriptors = Vec<Arc<ProcessOwned<OwnedFd>>>;
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     pieces: VecDeque<Bytes>,
-    /// Descriptors, each list with the offset of the piece to which it belongs.
+    /// Lists of descriptors. Each list has the offset, in all bytes ever queued, of the piece with
+    /// which it must be sent.
     attached: VecDeque<(u64, Descriptors)>,
     queued: u64,
     written: u64,
@@ -33,7 +34,7 @@ impl Outbox {
         self.pieces.push_back(piece);
     }
 
-    /// Appends an encoded frame with descriptors.
+    /// Appends an encoded frame. The descriptors are sent with its first byte.
     pub(crate) fn push_with_descriptors(&mut self, piece: Bytes, descriptors: Descriptors) {
         if !descriptors.is_empty() {
             self.attached.push_back((self.queued, descriptors));
@@ -84,8 +85,8 @@ impl Outbox {
         let descriptors = here
             .map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect())
             .unwrap_or_default();
-        // Descriptors belong to the first byte of their piece, so a write must end before the next
-        // piece that has some.
+        // The kernel passes descriptors with the first byte of a write, so a write must end before
+        // the next piece that has descriptors.
         let end = attached
             .find(|(start, _)| *start > at)
             .map(|(start, _)| *start);

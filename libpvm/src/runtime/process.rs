@@ -1,8 +1,8 @@
 //! Process-wide hooks: cleanup after `fork` in the child, and flushing at the end of the process.
 //!
 //! After `fork` the child is not a task. Its copies of the descriptors are closed immediately, and
-//! its copies of the runtime are dead, which they recognize by [`fork_generation`]. `vfork` and
-//! `posix_spawn` do not run these hooks; for them all descriptors are close-on-exec.
+//! its copies of the runtime are dead; they detect this by [`fork_generation`]. `vfork` and
+//! `posix_spawn` do not run these hooks; for these calls all descriptors are close-on-exec.
 #![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -12,8 +12,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 
-/// Maximum number of descriptors that a fork closes in the child. Further ones are only
-/// close-on-exec.
+/// Maximum number of descriptors that a fork closes in the child. Descriptors beyond the maximum
+/// are only close-on-exec.
 const FORK_FDS_MAX: usize = 1024;
 /// Marks a free entry of [`FORK_FDS`].
 const NO_FD: i32 = -1;
@@ -21,8 +21,8 @@ const NO_FD: i32 = -1;
 /// Number of forks between the first process and this one; the child increments it.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static FORK_FDS: [AtomicI32; FORK_FDS_MAX] = [const { AtomicI32::new(NO_FD) }; FORK_FDS_MAX];
-/// Leaked on purpose: another thread may hold the lock during a fork, and the child then creates a
-/// new list.
+/// Hooks that run at exit. The list is never freed: another thread may hold its lock during a fork,
+/// and the child then creates a new list.
 static AT_EXIT: AtomicPtr<AtExit> = AtomicPtr::new(std::ptr::null_mut());
 
 type AtExit = Mutex<Vec<Box<dyn ExitHook>>>;
@@ -48,7 +48,6 @@ pub(crate) fn install_hooks() {
 pub(crate) trait ExitHook: Send {
     /// True if nothing is left to do. The hook is removed when the next hook is added.
     fn is_done(&self) -> bool;
-    /// Runs before a fork.
     fn before_fork(&self);
     /// Runs at the normal end of the process.
     fn run(&self);
@@ -109,7 +108,8 @@ pub(crate) fn mark_library_socket(socket: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Async-signal-safe: uses only atomics and `close`.
+/// Increments the fork generation in the child and closes the child's copies of the library's
+/// descriptors. Async-signal-safe: uses only atomics and `close`.
 extern "C" fn after_fork_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     AT_EXIT.store(std::ptr::null_mut(), Ordering::Relaxed);
@@ -123,8 +123,8 @@ extern "C" fn after_fork_in_child() {
     }
 }
 
-/// Value that belongs to the process that created it. In a forked child it is never dropped; if it
-/// is a descriptor, the fork closes the child's copy.
+/// Value that belongs to the process that created it. In a forked child the value is never dropped;
+/// if it is a descriptor, the fork closes the child's copy.
 #[derive(Debug)]
 pub(crate) struct ProcessOwned<T> {
     value: Option<T>,
@@ -133,7 +133,7 @@ pub(crate) struct ProcessOwned<T> {
 }
 
 impl<T> ProcessOwned<T> {
-    /// Wraps a value that needs no closing at a fork.
+    /// Wraps a value that is not a descriptor.
     pub(crate) fn new(value: T) -> ProcessOwned<T> {
         ProcessOwned {
             value: Some(value),

@@ -1,7 +1,9 @@
-//! Buffer in this process's memory that changes the next location of a quiesced library.
+//! Buffer in this process's memory for new paths of the token file, which names the next daemon of
+//! a quiesced library.
 //!
-//! A task that is paused for the owner of its host quiesces before its target is known. It must not
-//! run to be notified, so the tasker writes the new location here while the task is stopped.
+//! A task that is paused for the owner of its host quiesces before its target is known. The task
+//! must not run to be notified of the target, so the tasker writes the new paths into this buffer
+//! while the task is stopped.
 
 use sempa_proto::frame::from_bytes;
 use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAddress};

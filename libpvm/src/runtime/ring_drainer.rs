@@ -1,5 +1,5 @@
 //! Drainer thread: reads the rings of this task while the application computes. A peer on the same
-//! host wakes it when a ring is full.
+//! host wakes the drainer thread when a ring is full.
 //!
 //! The thread starts with the first ring, blocks all signals, and sleeps on a futex in the task's
 //! doorbell.
@@ -15,7 +15,7 @@ use std::time::Duration;
 /// Stack size of the drainer thread. Small, because the stack is transferred with every migration.
 const STACK_BYTES: usize = 128 << 10;
 /// Maximum interval between two reads of all rings while peers wake the thread. A peer that
-/// violates the protocol can suppress a wake-up or clear the bit that says which ring to read.
+/// violates the protocol can suppress a wake-up, or clear the bit that selects the ring to read.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep while no peer wakes the thread. Each wake-up disturbs a CPU that may be idle.
 const IDLE_SLEEP_MAX: Duration = Duration::from_secs(8);

@@ -1,17 +1,17 @@
 //! Agreement between tasks about direct routes (`PvmRouteDirect`), as a state machine without I/O.
 //!
-//! - The first message to a peer sends an offer. A peer that refused is not asked again, and an
-//!   established route carries both directions.
+//! - The first message to a peer sends an offer. A peer that refused receives no second offer. An
+//!   established route carries messages in both directions.
 //! - When a route breaks, or one of the two tasks migrates, the next message sends a new offer.
-//! - On the same host the acceptance is sufficient, because the tasks have their rings. Between two
-//!   hosts the peer that accepts connects to the task that offers.
+//! - On the same host the acceptance of an offer is sufficient, because the tasks have their rings.
+//!   Between two hosts the peer that accepts connects to the task that offers.
 
 use rustc_hash::FxHashMap;
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 
-/// Time to answer an offer; after it the peer counts as having refused.
+/// Timeout for the answer to an offer. After the timeout the peer counts as having refused.
 pub(crate) const ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
 /// Maximum number of peers with an agreement, or an offer in progress.
 pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
@@ -43,9 +43,7 @@ pub(crate) enum RouteEvent {
     Failed(Tid),
     /// The connection to the peer has ended.
     Ended(Tid),
-    /// The peer has migrated.
     PeerMigrated(Tid),
-    /// The peer has ended.
     PeerEnded(Tid),
     /// This task quiesces or exits: all routes must be closed.
     CloseAll,
@@ -53,7 +51,7 @@ pub(crate) enum RouteEvent {
     TimerExpired,
 }
 
-/// Action for the caller.
+/// Action that the caller must execute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteOutput {
     /// Listen, and send an offer to this peer.
@@ -66,7 +64,6 @@ pub(crate) enum RouteOutput {
     Dial { to: Tid, id: OfferId },
     /// Accept the connection of the peer that has accepted this offer.
     ExpectConnection { id: OfferId },
-    /// Refuse the peer's offer.
     Refuse { to: Tid, id: OfferId },
     /// Close the connection to this peer, established or in progress.
     Close { peer: Tid },
@@ -87,12 +84,13 @@ enum Agreement {
 struct NewRouteWatch {
     ctx: i32,
     tag: i32,
-    /// Number of notifications left; negative if unlimited.
+    /// Number of notifications that the program still wants; negative if unlimited.
     remaining: i32,
     fd: i32,
 }
 
-/// All agreements of one task.
+/// State of this task's agreements with all its peers, and the requests of the program for
+/// notifications.
 #[derive(Debug)]
 pub(crate) struct RouteAgreements {
     own_tid: Tid,
@@ -101,13 +99,13 @@ pub(crate) struct RouteAgreements {
     last_id: u64,
     agreements: FxHashMap<Tid, Agreement>,
     new_route_watches: Vec<NewRouteWatch>,
-    /// Requests for notification of a route's end: peer, context, tag.
+    /// Requests for notification of the end of a route, each as peer, message context and message
+    /// tag.
     end_watches: Vec<(Tid, i32, i32)>,
     outputs: VecDeque<RouteOutput>,
 }
 
 impl RouteAgreements {
-    /// Creates a state without agreements.
     pub(crate) fn new(me: Tid) -> RouteAgreements {
         let (peers, watches, ends, out) = (
             FxHashMap::default(),
@@ -143,7 +141,7 @@ impl RouteAgreements {
         self.agreements.values().filter_map(until).min()
     }
 
-    /// Returns the next action.
+    /// Removes and returns the next queued action.
     pub(crate) fn poll(&mut self) -> Option<RouteOutput> {
         self.outputs.pop_front()
     }
@@ -170,8 +168,8 @@ impl RouteAgreements {
         Ok(())
     }
 
-    /// Requests notification of the end of the route to this peer. It comes immediately if there is
-    /// no route.
+    /// Requests notification of the end of the route to this peer. Without a route the notification
+    /// is sent immediately.
     ///
     /// # Errors
     /// `OutOfRes` if the maximum number of requests is reached.
@@ -322,8 +320,8 @@ impl RouteAgreements {
         self.agreements.remove(&peer);
     }
 
-    /// Ends a failed attempt as refused. With a new offer for every message, each message would
-    /// wait for an answer.
+    /// Records a failed attempt as a refusal. Otherwise every further message would send a new
+    /// offer and wait for its answer.
     fn handle_failure(&mut self, peer: Tid) {
         if matches!(
             self.agreements.get(&peer),
@@ -350,7 +348,7 @@ impl RouteAgreements {
         self.new_route_watches.retain(|watch| watch.remaining != 0);
     }
 
-    /// Removes the route, if there was one. A later message may request another.
+    /// Removes the route, if there was one. A later message may request another route.
     fn handle_end(&mut self, peer: Tid) {
         if self.agreements.remove(&peer) == Some(Agreement::Up) {
             self.outputs.push_back(RouteOutput::Close { peer });
@@ -446,7 +444,7 @@ mod tests {
         (a, b)
     }
 
-    /// An established route causes no second offer, and both programs were notified of it.
+    /// An established route causes no second offer, and both programs are notified of the route.
     #[test]
     fn route_is_offered_once_and_both_are_notified() {
         let (mut a, mut b) = connected_pair();
@@ -488,7 +486,7 @@ mod tests {
         assert!(!a.is_settled(B));
     }
 
-    /// A peer that refused gets no second offer, but its own offer is still accepted.
+    /// A peer that refused receives no second offer, but its own offer is still accepted.
     #[test]
     fn refusing_peer_is_not_asked_again() {
         let mut a = RouteAgreements::new(A);
@@ -545,7 +543,8 @@ mod tests {
         );
     }
 
-    /// Of two offers that cross, the one of the task with the smaller tid counts.
+    /// If two tasks send offers to each other at the same time, the offer of the task with the
+    /// smaller tid counts.
     #[test]
     fn smaller_tid_wins_when_offers_cross() {
         let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
@@ -576,7 +575,7 @@ mod tests {
         );
     }
 
-    /// An offer that is not answered in time counts as refused; a late answer is ignored.
+    /// An offer without an answer before the timeout counts as refused; a later answer is ignored.
     #[test]
     fn missing_answer_counts_as_refusal() {
         let mut a = RouteAgreements::new(A);
@@ -585,7 +584,7 @@ mod tests {
         a.handle(Micros(1) + ANSWER_TIMEOUT, RouteEvent::TimerExpired);
         assert_eq!(drain_outputs(&mut a), [RouteOutput::Withdraw { id: ID }]);
         assert!(a.is_settled(B));
-        // A late answer is ignored.
+        // The acceptance of an offer that has timed out is ignored.
         assert_eq!(
             outputs_of(
                 &mut a,

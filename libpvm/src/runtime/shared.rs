@@ -1,9 +1,9 @@
-//! The runtime's one lock, and the operations under it: non-blocking reads and writes of the
-//! socket, and blocking waits.
+//! The lock of the runtime's state, and the operations under the lock: non-blocking reads and
+//! writes of the daemon's socket, and blocking waits.
 //!
-//! A thread waits for an event in up to three stages: it spins on the rings and direct routes, then
-//! it sleeps, either on the daemon's socket (one thread at a time) or on a futex in the task's
-//! doorbell. Each release of the lock wakes exactly the threads for which something has changed.
+//! A thread that waits for an event first spins on the rings and direct routes. Then it sleeps,
+//! either on the daemon's socket (one thread at a time) or on a futex in the task's doorbell. Each
+//! release of the lock wakes exactly the threads whose condition has changed.
 
 use super::clock::Clock;
 use super::connect::AcceptedConnection;
@@ -29,24 +29,25 @@ use std::time::{Duration, Instant};
 
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
 const EXIT_NOTICE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Buffer space provided for one read.
+/// Free buffer space that is provided for one read of the daemon's socket.
 const READ_BYTES: usize = 128 << 10;
-/// Maximum number of bytes read under the lock in one go, so that other threads get the lock.
+/// Maximum number of bytes read from the socket before the lock is released, so that other threads
+/// get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
 /// Number of ring polls between two readings of the clock.
 const POLLS_PER_CLOCK_READ: u32 = 32;
 /// Minimum interval between two reads of the socket by threads that also poll rings or direct
-/// routes. The I/O thread watches the socket meanwhile.
+/// routes. Between these reads the I/O thread watches the socket.
 const SOCKET_READ_INTERVAL: Micros = Micros(500);
-/// Time for which a sender waits for a reader that frees no space in the ring.
+/// Time for which a sender to a full ring waits while the reader frees no space.
 const RING_SPACE_TIMEOUT: Duration = Duration::from_micros(50);
 /// Maximum number of received descriptors whose frames have not been handled.
 const DESCRIPTORS_MAX: usize = 16;
-/// Minimum wait for sleeping on the socket, whose timeouts have millisecond resolution. Shorter
-/// waits use the futex.
+/// Minimum duration of a wait that sleeps on the socket, because socket timeouts have millisecond
+/// resolution. Shorter waits use the futex.
 const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
-/// Time for which a fork waits for the lock. The thread that holds it may have called the fork
-/// itself, further down the stack.
+/// Maximum time for which a fork waits for the lock. The thread that holds the lock may be the
+/// forking thread itself, further up the call stack.
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum sleep on a futex with a deadline. After a migration to a host with another clock a sleep
 /// by the old clock must not last forever.
@@ -54,17 +55,18 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep without a deadline. Each wake-up disturbs a CPU that may be idle.
 const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 
-/// Conditions that wake the I/O thread from its current sleep.
+/// Conditions under which the I/O thread must be woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IoThreadSleep {
-    /// The thread is awake and checks everything before it sleeps.
+    /// The thread is awake and checks all conditions before it sleeps.
     Awake,
-    /// The thread sleeps until the socket is readable, or until one of these conditions holds.
+    /// The thread sleeps until the socket is readable, until the time `until`, or until a condition
+    /// with the value true holds.
     Sleeping {
         /// The socket is writable.
         write: bool,
         until: Option<Micros>,
-        /// Something arrives by a direct route.
+        /// A frame arrives on a direct route.
         direct: bool,
         /// The timer for deferred wake-ups expires.
         wake_timer: bool,
@@ -83,15 +85,13 @@ pub(crate) struct State {
     pub(crate) io_thread_sleep: IoThreadSleep,
     /// Decides by recent success whether waiting threads spin.
     spin: SpinBudget,
-    /// Time of the last read of the socket.
     socket_read_at: Micros,
-    /// The drainer thread runs.
     pub(crate) has_drainer: bool,
     /// Number of threads that sleep until the next event.
     event_waiters: usize,
-    /// One more thread sleeps on the daemon's socket, and reads it.
+    /// True if one more thread sleeps on the daemon's socket, and reads the socket.
     has_socket_waiter: bool,
-    /// The last read of the socket stopped at its limit and left data unread.
+    /// The last read of the socket stopped at its limit, so the socket may contain more data.
     socket_has_more: bool,
     /// Number of threads that wait until bytes have been written.
     write_waiters: usize,
@@ -105,7 +105,7 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) own_tid: Tid,
-    /// False when the connection is lost for good.
+    /// True until the connection is lost for good.
     alive: Arc<AtomicBool>,
     state: Mutex<State>,
     /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
@@ -113,7 +113,7 @@ pub(crate) struct Shared {
     lock_waiters: AtomicU32,
     /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
     doorbell: Arc<ProcessOwned<OwnDoorbell>>,
-    /// Signalled when bytes were written or never will be.
+    /// Signalled when bytes were written to the socket, or when the connection changes.
     written: Condvar,
     /// Epoll sets for the daemon's socket.
     pub(crate) socket_waiters: Arc<SocketWaiters>,
@@ -175,7 +175,8 @@ impl<'a> StateGuard<'a> {
         )
     }
 
-    /// Returns the threads for which something has changed under this lock.
+    /// Returns the threads that must be woken because their condition changed while this thread
+    /// held the lock.
     fn wake_set(&self) -> WakeSet {
         let (news, out, phase) = StateGuard::observe(self);
         let changed = phase != self.was_connected || self.core.lost_reason().is_some();
@@ -242,13 +243,13 @@ impl<'a> StateGuard<'a> {
         StateGuard::wake(self.shared, wake_set, wakes);
     }
 
-    /// Spins for a short time if that has paid off lately. Returns true if there is an event, or if
-    /// other threads want the lock.
+    /// Spins for a short time if recent spins were successful. Returns true if there is an event,
+    /// or if other threads are blocked on the lock.
     ///
-    /// An event that has just woken this thread is found here, too, and counts as success, so the
-    /// thread spins once more after each message. With many peers that alternate this rarely
-    /// catches the next message, but it keeps the CPU from entering an idle state, and waking a
-    /// thread on an idle CPU takes longer than a peer's turn.
+    /// An event that has just woken this thread is found by this call, too, and counts as success,
+    /// so the thread spins once more after each message. If many peers send in turn, this spin
+    /// rarely receives the next message, but it keeps the CPU from entering an idle state. Waking a
+    /// thread on an idle CPU takes longer than a peer needs for its answer.
     pub(crate) fn spin_for_event(&mut self, span: Option<Duration>) -> bool {
         if self.core.shm.is_empty() && self.core.direct.is_empty() {
             return false;
@@ -264,7 +265,7 @@ impl<'a> StateGuard<'a> {
         if self.core.shm.has_deferred_wakes() {
             self.take_wakes().wake();
         }
-        // The peer that must answer ran on this CPU last: yield the CPU to it immediately, or
+        // The peer that must answer last ran on this CPU: yield the CPU to the peer immediately, or
         // sleep.
         let shares_cpu = self.core.shm.shares_cpu();
         if shares_cpu && !self.spin.should_yield() {
@@ -278,7 +279,8 @@ impl<'a> StateGuard<'a> {
                     let now = self.clock.coarse_now();
                     self.core.poll_rings(now);
                     if self.core.event_seq() != news {
-                        // The clock was not read in the first round, which took a negligible time.
+                        // `begin` is not set if the event was found in the first round, which takes
+                        // negligible time.
                         let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
                         self.spin.record_spin(after, budget);
                         return true;
@@ -309,7 +311,7 @@ impl<'a> StateGuard<'a> {
         self.spin = SpinBudget::never();
     }
 
-    /// Releases the lock for the threads that are blocked on it, and takes it again.
+    /// Releases the lock for the threads that are blocked on it, and acquires it again.
     fn yield_lock(&mut self) {
         self.release();
         std::thread::yield_now();
@@ -322,9 +324,8 @@ impl<'a> StateGuard<'a> {
         self.state = Some(state);
     }
 
-    /// After a send to a full ring: writes the rest as the reader frees space, as long as the
-    /// reader is active. If the reader does something else, the rest stays queued and the sender
-    /// continues.
+    /// After a send to a full ring: waits for space and writes the queued frames while the reader
+    /// keeps reading. If the reader stops reading, returns and leaves the frames queued.
     pub(crate) fn wait_for_ring_space(&mut self, peer: Tid) {
         if !self.core.is_ring_full_for(peer) {
             return;
@@ -359,10 +360,10 @@ impl<'a> StateGuard<'a> {
         let seen = self.shared.doorbell.get().prepare_sleep();
         let (now, news) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
-        // From here on the I/O thread watches the direct routes.
+        // While this thread sleeps, the I/O thread watches the direct routes.
         self.core.direct.set_polled(None);
-        // Changes made under the lock may matter to other threads, which must not wait until this
-        // thread returns.
+        // Wakes other threads for changes that were made under the lock, because this thread may
+        // sleep for a long time.
         let wake_set = self.wake_set();
         let wakes = self.take_wakes();
         if self.core.event_seq() != news {
@@ -389,8 +390,8 @@ impl<'a> StateGuard<'a> {
         self.wait_at_socket(SLEEP_MAX);
     }
 
-    /// Sleeps until the daemon sends something, and reads it, or until the drainer thread has read
-    /// a ring.
+    /// Sleeps until the socket is readable and reads it, or until the drainer thread has read a
+    /// ring.
     fn wait_at_socket(&mut self, span: Duration) {
         let shared = self.shared;
         let bell = shared.doorbell();
@@ -431,14 +432,14 @@ impl<'a> StateGuard<'a> {
     }
 }
 
-/// Threads to wake after a change.
+/// Threads to wake after a change. A field is true if the threads of that kind must be woken.
 #[derive(Clone, Copy, Debug, Default)]
 struct WakeSet {
-    /// Threads that wait for an event.
+    /// Threads that sleep until an event.
     event_waiters: bool,
-    /// The thread that sleeps on the socket.
+    /// Thread that sleeps on the daemon's socket.
     socket_waiter: bool,
-    /// Threads that wait for written bytes.
+    /// Threads that wait until bytes have been written.
     write_waiters: bool,
     io_thread: bool,
 }
@@ -491,7 +492,7 @@ impl State {
             || self.socket_has_more
     }
 
-    /// Returns the peers to wake; the caller wakes them without the lock.
+    /// Removes and returns the peers to wake; the caller wakes them without the lock.
     fn take_wakes(&mut self) -> PeerWakes {
         if self.core.shm.has_deferred_wakes()
             && let Some(alarm) = &self.wake_timer
@@ -501,8 +502,8 @@ impl State {
         self.core.shm.take_wakes()
     }
 
-    /// Defers waking peers that would run on this thread's CPU and keep it while they read a long
-    /// message. They are woken when this task waits, or after a short delay.
+    /// Defers wake-ups of peers that would occupy this thread's CPU while they read a long message.
+    /// The peers are woken when this task waits, or after a short delay.
     pub(crate) fn defer_wakes(&mut self) {
         // The I/O thread must be asleep, because it wakes the peers if the application keeps
         // computing.
@@ -534,8 +535,8 @@ impl State {
         }
     }
 
-    /// Handles what has arrived by direct routes. The I/O thread does not watch them for a while
-    /// after that.
+    /// Handles what has arrived on direct routes. After that, the I/O thread does not watch the
+    /// direct routes for a few milliseconds.
     fn poll_direct(&mut self, now: Micros) -> bool {
         if !self.core.direct.is_open() {
             return false;
@@ -544,7 +545,6 @@ impl State {
         self.core.poll_direct(now)
     }
 
-    /// Returns the current time of the runtime's clock.
     pub(crate) fn now(&mut self) -> Micros {
         self.clock.now()
     }
@@ -587,7 +587,7 @@ impl State {
         self.read_all();
         let now = self.now();
         // The daemon reads concurrently and may empty the outbox while links still wait for space
-        // in it. No later event would resume them, so the loop continues.
+        // in the outbox. No later event would resume these links, so the loop continues.
         loop {
             self.core.pump(now);
             self.flush();
@@ -606,8 +606,8 @@ impl State {
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
-            // Reuses the start of the buffer if no message refers to it any more, so small messages
-            // always occupy the same few pages.
+            // Reuses the start of the buffer if no message refers to the buffer any more, so that
+            // small messages always occupy the same few pages.
             let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BYTES);
             if !fresh && buffer.capacity() - buffer.len() < READ_BYTES / 4 {
                 buffer.reserve(READ_BYTES);
@@ -640,7 +640,7 @@ impl State {
         self.socket_has_more = self.core.is_connected();
     }
 
-    /// Handles the frames that have been read.
+    /// Decodes and handles all complete frames in the read buffer.
     pub(crate) fn handle_frames(&mut self) {
         let now = self.now();
         loop {
@@ -674,7 +674,7 @@ impl State {
         }
     }
 
-    /// Takes over a connection: the first one, or one after a migration.
+    /// Starts to use a connection: the first one, or a new one after a migration.
     pub(crate) fn attach_socket(
         &mut self,
         socket: Arc<ProcessOwned<UnixStream>>,
@@ -740,13 +740,13 @@ impl Shared {
         })
     }
 
-    /// True in a forked child of the task. The lock may be held there by a thread that does not
-    /// exist in the child.
+    /// True in a forked child of the task. A thread that does not exist in the child may hold the
+    /// child's copy of the lock.
     pub(crate) fn is_forked_child(&self) -> bool {
         self.generation != process::fork_generation()
     }
 
-    /// False when the connection is lost for good.
+    /// True until the connection is lost for good.
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
@@ -803,8 +803,8 @@ impl Shared {
         }
     }
 
-    /// Locks the state; `None` if the lock is not free before the deadline. Its holder may be a
-    /// caller of this function.
+    /// Locks the state; `None` if the lock is not free before the deadline. The calling thread may
+    /// itself hold the lock, further up the call stack.
     pub(crate) fn lock_until(&self, deadline: Instant) -> Option<StateGuard<'_>> {
         loop {
             match self.state.try_lock() {
@@ -818,7 +818,6 @@ impl Shared {
         }
     }
 
-    /// Wakes the I/O thread.
     pub(crate) fn wake_io_thread(&self) {
         // Fails if the counter is full; then a wake-up is pending.
         let _ = self.io_thread_event.get().write(1);
@@ -871,7 +870,7 @@ impl Shared {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Asks the background threads to end.
+    /// Requests the background threads to end, and wakes them.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wake_io_thread();
@@ -890,8 +889,7 @@ impl Shared {
         }
     }
 
-    /// Gives all sent messages to the daemon before the process exits, as far as that is possible
-    /// before the deadline.
+    /// Sends all queued messages to the daemon before the process exits, until the deadline.
     pub(crate) fn flush_until(&self, deadline: Instant) {
         let Some(mut state) = self.lock_until(deadline) else {
             return;

@@ -3,8 +3,9 @@
 //! through the I/O thread costs two additional wake-ups.
 //!
 //! The kernel makes the choice. The application threads and the I/O thread each have an epoll set
-//! that watches the socket with `EPOLLEXCLUSIVE`. The application's set is added first, and a set
-//! on which no thread sleeps passes the event on to the next. The sets do not keep the socket open.
+//! that watches the socket with `EPOLLEXCLUSIVE`. The application threads' set is added first; if
+//! no thread sleeps on a set, the kernel passes the event on to the next set. The sets do not keep
+//! the socket open.
 
 use super::process::ProcessOwned;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -14,10 +15,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// Event data of the wake-up eventfd.
+/// Epoll event data of the wake-up eventfd.
 const WAKE_TOKEN: u64 = 1;
 
-/// Epoll set on which threads sleep.
+/// One epoll set that watches the daemon's socket.
 #[derive(Debug)]
 pub(crate) struct EpollSet(Epoll);
 
@@ -58,7 +59,8 @@ impl SocketWaiters {
         Ok(seats)
     }
 
-    /// Makes both sets watch the socket. The order matters: the first set is woken first.
+    /// Adds the socket to both sets. The kernel wakes the set that was added first, so the set of
+    /// the application threads comes first.
     pub(crate) fn watch(&self, socket: &UnixStream) -> io::Result<()> {
         let wanted = EpollFlags::EPOLLIN | EpollFlags::EPOLLEXCLUSIVE;
         for set in [&self.app, &self.io_thread] {
@@ -75,8 +77,8 @@ impl SocketWaiters {
         }
     }
 
-    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or until the given time
-    /// has passed. May return without a reason.
+    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or for at most
+    /// `max_wait`. Spurious wake-ups are possible.
     pub(crate) fn wait(&self, max_wait: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(max_wait).unwrap_or(EpollTimeout::MAX);
@@ -111,7 +113,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// True if the I/O thread's set is ready.
+    /// True if the epoll set of the I/O thread reports an event.
     fn io_thread_is_ready(seats: &SocketWaiters) -> bool {
         let mut fds = [PollFd::new(seats.io_thread_fd(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::ZERO) == Ok(1)

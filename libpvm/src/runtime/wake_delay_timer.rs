@@ -1,4 +1,4 @@
-//! Timer that wakes the I/O thread to send deferred wake-ups to peers.
+//! Timer after which the I/O thread performs the deferred wake-ups of peers.
 
 use super::process::ProcessOwned;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
@@ -7,8 +7,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// Maximum delay of the wake-up of a peer that shares the sender's CPU. Roughly the time in which
-/// one peer reads a large message.
+/// Maximum delay of the wake-up of a peer that shares the sender's CPU. About the time that one
+/// peer needs to read a large message.
 const WAKE_DELAY: Duration = Duration::from_micros(100);
 
 /// Timer descriptor that the I/O thread watches.
@@ -25,7 +25,7 @@ impl WakeDelayTimer {
         Ok(WakeDelayTimer(ProcessOwned::new_fd(timer)))
     }
 
-    /// Arms the timer. Returns false if that fails.
+    /// Arms the timer for [`WAKE_DELAY`]. Returns false if that fails.
     pub(super) fn arm(&self) -> bool {
         self.0
             .get()

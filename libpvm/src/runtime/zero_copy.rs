@@ -3,9 +3,10 @@
 //!
 //! 1. When a ring has its first large message, the sender offers its pool through the daemon. Until
 //!    the pool is accepted, and while it is full, messages are copied through the ring.
-//! 2. The sender puts the message into a block of the pool and writes a record to the ring that
+//! 2. The sender copies the message into a block of the pool. It writes a record to the ring that
 //!    names the block: a lease.
-//! 3. The receiver uses the block in place and then returns the lease through the ring's memory.
+//! 3. The receiver reads the message in the block, and then returns the lease through the ring's
+//!    memory.
 //!
 //! The link keeps the message until it is acknowledged, as for every route, so a lease may be lost
 //! at any time.
@@ -31,10 +32,10 @@ use std::sync::{Arc, Weak};
 const LEASE_BYTES_MIN: usize = RING_BYTES / 2;
 /// Minimum size of a message to several tasks for a lease.
 const MULTICAST_LEASE_BYTES_MIN: usize = 32 << 10;
-/// A pool of which more bytes than this are lost to tasks that ended or left with a lease is
-/// replaced by a new one.
+/// Maximum number of bytes in a pool that are lost because tasks with a lease have ended or
+/// migrated. Above the maximum a new pool replaces the pool.
 const ABANDONED_BYTES_MAX: usize = POOL_BYTES / 2;
-/// Delay of the next attempt after no pool could be created.
+/// Delay until the next attempt to create a pool after a failed attempt.
 const POOL_RETRY_DELAY: Micros = Micros::from_secs(30);
 /// Maximum number of pools of one peer that hold leased messages: the current one and older ones.
 const POOLS_PER_PEER_MAX: usize = 8;
@@ -52,7 +53,7 @@ struct SharedPool {
     multicast: Option<MulticastCopy>,
 }
 
-/// Message that is sent to several tasks.
+/// Message that is being sent to several tasks, and the block that contains its copy.
 #[derive(Debug)]
 struct MulticastCopy {
     head: Vec<u8>,
@@ -60,14 +61,14 @@ struct MulticastCopy {
     block: Block,
 }
 
-/// This task's pool and the pools of peers from which it has leases.
+/// This task's own pool, and the pools of peers whose messages this task leases.
 #[derive(Debug, Default)]
 pub(super) struct SharedPools {
     own_pool: Option<SharedPool>,
     last_id: u64,
     /// Earliest time of the next attempt to create a pool.
     retry_at: Option<Micros>,
-    /// One message is being sent to several tasks.
+    /// True while one message is being sent to several tasks.
     is_multicast: bool,
     /// Pools of peers that may hold leased messages.
     peer_pools: Vec<(Tid, Weak<PeerPool>)>,
@@ -76,9 +77,10 @@ pub(super) struct SharedPools {
 /// Leases over one ring, in both directions.
 #[derive(Debug)]
 pub(super) struct Leases {
-    /// Blocks leased to the peer, each with the pool that contains it.
+    /// Blocks leased to the peer, by index of the lease, each with the pool that contains the
+    /// block. `None` is a free index.
     leased_blocks: Vec<Option<(OfferId, Block)>>,
-    /// Pool that was offered to the peer, and whether the peer has accepted it.
+    /// Pool that was offered to the peer; true if the peer has accepted it.
     offered_pool: Option<(OfferId, bool)>,
     /// Pool that the peer offered and this task accepted.
     peer_pool: Option<(OfferId, Arc<PeerPool>)>,
@@ -96,7 +98,7 @@ impl Leases {
     }
 }
 
-/// Leased message. A forked child never returns the lease.
+/// Message in a peer's pool that this task leases. A forked child never returns the lease.
 struct LeasedMessage(ProcessOwned<Lease>);
 
 impl AsRef<[u8]> for LeasedMessage {
@@ -109,7 +111,7 @@ impl AsRef<[u8]> for LeasedMessage {
 const LEASE_RECORD_WORDS: usize = 4;
 
 impl Ring {
-    /// Accepts a message that is in the peer's pool; returns its length.
+    /// Accepts a message that is in the peer's pool, and returns the length of the message.
     pub(super) fn take_lease(
         leases: &Leases,
         mut record: Record<'_, SharedRing>,
@@ -167,7 +169,8 @@ impl Ring {
 }
 
 impl SharedPools {
-    /// Copies the message into the pool, unless the pool already contains it for another receiver.
+    /// Copies the message into the pool, unless the pool already contains this message for another
+    /// receiver. `None` if the pool has no space.
     fn copy_into_pool(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
         let SharedPool {
             own,
@@ -282,7 +285,7 @@ impl ShmRoutes {
             .count()
     }
 
-    /// Takes a lease on a peer's message and never returns it.
+    /// Acquires a lease on a peer's message and never returns it.
     #[cfg(test)]
     pub(super) fn leak_lease(&mut self, lender: Tid) {
         let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot))
@@ -295,7 +298,6 @@ impl ShmRoutes {
         }
     }
 
-    /// Returns the id of the current pool.
     #[cfg(test)]
     pub(super) fn pool_id(&self) -> Option<OfferId> {
         self.pools.own_pool.as_ref().map(|store| store.id)
@@ -328,7 +330,7 @@ impl ShmRoutes {
         }
     }
 
-    /// Drops the pool if it has no leases and was not used for a while.
+    /// Drops the pool if it has no leases and was not used for [`POOL_IDLE_TIMEOUT`].
     pub(super) fn drop_idle_pool(&mut self, now: Micros) {
         for slot in &mut self.slots {
             if let Slot::Ring(ring) = slot {
@@ -343,13 +345,14 @@ impl ShmRoutes {
         }
     }
 
-    /// Drops the pool. Receivers keep their mappings, so their messages stay readable.
+    /// Drops the pool. Receivers keep their mappings, so the messages that they lease stay
+    /// readable.
     pub(super) fn drop_pool(&mut self) {
         self.pools.own_pool = None;
     }
 
-    /// Copies all leased messages into private memory. If memory is short, they stay where they
-    /// are.
+    /// Copies all leased messages into private memory. If memory is short, the messages stay in
+    /// shared memory.
     pub(super) fn copy_leased_messages(&mut self) {
         for store in self
             .pools
@@ -357,15 +360,15 @@ impl ShmRoutes {
             .drain(..)
             .filter_map(|(_, store)| store.upgrade())
         {
-            // Ignored: what could not be copied remains readable.
+            // Ignored: messages that could not be copied remain readable.
             let _ = store.make_private_copy();
         }
     }
 }
 
 impl Core {
-    /// Queues one message for several tasks; those on this host read one copy of it. Stops at the
-    /// first task to which it cannot be sent.
+    /// Queues one message for several tasks; the tasks on this host read a single copy of the
+    /// message. Stops at the first task for which the message cannot be queued.
     pub(crate) fn send_to_many(
         &mut self,
         now: Micros,
@@ -500,9 +503,9 @@ impl Core {
         }
     }
 
-    /// Copies leased messages into private memory before a fork: the child may keep reading them,
-    /// but their owners know this process only. Rings with such leases are closed and set up again
-    /// when they are needed.
+    /// Copies leased messages into private memory before a fork: the child may keep reading these
+    /// messages, but the pools' owners count only the parent's leases. Rings with such leases are
+    /// closed and set up again when they are needed.
     pub(crate) fn prepare_for_fork(&mut self, now: Micros) {
         for slot in 0..self.shm.slots.len() {
             let used = |ring: &Ring| {

@@ -1,8 +1,8 @@
-//! External choosers: a batch system that has reserved hosts, or any other rule, selects hosts for
-//! spawns.
+//! External choosers: code outside this crate that selects the hosts of spawns, for example for a
+//! batch system that has reserved hosts.
 //!
-//! The resource manager checks each choice and explains it like its own decisions. The policy names
-//! the chooser ([`super::Policy::Choice`]).
+//! The resource manager checks each selection and explains it like its own decisions. The policy
+//! names the chooser ([`super::Policy::Choice`]).
 
 use super::{HostView, PlacementPolicy, ProcessorShare};
 use sempa_proto::task::SpawnRequest;
@@ -11,11 +11,11 @@ use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// A host that fits a request.
+/// A host that a chooser may select for a request.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOffer<'a> {
     pub host: &'a HostView,
-    /// Processor share that one more task would get.
+    /// Processor share that one more task would get on the host.
     pub share: ProcessorShare,
     /// Maximum number of tasks that the host can take.
     pub capacity: u32,
@@ -23,13 +23,13 @@ pub struct HostOffer<'a> {
 
 /// Selects hosts for spawns in place of the built-in policies.
 pub trait Chooser {
-    /// Returns the name that policies and explanations use.
+    /// Returns the name by which policies and explanations refer to the chooser.
     fn name(&self) -> &str;
-    /// Returns hosts for the tasks of one spawn, as indices into `offers`: one per task, in task
-    /// order. If there are fewer than `count`, the last tasks get no host.
+    /// Selects hosts for the tasks of one spawn. Returns indices into `moves`: one per task, in
+    /// task order. If there are fewer indices than `event_count`, the last tasks get no host.
     ///
     /// # Errors
-    /// Why no host was chosen; the tasks are not placed.
+    /// A text that says why no host was selected. No task is placed then.
     fn choose(
         &self,
         request: &SpawnRequest,
@@ -90,16 +90,19 @@ pub struct UnknownChooser {
 pub struct Choosers(Vec<Arc<dyn Chooser>>);
 
 impl Choosers {
-    /// Of choosers with equal names the first one counts.
+    /// Creates the list. If two choosers have the same name, the first one is used.
     pub fn new(choices: impl IntoIterator<Item = Arc<dyn Chooser>>) -> Choosers {
         Choosers(choices.into_iter().collect())
     }
 
-    /// Returns the chooser that the policy names; `None` if it names none.
+    /// Returns the chooser that the policy names; `None` if the policy names none.
     ///
     /// # Errors
     /// The named chooser does not exist.
-    pub fn for_policy(&self, policy: PlacementPolicy) -> Result<Option<&dyn Chooser>, UnknownChooser> {
+    pub fn for_policy(
+        &self,
+        policy: PlacementPolicy,
+    ) -> Result<Option<&dyn Chooser>, UnknownChooser> {
         let PlacementPolicy::Choice(name) = policy else {
             return Ok(None);
         };

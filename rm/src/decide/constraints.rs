@@ -16,7 +16,7 @@
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
-//! Names are `host`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000 is an
+//! Names are `host_name`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000 is an
 //! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
 //! may end in K, M, G or T.
 //!
@@ -78,14 +78,13 @@ pub enum Operator {
 pub struct Condition {
     pub attribute: Attribute,
     pub op: Operator,
-    /// Right-hand sides as written. More than one is possible only with [`Operator::Is`] and
-    /// [`Operator::IsNot`].
+    /// Right-hand sides as written. There is exactly one, except with [`Operator::OneOf`] and [`Operator::NoneOf`].
     pub values: Vec<String>,
     /// The parsed `values` if the attribute is numeric.
     numbers: Vec<u64>,
 }
 
-/// How many tasks of one spawn may share a host.
+/// How the tasks of one spawn share hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Colocation {
     #[default]
@@ -100,7 +99,7 @@ pub enum Colocation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
     pub by: Metric,
-    /// Prefer the smallest value instead of the largest.
+    /// True if hosts with the smallest value are preferred; false for the largest value.
     pub ascending: bool,
 }
 
@@ -118,16 +117,17 @@ pub struct Constraints {
     pub work: Option<Micros>,
 }
 
-/// Error of an invalid text; none of the tasks is placed.
+/// Error in a constraints text. A spawn with such a text fails.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConstraintsError {
-    /// Neither a condition nor a keyword.
+    /// The part is neither a condition nor a keyword.
     #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
     InvalidPart(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
     NotANumber { name: String, value: String },
-    /// `host` and `arch` support only equality.
+    /// An attribute without an order, such as `host_name` or `arch`, is compared with an operator other
+    /// than `=` and `!=`.
     #[error("{0} can only be compared with '=' or '!='")]
     NotOrdered(String),
     #[error("the requirements are longer than {CONSTRAINTS_BYTES_MAX} bytes")]
@@ -145,9 +145,14 @@ impl Metric {
         })
     }
 
-    /// Returns the value for a host at `now`; `None` if the sample is missing or too old. `load` is
-    /// called only for [`Figure::Free`].
-    pub(super) fn value_on(self, host: &HostView, now: Micros, load: impl Fn() -> HostLoad) -> Option<u64> {
+    /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
+    /// too old. `load_for_one_more` is called only for [`Metric::Free`].
+    pub(super) fn value_on(
+        self,
+        host: &HostView,
+        now: Micros,
+        load: impl Fn() -> HostLoad,
+    ) -> Option<u64> {
         let fresh = || host.fresh_sample(now);
         match self {
             Metric::Memory => fresh().and_then(|_| host.available_bytes()),
@@ -157,7 +162,7 @@ impl Metric {
         }
     }
 
-    /// Formats a value in a readable unit.
+    /// Formats a value with a readable unit.
     pub(super) fn format_value(self, value: u64) -> String {
         match self {
             Metric::Memory => {
@@ -223,7 +228,8 @@ impl fmt::Display for Attribute {
 }
 
 impl Operator {
-    /// Longer operators first, because shorter ones are their prefixes.
+    /// Operators in the order in which the parser tries them. Longer ones come first, because
+    /// shorter ones are their prefixes.
     const ALL: [(&'static str, Operator); 6] = [
         ("!=", Operator::NoneOf),
         (">=", Operator::AtLeast),
@@ -262,15 +268,21 @@ impl fmt::Display for Operator {
 
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} {}", self.attribute, self.op, self.values.join("|"))
+        write!(
+            f,
+            "{} {} {}",
+            self.attribute,
+            self.op,
+            self.values.join("|")
+        )
     }
 }
 
-/// Actual value of a host that does not meet a condition.
+/// Actual value of an attribute on a host that does not meet a condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ActualValue<S = String> {
     Number(Metric, u64),
-    /// A name, architecture or label.
+    /// A host name, architecture or label.
     Text(S),
     /// The host has not reported the value, or its sample is too old.
     Unknown,
@@ -301,7 +313,7 @@ impl<S: fmt::Display> fmt::Display for ActualValue<S> {
     }
 }
 
-/// Returns the host's actual value if the condition does not hold, else `None`.
+/// Returns the host's actual value if the host does not meet the condition; `None` if it meets it.
 fn actual_if_unmet<'a>(
     condition: &Condition,
     host: &'a HostView,
@@ -314,7 +326,8 @@ fn actual_if_unmet<'a>(
         values,
         numbers,
     } = condition;
-    let text = |has: &'a String| (!op.holds(has, values)).then_some(ActualValue::Text(has.as_str()));
+    let text =
+        |has: &'a String| (!op.holds(has, values)).then_some(ActualValue::Text(has.as_str()));
     match name {
         Attribute::Host => text(&host.name),
         Attribute::Arch => text(&host.arch),
@@ -354,10 +367,12 @@ impl Condition {
         }
         let number = |figure: Metric| {
             let one = |v: &String| {
-                figure.parse_value(v).ok_or_else(|| ConstraintsError::NotANumber {
-                    name: name.to_string(),
-                    value: v.clone(),
-                })
+                figure
+                    .parse_value(v)
+                    .ok_or_else(|| ConstraintsError::NotANumber {
+                        name: name.to_string(),
+                        value: v.clone(),
+                    })
             };
             values
                 .iter()
@@ -382,8 +397,8 @@ impl Condition {
     }
 }
 
-/// Parses a duration: seconds, or a number with the suffix `s`, `m` or `h`. Limited to
-/// [`WORK_LEFT_MAX`].
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `host_id`. Longer durations than
+/// [`WORK_LEFT_MAX`] are reduced to it.
 fn parse_duration(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units
@@ -398,7 +413,7 @@ impl Constraints {
     /// Parses a constraints text.
     ///
     /// # Errors
-    /// [`WantsError`] names the invalid part.
+    /// [`ConstraintsError`] names the invalid part.
     pub fn parse(text: &str) -> Result<Constraints, ConstraintsError> {
         if text.len() > CONSTRAINTS_BYTES_MAX {
             return Err(ConstraintsError::TooLong);
@@ -440,7 +455,7 @@ impl Constraints {
     /// Returns the constraints of a spawn, combined from its environment and its `where` argument.
     ///
     /// # Errors
-    /// [`WantsError`] if one of the texts is invalid.
+    /// [`ConstraintsError`] if one of the texts is invalid.
     pub fn from_request(request: &SpawnRequest) -> Result<Constraints, ConstraintsError> {
         let of_env = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
@@ -448,7 +463,8 @@ impl Constraints {
                 .strip_prefix('=')
                 .map(Constraints::parse)
         };
-        // Of duplicate entries the last one counts, as it does for the program.
+        // If the environment contains an entry twice, the last one counts, as for the spawned
+        // program.
         let mut wants = request
             .env
             .iter()
@@ -486,11 +502,15 @@ impl Constraints {
             .find_map(|c| Some((c.clone(), actual_if_unmet(c, host, now, &load)?)))
     }
 
-    /// True if the host cannot meet the conditions even without any task. Conditions on memory and
-    /// idle processors are ignored, because tasks that leave change these values.
+    /// True if the host could not meet the conditions even without any task. Conditions on memory
+    /// and idle processors are ignored, because their values change when tasks leave the host.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
-        let passes =
-            |c: &&Arc<Condition>| !matches!(c.attribute, Attribute::Metric(Metric::Memory | Metric::Free));
+        let passes = |c: &&Arc<Condition>| {
+            !matches!(
+                c.attribute,
+                Attribute::Metric(Metric::Memory | Metric::Free)
+            )
+        };
         let no_load = || unreachable!("only free processors depend on the load");
         self.conditions
             .iter()
@@ -498,7 +518,7 @@ impl Constraints {
             .any(|c| actual_if_unmet(c, host, now, no_load).is_some())
     }
 
-    /// Returns the bytes that each task needs, if the constraints state a lower bound.
+    /// Returns the memory in bytes that each task needs; `None` if no condition states a minimum.
     pub fn memory_bytes(&self) -> Option<u64> {
         let wanted = self
             .conditions
@@ -510,8 +530,8 @@ impl Constraints {
             .max()
     }
 
-    /// Returns how many tasks of this spawn the host can take at `now`, by memory and by the
-    /// spread.
+    /// Returns the maximum number of tasks of this spawn that the memory of the host and the spread
+    /// allow at `now`.
     pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.colocation {
             Colocation::Spread(most) => most,
@@ -551,7 +571,10 @@ mod tests {
             ]
         );
         assert_eq!(wants.conditions[0].numbers, [3 << 29]);
-        assert_eq!(wants.conditions[3].attribute, Attribute::Label("disk".into()));
+        assert_eq!(
+            wants.conditions[3].attribute,
+            Attribute::Label("disk".into())
+        );
         assert_eq!(
             (wants.colocation, wants.rank),
             (
@@ -600,10 +623,14 @@ mod tests {
             let error = Constraints::parse(text).expect_err(text).to_string();
             assert!(error.contains(says), "{text}: {error}");
         }
-        assert_eq!(Constraints::parse(&"x".repeat(5000)), Err(ConstraintsError::TooLong));
+        assert_eq!(
+            Constraints::parse(&"x".repeat(5000)),
+            Err(ConstraintsError::TooLong)
+        );
     }
 
-    /// Constraints come from `where` and from the environment; flags keep their meaning.
+    /// The constraints in `where` and in the environment are combined; flags of `where` keep their
+    /// meaning.
     #[test]
     fn constraints_come_from_where_and_environment() {
         let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];
@@ -613,7 +640,8 @@ mod tests {
             env: env.clone(),
             ..SpawnRequest::default()
         };
-        let both = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp")).expect("good");
+        let both = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
+            .expect("good");
         assert_eq!(both.conditions.len(), 2);
         assert_eq!(
             both.rank,

@@ -1,32 +1,31 @@
-//! Decides which tasks leave their host because its owner is present or accepts no guests at this
-//! time. They leave when the owner's terms say so. Guests of a host that is being drained leave
-//! immediately.
+//! Evictions: decides which tasks leave their host because its owner is present or accepts no
+//! guests. The owner's terms determine when they leave. Guests of a host that is being drained
+//! leave immediately.
 //!
-//! - A task does not return when the owner leaves, and hosts that accept guests are never
-//!   disturbed.
-//! - A task leaves each time an owner comes, however often it has migrated before: as long as it
-//!   stays, it is only paused.
-//! - To avoid migrations back and forth, hosts whose owner has just left are the last choice
-//!   ([`OWNER_RETURN_WINDOW`]).
+//! - A task does not return to the host when the owner leaves. Tasks on hosts that accept guests
+//!   are not migrated.
+//! - The number of earlier migrations of a task is irrelevant, because a task that stays is paused.
+//! - To avoid migrations back and forth, a host whose owner has just left is used as a target only
+//!   if there is no other ([`OWNER_RETURN_WINDOW`]).
 
 use super::exclusions::ExclusionsBuilder;
 use super::guest_classes::Guest;
 use super::load::{HostLoad, WorkingLoads, limit_exclusion};
-use super::{Exclusions, HostView, LeaveTime, OwnerState, ExclusionReason, Snapshot, TaskView};
+use super::{ExclusionReason, Exclusions, HostView, LeaveTime, OwnerState, Snapshot, TaskView};
 use sempa_proto::migration::MigrationCause;
 use sempa_proto::{HostId, Micros, Tid};
 use std::fmt;
 
-/// Maximum number of concurrent migrations in the virtual machine; further ones wait. Lower than
-/// the master's limit, so that a request of a user finds room.
+/// Maximum number of concurrent migrations in the virtual machine. Further tasks wait. The limit is
+/// lower than the master's, so that a migration requested by a user can start.
 pub const CONCURRENT_MIGRATIONS_MAX: usize = 48;
-/// A host whose owner left less than this ago is the last choice as a target, because the owner may
-/// return.
+/// Time after an owner's departure in which the host is used as a target only if there is no other,
+/// because the owner may return.
 pub const OWNER_RETURN_WINDOW: Micros = Micros::from_secs(10);
 
-/// Obstacles that end within this time do not vacate a job.
+/// If an obstacle to a migration ends within this time, the job is not vacated.
 const VACATE_RETRY_WINDOW: Micros = Micros::from_secs(5);
-/// Obstacles that end within this time are not logged.
+/// If an obstacle to a migration ends within this time, it is not logged.
 const UNLOGGED_WINDOW: Micros = Micros::from_secs(1);
 
 /// Decision to migrate one task.
@@ -41,7 +40,7 @@ pub struct Eviction {
     pub why: String,
 }
 
-/// Why a guest stays although its host accepts no guests.
+/// Why a guest stays on a host that accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StayReason {
     /// No other host accepts the guest.
@@ -51,9 +50,9 @@ pub enum StayReason {
     },
     /// The guest cannot migrate to any host for a while.
     CannotMigrate { why: String },
-    /// [`MOVES_AT_ONCE_MAX`] migrations are running; the guest waits.
+    /// The guest waits because [`CONCURRENT_MIGRATIONS_MAX`] migrations are running.
     MigrationLimit,
-    /// The owner grants guests some time before they leave.
+    /// The owner lets guests stay on the host for some time, and that time has not ended.
     GracePeriod,
     /// The owner lets guests stay paused until the host accepts guests again.
     PausedForOwner,
@@ -61,7 +60,7 @@ pub enum StayReason {
     Terminated,
 }
 
-/// A guest that stays although its host accepts no guests.
+/// A guest that stays on a host that accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StayDecision {
     pub tid: Tid,
@@ -76,7 +75,9 @@ impl fmt::Display for StayReason {
         match self {
             StayReason::NoHost { .. } => f.write_str("no host to go to"),
             StayReason::CannotMigrate { why } => f.write_str(why),
-            StayReason::MigrationLimit => write!(f, "{CONCURRENT_MIGRATIONS_MAX} moves are under way"),
+            StayReason::MigrationLimit => {
+                write!(f, "{CONCURRENT_MIGRATIONS_MAX} moves are under way")
+            }
             StayReason::GracePeriod => f.write_str("he lets it wait for some time"),
             StayReason::PausedForOwner => f.write_str("he lets it stand still until he has left"),
             StayReason::Terminated => f.write_str("he has it ended there"),
@@ -89,16 +90,20 @@ impl StayDecision {
     pub fn is_logged(&self, now: Micros) -> bool {
         match self.reason {
             StayReason::MigrationLimit | StayReason::GracePeriod | StayReason::Terminated => false,
-            StayReason::CannotMigrate { .. } => self.retry_at.is_none_or(|again| again.since(now) > UNLOGGED_WINDOW),
+            StayReason::CannotMigrate { .. } => self
+                .retry_at
+                .is_none_or(|again| again.since(now) > UNLOGGED_WINDOW),
             StayReason::NoHost { .. } | StayReason::PausedForOwner => true,
         }
     }
 
-    /// True if the owner wants the task's job checkpointed and ended instead.
+    /// True if the task's job must be vacated (checkpointed and ended): the owner's terms request
+    /// it, and no host accepts the task soon.
     pub fn vacates_job(&self, snapshot: &Snapshot) -> bool {
-        let wants =
-            |host: &HostView| host.guest_policy.vacates_jobs && !matches!(host.owner, OwnerState::Drained { .. });
-        // A host that has refused a task is asked again, first after a short time.
+        let wants = |host: &HostView| {
+            host.guest_policy.vacates_jobs && !matches!(host.owner, OwnerState::Drained { .. })
+        };
+        // A refusal by a host may end after a short time; then that host is tried again.
         let passes = self
             .retry_at
             .is_some_and(|again| again.since(snapshot.now) <= VACATE_RETRY_WINDOW);
@@ -109,11 +114,16 @@ impl StayDecision {
         nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
-    /// Describes the reason, with the other hosts and why each is excluded.
+    /// Describes the reason. If no host accepts the guest, lists the other hosts with the reason
+    /// for each.
     pub fn describe(&self, snapshot: &Snapshot) -> String {
         match &self.reason {
             StayReason::NoHost { excluded } if !excluded.is_empty() => {
-                format!("{} ({})", self.reason, snapshot.describe_exclusions(excluded))
+                format!(
+                    "{} ({})",
+                    self.reason,
+                    snapshot.describe_exclusions(excluded)
+                )
             }
             why => why.to_string(),
         }
@@ -138,14 +148,14 @@ impl StayDecision {
 /// Decisions about all guests of hosts that accept no guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EvictionPlan {
-    /// Tasks that migrate, ordered by host and tid.
+    /// Migrations to start, ordered by source and tid.
     pub evictions: Vec<Eviction>,
     /// Tasks that should leave but stay.
     pub staying: Vec<StayDecision>,
 }
 
 impl EvictionPlan {
-    /// Returns when to decide again if nothing changes before.
+    /// Returns the time of the next decision if nothing changes before; `None` if none is needed.
     pub fn retry_at(&self) -> Option<Micros> {
         self.staying.iter().filter_map(|stay| stay.retry_at).min()
     }
@@ -176,40 +186,44 @@ pub fn plan_evictions(snapshot: &Snapshot) -> EvictionPlan {
     moving.plan
 }
 
-/// State of one decision about all guests.
+/// State of the decision about all guests.
 struct EvictionPlanner<'a> {
     snapshot: &'a Snapshot,
     loads: WorkingLoads<'a>,
     migrating: usize,
-    /// Search result for each class of guests, by class index. When many owners come at once, a
-    /// failed search runs once for each class instead of once for each task.
+    /// Search result for each class of guests, by class index. When the owners of many hosts arrive
+    /// at once, a search that fails runs once per class instead of once per task.
     class_results: Vec<Option<TargetSearch>>,
     plan: EvictionPlan,
 }
 
-/// Whether guests of one class have a target.
+/// Whether there is a target for the guests of one class.
 enum TargetSearch {
     Found,
     NotFound(NoTarget),
 }
 
 impl EvictionPlanner<'_> {
-    /// Returns the decision for a guest that stays, if the result of its class determines it.
+    /// Returns the decision if the search result of the guest's class shows that the guest stays;
+    /// otherwise `None`.
     fn decide_by_class(&self, guest: Guest, host: HostId) -> Option<StayDecision> {
         match self.class_results[guest.class].as_ref()? {
             TargetSearch::NotFound(nowhere) => Some(nowhere.stay(guest.tid, host)),
-            // The end of a migration makes room and is an event, so no timer is needed.
-            TargetSearch::Found if self.migrating >= CONCURRENT_MIGRATIONS_MAX => Some(StayDecision {
-                tid: guest.tid,
-                host,
-                reason: StayReason::MigrationLimit,
-                retry_at: None,
-            }),
+            // No timer is needed, because the end of any migration is an event that leads to the
+            // next decision.
+            TargetSearch::Found if self.migrating >= CONCURRENT_MIGRATIONS_MAX => {
+                Some(StayDecision {
+                    tid: guest.tid,
+                    host,
+                    reason: StayReason::MigrationLimit,
+                    retry_at: None,
+                })
+            }
             TargetSearch::Found => None,
         }
     }
 
-    /// Decides about the guest at this position of its host's task list.
+    /// Decides about one guest: the task at position `at` in the task list of `host_name`.
     fn decide_guest(&mut self, host: HostId, at: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -224,7 +238,7 @@ impl EvictionPlanner<'_> {
             reason: why,
             retry_at: again,
         };
-        // Refusals concern this task only, not its class.
+        // Refusals concern this task only, so the search result of its class does not apply to it.
         let refused = task.refused_by.iter().any(|(_, until)| until.until > now);
         let as_others = || self.decide_by_class(guest, host.id).filter(|_| !refused);
         if let Some(stay) = stay_reason(now, host, task).map(stay).or_else(as_others) {
@@ -237,7 +251,9 @@ impl EvictionPlanner<'_> {
                 TargetSearch::Found
             }
             Some(_) => {
-                self.plan.staying.push(stay((StayReason::MigrationLimit, None)));
+                self.plan
+                    .staying
+                    .push(stay((StayReason::MigrationLimit, None)));
                 TargetSearch::Found
             }
             None => {
@@ -272,8 +288,13 @@ impl EvictionPlanner<'_> {
     }
 }
 
-/// Returns why a guest does not leave yet, regardless of targets, and when to decide again.
-fn stay_reason(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, Option<Micros>)> {
+/// Returns a reason why a guest must or can not leave yet, whatever the targets, and the time of
+/// the next decision.
+fn stay_reason(
+    now: Micros,
+    host: &HostView,
+    task: &TaskView,
+) -> Option<(StayReason, Option<Micros>)> {
     let leaving = match host.owner {
         OwnerState::Drained { .. } => LeaveTime::Now,
         _ => host.guest_policy.leave_time,
@@ -293,10 +314,11 @@ fn stay_reason(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayRea
     ))
 }
 
-/// Assigns hosts to `tasks` tasks of these users and programs that restart together: round robin,
-/// within each owner's task limit. `None` if there is not room for all.
+/// Assigns hosts to the `tasks` tasks of a vacated job that restart together: round robin, within
+/// the owners' limits on the number of guests. `kinds`: users and programs of the tasks. `None` if
+/// there is not enough room.
 ///
-/// Hosts that admit all of `kept_for` stay unused: their room is reserved for that job.
+/// Hosts that admit all of `kept_for` are not used, because they are reserved for that job.
 pub fn assign_hosts(
     snapshot: &Snapshot,
     tasks: u32,
@@ -322,7 +344,9 @@ pub fn assign_hosts(
             && admits(host, programs)
             && !is_kept(host)
     });
-    let mut slots_left: Vec<(HostId, u32)> = open.map(|host| (host.id, load(host).remaining_slots())).collect();
+    let mut slots_left: Vec<(HostId, u32)> = open
+        .map(|host| (host.id, load(host).remaining_slots()))
+        .collect();
     let mut places = Vec::new();
     while (places.len() as u64) < u64::from(tasks) {
         slots_left.retain(|(_, slots_left)| *slots_left > 0);
@@ -338,8 +362,8 @@ pub fn assign_hosts(
     Some(places)
 }
 
-/// True if `tasks` tasks of these users and programs would find room without any owner and any
-/// other task.
+/// True if there would be room for `tasks` tasks of these users and programs if all owners were
+/// absent and no other task ran.
 pub fn could_ever_fit(snapshot: &Snapshot, tasks: u32, programs: &[(u32, String)]) -> bool {
     let hosts = snapshot
         .hosts
@@ -357,22 +381,26 @@ fn admits(host: &HostView, programs: &[(u32, String)]) -> bool {
         .all(|(user, program)| host.guest_policy.block_reason(*user, program).is_none())
 }
 
-/// Returns the cause of the migrations if tasks must leave the host of this owner.
+/// Returns the cause of the evictions from a host with this owner; `None` if the host accepts
+/// guests.
 fn eviction_cause(owner: &OwnerState) -> Option<MigrationCause> {
     match owner {
         OwnerState::Present { why } | OwnerState::Closed { why } => {
             Some(MigrationCause::Owner { why: why.clone() })
         }
         OwnerState::Drained { by } => Some(MigrationCause::Drain { requested_by: *by }),
-        OwnerState::Unknown | OwnerState::Absent { .. } | OwnerState::PossiblyPresent { .. } => None,
+        OwnerState::Unknown | OwnerState::Absent { .. } | OwnerState::PossiblyPresent { .. } => {
+            None
+        }
     }
 }
 
-/// Returns the best target for a task that must leave; a host near the other tasks of its job
-/// counts for more. Examines the best hosts first, and no more than necessary.
+/// Returns the best target for a task that must leave its host; `None` if no host accepts it. Hosts
+/// near the other tasks of its job have a higher weight. Examines the best hosts first, and no more
+/// than necessary.
 ///
 /// A host that meets the constraints of the spawn is preferred, even if its owner has just left. If
-/// no host meets them, the task migrates all the same: the owner has priority.
+/// no host meets them, they are ignored, because the owner has priority.
 fn find_target<'a>(
     snapshot: &'a Snapshot,
     loads: &WorkingLoads<'_>,
@@ -400,7 +428,8 @@ fn find_target<'a>(
     fallbacks.into_iter().flatten().next()
 }
 
-/// Why no host is a target, and when one may become a target if nothing changes before.
+/// Result of a search without a target: the reasons, and the time when a host may become a target
+/// if nothing changes before.
 struct NoTarget {
     excluded: Exclusions,
     retry_at: Option<Micros>,
@@ -422,8 +451,8 @@ impl NoTarget {
         }
     }
 
-    /// Returns the decision for a guest of the same class. Its own host is omitted from the
-    /// reasons; the list contains it because of the owner.
+    /// Returns the decision for a guest of the same class. Omits the guest's own host from the
+    /// reasons: the list contains that host because it accepts no guests.
     fn stay(&self, tid: Tid, host: HostId) -> StayDecision {
         let why = StayReason::NoHost {
             excluded: self.excluded.without_host(host),
@@ -447,8 +476,8 @@ fn unmet_constraint<'a>(
     Some(ExclusionReason::Unmet { condition, has })
 }
 
-/// Returns why a host is no target for this task, and until when. `strict`: the constraints of the
-/// spawn must hold, too.
+/// Returns the reason why a host cannot be the target of this task, and the time when that reason
+/// ends. `constraints_apply`: also checks the constraints of the spawn.
 pub(super) fn target_exclusion<'a>(
     snapshot: &Snapshot,
     host: &'a HostView,
@@ -477,15 +506,23 @@ pub(super) fn target_exclusion<'a>(
         return Some((ExclusionReason::OtherArch { has: &host.arch }, None));
     }
     if let Some(no) = host.migration_obstacle.as_ref().filter(|no| no.until > now) {
-        return Some((ExclusionReason::NoMigrations { why: &no.reason }, Some(no.until)));
+        return Some((
+            ExclusionReason::NoMigrations { why: &no.reason },
+            Some(no.until),
+        ));
     }
     let refused = task
         .refused_by
         .iter()
         .find(|(id, until)| *id == host.id && until.until > now);
     if let Some((_, until)) = refused {
-        return Some((ExclusionReason::Refused { why: &until.reason }, Some(until.until)));
+        return Some((
+            ExclusionReason::Refused { why: &until.reason },
+            Some(until.until),
+        ));
     }
-    let unmet = constraints_apply.then(|| unmet_constraint(host, now, load, task)).flatten()?;
+    let unmet = constraints_apply
+        .then(|| unmet_constraint(host, now, load, task))
+        .flatten()?;
     Some((unmet, None))
 }

@@ -1,6 +1,6 @@
 //! Reasons why a decision excludes a host.
 
-use super::{Condition, Metric, ActualValue};
+use super::{ActualValue, Condition, Metric};
 use sempa_proto::Tid;
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub enum ExclusionReason<S = String> {
     OtherHost,
     /// The host has another architecture.
     OtherArch { has: S },
-    /// The request asks for the hosts that it does not name, and names this one.
+    /// The request excludes the hosts that it names, and names this one.
     Complement,
     /// The owner is present.
     OwnerPresent {
@@ -32,13 +32,13 @@ pub enum ExclusionReason<S = String> {
         /// Task that requested the drain.
         by: Tid,
     },
-    /// The owner's task limit is reached.
+    /// The owner's limit on the number of guests is reached.
     TaskLimit { limit: u32 },
-    /// The free memory does not exceed what the owner keeps free by enough for a task.
+    /// The owner reserves memory, and the free memory beyond it is too small for a task.
     MemoryKept {
-        /// Bytes that must stay free.
+        /// Memory in bytes that the owner wants to keep free.
         keeps: u64,
-        /// Bytes that are free.
+        /// Free memory in bytes.
         has: u64,
     },
     /// The owner blocks this program.
@@ -57,8 +57,8 @@ pub enum ExclusionReason<S = String> {
     Reserved,
     /// The host was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// The host's daemon declined further tasks shortly before, because of its owner or for lack of
-    /// room.
+    /// The host's daemon has just declined tasks of this request, because of its owner or for lack
+    /// of room.
     Declined,
     /// The host cannot accept migrations at present.
     NoMigrations { why: S },
@@ -73,11 +73,17 @@ impl ExclusionReason<&str> {
             ExclusionReason::OtherHost => ExclusionReason::OtherHost,
             ExclusionReason::OtherArch { has } => ExclusionReason::OtherArch { has: has.into() },
             ExclusionReason::Complement => ExclusionReason::Complement,
-            ExclusionReason::OwnerPresent { why } => ExclusionReason::OwnerPresent { why: why.into() },
+            ExclusionReason::OwnerPresent { why } => {
+                ExclusionReason::OwnerPresent { why: why.into() }
+            }
             ExclusionReason::Closed { why } => ExclusionReason::Closed { why: why.into() },
             ExclusionReason::Drained { by } => ExclusionReason::Drained { by },
-            ExclusionReason::TaskLimit { limit: most } => ExclusionReason::TaskLimit { limit: most },
-            ExclusionReason::MemoryKept { keeps, has } => ExclusionReason::MemoryKept { keeps, has },
+            ExclusionReason::TaskLimit { limit: most } => {
+                ExclusionReason::TaskLimit { limit: most }
+            }
+            ExclusionReason::MemoryKept { keeps, has } => {
+                ExclusionReason::MemoryKept { keeps, has }
+            }
             ExclusionReason::ProgramBlocked { pattern } => ExclusionReason::ProgramBlocked {
                 pattern: pattern.into(),
             },
@@ -89,7 +95,9 @@ impl ExclusionReason<&str> {
             ExclusionReason::Reserved => ExclusionReason::Reserved,
             ExclusionReason::NoAnswer => ExclusionReason::NoAnswer,
             ExclusionReason::Declined => ExclusionReason::Declined,
-            ExclusionReason::NoMigrations { why } => ExclusionReason::NoMigrations { why: why.into() },
+            ExclusionReason::NoMigrations { why } => {
+                ExclusionReason::NoMigrations { why: why.into() }
+            }
             ExclusionReason::Refused { why } => ExclusionReason::Refused { why: why.into() },
         }
     }
@@ -105,21 +113,34 @@ impl<S: fmt::Display + fmt::Debug> fmt::Display for ExclusionReason<S> {
             ExclusionReason::Closed { why } => write!(f, "no guests now ({why})"),
             ExclusionReason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
             ExclusionReason::TaskLimit { limit: 0 } => f.write_str("its owner allows no tasks"),
-            ExclusionReason::TaskLimit { limit: 1 } => f.write_str("its owner allows one task, and it is there"),
+            ExclusionReason::TaskLimit { limit: 1 } => {
+                f.write_str("its owner allows one task, and it is there")
+            }
             ExclusionReason::TaskLimit { limit: most } => {
                 write!(f, "its owner allows {most} tasks, and they are there")
             }
             ExclusionReason::MemoryKept { keeps, has } => {
-                let (has, keeps) = (Metric::Memory.format_value(*has), Metric::Memory.format_value(*keeps));
+                let (has, keeps) = (
+                    Metric::Memory.format_value(*has),
+                    Metric::Memory.format_value(*keeps),
+                );
                 write!(f, "{has} of memory are free, and its owner keeps {keeps}")
             }
-            ExclusionReason::ProgramBlocked { pattern } => write!(f, "its owner blocks the program {pattern:?}"),
+            ExclusionReason::ProgramBlocked { pattern } => {
+                write!(f, "its owner blocks the program {pattern:?}")
+            }
             ExclusionReason::UserBlocked { user } => write!(f, "its owner blocks user {user}"),
-            ExclusionReason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
-            ExclusionReason::Reserved => f.write_str("it is kept for a spawn that has waited for long"),
+            ExclusionReason::Unmet { condition, has } => {
+                write!(f, "{condition} does not hold ({has})")
+            }
+            ExclusionReason::Reserved => {
+                f.write_str("it is kept for a spawn that has waited for long")
+            }
             ExclusionReason::NoAnswer => f.write_str("no answer"),
             ExclusionReason::Declined => f.write_str("it took no more tasks when it was asked"),
-            ExclusionReason::NoMigrations { why } | ExclusionReason::Refused { why } => write!(f, "{why}"),
+            ExclusionReason::NoMigrations { why } | ExclusionReason::Refused { why } => {
+                write!(f, "{why}")
+            }
         }
     }
 }

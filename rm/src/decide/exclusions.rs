@@ -1,33 +1,35 @@
 //! Hosts that a decision does not use, each with its reason.
 //!
-//! A decision without a placement examines all hosts, possibly ten thousand. The list keeps only
-//! the reasons that may be reported, and counts or summarizes the rest.
+//! A decision without a placement examines all hosts, possibly ten thousand. The list therefore
+//! contains a limited number of hosts, and the further ones are only counted.
 
-use super::{Metric, Attribute, ExclusionReason};
+use super::{Attribute, ExclusionReason, Metric};
 use sempa_proto::HostId;
 use std::fmt;
 use std::ops::Index;
 use std::sync::Arc;
 
-/// Maximum number of listed hosts for each of two groups: hosts with a reason of their own, and
-/// hosts that the request does not ask for. Further hosts are counted.
+/// Maximum number of listed hosts in each of two groups: hosts that the request does not ask for,
+/// and all other excluded hosts.
 pub const EXCLUDED_HOSTS_MAX: usize = 256;
 
-/// Excluded hosts with their reasons. Clones share the list.
+/// Excluded hosts with their reasons. Cloning is cheap, because clones share the list.
 #[derive(Clone, Default)]
 pub struct Exclusions {
     listed: Arc<Vec<(HostId, ExclusionReason)>>,
-    /// Host that is omitted although it is in `first`, because `first` is shared with other
-    /// decisions.
+    /// Host that is left out of the result although `listed` may contain it. `listed` is shared with
+    /// the results for other tasks.
     omitted: Option<HostId>,
-    /// Number of reportable hosts that are not listed.
+    /// Number of hosts that are not listed in `listed` but have a reportable reason.
     unlisted: usize,
 }
 
 impl Exclusions {
     /// Returns the listed hosts with reasons, in the order of examination.
     pub fn iter(&self) -> impl Iterator<Item = &(HostId, ExclusionReason)> {
-        self.listed.iter().filter(|(id, _)| Some(*id) != self.omitted)
+        self.listed
+            .iter()
+            .filter(|(id, _)| Some(*id) != self.omitted)
     }
 
     pub fn len(&self) -> usize {
@@ -43,7 +45,8 @@ impl Exclusions {
         self.iter().any(|listed| listed == host)
     }
 
-    /// Returns the reportable hosts in the list, and the number of those that are not listed.
+    /// Returns the listed hosts that have a reportable reason, and the number of such hosts that
+    /// are not listed.
     pub(super) fn reportable(&self) -> (Vec<&(HostId, ExclusionReason)>, usize) {
         (
             self.iter().filter(|(_, why)| !is_unreported(why)).collect(),
@@ -51,8 +54,8 @@ impl Exclusions {
         )
     }
 
-    /// Returns the same exclusions without this host. The host must have been added with a
-    /// reportable reason, and hosts must have been added by ascending id.
+    /// Returns the same exclusions without this host. Requires that the host was added with a
+    /// reportable reason, and that hosts were added by ascending id.
     pub(super) fn without_host(&self, host: HostId) -> Exclusions {
         let may_be = self.listed.last().is_some_and(|(last, _)| host <= *last);
         let listed = may_be
@@ -100,12 +103,15 @@ impl Index<usize> for Exclusions {
     }
 }
 
-/// True for reasons that are not reported: the request did not ask for the host.
+/// True for reasons that are not reported, because the request did not ask for the host.
 fn is_unreported<S>(why: &ExclusionReason<S>) -> bool {
-    matches!(why, ExclusionReason::OtherHost | ExclusionReason::Complement)
+    matches!(
+        why,
+        ExclusionReason::OtherHost | ExclusionReason::Complement
+    )
 }
 
-/// True for reasons that may end while the set of hosts stays the same.
+/// True for temporary reasons: the host may become usable later.
 fn is_temporary(why: &ExclusionReason<&str>) -> bool {
     match why {
         ExclusionReason::OwnerPresent { .. }
@@ -116,7 +122,10 @@ fn is_temporary(why: &ExclusionReason<&str>) -> bool {
         | ExclusionReason::Reserved
         | ExclusionReason::MemoryKept { .. } => true,
         ExclusionReason::Unmet { condition, .. } => {
-            matches!(condition.attribute, Attribute::Metric(Metric::Memory | Metric::Free))
+            matches!(
+                condition.attribute,
+                Attribute::Metric(Metric::Memory | Metric::Free)
+            )
         }
         _ => false,
     }
@@ -128,11 +137,11 @@ pub(super) struct ExclusionsBuilder {
     listed: Vec<(HostId, ExclusionReason)>,
     reportable: usize,
     unreported: usize,
-    /// At least one reason is temporary.
+    /// True if at least one reason is temporary.
     pub(super) any_temporary: bool,
-    /// At least one host did not answer.
+    /// True if at least one host was lost or did not answer.
     pub(super) any_unanswered: bool,
-    /// At least one host matches the request.
+    /// True if the request asks for at least one of the excluded hosts.
     pub(super) any_requested: bool,
 }
 

@@ -7,8 +7,9 @@
 //! - it falls while the user waits for a processor,
 //! - it decays towards zero while the user neither holds nor waits.
 //!
-//! The lowest index is served first. A user who holds many processors for long waits longer; a user
-//! who asks for little now and then is served at once, whatever the others hold.
+//! The user with the lowest index is served first. A user who has held many processors for a long
+//! time therefore waits longer. A user with few requests is served at once, however many processors
+//! other users hold.
 
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
@@ -17,22 +18,23 @@ use std::fmt;
 
 /// Maximum number of waiting requests; further ones are refused.
 pub const WAITING_MAX: usize = 65_536;
-/// Maximum number of users with a remembered index. Beyond it, the idle user whose index is nearest
-/// to zero is dropped.
+/// Maximum number of users whose index is remembered. Beyond it, the idle user whose index is
+/// nearest to zero is dropped.
 pub const USERS_MAX: usize = 65_536;
 
-/// A user is preempted only if the user's index exceeds twice the index of the waiting user by this
-/// many points: an hour of ten processors. Users with similar usage do not preempt each other.
+/// A user's tasks are preempted only if the user's index exceeds twice the index of the waiting
+/// user by this many points. Ten processors held for an hour yield ten points. The margin prevents
+/// users with similar usage from preempting each other.
 pub const PREEMPTION_MARGIN: f64 = 10.0;
 
 /// Rates at which indices change, in points per hour.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct UpDownRates {
-    /// Increase for each processor held.
+    /// Increase for each processor that the user holds.
     pub up: f64,
-    /// Decrease while any request waits.
+    /// Decrease while at least one request of the user waits.
     pub down: f64,
-    /// Fraction of an idle user's index that remains after an hour.
+    /// Fraction of an idle user's index that remains after one hour.
     pub idle_retention: f64,
 }
 
@@ -46,7 +48,7 @@ impl Default for UpDownRates {
     }
 }
 
-/// Limits on the tasks held at once; `None`: no limit.
+/// Maximum numbers of tasks at a time; `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     pub user_tasks: Option<u32>,
@@ -79,7 +81,8 @@ impl fmt::Display for LimitError {
 }
 
 impl Limits {
-    /// Checks whether `more` tasks are allowed.
+    /// Checks whether `more` further tasks are allowed. `user_has` and `job_has` are the current
+    /// numbers of tasks.
     pub fn allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), LimitError> {
         let over =
             |has: u32, most: Option<u32>| most.filter(|most| has.saturating_add(more) > *most);
@@ -90,20 +93,26 @@ impl Limits {
             });
         }
         match over(job_has, self.job_tasks) {
-            Some(most) => Err(LimitError::JobTasks { has: job_has, limit: most }),
+            Some(most) => Err(LimitError::JobTasks {
+                has: job_has,
+                limit: most,
+            }),
             None => Ok(()),
         }
     }
 
-    /// Checks whether `more` tasks would be allowed if the user and the job had no others. If not,
-    /// waiting is useless.
+    /// Checks whether `more` tasks could be allowed at a later time, when the user and the job have
+    /// fewer tasks. If not, waiting is useless.
     pub fn could_allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), LimitError> {
         self.allow(0, 0, more).map_err(|limited| match limited {
             LimitError::UserTasks { most, .. } => LimitError::UserTasks {
                 has: user_has,
                 most,
             },
-            LimitError::JobTasks { limit: most, .. } => LimitError::JobTasks { has: job_has, limit: most },
+            LimitError::JobTasks { limit: most, .. } => LimitError::JobTasks {
+                has: job_has,
+                limit: most,
+            },
             LimitError::QueueFull => LimitError::QueueFull,
         })
     }
@@ -112,7 +121,7 @@ impl Limits {
 /// A request in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueuedRequest {
-    /// Sequence number; earlier requests have smaller ones.
+    /// Sequence number of the request, ascending in the order of arrival.
     pub number: u64,
     pub user: u32,
     pub job: Tid,
@@ -128,7 +137,8 @@ struct UserState {
 }
 
 impl UserState {
-    /// Returns the index at `now` if the user's holdings and requests stay the same until then.
+    /// Returns the index at `now`, if the number of processors and requests has not changed since
+    /// the last update.
     fn index_at(&self, rules: &UpDownRates, now: Micros) -> f64 {
         let hours = now.since(self.updated_at).0 as f64 / 3.6e9;
         if self.held == 0 && self.waiting == 0 {
@@ -177,13 +187,13 @@ impl FairShare {
         entry
     }
 
-    /// Records that the user has obtained `count` processors.
+    /// Records that the user has obtained `event_count` more processors.
     pub fn acquire(&mut self, now: Micros, user: u32, count: u32) {
         let user = self.user(now, user);
         user.held = user.held.saturating_add(count);
     }
 
-    /// Records that the user has returned `count` processors.
+    /// Records that the user has released `event_count` processors.
     pub fn release(&mut self, now: Micros, user: u32, count: u32) {
         let user = self.user(now, user);
         user.held = user.held.saturating_sub(count);
@@ -194,7 +204,7 @@ impl FairShare {
         self.users.get(&user).map_or(0, |u| u.held)
     }
 
-    /// Returns the user's index; the lower one goes first.
+    /// Returns the user's index. Users with a lower index are served first.
     pub fn index(&self, now: Micros, user: u32) -> f64 {
         self.users
             .get(&user)
@@ -204,7 +214,7 @@ impl FairShare {
     /// Adds a request to the queue.
     ///
     /// # Errors
-    /// [`LimitError::Queue`]; the request is not added.
+    /// [`LimitError::QueueFull`]; the request is not added.
     pub fn enqueue(&mut self, now: Micros, request: QueuedRequest) -> Result<(), LimitError> {
         if self.waiting >= WAITING_MAX {
             return Err(LimitError::QueueFull);
@@ -222,7 +232,8 @@ impl FairShare {
         Ok(())
     }
 
-    /// Removes a request that got its host or was withdrawn.
+    /// Removes a request from the queue, because it got its hosts or was withdrawn. Returns `None`
+    /// if it is not in the queue.
     pub fn dequeue(&mut self, now: Micros, user: u32, number: u64) -> Option<QueuedRequest> {
         let queue = self.queue.get_mut(&user)?;
         let request = queue.remove(&number)?;
@@ -271,7 +282,8 @@ impl FairShare {
             .filter(|(_, index)| *index != 0.0)
     }
 
-    /// Restores an index that was stored `ago`. The user is assumed idle since then.
+    /// Restores an index from the history. `ago`: time since it was stored. The user counts as idle
+    /// during that time.
     pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
         let hours = ago.0 as f64 / 3.6e9;
         let index = index * self.rules.idle_retention.powf(hours);
@@ -279,7 +291,7 @@ impl FairShare {
     }
 
     /// Returns the oldest request of each waiting user with the user's index, in the order of
-    /// service. Of equal indices, the older request goes first.
+    /// service. If two indices are equal, the older request comes first.
     pub fn next_per_user(&self, now: Micros) -> Vec<(f64, QueuedRequest)> {
         let first = |(user, queue): (&u32, &BTreeMap<u64, QueuedRequest>)| {
             queue
@@ -292,8 +304,8 @@ impl FairShare {
         turns
     }
 
-    /// Returns the users whose tasks may be preempted while this user waits: the highest index
-    /// first, and only users far above this user's index (see [`PREEMPTION_MARGIN`]).
+    /// Returns the users whose tasks may be preempted for `default_user`: those whose index exceeds the
+    /// index of `default_user` far enough (see [`PREEMPTION_MARGIN`]), the highest index first.
     pub fn preemptible_users(&self, now: Micros, user: u32) -> Vec<u32> {
         let own_index = self.index(now, user);
         let holders = self
@@ -370,7 +382,11 @@ mod tests {
             [1],
             "nobody else has taken much"
         );
-        assert_eq!(fair.preemptible_users(hour(11), 1), [], "two has taken less");
+        assert_eq!(
+            fair.preemptible_users(hour(11), 1),
+            [],
+            "two has taken less"
+        );
         assert_eq!(fair.queue_len(), 4);
         assert_eq!(fair.dequeue(hour(11), 2, 99), None);
     }
@@ -390,11 +406,7 @@ mod tests {
             one_by_one.dequeue(hour(2), first.user, first.number);
             expected.push(first.number);
         }
-        let taken: Vec<u64> = fair
-            .drain_queue(hour(2))
-            .iter()
-            .map(|r| r.number)
-            .collect();
+        let taken: Vec<u64> = fair.drain_queue(hour(2)).iter().map(|r| r.number).collect();
         assert_eq!((taken, fair.queue_len()), (expected, 0));
     }
 

@@ -1,5 +1,5 @@
-//! Guests on hosts that accept no guests, grouped into classes that can go to the same hosts. When
-//! owners return everywhere at once, one search for a target serves all guests of a class.
+//! The guests on hosts that accept no guests, grouped into classes. The same targets are possible
+//! for all guests of a class, so one search serves the whole class when many owners return at once.
 
 use super::{HostView, LeaveTime, OwnerState, TaskView};
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
@@ -7,15 +7,15 @@ use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Class of guests that can go to the same hosts.
+/// Properties that determine the possible targets of a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct GuestClass {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// Power of two below the guest's memory in bytes, because a larger guest may find no room
-    /// where a smaller one does. `None` if the guest needs no more than the headroom that every
-    /// task gets.
+    /// Base-2 logarithm of the guest's memory in bytes, rounded down, because a host may have room
+    /// for a small guest only. `None` if the guest needs no more than the memory reserved for every
+    /// task.
     size_log2: Option<u32>,
 }
 
@@ -25,40 +25,40 @@ pub(super) struct Guest {
     pub(super) tid: Tid,
     /// Index of the guest's class.
     pub(super) class: usize,
-    /// Only the class matters: the guest must leave immediately, and no host has refused it.
+    /// True if only the class determines the decision: the guest must leave immediately, and no
+    /// host has refused it.
     pub(super) class_decides: bool,
 }
 
 /// The guests of all hosts that accept no guests.
 #[derive(Clone, Debug, Default)]
 pub(super) struct EvictableGuests {
-    /// By host and position in the host's task list.
+    /// The guests, by host and position in the host's task list.
     guests: BTreeMap<(HostId, usize), Guest>,
     class_indices: HashMap<GuestClass, usize>,
-    /// By index: the class and its number of guests.
+    /// Classes with the number of their guests, by class index.
     classes: Vec<Option<(GuestClass, usize)>>,
-    /// Indices that no class uses.
+    /// Class indices that are not in use.
     free_indices: Vec<usize>,
 }
 
 impl EvictableGuests {
-    /// Returns the guests by ascending host id and in task order, with the position in the host's
-    /// task list.
+    /// Returns the guests as (host, position in the host's task list, guest), in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
         self.guests
             .iter()
             .map(|((host, at), guest)| (*host, *at, *guest))
     }
 
-    /// Returns the exclusive upper bound of class indices.
+    /// Returns a number that is greater than every class index.
     pub(super) fn class_bound(&self) -> usize {
         self.classes.len()
     }
 
     /// Adds the guests of a host that accepts no guests. The host must not have been added already.
     pub(super) fn insert_host(&mut self, host: &HostView) {
-        let leave_now =
-            matches!(host.owner, OwnerState::Drained { .. }) || host.guest_policy.leave_time == LeaveTime::Now;
+        let leave_now = matches!(host.owner, OwnerState::Drained { .. })
+            || host.guest_policy.leave_time == LeaveTime::Now;
         for (at, task) in host
             .tasks
             .iter()
@@ -78,7 +78,7 @@ impl EvictableGuests {
         }
     }
 
-    /// Returns the index of a task's class, after counting one more guest.
+    /// Counts one more guest of the task's class. Returns the index of the class.
     fn count_in_class(&mut self, host: &HostView, task: &TaskView) -> usize {
         let size = (task.memory_bytes > HEADROOM_BYTES_PER_TASK).then(|| task.memory_bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
@@ -164,8 +164,8 @@ mod tests {
         }
     }
 
-    /// Guests of one class share its index; a class without guests leaves its index to the next new
-    /// class.
+    /// Guests of one class share its index. When a class has no more guests, the next new class
+    /// reuses its index.
     #[test]
     fn empty_guest_class_frees_its_index() {
         let (mut guests, names) = (EvictableGuests::default(), ["a", "b", "a"]);
@@ -177,11 +177,17 @@ mod tests {
                 .map(|(.., guest)| guest.class)
                 .collect::<Vec<_>>()
         };
-        assert_eq!((kinds(&guests), guests.class_bound()), (vec![0, 1, 0, 1], 2));
+        assert_eq!(
+            (kinds(&guests), guests.class_bound()),
+            (vec![0, 1, 0, 1], 2)
+        );
         guests.remove_host(HostId::new(1).expect("a host"));
         assert_eq!(kinds(&guests), [1]);
         guests.insert_host(&host(3, &["c", "d", "b"]));
-        assert_eq!((kinds(&guests), guests.class_bound()), (vec![1, 0, 2, 1], 3));
+        assert_eq!(
+            (kinds(&guests), guests.class_bound()),
+            (vec![1, 0, 2, 1], 3)
+        );
         (2..4).for_each(|index| guests.remove_host(HostId::new(index).expect("a host")));
         assert!(
             guests.guests.is_empty()

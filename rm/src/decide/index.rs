@@ -1,12 +1,13 @@
-//! Hosts of a snapshot with an index that ranks them by the processor share that one more task
-//! would get.
+//! The hosts of a snapshot, with an index. The index ranks the hosts by the processor share that
+//! one more task would get.
 //!
-//! A change of a host or of one of its tasks costs O(log hosts), and so does a sample that becomes
-//! too old. A decision examines the best hosts only.
+//! Updating the index after a change of a host or of one of its tasks takes O(log hosts), and so
+//! does removing a sample that has become too old. A decision therefore examines the best hosts
+//! only.
 //!
-//! Every mutable access marks the host as changed, and [`Hosts::refresh`] reindexes the marked
-//! hosts. If a snapshot was not refreshed, a decision builds the whole index: slower, with the same
-//! result.
+//! Every mutable access marks the host as changed, and [`HostList::refresh`] reindexes the marked
+//! hosts. A decision about a snapshot that was not refreshed builds a new index. That is slower but
+//! has the same result.
 
 use super::guest_classes::EvictableGuests;
 use super::load::{HostLoad, ProcessorShare};
@@ -25,7 +26,7 @@ struct IndexedTask {
     user: u32,
     job: Tid,
     since: Micros,
-    /// The task can be preempted: it is not migrating, and its host accepts guests.
+    /// True if the task can be preempted: it is not migrating, and its host accepts guests.
     preemptible: bool,
 }
 
@@ -33,26 +34,27 @@ struct IndexedTask {
 #[derive(Clone, Debug)]
 struct IndexedHost {
     load: HostLoad,
-    /// Computing tasks that stay on the host, including tasks that are being started.
+    /// Number of computing tasks that are not migrating away, including tasks that are being
+    /// started.
     staying_tasks: u32,
     zone: u32,
-    /// The host accepts guests and is in the ranking.
+    /// True if the host accepts guests and is in the ranking.
     ranked: bool,
-    /// When the sample becomes too old.
+    /// Time when the sample becomes too old; `None` without a valid sample.
     sample_expires_at: Option<Micros>,
-    /// Targets of the host's migrating tasks, one entry per task.
+    /// Targets of the tasks that migrate from the host, one entry per task.
     migration_targets: Vec<HostId>,
     migrating_tasks: usize,
     tasks: Vec<IndexedTask>,
 }
 
-/// Hosts ranked by the share that one more task would get.
+/// Index of the hosts of a snapshot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HostIndex {
-    /// Indexed by host number.
+    /// Index entry of each host, by host number.
     entries: Vec<Option<Box<IndexedHost>>>,
     shares_by_zone: BTreeMap<u32, BTreeSet<ProcessorShare>>,
-    /// Ranked hosts with own tasks, by the rate that each of these tasks gets.
+    /// Ranked hosts with tasks of the virtual machine, by the rate of each of these tasks.
     slowest: BTreeSet<(u64, HostId)>,
     closed_hosts: BTreeSet<HostId>,
     /// Guests on hosts that accept no guests, except migrating ones.
@@ -60,15 +62,16 @@ pub(super) struct HostIndex {
     arriving_tasks: BTreeMap<HostId, u32>,
     sample_expiries: BTreeSet<(Micros, HostId)>,
     migrating_tasks: usize,
-    /// Jobs with the hosts on which they have computing tasks.
+    /// Pairs of a job and a host on which the job has computing tasks.
     hosts_by_job: BTreeSet<(Tid, HostId)>,
-    /// Preemptible tasks by user, the most recently started first.
+    /// Preemptible tasks as (user, start time, tid, host): by user, the most recently started
+    /// first.
     preemptible: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
     /// Hosts with suspended tasks that are not migrating.
     suspended: BTreeSet<HostId>,
 }
 
-/// Merges lists in descending order into one sequence in descending order.
+/// Merges sequences in descending order into one sequence in descending order.
 pub(super) fn merge_descending<T: Ord, L: Iterator<Item = T>>(
     lists: impl Iterator<Item = L>,
 ) -> impl Iterator<Item = T> {
@@ -114,7 +117,7 @@ impl HostIndex {
             .map(|(_, host)| *host)
     }
 
-    /// Returns how many tasks of a job compute on a host.
+    /// Returns the number of computing tasks of a job on a host.
     pub(super) fn computing_tasks(&self, host: HostId, job: Tid) -> usize {
         let tasks = self.entry(host).map_or(&[][..], |entry| &entry.tasks);
         tasks.iter().filter(|task| task.job == job).count()
@@ -153,18 +156,27 @@ impl HostIndex {
         self.migrating_tasks
     }
 
-    /// Returns the ranked hosts with own tasks, the host with the slowest tasks first.
+    /// Returns the ranked hosts with tasks of the virtual machine, the host with the slowest tasks
+    /// first.
     pub(super) fn slowest_first(&self) -> impl Iterator<Item = HostId> {
         self.slowest.iter().map(|(_, id)| *id)
     }
 
-    /// Returns the ranked hosts, the largest share first.
+    /// Returns the ranked hosts, the one with the largest share for a further task first.
     pub(super) fn best_first(&self) -> impl Iterator<Item = HostId> {
-        merge_descending(self.shares_by_zone.values().map(|shares| shares.iter().rev())).map(ProcessorShare::host)
+        merge_descending(
+            self.shares_by_zone
+                .values()
+                .map(|shares| shares.iter().rev()),
+        )
+        .map(ProcessorShare::host)
     }
 
     fn rank(&mut self, zone: u32, load: &HostLoad) {
-        self.shares_by_zone.entry(zone).or_default().insert(load.share());
+        self.shares_by_zone
+            .entry(zone)
+            .or_default()
+            .insert(load.share());
         if load.own_tasks > 0 {
             self.slowest.insert((load.rate() as u64, load.host));
         }
@@ -180,7 +192,7 @@ impl HostIndex {
         }
     }
 
-    /// Removes a host. Returns the targets of its migrating tasks.
+    /// Removes a host from the index. Returns the targets of the host's migrating tasks.
     fn remove_host(&mut self, id: HostId) -> Vec<HostId> {
         self.closed_hosts.remove(&id);
         self.guests.remove_host(id);
@@ -219,7 +231,7 @@ impl HostIndex {
         entry.migration_targets
     }
 
-    /// Adds a host. Returns the targets of its migrating tasks.
+    /// Adds a host to the index. Returns the targets of the host's migrating tasks.
     fn insert_host(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
         let (mut staying, mut leaving) = (host.starting_tasks, Vec::new());
         for task in host.tasks.iter().filter(|t| t.computes()) {
@@ -306,7 +318,7 @@ impl HostIndex {
         tasks
     }
 
-    /// Updates the load of a host after the number of tasks migrating to it has changed.
+    /// Updates the load of a host after the number of tasks that migrate to it has changed.
     fn update_arriving(&mut self, id: HostId) {
         let arriving = self.arriving_tasks.get(&id).copied().unwrap_or(0);
         let Some(entry) = self
@@ -334,8 +346,8 @@ impl HostIndex {
     }
 }
 
-/// Finds a host in a list sorted by id, or its insertion point. Host numbers are assigned
-/// consecutively, so the first guess is usually right.
+/// Returns the position of a host in a list sorted by id, or its insertion point as an error. Tries
+/// the position equal to the host number first, because host numbers are usually consecutive.
 fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
     let guess = usize::from(id.index()) - 1;
     if list.get(guess).is_some_and(|host| host.id == id) {
@@ -374,14 +386,14 @@ impl HostList {
         }
     }
 
-    /// Returns a host for modification. Its id must not change.
+    /// Returns a host for modification and marks it as changed. Its id must not change.
     pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
         let i = self.position(id)?;
         self.dirty.insert(id);
         Some(&mut self.list[i])
     }
 
-    /// Returns all hosts for modification and marks all of them.
+    /// Returns all hosts for modification and marks all of them as changed.
     pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, HostView> {
         self.dirty.extend(self.list.iter().map(|h| h.id));
         self.list.iter_mut()
@@ -404,9 +416,15 @@ impl HostList {
         }
     }
 
-    /// Returns the index at `now`. Builds a new one if the hosts were not refreshed.
+    /// Returns the index as of `now`. Builds a new one if the hosts were not refreshed.
     pub(super) fn index(&self, now: Micros) -> Cow<'_, HostIndex> {
-        if self.dirty.is_empty() && self.index.sample_expiries.first().is_none_or(|(at, _)| *at > now) {
+        if self.dirty.is_empty()
+            && self
+                .index
+                .sample_expiries
+                .first()
+                .is_none_or(|(at, _)| *at > now)
+        {
             return Cow::Borrowed(&self.index);
         }
         let mut index = HostIndex::default();

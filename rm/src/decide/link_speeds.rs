@@ -1,5 +1,6 @@
-//! Learns from migrations how fast memory is transferred between hosts. The most specific known
-//! speed counts: that of the two hosts, else that of their zones, else the mean of all migrations.
+//! Learns from migrations how fast memory is transferred between hosts. The expected speed is the
+//! most specific known one: that of the two hosts, else that of their zones, else the mean of all
+//! migrations.
 
 use super::{HostId, HostView};
 use serde::{Deserialize, Serialize};
@@ -9,14 +10,15 @@ use std::hash::Hash;
 /// Maximum number of host pairs, and of zone pairs, with a remembered speed. Beyond it, the pair
 /// that was updated longest ago is dropped.
 pub const PAIRS_MAX: usize = 4096;
-/// Assumed speed between two hosts' memories before any migration was observed.
+/// Assumed speed in bytes per second before any migration was observed.
 const BYTES_PER_SECOND: f64 = 200e6;
-/// Plausible speeds in bytes per second.
+/// Range of plausible speeds in bytes per second. Measurements outside it are reduced or raised to
+/// its ends.
 const SPEED_RANGE: std::ops::RangeInclusive<f64> = 1e3..=1e12;
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.2;
 
-/// Unordered pair of hosts between which a task migrates.
+/// The two hosts of a migration with their zones, without regard to the direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostPair {
     hosts: (HostId, HostId),
@@ -37,7 +39,7 @@ impl HostPair {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct LinkSpeed {
     moves: u32,
-    /// Mean natural logarithm of bytes per second.
+    /// Mean of the natural logarithm of the speed in bytes per second.
     log: f64,
     heard: u64,
 }
@@ -83,7 +85,8 @@ impl LinkSpeeds {
         self.all = Some(LinkSpeed::updated(self.all, log, self.heard));
     }
 
-    /// Returns the expected bytes per second. `None`: the target is not known yet.
+    /// Returns the expected speed in bytes per second. `way` is `None` if the target is not known
+    /// yet.
     pub(super) fn bytes_per_second(&self, pair: Option<HostPair>) -> f64 {
         let of_hosts = pair.and_then(|pair| self.hosts.get(&pair.hosts));
         let of_zones = || pair.and_then(|pair| self.zones.get(&pair.zones));
@@ -91,8 +94,9 @@ impl LinkSpeeds {
         known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
     }
 
-    /// Returns the speed between a zone and the best connected of `peers`, relative to the faster
-    /// of the links within either zone. `None` until migrations have measured both.
+    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
+    /// compared with the faster of the links within the two zones. `None` until migrations have
+    /// measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
         let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
@@ -102,12 +106,12 @@ impl LinkSpeeds {
         beside.reduce(f64::max)
     }
 
-    /// Drops the speeds of host pairs. Called when host numbers have other meanings.
+    /// Drops the speeds of host pairs, because the host numbers denote other hosts now.
     pub(super) fn forget_hosts(&mut self) {
         self.hosts.clear();
     }
 
-    /// False if stored values are not finite or too many.
+    /// True if the stored values are finite and not too many.
     pub(super) fn is_valid(&self) -> bool {
         let all = self
             .hosts
@@ -119,7 +123,12 @@ impl LinkSpeeds {
     }
 }
 
-fn update_pair<K: Copy + Ord + Hash>(all: &mut BTreeMap<K, LinkSpeed>, key: K, log: f64, heard: u64) {
+fn update_pair<K: Copy + Ord + Hash>(
+    all: &mut BTreeMap<K, LinkSpeed>,
+    key: K,
+    log: f64,
+    heard: u64,
+) {
     let speed = LinkSpeed::updated(all.get(&key).copied(), log, heard);
     all.insert(key, speed);
     if all.len() > PAIRS_MAX {
@@ -159,7 +168,7 @@ mod tests {
         near(&links, way(1, 3, (0, 7)), 10.0);
         near(&links, way(2, 3, (0, 7)), 10.0);
         near(&links, way(4, 5, (0, 0)), 1000.0);
-        // For a pair that no task has used, only the overall mean is known.
+        // No task has migrated between these two hosts or zones, so only the overall mean is known.
         near(
             &links,
             way(6, 7, (8, 8)),

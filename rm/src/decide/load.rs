@@ -1,41 +1,43 @@
-//! Evaluates load: the processor share that one more task would get on each host.
+//! Evaluates the load of hosts: the processor share that one more task would get on each host.
 //!
-//! "Own" tasks are those of the virtual machine; "external" load is that of all other software.
+//! "Own" tasks are the tasks of the virtual machine; "external" load is the load of all other
+//! software.
 
 use super::index::{HostIndex, merge_descending};
-use super::{HostView, ExclusionReason, SAMPLE_AGE_MAX, TimedSample, Snapshot};
+use super::{ExclusionReason, HostView, SAMPLE_AGE_MAX, Snapshot, TimedSample};
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Utilization above which a host has a run queue. Then runnable threads count instead of used
-/// processors.
+/// Utilization above which a host counts as saturated. For a saturated host, demand is computed
+/// from runnable threads instead of used processors.
 const SATURATION_MIN: f32 = 0.95;
-/// Share of time spent waiting for a processor above which a host that looks half idle is
-/// throttled: a processor limit of a cgroup or hypervisor holds its threads back.
+/// Share of time spent waiting for a processor above which a host that is not saturated counts as
+/// throttled: a processor limit of a cgroup or hypervisor delays its threads.
 const PRESSURE_MIN: f32 = 0.25;
 
-/// What one more task would get on a host. Greater is better. The order is total, so that equal
-/// snapshots give equal decisions.
+/// The processor share that one more task would get on a host, with all values that rank hosts.
+/// Greater is better. The order is total, so that equal snapshots give equal decisions.
 ///
-/// Shares compare by, in this order:
+/// Shares are compared by these criteria, in this order:
 /// 1. no idle login on the host,
-/// 2. memory to spare,
+/// 2. enough free memory,
 /// 3. the share that one thread can use (at most one processor, times the host's speed),
-/// 4. the same without the limit of one processor (processors times speed, divided by threads),
+/// 4. the share without the limit of one processor (processors times speed, divided by threads),
 /// 5. fewer own tasks,
 /// 6. the lower host id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessorShare {
-    /// No idle user is logged in.
+    /// True if no idle user is logged in.
     pub unattended: bool,
-    /// [`HEADROOM_BYTES_PER_TASK`] are available for one more task, or the memory is unknown.
+    /// True if [`HEADROOM_BYTES_PER_TASK`] are available for one more task, or if the memory is
+    /// unknown.
     pub has_memory: bool,
-    /// Share of a single thread, in thousandths of an ordinary processor.
+    /// Share that a single thread can use, in thousandths of an ordinary processor.
     pub usable: u64,
-    /// Like `usable`, without the limit of one processor.
+    /// Share without the limit of one processor, in thousandths of an ordinary processor.
     pub uncapped: u64,
     own_tasks: Reverse<u32>,
     host: Reverse<HostId>,
@@ -54,15 +56,15 @@ pub(super) struct HostLoad {
     /// Usable processors, in thousandths.
     pub(super) capacity: u64,
     pub(super) speed: u64,
-    /// Own tasks, including those that migrate to the host.
+    /// Number of own tasks, including those that migrate to the host.
     pub(super) own_tasks: u32,
     /// External demand, in threads.
     pub(super) external_threads: u32,
-    /// Demand of own tasks beyond one thread each, in threads.
+    /// Demand of own tasks in addition to one thread each, in threads.
     pub(super) extra_threads: u32,
     /// Number of further tasks for which there is memory.
     pub(super) memory_slots: u32,
-    /// No idle user is logged in.
+    /// True if no idle user is logged in.
     pub(super) unattended: bool,
     /// Maximum number of own tasks that the owner allows.
     pub(super) task_limit: u32,
@@ -84,7 +86,7 @@ impl HostLoad {
         let capacity = fresh.filter(|s| s.sample.cpu_limit > 0.0).map_or(
             u64::from(host.cores.max(1)) * 1000,
             |limited| {
-                // The report is not trusted: any value may be in it.
+                // The report is not trusted: the value may be negative, huge or not a number.
                 (f64::from(limited.sample.cpu_limit) * 1000.0).clamp(1.0, f64::from(u32::MAX))
                     as u64
             },
@@ -92,7 +94,10 @@ impl HostLoad {
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = external_threads(host, now).round() as u32;
         let more = fresh.map_or(0.0, |s| demand(s).extra).round() as u32;
-        let (calm, most) = (host.owner.is_unattended(), limits.guests_max.unwrap_or(u32::MAX));
+        let (calm, most) = (
+            host.owner.is_unattended(),
+            limits.guests_max.unwrap_or(u32::MAX),
+        );
         HostLoad {
             host: host.id,
             capacity,
@@ -106,7 +111,7 @@ impl HostLoad {
         }
     }
 
-    /// Returns how many more tasks the owner allows.
+    /// Returns the number of further tasks that the owner allows.
     pub(super) fn remaining_slots(&self) -> u32 {
         self.task_limit.saturating_sub(self.own_tasks)
     }
@@ -124,7 +129,7 @@ impl HostLoad {
         }
     }
 
-    /// Returns what each own task gets, in thousandths of an ordinary processor.
+    /// Returns the rate of each own task, in thousandths of an ordinary processor.
     pub(super) fn rate(&self) -> f64 {
         self.speed as f64 * (self.processors() / self.threads().max(1) as f64).min(1.0)
     }
@@ -134,18 +139,18 @@ impl HostLoad {
         u64::from(self.own_tasks) + u64::from(self.external_threads) + u64::from(self.extra_threads)
     }
 
-    /// Returns the number of usable processors.
+    /// Returns the number of usable processors as a fraction.
     pub(super) fn processors(&self) -> f64 {
         self.capacity as f64 / 1e3
     }
 
-    /// Returns the idle processors, in hundredths.
+    /// Returns the idle processor time, in hundredths of a processor.
     pub(super) fn free_percent(&self) -> u64 {
         (self.capacity / 10).saturating_sub(self.threads() * 100)
     }
 }
 
-/// Returns why the owner allows no further task, or none that already has `bytes` of memory.
+/// Returns the reason if the owner's limits exclude one more task with `bytes` of memory.
 pub(super) fn limit_exclusion(
     host: &HostView,
     now: Micros,
@@ -169,25 +174,25 @@ pub(super) fn external_threads(host: &HostView, now: Micros) -> f32 {
     host.fresh_sample(now).map_or(0.0, external_demand)
 }
 
-/// Time constant of the mean external load.
+/// Time constant of the mean external demand.
 const EXTERNAL_MEAN_WINDOW: Micros = Micros::from_secs(120);
-/// Time for which the first sample of a host counts.
+/// Weight of the first sample in the mean, as the time for which it would have been observed.
 const FIRST_SAMPLE_WINDOW: Micros = Micros::from_secs(5);
 
 /// Mean external demand for processors over some minutes, in threads.
 ///
-/// While a host has been observed for less than that, all observed time weighs the same; otherwise
-/// the first sample would dominate the mean.
+/// While a host has been observed for a shorter time, all observed time has the same weight.
+/// Otherwise the first sample would dominate the mean.
 ///
-/// Load watchers report changes. A demand therefore counts for the time until the next report, not
-/// for the time before.
+/// Load watchers report changes. A demand therefore applies to the time from its report to the next
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExternalMean {
     pub threads: f32,
-    /// Mean absolute deviation from the mean.
+    /// Mean absolute deviation from the mean, in threads.
     pub spread: f32,
     observed_time: Micros,
-    /// Arrival time and demand of the last sample.
+    /// The last sample, as (arrival time, demand).
     last: (Micros, f32),
 }
 
@@ -202,7 +207,7 @@ impl ExternalMean {
         }
     }
 
-    /// Returns the mean after one more sample.
+    /// Returns the mean updated by one more sample.
     pub fn updated(self, now: Micros, demand: f32) -> ExternalMean {
         let (since, before) = self.last;
         let span = now.since(since);
@@ -223,22 +228,23 @@ impl ExternalMean {
 /// Demand for processors in one sample, in threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ThreadDemand {
-    /// Demand of other software.
+    /// Demand of external software, in threads.
     external: f32,
-    /// Demand of own tasks beyond one thread each.
+    /// Demand of own tasks in addition to one thread each, in threads.
     extra: f32,
 }
 
 fn demand(sampled: &TimedSample) -> ThreadDemand {
     let sample = &sampled.sample;
     let used = sample.busy * sample.processors();
-    // The number of runnable threads is momentary; averaging it with the one-minute load smooths
-    // it.
+    // The number of runnable threads is a momentary value. The average with the one-minute load
+    // smooths it.
     let queued = (sample.running as f32 + sample.load1) / 2.0;
     let demand = if sample.busy >= SATURATION_MIN {
         used.max(queued)
     } else if sample.cpu_pressure >= PRESSURE_MIN {
-        // Threads that wait for this share of their time would use this much without the limit.
+        // Without the limit, threads would use the processors also in the time in which they wait
+        // for them.
         used / (1.0 - sample.cpu_pressure).max(0.25)
     } else {
         used
@@ -250,7 +256,7 @@ fn demand(sampled: &TimedSample) -> ThreadDemand {
             extra: 0.0,
         };
     };
-    // Demand is attributed in proportion to use: software with half of the use has half of the
+    // The demand is divided in proportion to the use: software with half of the use has half of the
     // demand.
     let foreign = if used > 0.0 {
         (1.0 - ours / used).clamp(0.0, 1.0) * demand
@@ -263,14 +269,15 @@ fn demand(sampled: &TimedSample) -> ThreadDemand {
     }
 }
 
-/// Returns the external demand for processors in a sample, in threads: the measured demand less the
-/// part of own tasks, by their measured use. If their use is unknown, each own task counts as one
-/// thread.
+/// Returns the external demand for processors in a sample, in threads: the total demand minus the
+/// part of own tasks, which follows from their measured use. If that use is unknown, each own task
+/// counts as one thread.
 pub fn external_demand(sampled: &TimedSample) -> f32 {
     demand(sampled).external
 }
 
-/// A share weighted for the task's peers: a host behind a slower link counts less.
+/// A host with its share, weighted for the task's peers: behind a slower link to the peers, the
+/// share counts less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct WeightedShare {
     unattended: bool,
@@ -290,7 +297,7 @@ impl WeightedShare {
     }
 }
 
-/// Load of all hosts during a decision; each task that is placed changes it.
+/// Load of all hosts during a decision. Each placed task changes it.
 #[derive(Debug)]
 pub(super) struct WorkingLoads<'a> {
     index: Cow<'a, HostIndex>,
@@ -300,7 +307,7 @@ pub(super) struct WorkingLoads<'a> {
 }
 
 impl<'a> WorkingLoads<'a> {
-    /// Starts with the load of the snapshot; migrating tasks count at their target.
+    /// Creates the load as of the snapshot. Migrating tasks count at their target.
     pub(super) fn of(snapshot: &'a Snapshot) -> WorkingLoads<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         WorkingLoads {
@@ -320,12 +327,12 @@ impl<'a> WorkingLoads<'a> {
         self.changed.get(&host).copied().unwrap_or_else(of_index)
     }
 
-    /// Returns what one more task would get on a host of the snapshot.
+    /// Returns the share that one more task would get on a host of the snapshot.
     pub(super) fn share(&self, host: HostId) -> ProcessorShare {
         self.load(host).share()
     }
 
-    /// Adds a task to a host of the snapshot. Returns what the next one would get there.
+    /// Adds a task to a host of the snapshot. Returns the share that the next task would get there.
     pub(super) fn add_task(&mut self, host: HostId) -> ProcessorShare {
         let before = self.load(host);
         let after = HostLoad {
@@ -355,7 +362,8 @@ impl<'a> WorkingLoads<'a> {
         after.share()
     }
 
-    /// Returns the weight of a host, in thousandths, for a task with peers in these zones.
+    /// Returns the weight of a processor share on a host, in thousandths, for a task with peers in
+    /// these zones.
     pub(super) fn weight_permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
         self.index
             .zone(host)
@@ -366,8 +374,8 @@ impl<'a> WorkingLoads<'a> {
         WeightedShare::of(share, self.weight_permille(share.host(), peers))
     }
 
-    /// Returns the hosts that accept guests, the best first. Evaluates only the hosts that are
-    /// consumed.
+    /// Returns the hosts that accept guests, the best first. The iterator evaluates hosts only as
+    /// far as it is consumed.
     pub(super) fn best_first(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = WeightedShare> {
         let lists = self.index.shares_by_zone().map(|(zone, shares)| {
             let permille = self.snapshot.zone_weight_permille(*zone, peers);
@@ -378,7 +386,11 @@ impl<'a> WorkingLoads<'a> {
             unchanged.map(move |s| WeightedShare::of(*s, permille))
         });
         let mut lists = merge_descending(lists).peekable();
-        let mut over: Vec<WeightedShare> = self.changed_shares.iter().map(|s| self.weighted(*s, peers)).collect();
+        let mut over: Vec<WeightedShare> = self
+            .changed_shares
+            .iter()
+            .map(|s| self.weighted(*s, peers))
+            .collect();
         over.sort_unstable();
         std::iter::from_fn(move || match (lists.peek(), over.last()) {
             (Some(near), Some(changed)) if changed > near => over.pop(),
@@ -388,9 +400,12 @@ impl<'a> WorkingLoads<'a> {
     }
 }
 
-/// Returns the names of hosts whose sample is missing or too old, with its age, for the decision's
-/// explanation.
-pub(super) fn unknown_loads(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
+/// Describes the hosts with a missing or too old sample, with the age of the sample, for the
+/// explanation of a decision.
+pub(super) fn unknown_loads(
+    snapshot: &Snapshot,
+    among: impl Iterator<Item = HostId>,
+) -> Vec<String> {
     let old = |host: &HostView| {
         Some(format!(
             "{} ({})",
@@ -404,13 +419,14 @@ pub(super) fn unknown_loads(snapshot: &Snapshot, among: impl Iterator<Item = Hos
         .collect()
 }
 
-/// Returns why the load of a host is unknown, if it is.
+/// Returns the reason why the load of a host is unknown; `None` if it is known.
 pub(super) fn unknown_reason(host: &HostView, now: Micros) -> Option<String> {
     match &host.sample {
         None => Some("no sample".into()),
-        Some(s) if now.since(s.received_at) > SAMPLE_AGE_MAX => {
-            Some(format!("sample {} s old", now.since(s.received_at).0 / 1_000_000))
-        }
+        Some(s) if now.since(s.received_at) > SAMPLE_AGE_MAX => Some(format!(
+            "sample {} s old",
+            now.since(s.received_at).0 / 1_000_000
+        )),
         Some(_) => None,
     }
 }
@@ -420,7 +436,7 @@ mod tests {
     use super::*;
     use sempa_proto::load::LoadSample;
 
-    /// Creates a sample of a host with two processors.
+    /// Returns a sample of a host with two processors.
     fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> TimedSample {
         let sample = LoadSample {
             cores: 2,
@@ -440,18 +456,19 @@ mod tests {
     /// An idle guest does not hide the external load of its host.
     #[test]
     fn idle_guests_do_not_hide_external_load() {
-        // One process of the owner, and one own task that waits.
+        // One process of the owner runs, and one own task waits.
         assert_eq!(external_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
         assert_eq!(
             external_demand(&sampled(0.5, 1, None, 1)),
             0.0,
             "nobody has measured it"
         );
-        // Two busy processes of the owner, and five own tasks that wait.
+        // Two processes of the owner are busy, and five own tasks wait.
         assert_eq!(external_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
     }
 
-    /// The threads of a guest are not external load, but they take processors.
+    /// Additional threads of a guest are not external load, but they reduce the share of other
+    /// tasks.
     #[test]
     fn guest_threads_count_as_own_demand() {
         let eight = sampled(1.0, 8, Some(2.0), 1);
@@ -462,8 +479,11 @@ mod tests {
                 extra: 7.0
             }
         );
-        // Next to two processes of the owner.
-        let ThreadDemand { external: foreign, extra: more } = demand(&sampled(1.0, 10, Some(1.6), 1));
+        // Two processes of the owner also run.
+        let ThreadDemand {
+            external: foreign,
+            extra: more,
+        } = demand(&sampled(1.0, 10, Some(1.6), 1));
         assert!(
             (foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01,
             "{foreign} {more}"
@@ -483,7 +503,10 @@ mod tests {
     fn untrusted_samples_give_finite_demand() {
         for ours in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
             for busy in [0.0, 0.3, 1.0] {
-                let ThreadDemand { external: foreign, extra: more } = demand(&sampled(busy, 3, Some(ours), 2));
+                let ThreadDemand {
+                    external: foreign,
+                    extra: more,
+                } = demand(&sampled(busy, 3, Some(ours), 2));
                 assert!(
                     foreign >= 0.0 && more >= 0.0 && foreign.is_finite() && more.is_finite(),
                     "{ours} {busy}"

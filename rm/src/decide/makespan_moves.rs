@@ -1,53 +1,54 @@
-//! Migrations that let a whole job end sooner (that shorten its makespan), for jobs whose work is
-//! declared.
+//! Migrations that reduce the completion time of a whole job (its makespan), for jobs with declared
+//! work.
 //!
-//! The tasks that would end last go where they end sooner, alone or in exchange for another task,
-//! or tasks on the same hosts make room for them. Each candidate is evaluated by simulating the
-//! hosts with it and without it ([`super::farm`]).
+//! A candidate migrates a task that would end last to a host where it ends sooner. Alternatively it
+//! exchanges the task with another one, or migrates a task that shares the host with it. Each
+//! candidate is evaluated by simulating the hosts with it and without it ([`super::farm`]).
 
-use super::rebalance::{
-    GAIN_MIN, RebalancePlan, Rebalance, RebalanceReason, may_rebalance, micros, cooldown_end, seconds, rebalances_left, corrected_gain,
-};
-use super::makespan_sim::{Simulation, SimHost, SimOutcome, SimTask};
 use super::evictions::target_exclusion;
+use super::makespan_sim::{SimHost, SimOutcome, SimTask, Simulation};
+use super::rebalance::{
+    GAIN_MIN, Rebalance, RebalancePlan, RebalanceReason, cooldown_end, corrected_gain,
+    may_rebalance, micros, rebalances_left, seconds,
+};
 use super::{Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
-/// Maximum number of tasks on the hosts of the plan. With more, each task matters little, and the
-/// jobs are left to [`super::balance`].
+/// Maximum number of tasks on the hosts of the plan. If there are more, a single task has little
+/// effect, and only [`super::balance`] plans migrations.
 const SIM_TASKS_MAX: usize = 64;
 /// Maximum number of tasks examined: those that would end last.
 const LAST_TASKS_MAX: usize = 8;
-/// Number of those for which an exchange with another task is tried.
+/// Number of the examined tasks for which an exchange with another task is also tried.
 const EXCHANGES_MAX: usize = 2;
-/// Maximum spread of the external load, in threads. Above it the load of a host is unpredictable,
-/// and tasks neither leave nor arrive.
+/// Maximum fluctuation of a host's external load, in threads. Above it the load is unpredictable,
+/// and the host is neither source nor target.
 const EXTERNAL_SPREAD_MAX: f64 = 1.0;
-/// Minimum factor between two ends for the later one to count as a delay.
+/// A job counts as delayed if its end is later by at least this factor.
 const DELAY_FACTOR: f64 = 1.001;
 /// Minimum reduction of the job's remaining time, as a fraction of that time.
 const REDUCTION_MIN: f64 = 0.03;
-/// Maximum number of simulation steps for finding migrations in one plan.
+/// Maximum number of simulation steps for the search for migrations in one plan.
 const SEARCH_STEPS_MAX: usize = 700;
-/// Maximum number of steps that also includes the checks whether other migrations delay a job.
-/// Beyond it, tasks of jobs with declared work stay.
+/// Maximum number of simulation steps in one plan, including the checks whether migrations delay a
+/// job. After them, tasks of jobs with declared work do not migrate.
 const TOTAL_STEPS_MAX: usize = 2 * SEARCH_STEPS_MAX;
 
-/// The simulated cluster: all hosts and tasks of the plan, with the migrations planned so far.
+/// Simulation of all hosts and tasks of the plan, with the migrations planned so far.
 pub(super) struct JobSim<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     baseline: Simulation,
-    /// When each task ends without a migration, and the cost of a migration in seconds for which
-    /// that holds.
+    /// Cost of a migration in seconds, and for this cost the time when each task ends if the plan
+    /// gets no further migration.
     baseline_ends: Option<(f64, Vec<f64>)>,
-    /// Simulation that is reused for each trial.
+    /// Simulation in which candidates are tried. Its memory is reused.
     trial: Simulation,
 }
 
-/// Migration of one task, with an optional one in exchange. Each is a pair of indices into the
-/// lists of tasks and of hosts.
+/// A candidate: the migration of one task, and optionally a second one in exchange. Each migration
+/// is a pair (index of the task, index of the target).
 #[derive(Clone, Copy, Debug)]
 struct MoveStep {
     first: (usize, usize),
@@ -61,10 +62,11 @@ impl MoveStep {
 }
 
 impl JobSim<'_> {
-    /// Selects the job whose end is optimized. Returns the outcome without a migration.
+    /// Selects the job whose completion time is optimized. Returns the outcome without a further
+    /// migration.
     fn select_job(&mut self, job: Tid, snapshot: &Snapshot) -> SimOutcome {
-        // Cost of the migrations that follow within the simulation. Their hosts are unknown, so the
-        // mean rate per task counts.
+        // Estimates the cost of migrations that the simulation itself makes. Their hosts are
+        // unknown, so the mean processor share per task is used.
         let all: f64 = self
             .baseline
             .hosts()
@@ -75,10 +77,15 @@ impl JobSim<'_> {
         let of_job = self.tasks.iter().filter(|task| task.job == job);
         let estimates = &snapshot.estimates;
         let bytes = of_job.map(|task| estimates.expected_bytes(&task.name, task.memory_bytes));
-        let costs = bytes.map(|bytes| seconds(estimates.migration_cost(bytes, slowness(share, share), None)));
+        let costs = bytes
+            .map(|bytes| seconds(estimates.migration_cost(bytes, slowness(share, share), None)));
         let cost = costs.fold(0.0, f64::max);
         self.baseline.select_job(|i| self.tasks[i].job == job, cost);
-        if self.baseline_ends.as_ref().is_none_or(|(of, _)| *of != cost) {
+        if self
+            .baseline_ends
+            .as_ref()
+            .is_none_or(|(of, _)| *of != cost)
+        {
             let ends = self.simulate([]).run_to_end().to_vec();
             self.baseline_ends = Some((cost, ends));
         }
@@ -101,7 +108,7 @@ impl JobSim<'_> {
         })
     }
 
-    /// Returns a simulation in which these migrations are made.
+    /// Returns a simulation in which these migrations are made at the start.
     fn simulate(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Simulation {
         self.trial.reset_from(&self.baseline);
         moves
@@ -110,7 +117,7 @@ impl JobSim<'_> {
         &mut self.trial
     }
 
-    /// Applies a migration of the plan.
+    /// Adds a migration of the plan to the simulation.
     pub(super) fn apply(&mut self, task: Tid, to: HostId) {
         let i = self.tasks.iter().position(|t| t.tid == task);
         let to = self.hosts.iter().position(|host| *host == to);
@@ -122,8 +129,8 @@ impl JobSim<'_> {
 }
 
 impl<'a> RebalancePlan<'a> {
-    /// Returns the hosts and tasks of the plan, if there are jobs with declared work and not too
-    /// many tasks.
+    /// Returns the simulation of the plan's hosts and tasks. `None` if no job has declared work or
+    /// there are more than [`SIM_TASKS_MAX`] tasks.
     pub(super) fn job_sim(&mut self) -> Option<JobSim<'a>> {
         self.declared_jobs = self.find_declared_jobs();
         if self.declared_jobs.is_empty() {
@@ -182,12 +189,12 @@ impl<'a> RebalancePlan<'a> {
             .filter(|t| !self.expected.get(&t.tid).is_some_and(|e| e.declared))
             .map(|t| t.job)
             .collect();
-        let fits = |job: &Tid| !undeclared.contains(job) && !self.snapshot.barrier_jobs.contains(job);
+        let fits =
+            |job: &Tid| !undeclared.contains(job) && !self.snapshot.barrier_jobs.contains(job);
         tasks().map(|t| t.job).filter(fits).collect()
     }
 
-    /// True if a migration delays the end of the task's job. Only jobs with declared work are
-    /// checked.
+    /// True if a migration delays the end of the task's job. False for jobs without declared work.
     pub(super) fn delays_job(&self, sim: &mut JobSim<'a>, task: &TaskView, to: HostId) -> bool {
         if !self.declared_jobs.contains(&task.job) {
             return false;
@@ -200,14 +207,16 @@ impl<'a> RebalancePlan<'a> {
             return true;
         }
         let baseline = sim.select_job(task.job, self.snapshot);
-        sim.simulate([(i, to)]).job_ends_after(baseline.job_end * DELAY_FACTOR)
+        sim.simulate([(i, to)])
+            .job_ends_after(baseline.job_end * DELAY_FACTOR)
     }
 
-    /// Plans the migrations that let jobs end sooner.
+    /// Adds migrations to the plan that reduce the completion time of jobs. `size_limits`: maximum number
+    /// of migrations in the plan.
     pub(super) fn plan_makespan_moves(&mut self, sim: &mut JobSim<'a>, room: usize) {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
-            // Each job gets an equal part of the steps that are left.
+            // Each job gets an equal part of the remaining simulation steps.
             let done = sim.trial.steps();
             let most = done + SEARCH_STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.rebalances.len() + 2 <= room {
@@ -221,8 +230,16 @@ impl<'a> RebalancePlan<'a> {
         }
     }
 
-    fn best_makespan_move(&self, sim: &mut JobSim<'a>, job: Tid, most_steps: usize) -> Option<Vec<Rebalance>> {
-        let (baseline, margin) = (sim.select_job(job, self.snapshot), self.snapshot.costs.margin());
+    fn best_makespan_move(
+        &self,
+        sim: &mut JobSim<'a>,
+        job: Tid,
+        most_steps: usize,
+    ) -> Option<Vec<Rebalance>> {
+        let (baseline, margin) = (
+            sim.select_job(job, self.snapshot),
+            self.snapshot.costs.margin(),
+        );
         let count = sim.baseline.tasks().iter().filter(|p| p.in_job).count() as f64;
         let trust = self.snapshot.confidence(true);
         let mut best = None::<(f64, MoveStep, (f64, f64), f64)>;
@@ -233,16 +250,20 @@ impl<'a> RebalancePlan<'a> {
             if !self.targets_accept(sim, &step) {
                 continue;
             }
-            let cost: f64 = step.moves().map(|(i, to)| self.migration_cost(sim, i, to)).sum();
+            let cost: f64 = step
+                .moves()
+                .map(|(i, to)| self.migration_cost(sim, i, to))
+                .sum();
             let best_net = best.map(|(best_net, ..)| best_net);
-            // Each task of the job gains what the job ends sooner; tasks of other jobs at the
-            // target lose.
-            let gain =
-                |after: SimOutcome| count * (baseline.job_end - after.job_end) + baseline.other_ends - after.other_ends;
+            // Every task of the job gains the time by which the job ends sooner. Tasks of other
+            // jobs at the target lose time.
+            let gain = |after: SimOutcome| {
+                count * (baseline.job_end - after.job_end) + baseline.other_ends - after.other_ends
+            };
             let is_best = |after: SimOutcome| {
                 let net = corrected_gain(gain(after), trust) - margin * cost;
-                let pays =
-                    net >= seconds(GAIN_MIN) && baseline.job_end - after.job_end >= REDUCTION_MIN * baseline.job_end;
+                let pays = net >= seconds(GAIN_MIN)
+                    && baseline.job_end - after.job_end >= REDUCTION_MIN * baseline.job_end;
                 pays && best_net.is_none_or(|best_net| net > best_net)
             };
             let after = sim
@@ -259,18 +280,20 @@ impl<'a> RebalancePlan<'a> {
         best.map(|(_, step, weighed, sooner)| self.rebalances_of(sim, &step, weighed, sooner))
     }
 
-    /// Returns the cost of a migration in seconds.
+    /// Returns the cost in seconds of migrating task `i` to host `target`; both are indices.
     fn migration_cost(&self, sim: &JobSim<'_>, i: usize, to: usize) -> f64 {
         let (from, to) = (sim.hosts[sim.baseline.tasks()[i].host], sim.hosts[to]);
         let (source_rate, target_rate) = self.source_and_target_rate(from, to);
         let (source, target) = (self.hosts[&from].host, self.hosts[&to].host);
-        seconds(
-            self.snapshot
-                .migration_cost(sim.tasks[i], source, target, slowness(source_rate, target_rate)),
-        )
+        seconds(self.snapshot.migration_cost(
+            sim.tasks[i],
+            source,
+            target,
+            slowness(source_rate, target_rate),
+        ))
     }
 
-    /// Returns the rate of a task at its source and its predicted rate at the target, in
+    /// Returns the rate of a task at its source and the predicted rate at its target, in
     /// thousandths of an ordinary processor.
     fn source_and_target_rate(&self, from: HostId, to: HostId) -> (f64, f64) {
         (self.hosts[&from].source_rate, self.hosts[&to].target_rate)
@@ -287,7 +310,8 @@ impl<'a> RebalancePlan<'a> {
             let (from, to) = (sim.hosts[sim.baseline.tasks()[i].host], sim.hosts[to]);
             let (source_rate, target_rate) = self.source_and_target_rate(from, to);
             let (source_rate, target_rate) = (source_rate as u64, target_rate as u64);
-            let (reckoned, cost, job_ends_sooner_by) = (micros(gain), micros(cost), Some(micros(job_ends_sooner_by)));
+            let (reckoned, cost, job_ends_sooner_by) =
+                (micros(gain), micros(cost), Some(micros(job_ends_sooner_by)));
             let (left, told) = (micros(sim.baseline.tasks()[i].work_left), true);
             let gain = micros(corrected_gain(gain, self.snapshot.confidence(told)));
             let why = RebalanceReason {
@@ -311,10 +335,10 @@ impl<'a> RebalancePlan<'a> {
         step.moves().map(shift).collect()
     }
 
-    /// Returns the candidate migrations, the most promising first.
+    /// Returns the candidates for a job, the most promising first.
     ///
-    /// Tasks that would end last go elsewhere, alone or in exchange for another task. Tasks that
-    /// share their hosts make room for them.
+    /// A task that would end last migrates alone or in exchange for another task, or a task that
+    /// shares its host migrates.
     fn candidate_steps(&self, sim: &JobSim<'_>, job: Tid) -> Vec<MoveStep> {
         let pieces = sim.baseline.tasks();
         let mut tasks_by_host = vec![Vec::new(); sim.hosts.len()];
@@ -325,7 +349,7 @@ impl<'a> RebalancePlan<'a> {
         let of_job = |i: &usize| sim.tasks[*i].job == job;
         let ends = |i: usize| {
             let piece = pieces[i];
-            // Shorter tasks take their share until they end.
+            // The host also does the work of shorter tasks until they end.
             let before: f64 = tasks_by_host[piece.host]
                 .iter()
                 .map(|other| pieces[*other].work_left.min(piece.work_left))
@@ -357,9 +381,10 @@ impl<'a> RebalancePlan<'a> {
             most - least <= EXTERNAL_SPREAD_MAX
         };
         let steady: Vec<bool> = (0..sim.hosts.len()).map(steady).collect();
-        let goes = |i: usize, to: usize| to != pieces[i].host && steady[to] && steady[pieces[i].host];
-        // Time to the end of the task if all other tasks stay and share the host with it
-        // throughout.
+        let goes =
+            |i: usize, to: usize| to != pieces[i].host && steady[to] && steady[pieces[i].host];
+        // Time until the task ends on the host, if all other tasks stay and share the host with it
+        // until then.
         let end_on = |i: usize, to: usize, tasks: usize| {
             pieces[i].work_left / sim.baseline.hosts()[to].rate(tasks)
         };
@@ -377,8 +402,16 @@ impl<'a> RebalancePlan<'a> {
                     continue;
                 }
                 let from = pieces[i].host;
-                for o in tasks_by_host[to].iter().copied().filter(|o| free(o) && goes(*o, from)) {
-                    let later = end_on(i, to, tasks_by_host[to].len()).max(end_on(o, from, tasks_by_host[from].len()));
+                for o in tasks_by_host[to]
+                    .iter()
+                    .copied()
+                    .filter(|o| free(o) && goes(*o, from))
+                {
+                    let later = end_on(i, to, tasks_by_host[to].len()).max(end_on(
+                        o,
+                        from,
+                        tasks_by_host[from].len(),
+                    ));
                     steps.push((
                         ends[i] - later,
                         MoveStep {
@@ -394,11 +427,12 @@ impl<'a> RebalancePlan<'a> {
         steps.into_iter().map(|(_, step)| step).collect()
     }
 
-    /// True if every target accepts its task.
+    /// True if every target of the candidate accepts its task.
     fn targets_accept(&self, sim: &JobSim<'_>, step: &MoveStep) -> bool {
         let host = |at: usize| self.hosts[&sim.hosts[at]].host;
         let from = |i: usize| host(sim.baseline.tasks()[i].host);
-        step.moves()
-            .all(|(i, to)| target_exclusion(self.snapshot, host(to), from(i), sim.tasks[i], true).is_none())
+        step.moves().all(|(i, to)| {
+            target_exclusion(self.snapshot, host(to), from(i), sim.tasks[i], true).is_none()
+        })
     }
 }

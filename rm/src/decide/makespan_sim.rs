@@ -1,38 +1,43 @@
 //! Simulates job completion on a copy of the cluster. A candidate migration is evaluated by running
 //! the simulation with it and without it.
 //!
-//! Later migrations are part of the simulation: whenever a processor becomes idle, the task that
-//! would end last migrates there if that makes it faster. A migration is therefore compared with
-//! waiting for a free processor, not with waiting forever.
+//! The simulation includes later migrations: whenever a processor becomes idle, the task that would
+//! end last migrates there if that makes it faster. A candidate is therefore compared with waiting
+//! for the next idle processor.
 //!
 //! All tasks of a host run at the same rate. Each host has a queue of its tasks, sorted by
-//! remaining work. Time advances in steps: to the next end of a task or of a cooldown.
+//! remaining work. Time advances in steps, each to the next end of a task or of a cooldown.
 
 use super::{REBALANCE_COOLDOWN, REBALANCES_MAX};
 
-/// Minimum speedup for a task to migrate for its own sake.
+/// Minimum factor by which a task must become faster to migrate.
 pub(super) const SPEEDUP_MIN: f64 = 1.2;
 
 /// A host in the simulation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SimHost {
     pub(super) processors: f64,
-    /// Work of one processor per second, in seconds of an ordinary one.
+    /// Speed of one processor, relative to an ordinary one.
     pub(super) speed: f64,
     /// External load in threads.
     pub(super) external_threads: f64,
 }
 
 impl SimHost {
-    /// Returns the work that each of `tasks` tasks does per second.
+    /// Returns the work that each task does per second if `tasks` tasks run on the host, in seconds
+    /// of an ordinary processor.
     pub(super) fn rate(&self, tasks: usize) -> f64 {
         let threads = tasks as f64 + self.external_threads;
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// Returns the sum of the seconds until each of `tasks` tasks ends, if all stay. `left`:
-    /// remaining work of each, in ascending order.
-    pub(super) fn completion_sum(&self, tasks: usize, works_left: impl Iterator<Item = f64>) -> f64 {
+    /// Returns the sum of the completion times of `tasks` tasks in seconds, if all stay on the
+    /// host. `remaining_tasks`: remaining work of each, in ascending order.
+    pub(super) fn completion_sum(
+        &self,
+        tasks: usize,
+        works_left: impl Iterator<Item = f64>,
+    ) -> f64 {
         let (mut before, mut sum) = (0.0, 0.0);
         for (ended, works_left) in works_left.enumerate() {
             let running = tasks - ended;
@@ -48,19 +53,20 @@ impl SimHost {
 pub(super) struct SimTask {
     /// Index of the task's host.
     pub(super) host: usize,
-    /// Remaining work, in seconds of an ordinary processor. Within a queue, [`Queue::done`] is
-    /// added.
+    /// Remaining work, in seconds of an ordinary processor. While the task is in a queue,
+    /// [`HostQueue::work_done`] at its arrival is added.
     pub(super) work_left: f64,
-    /// Number of migrations that are left.
+    /// Number of migrations that the task may still make.
     pub(super) moves_left: usize,
     /// End of the cooldown, in seconds of simulated time.
     pub(super) cooldown_end: f64,
-    /// The task belongs to the job whose end is simulated.
+    /// True if the task belongs to the job whose completion time is optimized.
     pub(super) in_job: bool,
 }
 
 impl SimTask {
-    /// Changes the host at time `now`. The migration costs the task `work_accounting`.
+    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as additional
+    /// work.
     pub(super) fn migrate(&mut self, to: usize, work: f64, now: f64) {
         self.moves_left = self.moves_left.saturating_sub(1);
         let before = REBALANCES_MAX.saturating_sub(self.moves_left + 1);
@@ -72,71 +78,72 @@ impl SimTask {
 /// Result of a simulation, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct SimOutcome {
-    /// End of the job's last task.
+    /// Time when the last task of the job ends.
     pub(super) job_end: f64,
-    /// Sum of the ends of all other tasks.
+    /// Sum of the completion times of the tasks of other jobs.
     pub(super) other_ends: f64,
 }
 
-/// Marks the end of a queue.
+/// Index that stands for "no task", for example after the last task of a queue.
 const NO_TASK: usize = usize::MAX;
-/// Offer of a host where one more task would slow down others.
+/// Offer of a host on which one more task would slow down other tasks.
 const NO_OFFER: f64 = -1.0;
 
-/// The tasks of one host, which all run at the same rate. The task with the least remaining work
-/// ends first.
+/// The tasks of one host, linked in the order of their ends. All of them run at the same rate.
 ///
-/// The remaining work of a queued task counts from the start of the simulation: the task ends when
-/// `done` reaches it.
+/// `done` at the arrival of a task is added to its remaining work, so the task ends when `done`
+/// reaches that sum.
 #[derive(Clone, Copy, Debug)]
 struct HostQueue {
-    /// The task that ends first; [`Future::next`] links the others in their order.
+    /// Task that ends first. [`Simulation::next`] gives the successor of each task.
     first: usize,
     last: usize,
     len: usize,
-    /// Work done, as of `since`, by a task that has been on the host from the start.
+    /// Work that a task has done if it was on the host from the start until `since`.
     work_done: f64,
     updated_at: f64,
-    /// Work that each task does per second.
+    /// Work that each task does per second, in seconds of an ordinary processor.
     rate: f64,
 }
 
 /// State of a simulation. The cost of a step depends on the number of hosts, not on the number of
 /// tasks.
 ///
-/// Values that are searched over all hosts are in arrays of their own, and there are no references.
-/// A trial therefore copies the state into memory that is already allocated.
+/// Values that are searched over all hosts are in separate arrays, and the state contains no
+/// references. To start a trial, the state is copied into memory that is already allocated.
 #[derive(Debug, Default)]
 pub(super) struct Simulation {
     hosts: Vec<SimHost>,
     queues: Vec<HostQueue>,
-    /// For each host: when its first task ends, and when its last one would end if nothing changed.
+    /// Time when the first task of each host ends.
     first_ends: Vec<f64>,
+    /// Time when the last task of each host would end if nothing changed.
     last_ends: Vec<f64>,
-    /// For each host: the rate it offers to one more task, or [`NO_OFFER`].
+    /// Rate that each host offers to one more task, or [`NO_OFFER`].
     offers: Vec<f64>,
-    /// For each host: the minimum rate for which a task leaves it.
+    /// Minimum rate for which a task leaves its host, by host.
     min_offers: Vec<f64>,
     sim_tasks: Vec<SimTask>,
     /// Successor of each task in its queue.
     next: Vec<usize>,
-    /// Tasks that have not ended, and those of them that belong to the job.
+    /// Number of tasks that have not ended.
     running: usize,
+    /// Number of tasks of the job that have not ended.
     running_in_job: usize,
-    /// End of each task that has ended.
+    /// Completion time of each task that has ended.
     ended_at: Vec<f64>,
     /// Ends of the cooldowns, in descending order.
     cooldown_ends: Vec<f64>,
-    /// Some processor is idle.
+    /// True if some processor is idle.
     has_idle_processor: bool,
-    /// Largest offer that no task accepted. Offers up to it are skipped: the passage of time alone
-    /// makes no task accept.
+    /// Largest offer that no task has accepted. Offers up to it are skipped, because a task that
+    /// declines one does not accept it later unless something else changes.
     declined_offer: f64,
     /// Cost of a migration for its task, in seconds.
     move_cost: f64,
     now: f64,
     outcome: SimOutcome,
-    /// Steps of all simulations that used this memory.
+    /// Number of steps of all simulations in this memory.
     steps: usize,
 }
 
@@ -173,12 +180,16 @@ impl Simulation {
             ..Simulation::default()
         };
         (0..future.queues.len()).for_each(|host| future.recompute(host));
-        // Of tasks with equal remaining work, the first one counts as the longest.
-        (0..future.sim_tasks.len()).rev().for_each(|i| future.enqueue(i));
+        // Tasks are added in reverse order. Of two tasks with equal remaining work, the first one
+        // in the list is then treated as the longer one.
+        (0..future.sim_tasks.len())
+            .rev()
+            .for_each(|i| future.enqueue(i));
         future
     }
 
-    /// Copies the state of another simulation into the allocated memory.
+    /// Copies the state of another simulation. Reuses the memory that this simulation has
+    /// allocated.
     pub(super) fn reset_from(&mut self, other: &Simulation) {
         self.hosts.clone_from(&other.hosts);
         self.queues.clone_from(&other.queues);
@@ -190,12 +201,21 @@ impl Simulation {
         self.next.clone_from(&other.next);
         self.ended_at.clone_from(&other.ended_at);
         self.cooldown_ends.clone_from(&other.cooldown_ends);
-        (self.running, self.running_in_job, self.has_idle_processor, self.declined_offer) =
-            (other.running, other.running_in_job, other.has_idle_processor, other.declined_offer);
+        (
+            self.running,
+            self.running_in_job,
+            self.has_idle_processor,
+            self.declined_offer,
+        ) = (
+            other.running,
+            other.running_in_job,
+            other.has_idle_processor,
+            other.declined_offer,
+        );
         (self.move_cost, self.now, self.outcome) = (other.move_cost, other.now, other.outcome);
     }
 
-    /// Selects the tasks of the job, and the cost of a migration in seconds.
+    /// Selects the tasks of the job, and sets the cost of a migration in seconds.
     pub(super) fn select_job(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
         self.sim_tasks
             .iter_mut()
@@ -213,7 +233,7 @@ impl Simulation {
         &self.sim_tasks
     }
 
-    /// Runs until all tasks have ended. Returns the end of each.
+    /// Runs until all tasks have ended. Returns the completion time of each task.
     pub(super) fn run_to_end(&mut self) -> &[f64] {
         while self.running > 0 {
             self.step();
@@ -225,19 +245,20 @@ impl Simulation {
         self.steps
     }
 
-    /// Migrates a task at the current time.
+    /// Migrates task `i` to host `target` at the current time, with the cost of a migration.
     pub(super) fn migrate(&mut self, i: usize, to: usize) {
         let gets = self.hosts[to].rate(self.queues[to].len + 1);
         self.relocate(i, to, self.move_cost * gets);
     }
 
-    /// Applies a migration of the plan, at no cost.
+    /// Migrates task `i` to host `target` without a cost, because the plan already contains the
+    /// migration.
     pub(super) fn apply_planned(&mut self, i: usize, to: usize) {
         self.relocate(i, to, 0.0);
     }
 
-    /// Runs until all tasks have ended. Returns `None` as soon as `will_not_do` rejects the lower
-    /// bound of the outcome.
+    /// Runs until all tasks have ended, and returns the outcome. Returns `None` as soon as
+    /// `rejects` rejects the lower bound of the outcome.
     pub(super) fn run_unless(
         &mut self,
         rejects: impl Fn(SimOutcome) -> bool,
@@ -249,15 +270,20 @@ impl Simulation {
             } else {
                 self.outcome.job_end
             };
-            let others = self.outcome.other_ends + (self.running - self.running_in_job) as f64 * self.now;
-            if rejects(SimOutcome { job_end: end, other_ends: others }) {
+            let others =
+                self.outcome.other_ends + (self.running - self.running_in_job) as f64 * self.now;
+            if rejects(SimOutcome {
+                job_end: end,
+                other_ends: others,
+            }) {
                 return None;
             }
         }
         Some(self.outcome)
     }
 
-    /// Runs until the job has ended. Returns whether that is later than `limit` seconds.
+    /// Runs until the job has ended or `limit_attempt` seconds have passed. Returns true if the job ends
+    /// after `limit_attempt`.
     pub(super) fn job_ends_after(&mut self, limit: f64) -> bool {
         while self.running_in_job > 0 && self.now <= limit {
             self.step();
@@ -265,8 +291,8 @@ impl Simulation {
         self.running_in_job > 0 || self.outcome.job_end > limit
     }
 
-    /// Advances to the next end of a task, or to the end of a cooldown if the task may find an idle
-    /// processor.
+    /// Makes one step: migrates tasks to idle processors, then advances to the next end of a task.
+    /// If a processor is idle, an earlier end of a cooldown ends the step.
     fn step(&mut self) {
         self.steps += 1;
         while self.cooldown_ends.last().is_some_and(|at| *at <= self.now) {
@@ -275,9 +301,17 @@ impl Simulation {
         }
         self.fill_idle_processors();
         let end = -max_by_value(&self.first_ends, |end| -end);
-        let host = self.first_ends.iter().position(|at| *at == end).unwrap_or(0);
-        if let Some(at) = self.cooldown_ends.last().filter(|at| self.has_idle_processor && **at < end) {
-            // Slightly later, so that the cooldown counts as over.
+        let host = self
+            .first_ends
+            .iter()
+            .position(|at| *at == end)
+            .unwrap_or(0);
+        if let Some(at) = self
+            .cooldown_ends
+            .last()
+            .filter(|at| self.has_idle_processor && **at < end)
+        {
+            // Adds a small amount, so that the cooldown has ended in spite of rounding.
             self.now = at + 1e-6;
             return;
         }
@@ -299,7 +333,7 @@ impl Simulation {
         self.recompute(host);
     }
 
-    /// Migrates tasks to idle processors.
+    /// Migrates tasks to idle processors, as long as a task accepts an offer.
     fn fill_idle_processors(&mut self) {
         for _ in 0..self.running {
             let rate = max_by_value(&self.offers, |offer| offer);
@@ -316,20 +350,21 @@ impl Simulation {
         }
     }
 
-    /// Returns the task that would end last among those that become faster by this rate.
+    /// Returns the task that becomes faster at the rate `gets` and would otherwise end last; `None`
+    /// if no task becomes faster.
     fn longest_task_for_rate(&self, gets: f64) -> Option<usize> {
         let (mut latest, mut candidate) = (self.now, None);
         for (host, (wants, ends)) in self.min_offers.iter().zip(&self.last_ends).enumerate() {
             if gets < *wants || *ends <= latest {
                 continue;
             }
-            // If the longest task gains nothing, the others do not either.
+            // If the longest task of a host gains nothing, no other task of the host does.
             let Some(longest) = self.longest_movable_task(host) else {
                 continue;
             };
             let queue = &self.queues[host];
-            let left =
-                self.sim_tasks[longest].work_left - (queue.work_done + (self.now - queue.updated_at) * queue.rate);
+            let left = self.sim_tasks[longest].work_left
+                - (queue.work_done + (self.now - queue.updated_at) * queue.rate);
             let ends = self.now + left / queue.rate;
             if ends > self.now + left / gets + self.move_cost && ends > latest {
                 (latest, candidate) = (ends, Some(longest));
@@ -338,10 +373,12 @@ impl Simulation {
         candidate
     }
 
-    /// Returns the longest task of a host that may migrate.
+    /// Returns the longest of the tasks of a host that may migrate.
     fn longest_movable_task(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
-        let may_go = |i: usize| self.sim_tasks[i].moves_left > 0 && self.sim_tasks[i].cooldown_end <= self.now;
+        let may_go = |i: usize| {
+            self.sim_tasks[i].moves_left > 0 && self.sim_tasks[i].cooldown_end <= self.now
+        };
         if queue.last != NO_TASK && may_go(queue.last) {
             return Some(queue.last);
         }
@@ -361,8 +398,10 @@ impl Simulation {
         let piece = &mut self.sim_tasks[i];
         piece.migrate(to, work, self.now);
         let rests = piece.cooldown_end;
-        self.cooldown_ends
-            .insert(self.cooldown_ends.partition_point(|other| *other > rests), rests);
+        self.cooldown_ends.insert(
+            self.cooldown_ends.partition_point(|other| *other > rests),
+            rests,
+        );
         self.enqueue(i);
     }
 
@@ -412,26 +451,35 @@ impl Simulation {
         self.recompute(host);
     }
 
-    /// Adds the work done until now.
+    /// Adds the work that each task of the host has done until the current time.
     fn advance_work(&mut self, host: usize) {
         let queue = &mut self.queues[host];
         queue.work_done += (self.now - queue.updated_at) * queue.rate;
         queue.updated_at = self.now;
     }
 
-    /// Recomputes the values of a host after its tasks have changed.
+    /// Updates the derived values of a host after its tasks have changed.
     fn recompute(&mut self, host: usize) {
         let (queue, machine) = (&mut self.queues[host], &self.hosts[host]);
         let tasks = queue.len;
         queue.rate = machine.rate(tasks);
-        // One more task slows down no other one.
+        // True if one more task slows down no other task.
         let gap = tasks == 0 || (tasks + 1) as f64 + machine.external_threads <= machine.processors;
-        self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_OFFER };
+        self.offers[host] = if gap {
+            machine.rate(tasks + 1)
+        } else {
+            NO_OFFER
+        };
         let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
-        (self.first_ends[host], self.last_ends[host], self.min_offers[host]) = match self.sim_tasks.get(queue.first) {
+        (
+            self.first_ends[host],
+            self.last_ends[host],
+            self.min_offers[host],
+        ) = match self.sim_tasks.get(queue.first) {
             Some(first) => {
-                let ends =
-                    |piece: &SimTask| self.now + (piece.work_left - queue.work_done).max(0.0) / queue.rate;
+                let ends = |piece: &SimTask| {
+                    self.now + (piece.work_left - queue.work_done).max(0.0) / queue.rate
+                };
                 (
                     ends(first),
                     ends(&self.sim_tasks[queue.last]),
@@ -443,8 +491,8 @@ impl Simulation {
     }
 }
 
-/// Returns the maximum of `of` over the list. Four independent maxima let the processor compare
-/// several numbers at once.
+/// Returns the maximum of `of` over the list. Computes four independent maxima, so that the
+/// compiler can use vector instructions.
 fn max_by_value(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let more = |a: f64, b: f64| if a > b { a } else { b };
     let (fours, rest) = list.as_chunks::<4>();
@@ -489,14 +537,17 @@ mod tests {
         }
     }
 
-    /// Tasks share a processor until each has ended.
+    /// Two tasks share a processor until the first of them has ended.
     #[test]
     fn tasks_share_a_processor_until_they_end() {
         assert_eq!(
             end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0),
             40.0
         );
-        assert_eq!(ORDINARY.completion_sum(2, [10.0, 30.0].into_iter()), 20.0 + 40.0);
+        assert_eq!(
+            ORDINARY.completion_sum(2, [10.0, 30.0].into_iter()),
+            20.0 + 40.0
+        );
         let two = SimHost {
             processors: 2.0,
             ..ORDINARY
@@ -509,14 +560,17 @@ mod tests {
         assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
     }
 
-    /// A task migrates to an idle processor, and that costs time.
+    /// A task migrates to an idle processor. The migration delays it by its cost.
     #[test]
     fn task_migrates_to_idle_processor_at_a_cost() {
         let both = [piece(0, 10.0), piece(0, 10.0)];
         assert_eq!(end(&[ORDINARY, ORDINARY], &both, 1.0), 11.0);
-        let stays = both.map(|piece| SimTask { moves_left: 0, ..piece });
+        let stays = both.map(|piece| SimTask {
+            moves_left: 0,
+            ..piece
+        });
         assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
-        // A task waits for a faster processor that becomes free in time.
+        // A faster processor becomes free soon enough, so the task waits for it.
         let fast = SimHost {
             speed: 2.0,
             ..ORDINARY
@@ -534,7 +588,7 @@ mod tests {
             cooldown_end: 5.0,
             ..piece(0, 10.0)
         };
-        // Five seconds of sharing, then each task has a host for itself.
+        // The tasks share a host for five seconds. Then each has a host for itself.
         let both = end(&[ORDINARY, ORDINARY], &[resting, resting], 0.0);
         assert!((both - 12.5).abs() < 0.01, "{both}");
         let moved = {
@@ -543,16 +597,21 @@ mod tests {
             piece
         };
         assert_eq!(
-            (moved.host, moved.work_left, moved.moves_left, moved.cooldown_end),
+            (
+                moved.host,
+                moved.work_left,
+                moved.moves_left,
+                moved.cooldown_end
+            ),
             (1, 13.0, 3, REBALANCE_COOLDOWN.0 as f64 / 1e6)
         );
     }
 
-    /// A better offer is accepted although the one before it was not.
+    /// A task accepts a better offer after it has declined an earlier one.
     #[test]
     fn better_offer_is_taken_after_a_declined_one() {
-        // No task leaves half a processor for one that is slower still. A processor that is four
-        // times as fast becomes free after ten seconds.
+        // No task leaves half a processor for a processor that is even slower. After ten seconds, a
+        // processor that is four times as fast becomes free.
         let (slow, fast) = (
             SimHost {
                 speed: 0.45,
@@ -565,8 +624,8 @@ mod tests {
         );
         let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
         let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
-        // One of the two migrates there, and the other has 25 seconds left for itself. Together
-        // they would need 60 seconds.
+        // One of the two tasks migrates to it. The other needs 25 more seconds on the slow
+        // processor. Together on the slow processor they would need 60 seconds.
         assert!((end - 35.0).abs() < 1e-6, "{end}");
     }
 
@@ -579,7 +638,10 @@ mod tests {
                     .map(|i| if i == at { 7.0 } else { i as f64 - 20.0 })
                     .collect();
                 assert_eq!(
-                    (max_by_value(&list, |x| x), -max_by_value(&list, |x| x - 14.0)),
+                    (
+                        max_by_value(&list, |x| x),
+                        -max_by_value(&list, |x| x - 14.0)
+                    ),
                     (7.0, 7.0),
                     "{list:?}"
                 );
@@ -588,7 +650,8 @@ mod tests {
         assert_eq!(max_by_value(&[], |x| x), f64::NEG_INFINITY);
     }
 
-    /// Tasks of other jobs take processor time, but the job's end does not wait for theirs.
+    /// Tasks of other jobs use processor time, but the completion time of the job does not include
+    /// them.
     #[test]
     fn other_jobs_take_time_but_do_not_delay_the_end() {
         let other = SimTask {

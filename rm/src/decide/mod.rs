@@ -1,61 +1,72 @@
-//! Decides what to do, as pure functions of a [`Snapshot`].
+//! The decisions of the resource manager, as pure functions of a [`Snapshot`].
 //!
-//! - [`place()`]: on which hosts new tasks start.
+//! - [`placement()`]: on which hosts new tasks start.
 //! - [`moves()`]: which tasks leave their host because of its owner or a drain.
 //! - [`balance()`]: which tasks migrate for performance.
-//! - [`Fair`]: which waiting request is served first.
-//! - [`give_way()`], [`go_on()`]: which tasks are preempted, and which of them resume.
+//! - [`FairShare`]: which waiting request is served first.
+//! - [`select_victims()`]: which tasks are preempted.
+//! - [`select_resumable()`]: which preempted tasks resume.
 //!
 //! Every decision, including a decision not to act, carries a typed reason.
 //!
-//! Nothing here reads a clock or communicates. The state that a decision depends on (refusals,
-//! recent migrations, the round-robin position) is part of the snapshot.
+//! This module reads no clock and does not communicate. All state that a decision depends on
+//! (refusals, recent migrations, the round-robin position) is part of the snapshot.
 
-mod rebalance;
 mod chooser;
+mod constraints;
+mod evictions;
+mod exclusion_reason;
 mod exclusions;
 mod fair;
-mod makespan_sim;
-mod prediction_feedback;
 mod guest_classes;
-mod makespan_moves;
 mod index;
 mod link_speeds;
 mod load;
-mod evictions;
+mod makespan_moves;
+mod makespan_sim;
 mod placement;
 mod placement_run;
 mod predict;
-mod exclusion_reason;
-mod reserve;
+mod prediction_feedback;
 mod preemption;
-mod constraints;
+mod rebalance;
+mod reserve;
 
-pub use rebalance::{
-    GAIN_MARGIN, OWNER_AWAY_MIN, COOLDOWN, REBALANCE_COOLDOWN, IDLE_TARGET_COOLDOWN, REBALANCES_MAX, REBALANCES_WINDOW, Rebalance,
-    RebalanceReason, plan_rebalances,
-};
-pub use chooser::{CHOOSER_NAME_MAX, Chooser, ChooserName, Choosers, UnknownChooser, HostOffer};
-pub use exclusions::{EXCLUDED_HOSTS_MAX, Exclusions};
-pub use fair::{FairShare, PREEMPTION_MARGIN, LimitError, Limits, USERS_MAX, UpDownRates, WAITING_MAX, QueuedRequest};
-pub use prediction_feedback::{PredictionOutcome, PENDING_PREDICTIONS_MAX, PendingPredictions, CONFIDENCE_RANGE, CONFIDENCE_HALF_LIFE};
-pub use index::HostList;
-pub use link_speeds::{PAIRS_MAX, HostPair};
-pub use load::{ExternalMean, ProcessorShare, external_demand};
-pub use evictions::{
-    CONCURRENT_MIGRATIONS_MAX, Eviction, EvictionPlan, OWNER_RETURN_WINDOW, StayDecision, StayReason, plan_evictions, could_ever_fit, assign_hosts,
-};
-pub use placement::{
-    PlacementRequest, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, PlacementReason, general_exclusion, place, place_with_chooser, host_restrictions,
-};
-pub use predict::{Estimates, MigrationSample, WORK_LEFT_MAX, LearnedCosts, PROGRAMS_MAX, slowness};
-pub use exclusion_reason::ExclusionReason;
-pub use reserve::{RESERVE_AFTER, hosts_to_reserve};
-pub use preemption::{ResumeAt, PREEMPTION_SCAN_MAX, Victim, select_victims, select_resumable};
+pub use chooser::{CHOOSER_NAME_MAX, Chooser, ChooserName, Choosers, HostOffer, UnknownChooser};
 pub use constraints::{
-    CONSTRAINTS_ENV, Condition, Metric, ActualValue, Attribute, Operator, Rank, Colocation, CONSTRAINTS_BYTES_MAX, Constraints,
-    ConstraintsError,
+    ActualValue, Attribute, CONSTRAINTS_BYTES_MAX, CONSTRAINTS_ENV, Colocation, Condition,
+    Constraints, ConstraintsError, Metric, Operator, Rank,
 };
+pub use evictions::{
+    CONCURRENT_MIGRATIONS_MAX, Eviction, EvictionPlan, OWNER_RETURN_WINDOW, StayDecision,
+    StayReason, assign_hosts, could_ever_fit, plan_evictions,
+};
+pub use exclusion_reason::ExclusionReason;
+pub use exclusions::{EXCLUDED_HOSTS_MAX, Exclusions};
+pub use fair::{
+    FairShare, LimitError, Limits, PREEMPTION_MARGIN, QueuedRequest, USERS_MAX, UpDownRates,
+    WAITING_MAX,
+};
+pub use index::HostList;
+pub use link_speeds::{HostPair, PAIRS_MAX};
+pub use load::{ExternalMean, ProcessorShare, external_demand};
+pub use placement::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, SPAWN_TASKS_MAX,
+    general_exclusion, host_restrictions, place, place_with_chooser,
+};
+pub use predict::{
+    Estimates, LearnedCosts, MigrationSample, PROGRAMS_MAX, WORK_LEFT_MAX, slowness,
+};
+pub use prediction_feedback::{
+    CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE, PENDING_PREDICTIONS_MAX, PendingPredictions,
+    PredictionOutcome,
+};
+pub use preemption::{PREEMPTION_SCAN_MAX, ResumeAt, Victim, select_resumable, select_victims};
+pub use rebalance::{
+    COOLDOWN, GAIN_MARGIN, IDLE_TARGET_COOLDOWN, OWNER_AWAY_MIN, REBALANCE_COOLDOWN,
+    REBALANCES_MAX, REBALANCES_WINDOW, Rebalance, RebalanceReason, plan_rebalances,
+};
+pub use reserve::{RESERVE_AFTER, hosts_to_reserve};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
@@ -70,13 +81,13 @@ pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
 /// How new tasks are spread over hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlacementPolicy {
-    /// Round robin in blocks, as in PVM; load does not count.
+    /// Round robin in blocks, as in PVM. The load of the hosts is ignored.
     RoundRobin,
-    /// The host with the largest predicted processor share.
+    /// Each task is placed on the host with the largest predicted processor share.
     #[default]
     Load,
-    /// An external chooser selects the hosts, for example a batch system. Hosts that a spawn names
-    /// are used as they are.
+    /// An external chooser selects the hosts, for example a batch system. If a spawn names its
+    /// host, the chooser is not used.
     Choice(ChooserName),
 }
 
@@ -90,20 +101,21 @@ impl fmt::Display for PlacementPolicy {
     }
 }
 
-/// Maximum number of excluded hosts that one sentence names; further ones are counted.
+/// Maximum number of excluded hosts that an explanation names. It gives only the number of further
+/// ones.
 pub const NAMED_HOSTS_MAX: usize = 16;
 
 /// Maximum number of peer hosts whose zones are considered.
 const PEERS_MAX: usize = 64;
 
-/// Costs that decisions weigh.
+/// Parameters for weighing the costs of decisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
     /// Weight of a processor share, in thousandths, on a host outside the zones of the task's
-    /// peers, because messages from there take longer. Used until a migration has measured the
-    /// link.
+    /// peers, because messages over such a link take longer. Applies until a migration has measured
+    /// the link.
     pub other_zone_permille: u32,
-    /// Minimum gain of a rebalancing migration, in percent of its cost.
+    /// Minimum gain of a rebalancing migration, in percent of the migration's cost.
     pub margin_percent: u32,
 }
 
@@ -121,9 +133,9 @@ impl Costs {
         f64::from(self.margin_percent) / 100.0
     }
 
-    /// Returns the weight of a processor share, in thousandths, behind a link with relative speed
-    /// `speed` (1.0: as fast as the links among the peers). An unknown link counts as half as fast,
-    /// which yields `far_permille`.
+    /// Returns the weight of a processor share, in thousandths, on a host whose link to the peers
+    /// has the relative speed `speed` (1.0: as fast as the links among the peers). An unknown link
+    /// counts as half as fast, which yields `other_zone_permille`.
     fn link_weight_permille(self, speed: Option<f64>) -> u32 {
         let less = f64::from(1000u32.saturating_sub(self.other_zone_permille));
         1000 - (less * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0))).min(1000.0) as u32
@@ -136,14 +148,14 @@ pub struct Snapshot {
     /// Current time. All times and deadlines in the snapshot are on this monotonic clock.
     pub now: Micros,
     pub policy: PlacementPolicy,
-    /// Host at which the last round-robin spawn ended; the next one starts after it.
+    /// The last host used by round robin. The next placement starts with the host after it.
     pub round_robin_last: HostId,
     pub costs: Costs,
     /// Values learned from earlier tasks and migrations.
     pub estimates: Estimates,
     /// Jobs whose tasks wait for each other at barriers, by the task at the top of the job.
     pub barrier_jobs: BTreeSet<Tid>,
-    /// Sorted by ascending id.
+    /// All hosts, by ascending id.
     pub hosts: HostList,
 }
 
@@ -153,7 +165,7 @@ pub struct HostView {
     pub id: HostId,
     pub name: String,
     pub arch: String,
-    /// Hosts of one zone are connected by fast links.
+    /// Number of the host's zone. Fast links connect the hosts of a zone.
     pub zone: u32,
     /// Labels that the administrator gave the host, for constraints.
     pub labels: Arc<BTreeMap<String, String>>,
@@ -163,24 +175,24 @@ pub struct HostView {
     pub cores: u32,
     /// Newest sample regardless of its age; `None` before the first report.
     pub sample: Option<TimedSample>,
-    /// Mean processor demand of other software over some minutes. `None`: the sample's value
-    /// counts.
+    /// Mean processor demand of other software over some minutes; `None` if only the demand in
+    /// `sample` is known.
     pub external_mean: Option<ExternalMean>,
     pub owner: OwnerState,
-    /// Bytes of memory that recent spawns asked for and the sample does not show yet. They count as
-    /// used.
+    /// Memory in bytes that recent spawns have requested and that `sample` does not include yet. It
+    /// counts as used.
     pub promised_bytes: u64,
     pub guest_policy: GuestPolicy,
-    /// Why the host accepts no migrations at present (for example, its dump engine fails), and
-    /// until when.
+    /// Why the host accepts no migrations at present, and until when. Set, for example, after its
+    /// dump engine has failed.
     pub migration_obstacle: Option<Obstacle>,
-    /// Tasks that are being started on the host; they count as load.
+    /// Number of tasks that are being started on the host. They count as load.
     pub starting_tasks: u32,
     pub tasks: Vec<TaskView>,
 }
 
 impl HostView {
-    /// Returns the available memory in bytes, less what is promised. `None` without a sample.
+    /// Returns the available memory in bytes, minus the promised memory. `None` without a sample.
     pub fn available_bytes(&self) -> Option<u64> {
         self.sample
             .as_ref()
@@ -201,7 +213,8 @@ pub struct TimedSample {
     pub sample: LoadSample,
     /// Arrival time of the report, on the snapshot's clock.
     pub received_at: Micros,
-    /// Tasks of the virtual machine on the host at that time; the sample includes their load.
+    /// Number of tasks of the virtual machine on the host at that time. The sample includes their
+    /// load.
     pub own_tasks: u32,
 }
 
@@ -216,11 +229,13 @@ pub enum OwnerState {
         /// When the last user left, on the snapshot's clock; `None` if no user was seen.
         left_at: Option<Micros>,
     },
-    /// The host may be in use: guests stay. With an idle login, new tasks go to other hosts first.
+    /// The host may be in use. Guests stay. If a login is idle, new tasks are placed on other hosts
+    /// first.
     PossiblyPresent {
         /// The load watcher's explanation.
         why: String,
-        /// A user is logged in and idle. Otherwise the evidence is external load.
+        /// True if a user is logged in and idle. Otherwise, external load suggests that the host is
+        /// in use.
         idle_login: bool,
     },
     /// A user is active on the host.
@@ -233,7 +248,7 @@ pub enum OwnerState {
         /// The load watcher's explanation.
         why: String,
     },
-    /// The host is being drained; its owner alone would accept guests.
+    /// The host is being drained. Its owner would accept guests.
     Drained {
         /// Task that requested the drain.
         by: Tid,
@@ -249,19 +264,27 @@ impl OwnerState {
         )
     }
 
-    /// False if a user is logged in and idle: such a host gets new tasks only if no other host has
-    /// room. External load does not matter here; it is weighed as load.
+    /// False if a user is logged in and idle. Such a host gets new tasks only if no other host has
+    /// room. External load does not matter, because decisions weigh it as load.
     fn is_unattended(&self) -> bool {
-        !matches!(self, OwnerState::PossiblyPresent { idle_login: true, .. })
+        !matches!(
+            self,
+            OwnerState::PossiblyPresent {
+                idle_login: true,
+                ..
+            }
+        )
     }
 
-    /// Returns why the host is excluded, if it accepts no guests.
+    /// Returns the reason why the host accepts no guests; `None` if it accepts them.
     fn exclusion_reason(&self) -> Option<ExclusionReason<&str>> {
         match self {
             OwnerState::Present { why } => Some(ExclusionReason::OwnerPresent { why }),
             OwnerState::Closed { why } => Some(ExclusionReason::Closed { why }),
             OwnerState::Drained { by } => Some(ExclusionReason::Drained { by: *by }),
-            OwnerState::Unknown | OwnerState::Absent { .. } | OwnerState::PossiblyPresent { .. } => None,
+            OwnerState::Unknown
+            | OwnerState::Absent { .. }
+            | OwnerState::PossiblyPresent { .. } => None,
         }
     }
 }
@@ -283,15 +306,15 @@ pub enum LeaveTime {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuestPolicy {
     pub leave_time: LeaveTime,
-    /// If no other host takes a guest, its job is vacated (checkpointed and ended). Otherwise the
-    /// guest stays paused on the host.
+    /// True if a guest that no other host accepts has its job vacated (checkpointed and ended).
+    /// Otherwise the guest stays paused on the host.
     pub vacates_jobs: bool,
     /// Limits on guests while they are accepted.
     pub limits: Arc<GuestLimits>,
 }
 
 impl GuestPolicy {
-    /// Returns why the owner excludes this program or this user, if so.
+    /// Returns the reason if the owner excludes this program or this user.
     fn block_reason(&self, user: u32, program: &str) -> Option<ExclusionReason<&str>> {
         if self.limits.users.contains(&user) {
             return Some(ExclusionReason::UserBlocked { user });
@@ -316,38 +339,41 @@ pub struct TaskView {
     pub tid: Tid,
     /// The task serves its host or was not spawned: it cannot migrate and is not a guest.
     pub pinned: bool,
-    /// Set while the task migrates; the inner value is the target, if known.
+    /// Set while the task migrates. The inner value is the target, if it is known.
     pub migrating: Option<Option<HostId>>,
-    /// The task is suspended until an explicit resume, and is no load.
+    /// True while the task is suspended. It causes no load, and only an explicit resume continues
+    /// it.
     pub suspended: bool,
     pub user: u32,
     /// Task at the top of the job: one that was started by hand or has no parent.
     pub job: Tid,
     pub name: Arc<str>,
-    /// Start time on the snapshot's clock. For a task that the resource manager found running, the
-    /// time when it first saw the task.
+    /// Start time on the snapshot's clock. If the resource manager did not see the start, the time
+    /// when it first saw the task.
     pub started_at: Micros,
-    /// Estimated work done so far, in time of an ordinary processor.
+    /// Estimated work done so far, as time on an ordinary processor.
     pub work_done: Micros,
     /// Memory at the last migration, in bytes; 0 if the task has never migrated.
     pub memory_bytes: u64,
-    /// The host was chosen by name, at the spawn or later: the task is not rebalanced.
+    /// True if a user or program chose the host by name, at the spawn or later. Such a task is not
+    /// rebalanced.
     pub host_named: bool,
     /// Constraints of the task's spawn.
     pub constraints: Option<Arc<Constraints>>,
     /// Times of rebalancing migrations in the last hour, oldest first.
     pub recent_rebalances: Vec<Micros>,
-    /// Times of the newest migrations, oldest first. After each, a cooldown applies before the task
-    /// is rebalanced.
+    /// Times of the newest migrations for any cause, oldest first. A cooldown after each of them
+    /// delays the next rebalancing migration.
     pub recent_migrations: Vec<Micros>,
-    /// Why the task cannot migrate to any host for a while.
+    /// Obstacle that prevents any migration of the task for a while.
     pub obstacle: Option<Obstacle>,
-    /// Hosts that refuse the task for a while.
+    /// Hosts that refuse the task for a while, with the reason.
     pub refused_by: Vec<(HostId, Obstacle)>,
 }
 
 impl TaskView {
-    /// True for a guest that is not migrating. It must leave when its host stops accepting guests.
+    /// True for a guest that is not migrating. Such a task must leave its host when the host stops
+    /// accepting guests.
     pub fn is_evictable(&self) -> bool {
         !self.pinned && self.migrating.is_none()
     }
@@ -381,7 +407,8 @@ impl TaskView {
 }
 
 impl Snapshot {
-    /// Creates a snapshot of these hosts with nothing learned; round robin starts after the master.
+    /// Creates a snapshot of these hosts without learned values. Round robin starts after the
+    /// master's host.
     pub fn new(now: Micros, policy: PlacementPolicy, mut hosts: HostList) -> Snapshot {
         hosts.refresh(now);
         let (costs, estimates, barriers) =
@@ -401,8 +428,8 @@ impl Snapshot {
         self.hosts.position(id).map(|i| &self.hosts[i])
     }
 
-    /// Returns what each task of the virtual machine gets on a host, in thousandths of an ordinary
-    /// processor.
+    /// Returns the processor share of each task of the virtual machine on a host, in thousandths of
+    /// an ordinary processor; 0 for an unknown host.
     pub fn rate(&self, id: HostId) -> f64 {
         self.hosts
             .index(self.now)
@@ -410,7 +437,8 @@ impl Snapshot {
             .map_or(0.0, |load| load.rate())
     }
 
-    /// Returns the current [`slowness`] of two hosts for the work of a migration between them.
+    /// Returns how much slower than an ordinary processor the two hosts of a migration are at
+    /// present; see the function [`slowness`].
     pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
         // An unknown host counts as an ordinary one.
         let rate = |id| {
@@ -422,7 +450,13 @@ impl Snapshot {
     }
 
     /// Returns the expected cost of migrating this task between hosts with this [`slowness`].
-    pub fn migration_cost(&self, task: &TaskView, from: &HostView, to: &HostView, slowness: f64) -> Micros {
+    pub fn migration_cost(
+        &self,
+        task: &TaskView,
+        from: &HostView,
+        to: &HostView,
+        slowness: f64,
+    ) -> Micros {
         let bytes = self.estimates.expected_bytes(&task.name, task.memory_bytes);
         self.estimates
             .migration_cost(bytes, slowness, Some(HostPair::between(from, to)))
@@ -442,7 +476,8 @@ impl Snapshot {
             .collect()
     }
 
-    /// Returns the zones of the other hosts on which the task's job runs; empty if there are none.
+    /// Returns the zones of the other hosts that run tasks of the same job; empty if no other host
+    /// does.
     fn peer_zones(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
         let others = index
@@ -452,17 +487,19 @@ impl Snapshot {
         others.filter_map(|id| index.zone(id)).collect()
     }
 
-    /// Returns the weight of a processor share in `zone`, in thousandths, for a task with peers in
-    /// the zones `peers`. A share behind a slower link counts less.
+    /// Returns the weight, in thousandths, of a processor share in `zone` for a task whose peers
+    /// are in the zones `peer_zones`. The weight is lower if the link to the peers is slower.
     fn zone_weight_permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
         match peers.is_empty() || peers.contains(&zone) {
             true => 1000,
-            false => self.costs.link_weight_permille(self.estimates.relative_speed(zone, peers)),
+            false => self
+                .costs
+                .link_weight_permille(self.estimates.relative_speed(zone, peers)),
         }
     }
 
-    /// Returns the factor that corrects a computed gain by experience. `told`: the gain rests on
-    /// work that programs declared.
+    /// Returns the factor by which a computed gain is corrected, learned from earlier migrations.
+    /// `told`: the gain was computed from work that programs declared.
     fn confidence(&self, declared: bool) -> f64 {
         self.estimates.confidence(self.now, declared)
     }
@@ -483,8 +520,14 @@ impl Snapshot {
                 parts.push(format!("{}: {why}", self.host_name(*id)));
                 continue;
             };
-            let (condition, host) = (condition.to_string(), format!("{} ({has})", self.host_name(*id)));
-            match unmet.iter_mut().find(|(reportable, _)| *reportable == condition) {
+            let (condition, host) = (
+                condition.to_string(),
+                format!("{} ({has})", self.host_name(*id)),
+            );
+            match unmet
+                .iter_mut()
+                .find(|(reportable, _)| *reportable == condition)
+            {
                 Some((_, hosts)) => hosts.push(host),
                 None => unmet.push((condition, vec![host])),
             }

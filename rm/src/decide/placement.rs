@@ -4,41 +4,49 @@
 use super::chooser::Chooser;
 use super::load::{HostLoad, WorkingLoads, limit_exclusion, unknown_reason};
 use super::placement_run::{PlacementRun, failed_placement};
-use super::{Exclusions, HostView, OwnerState, PlacementPolicy, Rank, ExclusionReason, Snapshot, Constraints, ConstraintsError};
+use super::{
+    Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView, OwnerState,
+    PlacementPolicy, Rank, Snapshot,
+};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
 
 /// Maximum number of tasks per spawn; larger requests are refused with `OutOfRes`.
 pub const SPAWN_TASKS_MAX: u32 = 65_536;
-/// In virtual machines with at most this many hosts, a decision explains every host. In larger ones
-/// it explains the hosts that it examined and at most this many hosts that accept no guests. Only a
-/// request without a placement examines all hosts.
+/// Number of hosts up to which every placement decision explains all hosts. In larger virtual
+/// machines a decision explains the hosts that it examined, and at most this many hosts that accept
+/// no guests. All hosts are examined only if the request gets no placement.
 pub const EXPLAINED_HOSTS_MAX: usize = 64;
 
-/// Request to place tasks.
+/// Input of a placement decision, in addition to the snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementRequest<'a> {
     pub user: u32,
     pub request: &'a SpawnRequest,
-    /// Tasks of the request that need a host.
+    /// Number of tasks of the request that need a host.
     pub count: u32,
-    /// Host of the requesting task: the meaning of `.` in `where`.
+    /// Host of the requesting task, which `.` in `where` denotes.
     pub caller: HostId,
-    /// Hosts of tasks that the new ones will communicate with; hosts near them are preferred.
+    /// Hosts of tasks with which the new tasks will communicate. Hosts near them are preferred.
     pub peers: &'a [HostId],
-    /// Hosts that were lost while the request was carried out.
+    /// Hosts that were lost while the request was carried out. They are excluded.
     pub lost_hosts: &'a [HostId],
-    /// Hosts that declined tasks of this request shortly before: their daemons know their owners'
-    /// wishes first.
+    /// Hosts that declined tasks of this request shortly before. They are excluded: their daemons
+    /// may know of an owner whom the load watcher has not reported yet.
     pub declined_by: &'a [HostId],
     /// Hosts that are reserved for another request.
     pub reserved_hosts: &'a [HostId],
 }
 
 impl<'a> PlacementRequest<'a> {
-    /// Creates a request for `count` tasks without peers and without excluded hosts.
-    pub fn new(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> PlacementRequest<'a> {
+    /// Creates a request for `event_count` tasks without peers and without excluded hosts.
+    pub fn new(
+        user: u32,
+        request: &'a SpawnRequest,
+        count: u32,
+        caller: HostId,
+    ) -> PlacementRequest<'a> {
         PlacementRequest {
             user,
             request,
@@ -52,30 +60,30 @@ impl<'a> PlacementRequest<'a> {
     }
 }
 
-/// Why the tasks are placed as they are, or not placed.
+/// Why a placement has its hosts, or why there is no placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementReason {
     /// The request names the host.
     HostNamed { host: String },
-    /// Round robin over the hosts.
+    /// The tasks were distributed round robin.
     RoundRobin {
-        /// Number of hosts that take part.
+        /// Number of hosts among which the tasks were distributed.
         hosts: usize,
     },
-    /// Each task goes where it gets the largest processor share.
+    /// Each task was placed on the host with the largest processor share for it.
     LargestShare {
         /// Host of the first task.
         host: String,
         /// Share on that host, in thousandths of an ordinary processor.
         usable: u64,
     },
-    /// Hosts in the order that the request prefers.
+    /// The hosts were used in the order that the request prefers.
     Rank {
         rank: Rank,
         /// Host of the first task.
         host: String,
     },
-    /// All tasks on the one host where they get most.
+    /// All tasks were placed on the one host where they get the largest share together.
     SameHost { host: String },
     /// An external chooser selected the hosts.
     ChooserSelected {
@@ -90,9 +98,9 @@ pub enum PlacementReason {
     },
     /// The constraints text is invalid.
     InvalidConstraints(ConstraintsError),
-    /// The request matches no host of the virtual machine.
+    /// No host of the virtual machine matches the request.
     NoSuchHost,
-    /// All hosts that the request matches are excluded or full.
+    /// All hosts that match the request are excluded or full.
     NoneAvailable,
 }
 
@@ -117,7 +125,9 @@ impl fmt::Display for PlacementReason {
                     rank.by
                 )
             }
-            PlacementReason::SameHost { host } => write!(f, "all on one host, and {host} gives them most"),
+            PlacementReason::SameHost { host } => {
+                write!(f, "all on one host, and {host} gives them most")
+            }
             PlacementReason::ChooserSelected { by } => write!(f, "chosen by {by}"),
             PlacementReason::ChooserFailed { by, why } => write!(f, "{by} chose no place: {why}"),
             PlacementReason::InvalidConstraints(error) => error.fmt(f),
@@ -130,21 +140,24 @@ impl fmt::Display for PlacementReason {
 /// Result of a placement decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// One entry per task, in task order.
+    /// Host or error of each task, in task order.
     pub hosts: Vec<Result<HostId, PvmError>>,
     pub reason: PlacementReason,
-    /// Hosts that were not used, with reasons.
+    /// Hosts that were not used, with the reason for each.
     pub excluded: Exclusions,
-    /// Examined hosts whose load is unknown, with the reason.
+    /// Examined hosts with unknown load, each as a text with the reason.
     pub unknown_load: Vec<String>,
-    /// Round-robin position after this placement.
+    /// Last host used by round robin, including this placement.
     pub round_robin_last: HostId,
 }
 
 impl Placement {
     /// Describes the placement in one sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let failed = matches!(self.reason, PlacementReason::NoneAvailable | PlacementReason::NoSuchHost);
+        let failed = matches!(
+            self.reason,
+            PlacementReason::NoneAvailable | PlacementReason::NoSuchHost
+        );
         let told = snapshot.describe_exclusions(&self.excluded);
         let mut text = self.reason.to_string();
         let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
@@ -163,13 +176,16 @@ impl Placement {
     }
 }
 
-/// Returns `where` up to the first colon; a directory follows the colon.
+/// Returns the part of a `where` argument before the first colon. A directory follows the colon.
 pub(super) fn host_part(place: &str) -> &str {
     place.split(':').next().unwrap_or_default()
 }
 
-/// Returns why the request itself does not match this host.
-pub(super) fn request_exclusion<'a>(ask: &PlacementRequest<'_>, host: &'a HostView) -> Option<ExclusionReason<&'a str>> {
+/// Returns the reason why the request does not match this host; `None` if it matches.
+pub(super) fn request_exclusion<'a>(
+    ask: &PlacementRequest<'_>,
+    host: &'a HostView,
+) -> Option<ExclusionReason<&'a str>> {
     let (flags, name) = (ask.request.flags, host_part(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
@@ -191,7 +207,7 @@ pub(super) fn request_exclusion<'a>(ask: &PlacementRequest<'_>, host: &'a HostVi
     }
 }
 
-/// Returns why a host that the request matches cannot be used.
+/// Returns the reason why a host that matches the request cannot be used; `None` if it can.
 pub(super) fn fit_exclusion<'a>(
     ask: &PlacementRequest<'_>,
     wants: &Constraints,
@@ -212,28 +228,39 @@ pub(super) fn fit_exclusion<'a>(
         return Some(ExclusionReason::Unmet { condition, has });
     }
     let blocks = || host.guest_policy.block_reason(ask.user, &ask.request.file);
-    // Applies also if the spawn names the host: the host's own daemon starts no guest while the
-    // owner accepts none.
+    // Also excludes a host that the spawn names, because the host's daemon starts no guest while
+    // the owner accepts none.
     host.owner
         .exclusion_reason()
         .or_else(blocks)
         .or_else(|| limit_exclusion(host, now, 0, load))
 }
 
-/// Returns why a host is excluded for every request.
+/// Returns the reason why a host is excluded for every request; `None` if it is not.
 pub fn general_exclusion(snapshot: &Snapshot, id: HostId) -> Option<ExclusionReason> {
     let host = snapshot.host(id)?;
-    let full = || limit_exclusion(host, snapshot.now, 0, || WorkingLoads::of(snapshot).load(id));
-    host.owner.exclusion_reason().or_else(full).map(ExclusionReason::into_owned)
+    let full = || {
+        limit_exclusion(host, snapshot.now, 0, || {
+            WorkingLoads::of(snapshot).load(id)
+        })
+    };
+    host.owner
+        .exclusion_reason()
+        .or_else(full)
+        .map(ExclusionReason::into_owned)
 }
 
-/// Returns the restrictions of a host that is not excluded, as sentences.
+/// Returns sentences about the restrictions that apply to a host although it is not excluded.
 pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
     };
     let mut all = Vec::new();
-    if let OwnerState::PossiblyPresent { why, idle_login: true } = &host.owner {
+    if let OwnerState::PossiblyPresent {
+        why,
+        idle_login: true,
+    } = &host.owner
+    {
         all.push(format!(
             "tasks go to others first, because its owner may be there ({why})"
         ));
@@ -250,9 +277,13 @@ pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
         .iter()
         .map(|user| ExclusionReason::<&str>::UserBlocked { user: *user }.to_string());
     all.extend(programs.chain(users));
-    let unknown = unknown_reason(host, snapshot.now).filter(|_| snapshot.policy == PlacementPolicy::Load);
+    let unknown =
+        unknown_reason(host, snapshot.now).filter(|_| snapshot.policy == PlacementPolicy::Load);
     all.extend(unknown.map(|why| format!("its load is not known ({why})")));
-    let moves = host.migration_obstacle.as_ref().filter(|no| no.until > snapshot.now);
+    let moves = host
+        .migration_obstacle
+        .as_ref()
+        .filter(|no| no.until > snapshot.now);
     all.extend(moves.map(|no| format!("no running task moves there ({})", no.reason)));
     all
 }
@@ -262,9 +293,13 @@ pub fn place(snapshot: &Snapshot, ask: &PlacementRequest<'_>) -> Placement {
     place_with_chooser(snapshot, ask, None)
 }
 
-/// Places all tasks of a request. With `chooser`, an external chooser selects among the hosts that
-/// fit.
-pub fn place_with_chooser(snapshot: &Snapshot, ask: &PlacementRequest<'_>, chooser: Option<&dyn Chooser>) -> Placement {
+/// Places all tasks of a request. If `chooser` is given, that external chooser selects among the
+/// suitable hosts.
+pub fn place_with_chooser(
+    snapshot: &Snapshot,
+    ask: &PlacementRequest<'_>,
+    chooser: Option<&dyn Chooser>,
+) -> Placement {
     match Constraints::from_request(ask.request) {
         Ok(wants) => PlacementRun::new(snapshot, ask, wants).decide(chooser),
         Err(error) => failed_placement(

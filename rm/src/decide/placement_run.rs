@@ -1,17 +1,23 @@
-//! Distributes the tasks of one spawn among the hosts that fit. Holds the state of one placement
-//! decision.
+//! Distributes the tasks of one spawn among the suitable hosts: the state and the strategies of one
+//! placement decision. Also counts slots for preemption decisions.
 
 use super::chooser::{Chooser, HostOffer};
 use super::exclusions::ExclusionsBuilder;
-use super::load::{HostLoad, WorkingLoads, WeightedShare, unknown_loads};
-use super::placement::{PlacementRequest, EXPLAINED_HOSTS_MAX, Placement, PlacementReason, host_part, request_exclusion, fit_exclusion};
-use super::{Exclusions, HostView, PlacementPolicy, Rank, ExclusionReason, Snapshot, Colocation, Constraints, ConstraintsError};
+use super::load::{HostLoad, WeightedShare, WorkingLoads, unknown_loads};
+use super::placement::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, fit_exclusion, host_part,
+    request_exclusion,
+};
+use super::{
+    Colocation, Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView,
+    PlacementPolicy, Rank, Snapshot,
+};
 use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-/// Maximum number of excluded hosts that a search by share may meet. Beyond it, a scan of all hosts
-/// by id is faster.
+/// Maximum number of excluded hosts in a search by descending share. If there are more, a scan of
+/// all hosts by id is faster.
 const EXCLUDED_SCAN_MAX: usize = 256;
 
 /// Returns a placement in which no task gets a host.
@@ -44,7 +50,11 @@ pub(super) struct PlacementRun<'a> {
 }
 
 impl<'a> PlacementRun<'a> {
-    pub(super) fn new(snapshot: &'a Snapshot, ask: &'a PlacementRequest<'a>, wants: Constraints) -> PlacementRun<'a> {
+    pub(super) fn new(
+        snapshot: &'a Snapshot,
+        ask: &'a PlacementRequest<'a>,
+        wants: Constraints,
+    ) -> PlacementRun<'a> {
         let zones = ask
             .peers
             .iter()
@@ -63,20 +73,24 @@ impl<'a> PlacementRun<'a> {
 
     /// Selects the strategy and places the tasks.
     ///
-    /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load tries
-    /// the best hosts first and scans all hosts only if that fails.
+    /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load first
+    /// searches by descending share. It scans all hosts only if that search places no task.
     pub(super) fn decide(mut self, chooser: Option<&dyn Chooser>) -> Placement {
         let plain = chooser.is_none()
             && self.constraints.rank.is_none()
             && self.constraints.colocation != Colocation::SameHost;
-        let by_load =
-            plain && self.snapshot.policy == PlacementPolicy::Load && !self.request.request.names_one_host();
+        let by_load = plain
+            && self.snapshot.policy == PlacementPolicy::Load
+            && !self.request.request.names_one_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
             let quick = self.place_by_share(None);
             if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
                 self.record_closed_hosts();
                 let unknown = unknown_loads(self.snapshot, looked_at.into_iter());
-                let (why, rotation) = (self.share_reason(hosts.first()), self.snapshot.round_robin_last);
+                let (why, rotation) = (
+                    self.share_reason(hosts.first()),
+                    self.snapshot.round_robin_last,
+                );
                 return self.finish(hosts, unknown, why, rotation);
             }
             self.excluded = ExclusionsBuilder::default();
@@ -86,8 +100,15 @@ impl<'a> PlacementRun<'a> {
 
     fn exclusion<'h>(&self, host: &'h HostView) -> Option<ExclusionReason<&'h str>> {
         let load = || self.loads.load(host.id);
-        request_exclusion(self.request, host)
-            .or_else(|| fit_exclusion(self.request, &self.constraints, host, self.snapshot.now, load))
+        request_exclusion(self.request, host).or_else(|| {
+            fit_exclusion(
+                self.request,
+                &self.constraints,
+                host,
+                self.snapshot.now,
+                load,
+            )
+        })
     }
 
     /// Returns how many tasks of this spawn the host can take.
@@ -97,7 +118,7 @@ impl<'a> PlacementRun<'a> {
             .min(self.loads.load(host.id).remaining_slots())
     }
 
-    /// Checks every host, then places the tasks on those that fit.
+    /// Checks every host, then places the tasks on the suitable hosts.
     fn place_after_scan(mut self, chooser: Option<&dyn Chooser>, by_load: bool) -> Placement {
         let snapshot = self.snapshot;
         let mut fit = Vec::new();
@@ -160,7 +181,7 @@ impl<'a> PlacementRun<'a> {
             let why = self.share_reason(hosts.first());
             (hosts, why)
         } else {
-            // Hosts with an idle login get only the tasks for which the other hosts have no room.
+            // A host with an idle login gets a task only if no other host has room for it.
             let (unattended, others): (Vec<_>, Vec<_>) = fit
                 .iter()
                 .copied()
@@ -171,7 +192,11 @@ impl<'a> PlacementRun<'a> {
             if snapshot.policy == PlacementPolicy::RoundRobin {
                 rotation = hosts.last().copied().unwrap_or(rotation);
             }
-            let among = if left == 0 { unattended.len() } else { fit.len() };
+            let among = if left == 0 {
+                unattended.len()
+            } else {
+                fit.len()
+            };
             let asked = PlacementReason::HostNamed {
                 host: host_part(&self.request.request.place).to_string(),
             };
@@ -187,7 +212,8 @@ impl<'a> PlacementRun<'a> {
         if hosts.is_empty() {
             return self.no_placement();
         }
-        let of_load = snapshot.policy == PlacementPolicy::Load && !self.request.request.names_one_host();
+        let of_load =
+            snapshot.policy == PlacementPolicy::Load && !self.request.request.names_one_host();
         let unknown = if of_load {
             unknown_loads(snapshot, fit.iter().map(|h| h.id))
         } else {
@@ -207,10 +233,16 @@ impl<'a> PlacementRun<'a> {
         } else {
             (PvmError::NoHost, PlacementReason::NoneAvailable)
         };
-        failed_placement(self.snapshot, self.request, error, why, self.excluded.build())
+        failed_placement(
+            self.snapshot,
+            self.request,
+            error,
+            why,
+            self.excluded.build(),
+        )
     }
 
-    /// True if some host is not excluded; it may still have no room.
+    /// True if at least one host is not excluded, whether or not it has room.
     fn has_fitting_host(&self) -> bool {
         self.excluded.count() < self.snapshot.hosts.len()
     }
@@ -245,7 +277,7 @@ impl<'a> PlacementRun<'a> {
         PlacementReason::LargestShare { host, usable }
     }
 
-    /// Records some of the hosts that accept no guests, to explain the decision.
+    /// Adds some of the hosts that accept no guests to the explanation.
     fn record_closed_hosts(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let owned = index
@@ -261,8 +293,8 @@ impl<'a> PlacementRun<'a> {
             .for_each(|(host, why)| self.excluded.add(host, why));
     }
 
-    /// Distributes tasks as PVM does: each host gets a consecutive run of tasks, starting after the
-    /// last host used.
+    /// Distributes tasks as PVM does: each host gets a consecutive block of tasks. The first host
+    /// is the one after the last host used.
     fn place_round_robin(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
         let start = fit
             .iter()
@@ -281,11 +313,11 @@ impl<'a> PlacementRun<'a> {
         hosts
     }
 
-    /// Places each task where it gets the largest share, given the tasks placed before.
+    /// Places each task on the host where it gets the largest share, given the tasks placed before.
     ///
-    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks and
-    /// the examined hosts that fit. `None` if a search among all hosts meets more than
-    /// [`EXCLUDED_SCAN_MAX`] excluded ones.
+    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks, and
+    /// the suitable hosts that were examined. Returns `None` if a search among all hosts finds more
+    /// than [`EXCLUDED_SCAN_MAX`] excluded ones.
     fn place_by_share(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
         let count = self.request.count as usize;
         let mut excluded_count = 0;
@@ -293,7 +325,8 @@ impl<'a> PlacementRun<'a> {
         let mut room = BTreeMap::<HostId, u32>::new();
         let mut heap = BinaryHeap::<WeightedShare>::new();
         let untouched = WorkingLoads::of(self.snapshot);
-        let near = |host: &&HostView| untouched.weighted(untouched.share(host.id), &self.peer_zones);
+        let near =
+            |host: &&HostView| untouched.weighted(untouched.share(host.id), &self.peer_zones);
         let mut given: BinaryHeap<WeightedShare> = fit.into_iter().flatten().map(near).collect();
         let all = fit
             .is_none()
@@ -302,7 +335,7 @@ impl<'a> PlacementRun<'a> {
             .flatten();
         let mut best = all.chain(std::iter::from_fn(|| given.pop())).peekable();
         while hosts.len() < count {
-            // Examine every host that may be better than the best one examined so far.
+            // Examine every host that may be better than the best examined one.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
                 let Some(host) = self.snapshot.host(near.share.host()) else {
                     continue;
@@ -339,7 +372,8 @@ impl<'a> PlacementRun<'a> {
         Some((hosts, looked_at))
     }
 
-    /// Returns the host on which all tasks together get most; `None` if no host has room for all.
+    /// Returns the host on which all tasks together get the largest share; `None` if no host has
+    /// room for all of them.
     fn best_single_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
         let count = self.request.count;
         let room = fit.iter().filter(|h| self.capacity(h) >= count);
@@ -354,15 +388,18 @@ impl<'a> PlacementRun<'a> {
         room.max_by_key(|h| last(h)).copied()
     }
 
-    /// Places tasks by the requested rank: fills the best host with one task per processor, then
-    /// the next one. When all are filled, further rounds follow in the same order.
+    /// Places tasks by the requested rank: gives the first host one task per processor, then the
+    /// next host. After the last host, continues with the first one.
     fn place_by_rank(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
-            let number = rank.by.value_on(h, self.snapshot.now, || self.loads.load(h.id));
+            let number = rank
+                .by
+                .value_on(h, self.snapshot.now, || self.loads.load(h.id));
             let order = number.map(|n| if rank.ascending { u64::MAX - n } else { n });
             (!h.owner.is_unattended(), Reverse(order), h.id)
         };
-        // A heap instead of a sorted list: hosts after the last one that gets a task need no order.
+        // A heap is cheaper than sorting, because the order of hosts that get no task is not
+        // needed.
         let mut unfilled: BinaryHeap<_> = fit
             .iter()
             .enumerate()
@@ -385,8 +422,12 @@ impl<'a> PlacementRun<'a> {
         hosts
     }
 
-    /// Returns the hosts that the external chooser selected, after checking them.
-    fn place_by_chooser(&self, chooser: &dyn Chooser, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
+    /// Returns the hosts that the external chooser has selected, or the error in its selection.
+    fn place_by_chooser(
+        &self,
+        chooser: &dyn Chooser,
+        fit: &[&HostView],
+    ) -> Result<Vec<HostId>, String> {
         let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
         let offers: Vec<HostOffer<'_>> = fit
             .iter()
@@ -411,8 +452,8 @@ impl<'a> PlacementRun<'a> {
     }
 }
 
-/// Gives a host one task per processor, limited by its room and the remaining tasks. Returns the
-/// number of slots used, which may exceed the remaining tasks.
+/// Gives a host one task per processor, up to its room and the number of remaining tasks. Returns
+/// the number of slots counted as used, which may exceed the number of tasks placed.
 fn fill_host(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
     let share = host.cores.max(1).min(room);
     hosts.extend(std::iter::repeat_n(
@@ -422,20 +463,20 @@ fn fill_host(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) 
     share
 }
 
-/// Counts how many tasks of a spawn would get hosts if some running tasks were paused. The result
-/// equals that of [`super::place()`] and is updated host by host.
+/// Counts the tasks of a spawn that would get hosts if some running tasks were paused. The count
+/// equals that of [`super::place()`], and only the changed host is recomputed.
 pub(super) struct SlotCounter<'a> {
     run: PlacementRun<'a>,
     count: u64,
     slots: SlotTotals,
 }
 
-/// Slots summed over some hosts.
+/// Number of slots, summed over all hosts.
 #[derive(Clone, Copy, Default)]
 struct SlotTotals {
-    /// Slots for tasks of the spawn.
+    /// Number of slots for tasks of the spawn.
     tasks: u64,
-    /// Hosts with slots for all tasks of the spawn.
+    /// Number of hosts with slots for all tasks of the spawn.
     hosts_for_all: u64,
 }
 
@@ -443,8 +484,11 @@ impl<'a> SlotCounter<'a> {
     /// Counts the slots of the unchanged snapshot.
     ///
     /// # Errors
-    /// Those of [`Constraints::of`].
-    pub(super) fn new(snapshot: &'a Snapshot, ask: &'a PlacementRequest<'a>) -> Result<SlotCounter<'a>, ConstraintsError> {
+    /// Those of [`Constraints::from_request`].
+    pub(super) fn new(
+        snapshot: &'a Snapshot,
+        ask: &'a PlacementRequest<'a>,
+    ) -> Result<SlotCounter<'a>, ConstraintsError> {
         let placing = PlacementRun::new(snapshot, ask, Constraints::from_request(ask.request)?);
         let mut places = SlotCounter {
             run: placing,
@@ -457,7 +501,7 @@ impl<'a> SlotCounter<'a> {
         Ok(places)
     }
 
-    /// Returns the slots on a host; 0 if it is excluded.
+    /// Returns the number of slots on a host; 0 if it is excluded.
     fn slots_on(&self, host: &HostView) -> u64 {
         if self.run.exclusion(host).is_some() {
             return 0;
@@ -477,18 +521,22 @@ impl<'a> SlotCounter<'a> {
 
     fn placeable_tasks(&self) -> u64 {
         if self.run.constraints.colocation == Colocation::SameHost {
-            return if self.slots.hosts_for_all > 0 { self.count } else { 0 };
+            return if self.slots.hosts_for_all > 0 {
+                self.count
+            } else {
+                0
+            };
         }
         self.slots.tasks.min(self.count)
     }
 
-    /// True if all tasks get hosts.
+    /// True if all tasks of the spawn get hosts.
     pub(super) fn suffice(&self) -> bool {
         self.placeable_tasks() == self.count
     }
 
-    /// Assumes that `several` tasks on this host are paused, and keeps that assumption if more
-    /// tasks of the spawn get hosts. Returns whether they do.
+    /// Assumes that `several` tasks on this host are paused. Keeps the assumption and returns true
+    /// if more tasks of the spawn get hosts by it; otherwise undoes it and returns false.
     pub(super) fn try_pausing(&mut self, id: HostId, count: u32) -> bool {
         let Some(host) = self.run.snapshot.host(id) else {
             return false;

@@ -1,17 +1,17 @@
 //! Predicts the remaining work and the memory of tasks, and the cost of migrations. Learns from
-//! what happened.
+//! ended tasks and completed migrations.
 //!
-//! Work is the time that an ordinary processor (speed 1000) needs for a task alone. The cost of a
+//! Work is the time that a task needs alone on an ordinary processor (speed 1000). The cost of a
 //! migration has three parts:
 //!
-//! - the freeze, learned by the size of the task, because large tasks tell nothing about small
+//! - the freeze, learned by size class, because measurements of large tasks do not apply to small
 //!   ones;
-//! - the transfer, learned by link ([`super::links`]), whether the memory is part of the images or
+//! - the transfer, learned by link ([`super::link_speeds`]), whether the memory is part of the images or
 //!   follows by post-copy;
-//! - warm-up of caches and pages, a fixed rate.
+//! - the warm-up of caches and pages, at a fixed rate.
 
+use super::link_speeds::{HostPair, LinkSpeeds};
 use super::prediction_feedback::GainFeedback;
-use super::link_speeds::{LinkSpeeds, HostPair};
 use sempa_proto::Micros;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,28 +20,29 @@ use std::sync::Arc;
 /// Maximum number of programs with remembered statistics. Beyond it, the program that was updated
 /// longest ago is dropped.
 pub const PROGRAMS_MAX: usize = 1024;
-/// Completed tasks of a program that are required before their mean counts.
+/// Minimum number of ended tasks of a program before their mean work is used.
 const COMPLETIONS_MIN: u32 = 3;
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.2;
 /// Maximum remaining work that is predicted for a task.
 pub const WORK_LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
-/// Freeze of every migration in seconds, apart from the part proportional to memory, on an idle
-/// ordinary processor.
+/// Freeze of a migration on an idle ordinary processor, in seconds. The part proportional to memory
+/// is added to it.
 const FREEZE_BASE_SECONDS: f64 = 0.06;
-/// Maximum slowness of a host relative to an ordinary one.
+/// Maximum factor by which a host counts as slower than an ordinary one.
 const SLOWNESS_MAX: f64 = 100.0;
-/// Bytes per second of a task's memory that a dump scans while the task is frozen, even if it does
-/// not copy them.
+/// Bytes per second that a dump scans of the memory of the frozen task, even if it does not copy
+/// them.
 const DUMP_SCAN_BYTES_PER_SECOND: f64 = 7e9;
-/// Tasks of fewer bytes tell nothing about a link: their transfer cannot be told from their freeze.
+/// Minimum memory in bytes for learning the speed of a link. For smaller tasks, transfer and freeze
+/// cannot be distinguished.
 const LINK_SAMPLE_BYTES_MIN: u64 = 16 << 20;
 /// Upper bounds of the size classes of freezes, in bytes. Larger tasks form the last class.
 const FREEZE_SIZE_BOUNDS: [u64; 3] = [LINK_SAMPLE_BYTES_MIN, 256 << 20, 4 << 30];
-/// Time that a task loses after a migration until its caches and pages are present, apart from the
-/// part proportional to memory. In seconds.
+/// Time in seconds that a task loses after a migration until its caches and pages are present. The
+/// part proportional to memory is added to it.
 const WARM_UP_BASE_SECONDS: f64 = 0.2;
-/// Memory that becomes warm per second, in bytes.
+/// Bytes of memory per second for which caches and pages become present after a migration.
 const WARM_UP_BYTES_PER_SECOND: f64 = 1e9;
 /// Assumed memory of a task that has never migrated and whose program's size is unknown, in bytes.
 const DEFAULT_TASK_BYTES: u64 = 64 << 20;
@@ -51,7 +52,7 @@ struct ProgramStats {
     count: u32,
     /// Mean logarithm of the work in seconds.
     mean_log: f64,
-    /// Mean logarithm of the memory in bytes, if observed.
+    /// Mean logarithm of the memory in bytes; `None` until it was observed.
     bytes_log: Option<f64>,
     updated: u64,
 }
@@ -59,31 +60,33 @@ struct ProgramStats {
 /// Freeze statistics of one size class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct FreezeStats {
-    /// Mean logarithm of actual over expected freeze time.
+    /// Mean logarithm of the ratio of the actual to the expected freeze time.
     bias: f64,
     moves: u64,
 }
 
-/// Measurements of one migration.
+/// Measurements of one completed migration.
 #[derive(Clone, Copy, Debug)]
 pub struct MigrationSample {
     /// The two hosts, if they are known.
     pub pair: Option<HostPair>,
-    /// Slowness of the hosts for the work of the migration itself ([`slowness`]).
+    /// Factor by which the hosts do the work of the migration slower than ordinary ones
+    /// ([`slowness`]).
     pub slowness: f64,
-    /// Size of the images.
+    /// Size of the images in bytes.
     pub image_bytes: u64,
-    /// The task's memory in bytes; 0 if the program saved its own state, which tells nothing about
-    /// other tasks.
+    /// The task's memory in bytes. 0 if the program saved its own state; nothing is learned from
+    /// such a migration.
     pub resident_bytes: u64,
-    /// How long the task was frozen.
+    /// Time for which the task was frozen.
     pub frozen: Micros,
-    /// Time until all of its memory was at the target.
+    /// Time from the start of the migration until all memory of the task was at the target.
     pub complete_after: Micros,
 }
 
-/// Learned values for storing. `lives` has, for each program, the number of completed tasks and the
-/// mean logarithms of their work and memory. `evictions` counts the migrations.
+/// Learned values in the form in which they are stored. `lives` contains for each program: its
+/// name, the number of ended tasks, and the mean logarithms of their work and memory. `moves` is
+/// the number of migrations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LearnedCosts {
     lives: Vec<(String, u32, f64, Option<f64>)>,
@@ -94,7 +97,8 @@ pub struct LearnedCosts {
 }
 
 impl LearnedCosts {
-    /// Returns the values for another virtual machine, in which host numbers have other meanings.
+    /// Returns the values that also apply to another virtual machine, in which host numbers denote
+    /// other hosts.
     pub fn for_other_hosts(mut self) -> LearnedCosts {
         self.links.forget_hosts();
         self
@@ -112,7 +116,7 @@ pub struct Estimates {
     moves: u64,
 }
 
-/// Returns the size class of the freeze of a task.
+/// Returns the index of the size class for the freeze of a task.
 fn size_class(bytes: u64) -> usize {
     FREEZE_SIZE_BOUNDS
         .iter()
@@ -129,7 +133,7 @@ fn micros(seconds: f64) -> Micros {
 }
 
 impl Estimates {
-    /// Restores stored values. Values that are not finite are ignored.
+    /// Restores learned values from the history. Ignores values that are not finite.
     pub fn restore(learned: LearnedCosts) -> Estimates {
         let mut estimates = Estimates {
             moves: learned.moves,
@@ -163,7 +167,8 @@ impl Estimates {
         estimates
     }
 
-    /// Returns the learned values for storing, the program that was updated longest ago first.
+    /// Returns the learned values for the history. Programs are ordered by their last update, the
+    /// oldest first.
     pub fn to_learned_costs(&self) -> LearnedCosts {
         let mut programs: Vec<(&Arc<str>, &ProgramStats)> = self.programs.iter().collect();
         programs.sort_by_key(|(_, lives)| lives.updated);
@@ -191,29 +196,32 @@ impl Estimates {
         self.updates + self.moves + self.gains.observations()
     }
 
-    /// Returns the speed between a zone and the best connected of `peers`, relative to the faster
-    /// of the links within either zone. `None` until migrations have measured both.
+    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
+    /// compared with the faster of the links within the two zones. `None` until migrations have
+    /// measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         self.links.relative_speed(zone, peers)
     }
 
-    /// Returns the factor that corrects a computed gain by experience. `told`: the gain rests on
-    /// work that programs declared.
+    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// from work that programs declared.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
         self.gains.confidence(now, declared)
     }
 
-    /// Records the ratio of actual to predicted rate gain of a migrated task.
+    /// Records the ratio of the actual to the predicted gain in rate of a migrated task.
     pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
         self.gains.record_rate(now, ratio);
     }
 
-    /// Records the ratio of actual to predicted remaining work of a migrated task.
+    /// Records the ratio of the actual to the predicted remaining work of a migrated task. `told`:
+    /// the work was declared.
     pub(super) fn record_work(&mut self, now: Micros, told: bool, ratio: f64) {
         self.gains.record_work(now, told, ratio);
     }
 
-    /// Returns the statistics of a program for an update.
+    /// Returns the statistics of a program for an update, and marks them as the most recently
+    /// updated.
     fn program_stats(&mut self, program: &Arc<str>) -> &mut ProgramStats {
         self.updates += 1;
         if !self.programs.contains_key(program) && self.programs.len() >= PROGRAMS_MAX {
@@ -235,7 +243,7 @@ impl Estimates {
         lives
     }
 
-    /// Records that a task of this program ended after `work_accounting`.
+    /// Records that a task of this program ended after `work`.
     pub fn record_completion(&mut self, program: &Arc<str>, work: Micros) {
         let log = seconds(work).max(0.001).ln();
         let lives = self.program_stats(program);
@@ -244,7 +252,7 @@ impl Estimates {
         lives.count = lives.count.saturating_add(1);
     }
 
-    /// Records the memory of a task of this program.
+    /// Records the memory of a task of this program, in bytes.
     pub fn record_size(&mut self, program: &Arc<str>, bytes: u64) {
         if bytes > 0 {
             let (log, lives) = ((bytes as f64).ln(), self.program_stats(program));
@@ -256,8 +264,8 @@ impl Estimates {
         }
     }
 
-    /// Returns the memory of a task: `bytes`, its memory at the last migration, or the mean of its
-    /// program if `bytes` is 0.
+    /// Returns the expected memory of a task. This is `bytes`, the memory at its last migration, or
+    /// the mean of its program if `bytes` is 0.
     pub fn expected_bytes(&self, program: &str, bytes: u64) -> u64 {
         let usual = || self.programs.get(program).and_then(|lives| lives.bytes_log);
         if bytes > 0 {
@@ -267,7 +275,7 @@ impl Estimates {
         }
     }
 
-    /// Records a completed migration.
+    /// Learns from a completed migration.
     pub fn record_migration(&mut self, journey: &MigrationSample) {
         let MigrationSample {
             pair: way,
@@ -288,8 +296,8 @@ impl Estimates {
                     .record_transfer(way, resident, seconds(whole.since(frozen)));
             }
         } else if images >= LINK_SAMPLE_BYTES_MIN {
-            // All memory was transferred during the freeze. The time beyond the expected freeze was
-            // the transfer.
+            // All memory was transferred during the freeze. The part of it that exceeds the
+            // expected freeze was the transfer.
             let frozen = seconds(frozen);
             self.links.record_transfer(
                 way,
@@ -302,7 +310,7 @@ impl Estimates {
         }
     }
 
-    /// Records a freeze in seconds, without the transfer.
+    /// Records a freeze of `seconds`, not including the transfer.
     fn record_freeze(&mut self, bytes: u64, slowness: f64, seconds: f64) {
         let ratio = seconds.max(0.001) / default_freeze(bytes, slowness);
         let freezes = &mut self.freezes[size_class(bytes)];
@@ -311,9 +319,9 @@ impl Estimates {
         freezes.bias += weight * (ratio.clamp(0.05, 100.0).ln() - freezes.bias);
     }
 
-    /// Returns the expected remaining work of a task of this program after `done` work. Without
-    /// observations, as much again: half of the processes that have run for some time run for that
-    /// time again (Harchol-Balter and Downey, 1996).
+    /// Returns the expected remaining work of a task of this program that has done `done` work.
+    /// Without observations this is `done`: half of the processes that have run for some time run
+    /// for at least that time again (Harchol-Balter and Downey, 1996).
     pub fn work_left(&self, program: &str, done: Micros) -> Micros {
         let usual = self
             .programs
@@ -322,15 +330,16 @@ impl Estimates {
             .map(|l| micros(l.mean_log.exp()));
         let left = match usual {
             Some(usual) if done < usual => Micros(usual.0 - done.0).max(Micros(done.0 / 2)),
-            // The task has outlived the mean; half of its work so far is a guess.
+            // The task has done more than the mean work. The remaining work is assumed to be half
+            // of the work done.
             Some(_) => Micros(done.0 / 2),
             None => done,
         };
         left.min(WORK_LEFT_MAX)
     }
 
-    /// Returns the expected freeze of a task in seconds, without the transfer. If no task of its
-    /// size class has migrated, the next smaller class counts; larger ones tell nothing about it.
+    /// Returns the expected freeze of a task in seconds, not including the transfer. If no task of
+    /// its size class has migrated, the next smaller class is used. Larger classes are not.
     fn expected_freeze_of(&self, bytes: u64, slowness: f64) -> f64 {
         let observed = self.freezes[..=size_class(bytes)]
             .iter()
@@ -339,23 +348,23 @@ impl Estimates {
         default_freeze(bytes, slowness) * observed.map_or(1.0, |freezes| freezes.bias.exp())
     }
 
-    /// Returns the expected cost of migrating a task between hosts of this [`slowness`]: freeze,
-    /// transfer and warm-up.
+    /// Returns the expected cost of a migration: freeze, transfer and warm-up. `slowness`: see
+    /// [`slowness`]. `way`: the hosts, `None` if the target is not known yet.
     ///
-    /// During post-copy a task runs only until it needs a missing page; the transfer therefore
-    /// counts as if the task were frozen. `way` is `None` if the target is not known yet.
+    /// During post-copy a task runs only until it needs a missing page. So the transfer counts as
+    /// if the task were frozen.
     pub fn migration_cost(&self, bytes: u64, slowness: f64, pair: Option<HostPair>) -> Micros {
         let transfer = bytes as f64 / self.links.bytes_per_second(pair);
         micros(self.expected_freeze_of(bytes, slowness) + transfer + warm_up(bytes))
     }
 
-    /// Returns the actual cost of a migration whose memory was complete after `whole`.
+    /// Returns the actual cost of a migration. `complete_after`: time until all memory was at the target.
     pub fn actual_cost(&self, bytes: u64, whole: Micros) -> Micros {
         micros(seconds(whole) + warm_up(bytes))
     }
 }
 
-/// Returns the seconds that a task loses until its caches are warm.
+/// Returns the time in seconds that a task loses until its caches and pages are present.
 fn warm_up(bytes: u64) -> f64 {
     WARM_UP_BASE_SECONDS + bytes as f64 / WARM_UP_BYTES_PER_SECOND
 }
@@ -365,12 +374,12 @@ fn default_freeze(bytes: u64, slowness: f64) -> f64 {
     (FREEZE_BASE_SECONDS + bytes as f64 / DUMP_SCAN_BYTES_PER_SECOND) * slowness
 }
 
-/// Returns how much slower the hosts of a migration do the migration's own work than an idle
-/// ordinary processor.
+/// Returns the factor by which the hosts of a migration do the work of the migration slower than an
+/// idle ordinary processor.
 ///
-/// Half of the work is done at the source, where the task gets `has` thousandths of such a
-/// processor, and half at the target, where it gets `gets`. A faster host counts as an ordinary
-/// one.
+/// Half of the work is done at the source, where the task gets `has` thousandths of an ordinary
+/// processor. The other half is done at the target, where it gets `gets`. A faster host counts as
+/// an ordinary one.
 pub fn slowness(source_rate: f64, target_rate: f64) -> f64 {
     let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOWNESS_MAX);
     (slow(source_rate) + slow(target_rate)) / 2.0
@@ -380,7 +389,8 @@ pub fn slowness(source_rate: f64, target_rate: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// A task is expected to do as much again, until others of its program have ended.
+    /// The expected remaining work of a task equals the work done, until other tasks of its program
+    /// have ended.
     #[test]
     fn work_left_follows_completed_tasks_of_program() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
@@ -391,10 +401,13 @@ mod tests {
         }
         assert!((left(&estimates, 30) - 70.0).abs() < 0.01);
         assert_eq!(left(&estimates, 200), 100.0, "it has outlived the others");
-        assert_eq!(seconds(estimates.work_left("other", Micros::from_secs(7))), 7.0);
+        assert_eq!(
+            seconds(estimates.work_left("other", Micros::from_secs(7))),
+            7.0
+        );
     }
 
-    /// Creates a migration whose memory was part of the images.
+    /// Returns a migration whose memory was part of the images.
     fn at_once(bytes: u64, frozen: Micros, slowness: f64) -> MigrationSample {
         MigrationSample {
             pair: None,
@@ -406,7 +419,7 @@ mod tests {
         }
     }
 
-    /// The predicted cost of migrations follows their observed cost.
+    /// The predicted cost of migrations approaches their observed cost.
     #[test]
     fn predicted_cost_follows_observed_cost() {
         let mut estimates = Estimates::default();
@@ -423,8 +436,8 @@ mod tests {
         assert!(estimates.migration_cost(100 << 20, 1.0, None) < before);
     }
 
-    /// Post-copy of a large task does not change the predicted cost of a small one, and is not
-    /// considered nearly free.
+    /// Post-copy of a large task does not change the predicted cost of a small one, and its own
+    /// predicted cost includes the transfer.
     #[test]
     fn large_post_copy_keeps_cost_of_small_tasks() {
         let mut estimates = Estimates::default();
@@ -442,7 +455,11 @@ mod tests {
             estimates.record_migration(&followed);
         }
         assert!(
-            estimates.migration_cost(1 << 20, 1.0, None).0.abs_diff(small.0) < 15_000,
+            estimates
+                .migration_cost(1 << 20, 1.0, None)
+                .0
+                .abs_diff(small.0)
+                < 15_000,
             "{small:?}"
         );
         let large = seconds(estimates.migration_cost(resident, 1.0, None));
@@ -450,14 +467,16 @@ mod tests {
             (14.0..15.0).contains(&large),
             "what it took, and warming up: {large}"
         );
-        // Small tasks do tell something about large ones, until large ones have migrated.
+        // Measurements of small tasks are used for large ones, until large ones have migrated.
         let mut estimates = Estimates::default();
         let large = estimates.migration_cost(resident, 1.0, None);
-        (0..30).for_each(|_| estimates.record_migration(&at_once(1 << 20, Micros::from_millis(300), 1.0)));
+        (0..30).for_each(|_| {
+            estimates.record_migration(&at_once(1 << 20, Micros::from_millis(300), 1.0))
+        });
         assert!(estimates.migration_cost(resident, 1.0, None) > large);
     }
 
-    /// A task that has never migrated is assumed as large as others of its program.
+    /// The expected memory of a task that has never migrated is the mean of its program.
     #[test]
     fn unmigrated_task_has_its_programs_size() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
@@ -467,7 +486,10 @@ mod tests {
         let usual = estimates.expected_bytes("worker", 0);
         assert!(usual.abs_diff(1 << 30) < 1 << 10, "{usual}");
         assert_eq!(
-            (estimates.expected_bytes("worker", 7), estimates.expected_bytes("other", 0)),
+            (
+                estimates.expected_bytes("worker", 7),
+                estimates.expected_bytes("other", 0)
+            ),
             (7, DEFAULT_TASK_BYTES)
         );
         assert_eq!(
@@ -477,7 +499,7 @@ mod tests {
         );
     }
 
-    /// A migration in which the program saved its own state teaches nothing about others.
+    /// A migration in which the program saved its own state does not change the predictions.
     #[test]
     fn self_saved_state_teaches_nothing() {
         let mut estimates = Estimates::default();
@@ -516,7 +538,13 @@ mod tests {
             let as_expected = micros(default_freeze(1 << 20, 20.0) + carried);
             estimates.record_migration(&at_once(1 << 20, as_expected, 20.0));
         }
-        assert!(estimates.migration_cost(1 << 20, 1.0, None).0.abs_diff(ordinary.0) < 10);
+        assert!(
+            estimates
+                .migration_cost(1 << 20, 1.0, None)
+                .0
+                .abs_diff(ordinary.0)
+                < 10
+        );
     }
 
     /// Predictions are the same after learned values were stored and restored.
@@ -531,8 +559,14 @@ mod tests {
         estimates.record_migration(&at_once(1 << 30, Micros::from_secs(30), 1.0));
         let again = Estimates::restore(estimates.to_learned_costs());
         let (done, bytes) = (Micros::from_secs(30), 1 << 20);
-        assert_eq!(again.work_left("worker", done), estimates.work_left("worker", done));
-        assert_eq!(again.expected_bytes("worker", 0), estimates.expected_bytes("worker", 0));
+        assert_eq!(
+            again.work_left("worker", done),
+            estimates.work_left("worker", done)
+        );
+        assert_eq!(
+            again.expected_bytes("worker", 0),
+            estimates.expected_bytes("worker", 0)
+        );
         assert_eq!(
             again.migration_cost(bytes, 1.0, None),
             estimates.migration_cost(bytes, 1.0, None)

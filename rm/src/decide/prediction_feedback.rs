@@ -1,10 +1,10 @@
 //! Compares the predicted gain of rebalancing migrations with the actual gain, and corrects later
 //! predictions.
 //!
-//! A predicted gain rests on two guesses: the rate of the task at the target, and its remaining
-//! work. Each is compared with the observed value, and later gains are scaled by the learned ratio.
-//! Migrations that do not pay are therefore not repeated. Nothing is learned then, so the
-//! correction fades, and after some hours a migration is tried again.
+//! A predicted gain depends on two guesses: the rate of the task at the target, and its remaining
+//! work. Each is compared with the observed value, and later gains are multiplied by the learned
+//! ratios. If migrations bring less than predicted, fewer are made. Nothing new is learned then, so
+//! the correction fades over some hours, and migrations are tried again.
 
 use super::predict::Estimates;
 use super::{HostId, Rebalance};
@@ -12,22 +12,23 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Maximum number of migrations that are followed at once; further ones are not followed.
+/// Maximum number of migrations that are tracked at once. Further ones are not tracked.
 pub const PENDING_PREDICTIONS_MAX: usize = 4096;
-/// Bounds of the factor that corrects computed gains.
+/// Range of the factor by which computed gains are multiplied.
 pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// Time after which a correction has half its effect if nothing confirms it.
+/// Half-life of the correction if no new observation confirms it.
 pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
-/// Time after the arrival when the rate of a task is measured.
+/// Time between the arrival of a task at its target and the measurement of its rate.
 const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
-/// Minimum time at the target for measuring the rate of a task that ends earlier.
+/// Minimum time at the target for a measurement of the rate, if the task ends before
+/// [`RATE_CHECK_DELAY`].
 const RATE_MEASURE_MIN: Micros = Micros::from_secs(5);
-/// Maximum ratio that is recorded. A task that has done this multiple of its expected work is not
-/// followed further.
+/// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
+/// predicted work times this factor.
 const RATIO_MAX: f64 = 2.0;
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.1;
-/// Weight of the initial assumption that predictions are right, in migrations.
+/// Weight of the initial ratio 1, as a number of migrations.
 const PRIOR_WEIGHT: f64 = 3.0;
 
 /// Mean ratio of actual to predicted values.
@@ -51,19 +52,21 @@ impl Ratio {
     }
 }
 
-/// Corrections of predicted gains.
+/// Learned corrections of predicted gains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct GainFeedback {
-    /// Ratio for the rate at the target.
+    /// Ratio of the actual to the predicted gain in rate at the target.
     rate: Ratio,
-    /// Ratios for the remaining work: if it was estimated, and if it was declared.
+    /// Ratios of the actual to the predicted remaining work: index 0 for estimated work, 1 for
+    /// declared work.
     work: [Ratio; 2],
     /// Time of the last observation.
     heard: Micros,
 }
 
 impl GainFeedback {
-    /// Returns the factor that corrects a computed gain.
+    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// from declared work.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
         let learned = (self.rate.mean * self.work[usize::from(declared)].mean)
             .clamp(*CONFIDENCE_RANGE.start(), *CONFIDENCE_RANGE.end());
@@ -71,7 +74,8 @@ impl GainFeedback {
         learned.powf(0.5_f64.powf(age))
     }
 
-    /// Returns the same corrections for a clock that starts at zero.
+    /// Returns the same corrections, with the time of the last observation set to the start of a
+    /// new clock.
     pub(super) fn on_new_clock(self) -> GainFeedback {
         GainFeedback {
             heard: Micros::default(),
@@ -101,24 +105,25 @@ impl GainFeedback {
     }
 }
 
-/// Prediction about a migration that is followed.
+/// Prediction about a migration that is tracked.
 #[derive(Clone, Copy, Debug)]
 struct PendingPrediction {
     from: HostId,
     to: HostId,
-    /// Rate before the migration and predicted rate after it, in thousandths of an ordinary
-    /// processor.
+    /// Rate at the source, in thousandths of an ordinary processor.
     source_rate: f64,
+    /// Predicted rate at the target, in thousandths of an ordinary processor.
     target_rate: f64,
     /// Predicted remaining work, in seconds of an ordinary processor.
     work_left: f64,
     declared: bool,
-    /// Computed gain, and the gain after the correction by experience.
+    /// Computed gain, before the correction by experience.
     computed_gain: Micros,
+    /// Gain after the correction by experience.
     gain: Micros,
     cost: Micros,
     arrived: Option<Arrival>,
-    /// Ratio of actual to predicted rate gain, once measured.
+    /// Ratio of the actual to the predicted gain in rate; `None` until it was measured.
     rate_ratio: Option<f64>,
 }
 
@@ -126,7 +131,7 @@ struct PendingPrediction {
 #[derive(Clone, Copy, Debug)]
 struct Arrival {
     at: Micros,
-    /// Work done before the arrival.
+    /// Work that the task had done before its arrival.
     work_done: Micros,
     /// Actual cost of the migration.
     cost: Micros,
@@ -138,9 +143,9 @@ pub struct PredictionOutcome {
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
-    /// Predicted gain and cost.
+    /// Predicted (gain, cost).
     pub predicted: (Micros, Micros),
-    /// Actual gain, as far as the task's rate and work tell, and actual cost.
+    /// Actual (gain, cost). The gain is computed from the observed rate and work of the task.
     pub actual: (Micros, Micros),
 }
 
@@ -151,11 +156,12 @@ pub struct PendingPredictions {
 }
 
 impl PendingPrediction {
-    /// Returns the ratio of actual to predicted time saved per unit of work. `work_accounting` seconds of work
-    /// were done in `span` seconds.
+    /// Returns the ratio of the actual to the predicted time saved per unit of work. The task has
+    /// done `work` seconds of work in `last_entry_time` seconds.
     fn measured_rate_ratio(&self, work: f64, span: f64) -> f64 {
         let time_saved = |rate: f64| 1.0 / self.source_rate.max(1.0) - 1.0 / rate.max(1.0);
-        (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate)).clamp(0.0, RATIO_MAX)
+        (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate))
+            .clamp(0.0, RATIO_MAX)
     }
 
     fn outcome(&self, tid: Tid, arrived: &Arrival, work: f64) -> PredictionOutcome {
@@ -172,11 +178,15 @@ impl PendingPrediction {
 }
 
 impl PendingPredictions {
-    /// Starts following a migration that was ordered. A task that makes room for another one and
-    /// gets less itself is not followed.
+    /// Starts tracking an ordered migration. A task that becomes slower, because it makes room for
+    /// another one, is not tracked.
     pub fn follow(&mut self, rebalance: &Rebalance) {
         let why = &rebalance.reason;
-        let (has, gets, left) = (why.source_rate as f64, why.target_rate as f64, why.work_left.0 as f64 / 1e6);
+        let (has, gets, left) = (
+            why.source_rate as f64,
+            why.target_rate as f64,
+            why.work_left.0 as f64 / 1e6,
+        );
         if gets <= has || left <= 0.0 || self.pending.len() >= PENDING_PREDICTIONS_MAX {
             return self.discard(rebalance.tid);
         }
@@ -198,30 +208,41 @@ impl PendingPredictions {
         self.pending.insert(rebalance.tid, promise);
     }
 
-    /// Records that the task arrived at `to` after `done` work, in a migration of cost `cost`. If
-    /// `to` is not the predicted target, or if the task had arrived before, the prediction is
-    /// discarded: what the migration would have saved cannot be known.
-    pub fn record_arrival(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
+    /// Records the arrival of a task at `target`. `done`: work done before the arrival; `measure`: cost of
+    /// the migration. Discards the prediction if `target` is not the predicted target or the task had
+    /// arrived before, because the gain of that migration cannot be determined.
+    pub fn record_arrival(
+        &mut self,
+        at: Micros,
+        tid: Tid,
+        to: HostId,
+        (done, cost): (Micros, Micros),
+    ) {
         match self.pending.get_mut(&tid) {
             Some(promise) if promise.to == to && promise.arrived.is_none() => {
-                promise.arrived = Some(Arrival { at, work_done: done, cost });
+                promise.arrived = Some(Arrival {
+                    at,
+                    work_done: done,
+                    cost,
+                });
             }
             _ => self.discard(tid),
         }
     }
 
-    /// Discards the prediction for a task that did not migrate, was suspended, or is gone.
+    /// Discards the prediction about a task, because it did not migrate, was suspended, or has left
+    /// the virtual machine.
     pub fn discard(&mut self, tid: Tid) {
         self.pending.remove(&tid);
     }
 
-    /// Returns the tasks that are followed.
+    /// Returns the tasks whose migrations are tracked.
     pub fn tasks(&self) -> Vec<Tid> {
         self.pending.keys().copied().collect()
     }
 
-    /// Measures a running task that has done `done` work. Returns the result of its migration once
-    /// it is known.
+    /// Measures the rate of a running task that has done `done` work. Returns the result of its
+    /// migration when tracking ends.
     pub fn check(
         &mut self,
         now: Micros,
@@ -248,8 +269,8 @@ impl PendingPredictions {
         Some(outcome)
     }
 
-    /// Concludes the prediction for a task that ended after `done` work. Returns the result of its
-    /// migration.
+    /// Ends tracking of a task that ended after `done` work. Returns the result of its migration,
+    /// if the task had arrived at the target.
     pub fn conclude(
         &mut self,
         now: Micros,
@@ -288,8 +309,8 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    /// Creates a migration from host 1 to host 2 at twice the rate, with `left` seconds of
-    /// remaining work.
+    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with `remaining_tasks`
+    /// seconds of remaining work.
     fn shift(left: u64) -> Rebalance {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
@@ -312,9 +333,15 @@ mod tests {
         }
     }
 
-    /// Returns the result of such a migration if the task does `rate` thousandths of a second's
-    /// work per second, and `work_accounting` seconds of work.
-    fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<PredictionOutcome> {
+    /// Tracks a migration with 100 seconds of predicted remaining work and returns its result. The
+    /// task does `work` seconds of work at the rate `rate`, in thousandths of an ordinary
+    /// processor.
+    fn follow(
+        estimates: &mut Estimates,
+        at: u64,
+        rate: u64,
+        work: u64,
+    ) -> Option<PredictionOutcome> {
         let (mut promises, at) = (PendingPredictions::default(), Micros::from_secs(at));
         promises.follow(&shift(100));
         promises.record_arrival(
@@ -326,7 +353,12 @@ mod tests {
         let span = Micros(work * 1_000_000 * 1000 / rate);
         let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
         if span > RATE_CHECK_DELAY {
-            let looked = promises.check(at + RATE_CHECK_DELAY, tid(), done(RATE_CHECK_DELAY), estimates);
+            let looked = promises.check(
+                at + RATE_CHECK_DELAY,
+                tid(),
+                done(RATE_CHECK_DELAY),
+                estimates,
+            );
             assert_eq!(looked, None);
         }
         promises.conclude(at + span, tid(), done(span), estimates)
@@ -345,7 +377,8 @@ mod tests {
         assert!((estimates.confidence(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
-    /// Gains are scaled by what earlier ones were worth, until those are long past.
+    /// Predicted gains are multiplied by the ratio learned from earlier migrations. The correction
+    /// fades with time.
     #[test]
     fn confidence_follows_results_and_fades() {
         for (rate, work) in [(600, 100), (1000, 33)] {
@@ -359,7 +392,8 @@ mod tests {
                 (0.28..0.40).contains(&trust),
                 "a third of what was expected came: {trust}"
             );
-            let later = |n: u64| estimates.confidence(now + Micros(n * CONFIDENCE_HALF_LIFE.0), false);
+            let later =
+                |n: u64| estimates.confidence(now + Micros(n * CONFIDENCE_HALF_LIFE.0), false);
             assert!(
                 later(1) > trust && later(4) > 0.9 && later(4) < 1.0,
                 "{} {}",
@@ -374,7 +408,8 @@ mod tests {
         }
     }
 
-    /// A task that ends up on another host, or gets less for the sake of others, teaches nothing.
+    /// If a task arrives at another host than predicted, or becomes slower to make room for others,
+    /// nothing is learned from it.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
         let (mut promises, mut estimates) = (PendingPredictions::default(), Estimates::default());

@@ -1,20 +1,21 @@
-//! Preemption between users: tasks of users with a high index are suspended so that a waiting
-//! request of a user with a low index gets hosts. They resume when there is room again.
+//! Preemption between users: suspends tasks of users with a high index so that a waiting request of
+//! a user with a low index gets hosts. The tasks resume when there is room again.
 
+use super::evictions::target_exclusion;
 use super::index::HostIndex;
 use super::load::HostLoad;
-use super::evictions::target_exclusion;
 use super::placement_run::SlotCounter;
-use super::{PlacementRequest, FairShare, HostView, Snapshot, TaskView};
+use super::{FairShare, HostView, PlacementRequest, Snapshot, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Maximum number of tasks examined for one request, and of hosts examined for a task that resumes.
+/// Maximum number of tasks examined for one request, and of hosts examined for one task that should
+/// resume.
 pub const PREEMPTION_SCAN_MAX: usize = 256;
-/// Minimum time that a preempted task stays suspended. The request it made room for must have time
-/// to start.
+/// Minimum time for which a preempted task stays suspended, so that the request can start its tasks
+/// first.
 const PREEMPTED_TIME_MIN: Micros = Micros::from_secs(20);
-/// Hundredths of a processor that must be idle where a task resumes.
+/// Idle processor time that a task needs on a host to resume, in hundredths of a processor.
 const FREE_PERCENT: u64 = 100;
 
 /// A task selected for preemption.
@@ -25,12 +26,12 @@ pub struct Victim {
     pub why: String,
 }
 
-/// Where a preempted task resumes.
+/// Where a preempted task can resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResumeAt {
-    /// On its current host.
+    /// The task resumes on its current host.
     CurrentHost,
-    /// After a migration to this host.
+    /// The task must first migrate to this host.
     OtherHost(HostId),
 }
 
@@ -38,9 +39,13 @@ pub enum ResumeAt {
 /// highest indices, the most recently started first.
 ///
 /// The request gets as many hosts as if none of these users' tasks ran, which may be fewer than it
-/// asks for. Tasks that free a slot alone are selected first, then groups of tasks on one host that
-/// free a slot only together. Empty if the request needs no preemption.
-pub fn select_victims(snapshot: &Snapshot, fair: &FairShare, ask: &PlacementRequest<'_>) -> Vec<Victim> {
+/// asks for. First selects tasks that each free a slot, then groups of tasks on one host that free
+/// a slot only if all of them are suspended. Empty if the request needs no preemption.
+pub fn select_victims(
+    snapshot: &Snapshot,
+    fair: &FairShare,
+    ask: &PlacementRequest<'_>,
+) -> Vec<Victim> {
     let now = snapshot.now;
     let users = fair.preemptible_users(now, ask.user);
     if users.is_empty() {
@@ -73,14 +78,14 @@ pub fn select_victims(snapshot: &Snapshot, fair: &FairShare, ask: &PlacementRequ
 struct VictimSelection<'a> {
     slots: SlotCounter<'a>,
     examined: usize,
-    /// Tasks that do not free a slot yet, by host. Tasks of users examined before are kept, because
-    /// several users may share a host.
+    /// Tasks whose suspension has not freed a slot yet, by host. Includes tasks of the users
+    /// examined before, because tasks of several users may share a host.
     pending_by_host: BTreeMap<HostId, Vec<Victim>>,
     victims: Vec<Victim>,
 }
 
 impl VictimSelection<'_> {
-    /// Selects the tasks that free a slot alone. Returns the others.
+    /// Selects the tasks of which each one frees a slot. Returns the remaining tasks.
     fn select_singles(
         &mut self,
         tasks: impl Iterator<Item = (Tid, HostId)>,
@@ -104,7 +109,7 @@ impl VictimSelection<'_> {
         remaining
     }
 
-    /// Selects tasks that free a slot together with others on the same host.
+    /// Selects groups of tasks on one host that free a slot only if the whole group is suspended.
     fn select_groups(&mut self, tasks: Vec<(Tid, HostId)>, why: &str) {
         for (tid, host) in tasks {
             if self.slots.suffice() {
@@ -126,16 +131,17 @@ impl VictimSelection<'_> {
     }
 }
 
-/// Selects the preempted tasks that resume, the longest suspended first. `gave_way`: the preempted
-/// tasks and when they were suspended. `busy`: hosts on which tasks are being started.
+/// Selects the preempted tasks that can resume, the longest suspended first. Returns each with its
+/// current host. `preempted`: the preempted tasks, with the time of their suspension. `busy_hosts`: hosts
+/// on which tasks are being started.
 ///
-/// A task resumes on its host if a processor is idle there, else on another host with an idle
-/// processor. If there is none, external load is ignored: it may last forever, and a slow task is
-/// better than a suspended one. The task's own host is then sufficient, too, unless a task of
-/// another user has started there meanwhile.
+/// A task resumes on its own host if a processor is idle there, otherwise on another host with an
+/// idle processor. If there is none, external load is ignored: it may last forever, and a slow task
+/// is better than a suspended one. In that case the task also resumes on its own host, unless a
+/// task of another user has started there since.
 ///
-/// Waiting requests lose nothing. A request that found no host while these tasks were suspended
-/// would not find one if they stayed suspended, and they are preempted again as soon as that helps.
+/// Waiting requests are not delayed by this. A request that found no host while these tasks were
+/// suspended would find none if they stayed suspended, and they are preempted again if that helps.
 pub fn select_resumable(
     snapshot: &Snapshot,
     preempted: &BTreeMap<Tid, Micros>,
@@ -143,7 +149,10 @@ pub fn select_resumable(
 ) -> Vec<(Tid, HostId, ResumeAt)> {
     let now = snapshot.now;
     let index = snapshot.hosts.index(now);
-    let hosts = index.hosts_with_suspended().iter().filter_map(|id| snapshot.host(*id));
+    let hosts = index
+        .hosts_with_suspended()
+        .iter()
+        .filter_map(|id| snapshot.host(*id));
     let all = hosts.flat_map(|host| host.tasks.iter().map(move |task| (host, task)));
     let suspended_long_enough = |tid: &Tid| {
         preempted
@@ -163,8 +172,8 @@ pub fn select_resumable(
         resumed: BTreeMap::new(),
     };
     let mut out = Vec::new();
-    // Tasks that resume in place come first, so that no task migrates to a host whose own task then
-    // resumes there.
+    // Resuming on the own host is tried first, so that no task migrates to a host on which another
+    // suspended task can resume.
     for (moves, slowly) in [(false, false), (true, false), (false, true), (true, true)] {
         ready.retain(|(since, host, task)| {
             let to = match (moves, slowly) {
@@ -179,7 +188,11 @@ pub fn select_resumable(
             out.push((
                 task.tid,
                 host.id,
-                if moves { ResumeAt::OtherHost(to) } else { ResumeAt::CurrentHost },
+                if moves {
+                    ResumeAt::OtherHost(to)
+                } else {
+                    ResumeAt::CurrentHost
+                },
             ));
             false
         });
@@ -187,34 +200,42 @@ pub fn select_resumable(
     out
 }
 
-/// Capacity of hosts for tasks that resume one after the other.
+/// Room on hosts, while tasks to resume are selected one after the other.
 struct ResumeCapacity<'a> {
     snapshot: &'a Snapshot,
     index: &'a HostIndex,
     busy: &'a BTreeSet<HostId>,
-    /// Tasks already selected to resume, by host.
+    /// Number of tasks already selected to resume, by host.
     resumed: BTreeMap<HostId, u32>,
 }
 
 impl ResumeCapacity<'_> {
-    /// Returns the load of a host that may take one more own task. `None` if it may not, or if a
-    /// task is being started there.
+    /// Returns the load of a host that accepts one more task; `None` if it does not, or if a task
+    /// is being started there.
     fn load_for_one_more(&self, id: HostId) -> Option<HostLoad> {
         let load = self.index.load(id).filter(|_| !self.busy.contains(&id))?;
         let own = load.own_tasks + self.resumed.get(&id).copied().unwrap_or(0);
-        Some(HostLoad { own_tasks: own, ..load }).filter(|load| load.remaining_slots() > 0)
+        Some(HostLoad {
+            own_tasks: own,
+            ..load
+        })
+        .filter(|load| load.remaining_slots() > 0)
     }
 
-    /// Returns the task's own host if the task may resume there.
-    fn resume_in_place(&self, host: &HostView, enough: impl Fn(HostLoad) -> bool) -> Option<HostId> {
+    /// Returns the task's own host if it accepts the task and `enough` is true for its load.
+    fn resume_in_place(
+        &self,
+        host: &HostView,
+        enough: impl Fn(HostLoad) -> bool,
+    ) -> Option<HostId> {
         let load = self
             .load_for_one_more(host.id)
             .filter(|_| host.owner.exclusion_reason().is_none());
         load.is_some_and(enough).then_some(host.id)
     }
 
-    /// Returns the best other host with a processor for the task. `slowly`: a processor that is
-    /// shared with external load is enough.
+    /// Returns the best other host with a processor for the task. `slowly`: a processor that
+    /// external load also uses is sufficient.
     fn find_other_host(&self, host: &HostView, task: &TaskView, slowly: bool) -> Option<HostId> {
         let now = self.snapshot.now;
         if task.host_named || task.obstacle.as_ref().is_some_and(|held| held.until > now) {
@@ -226,7 +247,11 @@ impl ResumeCapacity<'_> {
             let Some(other) = self.snapshot.host(*id).filter(fresh) else {
                 return false;
             };
-            let enough = if slowly { has_unused_own_share } else { has_idle_processor };
+            let enough = if slowly {
+                has_unused_own_share
+            } else {
+                has_idle_processor
+            };
             target_exclusion(self.snapshot, other, host, task, true).is_none()
                 && self.load_for_one_more(*id).is_some_and(enough)
         };
@@ -239,14 +264,14 @@ fn has_idle_processor(load: HostLoad) -> bool {
     load.free_percent() >= FREE_PERCENT
 }
 
-/// True if own tasks leave a processor for one more task. A fraction of a processor is enough for
-/// the only task.
+/// True if the tasks of the virtual machine need less than all processors, so that one more task
+/// fits. If no task runs, a fraction of a processor is sufficient.
 fn has_unused_own_share(load: HostLoad) -> bool {
     load.own_tasks == 0 || u64::from(load.own_tasks + 1) * 1000 <= load.capacity
 }
 
-/// True if another user's task has started on the host since this one was preempted: the request it
-/// made room for, or a later one.
+/// True if a task of another user has started on the host since this task was preempted. It may
+/// belong to the request for which the task was preempted, or to a later one.
 fn newer_task_present(host: &HostView, task: &TaskView, since: Micros) -> bool {
     let stays = |other: &TaskView| other.computes() && other.migrating.is_none();
     host.tasks

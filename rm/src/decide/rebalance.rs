@@ -1,31 +1,34 @@
-//! Rebalancing: migrates a task if it and the tasks on its source and target finish sooner, and if
-//! the time saved exceeds the cost of the migration by a margin.
+//! Rebalancing: migrates a task if the task and the other tasks on its source and target finish
+//! sooner in total, and if the time saved exceeds the cost of the migration by a margin.
 //!
-//! **Unit.** Gain and cost are sums of task time. The task gains what it finishes sooner; tasks
-//! left at the source gain, tasks at the target lose. The tasks of a job with barriers wait for the
-//! slowest one. Such a job gains what its slowest task gains, once for each task, and each
-//! migration costs all its tasks.
+//! **Unit.** Gain and cost are sums of task time. The gain of a migration is the time by which the
+//! task finishes sooner, plus the time that tasks at the source save, minus the time that tasks at
+//! the target lose. In a job with barriers all tasks wait for the slowest one. The gain of such a
+//! job is the gain of its slowest task times the number of tasks, and each migration delays all its
+//! tasks.
 //!
-//! **Declared work.** If a program has declared the work of its tasks ([`super::Constraints::work`]), the
-//! end of the whole job is optimized first ([`super::hasten`]): the remaining work is not a guess
-//! then.
+//! **Declared work.** If a program has declared the work of its tasks ([`super::Constraints::work`]),
+//! their remaining work is known. In that case the completion time of the whole job is optimized
+//! first ([`super::hasten`]).
 //!
 //! **Stability.** These rules prevent migrations back and forth:
 //!
-//! - External load counts at the source as the smaller, at the target as the larger of its current
-//!   value and its mean, widened by its fluctuation. A host must be bad, or good, both at present
-//!   and nearly always.
+//! - The external load at the source is the smaller, at the target the larger of two values: the
+//!   current one, and the mean with its fluctuation subtracted or added. So a brief change of load
+//!   causes no migration.
 //! - The task must become faster by a fifth.
-//! - After a migration a cooldown applies, longer each time, and the number of migrations per hour
-//!   is limited.
+//! - A cooldown follows every migration and becomes longer each time. The number of migrations per
+//!   hour is limited.
 //!
-//! A pool whose tasks were placed by load offers no task a faster host, so it is left alone.
+//! If all tasks were placed by load, no task finds a faster host, so rebalancing changes nothing.
 
-use super::makespan_sim::{SPEEDUP_MIN, SimHost};
-use super::makespan_moves::JobSim;
-use super::load::HostLoad;
 use super::evictions::target_exclusion;
-use super::{HostView, CONCURRENT_MIGRATIONS_MAX, OwnerState, Snapshot, TaskView, Colocation, slowness};
+use super::load::HostLoad;
+use super::makespan_moves::JobSim;
+use super::makespan_sim::{SPEEDUP_MIN, SimHost};
+use super::{
+    CONCURRENT_MIGRATIONS_MAX, Colocation, HostView, OwnerState, Snapshot, TaskView, slowness,
+};
 use sempa_proto::{HostId, Micros, Tid};
 use std::cell::{LazyCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,20 +36,22 @@ use std::fmt;
 
 /// Maximum number of rebalancing migrations of one task within [`REBALANCES_WINDOW`].
 pub const REBALANCES_MAX: usize = 4;
-/// Time window in which [`SHIFTS_MAX`] applies.
+/// Time window in which [`REBALANCES_MAX`] applies.
 pub const REBALANCES_WINDOW: Micros = Micros::from_secs(3600);
-/// Cooldown of a task after its start and after each migration, whatever the cause.
+/// Cooldown of a task after its start and after each migration of any cause.
 pub const COOLDOWN: Micros = Micros::from_secs(20);
-/// Cooldown after a rebalancing migration. Doubles after each further one within [`REBALANCES_WINDOW`].
+/// Cooldown after a rebalancing migration. Doubles with each further one within [`REBALANCES_WINDOW`].
 pub const REBALANCE_COOLDOWN: Micros = Micros::from_secs(30);
-/// Cooldown before a migration to a host without computing tasks. Shorter, because it slows down no
-/// other task and the tasks at the source get more. Doubles after each further migration, too.
+/// Cooldown before a migration to a host without computing tasks. It is shorter, because such a
+/// migration slows down no other task and speeds up the tasks at the source. Doubles with each
+/// further migration.
 pub const IDLE_TARGET_COOLDOWN: Micros = Micros::from_secs(10);
-/// A host whose owner left less than this ago gets no task by rebalancing.
+/// Time after an owner's departure in which rebalancing uses the host neither as source nor as
+/// target.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
 /// Minimum ratio of gain to cost, unless the policy sets another one.
 pub const GAIN_MARGIN: f64 = 1.5;
-/// Minimum gain in addition to the margin.
+/// Minimum gain that remains after the cost times the margin is subtracted.
 pub(super) const GAIN_MIN: Micros = Micros::from_secs(1);
 /// Maximum number of sources examined: the hosts with the slowest tasks.
 const SOURCES_MAX: usize = 16;
@@ -62,18 +67,21 @@ pub struct RebalanceReason {
     pub source_rate: u64,
     /// Predicted rate at the target, in thousandths of an ordinary processor.
     pub target_rate: u64,
-    /// Time that all affected tasks save, corrected by experience.
+    /// Time that all affected tasks save in total, corrected by the experience with earlier
+    /// predictions.
     pub gain: Micros,
     pub cost: Micros,
-    /// The job's tasks wait for each other at barriers.
+    /// True if the job's tasks wait for each other at barriers.
     pub barrier: bool,
-    /// Time by which the whole job ends sooner. Set if the end of the job was optimized.
+    /// Time by which the whole job ends sooner. Set only if the completion time of the job was
+    /// optimized.
     pub job_ends_sooner_by: Option<Micros>,
     /// Assumed remaining work of the task, in time of an ordinary processor.
     pub work_left: Micros,
-    /// The program declared the remaining work; otherwise it is estimated.
+    /// True if the remaining work follows from a declaration of the program; false if it is
+    /// estimated.
     pub declared: bool,
-    /// The computed gain before the correction by experience.
+    /// Computed gain, before the correction by experience.
     pub computed_gain: Micros,
 }
 
@@ -121,15 +129,16 @@ pub(super) struct PlannedHost<'a> {
     /// Lower and upper estimate of the external load, in threads.
     pub(super) external_range: (f64, f64),
     pub(super) external_mean: f64,
-    /// Remaining work of each own task on the host, in seconds of an ordinary processor, in
-    /// ascending order.
+    /// Remaining work of each task of the virtual machine on the host, in seconds of an ordinary
+    /// processor, in ascending order.
     work_left: Vec<f64>,
-    /// Sum of the tasks' completion times in seconds, with the lower and with the upper external
-    /// load.
+    /// Sums of the tasks' completion times in seconds: with the lower external load, and with the
+    /// upper one.
     completion_sums: (f64, f64),
     /// Rate of each task with the lower external load, in thousandths of an ordinary processor.
     pub(super) source_rate: f64,
-    /// Rate of each task with one more task and the upper external load.
+    /// Rate of each task if one more task ran on the host, with the upper external load, in
+    /// thousandths of an ordinary processor.
     pub(super) target_rate: f64,
 }
 
@@ -138,11 +147,12 @@ struct Candidate<'a> {
     task: &'a TaskView,
     from: HostId,
     work_left: f64,
-    /// The task may also go to hosts with other tasks, because its longer cooldown has passed.
+    /// True if the longer cooldown of the task has ended. Only then may it migrate to a host on
+    /// which other tasks run.
     cooled_down: bool,
 }
 
-/// A migration that saves more than it costs.
+/// A possible migration that saves more than it costs.
 struct CandidateMove {
     /// Gain less cost times margin, in seconds.
     net_gain: f64,
@@ -150,7 +160,7 @@ struct CandidateMove {
     candidate: usize,
     to: HostId,
     reason: RebalanceReason,
-    /// The migration is known to delay the end of the task's job.
+    /// True if the migration was found to delay the end of the task's job.
     delays_job: bool,
 }
 
@@ -160,8 +170,8 @@ impl PlannedHost<'_> {
         self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 
-    /// Returns the host for a simulation. Tasks that arrive from hosts outside the plan are not
-    /// known; each counts as an external thread.
+    /// Returns the simulated host. Tasks that arrive from hosts outside the plan have unknown work;
+    /// each of them counts as an external thread.
     pub(super) fn sim_host(&self, foreign: f64) -> SimHost {
         let unknown = f64::from(self.load.own_tasks) - self.work_left.len() as f64;
         SimHost {
@@ -171,13 +181,14 @@ impl PlannedHost<'_> {
         }
     }
 
-    /// Returns the sum of the tasks' completion times in seconds.
+    /// Returns the sum of the completion times of the host's tasks in seconds.
     fn completion_sum(&self, foreign: f64) -> f64 {
         self.sim_host(foreign)
             .completion_sum(self.work_left.len(), self.work_left.iter().copied())
     }
 
-    /// Returns that sum without a task that has `gone` remaining work.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work `gone`
+    /// leaves the host.
     fn completion_sum_without(&self, foreign: f64, leaving_work: f64) -> f64 {
         let Some(at) = self.work_left.iter().position(|left| *left == leaving_work) else {
             return self.completion_sum(foreign);
@@ -187,7 +198,8 @@ impl PlannedHost<'_> {
             .completion_sum(self.work_left.len() - 1, left.copied())
     }
 
-    /// Returns that sum with an additional task that has `more` remaining work.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work `more`
+    /// joins the host.
     fn completion_sum_with(&self, foreign: f64, arriving_work: f64) -> f64 {
         let (before, after) = self
             .work_left
@@ -197,36 +209,40 @@ impl PlannedHost<'_> {
             .completion_sum(self.work_left.len() + 1, left.copied())
     }
 
-    /// Recomputes the derived values after the tasks have changed.
+    /// Updates sums and rates after the tasks of the host have changed.
     fn recompute(&mut self) {
-        self.completion_sums = (self.completion_sum(self.external_range.0), self.completion_sum(self.external_range.1));
+        self.completion_sums = (
+            self.completion_sum(self.external_range.0),
+            self.completion_sum(self.external_range.1),
+        );
         self.source_rate = self.rate(self.load.own_tasks, self.external_range.0);
         self.target_rate = self.rate(self.load.own_tasks + 1, self.external_range.1);
     }
 }
 
-/// The plan under construction.
+/// A plan of rebalancing migrations under construction, with the hosts that it considers.
 pub(super) struct RebalancePlan<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) hosts: BTreeMap<HostId, PlannedHost<'a>>,
-    /// Remaining work of each task on these hosts.
+    /// Expected remaining work of each task on the hosts of the plan.
     pub(super) expected: BTreeMap<Tid, ExpectedWork>,
-    /// Jobs whose work is declared for all tasks.
+    /// Jobs without barriers in which all tasks have declared work.
     pub(super) declared_jobs: BTreeSet<Tid>,
-    /// Jobs with barriers that would gain nothing: their tasks stay.
+    /// Jobs with barriers that gain nothing from migrations, so their tasks stay.
     pub(super) fixed_jobs: BTreeSet<Tid>,
     pub(super) migrated: BTreeMap<Tid, HostId>,
     pub(super) rebalances: Vec<Rebalance>,
-    /// Cache: zones of the peers of a job's tasks on a host.
+    /// Cache of the zones of a task's peers, by the task's host and job.
     peer_zones: RefCell<BTreeMap<(HostId, Tid), BTreeSet<u32>>>,
 }
 
 /// Expected remaining work of a task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExpectedWork {
-    /// In seconds of an ordinary processor.
+    /// Remaining work in seconds of an ordinary processor.
     pub(super) work_left: f64,
-    /// The program declared the work; otherwise it is estimated.
+    /// True if the remaining work follows from a declaration of the program; false if it is
+    /// estimated.
     pub(super) declared: bool,
 }
 
@@ -238,7 +254,7 @@ pub(super) fn micros(seconds: f64) -> Micros {
     Micros((seconds.max(0.0) * 1e6) as u64)
 }
 
-/// Corrects a computed gain by experience. A loss counts in full.
+/// Corrects a positive gain by the factor `confidence`. A loss is not reduced.
 pub(super) fn corrected_gain(gain: f64, confidence: f64) -> f64 {
     if gain > 0.0 { gain * confidence } else { gain }
 }
@@ -246,8 +262,8 @@ pub(super) fn corrected_gain(gain: f64, confidence: f64) -> f64 {
 /// Returns the expected remaining work of a task.
 fn expected_work(snapshot: &Snapshot, task: &TaskView) -> ExpectedWork {
     let declared_work = task.constraints.as_ref().and_then(|wants| wants.work);
-    // A task slightly beyond its declared work is still near its end. A quarter beyond, the
-    // declaration is ignored.
+    // A task slightly beyond its declared work probably ends soon. If it exceeds the declared work
+    // by a quarter, the declaration is ignored.
     match declared_work.filter(|work| task.work_done.0 < work.0.saturating_mul(5) / 4) {
         Some(work) => ExpectedWork {
             work_left: seconds(Micros(work.0.saturating_sub(task.work_done.0))),
@@ -260,7 +276,7 @@ fn expected_work(snapshot: &Snapshot, task: &TaskView) -> ExpectedWork {
     }
 }
 
-/// Returns the number of rebalancing migrations that still count.
+/// Returns the number of rebalancing migrations of the task within [`REBALANCES_WINDOW`].
 fn recent_rebalances(now: Micros, task: &TaskView) -> usize {
     task.recent_rebalances
         .iter()
@@ -268,18 +284,28 @@ fn recent_rebalances(now: Micros, task: &TaskView) -> usize {
         .count()
 }
 
-/// Returns the end of the task's cooldown after its start and its migrations.
+/// Returns the time when the task's cooldown ends, for targets on which other tasks run.
 pub(super) fn cooldown_end(now: Micros, task: &TaskView) -> Micros {
     latest_cooldown_end(now, task, COOLDOWN, REBALANCE_COOLDOWN)
 }
 
-/// Returns the end of the cooldown for a target without computing tasks.
+/// Returns the time when the task's cooldown ends, for targets without computing tasks.
 fn cooldown_end_for_idle_target(now: Micros, task: &TaskView) -> Micros {
     latest_cooldown_end(now, task, IDLE_TARGET_COOLDOWN, IDLE_TARGET_COOLDOWN)
 }
 
-fn latest_cooldown_end(now: Micros, task: &TaskView, after_move: Micros, after_shift: Micros) -> Micros {
-    let rest = Micros(after_shift.0 << recent_rebalances(now, task).saturating_sub(1).min(REBALANCES_MAX));
+fn latest_cooldown_end(
+    now: Micros,
+    task: &TaskView,
+    after_move: Micros,
+    after_shift: Micros,
+) -> Micros {
+    let rest = Micros(
+        after_shift.0
+            << recent_rebalances(now, task)
+                .saturating_sub(1)
+                .min(REBALANCES_MAX),
+    );
     let after_moves = task.recent_migrations.iter().map(|at| *at + after_move);
     let after_shifts = task.recent_rebalances.iter().map(|at| *at + rest);
     after_moves
@@ -287,9 +313,12 @@ fn latest_cooldown_end(now: Micros, task: &TaskView, after_move: Micros, after_s
         .fold(task.started_at + COOLDOWN, Micros::max)
 }
 
-/// Returns how many rebalancing migrations the task may still make; 0 if it must stay.
+/// Returns the number of rebalancing migrations that the task may still make; 0 if it must stay.
 pub(super) fn rebalances_left(now: Micros, task: &TaskView) -> usize {
-    let together = task.constraints.as_ref().map_or(Colocation::Any, |w| w.colocation);
+    let together = task
+        .constraints
+        .as_ref()
+        .map_or(Colocation::Any, |w| w.colocation);
     let stays = !task.computes() || task.host_named || together != Colocation::Any;
     if stays {
         0
@@ -298,7 +327,7 @@ pub(super) fn rebalances_left(now: Micros, task: &TaskView) -> usize {
     }
 }
 
-/// True if the task may be rebalanced at `now`.
+/// True if the task may be rebalanced at `now` to any host.
 pub(super) fn may_rebalance(now: Micros, task: &TaskView) -> bool {
     may_rebalance_after_cooldown(now, task) && cooldown_end(now, task) <= now
 }
@@ -315,7 +344,8 @@ fn may_rebalance_after_cooldown(now: Micros, task: &TaskView) -> bool {
         && rebalances_left(now, task) > 0
 }
 
-/// True for a host whose load is known and whose owner has been away for some time.
+/// True if rebalancing may use the host as source or target: its load is known, and its owner has
+/// been away for [`OWNER_AWAY_MIN`].
 fn may_participate(now: Micros, host: &HostView) -> bool {
     host.fresh_sample(now).is_some()
         && match host.owner {
@@ -323,14 +353,19 @@ fn may_participate(now: Micros, host: &HostView) -> bool {
             | OwnerState::Closed { .. }
             | OwnerState::Drained { .. }
             | OwnerState::Unknown => false,
-            // External load is weighed as load; an idle user may return at any moment.
-            OwnerState::PossiblyPresent { idle_login: idle, .. } => !idle,
-            OwnerState::Absent { left_at: left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
+            // External load is weighed as load. With an idle login the host is not used, because
+            // the user may return at any moment.
+            OwnerState::PossiblyPresent {
+                idle_login: idle, ..
+            } => !idle,
+            OwnerState::Absent { left_at: left } => {
+                left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN)
+            }
         }
 }
 
 impl<'a> RebalancePlan<'a> {
-    /// Selects the hosts with the slowest tasks, and the best hosts.
+    /// Creates an empty plan for the hosts with the slowest tasks and the best hosts.
     fn new(snapshot: &'a Snapshot, fixed: BTreeSet<Tid>) -> RebalancePlan<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         let known = |id: HostId| {
@@ -412,8 +447,9 @@ impl<'a> RebalancePlan<'a> {
             .map_or(0.0, |expected| expected.work_left)
     }
 
-    /// Returns why migrating this task is worthwhile, and the net gain in seconds; `None` if it is
-    /// not. `left_behind`: sum of the completion times of the tasks that stay at the source.
+    /// Returns the net gain of a migration in seconds, with its explanation; `None` if the
+    /// migration is not worthwhile. `sum_at_source` computes the sum of the completion times of the
+    /// tasks that remain at the source.
     fn evaluate(
         &self,
         candidate: &Candidate<'_>,
@@ -425,27 +461,37 @@ impl<'a> RebalancePlan<'a> {
         if to.load.own_tasks > 0 && !candidate.cooled_down {
             return None;
         }
-        // Far from its peers a task waits longer for messages.
+        // A task waits longer for messages on a host that is far from its peers.
         let (near, far) = self.zone_weights(candidate, from, to);
         if target_rate * far < source_rate * near * SPEEDUP_MIN {
             return None;
         }
         let now = from.completion_sums.0 + to.completion_sums.1;
-        let waits = |rate: f64, near: f64| 1e3 * candidate.work_left / rate.max(1.0) * (1.0 / near - 1.0);
-        let computed_gain = now - sum_at_source() - to.completion_sum_with(to.external_range.1, candidate.work_left);
+        let waits =
+            |rate: f64, near: f64| 1e3 * candidate.work_left / rate.max(1.0) * (1.0 / near - 1.0);
+        let computed_gain = now
+            - sum_at_source()
+            - to.completion_sum_with(to.external_range.1, candidate.work_left);
         let computed_gain = computed_gain + waits(source_rate, near) - waits(target_rate, far);
         let declared = self
             .expected
             .get(&candidate.task.tid)
             .is_some_and(|expected| expected.declared);
         let gain = corrected_gain(computed_gain, self.snapshot.confidence(declared));
-        let cost = self
-            .snapshot
-            .migration_cost(candidate.task, from.host, to.host, slowness(source_rate, target_rate));
+        let cost = self.snapshot.migration_cost(
+            candidate.task,
+            from.host,
+            to.host,
+            slowness(source_rate, target_rate),
+        );
         if gain < self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN) {
             return None;
         }
-        let (gain, computed_gain, left) = (micros(gain), micros(computed_gain), micros(candidate.work_left));
+        let (gain, computed_gain, left) = (
+            micros(gain),
+            micros(computed_gain),
+            micros(candidate.work_left),
+        );
         let (source_rate, target_rate) = (source_rate as u64, target_rate as u64);
         let why = RebalanceReason {
             source_rate: source_rate,
@@ -464,8 +510,14 @@ impl<'a> RebalancePlan<'a> {
         ))
     }
 
-    /// Returns the weight of a processor share for the task at its source and at its target.
-    fn zone_weights(&self, candidate: &Candidate<'_>, from: &PlannedHost<'_>, to: &PlannedHost<'_>) -> (f64, f64) {
+    /// Returns the weights of a processor share for the task at its source and at its target. 1
+    /// means that its peers are near.
+    fn zone_weights(
+        &self,
+        candidate: &Candidate<'_>,
+        from: &PlannedHost<'_>,
+        to: &PlannedHost<'_>,
+    ) -> (f64, f64) {
         if from.host.zone == to.host.zone {
             return (1.0, 1.0);
         }
@@ -478,7 +530,7 @@ impl<'a> RebalancePlan<'a> {
         (worth(from.host.zone), worth(to.host.zone))
     }
 
-    /// Returns the tasks that may migrate, in the order of hosts.
+    /// Returns the tasks that may migrate, by ascending host id.
     fn candidates(&self) -> Vec<Candidate<'a>> {
         let now = self.snapshot.now;
         let is_one_empty = self.hosts.values().any(|place| place.load.own_tasks == 0);
@@ -490,7 +542,9 @@ impl<'a> RebalancePlan<'a> {
                 } else {
                     may_rebalance
                 };
-                may(now, t) && !self.migrated.contains_key(&t.tid) && !self.fixed_jobs.contains(&t.job)
+                may(now, t)
+                    && !self.migrated.contains_key(&t.tid)
+                    && !self.fixed_jobs.contains(&t.job)
             };
             let tasks = place.host.tasks.iter().filter(may_go).take(TASKS_MAX);
             tasks
@@ -509,8 +563,14 @@ impl<'a> RebalancePlan<'a> {
             .collect()
     }
 
-    /// Collects the worthwhile migrations: all, or only those from and to the two hosts in `only`.
-    fn collect_moves(&self, candidates: &[Candidate<'_>], moves: &mut Vec<CandidateMove>, only: Option<[HostId; 2]>) {
+    /// Appends the worthwhile migrations to `moves`: all of them, or only those from or to the two
+    /// hosts in `error_body`.
+    fn collect_moves(
+        &self,
+        candidates: &[Candidate<'_>],
+        moves: &mut Vec<CandidateMove>,
+        only: Option<[HostId; 2]>,
+    ) {
         let all: Vec<&PlannedHost<'_>> = self.hosts.values().collect();
         let some: Vec<&PlannedHost<'_>> = only.iter().flatten().map(|id| &self.hosts[id]).collect();
         for (i, mover) in candidates
@@ -524,8 +584,10 @@ impl<'a> RebalancePlan<'a> {
             } else {
                 &some
             };
-            // Independent of the target, and computed only if needed.
-            let left_behind = LazyCell::new(|| from.completion_sum_without(from.external_range.0, mover.work_left));
+            // This value does not depend on the target, and is computed only if it is needed.
+            let left_behind = LazyCell::new(|| {
+                from.completion_sum_without(from.external_range.0, mover.work_left)
+            });
             for to in to.iter().filter(|to| to.host.id != mover.from) {
                 let judged = self.evaluate(mover, from, to, || *left_behind);
                 moves.extend(judged.map(|(net, why)| CandidateMove {
@@ -539,8 +601,8 @@ impl<'a> RebalancePlan<'a> {
         }
     }
 
-    /// Returns the migration with the largest net gain whose target accepts the task and that
-    /// delays no job.
+    /// Returns the migration with the largest net gain. Its target must accept the task, and it
+    /// must delay no job. `None` if there is none.
     fn best_move(
         &self,
         candidates: &[Candidate<'_>],
@@ -555,9 +617,13 @@ impl<'a> RebalancePlan<'a> {
                     .total_cmp(&b.net_gain)
                     .then((b.candidate, b.to).cmp(&(a.candidate, a.to)))
             };
-            let known = moves.iter().enumerate().filter(|(_, offer)| !offer.delays_job);
+            let known = moves
+                .iter()
+                .enumerate()
+                .filter(|(_, offer)| !offer.delays_job);
             let at = known.max_by(|a, b| order(a.1, b.1)).map(|(at, _)| at)?;
-            let (Candidate { task, from, .. }, to) = (&candidates[moves[at].candidate], moves[at].to);
+            let (Candidate { task, from, .. }, to) =
+                (&candidates[moves[at].candidate], moves[at].to);
             if target_exclusion(
                 self.snapshot,
                 self.hosts[&to].host,
@@ -628,7 +694,7 @@ impl<'a> RebalancePlan<'a> {
             };
             let (tid, touched) = (shift.tid, [shift.from, shift.to]);
             self.apply(shift, sim.as_mut());
-            // Only migrations that involve these two hosts have changed.
+            // Only migrations from or to these two hosts have changed.
             moves.retain(|offer| {
                 let mover = &candidates[offer.candidate];
                 mover.task.tid != tid
@@ -639,19 +705,23 @@ impl<'a> RebalancePlan<'a> {
         }
     }
 
-    /// Returns the rate of the job's slowest task before and after the plan, the number of its
-    /// tasks, and the longest remaining work.
+    /// Returns for a job: the rate of its slowest task before the plan, that rate after the plan,
+    /// the number of its tasks, and the longest remaining work.
     fn slowest_task(&self, job: Tid) -> (f64, f64, usize, f64) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
-        let (mut rate_before, mut rate_after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
-        let targets: BTreeMap<Tid, HostId> = self.rebalances.iter().map(|s| (s.tid, s.to)).collect();
+        let (mut rate_before, mut rate_after, mut count, mut longest) =
+            (f64::MAX, f64::MAX, 0, 0.0_f64);
+        let targets: BTreeMap<Tid, HostId> =
+            self.rebalances.iter().map(|s| (s.tid, s.to)).collect();
         for (id, load) in index
             .hosts_of(job)
             .filter_map(|id| Some((id, index.load(id)?)))
         {
             let Some(place) = self.hosts.get(&id) else {
-                // Tasks on hosts outside the plan stay there.
-                (rate_before, rate_after) = (rate_before.min(load.rate()), rate_after.min(load.rate()));
+                // The plan changes nothing on these hosts, so the rate there is the same before and
+                // after it.
+                (rate_before, rate_after) =
+                    (rate_before.min(load.rate()), rate_after.min(load.rate()));
                 count += index.computing_tasks(id, job);
                 continue;
             };
@@ -662,7 +732,9 @@ impl<'a> RebalancePlan<'a> {
                 .filter(|t| t.job == job && t.computes())
             {
                 let to = targets.get(&task.tid).and_then(|to| self.hosts.get(to));
-                let rate = |there: &PlannedHost<'_>| there.rate(there.load.own_tasks, there.external_range.1);
+                let rate = |there: &PlannedHost<'_>| {
+                    there.rate(there.load.own_tasks, there.external_range.1)
+                };
                 rate_before = rate_before.min(place.rate(load.own_tasks, place.external_range.0));
                 rate_after = rate_after.min(to.map_or(place.source_rate, rate));
                 (count, longest) = (count + 1, longest.max(self.work_left(task.tid)));
@@ -671,8 +743,8 @@ impl<'a> RebalancePlan<'a> {
         (rate_before, rate_after, count, longest)
     }
 
-    /// Evaluates the migrations of each job with barriers together. Returns the jobs that gain
-    /// nothing.
+    /// Sets gain and cost of the migrations of each job with barriers to those of the whole job.
+    /// Returns the jobs that gain too little.
     fn evaluate_barrier_jobs(&mut self) -> BTreeSet<Tid> {
         let mut costs = BTreeMap::<Tid, (f64, Vec<usize>)>::new();
         for (i, shift) in self.rebalances.iter().enumerate() {
@@ -722,7 +794,7 @@ pub fn plan_rebalances(snapshot: &Snapshot) -> Vec<Rebalance> {
         if without_gain.is_empty() {
             return plan.rebalances;
         }
-        // The other migrations are evaluated again without these; each round fixes at least one
+        // The tasks of these jobs stay, so the plan is made again. Each round fixes at least one
         // job.
         fixed.extend(without_gain);
     }

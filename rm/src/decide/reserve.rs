@@ -1,19 +1,27 @@
-//! Reserves hosts for a spawn that has waited long. Otherwise smaller requests could take each slot
-//! that becomes free before there are enough for a large one.
+//! Reserves hosts for a spawn that has waited for a long time. Otherwise smaller requests could use
+//! every slot that becomes free, and a large one would never get all its slots.
 
 use super::placement::{PlacementRequest, request_exclusion};
-use super::{HostView, Snapshot, Colocation, Constraints};
+use super::{Colocation, Constraints, HostView, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::cmp::Reverse;
 
 /// Waiting time after which hosts are reserved for a spawn.
 pub const RESERVE_AFTER: Micros = Micros::from_secs(120);
 
-/// Returns how many tasks of a spawn an otherwise empty host takes; 0 if it can never take one or
-/// accepts no guests at present.
-fn slots_when_empty(snapshot: &Snapshot, ask: &PlacementRequest<'_>, wants: &Constraints, host: &HostView) -> u64 {
+/// Returns the number of tasks of a spawn that a host would accept if it were otherwise empty. 0 if
+/// it can never accept one, or accepts no guests at present.
+fn slots_when_empty(
+    snapshot: &Snapshot,
+    ask: &PlacementRequest<'_>,
+    wants: &Constraints,
+    host: &HostView,
+) -> u64 {
     let closed = host.owner.exclusion_reason().is_some()
-        || host.guest_policy.block_reason(ask.user, &ask.request.file).is_some();
+        || host
+            .guest_policy
+            .block_reason(ask.user, &ask.request.file)
+            .is_some();
     if closed
         || request_exclusion(ask, host).is_some()
         || ask.lost_hosts.contains(&host.id)
@@ -32,9 +40,14 @@ fn slots_when_empty(snapshot: &Snapshot, ask: &PlacementRequest<'_>, wants: &Con
     }
 }
 
-/// Returns hosts that together have slots for all tasks of a spawn once their current tasks have
-/// ended: hosts of `before` first, then the emptiest. Empty if all hosts together are not enough.
-pub fn hosts_to_reserve(snapshot: &Snapshot, ask: &PlacementRequest<'_>, previous: &[HostId]) -> Vec<HostId> {
+/// Returns hosts to reserve for a spawn: together they have slots for all its tasks when their
+/// current tasks have ended. Prefers the hosts in `before`, then those with the fewest computing
+/// tasks. Empty if all hosts together have too few slots.
+pub fn hosts_to_reserve(
+    snapshot: &Snapshot,
+    ask: &PlacementRequest<'_>,
+    previous: &[HostId],
+) -> Vec<HostId> {
     let Ok(wants) = Constraints::from_request(ask.request) else {
         return Vec::new();
     };

@@ -1,5 +1,5 @@
-//! Hosts that accept no guests: when the last guest has left, and which reasons for staying are
-//! reported.
+//! Hosts that accept no guests, because of their owner or a drain. Finds out when the last guest
+//! has left such a host, and which guests stay for a reason that was not reported yet.
 
 use super::{HostState, Model, TaskState};
 use crate::decide::{EvictionPlan, OwnerState, StayDecision};
@@ -11,8 +11,8 @@ impl HostState {
         self.owner.excludes_guests() || self.drained_by.is_some()
     }
 
-    /// Returns the owner's state for decisions. A drain counts if the owner does not exclude guests
-    /// already.
+    /// Returns the owner's state as input of decisions. A drain appears in it only if the owner
+    /// accepts guests.
     pub(super) fn effective_owner(&self) -> OwnerState {
         match self.drained_by.filter(|_| !self.owner.excludes_guests()) {
             Some(by) => OwnerState::Drained { by },
@@ -22,8 +22,8 @@ impl HostState {
 }
 
 impl Model {
-    /// Returns hosts that accept no guests and that the last guest has left, or that had none. Each
-    /// host is returned once, and again only after it had guests again.
+    /// Returns the hosts that accept no guests and have none left. A host is returned once, and
+    /// again only after guests have been on it again or its drain has changed.
     pub fn newly_clean_hosts(&mut self) -> Vec<HostId> {
         // A task that migrates to a host counts as a guest there.
         let tasks = &self.tasks;
@@ -56,13 +56,13 @@ impl Model {
         clean
     }
 
-    /// Starts the drain of a host on behalf of `by`, or ends it (`None`).
+    /// Starts the drain of a host at the request of task `by`. `None` ends the drain.
     pub fn set_drain(&mut self, id: HostId, by: Option<Tid>) {
         if let Some(host) = self.edit_host(id) {
             (host.drained_by, host.clean_reported) = (by, false);
         }
         for tid in self.tasks_by_host.get(&id).into_iter().flatten() {
-            // Earlier reports concerned another reason.
+            // Reasons reported before do not apply any more, so new ones must be reported.
             self.tasks
                 .get_mut(tid)
                 .into_iter()
@@ -70,7 +70,7 @@ impl Model {
         }
     }
 
-    /// Returns the hosts that are being drained, with the task that requested it.
+    /// Returns the hosts that are being drained, each with the task that requested its drain.
     pub fn drained_hosts(&self) -> impl Iterator<Item = (HostId, Tid)> {
         self.hosts
             .iter()
@@ -81,18 +81,27 @@ impl Model {
         self.drained_by(id).is_some()
     }
 
-    /// Returns the task that requested the drain of a host.
+    /// Returns the task that requested the drain of a host; `None` if the host is not being
+    /// drained.
     pub fn drained_by(&self, id: HostId) -> Option<Tid> {
         self.hosts.get(&id)?.drained_by
     }
 
-    /// Returns guests that stay although their host accepts none and that were not reported yet.
-    /// Each is returned once until its kind of reason changes.
+    /// Returns the guests to report: those that stay although their host accepts no guests. A guest
+    /// is returned again only when the kind of its reason has changed.
     pub fn unreported_stays<'m>(&mut self, moves: &'m EvictionPlan) -> Vec<&'m StayDecision> {
         let (mut news, snapshot) = (Vec::new(), &self.snapshot);
-        for stay in moves.staying.iter().filter(|stay| stay.is_logged(snapshot.now)) {
+        for stay in moves
+            .staying
+            .iter()
+            .filter(|stay| stay.is_logged(snapshot.now))
+        {
             let kind = Some(std::mem::discriminant(&stay.reason));
-            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.reported_stay != kind) else {
+            let Some(task) = self
+                .tasks
+                .get_mut(&stay.tid)
+                .filter(|t| t.reported_stay != kind)
+            else {
                 continue;
             };
             task.reported_stay = kind;

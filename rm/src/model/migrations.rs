@@ -1,8 +1,11 @@
-//! Updates of the model by migrations (begun, complete, failed), and their consequences for later
-//! ones.
+//! Applies the start, the completion and the failure of migrations to the model. After a failure,
+//! excludes the target, or all migrations of the task, for some time.
 
-use super::{MigrationStatus, RECENT_MIGRATIONS_MAX, Model, NOT_CONNECTED_DELAY, TARGET_RETRY_MAX, TARGET_RETRY_MIN};
-use crate::decide::{COOLDOWN, REBALANCES_WINDOW, Obstacle};
+use super::{
+    MigrationStatus, Model, NOT_CONNECTED_DELAY, RECENT_MIGRATIONS_MAX, TARGET_RETRY_MAX,
+    TARGET_RETRY_MIN,
+};
+use crate::decide::{COOLDOWN, Obstacle, REBALANCES_WINDOW};
 use libpvm::MigrateError;
 use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
@@ -21,7 +24,8 @@ impl Model {
         }
         let task = self.set_task_host(now, tid, to);
         (task.migrating, task.obstacle, task.reported_stay) = (None, None, None);
-        // State that the program saved itself is not all of its memory.
+        // State files written by the program itself are smaller than its memory, so they do not
+        // determine the memory size.
         task.memory_bytes = if bytes > 0 { bytes } else { task.memory_bytes };
         task.refused_by.clear();
         task.host_named |= matches!(cause, MigrationCause::Requested { .. });
@@ -38,7 +42,10 @@ impl Model {
         if !matches!(cause, MigrationCause::Requested { .. }) {
             task.recent_migrations.push_back(now);
             while task.recent_migrations.len() > RECENT_MIGRATIONS_MAX
-                || task.recent_migrations.front().is_some_and(|at| now.since(*at) > COOLDOWN)
+                || task
+                    .recent_migrations
+                    .front()
+                    .is_some_and(|at| now.since(*at) > COOLDOWN)
             {
                 task.recent_migrations.pop_front();
             }
@@ -55,7 +62,7 @@ impl Model {
         }
     }
 
-    /// Records that the master did not begin a requested migration.
+    /// Records that the master refused to begin a requested migration.
     pub fn migration_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
         let refused = match error {
             MigrateError::Failed(error) => return self.migration_failed(now, tid, to, &error.why),
@@ -77,16 +84,24 @@ impl Model {
 
     /// Records that a migration has failed. The task continues on its host.
     pub fn migration_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
-        let Some(task) = self.edit_task(tid) else { return };
+        let Some(task) = self.edit_task(tid) else {
+            return;
+        };
         task.migrating = None;
         let from = task.host;
         self.maybe_clean.insert(to);
         self.predictions.discard(tid);
         match why {
-            // The event of the task's end will follow.
+            // The event that reports the task's end follows.
             Failure::TaskEnded => self.block_task(tid, now + NOT_CONNECTED_DELAY, &why.to_string()),
             Failure::Refused(reasons) if reasons.is_empty() => {
-                self.block_target(now, tid, to, TARGET_RETRY_MIN, "it refused without a reason");
+                self.block_target(
+                    now,
+                    tid,
+                    to,
+                    TARGET_RETRY_MIN,
+                    "it refused without a reason",
+                );
             }
             Failure::Refused(reasons) => reasons
                 .iter()
@@ -113,10 +128,14 @@ impl Model {
                 self.block_task(tid, now + NOT_CONNECTED_DELAY, &text);
             }
             Refusal::NotConnected => self.block_task(tid, now + NOT_CONNECTED_DELAY, &text),
-            Refusal::TooManyMigrations { .. } => self.block_task(tid, now + TARGET_RETRY_MIN, &text),
+            Refusal::TooManyMigrations { .. } => {
+                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+            }
             Refusal::Suspended
             | Refusal::SelfCheckpointPending
-            | Refusal::SignalNotHandled { .. } => self.block_task(tid, now + TARGET_RETRY_MIN, &text),
+            | Refusal::SignalNotHandled { .. } => {
+                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+            }
             Refusal::UnsupportedResource { .. }
             | Refusal::OpenFilesRefused { .. }
             | Refusal::OpenFilesTooLarge { .. }
@@ -138,7 +157,9 @@ impl Model {
                 }
                 None => self.block_target(now, tid, to, TARGET_RETRY_MAX, &text),
             },
-            Refusal::HostLost(host) if *host == from => self.block_task(tid, now + TARGET_RETRY_MIN, &text),
+            Refusal::HostLost(host) if *host == from => {
+                self.block_task(tid, now + TARGET_RETRY_MIN, &text)
+            }
             Refusal::HostLost(_)
             | Refusal::OwnerPresent { .. }
             | Refusal::OwnerLimits { .. }
@@ -165,10 +186,12 @@ impl Model {
         }
     }
 
-    /// Leaves a target out, longer each time. A failure that is reported twice (as a reply and as
-    /// an event) counts once.
+    /// Excludes a host as a target of the task for a time that doubles with each failure. A failure
+    /// that is reported twice (as a reply and as an event) counts once.
     fn block_target(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
-        let Some(task) = self.edit_task(tid) else { return };
+        let Some(task) = self.edit_task(tid) else {
+            return;
+        };
         let tries = match task.refused_by.get(&to) {
             Some((until, _)) if until.until > now => return,
             Some((_, tries)) => tries + 1,

@@ -1,8 +1,8 @@
-//! Translates the report of a load watcher into the state of the owner and the conditions for
-//! guests.
+//! Translates the report of a load watcher into the state of the owner and the terms for guests.
+//! Also records the memory promised to tasks that the report does not include yet.
 
 use super::Model;
-use crate::decide::{LeaveTime, OwnerState, GuestPolicy};
+use crate::decide::{GuestPolicy, LeaveTime, OwnerState};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::{LoadReport, OwnerVerdict};
 use sempa_proto::owner::{EvictionMode, GuestAccess};
@@ -10,19 +10,20 @@ use sempa_proto::{HostId, Micros};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// A watcher reads the free memory every 30 seconds. A report may not include tasks that started
-/// within this time.
+/// Interval at which a load watcher reads the free memory. A report may omit memory of tasks that
+/// started within this interval.
 const MEMORY_PROMISE_WINDOW: Micros = Micros::from_secs(30);
-/// Maximum number of separate promises; further ones are added to the last one.
+/// Maximum number of entries for promised memory per host. Further promises are added to the newest
+/// entry.
 const MEMORY_PROMISES_MAX: usize = 256;
 
-/// Drops the promises that a report at `now` already includes.
+/// Drops the promises that are so old that a report at `now` includes their memory.
 pub(super) fn expire_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
     promised.retain(|(at, _)| now.since(*at) < MEMORY_PROMISE_WINDOW);
 }
 
 impl Model {
-    /// Records that tasks which need `bytes` of memory together are being started on a host.
+    /// Records that tasks that need `bytes` of memory in total are being started on a host.
     pub fn promise_memory(&mut self, now: Micros, id: HostId, bytes: u64) {
         let Some(host) = self.edit_host(id) else {
             return;
@@ -35,7 +36,7 @@ impl Model {
     }
 }
 
-/// Returns the owner's state according to a report. `left`: when the last owner left.
+/// Returns the owner's state according to a report. `remaining_tasks`: time when the last owner left.
 pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micros>) -> OwnerState {
     match (&report.access, &report.owner_verdict) {
         (_, OwnerVerdict::Present { .. }) => OwnerState::Present {
@@ -48,13 +49,19 @@ pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micro
             why: report.owner_reason.clone(),
             idle_login: !report.logins.is_empty(),
         },
-        (GuestAccess::Welcome, OwnerVerdict::Absent { .. }) => OwnerState::Absent { left_at: owner_left_at },
+        (GuestAccess::Welcome, OwnerVerdict::Absent { .. }) => OwnerState::Absent {
+            left_at: owner_left_at,
+        },
     }
 }
 
-/// Returns the conditions for guests according to a report, with times on the model's clock.
-/// Unchanged limits keep sharing the same value.
-pub(super) fn guest_policy_from_report(now: Micros, report: &LoadReport, previous: &GuestPolicy) -> GuestPolicy {
+/// Returns the owner's terms for guests according to a report, with times on the model's clock.
+/// Shares the limits with `before` if they are unchanged.
+pub(super) fn guest_policy_from_report(
+    now: Micros,
+    report: &LoadReport,
+    previous: &GuestPolicy,
+) -> GuestPolicy {
     let leaving = match report.access {
         GuestAccess::Paused {
             eviction: EvictionMode::Kill,
@@ -86,15 +93,15 @@ pub(super) fn guest_policy_from_report(now: Micros, report: &LoadReport, previou
     }
 }
 
-/// True if the change must be recorded: guests are accepted or excluded since, or excluded for
-/// another kind of reason.
+/// True if the change of the owner's state must be recorded: the host now accepts guests and did
+/// not before, or vice versa, or excludes them for another kind of reason.
 pub(super) fn is_recorded_change(was: &OwnerState, is: &OwnerState) -> bool {
     let unwanted = is.excludes_guests();
     was.excludes_guests() != unwanted
         || (unwanted && std::mem::discriminant(was) != std::mem::discriminant(is))
 }
 
-/// Returns the event for such a change.
+/// Returns the event that records a change of the owner's state. `was`: state before the report.
 pub(super) fn owner_change_event(was: &OwnerState, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.owner_reason.clone());
     match (&report.access, &report.owner_verdict, was) {

@@ -1,5 +1,5 @@
-//! Estimates the work that tasks have done from the load of their hosts, and measures the gain of
-//! rebalancing migrations.
+//! Estimates how much work each task has done, from the load of its host. From these estimates,
+//! measures the gain of rebalancing migrations.
 
 use super::{ACCOUNTING_INTERVAL, Model};
 use crate::decide::{PredictionOutcome, Rebalance};
@@ -7,15 +7,16 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
 impl Model {
-    /// Updates the work before the load of hosts changes, if the last update is old enough.
+    /// Updates the work of all tasks before a change of load, unless the last update was less than
+    /// half a second ago.
     pub fn account_if_due(&mut self, now: Micros) {
         if now.since(self.accounted_at) >= ACCOUNTING_INTERVAL {
             self.account_work(now);
         }
     }
 
-    /// Adds the work that the tasks have done since the last update, as far as the load of their
-    /// hosts tells.
+    /// Adds the work that each task has done since the last update: the elapsed time multiplied by
+    /// the processor share that the host's load allows.
     pub fn account_work(&mut self, now: Micros) {
         let span = now.since(self.accounted_at).0 as f64;
         self.accounted_at = now;
@@ -37,7 +38,7 @@ impl Model {
         self.check_predictions();
     }
 
-    /// Starts measuring the gain of a rebalancing migration.
+    /// Starts measuring the actual gain of a rebalancing migration.
     pub fn follow_rebalance(&mut self, shift: &Rebalance) {
         self.predictions.follow(shift);
     }
@@ -47,21 +48,26 @@ impl Model {
         std::mem::take(&mut self.outcomes)
     }
 
-    /// Checks the predictions about rebalanced tasks.
+    /// Compares the predictions about rebalanced tasks with the work done, and records results that
+    /// are due.
     fn check_predictions(&mut self) {
         for tid in self.predictions.tasks() {
             match self.tasks.get(&tid) {
                 Some(task) => {
                     let (now, estimates) = (self.accounted_at, &mut self.snapshot.estimates);
-                    self.outcomes
-                        .extend(self.predictions.check(now, tid, task.work_done, estimates));
+                    self.outcomes.extend(self.predictions.check(
+                        now,
+                        tid,
+                        task.work_done,
+                        estimates,
+                    ));
                 }
                 None => self.predictions.discard(tid),
             }
         }
     }
 
-    /// Concludes the prediction about a task that has ended.
+    /// Records the result of the prediction about a task that has ended.
     pub(super) fn conclude_prediction(&mut self, tid: Tid) {
         let Some(done) = self.tasks.get(&tid).map(|task| task.work_done) else {
             return;

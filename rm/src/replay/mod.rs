@@ -1,21 +1,23 @@
-//! Runs a recording again: the service works on a simulated virtual machine in virtual time. Hosts,
-//! owners, external load and spawns are as recorded. Tasks run for the time that their recorded
-//! work takes where the policy under test places them.
+//! Replays a recording: the service runs with a simulated virtual machine in virtual time. Hosts,
+//! owners, external load and spawns are as recorded. The policy under test places the tasks, and
+//! each task runs until it has done its recorded work.
 //!
-//! What a recording does not contain is simplified:
+//! Simplifications, because a recording does not contain everything:
 //!
-//! - Tasks compute and do not wait for each other. Starting a task takes no time.
-//! - A migration stops its task for the time that an image of 64 MiB takes. Vacating a job takes as
-//!   long.
-//! - Spawns happen at the recorded times. A task that has spawned others ends after them.
+//! - Tasks compute and do not wait for each other. The start of a task takes no time.
+//! - A migration stops its task for the time that an image of 64 MiB takes. Vacating a job takes
+//!   the same time.
+//! - Spawns happen at the recorded times. A task that spawns others ends after its last spawn and
+//!   after its children.
 //!
-//! The figures of two policies can therefore be compared with each other, but not with real time.
+//! The figures of two policies can therefore be compared with each other, but not with measurements
+//! of a real system.
 
 mod world;
 
 use crate::model::Labels;
 use crate::policy::EffectivePolicy;
-use crate::recording::{RecordingEntry, RecordedInput};
+use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{Options, Service, ServiceError};
 use sempa_proto::Micros;
 use serde::Serialize;
@@ -26,7 +28,7 @@ use world::World;
 
 pub use world::TAIL_MAX;
 
-/// Result of running a recording under a policy.
+/// Result of a replay under a policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Figures {
     pub policy: String,
@@ -48,17 +50,18 @@ pub struct Figures {
     pub moves_load: u64,
     /// Number of jobs that were vacated because of owners.
     pub parked: u64,
-    /// Total time that tasks did not run, in seconds: paused for owners, or migrating.
+    /// Total time for which tasks did not run, because they were paused for owners or were
+    /// migrating, in seconds.
     pub stood_still_s: f64,
     /// Number of tasks that did all their work.
     pub finished: u64,
-    /// Mean time from the start of such a task to its end, in seconds.
+    /// Mean time from the start to the end of tasks that did all their work, in seconds.
     pub run_mean_s: f64,
-    /// Last end of such a task, in seconds from the start of the recording.
+    /// Latest end of a task that did all its work, in seconds after the start of the recording.
     pub last_end_s: f64,
     /// Number of tasks that were lost with their hosts.
     pub lost: u64,
-    /// Figures of each user's spawns and tasks.
+    /// Figures of the spawns and tasks of each user, by user.
     pub users: BTreeMap<u32, UserFigures>,
 }
 
@@ -67,7 +70,7 @@ pub struct Figures {
 pub struct UserFigures {
     /// Number of answered spawns.
     pub answered: u64,
-    /// Number of spawns without an answer at the end of the recording.
+    /// Number of spawns without an answer at the end of the replay.
     pub unanswered: u64,
     /// Mean time from a spawn to its answer, in seconds.
     pub waited_mean_s: f64,
@@ -75,7 +78,7 @@ pub struct UserFigures {
     pub waited_most_s: f64,
     /// Number of tasks that did all their work.
     pub finished: u64,
-    /// Mean time from the start of such a task to its end, in seconds.
+    /// Mean time from the start to the end of tasks that did all their work, in seconds.
     pub run_mean_s: f64,
     /// All times from a spawn to its answer, in the order of the answers.
     #[serde(skip)]
@@ -103,12 +106,12 @@ impl UserFigures {
     }
 }
 
-/// Policy under which a recording is run.
+/// Policy under which a recording is replayed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplayPolicy {
     /// The policy at the start.
     pub initial: EffectivePolicy,
-    /// The policy changes when it did in the recording; otherwise it stays the same.
+    /// True if recorded policy changes are replayed, at their recorded times.
     pub changes_as_recorded: bool,
 }
 
@@ -128,7 +131,7 @@ fn recorded_policies(entries: &[RecordingEntry]) -> impl Iterator<Item = Effecti
     })
 }
 
-/// Returns the policy in force at the start of the recording, and whether it changes later.
+/// Returns the policy of the recording: the one at its start, with all recorded changes.
 pub fn recorded_policy(entries: &[RecordingEntry]) -> ReplayPolicy {
     let conduct = recorded_policies(entries).next().unwrap_or_default();
     ReplayPolicy {
@@ -137,7 +140,7 @@ pub fn recorded_policy(entries: &[RecordingEntry]) -> ReplayPolicy {
     }
 }
 
-/// Returns the recorded labels of hosts. Older recordings contain none.
+/// Returns the labels in the recording; empty if it contains none.
 fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
     let labels = entries.iter().find_map(|entry| match &entry.input {
         RecordedInput::Labels(labels) => Some(labels),
@@ -150,7 +153,7 @@ fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
         .collect()
 }
 
-/// Returns a policy as the text of a policy file, for a command line without limits.
+/// Returns a policy as the text of a policy file. The text has no keys for limits that are not set.
 fn policy_file_text(conduct: &EffectivePolicy) -> String {
     let EffectivePolicy {
         placing,
@@ -174,12 +177,18 @@ fn policy_file_text(conduct: &EffectivePolicy) -> String {
     out
 }
 
-/// Runs a recording under a policy.
+/// Replays a recording under a policy.
 ///
 /// # Errors
-/// The service does not start. This cannot happen with a recording that begins with its hosts.
-pub fn run(entries: &[RecordingEntry], under: impl Into<ReplayPolicy>) -> Result<Figures, ServiceError> {
-    let ReplayPolicy { initial: conduct, changes_as_recorded: changes } = under.into();
+/// The service does not start. This cannot happen if the recording contains a host table.
+pub fn run(
+    entries: &[RecordingEntry],
+    under: impl Into<ReplayPolicy>,
+) -> Result<Figures, ServiceError> {
+    let ReplayPolicy {
+        initial: conduct,
+        changes_as_recorded: changes,
+    } = under.into();
     let world = World::new(entries, changes);
     let options = Options {
         policy: conduct,
@@ -259,7 +268,7 @@ pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     out
 }
 
-/// Returns the time of the last entry.
+/// Returns the time of the last entry; zero for an empty recording.
 pub fn last_entry_time(entries: &[RecordingEntry]) -> Micros {
     entries
         .iter()

@@ -1,11 +1,12 @@
-//! The simulated virtual machine in which a recording is run.
+//! The simulated virtual machine for a replay. It implements the calls that the service makes, and
+//! generates events from the recording and from the simulated tasks.
 
 mod vacated;
 
 use super::{Figures, UserFigures, policy_file_text};
 use crate::api::VmApi;
 use crate::decide::{TimedSample, external_demand};
-use crate::recording::{RecordingEntry, RecordedInput};
+use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{TAG_EVENT, TAG_LOAD, TAG_POLICY};
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
@@ -26,13 +27,14 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Time that tasks may still run after the end of a recording.
+/// Maximum time for which the replay continues after the end of the recording, so that tasks can
+/// end.
 pub const TAIL_MAX: Micros = Micros::from_secs(3600);
 /// Maximum interval between two reports of a load watcher.
 const REPORT_INTERVAL: Micros = Micros::from_secs(5);
-/// Size of every task's image in bytes.
+/// Size of the image of every task in bytes.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// Time that a migration stops its task: the predicted time for an image of that size before
+/// Time for which a migration stops its task: the predicted time for [`IMAGE_BYTES`] before
 /// anything was learned.
 const MIGRATION_DURATION: Micros = Micros::from_millis(400);
 /// First task number for tasks of the replay, above those of the recording.
@@ -47,7 +49,7 @@ struct ReplayTask {
     /// Remaining work in seconds of an ordinary processor; infinite for tasks whose end was not
     /// recorded.
     work_left: f64,
-    /// Time of its last spawn in the recording; the task ends later than this.
+    /// Time of the task's last spawn in the recording. The task does not end before it.
     last_spawn_at: Micros,
     began_at: Micros,
     migrating: Option<(Micros, HostId, MigrationCause)>,
@@ -55,19 +57,20 @@ struct ReplayTask {
 }
 
 impl ReplayTask {
-    /// True if the task computes, as far as its host lets it.
+    /// True if the task can use processor time: it has work left, and is neither suspended nor
+    /// migrating.
     fn computes(&self) -> bool {
         self.migrating.is_none() && !self.suspended.is_suspended() && self.has_work()
     }
 
-    /// Less than a microsecond of work counts as none.
+    /// True if at least a microsecond of work remains.
     fn has_work(&self) -> bool {
         self.work_left >= 1e-6
     }
 }
 
 /// A requesting task that was not spawned in the replay: a console, or a program started by hand.
-/// It does not compute.
+/// It uses no processor time.
 #[derive(Clone, Copy, Debug)]
 struct Spawner {
     host: HostId,
@@ -86,9 +89,9 @@ struct OpenSpawn {
 /// Work of a recorded task.
 #[derive(Clone, Copy, Debug, Default)]
 struct RecordedWork {
-    /// In seconds of an ordinary processor.
+    /// Work in seconds of an ordinary processor.
     seconds: f64,
-    /// Time of its last spawn.
+    /// Time of the task's last spawn.
     last_spawn_at: Micros,
 }
 
@@ -97,32 +100,34 @@ struct WorldState {
     now: Micros,
     began_at: Micros,
     last_input_at: Micros,
-    /// The policy changes when it did in the recording.
+    /// True if recorded policy changes are replayed.
     policy_changes: bool,
     inputs: VecDeque<RecordingEntry>,
     inbox: VecDeque<Message>,
     table: HostTable,
-    /// Latest report of each host, with the external load in threads.
+    /// Latest recorded report of each host, with the external load in threads.
     reports: BTreeMap<HostId, (LoadReport, f32)>,
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
     tasks: BTreeMap<Tid, ReplayTask>,
     spawners: BTreeMap<Tid, Spawner>,
     work: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
-    /// Recorded tasks of each spawn, and the replayed task for each recorded one.
+    /// Tasks of each spawn in the recording, by the spawn's requesting task and wait id.
     recorded_tasks: HashMap<(Tid, i32), Vec<Tid>>,
+    /// Tasks of the replay, by the corresponding recorded task.
     replayed_tids: HashMap<Tid, Tid>,
-    /// Jobs that are being vacated, with the time when that is complete; and the tasks of vacated
-    /// jobs by checkpoint.
+    /// Jobs that are being vacated, with the time when the checkpoint is complete.
     vacates_due: BTreeMap<Tid, Micros>,
+    /// Tasks of vacated jobs, by checkpoint.
     checkpoints: BTreeMap<String, Vec<(Tid, ReplayTask)>>,
     open_spawns: Vec<OpenSpawn>,
     asked_at: HashMap<(Tid, i32), Micros>,
     last_task_numbers: HashMap<HostId, u32>,
     last_event: u64,
     last_wait_id: i32,
-    /// Times in seconds, each with its user.
+    /// Times from spawns to their answers as (user, seconds).
     wait_times: Vec<(u32, f64)>,
+    /// Running times of tasks that did all their work as (user, seconds).
     run_times: Vec<(u32, f64)>,
     figures: Figures,
 }
@@ -135,7 +140,8 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// Returns the recorded tasks of each spawn, in their order.
+/// Returns the recorded tasks of each spawn in task order, by the spawn's requesting task and wait
+/// id.
 fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     let started = |entry: &RecordingEntry| match &entry.input {
         RecordedInput::Started { number, tids } => Some((*number, tids.clone())),
@@ -144,12 +150,12 @@ fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     entries.iter().filter_map(started).collect()
 }
 
-/// Returns the recorded work of the tasks of each spawn. A task without a recorded end runs
-/// forever.
+/// Returns the recorded work of the tasks of each spawn, by the spawn's requesting task and wait
+/// id. The work of a task without a recorded end is infinite.
 fn recorded_work(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), VecDeque<RecordedWork>> {
     let mut all = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
-    // Task numbers are reused. The end of a short task may be recorded before the answer to its
-    // spawn.
+    // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
+    // recorded before the answer to its spawn.
     let (mut current, mut early_ends) = (
         HashMap::<Tid, ((Tid, i32), usize)>::new(),
         HashMap::<Tid, f64>::new(),
@@ -172,7 +178,8 @@ fn recorded_work(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), VecDeque<Rec
                     .get(tid)
                     .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
                 {
-                    // A job that restarted from a checkpoint has ended more than once.
+                    // A task of a job that was restarted from a checkpoint has several recorded
+                    // ends.
                     Some(work) if work.seconds.is_finite() => work.seconds += used,
                     Some(work) => work.seconds = used,
                     None => drop(early_ends.insert(*tid, used)),
@@ -207,7 +214,7 @@ impl World {
             began_at: begin,
             ..WorldState::default()
         };
-        // The service requests the hosts at its start.
+        // The service requests the host table when it starts.
         if let Some(RecordedInput::Hosts(table)) = entries
             .iter()
             .map(|e| &e.input)
@@ -289,7 +296,7 @@ impl WorldState {
             .unwrap_or(0)
     }
 
-    /// Returns the figures of each user.
+    /// Returns the figures of each user, by user.
     fn figures_by_user(&self) -> BTreeMap<u32, UserFigures> {
         let open: Vec<u32> = self
             .asked_at
@@ -326,7 +333,7 @@ impl WorldState {
             .count()
     }
 
-    /// Returns what each task on a host gets, as a fraction of an ordinary processor.
+    /// Returns the rate of each task on a host, relative to an ordinary processor.
     fn rate(&self, host: HostId) -> f64 {
         let speed = self
             .table
@@ -342,7 +349,7 @@ impl WorldState {
         speed * (f64::from(report.sample.processors()) / threads.max(1e-9)).min(1.0)
     }
 
-    /// Returns the rates of all hosts that have tasks.
+    /// Returns the rate of each host that has tasks.
     fn rates(&self) -> BTreeMap<HostId, f64> {
         let hosts: std::collections::BTreeSet<HostId> =
             self.tasks.values().map(|t| t.host).collect();
@@ -352,7 +359,7 @@ impl WorldState {
             .collect()
     }
 
-    /// Returns the time of the next event.
+    /// Returns the time of the next event in the simulation.
     fn next_event_at(&self) -> Micros {
         let rates = self.rates();
         let end = |task: &ReplayTask| match &task.migrating {
@@ -386,7 +393,7 @@ impl WorldState {
         self.inputs.is_empty() && (!busy || self.now.since(self.last_input_at) >= TAIL_MAX)
     }
 
-    /// Advances the time and the work of the tasks.
+    /// Advances the time, and the work that the tasks have done.
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
@@ -403,9 +410,9 @@ impl WorldState {
         self.now = self.now.max(to);
     }
 
-    /// Processes everything that is due.
+    /// Processes everything that is due at the current time.
     fn process_due(&mut self) {
-        // The end of one task may let another one end.
+        // The end of a task may allow its parent to end.
         while let Some(tid) = self.find_finished() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
             self.run_times
@@ -428,7 +435,9 @@ impl WorldState {
             .filter(|(_, t)| arrived(t))
             .map(|(tid, _)| *tid)
             .collect();
-        arrived.into_iter().for_each(|tid| self.complete_migration(tid));
+        arrived
+            .into_iter()
+            .for_each(|tid| self.complete_migration(tid));
         self.complete_vacates();
         while self.inputs.front().is_some_and(|entry| entry.at <= now) {
             let entry = self.inputs.pop_front().expect("looked at a moment ago");
@@ -448,7 +457,8 @@ impl WorldState {
         }
     }
 
-    /// Returns a task without remaining work, without later spawns, and whose children have ended.
+    /// Returns a task that can end: it has no remaining work and no later spawns, and its children
+    /// have ended.
     fn find_finished(&self) -> Option<Tid> {
         let waits = |tid: &Tid| {
             self.tasks
@@ -456,7 +466,10 @@ impl WorldState {
                 .any(|task| task.parent == *tid && task.work_left.is_finite())
         };
         let done = |(tid, task): &(&Tid, &ReplayTask)| {
-            task.migrating.is_none() && !task.has_work() && task.last_spawn_at < self.now && !waits(tid)
+            task.migrating.is_none()
+                && !task.has_work()
+                && task.last_spawn_at < self.now
+                && !waits(tid)
         };
         self.tasks.iter().find(done).map(|(tid, _)| *tid)
     }
@@ -477,11 +490,16 @@ impl WorldState {
             MigrationCause::Owner { .. }
             | MigrationCause::Requested { .. }
             | MigrationCause::Drain { .. } => self.figures.moves_owner += 1,
-            // These causes do not migrate tasks.
+            // Migrations with these causes do not occur.
             MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
         let id = MigrationId(self.last_event + 1);
-        let (bytes, resident, frozen, whole) = (IMAGE_BYTES, IMAGE_BYTES, MIGRATION_DURATION, MIGRATION_DURATION);
+        let (bytes, resident, frozen, whole) = (
+            IMAGE_BYTES,
+            IMAGE_BYTES,
+            MIGRATION_DURATION,
+            MIGRATION_DURATION,
+        );
         self.event(
             to,
             EventKind::Migrated {
@@ -500,7 +518,7 @@ impl WorldState {
 
     fn apply_input(&mut self, input: RecordedInput) {
         match input {
-            // As if the policy file had changed.
+            // The service receives the new policy as after a change of the policy file.
             RecordedInput::Policy(conduct) if self.policy_changes => {
                 self.post(
                     service_tid(),
@@ -511,7 +529,10 @@ impl WorldState {
                     policy_file_text(&conduct).into(),
                 );
             }
-            RecordedInput::Policy(_) | RecordedInput::Labels(_) | RecordedInput::Started { .. } | RecordedInput::Ended { .. } => {}
+            RecordedInput::Policy(_)
+            | RecordedInput::Labels(_)
+            | RecordedInput::Started { .. }
+            | RecordedInput::Ended { .. } => {}
             RecordedInput::Hosts(table) => self.set_hosts(table),
             RecordedInput::Report { report, own } => {
                 let (host, at) = (report.host, self.now);
@@ -523,7 +544,7 @@ impl WorldState {
                 self.reports.insert(host, (report, foreign));
                 self.send_report(host, self.guests(host));
             }
-            // The order is sent to the service as recorded; the answer is ignored.
+            // The service receives the request as it was recorded. Its answer is ignored.
             RecordedInput::Drain {
                 host,
                 by,
@@ -547,7 +568,11 @@ impl WorldState {
                 request,
             } => {
                 self.figures.spawns += 1;
-                let src = self.replayed_tids.get(&recorded).copied().unwrap_or(recorded);
+                let src = self
+                    .replayed_tids
+                    .get(&recorded)
+                    .copied()
+                    .unwrap_or(recorded);
                 if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
                     let parent = if job == src { Tid::NONE } else { job };
                     self.spawners.insert(
@@ -558,7 +583,7 @@ impl WorldState {
                             user,
                         },
                     );
-                    // Without a program name, because the task was not spawned.
+                    // The event contains no program name, because the task was not spawned.
                     self.event(
                         caller,
                         EventKind::TaskStarted {
@@ -637,8 +662,8 @@ impl WorldState {
         }
     }
 
-    /// Sends a report of a host's watcher: owner and external load as recorded, own tasks as they
-    /// are in the replay.
+    /// Sends a report of a host's load watcher. Owner and external load are as recorded; the load
+    /// of the tasks is that of the replay.
     fn send_report(&mut self, host: HostId, guests: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
@@ -657,12 +682,16 @@ impl WorldState {
     }
 
     fn new_task(&mut self, host: HostId) -> Option<Tid> {
-        let local = self.last_task_numbers.entry(host).or_insert(FIRST_TASK_NUMBER);
+        let local = self
+            .last_task_numbers
+            .entry(host)
+            .or_insert(FIRST_TASK_NUMBER);
         *local += 1;
         Tid::task(host, *local)
     }
 
-    /// Starts tasks on a host, as its daemon does on an order.
+    /// Starts tasks on a host, as its daemon does for an order. Returns the wait id of the
+    /// acknowledgement.
     fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.last_wait_id += 1;
         let (wid, is_watcher) = (self.last_wait_id, request.file == LOAD_WATCHER_PROGRAM);
@@ -683,7 +712,7 @@ impl WorldState {
             let of = |open: &&mut OpenSpawn| {
                 open.number.0 == parent && open.file == request.file && !open.work.is_empty()
             };
-            // A task that was not started in the recording has no known work.
+            // The work of a task that was not started in the recording is unknown.
             let work = self
                 .open_spawns
                 .iter_mut()

@@ -1,5 +1,5 @@
-//! Hosts that are drained on request: their tasks leave, no task is started there, and the
-//! requesting task can ask for the progress. The event log contains each drain, so a restarted
+//! Drains hosts on request: their tasks migrate to other hosts, no task is started there, and the
+//! requesting task can query the progress. The event log contains each drain, so a restarted
 //! resource manager continues it.
 
 use super::Service;
@@ -11,7 +11,7 @@ use sempa_proto::rm::{REPLY_ENTRIES_MAX, RmReply};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Hosts that must be empty at a future time, on the service's clock.
+/// Hosts that are drained with a deadline, and the deadline on the service's clock.
 #[derive(Debug, Default)]
 pub(super) struct DrainDeadlines(BTreeMap<HostId, Micros>);
 
@@ -23,7 +23,7 @@ impl DrainDeadlines {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Continues the drains in the history.
+    /// Continues the drains that the history contains.
     pub(super) fn restore_drains(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall_clock());
         for (host, by, until) in self.history.writer.history.draining_hosts() {
@@ -59,7 +59,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Handles a request to drain a host, within a time or as soon as possible.
+    /// Handles a request of task `by` to drain a host. `within`: time until the deadline; without
+    /// it, tasks that stay are not reported.
     pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> RmReply {
         let Some(id) = self.model.host_by_name(host) else {
             return RmReply::NotFound;
@@ -70,7 +71,10 @@ impl<V: VmApi> Service<V> {
             begun: true,
             within,
         });
-        let (now, until) = (self.vm.now(), within.map(|within| self.vm.wall_clock() + within));
+        let (now, until) = (
+            self.vm.now(),
+            within.map(|within| self.vm.wall_clock() + within),
+        );
         match within {
             Some(within) => drop(self.drain_deadlines.0.insert(id, now + within)),
             None => drop(self.drain_deadlines.0.remove(&id)),
@@ -86,7 +90,7 @@ impl<V: VmApi> Service<V> {
         self.drain_answer(id)
     }
 
-    /// Handles a request to let a host take tasks again.
+    /// Handles a request of task `by` to end the drain of a host, so that it accepts tasks again.
     pub(super) fn undrain(&mut self, by: Tid, host: &str) -> RmReply {
         let Some(id) = self.model.host_by_name(host) else {
             return RmReply::NotFound;
@@ -109,14 +113,15 @@ impl<V: VmApi> Service<V> {
         self.drain_answer(id)
     }
 
-    /// Returns the progress of a drain.
+    /// Returns the progress of the drain of a host.
     pub(super) fn drain_progress(&mut self, host: &str) -> RmReply {
         self.model
             .host_by_name(host)
             .map_or(RmReply::NotFound, |id| self.drain_answer(id))
     }
 
-    /// Returns the remaining tasks of a host, with the reasons of those that stay.
+    /// Returns the remaining tasks of a host. For each task that cannot migrate now, the reply
+    /// contains the reason.
     fn drain_answer(&mut self, id: HostId) -> RmReply {
         let drained = self.model.is_drained(id);
         let snapshot = self.model.snapshot(self.vm.now());
@@ -146,7 +151,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Reports the remaining tasks of hosts whose time is over.
+    /// Logs the remaining tasks of hosts whose deadline has passed.
     pub(super) fn report_overdue_drains(&mut self, now: Micros) {
         let due: Vec<HostId> = self
             .drain_deadlines

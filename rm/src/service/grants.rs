@@ -1,11 +1,12 @@
-//! Grants for future spawn requests: when they are made, and what is recorded when they are used.
+//! Grants for future spawn requests: decides when a task gets one, and records the tasks started by
+//! it.
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{PlacementRequest, PlacementPolicy, Colocation, Constraints, place};
+use crate::decide::{Colocation, Constraints, PlacementPolicy, PlacementRequest, place};
 use crate::grants::GRANT_WINDOW;
 use crate::recording::RecordedInput;
-use crate::spawns::{SpawnIncoming, SpawnRules, GrantedTask};
+use crate::spawns::{GrantedTask, SpawnIncoming, SpawnRules};
 use crate::store::decision_records;
 use sempa_proto::rm::PlacementAttempt;
 use sempa_proto::sm::{
@@ -16,7 +17,7 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Message, Micros, Tid};
 
 impl<V: VmApi> Service<V> {
-    /// Considers a grant after a request was answered with all its tasks.
+    /// Decides whether a task gets a grant after all tasks of its request were started.
     pub(super) fn consider_grant(&mut self, from: &SpawnIncoming) {
         let now = self.vm.now();
         // The task may have ended while its own tasks were started.
@@ -25,8 +26,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Grants a task hosts for its next requests. No grant is made if each request must be decided
-    /// separately: with task limits, waiting requests, or round robin.
+    /// Grants a task hosts for its next requests. Makes no grant if each request must be decided
+    /// separately, because of task limits, waiting requests or round robin.
     fn grant_hosts(&mut self, now: Micros, task: Tid) {
         let conduct = self.options.policy;
         let Some(next) = self.grants.request_of(task) else {
@@ -55,7 +56,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns the hosts to which `count` tasks of a task's last request would go now, and why.
+    /// Returns the hosts of `event_count` tasks if a task's last request were placed now, and the
+    /// explanation.
     fn hosts_for(
         &mut self,
         now: Micros,
@@ -97,7 +99,8 @@ impl<V: VmApi> Service<V> {
         );
     }
 
-    /// Compares all grants with a fresh placement and replaces those that differ.
+    /// Compares all grants with the placement that the same requests would get now, and replaces
+    /// those that differ.
     pub(super) fn review_grants(&mut self, now: Micros) {
         if self.grants.next_review().is_none_or(|at| at > now) {
             return;
@@ -111,14 +114,14 @@ impl<V: VmApi> Service<V> {
                 hosts.sort_unstable();
                 hosts
             };
-            // The order in which the slots are used matters little.
+            // Only the set of hosts is compared, because the order of use has little effect.
             if sorted(&hosts) != sorted(&given) {
                 self.send_grant(task, hosts, attempt);
             }
         }
     }
 
-    /// Revokes all grants, so that the tasks ask for each spawn.
+    /// Revokes all grants, so that tasks must send a request for each spawn.
     pub(super) fn revoke_grants(&mut self) {
         let taken = self.grants.revoke_all(self.vm.now());
         self.notify_revoked(taken);
@@ -146,7 +149,7 @@ impl<V: VmApi> Service<V> {
             return;
         };
         let now = self.vm.now();
-        // An unknown grant needs no further record: the event log reports its tasks.
+        // Tasks of an unknown grant need no record here, because the event log reports them.
         let hosts = tasks.iter().map(|(host, _)| *host);
         let Some(granted) = self.grants.record_use(now, by, message.wid, hosts) else {
             return;
@@ -161,13 +164,14 @@ impl<V: VmApi> Service<V> {
             })
             .collect();
         self.record_granted_spawn(&granted.from, &tasks);
-        self.spawns.record_granted(granted.from, started, granted.attempt);
+        self.spawns
+            .record_granted(granted.from, started, granted.attempt);
         if granted.needs_renewal {
             self.grant_hosts(now, by);
         }
     }
 
-    /// Records the tasks as if they had been requested, so that a replay requests them.
+    /// Records the tasks as a spawn request, so that a replay requests them.
     fn record_granted_spawn(&mut self, from: &SpawnIncoming, tasks: &[(HostId, Tid)]) {
         let Some((_, first)) = tasks.first() else {
             return;
@@ -198,11 +202,14 @@ impl<V: VmApi> Service<V> {
     }
 }
 
-/// True for a request whose tasks can be placed a few at a time with the same result.
+/// True for a request whose tasks get the same hosts whether they are placed together or a few at a
+/// time.
 fn is_grantable(request: &SpawnRequest) -> bool {
     // Memory is promised to tasks when their order is sent to a host.
     let is_independent = |wants: Constraints| {
-        wants.rank.is_none() && wants.colocation == Colocation::Any && wants.memory_bytes().is_none()
+        wants.rank.is_none()
+            && wants.colocation == Colocation::Any
+            && wants.memory_bytes().is_none()
     };
     Constraints::from_request(request).is_ok_and(is_independent)
 }

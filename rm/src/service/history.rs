@@ -1,5 +1,5 @@
-//! The persistent history as the service uses it: records events and decisions, restores the state
-//! after a restart, and answers questions.
+//! The service's access to the persistent history: records events and decisions, restores the state
+//! after a restart, and answers queries.
 
 use super::Service;
 use crate::api::VmApi;
@@ -19,19 +19,20 @@ use std::collections::BTreeMap;
 
 /// Maximum number of event log entries requested at once.
 const EVENT_PAGE_MAX: u32 = 1000;
-/// Key of the values learned from tasks and migrations, among the learned values of the history.
+/// Key of the values learned from tasks and migrations, within the learned values of the history.
 const LEARNED_COSTS_KEY: u64 = 1;
 
 /// History and related state of the service.
 #[derive(Debug, Default)]
 pub(super) struct HistoryState {
     pub(super) writer: HistoryWriter,
-    /// The last recorded refusal of each task's migration. A repeated refusal is not recorded
-    /// again.
+    /// The last recorded refusal of each task's migration, as (target, reason). The same refusal is
+    /// not recorded twice in succession.
     recorded_refusals: BTreeMap<Tid, (HostId, String)>,
-    /// Version of the learned values that was stored last.
+    /// Version of the learned values that were stored last.
     stored_version: u64,
-    /// The history belongs to this virtual machine.
+    /// True if the stored history belongs to this virtual machine, and not to an earlier one of the
+    /// same name.
     same_vm: bool,
 }
 
@@ -45,14 +46,15 @@ impl HistoryState {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Reads the event log from where the history ends.
+    /// Adds the entries of the event log that follow the end of the history. Discards state of
+    /// another virtual machine.
     pub(super) fn sync_history(&mut self) -> Result<(), Error> {
         let place = self.history.writer.history.log_position();
         let mut same_vm = false;
         if place.number > 0 {
             let stored_entry = self.vm.events(place.number, 1)?;
-            // The master drops the oldest entries. If it has dropped this one, its log continues
-            // after it.
+            // The master drops its oldest entries. If the entry at the end of the history was
+            // dropped, the log of the same virtual machine begins after it.
             same_vm = stored_entry
                 .first()
                 .is_some_and(|e| e.number > place.number || LogPosition::after(e) == place);
@@ -62,8 +64,8 @@ impl<V: VmApi> Service<V> {
         }
         self.history.same_vm = same_vm;
         self.read_missed_events()?;
-        // The list must be newer than the log: a task that the log reports as started is then in
-        // the list or has ended.
+        // The list must be requested after the log. Then a task that the log reports as started is
+        // in the list or has ended.
         let (wall, tasks) = (self.vm.wall_clock(), self.vm.tasks()?);
         self.history.writer.history.reconcile(wall, &tasks);
         self.history
@@ -109,7 +111,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Reads the entries of the event log that the history lacks.
+    /// Adds the entries of the event log that the history does not contain.
     fn read_missed_events(&mut self) -> Result<(), Error> {
         loop {
             let from = self.history.writer.history.log_position().number + 1;
@@ -123,11 +125,11 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Adds an event to the history, after any events that were missed before it.
+    /// Adds an event to the history. If events before it were missed, reads and adds them first.
     pub(super) fn record_in_history(&mut self, event: &Event) {
         let next = self.history.writer.history.log_position().number + 1;
         if event.number > next && self.read_missed_events().is_err() {
-            // The daemon is gone; the next receive reports that.
+            // The daemon is gone. The next receive returns that error.
             return;
         }
         let books = &mut self.history.writer.history;
@@ -139,7 +141,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Orders a migration. True if it has begun.
+    /// Orders a migration. Returns true if it has begun.
     pub(super) fn start_migration(
         &mut self,
         now: Micros,
@@ -157,7 +159,7 @@ impl<V: VmApi> Service<V> {
         begun.is_ok()
     }
 
-    /// Records that a migration was ordered, or refused.
+    /// Records that a migration was ordered, or that the order was refused.
     fn record_migration_order(
         &mut self,
         tid: Tid,
@@ -177,7 +179,11 @@ impl<V: VmApi> Service<V> {
             {
                 return;
             }
-            Some(why) => drop(self.history.recorded_refusals.insert(tid, (to, why.clone()))),
+            Some(why) => drop(
+                self.history
+                    .recorded_refusals
+                    .insert(tid, (to, why.clone())),
+            ),
             None => drop(self.history.recorded_refusals.remove(&tid)),
         }
         let expected = expected.unwrap_or_else(|| {
@@ -196,21 +202,30 @@ impl<V: VmApi> Service<V> {
             expected,
             refused,
         };
-        self.history.writer.history.record_decision(self.vm.wall_clock(), decision);
+        self.history
+            .writer
+            .history
+            .record_decision(self.vm.wall_clock(), decision);
     }
 
     /// Records the results of rebalancing migrations.
     pub(super) fn record_outcomes(&mut self) {
         for outcome in self.model.take_outcomes() {
-            let decision = decision_records::rebalance_outcome(&outcome, |host| self.model.host_name(host));
-            self.history.writer.history.record_decision(self.vm.wall_clock(), decision);
+            let decision =
+                decision_records::rebalance_outcome(&outcome, |host| self.model.host_name(host));
+            self.history
+                .writer
+                .history
+                .record_decision(self.vm.wall_clock(), decision);
         }
     }
 
     /// Writes changes to the history file when they are due.
     pub(super) fn write_history(&mut self, now: Micros) {
         if self.history.writer.is_due(now) {
-            self.history.recorded_refusals.retain(|tid, _| self.model.has_task(*tid));
+            self.history
+                .recorded_refusals
+                .retain(|tid, _| self.model.has_task(*tid));
             self.store_learned(now);
             if let Some(text) = self.history.writer.write(now) {
                 self.log_note(text);
@@ -233,7 +248,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Explains a host: earlier decisions about it and its current state.
+    /// Returns earlier decisions about a host, and its current state.
     fn explain_host(&mut self, name: String) -> RmReply {
         let id = self.model.host_by_name(&name);
         let drained = id.and_then(|id| self.model.drained_by(id));
@@ -246,7 +261,8 @@ impl<V: VmApi> Service<V> {
             host_state: now, ..
         } = &mut answer
         {
-            let mut holds = decision_records::host_state(self.model.snapshot(self.vm.now()), id, drained);
+            let mut holds =
+                decision_records::host_state(self.model.snapshot(self.vm.now()), id, drained);
             if let HostState::Used(but) = &mut holds {
                 but.extend(id.and_then(|id| self.spawns.describe_reservation(id)));
             }
@@ -258,11 +274,13 @@ impl<V: VmApi> Service<V> {
     /// Lists the waiting spawns of all users or of one.
     fn list_waiting(&self, user: Option<u32>) -> RmReply {
         let wanted = |waits: &WaitingSpawn| user.is_none_or(|user| user == waits.user);
-        let all = self.spawns.list_waiting(self.vm.now(), self.vm.wall_clock());
+        let all = self
+            .spawns
+            .list_waiting(self.vm.now(), self.vm.wall_clock());
         RmReply::WaitingSpawns(all.filter(wanted).take(REPLY_ENTRIES_MAX).collect())
     }
 
-    /// Answers a question or carries out an order of a client.
+    /// Handles a query or a command of a client, and sends the reply.
     pub(super) fn answer_question(&mut self, message: &Message) {
         let answer = match decode::<RmQuery>(&message.body) {
             Ok(Some(RmQuery::Suspend { job, suspend })) => {
@@ -283,7 +301,7 @@ impl<V: VmApi> Service<V> {
             Ok(None) | Err(_) => RmReply::UnsupportedVersion(RM_VERSION),
         };
         if let Ok(bytes) = encode(&answer) {
-            // The client may be gone.
+            // The reply fails if the client has ended.
             drop(
                 self.vm
                     .send(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),

@@ -1,10 +1,10 @@
 //! Ends whole jobs on request.
 //!
-//! 1. All tasks of the job, including those that are being started, get SIGTERM.
+//! 1. All tasks of the job get SIGTERM, including tasks that are being started.
 //! 2. A task that has not ended after [`TERM_TIMEOUT`] gets SIGKILL.
-//! 3. This repeats until no task of the job is left.
+//! 3. Both steps repeat until no task of the job remains.
 //!
-//! Meanwhile the job's tasks cannot spawn.
+//! The job's tasks cannot spawn while the job is being ended.
 
 use super::{SIGKILL, Service};
 use crate::api::VmApi;
@@ -14,30 +14,30 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Time between SIGTERM and SIGKILL.
 pub const TERM_TIMEOUT: Micros = Micros::from_secs(10);
-/// Maximum number of jobs that are being ended. Beyond it, the oldest request is dropped.
+/// Maximum number of jobs that are being ended at once. Beyond it, the oldest one is abandoned.
 pub const KILLS_MAX: usize = 64;
 /// Maximum number of signals sent before other messages are processed.
 const SIGNAL_BATCH_MAX: usize = 128;
-/// Interval between checks for new tasks and for tasks that have not ended.
+/// Interval between checks for new tasks of the job and for tasks that have not ended.
 const CHECK_INTERVAL: Micros = Micros::from_millis(500);
-/// How long the result is available after the end of the job.
+/// Time for which the result can be queried after the end of the job.
 const RESULT_WINDOW: Micros = Micros::from_secs(60);
-/// Time after which a job that still has tasks is given up.
+/// Time after which the resource manager stops sending signals to a job that still has tasks.
 const KILL_TIMEOUT: Micros = Micros::from_secs(600);
 const SIGTERM: i32 = 15;
 
 /// A job that is being ended.
 #[derive(Debug)]
 struct JobKill {
-    /// The requesting task, which is spared.
+    /// The requesting task. It is not ended, even if it belongs to the job.
     requester: Tid,
     started_at: Micros,
     next_check: Micros,
-    /// When each task last got a signal.
+    /// Time of the last signal to each task.
     signalled_at: BTreeMap<Tid, Micros>,
     /// Tasks that got SIGKILL.
     killed: BTreeSet<Tid>,
-    /// Tasks to which no signal could be sent, and why.
+    /// Errors of the last signal, by task.
     failed: BTreeMap<Tid, String>,
     remaining: usize,
 }
@@ -56,7 +56,8 @@ impl JobKill {
         }
     }
 
-    /// Returns the signals that are due for the job's tasks `tasks`, at most [`SIGNAL_BATCH_MAX`].
+    /// Returns the signals that are due for `tasks`, the tasks of the job; at most
+    /// [`SIGNAL_BATCH_MAX`].
     fn due_signals(&mut self, now: Micros, tasks: &[Tid]) -> Vec<(Tid, i32)> {
         let due = |tid: &Tid| match self.signalled_at.get(tid) {
             None => Some((*tid, SIGTERM)),
@@ -73,7 +74,7 @@ impl JobKill {
             if *signal == SIGKILL {
                 self.killed.insert(*tid);
             }
-            // A task that survives SIGKILL gets it again after the same time.
+            // A task that survives SIGKILL gets it again after [`TERM_TIMEOUT`].
             self.signalled_at.insert(*tid, now);
         }
         signals
@@ -102,7 +103,7 @@ impl JobKill {
     }
 }
 
-/// The jobs that are being ended.
+/// The jobs that are being ended or have been ended recently, by job.
 #[derive(Debug, Default)]
 pub(super) struct JobKills(BTreeMap<Tid, JobKill>);
 
@@ -116,8 +117,8 @@ impl JobKills {
             .min()
     }
 
-    /// Handles the start of a task of this job. The job may have been considered ended: the task
-    /// was still being started.
+    /// Handles the start of a task of this job. If the job counts as ended, for example because the
+    /// task was still being started, ending it continues.
     pub(super) fn task_started(&mut self, now: Micros, job: Tid) {
         if let Some(ending) = self
             .0
@@ -128,7 +129,7 @@ impl JobKills {
         }
     }
 
-    /// True for a job that is being ended, unless this task requested it.
+    /// True if the job is being ended and `task` did not request that.
     pub(super) fn is_being_killed(&self, job: Tid, task: Tid) -> bool {
         self.0
             .get(&job)
@@ -137,7 +138,7 @@ impl JobKills {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Handles a request to end a whole job. `tid`: any task of the job.
+    /// Handles a request to end a whole job. `task_id`: any task of the job.
     pub(super) fn kill_job(&mut self, by: Tid, tid: Tid) -> RmReply {
         let now = self.vm.now();
         let in_books = self.history.writer.history.job_of(tid).map(|job| job.job);
@@ -149,7 +150,8 @@ impl<V: VmApi> Service<V> {
             return RmReply::NotFound;
         };
         self.job_kills.0.retain(|_, ending| {
-            now.since(ending.started_at) < KILL_TIMEOUT && (ending.remaining > 0 || ending.next_check > now)
+            now.since(ending.started_at) < KILL_TIMEOUT
+                && (ending.remaining > 0 || ending.next_check > now)
         });
         if self.job_kills.0.len() >= KILLS_MAX {
             let oldest = self
@@ -172,9 +174,10 @@ impl<V: VmApi> Service<V> {
         self.kill_progress(job)
     }
 
-    /// Returns the progress of ending a job.
+    /// Returns the progress of ending the job that contains the task `task_id`.
     pub(super) fn kill_progress(&self, tid: Tid) -> RmReply {
-        let of = |(job, ending): (&Tid, &JobKill)| *job == tid || ending.signalled_at.contains_key(&tid);
+        let of =
+            |(job, ending): (&Tid, &JobKill)| *job == tid || ending.signalled_at.contains_key(&tid);
         let found = self
             .job_kills
             .0
@@ -183,7 +186,7 @@ impl<V: VmApi> Service<V> {
         found.map_or(RmReply::NotFound, |(job, ending)| ending.progress(*job))
     }
 
-    /// Sends the signals that are due.
+    /// Sends the signals that are due in all jobs.
     pub(super) fn send_due_signals(&mut self, now: Micros) {
         let due = self
             .job_kills
@@ -247,7 +250,8 @@ mod tests {
             .collect()
     }
 
-    /// Each task gets SIGTERM once, and SIGKILL when its time is over, a limited number at a time.
+    /// Each task gets SIGTERM once, and SIGKILL after [`TERM_TIMEOUT`]. Signals are sent in batches of
+    /// limited size.
     #[test]
     fn tasks_get_sigterm_once_then_sigkill_in_batches() {
         let (all, mut now) = (tasks(300), Micros::from_secs(100));
@@ -266,10 +270,13 @@ mod tests {
             (ending.due_signals(now, &all), ending.next_check),
             (Vec::new(), now + CHECK_INTERVAL)
         );
-        // A further task starts, and ends without SIGKILL. One of the others does not end.
+        // Another task starts, and ends without SIGKILL. One of the first tasks does not end.
         let (late, stubborn) = (Tid::from_raw(0x50001), all[7]);
         now = now + CHECK_INTERVAL;
-        assert_eq!(ending.due_signals(now, &[stubborn, late]), [(late, SIGTERM)]);
+        assert_eq!(
+            ending.due_signals(now, &[stubborn, late]),
+            [(late, SIGTERM)]
+        );
         now = now + TERM_TIMEOUT;
         assert_eq!(ending.due_signals(now, &[stubborn]), [(stubborn, SIGKILL)]);
         assert_eq!(ending.due_signals(now + CHECK_INTERVAL, &[stubborn]), []);

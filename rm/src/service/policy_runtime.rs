@@ -1,28 +1,30 @@
-//! The policy at the start and during operation, and the recording of the service's input.
+//! Applies the policy at the start and when the policy file changes, and records the service's
+//! input.
 //!
-//! The text of the policy file that was last in force is stored in the history. A file that has
-//! become invalid or is missing therefore does not prevent a restart.
+//! The history stores the text of the last valid policy file. If the file has become invalid or is
+//! missing, a restarted resource manager uses the stored text.
 
-use super::{REBALANCE_INTERVAL, Options, Service, ServiceError};
+use super::{Options, REBALANCE_INTERVAL, Service, ServiceError};
 use crate::api::VmApi;
 use crate::policy::EffectivePolicy;
 use crate::recording::{RecordedInput, Recorder};
 use crate::store::History;
 use sempa_proto::frame::{from_bytes, to_bytes};
 
-/// Key of the stored policy file, among the learned values of the history.
+/// Key of the stored policy file, within the learned values of the history.
 const POLICY_KEY: u64 = 2;
 
-/// A stored policy file: path and text. The text is stored instead of the resulting policy, because
-/// the command line may differ next time.
+/// A stored policy file, as (path, text). The text is stored instead of the resulting policy,
+/// because the command line may differ at the next start.
 type StoredPolicy = (String, String);
 
 impl Options {
-    /// Returns the policy of the file at the start; without a file, that of the command line.
+    /// Returns the policy at the start: the policy file's settings applied to the command line, or
+    /// the policy of the command line if there is no file.
     ///
     /// # Errors
-    /// [`ServiceError::Policy`], [`ServiceError::NoPolicy`] or [`ServiceError::Choice`]: what is
-    /// invalid.
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the file is invalid or cannot be
+    /// read. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
     pub fn policy(&self) -> Result<EffectivePolicy, ServiceError> {
         match &self.policy_content {
             Some(Ok(content)) => self.policy_from(content),
@@ -38,14 +40,22 @@ impl Options {
     }
 
     fn policy_from(&self, content: &[u8]) -> Result<EffectivePolicy, ServiceError> {
-        let conduct = self.command_line_policy.with_file(&self.policy_file, content)?;
+        let conduct = self
+            .command_line_policy
+            .with_file(&self.policy_file, content)?;
         self.choosers.for_policy(conduct.placing)?;
         Ok(conduct)
     }
 
-    /// Applies the policy file. If it is invalid, applies its stored text and returns a sentence
-    /// about the error.
-    pub(super) fn apply_policy_at_start(&mut self, books: &mut History) -> Result<Option<String>, ServiceError> {
+    /// Applies the policy at the start. If the policy file is invalid, applies its stored text and
+    /// returns a sentence that reports the error.
+    ///
+    /// # Errors
+    /// The error of the file, if no valid text of it is stored.
+    pub(super) fn apply_policy_at_start(
+        &mut self,
+        books: &mut History,
+    ) -> Result<Option<String>, ServiceError> {
         let wrong = match self.policy() {
             Ok(conduct) => {
                 self.policy = conduct;
@@ -69,7 +79,7 @@ impl Options {
         Ok(Some(self.refusal_note(&wrong)))
     }
 
-    /// Stores the text of a policy file that is in force.
+    /// Stores the text of the policy file in the history.
     fn store_policy(&self, books: &mut History, content: &[u8]) {
         let Ok(text) = String::from_utf8(content.to_vec()) else {
             return;
@@ -87,7 +97,7 @@ impl Options {
         )
     }
 
-    /// Returns a sentence that the file was not applied, and why.
+    /// Returns a sentence that says why the policy file was not applied.
     fn refusal_note(&self, wrong: &ServiceError) -> String {
         let file = &self.policy_file;
         let why = match wrong {
@@ -105,25 +115,29 @@ impl<V: VmApi> Service<V> {
         self.options.policy
     }
 
-    /// Applies a policy from now on.
+    /// Puts a policy into force.
     pub(super) fn apply_policy(&mut self, conduct: EffectivePolicy) {
         self.options.policy = conduct;
         self.model.set_policy(conduct.placing, conduct.margin);
         self.spawns.set_rules(conduct.rules);
         self.revoke_grants();
-        let next = self.rebalance_at.unwrap_or(self.vm.now() + REBALANCE_INTERVAL);
+        let next = self
+            .rebalance_at
+            .unwrap_or(self.vm.now() + REBALANCE_INTERVAL);
         self.rebalance_at = conduct.balance.then_some(next);
         self.needs_decision = true;
         self.record_input(|| RecordedInput::Policy(conduct));
     }
 
-    /// Handles a change of the policy file. An invalid file leaves the policy in force.
+    /// Handles a change of the policy file. If the new content is invalid, the policy stays in
+    /// force and the error is logged.
     pub(super) fn policy_changed(&mut self, content: &[u8]) {
         let conduct = match self.options.policy_from(content) {
             Ok(conduct) => conduct,
             Err(wrong) => return self.log_note(self.options.refusal_note(&wrong)),
         };
-        self.options.store_policy(&mut self.history.writer.history, content);
+        self.options
+            .store_policy(&mut self.history.writer.history, content);
         if conduct != self.options.policy {
             self.apply_policy(conduct);
             self.log_note(format!(
@@ -133,7 +147,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Starts recording the service's input, beginning with what it already knows.
+    /// Starts recording the service's input. The recording begins with the current policy, hosts,
+    /// labels and drains.
     pub fn record_to(&mut self, recorder: Recorder) {
         self.recorder = Some(recorder);
         let conduct = self.options.policy;

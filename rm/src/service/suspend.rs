@@ -1,10 +1,11 @@
-//! Suspends tasks: whole jobs on request, and tasks of users with a high index to make room for
-//! waiting requests (preemption). The daemons carry this out, and the event log reports it, so a
-//! restarted resource manager knows from the history which tasks are suspended and why.
+//! Suspends tasks for two reasons: whole jobs on request, and tasks of users with a high index to
+//! make room for waiting requests (preemption). The daemons carry out suspensions, and the event
+//! log reports them. A restarted resource manager therefore knows from the history which tasks are
+//! suspended, and why.
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{ResumeAt, PlacementRequest, select_victims, select_resumable};
+use crate::decide::{PlacementRequest, ResumeAt, select_resumable, select_victims};
 use libpvm::Error;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration;
@@ -15,29 +16,31 @@ use std::collections::BTreeMap;
 
 /// Interval between preemption checks.
 const PREEMPTION_INTERVAL: Micros = Micros::from_secs(10);
-/// Shorter interval when a request has begun to wait, or when another request may profit.
+/// Interval used instead of [`PREEMPTION_INTERVAL`] if a request has begun to wait or another request may
+/// benefit.
 const PREEMPTION_INTERVAL_SHORT: Micros = Micros::from_secs(1);
-/// Maximum number of requests examined in one check, which ends with the first one that preemption
-/// helps.
+/// Maximum number of waiting requests examined in one check. The check ends at the first request
+/// that gets hosts by preemption.
 const PREEMPTION_REQUESTS_MAX: usize = 32;
 
 /// State of suspended tasks and jobs.
 #[derive(Debug, Default)]
 pub(super) struct SuspensionState {
-    /// Suspended jobs, with the task that requested it.
+    /// Suspended jobs, each with the task that requested its suspension.
     jobs: BTreeMap<Tid, Tid>,
-    /// The suspended jobs may have running tasks.
+    /// True if suspended jobs may have running tasks, which must be suspended.
     recheck_jobs: bool,
-    /// Preempted tasks, and when they were suspended.
+    /// Preempted tasks, with the time of their suspension.
     preempted: BTreeMap<Tid, Micros>,
     /// Time of the last preemption check.
     checked_at: Option<Micros>,
-    /// A request has begun to wait since the last check.
+    /// True if a request has begun to wait since the last preemption check.
     new_waiter: bool,
 }
 
 impl SuspensionState {
-    /// Records the start of a task, or that its job became known.
+    /// Records that a task has started or that its job became known, so that suspended jobs are
+    /// checked for running tasks.
     pub(super) fn task_started(&mut self) {
         self.recheck_jobs |= !self.jobs.is_empty();
     }
@@ -49,7 +52,7 @@ impl SuspensionState {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Restores the suspensions in the history.
+    /// Restores the suspensions that the history contains.
     pub(super) fn restore_suspensions(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall_clock());
         let books = &self.history.writer.history;
@@ -65,9 +68,11 @@ impl<V: VmApi> Service<V> {
             match suspended.map(|s| (s.cause, s.since)) {
                 Some((SuspendCause::Preempted { .. }, since)) => {
                     let age = wall.since(since).min(now);
-                    self.suspensions.preempted.insert(tid, Micros(now.0 - age.0));
+                    self.suspensions
+                        .preempted
+                        .insert(tid, Micros(now.0 - age.0));
                 }
-                // The previous resource manager died while resuming this job.
+                // The previous resource manager ended before it had resumed all tasks of this job.
                 Some((cause @ SuspendCause::JobRequested { .. }, _))
                     if !self.suspensions.jobs.contains_key(&job) =>
                 {
@@ -78,7 +83,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Handles the event that a task was suspended or resumed.
+    /// Applies the event that a task was suspended or resumed.
     pub(super) fn suspension_changed(&mut self, tid: Tid, suspended: bool) {
         self.spawns.task_suspended(self.vm.now(), tid, suspended);
         if !suspended {
@@ -86,15 +91,16 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// The model may have dropped a task during its migration, and with it the suspension.
+    /// Marks a task as suspended again after a migration. The model may have removed the task
+    /// during the migration.
     pub(super) fn reapply_suspension(&mut self, tid: Tid) {
         if self.history.writer.history.is_suspended(tid) {
             self.model.task_suspended(tid, true);
         }
     }
 
-    /// Returns when [`Service::share`] is due, or when waiting requests are tried again without an
-    /// event.
+    /// Returns when the next preemption check ([`Service::preempt_and_resume`]) is due. It also retries waiting
+    /// requests. `None` if no request waits and no task is preempted.
     pub(super) fn preemption_due(&self) -> Option<Micros> {
         let wanted = !self.suspensions.preempted.is_empty() || self.spawns.waiting_count() > 0;
         let pause = if self.suspensions.new_waiter {
@@ -102,7 +108,11 @@ impl<V: VmApi> Service<V> {
         } else {
             PREEMPTION_INTERVAL
         };
-        wanted.then(|| self.suspensions.checked_at.map_or(Micros(0), |at| at + pause))
+        wanted.then(|| {
+            self.suspensions
+                .checked_at
+                .map_or(Micros(0), |at| at + pause)
+        })
     }
 
     /// Handles a request to suspend or resume a whole job.
@@ -132,8 +142,8 @@ impl<V: VmApi> Service<V> {
             }
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
-            // A daemon ignores a repeated request. When a job resumes, every suspended task must
-            // resume.
+            // Suspending a suspended task again is harmless, because its daemon ignores it. A
+            // resume must reach every task that the history lists as suspended.
             let is_suspended_now = self.model.is_suspended(tid)
                 || (!suspend && self.history.writer.history.is_suspended(tid));
             if self.suspensions.preempted.contains_key(&tid)
@@ -143,8 +153,9 @@ impl<V: VmApi> Service<V> {
                     SuspendCause::JobRequested { requested_by: by },
                 )
             {
-                // Otherwise the task would be resumed, or stay suspended, without its job at the
-                // end of the preemption.
+                // The task is preempted, so it also needs the job's suspension or resume as a cause
+                // of its own. Without it, the task would resume or stay suspended separately from
+                // its job when the preemption ends. So a failure is reported.
                 others.push((tid, error.to_string()));
                 continue;
             }
@@ -176,7 +187,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Suspends or resumes a task.
+    /// Orders the suspension or the resume of a task, and updates the model.
     fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, cause)?;
         self.model.task_suspended(tid, suspend);
@@ -185,8 +196,8 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// Suspends or resumes a task without a client that waits for the result. A task that has ended
-    /// is ignored; other errors are logged.
+    /// Suspends or resumes a task when no client waits for the result. Logs an error, unless the
+    /// task has ended.
     fn suspend_or_log(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) {
         if let Err(error) = self.suspend_task(tid, suspend, cause)
             && error.code != sempa_proto::PvmError::NoTask
@@ -196,7 +207,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Suspends tasks that started in suspended jobs.
+    /// Suspends running tasks of suspended jobs, for example tasks that have started since.
     pub(super) fn suspend_new_tasks(&mut self) {
         if !std::mem::take(&mut self.suspensions.recheck_jobs) {
             return;
@@ -212,27 +223,36 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Preempts tasks for the first waiting request that this helps, and resumes preempted tasks
-    /// for which there is room. Requests that find hosts without preemption have already been
-    /// placed. True if there may be room for waiting requests.
+    /// Makes a preemption check: preempts tasks for the first waiting request that gets hosts by
+    /// it. If there is none, resumes preempted tasks for which there is room. Returns true if tasks
+    /// were preempted, so that waiting requests should be retried.
+    ///
+    /// Requests that find hosts without preemption must have been placed before.
     pub(super) fn preempt_and_resume(&mut self, now: Micros) -> bool {
         (self.suspensions.checked_at, self.suspensions.new_waiter) = (Some(now), false);
         let books = &self.history.writer.history;
-        // A recent suspension may not be in the event log yet.
-        let counts =
-            |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < PREEMPTION_INTERVAL;
+        // The event log may not contain a recent suspension yet.
+        let counts = |tid: Tid, since: Micros| {
+            books.is_suspended(tid) || now.since(since) < PREEMPTION_INTERVAL
+        };
         self.suspensions
             .preempted
             .retain(|tid, since| counts(*tid, *since));
         if !self.options.policy.give_way {
             let why = "the policy has nobody give way any more".to_string();
-            for tid in self.suspensions.preempted.keys().copied().collect::<Vec<Tid>>() {
+            for tid in self
+                .suspensions
+                .preempted
+                .keys()
+                .copied()
+                .collect::<Vec<Tid>>()
+            {
                 self.end_preemption(tid, why.clone());
             }
             return false;
         }
         let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
-        // A request that cannot be helped does not prevent helping others.
+        // If preemption cannot help a request, the next ones are examined.
         let selections = spawns
             .waiting_for_hosts(now)
             .take(PREEMPTION_REQUESTS_MAX)

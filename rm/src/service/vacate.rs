@@ -1,12 +1,13 @@
-//! Vacates jobs: if a task must leave its host, no other host takes it, and the owner wants that,
-//! the whole job is checkpointed and ended. It restarts from the checkpoint when there is room.
+//! Vacates jobs. If a task must leave its host, no other host accepts it, and the owner requests
+//! it, then the whole job is checkpointed and ended. The job is restarted from the checkpoint when
+//! hosts have room for it.
 //!
-//! The daemons carry this out, and the event log reports the results, so a restarted resource
-//! manager continues from the history.
+//! The daemons make and restart the checkpoints, and the event log reports the results. A restarted
+//! resource manager therefore continues from the history.
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{EvictionPlan, could_ever_fit, assign_hosts};
+use crate::decide::{EvictionPlan, assign_hosts, could_ever_fit};
 use crate::store::history::vacated::{VACATED_MAX, VacatedJob};
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::RmReply;
@@ -15,23 +16,24 @@ use std::collections::BTreeMap;
 
 /// Delay before the next attempt after a checkpoint has failed.
 const VACATE_RETRY_DELAY: Micros = Micros::from_secs(60);
-/// Delay before the next attempt if another checkpoint was being made.
+/// Delay before the next attempt if another checkpoint of the job is in progress.
 const VACATE_BUSY_DELAY: Micros = Micros::from_secs(5);
-/// Time after which a missing answer is no longer awaited.
+/// Timeout for the result of a checkpoint or of a restart.
 const VACATE_ANSWER_TIMEOUT: Micros = Micros::from_secs(4 * 3600);
 /// Interval between checks whether there is room for a vacated job.
 const VACATED_CHECK_INTERVAL: Micros = Micros::from_secs(5);
-/// Delay before a failed restart is tried again. Doubles each time, up to [`RESTART_DELAY_MAX`].
+/// Delay before a failed restart is retried. Doubles each time, up to [`RESTART_DELAY_MAX`].
 const RESTART_DELAY_MIN: Micros = Micros::from_secs(10);
 const RESTART_DELAY_MAX: Micros = Micros::from_secs(600);
-/// Maximum number of restart attempts while there is room.
+/// Maximum number of failed restarts of a checkpoint. After them, it is not restarted
+/// automatically.
 const RESTART_TRIES_MAX: u32 = 20;
 
-/// Waiting time after which room is reserved for a vacated job, so that smaller jobs do not go
-/// first.
+/// Waiting time after which room is reserved for a vacated job, so that smaller jobs cannot be
+/// restarted before it.
 pub const VACATED_RESERVE_AFTER: Micros = Micros::from_secs(600);
 
-/// Retry state of one checkpoint.
+/// Retry state of the restart of one checkpoint.
 #[derive(Debug, Default)]
 struct RestartBackoff {
     next_try: Micros,
@@ -39,33 +41,45 @@ struct RestartBackoff {
     failures: u32,
 }
 
-/// State of vacated jobs that is not in the history.
+/// State of vacated jobs that the history does not contain.
 #[derive(Debug, Default)]
 pub(super) struct VacateState {
-    /// Jobs that are left alone until then: they are being checkpointed, or their checkpoint has
-    /// failed.
+    /// Jobs that must not be vacated before the given time, because their checkpoint is in progress
+    /// or has failed.
     paused_until: BTreeMap<Tid, Micros>,
     backoffs: BTreeMap<String, RestartBackoff>,
-    /// The checkpoint that is being restarted, and until when no other one is.
+    /// The checkpoint that is being restarted, and the time until which no other checkpoint is
+    /// restarted.
     restarting: Option<(String, Micros)>,
-    /// Since when each checkpoint has waited, as far as this resource manager has seen.
+    /// Time at which this resource manager first saw each checkpoint wait.
     waiting_since: BTreeMap<String, Micros>,
-    /// The checkpoint for which room is reserved.
+    /// The checkpoint whose reservation was logged last.
     reserved_for: Option<String>,
-    /// Tasks of the jobs that this resource manager has vacated or is vacating.
+    /// Tasks of each job that this resource manager has vacated or is vacating.
     tasks_by_job: BTreeMap<Tid, Vec<Tid>>,
-    /// Jobs that were cancelled while they were being checkpointed, with the requesting task.
+    /// Jobs whose restart was cancelled while they were being checkpointed, with the requesting
+    /// task.
     cancelled_by: BTreeMap<Tid, Tid>,
     next_check: Micros,
 }
 
 impl<V: VmApi> Service<V> {
-    /// Vacates the jobs of tasks that should leave but stay, where the owner wants that.
+    /// Vacates the jobs of tasks that should leave their host but stay, if the owner's terms
+    /// request it.
     pub(super) fn vacate_jobs(&mut self, now: Micros, decided: &EvictionPlan) {
         let snapshot = self.model.snapshot(now);
-        let staying = decided.staying.iter().filter(|stay| stay.vacates_job(snapshot));
+        let staying = decided
+            .staying
+            .iter()
+            .filter(|stay| stay.vacates_job(snapshot));
         let staying: Vec<_> = staying
-            .map(|stay| (stay.tid, snapshot.host_name(stay.host), stay.describe(snapshot)))
+            .map(|stay| {
+                (
+                    stay.tid,
+                    snapshot.host_name(stay.host),
+                    stay.describe(snapshot),
+                )
+            })
             .collect();
         self.vacating.paused_until.retain(|_, until| *until > now);
         let books = &self.history.writer.history;
@@ -79,12 +93,12 @@ impl<V: VmApi> Service<V> {
             .tasks_by_job
             .retain(|job, _| parking.paused_until.contains_key(job) || parked(*job));
         for (tid, host, why) in staying {
-            // Tasks of a partly running job stay paused where they are: messages between the job's
-            // tasks would be lost.
+            // If some tasks of the job have ended, the job is not vacated and its tasks stay
+            // paused: a restart from the checkpoint would lose messages between the job's tasks.
             let Some(job) = self.model.checkpoint_root(tid) else {
                 continue;
             };
-            // Holds also while the job's last tasks end.
+            // The history lists the job until its last tasks have ended.
             let is_parked = self
                 .history
                 .writer
@@ -92,9 +106,13 @@ impl<V: VmApi> Service<V> {
                 .vacated_jobs()
                 .any(|parked| parked.job == job);
             let full = self.history.writer.history.vacated_jobs().count() >= VACATED_MAX;
-            // The end of a migration is an event and triggers the next check. Tasks that a user has
-            // suspended must be resumed by that user.
-            if is_parked || full || self.vacating.paused_until.contains_key(&job) || self.model.is_job_busy(job)
+            // A job with a migrating task is skipped; the end of the migration is an event that
+            // triggers the next check. A job with suspended tasks is skipped, because its user must
+            // resume it.
+            if is_parked
+                || full
+                || self.vacating.paused_until.contains_key(&job)
+                || self.model.is_job_busy(job)
             {
                 continue;
             }
@@ -103,10 +121,12 @@ impl<V: VmApi> Service<V> {
                     self.log_note(format!(
                         "job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"
                     ));
-                    self.history
-                        .writer
-                        .history
-                        .record_vacate(self.vm.wall_clock(), job, (tid, host), why);
+                    self.history.writer.history.record_vacate(
+                        self.vm.wall_clock(),
+                        job,
+                        (tid, host),
+                        why,
+                    );
                     VACATE_ANSWER_TIMEOUT
                 }
                 Err(error) if error.code == PvmError::Already => VACATE_BUSY_DELAY,
@@ -126,7 +146,7 @@ impl<V: VmApi> Service<V> {
         self.decide_at = self.decide_at.into_iter().chain(again).min();
     }
 
-    /// Handles events about checkpoints and restarts.
+    /// Updates the retry state after events about checkpoints and restarts.
     pub(super) fn handle_vacate_event(&mut self, kind: &EventKind) {
         let (now, parking) = (self.vm.now(), &mut self.vacating);
         match kind {
@@ -142,7 +162,7 @@ impl<V: VmApi> Service<V> {
                 ..
             } => {
                 parking.paused_until.remove(job);
-                // The job's tasks must end first.
+                // The first restart is delayed until the job's tasks have ended.
                 parking.backoffs.insert(
                     set.clone(),
                     RestartBackoff {
@@ -163,7 +183,8 @@ impl<V: VmApi> Service<V> {
                 }) = parking.backoffs.get_mut(set)
                 {
                     *failures += 1;
-                    (*next_try, *delay) = (now + *delay, Micros(delay.0 * 2).min(RESTART_DELAY_MAX));
+                    (*next_try, *delay) =
+                        (now + *delay, Micros(delay.0 * 2).min(RESTART_DELAY_MAX));
                 }
             }
             EventKind::Restarted {
@@ -186,7 +207,8 @@ impl<V: VmApi> Service<V> {
             .map(|_| self.vacating.next_check)
     }
 
-    /// Restarts the vacated job that has waited longest and for which there is room, one at a time.
+    /// Restarts at most one vacated job: of those for which there is room, the one that has waited
+    /// longest.
     pub(super) fn restart_vacated(&mut self, now: Micros) {
         if self.vacating.next_check > now {
             return;
@@ -227,8 +249,11 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns the longest waiting checkpoint for which there is room, and the host of each of its
-    /// tasks. Reserves room for the first one that has waited very long, unless it could never fit.
+    /// Returns the checkpoint to restart, with the host of each of its tasks: of those for which
+    /// there is room, the one that has waited longest.
+    ///
+    /// If a checkpoint has waited for [`VACATED_RESERVE_AFTER`] and room for it is possible, its room is
+    /// reserved: later ones must not use it.
     fn next_restartable(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (books, parking) = (&self.history.writer.history, &mut self.vacating);
         parking
@@ -237,7 +262,10 @@ impl<V: VmApi> Service<V> {
         let snapshot = self.model.snapshot(now);
         let (mut reserved, mut found): (Option<&VacatedJob>, _) = (None, None);
         for parked in books.vacated_jobs() {
-            let since = *parking.waiting_since.entry(parked.checkpoint.clone()).or_insert(now);
+            let since = *parking
+                .waiting_since
+                .entry(parked.checkpoint.clone())
+                .or_insert(now);
             if found.is_some()
                 || parking
                     .backoffs
@@ -246,10 +274,22 @@ impl<V: VmApi> Service<V> {
             {
                 continue;
             }
-            let VacatedJob { tasks, programs: kinds, .. } = parked;
-            match assign_hosts(snapshot, *tasks, kinds, reserved.map(|first| &first.programs[..])) {
+            let VacatedJob {
+                tasks,
+                programs: kinds,
+                ..
+            } = parked;
+            match assign_hosts(
+                snapshot,
+                *tasks,
+                kinds,
+                reserved.map(|first| &first.programs[..]),
+            ) {
                 Some(places) => {
-                    let hosts = places.iter().map(|host| snapshot.host_name(*host)).collect();
+                    let hosts = places
+                        .iter()
+                        .map(|host| snapshot.host_name(*host))
+                        .collect();
                     found = Some((parked.checkpoint.clone(), hosts));
                 }
                 None if reserved.is_none()
@@ -266,7 +306,8 @@ impl<V: VmApi> Service<V> {
         found
     }
 
-    /// Logs the reservation for a checkpoint once.
+    /// Logs the reservation for a checkpoint, unless the last logged one was for the same
+    /// checkpoint.
     fn log_vacated_reservation(&mut self, kept: Option<(String, Tid)>) {
         let Some((set, job)) = kept else { return };
         if self.vacating.reserved_for.as_ref() == Some(&set) {
@@ -279,7 +320,7 @@ impl<V: VmApi> Service<V> {
         self.vacating.reserved_for = Some(set);
     }
 
-    /// Handles a request not to restart a vacated job.
+    /// Handles a request of task `by` not to restart the vacated job that contains task `task_id`.
     pub(super) fn cancel_restart(&mut self, by: Tid, tid: Tid) -> RmReply {
         let job_of_task = self
             .vacating
@@ -288,16 +329,29 @@ impl<V: VmApi> Service<V> {
             .find(|(_, tasks)| tasks.contains(&tid))
             .map(|(job, _)| *job);
         let books = &self.history.writer.history;
-        let parked = books.vacated_job_of(tid).or_else(|| books.vacated_job_of(job_of_task?));
-        let Some(VacatedJob { job, checkpoint: set, .. }) = parked.cloned() else {
-            let being_vacated = job_of_task.filter(|job| self.vacating.paused_until.contains_key(job));
-            self.vacating.cancelled_by.extend(being_vacated.map(|job| (job, by)));
+        let parked = books
+            .vacated_job_of(tid)
+            .or_else(|| books.vacated_job_of(job_of_task?));
+        let Some(VacatedJob {
+            job,
+            checkpoint: set,
+            ..
+        }) = parked.cloned()
+        else {
+            let being_vacated =
+                job_of_task.filter(|job| self.vacating.paused_until.contains_key(job));
+            self.vacating
+                .cancelled_by
+                .extend(being_vacated.map(|job| (job, by)));
             return RmReply::NotFound;
         };
         let (now, starting) = (self.vm.now(), self.vacating.restarting.as_ref());
         let starting = starting.is_some_and(|(other, until)| *other == set && *until > now);
         if !starting {
-            self.history.writer.history.remove_vacated(|parked| parked.checkpoint == set);
+            self.history
+                .writer
+                .history
+                .remove_vacated(|parked| parked.checkpoint == set);
             self.vacating.backoffs.remove(&set);
             self.log_note(format!(
                 "job {job} is not started again ({by} wants it so); its checkpoint {set} stays"
@@ -310,7 +364,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Gives up checkpoints whose restart has failed too often; a user can still restart them.
+    /// Stops restarting checkpoints after [`RESTART_TRIES_MAX`] failures. A user can still restart them.
     fn drop_failed_restarts(&mut self) {
         let hopeless = |tried: &RestartBackoff| tried.failures >= RESTART_TRIES_MAX;
         let sets: Vec<String> = self
@@ -322,7 +376,10 @@ impl<V: VmApi> Service<V> {
             .collect();
         for set in sets {
             self.vacating.backoffs.remove(&set);
-            self.history.writer.history.remove_vacated(|parked| parked.checkpoint == set);
+            self.history
+                .writer
+                .history
+                .remove_vacated(|parked| parked.checkpoint == set);
             self.log_note(format!(
                 "checkpoint {set} could not be started {RESTART_TRIES_MAX} times and is not tried any more; 'pvm restart {set}' does"
             ));

@@ -1,6 +1,6 @@
-//! Requests that are refused on arrival, and what is logged about them. A program that repeats its
-//! request does not flood the event log: the same refusal is logged once per interval, and the
-//! number of logged refusals is limited.
+//! Requests that are refused when they arrive, and the log entries about them. So that a program
+//! that repeats its request cannot flood the event log, the same refusal is logged once per
+//! interval, and the total number of logged refusals is limited.
 
 use super::{SpawnIncoming, SpawnOutput, Spawns};
 use bytes::Bytes;
@@ -9,12 +9,12 @@ use sempa_proto::rm::{PlacementAttempt, PlacementRule};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// Interval within which the same refusal of the same task is logged once.
+/// Interval in which the same refusal of the same task is logged only once.
 pub const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(60);
-/// Maximum number of refusals that are logged within that interval.
+/// Maximum number of refusals that are logged within [`REFUSAL_LOG_INTERVAL`].
 pub const REFUSALS_LOGGED_MAX: usize = 64;
 
-/// Recently logged refusals, by task and error.
+/// Time of recently logged refusals, by task and error code.
 #[derive(Debug, Default)]
 pub(super) struct RefusalLog(BTreeMap<(Tid, i32), Micros>);
 
@@ -46,7 +46,7 @@ fn error_body(error: PvmError) -> Bytes {
 }
 
 impl Spawns {
-    /// Answers a request with an error only.
+    /// Answers a request with an error. Nothing is logged.
     pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
         self.outputs.push_back(SpawnOutput::Reply {
             to,
@@ -56,14 +56,27 @@ impl Spawns {
     }
 
     /// Answers a request with an error and logs why.
-    pub fn refuse_and_log(&mut self, now: Micros, from: &SpawnIncoming, error: PvmError, why: String) {
+    pub fn refuse_and_log(
+        &mut self,
+        now: Micros,
+        from: &SpawnIncoming,
+        error: PvmError,
+        why: String,
+    ) {
         self.refuse(from.requester, from.wid, error);
-        if !self.refusals.should_log(now, (from.requester, error.code())) {
+        if !self
+            .refusals
+            .should_log(now, (from.requester, error.code()))
+        {
             return;
         }
         let note = from.failure_event(error, &why);
-        self.outputs
-            .push_back(from.decision_output(Vec::new(), Some(error), from.waited, vec![limit_attempt(why)]));
+        self.outputs.push_back(from.decision_output(
+            Vec::new(),
+            Some(error),
+            from.waited,
+            vec![limit_attempt(why)],
+        ));
         self.outputs.push_back(SpawnOutput::LogEvent(note));
     }
 }

@@ -1,36 +1,38 @@
 //! Requests that wait for a host, and the reservation for one of them.
 
 use super::refusals::limit_attempt;
-use super::{SpawnIncoming, SpawnOutput, Spawns, tasks_held, add_attempt};
-use crate::decide::{FairShare, RESERVE_AFTER, QueuedRequest};
+use super::{SpawnIncoming, SpawnOutput, Spawns, add_attempt, tasks_held};
+use crate::decide::{FairShare, QueuedRequest, RESERVE_AFTER};
 use crate::store::history::PROGRAM_BYTES_MAX;
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::WaitingSpawn;
 use sempa_proto::text::truncate;
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
-/// Maximum size of the kept explanation why a request waits, in bytes.
+/// Maximum size in bytes of the stored reason why a request waits.
 const WAIT_REASON_BYTES_MAX: usize = 1024;
 
-/// Reservation for a request that has waited long.
+/// Reservation for a request that has waited for a long time.
 #[derive(Debug)]
 pub(super) struct Reservation {
     pub(super) number: u64,
     pub(super) user: u32,
-    /// User and job of the request, if it waits until one of them has fewer tasks.
+    /// User and job of the request, if it waits because one of them has reached its limit.
     limited_by: Option<(u32, Tid)>,
-    /// Hosts that other requests do not get.
+    /// Reserved hosts, which other requests do not get.
     pub(super) hosts: Vec<HostId>,
 }
 
 impl Reservation {
-    /// True if this user goes first, so the reservation does not hold against the user. Otherwise a
-    /// user with a high index could wait for everything that is freed for others.
+    /// True if `default_user` has a lower index than the user of the reservation. Requests of `default_user` ignore
+    /// the reservation then. Otherwise a user with a high index could reserve every host that
+    /// becomes free for users with lower ones.
     fn yields_to(&self, now: Micros, fair: &FairShare, user: u32) -> bool {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
 
-    /// True if the reservation holds against this request of this user.
+    /// True if the reservation applies to request `number` of `default_user`, so that this request must not
+    /// use the reserved hosts.
     pub(super) fn excludes(
         &self,
         now: Micros,
@@ -40,16 +42,17 @@ impl Reservation {
         self.number != number && !self.yields_to(now, fair, user)
     }
 
-    /// True if other requests of this user or job must wait until the reserved one is within its
-    /// limit.
+    /// True if a request of this user or job must wait because the reserved request waits for a
+    /// limit of the same user or job.
     fn blocks_others_of(&self, user: u32, job: Tid) -> bool {
-        self.limited_by.is_some_and(|by| by.0 == user || by.1 == job)
+        self.limited_by
+            .is_some_and(|by| by.0 == user || by.1 == job)
     }
 }
 
 impl Spawns {
-    /// Checks the limits before a placement. True if a limit prevents it. The request then waits,
-    /// or is refused: immediately if it asks for more than is ever allowed.
+    /// Checks the limits before a placement. Returns true if a limit prevents it. In that case the
+    /// request waits or, if its waiting time is over or it could never be allowed, is refused.
     pub(super) fn check_limits(&mut self, now: Micros, number: u64) -> bool {
         let Some(spawn) = self.pending.get_mut(&number) else {
             return false;
@@ -88,7 +91,8 @@ impl Spawns {
         true
     }
 
-    /// Describes the reservation of this host, if there is one.
+    /// Returns a sentence that describes the reservation of this host; `None` if the host is not
+    /// reserved.
     pub fn describe_reservation(&self, host: HostId) -> Option<String> {
         let kept = self
             .reservation
@@ -105,8 +109,8 @@ impl Spawns {
         ))
     }
 
-    /// Reserves room for a request that has waited long, until it is placed or stops waiting. There
-    /// is at most one reservation.
+    /// Makes the reservation for a request that has waited for a long time. It ends when the
+    /// request is placed or stops waiting. There is at most one reservation.
     pub(super) fn reserve_for(
         &mut self,
         now: Micros,
@@ -127,7 +131,10 @@ impl Spawns {
             requester: src,
             ..
         } = spawn.from;
-        let kept = self.reservation.as_ref().filter(|kept| kept.number != number);
+        let kept = self
+            .reservation
+            .as_ref()
+            .filter(|kept| kept.number != number);
         let is_for_another =
             kept.is_some_and(|kept| !kept.yields_to(now, &self.fair, spawn.from.user));
         if now.since(spawn.began_at) + waited < RESERVE_AFTER || is_for_another {
@@ -135,11 +142,15 @@ impl Spawns {
         }
         let hosts = hosts();
         if hosts.is_empty() && limited.is_none() {
-            // All hosts together are not enough, even without other tasks.
+            // All hosts together have too little room for the request, even without other tasks.
             self.reservation = None;
             return;
         }
-        if self.reservation.as_ref().is_none_or(|kept| kept.number != number) {
+        if self
+            .reservation
+            .as_ref()
+            .is_none_or(|kept| kept.number != number)
+        {
             let (count, file) = (spawn.unplaced.len(), &request.file);
             let what = if limited.is_some() {
                 "its user's and its job's others wait until it is"
@@ -150,7 +161,8 @@ impl Spawns {
                 "{count} {file} for {src} have waited {} s for places: {what}",
                 RESERVE_AFTER.0 / 1_000_000
             );
-            self.outputs.push_back(SpawnOutput::LogEvent(EventKind::Note { text }));
+            self.outputs
+                .push_back(SpawnOutput::LogEvent(EventKind::Note { text }));
         }
         self.reservation = Some(Reservation {
             number,
@@ -160,12 +172,14 @@ impl Spawns {
         });
     }
 
-    /// Lets a request wait for a host. If the queue is full, the next attempt refuses the request.
+    /// Queues a request until a host is free. If the queue is full, ends its waiting time, so that
+    /// the next placement refuses it.
     pub(super) fn enqueue(&mut self, now: Micros, number: u64, tasks: Vec<usize>, why: String) {
         let Some(spawn) = self.pending.get_mut(&number) else {
             return;
         };
-        (spawn.unplaced, spawn.wait_reason) = (tasks, truncate(&why, WAIT_REASON_BYTES_MAX).to_string());
+        (spawn.unplaced, spawn.wait_reason) =
+            (tasks, truncate(&why, WAIT_REASON_BYTES_MAX).to_string());
         let SpawnIncoming {
             user,
             job,
@@ -186,8 +200,9 @@ impl Spawns {
         ) {
             Ok(()) => {
                 self.waiting.insert(number);
-                // The next resource manager receives the request as a whole, so none of its tasks
-                // may have been started. On a lost host, some may have been.
+                // The task may send the request again to another resource manager, which would
+                // start all of its tasks. So it is notified only if none of them can have been
+                // started, which includes tasks on lost hosts.
                 let under_way = self.orders.values().any(|order| order.spawn == number);
                 if !spawn.wait_notified
                     && !under_way
@@ -210,7 +225,7 @@ impl Spawns {
         }
     }
 
-    /// Queues all waiting requests for a placement after a change, in the order of service.
+    /// After a change, queues all waiting requests for placement, in the order of service.
     pub fn retry_waiting(&mut self, now: Micros) {
         for QueuedRequest { number, .. } in self.fair.drain_queue(now) {
             self.waiting.remove(&number);
@@ -229,9 +244,9 @@ impl Spawns {
         self.waiting.len()
     }
 
-    /// Returns the oldest request of each user that waits for free hosts, in the order of service,
-    /// with the number of missing hosts and the hosts that are reserved for other requests.
-    /// Requests that wait for a limit are left out.
+    /// Returns requests that wait for free hosts: the oldest one of each user, in the order of
+    /// service. Each comes with the number of tasks without a host, and the hosts that are reserved
+    /// for other requests. Requests that wait for a limit are not included.
     pub fn waiting_for_hosts(
         &self,
         now: Micros,

@@ -1,13 +1,16 @@
 //! Converts decisions to the types in which they are stored and sent.
 
-use crate::decide::{self, PredictionOutcome, Placement, ExclusionReason, Rebalance, Snapshot, StayDecision, StayReason, PlacementReason};
+use crate::decide::{
+    self, ExclusionReason, Placement, PlacementReason, PredictionOutcome, Rebalance, Snapshot,
+    StayDecision, StayReason,
+};
 use sempa_proto::rm::{
     DecisionKind, HostState, MigrationBenefit, PlacementAttempt, PlacementRule, REJECTED_HOSTS_MAX,
     RejectedHost, RejectionReason,
 };
 use sempa_proto::{HostId, Tid};
 
-/// Converts an attempt to place tasks.
+/// Converts the result of a placement to its stored form.
 pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> PlacementAttempt {
     let choice = match &placement.reason {
         PlacementReason::HostNamed { .. } => PlacementRule::HostRequested,
@@ -18,7 +21,9 @@ pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> Placemen
         },
         PlacementReason::Rank { .. } => PlacementRule::Rank,
         PlacementReason::SameHost { .. } => PlacementRule::SameHost,
-        PlacementReason::ChooserSelected { .. } | PlacementReason::ChooserFailed { .. } => PlacementRule::ExternalPolicy,
+        PlacementReason::ChooserSelected { .. } | PlacementReason::ChooserFailed { .. } => {
+            PlacementRule::ExternalPolicy
+        }
         PlacementReason::InvalidConstraints(_) => PlacementRule::InvalidConstraints,
         PlacementReason::NoSuchHost => PlacementRule::NoSuchHost,
         PlacementReason::NoneAvailable => PlacementRule::NoHostFree,
@@ -31,7 +36,7 @@ pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> Placemen
     }
 }
 
-/// Converts the first excluded hosts.
+/// Converts excluded hosts to their stored form. Only the first ones are included.
 pub fn unused_hosts(excluded: &decide::Exclusions, snapshot: &Snapshot) -> Vec<RejectedHost> {
     let one = |(host, why): &(HostId, ExclusionReason)| RejectedHost {
         host: snapshot.host_name(*host),
@@ -42,7 +47,9 @@ pub fn unused_hosts(excluded: &decide::Exclusions, snapshot: &Snapshot) -> Vec<R
 
 fn exclusion(why: &ExclusionReason) -> RejectionReason {
     match why {
-        ExclusionReason::OtherHost | ExclusionReason::Complement => RejectionReason::OtherHostRequested,
+        ExclusionReason::OtherHost | ExclusionReason::Complement => {
+            RejectionReason::OtherHostRequested
+        }
         ExclusionReason::OtherArch { has } => RejectionReason::Arch { has: has.clone() },
         ExclusionReason::OwnerPresent { why } => RejectionReason::Owner { why: why.clone() },
         ExclusionReason::Unmet { condition, has } => RejectionReason::ConstraintViolated {
@@ -56,12 +63,13 @@ fn exclusion(why: &ExclusionReason) -> RejectionReason {
     }
 }
 
-/// Returns the current state of a host for an answer. `drained`: task that requested a drain.
+/// Returns the current state of a host for a reply. `drained`: task that requested its drain.
 pub fn host_state(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostState {
     let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
         return HostState::Gone;
     };
-    let why = decide::general_exclusion(snapshot, id).filter(|why| !matches!(why, ExclusionReason::Drained { .. }));
+    let why = decide::general_exclusion(snapshot, id)
+        .filter(|why| !matches!(why, ExclusionReason::Drained { .. }));
     if why.is_some() || drained.is_some() {
         return HostState::Excluded {
             why: why.as_ref().map(exclusion),
@@ -71,7 +79,7 @@ pub fn host_state(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>)
     HostState::Used(decide::host_restrictions(snapshot, id))
 }
 
-/// Converts the decision that a guest stays.
+/// Converts the decision that a guest stays to its stored form.
 pub fn stay_decision(stay: &StayDecision, snapshot: &Snapshot) -> DecisionKind {
     let not_used = match &stay.reason {
         StayReason::NoHost { excluded } => unused_hosts(excluded, snapshot),
@@ -85,8 +93,11 @@ pub fn stay_decision(stay: &StayDecision, snapshot: &Snapshot) -> DecisionKind {
     }
 }
 
-/// Converts the result of a rebalancing migration.
-pub fn rebalance_outcome(outcome: &PredictionOutcome, name: impl Fn(HostId) -> String) -> DecisionKind {
+/// Converts the result of a rebalancing migration to its stored form.
+pub fn rebalance_outcome(
+    outcome: &PredictionOutcome,
+    name: impl Fn(HostId) -> String,
+) -> DecisionKind {
     let pair = |(gain, cost)| MigrationBenefit { gain, cost };
     let PredictionOutcome {
         tid,

@@ -2,11 +2,11 @@
 //! disk.
 //!
 //! A batch is one transaction. While one is being written, further changes accumulate in the
-//! history. The queue between them therefore has one slot, and the amount of unwritten changes is
-//! bounded by the history's own limits.
+//! history. The queue to the thread therefore has one slot, and the limits of the history bound the
+//! amount of unwritten changes.
 //!
-//! A file that cannot be read is moved aside and reported: running without old history is better
-//! than not running.
+//! A file that cannot be read is renamed and reported, and the history starts empty: the resource
+//! manager must start in any case.
 
 use super::history::{Batch, Table};
 use redb::{Database, DatabaseError, ReadableTable, TableDefinition};
@@ -18,21 +18,22 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
-/// Version of the tables and their entries. A file with another version is moved aside.
+/// Version of the tables and their entries. A file with another version is renamed and replaced by
+/// an empty one.
 pub const SCHEMA_VERSION: u64 = 6;
-/// Maximum size of the database's page cache.
+/// Maximum size of the database's page cache in bytes.
 const CACHE_BYTES_MAX: usize = 8 << 20;
-/// Size above which the writer thread compacts the file.
+/// Minimum size in bytes at which the writer thread compacts the file.
 const COMPACT_BYTES_MIN: u64 = 64 << 20;
-/// Maximum size of the file, except until the next compaction. The history's contents are a
+/// Size in bytes at which the file is compacted at the latest. The content of the history is a
 /// fraction of it.
 pub const FILE_BYTES_MAX: u64 = 256 << 20;
-/// Time for which another process may still use the file: the previous resource manager may just
-/// have been killed.
+/// Timeout for another process to close the file. The previous resource manager may have been
+/// killed shortly before.
 const IN_USE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval between checks whether the file is still in use.
+/// Poll interval while the file is in use, or while the last batch is being written.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time that closing waits for the last batch.
+/// Timeout for the last batch when the store is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
@@ -52,15 +53,15 @@ pub enum StoreError {
     /// Another process has the file open.
     #[error("{0} is in use by another resource manager; nothing is remembered here")]
     InUse(PathBuf),
-    /// The file can neither be read nor moved aside.
+    /// The file cannot be read, and cannot be renamed either.
     #[error(
         "{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered"
     )]
     CannotMoveAside {
         path: PathBuf,
-        /// Why it cannot be read.
+        /// Why the file cannot be read.
         why: String,
-        /// Why it cannot be moved aside.
+        /// Why the file cannot be renamed.
         source: std::io::Error,
     },
     /// A new file cannot be created.
@@ -73,13 +74,13 @@ pub enum StoreError {
 pub struct OpenedHistory {
     /// Handle for writing to the file.
     pub store: HistoryFile,
-    /// Entries by table and key.
+    /// Stored entries as (table, key, value).
     pub entries: Vec<(Table, u64, Vec<u8>)>,
-    /// Note that an unreadable file was moved aside, and why.
+    /// Note that an unreadable file was renamed, with the reason.
     pub moved_aside: Option<String>,
 }
 
-/// Handle of the writer thread.
+/// Handle of the thread that writes the file.
 #[derive(Debug)]
 pub struct HistoryFile {
     batches: Option<SyncSender<Batch>>,
@@ -123,9 +124,10 @@ fn unusable<E: std::fmt::Display>(error: E) -> OpenFailure {
 
 type Entries = Vec<(Table, u64, Vec<u8>)>;
 
-/// Opens or creates the database and reads all of it.
+/// Opens or creates the database and reads all its entries.
 fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
-    // Created here first, because the database would make it readable for everyone.
+    // The file is created here with private permissions, because the database would create it
+    // readable for everyone.
     OpenOptions::new()
         .create(true)
         .append(true)
@@ -152,7 +154,9 @@ fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     }
     let mut entries = Vec::new();
     for sheet in Table::ALL {
-        let table = begin.open_table(table_definition(sheet)).map_err(unusable)?;
+        let table = begin
+            .open_table(table_definition(sheet))
+            .map_err(unusable)?;
         for entry in table.iter().map_err(unusable)? {
             let (key, value) = entry.map_err(unusable)?;
             entries.push((sheet, key.value(), value.value().to_vec()));
@@ -162,13 +166,13 @@ fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     Ok((db, entries))
 }
 
-/// Opens the database, waiting for a previous user of the file. A panic of the database code on a
-/// damaged file counts as an error.
+/// Opens the database. Waits while another process uses it, up to [`IN_USE_TIMEOUT`]. If the database
+/// code panics on a damaged file, that counts as an error.
 fn open_and_read_guarded(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     let until = Instant::now() + IN_USE_TIMEOUT;
     loop {
-        let read =
-            std::panic::catch_unwind(|| open_and_read(path)).unwrap_or_else(|_| Err(unusable("it is damaged")));
+        let read = std::panic::catch_unwind(|| open_and_read(path))
+            .unwrap_or_else(|_| Err(unusable("it is damaged")));
         match read {
             Err(OpenFailure::InUse) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
             other => return other,
@@ -177,10 +181,11 @@ fn open_and_read_guarded(path: &Path) -> Result<(Database, Entries), OpenFailure
 }
 
 impl HistoryFile {
-    /// Opens the file `name` in a directory, which is created if necessary.
+    /// Opens the history file `name` in a directory. Creates the directory if necessary.
     ///
     /// # Errors
-    /// The history cannot be stored. A damaged or foreign file is not an error: it is moved aside.
+    /// The history cannot be stored. A damaged file, or a file of another version, is not an error:
+    /// it is renamed and replaced.
     pub fn open(dir: &Path, name: &str) -> Result<OpenedHistory, StoreError> {
         let path = dir.join(name);
         if !dir.is_dir() {
@@ -208,7 +213,9 @@ impl HistoryFile {
                 match open_and_read_guarded(&path) {
                     Ok(read) => read,
                     Err(OpenFailure::InUse) => return Err(StoreError::InUse(path)),
-                    Err(OpenFailure::Unusable(why)) => return Err(StoreError::CannotCreate { path, why }),
+                    Err(OpenFailure::Unusable(why)) => {
+                        return Err(StoreError::CannotCreate { path, why });
+                    }
                 }
             }
         };
@@ -226,10 +233,11 @@ impl HistoryFile {
         })
     }
 
-    /// Hands a batch to the writer.
+    /// Passes a batch to the writer thread.
     ///
     /// # Errors
-    /// Returns the batch if the previous one is still being written; the caller must try again.
+    /// Returns the batch if the thread has not accepted the previous one. The caller must try
+    /// again.
     pub fn write(&self, batch: Batch) -> Result<(), Batch> {
         let Some(batches) = &self.batches else {
             return Ok(());
@@ -240,12 +248,13 @@ impl HistoryFile {
         }
     }
 
-    /// Returns an error of writing since the last call.
+    /// Returns an error of the writer thread that was not returned before.
     pub fn take_error(&self) -> Option<String> {
         self.errors.try_recv().ok()
     }
 
-    /// Writes the last batch and closes the file.
+    /// Passes the last batch to the writer thread and waits until it is written, at most two
+    /// seconds.
     pub fn close(mut self, last: Batch) {
         if let Some(batches) = self.batches.take()
             && batches.send(last).is_ok()
@@ -259,7 +268,7 @@ impl HistoryFile {
     }
 }
 
-/// Returns the path to which an unusable file is moved: in the same directory, with the time.
+/// Returns the new path of a file that cannot be read. It contains the current time.
 fn aside_path(path: &Path) -> PathBuf {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -269,8 +278,13 @@ fn aside_path(path: &Path) -> PathBuf {
     path.with_file_name(format!("{name}.broken-{now}"))
 }
 
-/// The writer thread: one transaction for each batch.
-fn run_writer(mut db: Database, path: &Path, queue: &Receiver<Batch>, report_error: &SyncSender<String>) {
+/// Runs in the writer thread: writes each batch in one transaction, until the handle is closed.
+fn run_writer(
+    mut db: Database,
+    path: &Path,
+    queue: &Receiver<Batch>,
+    report_error: &SyncSender<String>,
+) {
     let (mut told, mut compact_at) = (false, COMPACT_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
         match write(&db, &batch) {
@@ -278,7 +292,8 @@ fn run_writer(mut db: Database, path: &Path, queue: &Receiver<Batch>, report_err
                 told = false;
                 compact_at = compact_if_large(&mut db, path, compact_at);
             }
-            // A repeated error is not reported again; later batches are still tried.
+            // An error that follows another one is not reported. Writing continues with the next
+            // batch.
             Err(_) if told => {}
             Err(error) => {
                 told = true;
@@ -288,14 +303,14 @@ fn run_writer(mut db: Database, path: &Path, queue: &Receiver<Batch>, report_err
     }
 }
 
-/// Compacts the file if it is larger than `at`. Returns the size above which the next compaction is
-/// worthwhile.
+/// Compacts the file if it is larger than `at` bytes. Returns the size at which the next compaction
+/// is due.
 fn compact_if_large(db: &mut Database, path: &Path, at: u64) -> u64 {
     let length = || path.metadata().map_or(0, |meta| meta.len());
     if length() <= at {
         return at;
     }
-    // If the compaction fails, writing continues, and a later one may succeed.
+    // A failed compaction is ignored, because the file can be written without it.
     drop(db.compact());
     (length() / 2 * 3).clamp(COMPACT_BYTES_MIN, FILE_BYTES_MAX)
 }

@@ -1,19 +1,19 @@
-//! The history as a value: usage, decisions and learned values.
+//! The history in memory: usage, decisions and learned values.
 //!
-//! It receives each entry of the event log exactly once, and decisions. [`Books::batch`] returns
-//! the changes since the last batch, together with the position in the event log up to which it was
-//! read. A batch is written completely or not at all. After a crash, reading continues in the event
-//! log at that position, so nothing is counted twice or left out.
+//! The history applies each entry of the event log exactly once. [`History::take_batch`] returns the
+//! changes since the last batch, including the position up to which the event log was applied. A
+//! batch is written completely or not at all. After a crash, reading continues in the event log at
+//! the stored position, so no entry is applied twice or skipped.
 //!
-//! Every table has a limit. The oldest entries are dropped first; the sums of users stay.
+//! Every table has a maximum size. If it is exceeded, the oldest entries are dropped. The totals of
+//! users include dropped entries.
 
 mod events;
-pub mod vacated;
 mod size_limits;
+pub mod vacated;
 
 pub use size_limits::{ATTEMPTS_MAX, DECISIONS_BYTES_MAX, PROGRAM_BYTES_MAX};
 
-use vacated::VacatedJob;
 use sempa_proto::event::Event;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
@@ -25,8 +25,9 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, Tid, frame};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use vacated::VacatedJob;
 
-/// Maximum number of users with sums. Beyond it, the user with the oldest change is dropped.
+/// Maximum number of users with totals. Beyond it, the user with the oldest change is dropped.
 pub const USERS_MAX: usize = 16_384;
 /// Maximum number of jobs.
 pub const JOBS_MAX: usize = 8_192;
@@ -36,24 +37,24 @@ pub const TASKS_MAX: usize = 65_536;
 pub const DECISIONS_MAX: usize = 20_000;
 /// Tolerance for differing clocks of hosts.
 const CLOCK_TOLERANCE: Micros = Micros::from_secs(1);
-/// Maximum number of tasks that were started from a command line and have no children, and so are
-/// not jobs yet. The oldest are dropped.
+/// Maximum number of tasks that were started from a command line and have no children. Such a task
+/// is not a job yet. Beyond it, the oldest is dropped.
 const CHILDLESS_MAX: usize = 4_096;
 
-/// A table of the history. Keys are consecutive numbers for jobs, tasks, decisions and vacated
-/// jobs; for the other tables, ids of users, hosts or tasks.
+/// A table of the history. The keys are consecutive numbers for jobs, tasks, decisions and vacated
+/// jobs. For the other tables they are ids of users, hosts or tasks, unless noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
-    /// The position in the event log, with key 0.
+    /// The position in the event log. The only key is 0.
     LogPosition,
     Users,
     Jobs,
     Tasks,
     Decisions,
-    /// Learned values, in the encoding of their kind; keys are the kinds.
+    /// Learned values, each in an encoding of its own. The key identifies the kind of value.
     Learned,
     Hosts,
-    /// Start times of childless tasks from a command line.
+    /// Tasks from a command line without children: start time and user, by tid.
     Childless,
     /// Hosts that are being drained.
     Drains,
@@ -76,30 +77,30 @@ impl Table {
     ];
 }
 
-/// One change to write.
+/// One change that must be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
     pub table: Table,
     pub key: u64,
-    /// The new value; `None` deletes the entry.
+    /// The new value. `None` deletes the entry.
     pub value: Option<Vec<u8>>,
 }
 
 /// Changes that are written together.
 pub type Batch = Vec<Change>;
 
-/// Position up to which the event log was read: number, time and host of the last entry. Time and
-/// host distinguish the logs of different virtual machines.
+/// Position up to which the event log was applied: number, time and host of the last entry. Time
+/// and host show whether an event log belongs to the same virtual machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogPosition {
-    /// Number of the entry; 0 if none was read.
+    /// Number of the last entry; 0 if no entry was applied.
     pub number: u64,
     pub at: Micros,
     pub host: u16,
 }
 
 impl LogPosition {
-    /// Returns the position after an entry.
+    /// Returns the position after `event`.
     pub fn after(event: &Event) -> LogPosition {
         LogPosition {
             number: event.number,
@@ -109,13 +110,13 @@ impl LogPosition {
     }
 }
 
-/// Sums and index of a user.
+/// Totals of a user, and the user's Up-Down index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct UserSums {
     sums: UsageTotals,
-    /// Time of the last change of the sums.
+    /// Time of the last change of the totals.
     changed_at: Micros,
-    /// The user's index, and its time.
+    /// The user's Up-Down index at the time `indexed_at`.
     index: f64,
     indexed_at: Micros,
 }
@@ -130,24 +131,26 @@ pub struct History {
     decisions: BTreeMap<u64, Decision>,
     learned: BTreeMap<u64, Vec<u8>>,
     last_number: u64,
-    /// The newest job and task with each tid. Tids are reused in another virtual machine.
+    /// Number of the newest job with each tid. A tid may occur several times, because virtual
+    /// machines reuse tids.
     job_numbers: HashMap<Tid, u64>,
+    /// Number of the newest task with each tid.
     task_numbers: HashMap<Tid, u64>,
     hosts: BTreeMap<HostId, String>,
-    /// Start times and users of childless tasks from a command line.
+    /// Start time and user of each task from a command line without children.
     childless: BTreeMap<Tid, (Micros, u32)>,
-    /// Draining hosts, with the requesting task and the time of day when they must be empty.
+    /// Hosts that are being drained, with the requesting task and the deadline as time of day.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
     vacated: BTreeMap<u64, VacatedJob>,
     decision_bytes: size_limits::DecisionSizes,
     dirty: BTreeSet<(Table, u64)>,
-    /// User of tasks about which nothing else is known.
+    /// User to whom tasks belong if their user is not known.
     own_user: u32,
     own_task: Tid,
 }
 
 impl History {
-    /// Creates an empty history, kept by this task of this user.
+    /// Creates an empty history. `own_user`, `own_task`: user and task of the resource manager.
     pub fn new(own_user: u32, own_task: Tid) -> History {
         History {
             own_user,
@@ -156,7 +159,8 @@ impl History {
         }
     }
 
-    /// Reads a stored history. Invalid entries are left out; returns their number, too.
+    /// Creates a history from stored entries. Returns it with the number of invalid entries, which
+    /// are ignored.
     pub fn read(
         own_user: u32,
         own_task: Tid,
@@ -226,7 +230,7 @@ impl History {
         Some(())
     }
 
-    /// Returns the position up to which the event log was read.
+    /// Returns the position up to which the event log was applied.
     pub fn log_position(&self) -> LogPosition {
         self.log_position
     }
@@ -236,7 +240,7 @@ impl History {
         !self.dirty.is_empty()
     }
 
-    /// Returns the changes since the last call.
+    /// Returns the changes since the last call, and drops decisions that exceed the size limit.
     pub fn take_batch(&mut self) -> Batch {
         let dirty = std::mem::take(&mut self.dirty);
         let changes = dirty.into_iter().map(|(sheet, key)| Change {
@@ -276,7 +280,7 @@ impl History {
         self.last_number
     }
 
-    /// Stores a learned value in its own encoding.
+    /// Stores a learned value of this kind. The caller chooses the encoding.
     pub fn set_learned(&mut self, kind: u64, value: Vec<u8>) {
         if self.learned.get(&kind) != Some(&value) {
             self.learned.insert(kind, value);
@@ -284,7 +288,7 @@ impl History {
         }
     }
 
-    /// Returns the stored value of this kind.
+    /// Returns the learned value of this kind; `None` if none is stored.
     pub fn learned(&self, kind: u64) -> Option<&[u8]> {
         self.learned.get(&kind).map(Vec::as_slice)
     }
@@ -322,7 +326,7 @@ impl History {
             .unwrap_or_else(|| id.to_string())
     }
 
-    /// Adds a decision. The oldest are dropped beyond the limit.
+    /// Adds a decision. Beyond the maximum number, drops the oldest.
     pub fn record_decision(&mut self, at: Micros, what: DecisionKind) {
         let number = self.next_number();
         self.decisions.insert(
@@ -340,8 +344,8 @@ impl History {
         }
     }
 
-    /// Prepares for the event log of another virtual machine: no task of the former one is running
-    /// any more, and tids have other meanings.
+    /// Prepares for the event log of another virtual machine: marks running tasks as lost, and
+    /// forgets tids, hosts, drains and vacated jobs of the former one.
     pub fn start_new_vm(&mut self) {
         let running: Vec<u64> = self
             .tasks
@@ -369,13 +373,15 @@ impl History {
         );
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
-        drains.into_iter().for_each(|host| self.set_drain(host, None));
-        // The checkpoints stay in the store; a user must decide whether they are restarted here.
+        drains
+            .into_iter()
+            .for_each(|host| self.set_drain(host, None));
+        // The checkpoints remain in their store. A user can restart them in this virtual machine.
         self.remove_vacated(|_| true);
     }
 
-    /// Compares with a list of all tasks. A task that runs according to the history and is not in
-    /// the list has ended unnoticed.
+    /// Compares the history with a list of all tasks. Marks a task as lost if it runs according to
+    /// the history but is not in the list. Corrects the hosts of the others.
     pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
         let running_tids: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
         let gone = |t: &TaskUsage| t.ended.is_none() && !running_tids.contains(&t.tid);
@@ -442,7 +448,7 @@ impl History {
             return;
         }
         if parent.is_task() && self.task(parent).is_none() {
-            // A parent that started before recording began is assumed to start now.
+            // If the start of the parent was not recorded, the start of the child is used.
             let (began, user) = self.remove_childless(parent).unwrap_or((at, self.own_user));
             let home = parent
                 .birth_host()
@@ -455,7 +461,7 @@ impl History {
         self.insert_task(at, tid, (job, user), name, host);
     }
 
-    /// Adds the program of a task that was known only as the parent of others.
+    /// Sets program and host of a task that was known only as a parent.
     fn set_program(&mut self, tid: Tid, name: &str, host: HostId) {
         let host = self.host_name(host);
         let Some(number) = self.task_numbers.get(&tid).copied() else {
@@ -478,8 +484,9 @@ impl History {
         }
     }
 
-    /// Merges restarted tasks into one job. Each host reported its tasks separately, some children
-    /// before their parents: these were counted for the job's earlier run, or as jobs of their own.
+    /// Merges the tasks of a restarted job into one job. Each host has reported its tasks
+    /// separately, and some children before their parents. Such tasks were counted for an earlier
+    /// run of the job or as separate jobs.
     fn merge_restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
         let numbers: Vec<u64> = tasks
             .iter()
@@ -493,7 +500,8 @@ impl History {
         else {
             return;
         };
-        // The first task may have been spawned by a task that is not in the checkpoint.
+        // A task outside the checkpoint may have spawned the first task. The job is then that
+        // task's job.
         let job = self.task(job).map_or(job, |first| first.job);
         let Some(to) = self.job_numbers.get(&job).copied() else {
             return;
@@ -507,7 +515,7 @@ impl History {
             };
             task.job = job;
             let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
-            // A new number, because a task's number must follow that of its job.
+            // The task gets a new number, because it must be greater than the number of its job.
             let new_number = self.next_number();
             self.tasks.insert(new_number, task);
             self.task_numbers.insert(tid, new_number);
@@ -527,7 +535,7 @@ impl History {
         }
     }
 
-    /// Changes the sums of a job, and deletes a job without tasks.
+    /// Changes the totals of a job. Deletes the job if it has no tasks.
     fn change_job_sums(&mut self, number: u64, at: Micros, change: impl Fn(&mut UsageTotals)) {
         let Some(job) = self.jobs.get_mut(&number) else {
             return;
@@ -544,14 +552,15 @@ impl History {
         self.dirty.insert((Table::Jobs, number));
     }
 
-    /// Returns the last known host of a task, according to the event log.
+    /// Returns the name of a task's last known host, according to the event log; empty if the task
+    /// is unknown.
     fn host_of(&self, tid: Tid) -> String {
         self.task(tid)
             .map(|task| task.host.clone())
             .unwrap_or_default()
     }
 
-    /// Records that a task was suspended (with a cause) or resumed.
+    /// Records that a task was suspended with this cause, or resumed (`None`).
     fn set_suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::SuspendCause>) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
@@ -596,8 +605,8 @@ impl History {
         }
     }
 
-    /// Returns the draining hosts, with the requesting task and the time of day when they must be
-    /// empty.
+    /// Returns the hosts that are being drained, each with the requesting task and the deadline as
+    /// time of day.
     pub fn draining_hosts(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
         self.drains
             .iter()
@@ -605,7 +614,7 @@ impl History {
             .collect()
     }
 
-    /// Returns the job of a task, or the job with this task at its top.
+    /// Returns the job of a task. An unknown task is looked up as the top task of a job.
     pub fn job_of(&self, tid: Tid) -> Option<&JobUsage> {
         self.job(self.task(tid).map_or(tid, |task| task.job))
     }
@@ -615,7 +624,7 @@ impl History {
         self.task(tid).is_some_and(|task| task.suspended.is_some())
     }
 
-    /// Returns the suspended jobs, with the task that requested it.
+    /// Returns the suspended jobs, each with the task that requested its suspension.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
         let current =
             |(number, job): &(&u64, &JobUsage)| self.job_numbers.get(&job.job) == Some(*number);
@@ -641,7 +650,8 @@ impl History {
             .and_then(|number| self.tasks.get(number))
     }
 
-    /// Adds a task, and its job if it is new. An existing job determines the user.
+    /// Adds a task, and its job if the job is new. If the job exists, its user is also the user of
+    /// the task.
     fn insert_task(
         &mut self,
         began: Micros,
@@ -708,8 +718,9 @@ impl History {
             .and_then(|number| self.jobs.get(number))
     }
 
-    /// Returns the number of the job for which a task was counted: of the jobs with this tid, the
-    /// last one that was numbered before the task. A restarted job has a new number.
+    /// Returns the number of the job in whose totals a task was counted. Of the jobs with the same
+    /// tid this is the last one with a smaller number than the task, because a restarted job gets a
+    /// new number.
     fn job_number_of(&self, number: u64) -> Option<u64> {
         let job = self.tasks.get(&number)?.job;
         self.jobs
@@ -719,8 +730,14 @@ impl History {
             .map(|(number, _)| *number)
     }
 
-    /// Changes the sums of a user and of a job.
-    fn change_sums(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut UsageTotals)) {
+    /// Changes the totals of a user and of a job.
+    fn change_sums(
+        &mut self,
+        job: Option<u64>,
+        user: u32,
+        at: Micros,
+        change: impl Fn(&mut UsageTotals),
+    ) {
         let entry = self.users.entry(user).or_default();
         entry.changed_at = entry.changed_at.max(at);
         change(&mut entry.sums);
@@ -780,7 +797,7 @@ impl History {
         });
     }
 
-    /// Counts an eviction of a task that did not migrate.
+    /// Counts the eviction of a task that was ended instead of migrated.
     fn record_eviction(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
@@ -816,7 +833,7 @@ impl History {
         self.tasks.values().filter(|t| t.ended.is_none())
     }
 
-    /// Sets the users' indices as of this time of day.
+    /// Sets the users' Up-Down indices. `at`: the time of day for which they are valid.
     pub fn set_indices(&mut self, at: Micros, indices: impl IntoIterator<Item = (u32, f64)>) {
         for (user, index) in indices {
             let entry = self.users.entry(user).or_default();
@@ -827,15 +844,15 @@ impl History {
         }
     }
 
-    /// Returns the users' indices with their times.
+    /// Returns the Up-Down indices as (user, index, time of day).
     pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
         self.users
             .iter()
             .map(|(user, u)| (*user, u.index, u.indexed_at))
     }
 
-    /// Drops the oldest entries beyond the limits: ended tasks before running ones, ended jobs
-    /// before running ones.
+    /// Drops entries beyond the maximum sizes of the tables. Ended tasks and jobs are dropped
+    /// before running ones, the oldest first.
     fn enforce_limits(&mut self) {
         while self.tasks.len() > TASKS_MAX {
             let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some())
@@ -868,7 +885,7 @@ impl History {
         }
     }
 
-    /// Answers a question from the history.
+    /// Answers a query from the history.
     pub fn answer(&self, question: &RmQuery) -> RmReply {
         match question {
             RmQuery::TaskDecisions(tid) => {
@@ -933,7 +950,7 @@ impl History {
                 );
                 RmReply::Job { job, tasks }
             }
-            // Orders, and questions that only the service can answer.
+            // Commands, and queries that need the state of the service, are not answered here.
             RmQuery::Suspend { .. }
             | RmQuery::Drain { .. }
             | RmQuery::Undrain { .. }
@@ -945,7 +962,7 @@ impl History {
         }
     }
 
-    /// Returns the tasks of the job whose first task is `tid`; empty if `tid` is no such task.
+    /// Returns the tasks of the job whose top task is `task_id`; empty if there is no such job.
     fn tasks_of_job(&self, tid: Tid) -> BTreeSet<Tid> {
         let job = self.job(tid).map(|job| job.started);
         let since = job.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));
@@ -959,8 +976,8 @@ impl History {
             .collect()
     }
 
-    /// Returns the start time of the newest task with this tid. If it restarted from a checkpoint,
-    /// returns its first start.
+    /// Returns the start time of the newest task with this tid. For a task that was restarted from
+    /// a checkpoint, returns the time of its first start.
     fn first_start(&self, tid: Tid) -> Option<Micros> {
         let mut starts = self
             .tasks
@@ -978,7 +995,10 @@ impl History {
             .collect();
         let mut until = Micros(u64::MAX);
         for before in starts {
-            if !restarts.iter().any(|at| *at + CLOCK_TOLERANCE >= began && *at < until) {
+            if !restarts
+                .iter()
+                .any(|at| *at + CLOCK_TOLERANCE >= began && *at < until)
+            {
                 break;
             }
             (until, began) = (began, before);
@@ -986,8 +1006,8 @@ impl History {
         Some(began)
     }
 
-    /// Returns the newest matching decisions. With `since`, leaves out decisions about an earlier
-    /// task with the same tid.
+    /// Returns the newest decisions for which `wanted` is true. `since`: omits older decisions,
+    /// which concern an earlier task with the same tid.
     fn decisions_about(
         &self,
         wanted: impl Fn(&DecisionKind) -> bool,
@@ -1017,14 +1037,14 @@ fn tid_of_key(key: u64) -> Option<Tid> {
         .map(|raw| Tid::from_raw(raw.cast_signed()))
 }
 
-/// Returns the newest entries, the oldest of them first.
+/// Returns the newest entries up to the maximum of a reply, in ascending order of time.
 fn newest_entries<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
     let mut list: Vec<T> = all.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
     list.reverse();
     list
 }
 
-/// Removes the oldest entry that has ended, or else the oldest entry.
+/// Removes the oldest entry that has ended. If none has ended, removes the oldest entry.
 fn take_oldest<T>(all: &mut BTreeMap<u64, T>, has_ended: impl Fn(&T) -> bool) -> Option<(u64, T)> {
     let ended = all
         .iter()

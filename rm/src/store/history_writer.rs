@@ -1,43 +1,47 @@
-//! The history together with its file, if there is one: schedules the writing and holds the batch
-//! that waits for it.
+//! Connects the history with its file, if there is one: decides when changes are written, and
+//! stores a batch that the writer thread has not accepted.
 
+use super::file::{HistoryFile, OpenedHistory};
 use super::history::{Batch, History};
-use super::file::{OpenedHistory, HistoryFile};
 use sempa_proto::{Micros, Tid};
 use std::path::PathBuf;
 
-/// Delay between a change and its writing, so that changes are written together.
+/// Delay between a change and the write, so that several changes are written in one batch.
 pub const WRITE_DELAY: Micros = Micros::from_millis(300);
 
-/// Where the history is stored.
+/// Location of the history file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreLocation {
     pub dir: PathBuf,
-    /// Name of the file in the directory.
+    /// Name of the file within the directory.
     pub file_name: String,
 }
 
 impl StoreLocation {
-    /// True if a history has been stored there.
+    /// True if the file exists.
     pub fn exists(&self) -> bool {
         self.dir.join(&self.file_name).exists()
     }
 }
 
-/// The history and its file.
+/// The history and, if it is stored, its file.
 #[derive(Debug, Default)]
 pub struct HistoryWriter {
     pub history: History,
     store: Option<HistoryFile>,
-    /// A batch that the writer has not accepted yet.
+    /// A batch that the writer thread has not accepted yet.
     pending_batch: Option<Batch>,
     write_at: Option<Micros>,
 }
 
 impl HistoryWriter {
-    /// Opens the history; without a location it lasts as long as this process. Returns notes about
-    /// problems, too.
-    pub fn open(shelf: Option<&StoreLocation>, user: u32, task: Tid) -> (HistoryWriter, Vec<String>) {
+    /// Opens the history. Without a location, or if the file cannot be used, the history exists in
+    /// memory only. Also returns notes about problems for the event log.
+    pub fn open(
+        shelf: Option<&StoreLocation>,
+        user: u32,
+        task: Tid,
+    ) -> (HistoryWriter, Vec<String>) {
         let Some(shelf) = shelf else {
             return (
                 HistoryWriter {
@@ -79,33 +83,37 @@ impl HistoryWriter {
         }
     }
 
-    /// Returns when [`Ledger::write`] is due.
+    /// Returns when [`HistoryWriter::write_batch`] is due.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.write_at
     }
 
-    /// True if it is time to write.
+    /// True if changes must be written now.
     pub fn is_due(&self, now: Micros) -> bool {
         self.write_at.is_some_and(|at| at <= now)
     }
 
-    /// Schedules the writing of changes, if there are any. Changes until then are written together.
+    /// Schedules a write after [`WRITE_DELAY`] if there are changes and no write is scheduled.
     pub fn schedule_write(&mut self, now: Micros) {
         if self.write_at.is_none() && self.history.is_dirty() {
             self.write_at = Some(now + WRITE_DELAY);
         }
     }
 
-    /// Hands the changes to the writer. Returns an earlier error of writing.
+    /// Passes the changes to the writer thread. Returns the text of an earlier write error, if
+    /// there is one.
     pub fn write(&mut self, now: Micros) -> Option<String> {
         self.write_at = None;
         let Some(store) = &self.store else {
             self.history.take_batch();
             return None;
         };
-        // A batch that the writer has not accepted goes first, because a later one may change the
-        // same entries.
-        let batch = self.pending_batch.take().unwrap_or_else(|| self.history.take_batch());
+        // A batch that the writer thread has not accepted is passed first, because a later batch
+        // may change the same entries.
+        let batch = self
+            .pending_batch
+            .take()
+            .unwrap_or_else(|| self.history.take_batch());
         if let Err(batch) = store.write(batch) {
             self.pending_batch = Some(batch);
             self.write_at = Some(now + WRITE_DELAY);

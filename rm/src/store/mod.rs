@@ -1,17 +1,18 @@
 //! The persistent history of the resource manager: usage of users, jobs and tasks, decisions with
 //! their reasons, and learned values.
 //!
-//! * [`history`]: the history as a value, with its limits. Receives the event log and decisions;
-//!   returns what must be written.
-//! * [`decision_records`]: decisions in the types of [`sempa_proto::rm`].
-//! * [`file`]: the database, written in batches by a separate thread. No decision waits for it.
-//! * [`history_writer`]: history and file together.
+//! * [`books`]: the history in memory, with its limits. Applies event log entries and decisions,
+//!   and returns the changes that must be written.
+//! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm_tid`].
+//! * [`file`]: the database file. A separate thread writes it in batches, so that no decision waits
+//!   for it.
+//! * [`history_writer`]: connects the history with its file.
 
-pub mod history;
-pub mod file;
-pub mod history_writer;
 pub mod decision_records;
+pub mod file;
+pub mod history;
+pub mod history_writer;
 
-pub use history::{Batch, History, Change, LogPosition, Table};
 pub use file::{HistoryFile, StoreError};
+pub use history::{Batch, Change, History, LogPosition, Table};
 pub use history_writer::{HistoryWriter, StoreLocation};

@@ -1,7 +1,7 @@
-//! Replies of the resource manager to queries, also after its restart.
+//! Replies of the resource manager to queries, before and after its restart.
 
 use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
-use crate::{query, options_with_history, options_with_policy};
+use crate::{options_with_history, options_with_policy, query};
 use bytes::Bytes;
 use pvm_rm::decide::Limits;
 use pvm_rm::policy::EffectivePolicy;
@@ -16,7 +16,8 @@ use sempa_proto::rm::{
 };
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Enrols the client and lets it spawn two workers, which are acknowledged and logged.
+/// Enrols the client, which spawns two workers. Their start is acknowledged and logged. Returns the
+/// workers.
 pub(crate) fn two_workers(bed: &mut TestBed) -> Vec<Tid> {
     bed.world().event(
         host_id(1),
@@ -41,7 +42,9 @@ pub(crate) fn two_workers(bed: &mut TestBed) -> Vec<Tid> {
                 user: 0,
             };
             bed.world().event(exec.host, kind);
-            bed.world().tasks.push(spawned_task_info(tid, exec.host.index()));
+            bed.world()
+                .tasks
+                .push(spawned_task_info(tid, exec.host.index()));
             tids.push(tid);
         }
     }
@@ -49,7 +52,7 @@ pub(crate) fn two_workers(bed: &mut TestBed) -> Vec<Tid> {
     tids
 }
 
-/// A query for a task names its placement and the excluded hosts.
+/// The reply to a query for a task contains its placement and the excluded hosts.
 #[test]
 fn why_query_names_placement_and_excluded_hosts() {
     let vm = world(3);
@@ -104,7 +107,8 @@ fn why_query_names_placement_and_excluded_hosts() {
             }
         )]
     );
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::HostDecisions("h3".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h3".into()))
     else {
         panic!()
     };
@@ -123,7 +127,7 @@ fn why_query_names_placement_and_excluded_hosts() {
     );
 }
 
-/// A query of another protocol version is answered with the resource manager's own version.
+/// The reply to a query in another protocol version states the resource manager's own version.
 #[test]
 fn query_of_other_version_gets_own_version() {
     let vm = world(1);
@@ -167,7 +171,7 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
     let mut bed = TestBed::with(&vm, options.clone()).expect("no other");
     let tids = two_workers(&mut bed);
     bed.advance(Micros::from_secs(1));
-    // The resource manager is killed and writes nothing more. Meanwhile a worker ends.
+    // The resource manager is killed, so it writes nothing more. Before its restart a worker ends.
     drop(bed);
     let used = Usage {
         user: Micros::from_secs(7),
@@ -208,7 +212,7 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
         matches!(decisions[0].kind, DecisionKind::Spawn { .. }),
         "{decisions:?}"
     );
-    // One task of the user still counts.
+    // The user still has one task that counts against the limit.
     bed.world().spawn(8, &request(3));
     bed.settle();
     assert_eq!(
@@ -239,7 +243,7 @@ fn host_state(bed: &mut TestBed) -> HostState {
     now
 }
 
-/// Closes h2 for guests by its owner's rules, or opens it again.
+/// Closes h2 for guests by its owner's rules, or opens it (`None`).
 fn set_closed(bed: &mut TestBed, why: Option<&str>) {
     bed.world().closed_reason = why.map(String::from);
     bed.report_owner_absent(2);
@@ -257,7 +261,7 @@ fn closed_exclusion() -> Option<RejectionReason> {
     })
 }
 
-/// A query for a host reports why placement currently excludes it.
+/// The reply to a query for a host contains the reason why placement excludes it at present.
 #[test]
 fn host_query_reports_current_exclusion() {
     let vm = world(2);
@@ -349,7 +353,7 @@ fn host_query_reports_unknown_load_and_lost_host() {
     assert_eq!(host_state(&mut bed), HostState::Gone);
 }
 
-/// Each change between a present owner, closed rules and neither is recorded and remembered.
+/// The history contains each change between three states: owner present, closed by rules, and open.
 #[test]
 fn owner_and_rule_changes_are_recorded() {
     let vm = world(2);
@@ -374,7 +378,8 @@ fn owner_and_rule_changes_are_recorded() {
         told,
         [here, &shut, here, &shut, "host 2 takes guests again"]
     );
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("nothing")
     };
@@ -387,7 +392,7 @@ fn owner_and_rule_changes_are_recorded() {
     );
 }
 
-/// Waiting spawns are listed with their turn, their waiting time and the reason.
+/// Waiting spawns are listed with their position in the queue, their waiting time and the reason.
 #[test]
 fn waiting_spawns_are_listed_with_turn_and_reason() {
     let vm = world(1);
@@ -430,7 +435,7 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
     };
     assert_eq!(waiting(&mut bed, None), [first]);
     assert_eq!(waiting(&mut bed, Some(7)), []);
-    // When no limit is exceeded any more, the owner is the reason.
+    // When the limit is no longer exceeded, the listed reason is the owner.
     for task in [task_id(1, 100), task_id(1, 101)] {
         bed.world().event(
             host_id(1),

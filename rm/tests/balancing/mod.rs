@@ -1,7 +1,7 @@
-//! Migrations that balance the load, and the comparison of their results with the prediction.
+//! Rebalancing migrations by the service, and the comparison of their results with the prediction.
 
 use crate::common::{TestBed, host_id, request, spawned_task_info, task_id, world};
-use crate::{query, options_with_policy};
+use crate::{options_with_policy, query};
 use pvm_rm::policy::EffectivePolicy;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
@@ -9,7 +9,7 @@ use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
-/// With balancing, tasks of a crowded host migrate to free hosts; without it they stay.
+/// With rebalancing, tasks of a crowded host migrate to free hosts. Without it they stay.
 #[test]
 fn balancing_spreads_tasks_of_crowded_host() {
     for balance in [false, true] {
@@ -41,7 +41,7 @@ fn balancing_spreads_tasks_of_crowded_host() {
     }
 }
 
-/// A task whose spawn named its host is not migrated for balancing.
+/// A task whose spawn named its host is not rebalanced.
 #[test]
 fn task_on_named_host_is_not_balanced() {
     let vm = world(3);
@@ -68,8 +68,12 @@ fn task_on_named_host_is_not_balanced() {
     assert!(bed.world().take_migrations().is_empty());
 }
 
-/// Returns the recorded result of a task's migration, if it is known.
-fn migration_result(bed: &mut TestBed, tid: Tid) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
+/// Returns the recorded result of a task's migration as (predicted, actual, text); `None` if there
+/// is none yet.
+fn migration_result(
+    bed: &mut TestBed,
+    tid: Tid,
+) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
     let RmReply::Decisions { decisions, .. } = query(bed, &RmQuery::TaskDecisions(tid)) else {
         panic!("nothing is known of {tid}")
     };
@@ -83,7 +87,7 @@ fn migration_result(bed: &mut TestBed, tid: Tid) -> Option<(MigrationBenefit, Mi
     })
 }
 
-/// The predicted gain of a migration is compared with its result and reported.
+/// The history compares the result of a migration with its predicted gain.
 #[test]
 fn predicted_gain_is_compared_with_result() {
     let vm = world(3);
@@ -119,8 +123,12 @@ fn predicted_gain_is_compared_with_result() {
     }
     let (first, second) = (moved[0], moved[3]);
     round(&mut bed);
-    assert_eq!(migration_result(&mut bed, first), None, "it is too early to tell");
-    // One task ends soon; the other runs longer than predicted.
+    assert_eq!(
+        migration_result(&mut bed, first),
+        None,
+        "it is too early to tell"
+    );
+    // One of the tasks ends early; the other one runs longer than predicted.
     bed.world().event(
         host_id(1),
         EventKind::TaskEnded {

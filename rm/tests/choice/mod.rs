@@ -10,7 +10,7 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use std::sync::Arc;
 
-/// Chooses the host with the highest number, for two tasks at most.
+/// A chooser that selects the host with the highest number for up to two tasks.
 struct HighestHost;
 
 impl Chooser for HighestHost {
@@ -42,7 +42,10 @@ fn policy_with_choice(name: &str) -> EffectivePolicy {
 }
 
 fn options(name: &str) -> Options {
-    let (conduct, choices) = (policy_with_choice(name), Choosers::new([Arc::new(HighestHost) as Arc<dyn Chooser>]));
+    let (conduct, choices) = (
+        policy_with_choice(name),
+        Choosers::new([Arc::new(HighestHost) as Arc<dyn Chooser>]),
+    );
     Options {
         policy: conduct,
         command_line_policy: conduct,
@@ -53,7 +56,7 @@ fn options(name: &str) -> Options {
     }
 }
 
-/// A policy may name an external chooser, whose choice is checked and reported.
+/// If the policy names an external chooser, its selection is checked and explained.
 #[test]
 fn external_choice_is_checked_and_reported() {
     let vm = world(3);
@@ -91,7 +94,10 @@ fn external_choice_is_checked_and_reported() {
     );
     bed.settle();
     assert_eq!(
-        bed.world().spawn_reply(2).expect("answered").expect("tried"),
+        bed.world()
+            .spawn_reply(2)
+            .expect("answered")
+            .expect("tried"),
         [Err(PvmError::OutOfRes)]
     );
     let notes = bed.world().notes();
@@ -151,10 +157,14 @@ fn unknown_chooser_is_refused() {
     assert!(told.ends_with("and the policy stays as it was"), "{told}");
     bed.world().spawn(1, &request(3));
     bed.settle();
-    assert_eq!(bed.world().take_start_orders().len(), 3, "by load as before");
+    assert_eq!(
+        bed.world().take_start_orders().len(),
+        3,
+        "by load as before"
+    );
 }
 
-/// Replaces the placement policy of options.
+/// Method that replaces the placement policy of options.
 trait WithPolicy {
     fn with(self, placing: PlacementPolicy) -> Self;
 }

@@ -1,5 +1,5 @@
-//! A virtual machine in memory for tests of the resource manager. It records what the resource
-//! manager requests; its clock advances when no message is left to read.
+//! A fake virtual machine for tests of the resource manager. It records the requests of the
+//! resource manager. Its clock advances only when no message is left to receive.
 
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
@@ -36,7 +36,7 @@ pub(crate) fn rm_tid() -> Tid {
     task_id(1, 1)
 }
 
-/// The tid of a command-line task that spawns.
+/// The tid of a task from a command line that spawns.
 pub(crate) fn client() -> Tid {
     task_id(1, 2)
 }
@@ -69,7 +69,7 @@ pub(crate) struct FakeWorld {
     pub(crate) signals: Vec<(Tid, i32)>,
     pub(crate) refused_signals: HashMap<Tid, PvmError>,
     pub(crate) suspends: Vec<(Tid, bool, suspend::SuspendCause)>,
-    /// Causes of the suspension of each task.
+    /// Active causes of suspension of each task.
     suspensions: HashMap<Tid, suspend::Suspensions>,
     pub(crate) refused_suspensions: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
@@ -77,14 +77,14 @@ pub(crate) struct FakeWorld {
     pub(crate) restarts: Vec<(String, Vec<String>)>,
     /// Limits that all owners set.
     pub(crate) limits: GuestLimits,
-    /// How guests leave when an owner arrives.
+    /// What happens to guests when an owner arrives.
     pub(crate) leave_mode: EvictionMode,
-    /// The reason, if the owners' rules exclude guests.
+    /// Reason for which the owners' rules exclude guests; `None` if they accept guests.
     pub(crate) closed_reason: Option<String>,
-    /// Busy fraction of the hosts' processors and number of runnable threads, as load watchers
-    /// report them.
+    /// Busy fraction of the processors, and number of runnable threads, as the load watcher of each
+    /// host reports them.
     pub(crate) load: (f32, u32),
-    /// Available bytes of memory of each host, as load watchers report them.
+    /// Available memory of each host in bytes, as load watchers report it.
     pub(crate) available_bytes: u64,
     event_count: u64,
     next_task_numbers: HashMap<HostId, u32>,
@@ -268,7 +268,7 @@ impl FakeWorld {
         self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
     }
 
-    /// Skips the number of a log entry, as if that entry had been lost.
+    /// Skips one number in the event log, as if that entry had been lost.
     pub(crate) fn miss_event(&mut self) {
         self.event_count += 1;
     }
@@ -286,7 +286,7 @@ impl FakeWorld {
         self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// As [`World::spawn`], for a request that has waited under an earlier resource manager since
+    /// Like [`FakeWorld::handle_spawn`], for a request that has waited at an earlier resource manager since
     /// `since`.
     pub(crate) fn spawn_waiting_since(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
         self.post(
@@ -298,7 +298,8 @@ impl FakeWorld {
         );
     }
 
-    /// Returns what the client was notified of about the waiting of its request.
+    /// Returns the notifications that the client got about the waiting of this request: the time
+    /// waited, or `None` when it stopped waiting.
     pub(crate) fn wait_notices(&self, wid: i32) -> Vec<Option<Micros>> {
         let told = self
             .sent
@@ -308,12 +309,14 @@ impl FakeWorld {
             .collect()
     }
 
-    /// Acknowledges a start order. Returns the tids of the tasks that the host starts.
+    /// Acknowledges an order to start tasks. Returns the tids of the started tasks.
     pub(crate) fn ack(&mut self, exec: &StartOrder) -> Vec<Tid> {
         let local = self.next_task_numbers.entry(exec.host).or_insert(100);
         let first = *local;
         *local += exec.request.count;
-        let tids: Vec<Tid> = (first..*local).map(|n| task_id(exec.host.index(), n)).collect();
+        let tids: Vec<Tid> = (first..*local)
+            .map(|n| task_id(exec.host.index(), n))
+            .collect();
         self.ack_with(exec, &tids.iter().map(|tid| Ok(*tid)).collect::<Vec<_>>());
         tids
     }
@@ -396,7 +399,10 @@ impl FakeWorld {
 
     pub(crate) fn migration_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
         self.migration_count += 1;
-        let (id, step) = (MigrationId(self.migration_count), sempa_proto::migration::Step::Dump);
+        let (id, step) = (
+            MigrationId(self.migration_count),
+            sempa_proto::migration::Step::Dump,
+        );
         let cause = MigrationCause::Owner { why: String::new() };
         self.event(
             host_id(from),
@@ -498,7 +504,8 @@ impl TestBed {
         })
     }
 
-    /// A pool whose load watchers all run and report no owner. The watcher of host n is t(n, 50).
+    /// Creates a service on hosts without owners, whose load watchers all run. The watcher of host
+    /// n is t(n, 50).
     pub(crate) fn quiet(vm: &FakeVm) -> TestBed {
         TestBed::quiet_with(
             vm,
@@ -544,14 +551,14 @@ impl TestBed {
         self.try_settle().expect("the service goes on");
     }
 
-    /// Advances the clock and lets the service work meanwhile.
+    /// Advances the clock by `last_entry_time`. The service handles everything that becomes due.
     pub(crate) fn advance(&mut self, span: Micros) {
         let until = self.world().now + span;
         self.world().wait_limit = until;
         while self.world().now < until || !self.world().inbox.is_empty() {
             self.service.step().expect("the service goes on");
         }
-        // Handles what is due at the end.
+        // Handles what is due at the end of the time.
         self.service.step().expect("the service goes on");
     }
 
@@ -560,7 +567,8 @@ impl TestBed {
             since: Micros(7),
             detected_at: Micros(8),
         };
-        self.world().report(TestBed::watcher(host), host_id(host), owner);
+        self.world()
+            .report(TestBed::watcher(host), host_id(host), owner);
         self.settle();
     }
 
@@ -573,7 +581,7 @@ impl TestBed {
         self.settle();
     }
 
-    /// Reports of the load watchers, which are due every ten seconds.
+    /// Sends reports of the load watchers of these hosts, as they do every ten seconds.
     pub(crate) fn report_absent_owners(&mut self, hosts: &[u16]) {
         for host in hosts {
             self.world().report(

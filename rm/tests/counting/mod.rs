@@ -1,4 +1,5 @@
-//! A global allocator that counts the allocations and the live bytes of the test's thread.
+//! A global allocator that counts the allocations of the test's thread, and the bytes that they
+//! occupy.
 #![allow(unsafe_code)] // a counting allocator can only be written so
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -11,7 +12,7 @@ thread_local! {
     static ALLOCATED: Cell<Allocations> = const { Cell::new(Allocations { blocks: 0, bytes: 0 }) };
 }
 
-/// Allocations, including those that were freed again.
+/// Number and size of allocations, including memory that was freed again.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allocations {
     pub(crate) blocks: usize,
@@ -58,7 +59,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 #[global_allocator]
 static COUNTING: CountingAllocator = CountingAllocator;
 
-/// Returns the result of `make` and the number of bytes that it holds on the heap.
+/// Returns the result of `make` and the number of heap bytes that the result occupies.
 pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
     let before = LIVE_BYTES.with(Cell::get);
     let made = make();
@@ -68,7 +69,7 @@ pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
     )
 }
 
-/// Returns what `act` allocates.
+/// Returns the number and size of the allocations that `act` makes.
 pub(crate) fn count_allocations(act: impl FnOnce()) -> Allocations {
     let before = ALLOCATED.with(Cell::get);
     act();

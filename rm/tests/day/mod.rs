@@ -1,10 +1,9 @@
-//! Generates a day of several users as a recording of the resource manager's input, which the
-//! replay runs in virtual time. Each user requests whole jobs of equal processes at random times;
-//! no owner is at the hosts.
+//! Generates a recording of a day with several users. The replay runs it in virtual time. Each user
+//! requests jobs of equal processes at random times. No host has an owner.
 
 use crate::random::Rng;
 use pvm_rm::policy::EffectivePolicy;
-use pvm_rm::recording::{RecordingEntry, RecordedInput};
+use pvm_rm::recording::{RecordedInput, RecordingEntry};
 use pvm_rm::replay::{self, Figures, UserFigures};
 use pvm_rm::spawns::SpawnRules;
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
@@ -18,31 +17,34 @@ use serde::Serialize;
 use std::fmt::Write;
 
 const HOUR: f64 = 3600.0;
-/// The user who requests all hosts, all day.
+/// The user whose jobs occupy all hosts all day.
 pub(crate) const GREEDY: u32 = 1000;
-/// Users who request small jobs now and then.
+/// The users who request small jobs from time to time.
 pub(crate) const LIGHT: [u32; 2] = [1001, 1002];
-/// Seconds that a job may wait; longer than the day.
+/// Maximum waiting time of a job in seconds; longer than the day.
 const WAIT_MAX_S: u64 = 200_000;
 
-/// A pool and its demand.
+/// Parameters of a day: the pool and the jobs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DayScenario {
     pub(crate) pool: &'static str,
-    /// Hosts with one processor each.
+    /// Number of hosts, each with one processor.
     pub(crate) hosts: u16,
-    /// Processes of a light job, and mean seconds of work of each.
+    /// Each job of a light user, as (number of processes, mean seconds of work of each).
     pub(crate) light: (u32, f64),
-    /// Number of light jobs of both users; `batch` of them arrive at the same moment.
+    /// Number of jobs of both light users together.
     pub(crate) job_count: usize,
+    /// Number of light jobs that arrive at the same moment.
     pub(crate) batch: usize,
-    /// Mean seconds between two arrivals.
+    /// Mean seconds between two batches of light jobs.
     pub(crate) interval: f64,
-    /// Processes and seconds of work of the greedy user's jobs, which all arrive at the beginning.
+    /// Each job of the greedy user, as (number of processes, seconds of work of each). All of them
+    /// arrive at the beginning.
     pub(crate) greedy: (u32, f64),
 }
 
-/// More hosts than the light users ever need at once: without the greedy user they never wait.
+/// A pool with more hosts than the light users ever need at once. Without the greedy user they
+/// never wait.
 pub(crate) const ROOMY: DayScenario = DayScenario {
     pool: "roomy",
     hosts: 24,
@@ -52,11 +54,11 @@ pub(crate) const ROOMY: DayScenario = DayScenario {
     interval: HOUR,
     greedy: (6, 4.0 * HOUR),
 };
-/// Jobs that each take all hosts and arrive in groups: light users wait for each other and for
-/// their own jobs even without the greedy user.
+/// A pool in which each job of a light user needs all hosts, and jobs arrive in groups. Even
+/// without the greedy user, light users wait for each other and for their own jobs.
 ///
-/// A request for more than the free hosts gets what there is. Jobs that leave some hosts free would
-/// therefore differ in size from run to run.
+/// A request for more hosts than are free gets only the free ones. If jobs did not need all hosts,
+/// their sizes would therefore differ between runs.
 pub(crate) const TIGHT: DayScenario = DayScenario {
     pool: "tight",
     hosts: 12,
@@ -66,8 +68,8 @@ pub(crate) const TIGHT: DayScenario = DayScenario {
     interval: 3.6 * HOUR,
     greedy: (4, 4.0 * HOUR),
 };
-/// Arrival of the first light job, in seconds. By then the greedy user has used enough to be
-/// preempted (see `PREEMPTION_MARGIN`).
+/// Arrival of the first light job, in seconds. By then the index of the greedy user is high enough
+/// for preemption (see `PREEMPTION_MARGIN`).
 const FIRST_ARRIVAL_S: f64 = 2.0 * HOUR;
 
 #[derive(Clone, Copy, Debug)]
@@ -78,7 +80,7 @@ struct Job {
     work: f64,
 }
 
-/// Results of the same light jobs without and with the greedy user.
+/// Results of the same light jobs in two runs: without the greedy user, and with the greedy user.
 pub(crate) struct DayResults {
     pub(crate) alone: Figures,
     pub(crate) contended: Figures,
@@ -102,7 +104,7 @@ impl DayScenario {
                 work,
             });
         }
-        // Twice the work that all hosts can do in the day.
+        // The greedy user's jobs have twice the work that all hosts can do in the day.
         let (processes, work) = self.greedy;
         let jobs = (2.0 * f64::from(self.hosts) * at.max(24.0 * HOUR)
             / (f64::from(processes) * work))
@@ -116,14 +118,15 @@ impl DayScenario {
             };
             jobs
         ];
-        let run = |jobs: &[Job]| replay::run(&self.recording(jobs), waiting_policy()).expect("it runs");
+        let run =
+            |jobs: &[Job]| replay::run(&self.recording(jobs), waiting_policy()).expect("it runs");
         DayResults {
             alone: run(&light),
             contended: run(&[greedy, light].concat()),
         }
     }
 
-    /// Returns the input of the resource manager.
+    /// Returns the recorded input of the resource manager for these jobs.
     fn recording(&self, jobs: &[Job]) -> Vec<RecordingEntry> {
         let at = |seconds: f64| Micros(((60.0 + seconds) * 1e6) as u64);
         let mut all = vec![RecordingEntry {
@@ -165,7 +168,7 @@ impl DayScenario {
                 user: Micros((job.work * 1e6) as u64),
                 ..Usage::default()
             };
-            // Only the amount of usage counts, not the time of its report.
+            // The replay uses the amount of the recorded usage, but not the time of the record.
             let end = |tid: &Tid| RecordingEntry {
                 at: at(job.at),
                 input: RecordedInput::Ended { tid: *tid, used },
@@ -182,7 +185,7 @@ impl DayScenario {
     }
 }
 
-/// A policy under which jobs wait for their turn.
+/// A policy under which requests wait for hosts, and tasks are preempted.
 fn waiting_policy() -> EffectivePolicy {
     EffectivePolicy {
         rules: SpawnRules {
@@ -241,36 +244,41 @@ fn report(host: u16) -> RecordedInput {
     RecordedInput::Report { report, own: 0 }
 }
 
-/// Seeds of the days.
+/// Seeds of the simulated days.
 pub(crate) const SEEDS: [u64; 4] = [11, 23, 37, 51];
-/// Bounds for the waits of light users next to a greedy one: a fifth longer, plus one interval
-/// between preemption decisions.
+/// Maximum factor by which the greedy user may prolong the waits of light users. One interval
+/// between preemption decisions ([`PREEMPTION_INTERVAL_S`]) is added.
 const WAIT_FACTOR_MAX: f64 = 1.2;
 const PREEMPTION_INTERVAL_S: f64 = 1.0;
 
-/// Results of one light user without and with the greedy user. The jobs and their arrivals are the
-/// same.
+/// Results of one light user without and with the greedy user. Both runs contain the same jobs at
+/// the same times.
 #[derive(Debug, Serialize)]
 pub(crate) struct UserComparison {
     pub(crate) alone: UserFigures,
     pub(crate) beside: UserFigures,
-    /// Sorted waits in seconds, without and with the greedy user.
+    /// Waiting times in seconds, ascending, as (without the greedy user, with the greedy user).
     pub(crate) waits_s: (Vec<f64>, Vec<f64>),
 }
 
-/// Comparison of both runs of a day.
+/// Comparison of the two runs of a day.
 #[derive(Debug, Serialize)]
 pub(crate) struct DayComparison {
     pub(crate) pool: &'static str,
     pub(crate) hosts: u16,
     pub(crate) seed: u64,
-    /// Results of the greedy user.
+    /// Figures of the greedy user.
     pub(crate) greedy: UserFigures,
     pub(crate) light: Vec<UserComparison>,
 }
 
 impl DayComparison {
-    pub(crate) fn of(day: &DayScenario, seed: u64, alone: &Figures, beside: &Figures) -> DayComparison {
+    pub(crate) fn of(
+        day: &DayScenario,
+        seed: u64,
+        alone: &Figures,
+        beside: &Figures,
+    ) -> DayComparison {
         let of =
             |figures: &Figures, user: u32| figures.users.get(&user).cloned().unwrap_or_default();
         let pair = |user: u32| {
@@ -296,8 +304,9 @@ impl DayComparison {
         }
     }
 
-    /// True if all jobs of the light users ran, waited at most [`LONGER`] times as long plus
-    /// [`PREEMPTION_INTERVAL_S`], on average and at worst, and did not run longer.
+    /// True if the greedy user hardly affects the light users: all their jobs run and do not run
+    /// longer, and the mean and the maximum waiting time are at most [`WAIT_FACTOR_MAX`] times those without
+    /// the greedy user plus [`PREEMPTION_INTERVAL_S`].
     pub(crate) fn is_fair(&self) -> bool {
         let fair = |UserComparison { alone, beside, .. }: &UserComparison| {
             let within = |a: f64, b: f64| b <= a * WAIT_FACTOR_MAX + PREEMPTION_INTERVAL_S;
@@ -317,7 +326,8 @@ impl DayComparison {
         );
         for day in all {
             for (user, UserComparison { alone, beside, .. }) in LIGHT.iter().zip(&day.light) {
-                let two = |of: fn(&UserFigures) -> f64| format!("{:.1}, {:.1}", of(alone), of(beside));
+                let two =
+                    |of: fn(&UserFigures) -> f64| format!("{:.1}, {:.1}", of(alone), of(beside));
                 let (mean, most) = (two(|u| u.waited_mean_s), two(|u| u.waited_most_s));
                 let run = two(|u| u.run_mean_s);
                 let _ = writeln!(

@@ -1,4 +1,4 @@
-//! Tasks that hosts refuse because of their owners are started elsewhere, or wait.
+//! Tasks that a host's daemon declines because of its owner are started on other hosts, or wait.
 
 use crate::common::{TestBed, host_id, request, task_id, world};
 use crate::options_with_policy;
@@ -10,8 +10,8 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
 
-/// Tasks that a host refuses because of its owner are started elsewhere unless they are bound to
-/// it.
+/// Tasks that a host declines because of its owner are started on other hosts, unless the request
+/// names the host.
 #[test]
 fn tasks_refused_for_owner_start_elsewhere() {
     let vm = world(3);
@@ -26,7 +26,7 @@ fn tasks_refused_for_owner_start_elsewhere() {
     let again = bed.world().take_start_orders();
     assert_eq!(again.len(), 1, "{again:?}");
     assert!(again[0].host != execs[1].host && again[0].request.count == 1);
-    // The owner of the second host has arrived, too; the last host accepts the task.
+    // The owner of the second host has arrived, too. The third host accepts the task.
     bed.world().ack_with(&again[0], &[Err(GUEST_REFUSED)]);
     bed.settle();
     let last = bed.world().take_start_orders();
@@ -56,8 +56,8 @@ fn tasks_refused_for_owner_start_elsewhere() {
     );
 }
 
-/// Refused tasks that must share a host or be spread are started elsewhere only if that constraint
-/// still holds.
+/// Declined tasks that must share a host, or whose number per host is limited, are started on other
+/// hosts only if that keeps the constraint.
 #[test]
 fn refused_grouped_tasks_keep_their_constraint() {
     let same_host = SpawnRequest {
@@ -118,7 +118,8 @@ fn refused_grouped_tasks_keep_their_constraint() {
     );
 }
 
-/// A spawn that all hosts refuse waits if it may, and the hosts are asked again later.
+/// A spawn that all hosts decline waits if the policy allows it, and is retried on these hosts
+/// later.
 #[test]
 fn refused_spawn_waits_and_is_retried() {
     let refused_by_all = |wait: Micros| {
@@ -139,7 +140,7 @@ fn refused_spawn_waits_and_is_retried() {
             let execs = bed.world().take_start_orders();
             assert_eq!(execs.len(), 1);
             bed.world().ack_with(&execs[0], &[Err(GUEST_REFUSED)]);
-            // The host records the refusal in the event log.
+            // The event log contains the refusal by the host.
             bed.world().event(
                 execs[0].host,
                 EventKind::Note {

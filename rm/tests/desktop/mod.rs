@@ -1,6 +1,6 @@
-//! A host of a simulated pool of desktops.
+//! A host of a simulated pool of desktop machines.
 
-use pvm_rm::decide::{HostView, OwnerState, TimedSample, GuestPolicy};
+use pvm_rm::decide::{GuestPolicy, HostView, OwnerState, TimedSample};
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ pub(crate) fn host_id(index: u16) -> HostId {
     HostId::simulated(index).expect("an index")
 }
 
-/// An idle host whose sample never expires: in the simulation all external load comes from owners,
-/// whose presence is simulated separately.
+/// Returns an idle host whose sample never expires. In the simulation, all load other than tasks
+/// comes from owners, whose presence is simulated separately.
 pub(crate) fn desktop(index: u16, owner: OwnerState) -> HostView {
     let sample = LoadSample {
         cores: 1,

@@ -1,7 +1,7 @@
-//! Hosts that a user drains, and that take tasks again later.
+//! Draining of hosts on request of a user, and the end of a drain.
 
 use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
-use crate::{query, options_with_history};
+use crate::{options_with_history, query};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, MigrationCause};
 use sempa_proto::rm::{RmQuery, RmReply};
@@ -33,22 +33,30 @@ fn drain(bed: &mut TestBed, within: Option<Micros>) -> Vec<(Tid, Option<String>)
 }
 
 fn remaining_tasks(bed: &mut TestBed) -> Vec<(Tid, Option<String>)> {
-    let RmReply::Drain { tasks, .. } = query(bed, &RmQuery::DrainStatus { host: "h2".into() }) else {
+    let RmReply::Drain { tasks, .. } = query(bed, &RmQuery::DrainStatus { host: "h2".into() })
+    else {
         panic!("h2 is there")
     };
     tasks
 }
 
-/// All tasks leave a drained host and none is placed there until the drain is over.
+/// All tasks leave a drained host, and none is placed on it until the end of the drain.
 #[test]
 fn drained_host_is_emptied_and_reusable() {
     let vm = world(3);
-    vm.0.borrow_mut()
-        .tasks
-        .extend([spawned_task_info(task_id(2, 1), 2), spawned_task_info(task_id(2, 2), 2)]);
+    vm.0.borrow_mut().tasks.extend([
+        spawned_task_info(task_id(2, 1), 2),
+        spawned_task_info(task_id(2, 2), 2),
+    ]);
     let mut bed = TestBed::quiet(&vm);
-    assert_eq!(drain(&mut bed, None), [(task_id(2, 1), None), (task_id(2, 2), None)]);
-    let goes = vec![(task_id(2, 1), host_id(1), client_cause()), (task_id(2, 2), host_id(3), client_cause())];
+    assert_eq!(
+        drain(&mut bed, None),
+        [(task_id(2, 1), None), (task_id(2, 2), None)]
+    );
+    let goes = vec![
+        (task_id(2, 1), host_id(1), client_cause()),
+        (task_id(2, 2), host_id(3), client_cause()),
+    ];
     assert_eq!(bed.world().migrations, goes);
     bed.world().migrated(task_id(2, 1), 2, 1, client_cause());
     bed.settle();
@@ -61,7 +69,7 @@ fn drained_host_is_emptied_and_reusable() {
         Some(&EventKind::HostVacated { host: host_id(2) })
     );
     bed.world().take_migrations();
-    // Tasks are placed there neither by choice nor by name.
+    // No task is placed on the drained host, even if the spawn names it.
     bed.world().spawn(1, &request(4));
     bed.settle();
     assert!(
@@ -83,7 +91,7 @@ fn drained_host_is_emptied_and_reusable() {
         bed.world().spawn_reply(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    // A task that a user migrates there is evicted again.
+    // A task that a user migrates to the drained host is evicted again.
     bed.world().migrated(
         task_id(2, 1),
         1,
@@ -121,11 +129,13 @@ fn drained_host_is_emptied_and_reusable() {
     );
 }
 
-/// Tasks that stay on a drained host are reported with the reason, and again at the deadline.
+/// Tasks that stay on a drained host are reported with the reason, and once more at the deadline.
 #[test]
 fn tasks_that_stay_on_drained_host_are_reported() {
     let vm = world(2);
-    vm.0.borrow_mut().tasks.push(spawned_task_info(task_id(2, 1), 2));
+    vm.0.borrow_mut()
+        .tasks
+        .push(spawned_task_info(task_id(2, 1), 2));
     let mut bed = TestBed::quiet(&vm);
     bed.report_owner_present(1);
     let tasks = drain(&mut bed, Some(Micros::from_secs(3)));
@@ -144,7 +154,7 @@ fn tasks_that_stay_on_drained_host_are_reported() {
         .filter(|n| n.starts_with("h2 was to be empty by now; still there: "))
         .count();
     assert_eq!(late, 1, "{notes:?}");
-    // A migration that fails is repeated, to another host or the same one.
+    // After a failed migration the task migrates to another host, or to the same one later.
     bed.report_owner_absent(1);
     assert_eq!(bed.world().take_migrations(), [(task_id(2, 1), 1)]);
     bed.world()
@@ -155,7 +165,7 @@ fn tasks_that_stay_on_drained_host_are_reported() {
     assert_eq!(bed.world().take_migrations(), [(task_id(2, 1), 1)]);
 }
 
-/// A host stays drained after an owner has come and gone.
+/// A host is still drained after an owner has arrived and left.
 #[test]
 fn drain_outlasts_owner_visit() {
     let vm = world(2);
@@ -176,7 +186,8 @@ fn drain_outlasts_owner_visit() {
         bed.world().spawn_reply(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("no reason")
     };
@@ -187,7 +198,7 @@ fn drain_outlasts_owner_visit() {
     );
 }
 
-/// A restarted resource manager keeps drained hosts drained.
+/// After a restart of the resource manager, drained hosts are still drained.
 #[test]
 fn restarted_rm_keeps_drained_hosts() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,7 +1,9 @@
 //! Placement leases: tasks that spawn repeatedly get hosts for their next spawns in advance.
 
-use crate::common::{TestBed, client, host_id, task_info, request, rm_tid as own, spawned_task_info, task_id, world};
-use crate::{query, task_ended, options_with_policy};
+use crate::common::{
+    TestBed, client, host_id, request, rm_tid as own, spawned_task_info, task_id, task_info, world,
+};
+use crate::{options_with_policy, query, task_ended};
 use pvm_rm::decide::{Limits, PlacementPolicy};
 use pvm_rm::grants::{GRANT_WINDOW, GRANTED_SLOTS_MAX, REVIEW_INTERVAL};
 use pvm_rm::policy::EffectivePolicy;
@@ -17,7 +19,7 @@ use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Lets every host carry out its start orders. Returns all started tasks.
+/// Lets every host carry out its orders to start tasks. Returns all started tasks.
 fn carry_out_orders(bed: &mut TestBed) -> Vec<Tid> {
     bed.settle();
     let mut all = Vec::new();
@@ -28,17 +30,22 @@ fn carry_out_orders(bed: &mut TestBed) -> Vec<Tid> {
         }
         for exec in execs {
             let tids = bed.world().ack(&exec);
-            bed.world()
-                .tasks
-                .extend(tids.iter().map(|tid| spawned_task_info(*tid, exec.host.index())));
+            bed.world().tasks.extend(
+                tids.iter()
+                    .map(|tid| spawned_task_info(*tid, exec.host.index())),
+            );
             all.extend(tids);
         }
         bed.settle();
     }
 }
 
-/// Lets the client send the same spawn once per wait id. Returns the started tasks.
-fn spawn_repeatedly(bed: &mut TestBed, wids: std::ops::RangeInclusive<i32>, request: &SpawnRequest) -> Vec<Tid> {
+/// Sends the same spawn of the client once for each wait id. Returns the started tasks.
+fn spawn_repeatedly(
+    bed: &mut TestBed,
+    wids: std::ops::RangeInclusive<i32>,
+    request: &SpawnRequest,
+) -> Vec<Tid> {
     wids.flat_map(|wid| {
         bed.world().spawn(wid, request);
         carry_out_orders(bed)
@@ -46,7 +53,7 @@ fn spawn_repeatedly(bed: &mut TestBed, wids: std::ops::RangeInclusive<i32>, requ
     .collect()
 }
 
-/// Returns the leases that a task has got, with the wait ids of their requests.
+/// Returns the leases that were sent to a task, each with the wait id of its request.
 fn leases_of(bed: &TestBed, task: Tid) -> Vec<(i32, PlacementLease)> {
     let world = bed.world();
     let to_it = world
@@ -58,17 +65,22 @@ fn leases_of(bed: &TestBed, task: Tid) -> Vec<(i32, PlacementLease)> {
         .collect()
 }
 
-/// Reports that the client has started this task by a lease.
+/// Reports that the client has used a lease to start this task.
 fn report_use(bed: &mut TestBed, wid: i32, host: u16, tid: Tid) {
     report_uses(bed, wid, &[(host, tid)]);
 }
 
-/// Reports that the client has started several tasks by one request and a lease.
+/// Reports that the client has used a lease to start several tasks in one request.
 fn report_uses(bed: &mut TestBed, wid: i32, tasks: &[(u16, Tid)]) {
-    bed.world()
-        .tasks
-        .extend(tasks.iter().map(|(host, tid)| spawned_task_info(*tid, *host)));
-    let tasks = tasks.iter().map(|(host, tid)| (host_id(*host), *tid)).collect();
+    bed.world().tasks.extend(
+        tasks
+            .iter()
+            .map(|(host, tid)| spawned_task_info(*tid, *host)),
+    );
+    let tasks = tasks
+        .iter()
+        .map(|(host, tid)| (host_id(*host), *tid))
+        .collect();
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner: client(),
         tasks,
@@ -103,9 +115,12 @@ fn second_equal_spawn_gets_lease() {
     else {
         panic!("{:?}", leases_of(&bed, client()))
     };
-    assert_eq!((*wid, *span, hosts.len()), (2, GRANT_WINDOW, LEASE_HOSTS_MAX));
-    // Two of the three hosts have one task each. As with single placements, the third host comes
-    // first, and no host gets more than its share.
+    assert_eq!(
+        (*wid, *span, hosts.len()),
+        (2, GRANT_WINDOW, LEASE_HOSTS_MAX)
+    );
+    // Two of the three hosts run one task each. As with single placements, the third host comes
+    // first, and no host is used more often than its share allows.
     assert_eq!(
         hosts
             .iter()
@@ -119,7 +134,7 @@ fn second_equal_spawn_gets_lease() {
     }
 }
 
-/// A task that was started by a lease is known and explained like any other.
+/// A task that was started by a lease is listed and explained like any other task.
 #[test]
 fn task_started_by_lease_is_known_and_explained() {
     let vm = world(2);
@@ -130,10 +145,14 @@ fn task_started_by_lease_is_known_and_explained() {
         ..request(1)
     };
     spawn_repeatedly(&mut bed, 1..=2, &named);
-    assert_eq!(leases_of(&bed, client())[0].1.hosts, [host_id(2); LEASE_HOSTS_MAX]);
+    assert_eq!(
+        leases_of(&bed, client())[0].1.hosts,
+        [host_id(2); LEASE_HOSTS_MAX]
+    );
     report_use(&mut bed, 2, 2, task_id(2, 900));
     assert!(bed.service.model().is_guest(task_id(2, 900)));
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::TaskDecisions(task_id(2, 900)))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(2, 900)))
     else {
         panic!("nothing is known")
     };
@@ -157,7 +176,7 @@ fn task_started_by_lease_is_known_and_explained() {
         _ => false,
     };
     assert!(decisions.iter().any(|d| spawn(&d.kind)), "{decisions:?}");
-    // Three tasks are on h2: an owner who arrives evicts all of them.
+    // Three tasks run on h2. All of them are evicted when its owner arrives.
     bed.report_owner_present(2);
     assert_eq!(bed.world().take_migrations().len(), 3);
 }
@@ -185,7 +204,11 @@ fn repeated_group_spawns_get_lease() {
             "as those before: {grant:?}"
         );
     }
-    let tids = [(1, task_id(1, 900)), (2, task_id(2, 900)), (3, task_id(3, 900))];
+    let tids = [
+        (1, task_id(1, 900)),
+        (2, task_id(2, 900)),
+        (3, task_id(3, 900)),
+    ];
     report_uses(&mut bed, 2, &tids);
     for (_, tid) in tids {
         assert!(bed.service.model().is_guest(tid));
@@ -212,7 +235,8 @@ fn repeated_group_spawns_get_lease() {
     }
 }
 
-/// A lease is updated when its hosts change and is valid while spawns follow each other.
+/// A lease is replaced when its hosts change. It stays valid as long as the task continues to
+/// spawn.
 #[test]
 fn lease_follows_host_changes_while_used() {
     let vm = world(2);
@@ -234,7 +258,7 @@ fn lease_follows_host_changes_while_used() {
         report_use(&mut bed, 2, 2, task_id(2, 900 + n));
         assert_eq!(leases_of(&bed, client()).len(), before, "it holds");
     }
-    // The lease of a task that spawns nothing more is not renewed.
+    // The task spawns nothing more, so its lease is not renewed.
     bed.advance(GRANT_WINDOW + REVIEW_INTERVAL);
     let before = leases_of(&bed, client()).len();
     bed.report_owner_absent(1);
@@ -242,14 +266,16 @@ fn lease_follows_host_changes_while_used() {
     assert_eq!(leases_of(&bed, client()).len(), before);
 }
 
-/// Tasks that have ended or spawn nothing more keep no slots from others.
+/// Tasks that have ended, or that spawn nothing more, do not reduce the number of slots for others.
 #[test]
 fn unused_leases_are_released() {
     let vm = world(3);
     let others: Vec<Tid> = (20..24).map(|n| task_id(1, n)).collect();
-    vm.0.borrow_mut()
-        .tasks
-        .extend(others.iter().map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")));
+    vm.0.borrow_mut().tasks.extend(
+        others
+            .iter()
+            .map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")),
+    );
     let mut bed = TestBed::quiet(&vm);
     let twice = |bed: &mut TestBed, task: Tid| {
         for wid in 1..=2 {
@@ -279,7 +305,7 @@ fn unused_leases_are_released() {
     }
 }
 
-/// When half of a lease is used, it is renewed from the current state.
+/// When half of a lease is used, a new lease is made from the current state.
 #[test]
 fn half_used_lease_is_renewed() {
     let vm = world(2);
@@ -288,7 +314,12 @@ fn half_used_lease_is_renewed() {
     let hosts = leases_of(&bed, client())[0].1.hosts.clone();
     let last = LEASE_HOSTS_MAX / 2 - 1;
     for (n, host) in hosts.iter().take(last).enumerate() {
-        report_use(&mut bed, 2, host.index(), task_id(host.index(), 900 + n as u32));
+        report_use(
+            &mut bed,
+            2,
+            host.index(),
+            task_id(host.index(), 900 + n as u32),
+        );
     }
     assert_eq!(leases_of(&bed, client()).len(), 1);
     bed.report_owner_present(1);
@@ -300,11 +331,14 @@ fn half_used_lease_is_renewed() {
     );
     let (wid, grant) = leases_of(&bed, client()).pop().expect("more");
     assert_eq!((leases_of(&bed, client()).len(), wid), (2, 2));
-    assert!(grant.hosts.iter().all(|host| *host == host_id(2)), "{grant:?}");
+    assert!(
+        grant.hosts.iter().all(|host| *host == host_id(2)),
+        "{grant:?}"
+    );
 }
 
-/// With round-robin placement, limits or waiting there are no leases: each request is decided
-/// separately.
+/// With round robin, task limits or waiting requests there are no leases, because each request must
+/// be decided separately.
 #[test]
 fn no_leases_with_round_robin_limits_or_waiting() {
     let limits = Limits {
@@ -339,7 +373,8 @@ fn no_leases_with_round_robin_limits_or_waiting() {
     }
 }
 
-/// Requests that differ, fail, come late or ask for too many tasks get no lease.
+/// A request gets no lease if it differs from the previous one, fails, arrives too late, or asks
+/// for too many tasks.
 #[test]
 fn unsuitable_requests_get_no_lease() {
     let vm = world(2);
@@ -370,7 +405,11 @@ fn unsuitable_requests_get_no_lease() {
             place: wants.into(),
             ..request(1)
         };
-        assert_eq!(spawn_repeatedly(&mut bed, 60..=63, &ranked).len(), 4, "{wants}");
+        assert_eq!(
+            spawn_repeatedly(&mut bed, 60..=63, &ranked).len(),
+            4,
+            "{wants}"
+        );
     }
     for n in 70..75 {
         spawn_repeatedly(&mut bed, n..=n, &request(1));
@@ -401,10 +440,13 @@ fn drain_or_policy_change_revokes_leases() {
         (leases_of(&bed, client()).len(), wid, grant.hosts),
         (2, 2, vec![])
     );
-    // On its next request the task gets the other host only.
+    // The lease for the task's next request contains only the other host.
     spawn_repeatedly(&mut bed, 3..=3, &request(1));
-    assert_eq!(leases_of(&bed, client())[2].1.hosts, [host_id(1); LEASE_HOSTS_MAX]);
-    // A lease that seems to be used up may still have unused slots.
+    assert_eq!(
+        leases_of(&bed, client())[2].1.hosts,
+        [host_id(1); LEASE_HOSTS_MAX]
+    );
+    // A lease that counts as used up is revoked, too, because it may have unused slots.
     let before = leases_of(&bed, client()).len();
     bed.report_owner_present(1);
     for first in [700, 750, 800] {
@@ -485,8 +527,10 @@ fn job_being_killed_gets_no_lease() {
             }
         )]
     );
-    // The report of tasks started before the revocation arrives later.
-    bed.world().tasks.push(spawned_task_info(task_id(2, 900), 2));
+    // A report of tasks that were started before the revocation arrives after it.
+    bed.world()
+        .tasks
+        .push(spawned_task_info(task_id(2, 900), 2));
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner,
         tasks: vec![(host_id(2), task_id(2, 900))],
@@ -503,7 +547,7 @@ fn job_being_killed_gets_no_lease() {
     assert_eq!(leases_of(&bed, spawner).len(), 2);
 }
 
-/// Uses of a lease that are reported after the task's exit are counted and lead to no new lease.
+/// Used slots that are reported after the end of the task are counted, and cause no new lease.
 #[test]
 fn lease_use_after_exit_is_counted() {
     let vm = world(2);
@@ -521,7 +565,7 @@ fn lease_use_after_exit_is_counted() {
     assert_eq!(leases_of(&bed, client()).len(), 1);
 }
 
-/// A task that ends while its request is carried out gets no lease.
+/// A task gets no lease if it ends while its request is carried out.
 #[test]
 fn exited_requester_gets_no_lease() {
     let vm = world(2);
@@ -535,7 +579,7 @@ fn exited_requester_gets_no_lease() {
     assert_eq!(leases_of(&bed, client()), []);
 }
 
-/// A different request gives up the slots of the earlier lease.
+/// A different request of the task closes its lease.
 #[test]
 fn different_request_gives_up_lease() {
     let vm = world(3);
@@ -580,9 +624,11 @@ fn large_request_gets_no_lease() {
 fn total_of_leased_slots_is_bounded() {
     let vm = world(3);
     let others: Vec<Tid> = (20..24).map(|n| task_id(1, n)).collect();
-    vm.0.borrow_mut()
-        .tasks
-        .extend(others.iter().map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")));
+    vm.0.borrow_mut().tasks.extend(
+        others
+            .iter()
+            .map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")),
+    );
     let mut bed = TestBed::quiet(&vm);
     for wid in 1..=2 {
         for task in &others {
@@ -607,7 +653,7 @@ fn total_of_leased_slots_is_bounded() {
     );
 }
 
-/// Reports that cannot be decoded or belong to no lease change nothing.
+/// Reports about used slots that cannot be decoded or belong to no lease are ignored.
 #[test]
 fn invalid_lease_reports_are_ignored() {
     let vm = world(2);
@@ -631,5 +677,8 @@ fn invalid_lease_reports_are_ignored() {
         .post(task_id(2, 50), CTX_BASE, SM_PLACEMENT_LEASE_USED, 2, body);
     bed.settle();
     assert_eq!(bed.world().records.len(), before);
-    assert!(!bed.service.model().has_task(task_id(2, 901)), "only daemons say so");
+    assert!(
+        !bed.service.model().has_task(task_id(2, 901)),
+        "only daemons say so"
+    );
 }

@@ -1,18 +1,18 @@
-//! Idle hosts for snapshots.
+//! Builders of idle hosts for snapshots.
 
-use pvm_rm::decide::{HostView, OwnerState, TimedSample, GuestPolicy};
+use pvm_rm::decide::{GuestPolicy, HostView, OwnerState, TimedSample};
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros};
 use std::sync::Arc;
 
-/// Time of the snapshots.
+/// Current time of the snapshots.
 pub(crate) const NOW: Micros = Micros::from_secs(1000);
 
 pub(crate) fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// The sample of an idle host.
+/// Returns the load sample of an idle host.
 pub(crate) fn idle_sample(cores: u32, available_bytes: u64) -> Option<TimedSample> {
     Some(TimedSample {
         sample: LoadSample {
@@ -25,7 +25,7 @@ pub(crate) fn idle_sample(cores: u32, available_bytes: u64) -> Option<TimedSampl
     })
 }
 
-/// A host without an owner and without tasks.
+/// Returns an idle host without an owner and without tasks.
 pub(crate) fn idle_host(index: u16, cores: u32, available_bytes: u64) -> HostView {
     HostView {
         id: host_id(index),

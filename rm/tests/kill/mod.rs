@@ -1,7 +1,7 @@
-//! Jobs that a user ends as a whole.
+//! Ending of whole jobs on request of a user.
 
-use crate::query;
 use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
+use crate::query;
 use pvm_rm::service::TERM_TIMEOUT;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
@@ -11,7 +11,8 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 const TASK_COUNT: u32 = 1500;
 
-/// A job of [`ALL`] tasks, and another job. Returns the root task, too.
+/// Returns a service with a job of [`TASK_COUNT`] tasks and another job, and the top task of the first
+/// job.
 fn large_job() -> (TestBed, Tid) {
     let vm = world(2);
     let top = task_id(1, 7);
@@ -46,11 +47,12 @@ fn report_ended(bed: &mut TestBed, tid: Tid) {
     );
 }
 
-/// The tasks of a job of 1500 get SIGTERM, and those that remain get SIGKILL until none is left.
+/// In a job of 1500 tasks, all tasks get SIGTERM. The remaining ones get SIGKILL until none is
+/// left.
 #[test]
 fn large_job_is_terminated_then_killed() {
     let (mut bed, top) = large_job();
-    // Any task of the job may be named.
+    // The request may name any task of the job.
     let RmReply::KillProgress {
         job,
         left,
@@ -70,7 +72,7 @@ fn large_job_is_terminated_then_killed() {
             .all(|(tid, signal)| *signal == 15 && *tid != task_id(2, 9000)),
         "and no other job's"
     );
-    // The job tries to start one more task, and a task that was being started begins.
+    // The job spawns one more task, which is refused. A task that was being started begins to run.
     bed.world().spawn_by(task_id(2, 600), 5, &request(1));
     bed.settle();
     assert!(
@@ -109,7 +111,9 @@ fn large_job_is_terminated_then_killed() {
     let RmReply::KillProgress { left: 3, .. } = query(&mut bed, &RmQuery::KillStatus(top)) else {
         panic!()
     };
-    stubborn.into_iter().for_each(|tid| report_ended(&mut bed, tid));
+    stubborn
+        .into_iter()
+        .for_each(|tid| report_ended(&mut bed, tid));
     bed.advance(Micros::from_secs(1));
     let done = RmReply::KillProgress {
         job: top,
@@ -128,7 +132,7 @@ fn large_job_is_terminated_then_killed() {
     );
     bed.advance(Micros::from_secs(30));
     assert!(bed.world().signals.is_empty());
-    // A task whose start took very long is ended, too.
+    // A task whose start took very long is also ended.
     let kind = EventKind::TaskStarted {
         tid: task_id(1, 8001),
         parent: top,
@@ -140,7 +144,7 @@ fn large_job_is_terminated_then_killed() {
     assert_eq!(bed.world().signals, [(task_id(1, 8001), 15)]);
 }
 
-/// Tasks that are being started for a job are awaited and ended.
+/// Tasks that are being started for a job are ended as soon as they run.
 #[test]
 fn tasks_being_started_are_ended_too() {
     let vm = world(2);
@@ -150,7 +154,7 @@ fn tasks_being_started_are_ended_too() {
     bed.settle();
     let execs = bed.world().take_start_orders();
     assert!(!execs.is_empty());
-    // The client, the root of the job, sends the request: it is not ended itself.
+    // The client, which is the top task of the job, sends the request. So it is not ended.
     let RmReply::KillProgress { job, left, .. } = query(&mut bed, &RmQuery::Kill(tids[1])) else {
         panic!()
     };
@@ -193,12 +197,18 @@ fn tasks_being_started_are_ended_too() {
     );
 }
 
-/// A task that cannot be signalled is named in the reply; an unknown job is reported as unknown.
+/// The reply names a task that cannot be signalled. For an unknown job the reply is `NotFound`.
 #[test]
 fn unsignalled_task_is_named() {
     let (mut bed, top) = large_job();
-    assert_eq!(query(&mut bed, &RmQuery::Kill(task_id(1, 4999))), RmReply::NotFound);
-    assert_eq!(query(&mut bed, &RmQuery::KillStatus(top)), RmReply::NotFound);
+    assert_eq!(
+        query(&mut bed, &RmQuery::Kill(task_id(1, 4999))),
+        RmReply::NotFound
+    );
+    assert_eq!(
+        query(&mut bed, &RmQuery::KillStatus(top)),
+        RmReply::NotFound
+    );
     bed.world()
         .refused_signals
         .insert(task_id(2, 300), PvmError::DSysErr);

@@ -1,10 +1,11 @@
-//! Snapshots of virtual machines of any size, half of whose hosts have an owner, and every decision
-//! that is made on them.
+//! Snapshots of large virtual machines in which half of the hosts have an owner, and all decisions
+//! that can be made about them.
 
 use crate::desktop::{desktop, host_id};
 use pvm_rm::decide::{
-    PlacementRequest, FairShare, HostView, HostList, EvictionPlan, OwnerState, PlacementPolicy, Snapshot, TaskView, UpDownRates, Constraints, plan_rebalances,
-    select_victims, select_resumable, plan_evictions, place,
+    Constraints, EvictionPlan, FairShare, HostList, HostView, OwnerState, PlacementPolicy,
+    PlacementRequest, Snapshot, TaskView, UpDownRates, place, plan_evictions, plan_rebalances,
+    select_resumable, select_victims,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -15,17 +16,17 @@ use std::sync::Arc;
 /// Largest simulated number of hosts: more than twice the limit of a virtual machine.
 pub(crate) const HOSTS_MAX: u16 = 10_000;
 
-/// Callback for each decision. It gets the decision's name and a function that makes the decision.
-/// That function may be called repeatedly; it takes the number of earlier calls and asserts the
-/// expected result.
+/// Function that is called for each decision, with its name and a function that makes the decision
+/// and asserts the expected result. The latter may be called repeatedly; its argument is the number
+/// of earlier calls.
 pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
-/// Returns the task with this number on this host.
+/// Returns the tid of the task with this number on this host.
 fn task_id(host: u16, number: u32) -> Tid {
     Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
 }
 
-/// A task that has run for an hour.
+/// Returns a task that has run for an hour.
 fn long_running_task(host: u16, number: u32) -> TaskView {
     TaskView {
         work_done: Micros::from_secs(3600),
@@ -41,8 +42,8 @@ fn present() -> OwnerState {
     }
 }
 
-/// Half of the hosts have an owner and pinned tasks; nearly all have a task that has run for an
-/// hour.
+/// Returns a snapshot. Half of the hosts have an owner and pinned tasks. Nearly all hosts have one
+/// task that has run for an hour.
 pub(crate) fn large_snapshot(hosts: u16) -> Snapshot {
     let view = |i: u16| {
         let pinned = i.is_multiple_of(2);
@@ -51,7 +52,7 @@ pub(crate) fn large_snapshot(hosts: u16) -> Snapshot {
         } else {
             OwnerState::Absent { left_at: None }
         };
-        // Some hosts are crowded and some are empty, so that there is something to balance.
+        // Some hosts have several tasks and some have none, so that rebalancing finds migrations.
         let tasks = match i % 50 {
             1 => 0,
             11 => 3,
@@ -73,7 +74,7 @@ pub(crate) fn large_snapshot(hosts: u16) -> Snapshot {
     Snapshot::new(Micros::from_secs(7200), PlacementPolicy::Load, hosts)
 }
 
-/// Changes hosts of a snapshot.
+/// Changes these hosts of a snapshot by `act`, and refreshes the index.
 fn change(
     snapshot: &mut Snapshot,
     hosts: impl IntoIterator<Item = u16>,
@@ -110,7 +111,8 @@ fn ask(request: &SpawnRequest) -> PlacementRequest<'_> {
     }
 }
 
-/// A decision that places tasks with these requirements, all of them or none.
+/// Returns a decision that places `event_count` tasks with these constraints. It asserts that all tasks
+/// are placed if `targets_accept` is true, and none otherwise.
 fn decide_placement(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
     move |_| {
@@ -127,8 +129,8 @@ fn decide_balancing(snapshot: &Snapshot) -> impl FnMut(usize) {
     |_| assert!(!plan_rebalances(snapshot).is_empty())
 }
 
-/// A decision when the owner of a host with a guest arrives: the guest migrates or stays. Then the
-/// owner leaves.
+/// Returns a decision for the arrival of an owner on a host with a guest, and for the owner's
+/// departure. It asserts that the guest migrates if `goes` is true, and stays otherwise.
 fn decide_owner_visit(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     move |_| {
         change(snapshot, [3], |_, host| host.owner = present());
@@ -144,8 +146,8 @@ fn decide_owner_visit(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) 
     }
 }
 
-/// Decisions that look at some hosts only, whatever the size of the virtual machine: those that
-/// have changed, and the best ones.
+/// Visits the decisions that examine only some hosts, independent of the size of the virtual
+/// machine: the changed hosts and the best ones.
 pub(crate) fn visit_local_decisions(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large_snapshot(hosts);
     visit("update", &mut |n| {
@@ -169,9 +171,8 @@ pub(crate) fn visit_local_decisions(hosts: u16, visit: &mut Visit<'_>) {
     visit("balance jobs that wait", &mut decide_balancing(&waits));
 }
 
-/// Migrations of jobs that have declared their work. These decisions simulate the hosts they look
-/// at, whose number does not grow with the virtual machine. First each task is a job, then all
-/// tasks are one job.
+/// Visits the planning of migrations for jobs with declared work. The number of simulated hosts
+/// does not grow with the virtual machine. First each task is a job; then all tasks are one job.
 pub(crate) fn visit_work_plans(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large_snapshot(hosts);
     let work = Arc::new(Constraints::parse("work = 2h").expect("it says so"));
@@ -181,7 +182,7 @@ pub(crate) fn visit_work_plans(hosts: u16, visit: &mut Visit<'_>) {
     visit("plan for one that tells", &mut decide_balancing(&free));
 }
 
-/// Decisions that look at every host, or at every task of a job.
+/// Visits the decisions that examine every host, or every task of a job.
 pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut Visit<'_>) {
     let free = large_snapshot(hosts);
     visit(
@@ -196,7 +197,10 @@ pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut Visit<'_>) {
         policy: PlacementPolicy::RoundRobin,
         ..free.clone()
     };
-    visit("place 61 in turn", &mut decide_placement(&in_turn, 61, "", true));
+    visit(
+        "place 61 in turn",
+        &mut decide_placement(&in_turn, 61, "", true),
+    );
     visit(
         "refuse by number",
         &mut decide_placement(&free, 1, "?cores > 99", false),
@@ -220,7 +224,7 @@ pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut Visit<'_>) {
     visit_preemption(&free, visit);
 }
 
-/// Owners arrive on all hosts.
+/// Visits the decision after owners have arrived on all hosts.
 fn visit_owner_arrivals(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut full = free.clone();
@@ -235,7 +239,10 @@ fn visit_owner_arrivals(free: &Snapshot, visit: &mut Visit<'_>) {
         host.owner = present();
         host.tasks.iter_mut().for_each(|task| task.pinned = false);
     });
-    visit("refuse by owners", &mut decide_placement(&stuck, 1, "", false));
+    visit(
+        "refuse by owners",
+        &mut decide_placement(&stuck, 1, "", false),
+    );
     visit(
         "he comes, there is no place, he goes",
         &mut decide_owner_visit(&mut full, false),
@@ -253,7 +260,8 @@ fn visit_owner_arrivals(free: &Snapshot, visit: &mut Visit<'_>) {
     });
 }
 
-/// Each processor has a task of a user who has used much; another user requests some.
+/// Visits the preemption decisions in which one user has a task on each processor and a high index,
+/// and another user requests hosts.
 fn visit_preemption(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut greedy = free.clone();

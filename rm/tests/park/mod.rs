@@ -1,9 +1,11 @@
-//! Vacated jobs: where owners want it, jobs that no host accepts are checkpointed and ended, and
-//! restarted when there is room.
+//! Vacated jobs: if the owners request it, jobs that no host accepts are checkpointed and ended.
+//! They are restarted when there is room.
 
-use crate::common::{TestBed, migrate_error, host_id, task_info, spawned_task_info, task_id, world};
-use crate::{query, options_with_history};
-use pvm_rm::service::{VACATED_RESERVE_AFTER, Options};
+use crate::common::{
+    TestBed, host_id, migrate_error, spawned_task_info, task_id, task_info, world,
+};
+use crate::{options_with_history, query};
+use pvm_rm::service::{Options, VACATED_RESERVE_AFTER};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, MigrationCause};
@@ -12,7 +14,7 @@ use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
-/// A root task on h1 with a child on h2 and one on h3.
+/// Returns a job: a top task on h1 with a child on h2 and a child on h3.
 fn job_tasks() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
@@ -59,7 +61,7 @@ fn report_vacated(bed: &mut TestBed, job: Tid) {
     bed.settle();
 }
 
-/// Lets all owners arrive one after the other; tasks that can migrate do so.
+/// Lets the owners of all hosts arrive one after the other. Tasks that can migrate do so.
 fn present_owners_everywhere(bed: &mut TestBed) {
     for host in 1..=3 {
         bed.report_owner_present(host);
@@ -94,7 +96,7 @@ fn complete_migrations(bed: &mut TestBed) {
     }
 }
 
-/// A task that another host accepts migrates; its job is not checkpointed.
+/// A task that another host accepts migrates, and its job is not checkpointed.
 #[test]
 fn task_with_a_target_only_migrates() {
     let mut bed = pool();
@@ -103,7 +105,7 @@ fn task_with_a_target_only_migrates() {
     assert!(bed.world().checkpoints.is_empty());
 }
 
-/// A job whose task no host accepts is vacated once and restarted where there is room.
+/// If no host accepts a task of a job, the job is vacated once, and restarted on hosts with room.
 #[test]
 fn unplaceable_job_is_vacated_and_restarted() {
     let mut bed = pool();
@@ -123,9 +125,10 @@ fn unplaceable_job_is_vacated_and_restarted() {
         [("s1".to_string(), vec!["h3".to_string(); 3])]
     );
     let tasks = job_tasks().map(|task| (task.tid, host_id(3))).to_vec();
-    bed.world()
-        .tasks
-        .extend(job_tasks().map(|task| TaskInfo { host: host_id(3), ..task }));
+    bed.world().tasks.extend(job_tasks().map(|task| TaskInfo {
+        host: host_id(3),
+        ..task
+    }));
     bed.world().event(
         host_id(1),
         EventKind::Restarted {
@@ -139,7 +142,8 @@ fn unplaceable_job_is_vacated_and_restarted() {
     bed.advance(Micros::from_secs(60));
     assert_eq!(bed.world().checkpoints.len(), 1);
     assert_eq!(bed.world().restarts.len(), 1);
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 7)))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 7)))
     else {
         panic!("nothing is known")
     };
@@ -151,7 +155,7 @@ fn unplaceable_job_is_vacated_and_restarted() {
     );
 }
 
-/// A vacated job that a user ends is not restarted.
+/// A vacated job is not restarted if a user cancels it.
 #[test]
 fn ended_vacated_job_is_not_restarted() {
     let mut bed = pool();
@@ -161,13 +165,16 @@ fn ended_vacated_job_is_not_restarted() {
         query(&mut bed, &RmQuery::CancelVacated(task_id(2, 9))),
         RmReply::NotFound
     );
-    // Any task of the job may be named.
+    // The request may name any task of the job.
     let gone = RmReply::VacatedCancelled {
         job: task_id(1, 7),
         checkpoint: "s1".into(),
         starting: false,
     };
-    assert_eq!(query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))), gone);
+    assert_eq!(
+        query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
+        gone
+    );
     assert_eq!(
         query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
         RmReply::NotFound
@@ -184,10 +191,13 @@ fn ended_vacated_job_is_not_restarted() {
         checkpoint: "s1".into(),
         starting: true,
     };
-    assert_eq!(query(&mut bed, &RmQuery::CancelVacated(task_id(1, 7))), starting);
+    assert_eq!(
+        query(&mut bed, &RmQuery::CancelVacated(task_id(1, 7))),
+        starting
+    );
 }
 
-/// A job that a user ends while it is being vacated is not restarted.
+/// A job that is being vacated is not restarted if a user cancels it.
 #[test]
 fn job_ended_while_vacating_is_not_restarted() {
     let mut bed = pool();
@@ -204,19 +214,21 @@ fn job_ended_while_vacating_is_not_restarted() {
     assert_eq!(bed.world().restarts, []);
 }
 
-/// Hosts that refused a task are asked again before its job is vacated.
+/// Hosts that refused a task are tried again before its job is vacated.
 #[test]
 fn refusals_are_retried_before_vacating() {
     let mut bed = pool();
     bed.report_owner_present(3);
     complete_migrations(&mut bed);
     for tid in [task_id(2, 7), task_id(3, 7)] {
-        bed.world()
-            .refused_migrations
-            .insert((tid, host_id(1)), migrate_error(Failure::Engine("a hiccup".into())));
-        bed.world()
-            .refused_migrations
-            .insert((tid, host_id(3)), migrate_error(Failure::Engine("a hiccup".into())));
+        bed.world().refused_migrations.insert(
+            (tid, host_id(1)),
+            migrate_error(Failure::Engine("a hiccup".into())),
+        );
+        bed.world().refused_migrations.insert(
+            (tid, host_id(3)),
+            migrate_error(Failure::Engine("a hiccup".into())),
+        );
     }
     bed.report_owner_present(2);
     assert!(bed.world().checkpoints.is_empty());
@@ -229,7 +241,7 @@ fn refusals_are_retried_before_vacating() {
     assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
 }
 
-/// Only the checkpoint that ended a job marks it as vacated.
+/// Only a checkpoint after which the job was ended marks the job as vacated.
 #[test]
 fn only_final_checkpoint_vacates_job() {
     let mut bed = pool();
@@ -251,8 +263,7 @@ fn only_final_checkpoint_vacates_job() {
     assert!(bed.world().restarts.is_empty(), "it lives");
     present_owners_everywhere(&mut bed);
     report_vacated(&mut bed, task_id(1, 7));
-    // A user restarts the job from another checkpoint: the vacated one must not be restarted as
-    // well.
+    // A user restarts the job from another checkpoint. Then the vacated one must not be restarted.
     let tasks = job_tasks().map(|task| (task.tid, host_id(1))).to_vec();
     bed.world().event(
         host_id(1),
@@ -271,7 +282,7 @@ fn only_final_checkpoint_vacates_job() {
     );
 }
 
-/// A vacated job is restarted only where owners allow its programs and number of tasks.
+/// A vacated job is restarted only on hosts whose owners allow its programs and number of tasks.
 #[test]
 fn vacated_job_restarts_within_owner_limits() {
     let mut bed = pool();
@@ -313,8 +324,8 @@ fn vacated_job_restarts_within_owner_limits() {
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
-/// A job of three tasks is vacated, then a job of one task. Every owner allows one task; all owners
-/// are present for the time `wait`.
+/// Vacates a job of three tasks, then a job of one task. Every owner allows one guest. All owners
+/// are present for the time `enqueue`.
 fn large_and_small(wait: Micros) -> TestBed {
     let mut bed = pool();
     bed.world().limits = GuestLimits {
@@ -346,7 +357,7 @@ fn large_and_small(wait: Micros) -> TestBed {
     bed
 }
 
-/// A small vacated job may overtake a large one for a time.
+/// For some time, a small vacated job may be restarted before a large one that has waited longer.
 #[test]
 fn small_vacated_job_may_overtake_large_one() {
     let bed = large_and_small(Micros::from_secs(60));
@@ -356,12 +367,12 @@ fn small_vacated_job_may_overtake_large_one() {
     );
 }
 
-/// After that time, free slots are kept for the job that has waited longest.
+/// After [`VACATED_RESERVE_AFTER`], free hosts are reserved for the job that has waited longest.
 #[test]
 fn free_slots_are_kept_for_oldest_vacated_job() {
     let mut bed = large_and_small(VACATED_RESERVE_AFTER + Micros::from_secs(30));
     assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
-    // The watcher of h3 reports once more.
+    // The watcher of h3 sends one more report.
     (1..=3).for_each(|host| bed.report_owner_absent(host));
     bed.advance(Micros::from_secs(8));
     let on = ["h1", "h2", "h3"].map(String::from).to_vec();
@@ -379,7 +390,7 @@ fn job_is_not_vacated_during_migration() {
     assert!(bed.world().checkpoints.is_empty(), "one is on its way");
 }
 
-/// Jobs are not vacated for owners who want guests migrated or killed.
+/// Jobs are not vacated if the owners request migration or termination of guests.
 #[test]
 fn only_checkpoint_mode_vacates_jobs() {
     for then in [EvictionMode::Move, EvictionMode::Kill] {
@@ -390,7 +401,7 @@ fn only_checkpoint_mode_vacates_jobs() {
     }
 }
 
-/// A job whose checkpoint failed is vacated again only after a while.
+/// If the checkpoint of a job has failed, the next attempt follows after a delay.
 #[test]
 fn failed_vacating_is_retried_later() {
     let mut bed = pool();
@@ -415,7 +426,7 @@ fn failed_vacating_is_retried_later() {
     assert_eq!(bed.world().checkpoints.len(), 2);
 }
 
-/// Restarts of a checkpoint that fail are repeated at growing intervals.
+/// A failed restart of a checkpoint is retried at growing intervals.
 #[test]
 fn failed_restarts_back_off() {
     let mut bed = pool();
@@ -446,7 +457,7 @@ fn failed_restarts_back_off() {
     );
 }
 
-/// Tasks without a root task, and children of command-line tasks, are not vacated.
+/// Jobs without a known top task, and children of tasks from a command line, are not vacated.
 #[test]
 fn jobs_without_spawned_root_are_not_vacated() {
     let vm = world(2);
@@ -466,7 +477,7 @@ fn jobs_without_spawned_root_are_not_vacated() {
     assert_eq!(bed.world().checkpoints, []);
 }
 
-/// A restarted resource manager restarts the jobs that its predecessor has vacated.
+/// A restarted resource manager restarts the jobs that the previous one has vacated.
 #[test]
 fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");

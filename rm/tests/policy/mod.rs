@@ -1,6 +1,6 @@
-//! The policy file at the restart of a resource manager.
+//! The policy file when a resource manager is restarted.
 
-use crate::common::{TestBed, FakeVm, rm_tid as own, world};
+use crate::common::{FakeVm, TestBed, rm_tid as own, world};
 use crate::options_with_history;
 use bytes::Bytes;
 use pvm_rm::policy::EffectivePolicy;
@@ -10,11 +10,11 @@ use sempa_proto::Micros;
 use sempa_proto::rm::CTX_RM;
 use std::path::Path;
 
-/// The content of the file at a start, or the error of reading it.
+/// The content of the policy file at a start, or the error that occurred while it was read.
 type FileContent = Result<&'static str, &'static str>;
 
-/// Starts a resource manager with this policy file; the command line lets spawns wait for `wait`
-/// seconds.
+/// Starts a resource manager with this policy file. `enqueue`: waiting time of spawns on the command
+/// line, in seconds.
 fn start(
     vm: &FakeVm,
     dir: &Path,
@@ -46,7 +46,7 @@ fn start(
     TestBed::with(vm, options)
 }
 
-/// Lets the resource manager write its history, and kills it. Returns the limit on tasks per user
+/// Kills the resource manager after it has written its history. Returns the limit on tasks per user
 /// that was in force.
 fn kill(mut bed: TestBed) -> Option<u32> {
     bed.advance(Micros::from_secs(1));
@@ -54,7 +54,7 @@ fn kill(mut bed: TestBed) -> Option<u32> {
 }
 
 /// A policy file that has become invalid or is missing does not prevent a restart; the last valid
-/// policy applies.
+/// content applies.
 #[test]
 fn invalid_policy_file_does_not_prevent_restart() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));
@@ -82,7 +82,7 @@ fn invalid_policy_file_does_not_prevent_restart() {
         assert_eq!(notes.iter().filter(told).count(), 1, "{notes:?}");
         assert_eq!(kill(bed), Some(2), "{said}");
     }
-    // A change of the file while the resource manager runs is remembered; the command line may
+    // The history stores a change of the file while the resource manager runs. The command line may
     // differ at the next start.
     let mut bed = again(Ok("user_tasks = 2\n"));
     bed.world().post(
@@ -106,7 +106,7 @@ fn invalid_policy_file_does_not_prevent_restart() {
     assert_eq!(kill(bed), Some(7));
 }
 
-/// A policy file that was never in force must be valid.
+/// If no valid content of the policy file is stored, an invalid file prevents the start.
 #[test]
 fn new_policy_file_must_be_valid() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));

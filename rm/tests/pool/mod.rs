@@ -1,14 +1,14 @@
-//! Simulates a pool of desktops in virtual time. Owners come and go; jobs of equal processes wait
-//! for their turn, run, and migrate by the decisions under test.
+//! Simulates a pool of desktop machines in virtual time. Owners arrive and leave. Jobs of equal
+//! processes wait, run and migrate according to the decisions under test.
 //!
-//! Durations on hosts are drawn from measurements, not from what the decisions expect. One seed
-//! determines a run.
+//! The durations of migrations are drawn from measurements, independent of the predictions in the
+//! decisions. The seed determines the whole run.
 
 use crate::desktop::{desktop, host_id};
 use crate::random::Rng;
 use pvm_rm::decide::{
-    PlacementRequest, FairShare, HostList, Limits, OwnerState, PlacementPolicy, Snapshot, TaskView, UpDownRates, QueuedRequest, plan_rebalances,
-    select_victims, plan_evictions, place,
+    FairShare, HostList, Limits, OwnerState, PlacementPolicy, PlacementRequest, QueuedRequest,
+    Snapshot, TaskView, UpDownRates, place, plan_evictions, plan_rebalances, select_victims,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -18,9 +18,9 @@ use std::sync::Arc;
 
 pub(crate) const HOUR: f64 = 3600.0;
 pub(crate) const DAY: f64 = 24.0 * HOUR;
-/// Seconds between two decisions on balancing.
+/// Interval between two rebalancing decisions, in seconds.
 const BALANCE_INTERVAL_S: f64 = 300.0;
-/// Size of a process in bytes.
+/// Memory size of a process in bytes.
 const PROCESS_BYTES: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,11 +40,11 @@ struct PoolTask {
     rate: f64,
     version: u64,
     job: usize,
-    /// Seconds of its work in total.
+    /// Total work in seconds.
     work: f64,
-    /// The target, while a migration stops the task.
+    /// Target of the migration that stops the task at present.
     moving: Option<u16>,
-    /// Preempted by another user's task on its host.
+    /// True if the task was preempted for another user's task on its host.
     suspended: bool,
 }
 
@@ -75,43 +75,43 @@ impl PoolJob {
     }
 }
 
-/// Durations measured on real hosts, in seconds. A draw takes one of the measurements.
+/// Durations measured on real hosts, in seconds. The simulation draws from them at random.
 #[derive(Clone, Debug)]
 pub(crate) struct MeasuredTimes {
-    /// From the record of an owner's login until a guest stops.
+    /// Time from the record of an owner's login until a guest is stopped.
     pub(crate) stops: Vec<f64>,
-    /// From the record of an owner's login until no guest is left on the host.
+    /// Time from the record of an owner's login until no guest is left on the host.
     pub(crate) clears: Vec<f64>,
-    /// How long a migration without an owner stops its task.
+    /// Time for which a rebalancing migration stops its task.
     pub(crate) freezes: Vec<f64>,
-    /// Duration of such a migration.
+    /// Duration of a rebalancing migration.
     pub(crate) moves: Vec<f64>,
 }
 
 /// Statistics of a run.
 #[derive(Default)]
 pub(crate) struct Statistics {
-    /// Seconds that each guest ran next to an owner who had arrived.
+    /// Time for which each guest ran after its host's owner had arrived, in seconds.
     pub(crate) runs_beside_owner: Vec<f64>,
-    /// Seconds from an owner's first activity until each guest was evicted.
+    /// Time from an owner's first activity until the eviction of each guest, in seconds.
     pub(crate) eviction_delays: Vec<f64>,
-    /// Seconds from each owner's first activity until the last guest had left, where there were
-    /// guests.
+    /// Time from an owner's first activity until the last guest had left, for each host with
+    /// guests, in seconds.
     pub(crate) clear_times: Vec<f64>,
     pub(crate) evictions: usize,
     pub(crate) rebalances: usize,
-    /// Seconds in which tasks were paused by migrations.
+    /// Total time for which tasks were paused by migrations, in seconds.
     pub(crate) paused_seconds: f64,
-    /// Seconds in which tasks were paused next to owners before a migration began, because no host
-    /// had room.
+    /// Total time for which tasks were paused because of owners before a migration began, because
+    /// no host had room, in seconds.
     pub(crate) stuck_seconds: f64,
-    /// Seconds of completed work.
+    /// Completed work in seconds.
     pub(crate) work_seconds: f64,
-    /// Host seconds without an owner: what an oracle could have used.
+    /// Total time for which hosts had no owner present, in seconds: an upper bound of the work.
     pub(crate) free_seconds: f64,
     pub(crate) free_max: usize,
     pub(crate) moves_by_hour: BTreeMap<u64, usize>,
-    /// Mean numbers of free hosts and running tasks, by hour.
+    /// (mean number of free hosts, mean number of running tasks), by hour.
     pub(crate) by_hour: BTreeMap<u64, (f64, f64)>,
 }
 
@@ -131,7 +131,8 @@ pub(crate) struct DesktopPool {
     empty_hosts: usize,
     running_tasks: usize,
     last_tid: u32,
-    /// Probability that the owner of a host is present at a time; `None` means always.
+    /// Probability that the owner of a host is present at a time. `None` means that the owner is
+    /// always present.
     presence: fn(u16, f64) -> Option<f64>,
     times: MeasuredTimes,
 }
@@ -140,7 +141,7 @@ fn micros(seconds: f64) -> Micros {
     Micros((seconds * 1e6) as u64)
 }
 
-/// Mean seconds of an owner's stay.
+/// Mean duration of an owner's presence in seconds.
 const VISIT_MEAN_S: f64 = 75.0 * 60.0;
 
 impl DesktopPool {
@@ -205,7 +206,7 @@ impl DesktopPool {
         self.owned_since[usize::from(host) - 1].is_some()
     }
 
-    /// Returns the number of tasks that are next to an owner and do not migrate.
+    /// Returns the number of tasks that do not migrate although their host's owner is present.
     pub(crate) fn left_beside_owners(&self) -> usize {
         self.tasks
             .values()
@@ -213,7 +214,7 @@ impl DesktopPool {
             .count()
     }
 
-    /// Schedules the next arrival or departure of the host's owner.
+    /// Schedules the next arrival or departure of a host's owner.
     fn schedule_owner_change(&mut self, host: u16) {
         let Some(present) = (self.presence)(host, self.now) else {
             return;
@@ -223,7 +224,8 @@ impl DesktopPool {
         } else {
             VISIT_MEAN_S * (1.0 - present) / present.max(0.01)
         };
-        // At most one hour ahead, because the probability changes with the time of day.
+        // The next event is at most one hour later, because the probability depends on the time of
+        // day.
         let wait = self.rng.exponential(mean);
         let at = self.now + wait.min(HOUR);
         self.schedule(
@@ -232,11 +234,14 @@ impl DesktopPool {
         );
     }
 
-    /// Updates the progress and the rates of a host's tasks after a change there.
+    /// Updates the progress and the rates of the tasks of a host, after its tasks have changed.
     fn update_host(&mut self, host: u16) {
         self.resume(host);
         let works = |t: &&Tid| self.tasks[*t].moving.is_none() && !self.tasks[*t].suspended;
-        let working = self.tasks_on[usize::from(host)].iter().filter(works).count();
+        let working = self.tasks_on[usize::from(host)]
+            .iter()
+            .filter(works)
+            .count();
         let rate = if self.is_owned(host) {
             0.0
         } else {
@@ -279,7 +284,7 @@ impl DesktopPool {
             .tasks = views;
     }
 
-    /// Resumes preempted tasks when no other task runs on their host.
+    /// Resumes a preempted task on a host when no other task runs there.
     fn resume(&mut self, host: u16) {
         let tasks = &self.tasks_on[usize::from(host)];
         if tasks.iter().any(|t| !self.tasks[t].suspended) {
@@ -293,8 +298,8 @@ impl DesktopPool {
         }
     }
 
-    /// Preempts tasks of users who have used more, so that a request of a user whose turn it is
-    /// gets slots. Returns false if that would not be enough.
+    /// Preempts tasks of users with a higher index so that a request gets slots. Returns true if
+    /// tasks were preempted.
     fn preempt_for(&mut self, ask: &PlacementRequest<'_>) -> bool {
         let gives = select_victims(&self.snapshot, &self.fair, ask);
         for tid in gives.iter().map(|gives| gives.tid) {
@@ -389,14 +394,14 @@ impl DesktopPool {
         self.update_host(host);
     }
 
-    /// Draws one of the measurements.
+    /// Returns a randomly drawn measurement.
     fn draw(&mut self, of: fn(&MeasuredTimes) -> &Vec<f64>) -> f64 {
         let at = self.rng.uniform();
         let all = of(&self.times);
         all[((all.len() as f64 * at) as usize).min(all.len() - 1)]
     }
 
-    /// Begins a migration, away from an owner or for balancing.
+    /// Begins the migration of a task, because of an owner or for rebalancing.
     fn begin_migration(&mut self, tid: Tid, to: HostId) {
         let task = self
             .tasks
@@ -407,12 +412,14 @@ impl DesktopPool {
         let span = match self.owned_since[usize::from(host) - 1] {
             Some(since) => {
                 let (clear, stop) = (self.draw(|t| &t.clears), self.draw(|t| &t.stops));
-                // A preempted task was paused already.
-                self.statistics.runs_beside_owner.extend(runs.then_some(stop));
+                // A preempted task was already paused, so it did not run after the owner's arrival.
+                self.statistics
+                    .runs_beside_owner
+                    .extend(runs.then_some(stop));
                 self.statistics.stuck_seconds += self.now - since;
                 self.statistics.eviction_delays.push(self.now - since);
-                // Counts the task as paused from its stop to the end of the migration, although it
-                // really resumes a little earlier.
+                // The task counts as paused until the end of the migration, although a real task
+                // resumes slightly earlier.
                 self.statistics.paused_seconds += (clear - stop).max(0.0);
                 clear
             }
@@ -474,8 +481,8 @@ impl DesktopPool {
         self.fair.release(micros(self.now), user, 1);
     }
 
-    /// Starts the jobs whose turn it is while there is a free host for each process. With
-    /// `may_stop`, tasks may be preempted for them.
+    /// Starts waiting jobs in the order of service, as long as there is a free host for each
+    /// process. `may_stop`: tasks may be preempted for them.
     fn start_jobs(&mut self, may_stop: bool) {
         while self.fair.queue_len() > 0 {
             let now = micros(self.now);
@@ -604,7 +611,7 @@ impl DesktopPool {
         }
     }
 
-    /// Runs until `end`, in seconds.
+    /// Runs the simulation until the time `end`, in seconds.
     pub(crate) fn run(&mut self, end: f64) {
         while let Some(Reverse((at, _, event))) = self.events.pop() {
             let at = (at as f64 / 1e6).min(end);

@@ -7,7 +7,7 @@ impl Rng {
         Rng(seed | 1)
     }
 
-    /// Uniformly distributed in [0, 1).
+    /// Returns a number that is uniformly distributed in [0, 1).
     pub(crate) fn uniform(&mut self) -> f64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -15,7 +15,7 @@ impl Rng {
         (self.0 >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Exponentially distributed with this mean.
+    /// Returns a number that is exponentially distributed with this mean.
     pub(crate) fn exponential(&mut self, mean: f64) -> f64 {
         -mean * (1.0 - self.uniform()).ln()
     }

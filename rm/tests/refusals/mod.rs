@@ -1,13 +1,13 @@
-//! Spawns that are refused at once, with the reason.
+//! Spawns that are refused immediately, with the reason.
 
 use crate::common::{TestBed, client, request, task_id};
-use crate::{query, occupied_bed};
+use crate::{occupied_bed, query};
 use pvm_rm::spawns::refusals::{REFUSAL_LOG_INTERVAL, REFUSALS_LOGGED_MAX};
-use pvm_rm::spawns::{SpawnRules, SPAWN_TASKS_MAX, PENDING_SPAWNS_MAX};
+use pvm_rm::spawns::{PENDING_SPAWNS_MAX, SPAWN_TASKS_MAX, SpawnRules};
 use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Returns what the event log and `pvm why` report about refusals of this task's job.
+/// Returns the refusals of this task's job: the event log entries, and the lines of `pvm why`.
 fn refusal_reports(bed: &mut TestBed, task: Tid) -> (Vec<String>, Vec<String>) {
     let RmReply::Decisions { decisions, .. } = query(bed, &RmQuery::TaskDecisions(task)) else {
         panic!("nothing is known of {task}")
@@ -25,7 +25,7 @@ fn refusal_reports(bed: &mut TestBed, task: Tid) -> (Vec<String>, Vec<String>) {
     (notes, decided)
 }
 
-/// Spawns above the limit of open requests are refused with a reason that is logged once per
+/// Spawns above the limit of pending requests are refused, and the reason is logged once per
 /// interval.
 #[test]
 fn excess_spawns_are_refused_and_logged_rarely() {
@@ -38,7 +38,8 @@ fn excess_spawns_are_refused_and_logged_rarely() {
     bed.settle();
     assert_eq!(bed.world().spawn_reply(all), None, "it waits");
     assert!(
-        (all + 1..=all + 50).all(|wid| bed.world().spawn_reply(wid) == Some(Err(PvmError::OutOfRes)))
+        (all + 1..=all + 50)
+            .all(|wid| bed.world().spawn_reply(wid) == Some(Err(PvmError::OutOfRes)))
     );
     let why = "worker was not started for t40002: Out of resources (1024 spawns are being carried out or wait already)";
     assert_eq!(
@@ -55,7 +56,7 @@ fn excess_spawns_are_refused_and_logged_rarely() {
     );
 }
 
-/// Refusals of very many tasks do not fill the event log.
+/// Refusals of very many tasks do not flood the event log.
 #[test]
 fn refusals_of_many_tasks_are_logged_bounded() {
     let mut bed = occupied_bed(SpawnRules::default());

@@ -1,9 +1,11 @@
-//! Jobs that a user suspends as a whole, and tasks that are preempted because their users hold a
-//! large share.
+//! Jobs that a user suspends as a whole, and tasks that are preempted because their users have a
+//! high index.
 
 use crate::answers::two_workers;
-use crate::common::{TestBed, FakeVm, client, host_id, task_info, request, spawned_task_info, task_id, world};
-use crate::{query, task_ended, options_with_history, options_with_policy};
+use crate::common::{
+    FakeVm, TestBed, client, host_id, request, spawned_task_info, task_id, task_info, world,
+};
+use crate::{options_with_history, options_with_policy, query, task_ended};
 use pvm_rm::decide::Limits;
 use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::spawns::SpawnRules;
@@ -16,7 +18,7 @@ use sempa_proto::table::{TASK_CONNECTED, TaskInfo};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// The client as the cause of a suspension.
+/// Returns the cause of a suspension that the client has requested.
 fn client_cause() -> SuspendCause {
     SuspendCause::JobRequested {
         requested_by: client(),
@@ -35,7 +37,7 @@ fn set_job_suspended(bed: &mut TestBed, job: Tid, suspend: bool) -> (Vec<Tid>, V
     (tasks, others)
 }
 
-/// Reports a task that the client starts without the resource manager.
+/// Reports the start of a task that the client has started without the resource manager.
 fn report_started(bed: &mut TestBed, tid: Tid) {
     bed.world().event(
         host_id(1),
@@ -50,16 +52,21 @@ fn report_started(bed: &mut TestBed, tid: Tid) {
     bed.settle();
 }
 
-/// A job is suspended and resumed as a whole, including tasks that it starts meanwhile.
+/// A job is suspended and resumed as a whole, including tasks that it starts while it is suspended.
 #[test]
 fn job_is_suspended_and_resumed_as_a_whole() {
     let mut bed = TestBed::quiet(&world(2));
     let mut tids = two_workers(&mut bed);
-    assert_eq!(set_job_suspended(&mut bed, tids[1], true), (tids.clone(), vec![]));
+    assert_eq!(
+        set_job_suspended(&mut bed, tids[1], true),
+        (tids.clone(), vec![])
+    );
     tids.push(task_id(1, 900));
     report_started(&mut bed, tids[2]);
-    let expected: Vec<(Tid, bool, SuspendCause)> =
-        tids.iter().map(|tid| (*tid, true, client_cause())).collect();
+    let expected: Vec<(Tid, bool, SuspendCause)> = tids
+        .iter()
+        .map(|tid| (*tid, true, client_cause()))
+        .collect();
     assert_eq!(bed.world().suspends, expected);
     let RmReply::Job { job, tasks } = query(&mut bed, &RmQuery::Job(tids[0])) else {
         panic!("no job")
@@ -74,7 +81,10 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     let (none, others) = set_job_suspended(&mut bed, tids[1], true);
     assert_eq!((none, others.len()), (vec![], 3), "they are so already");
     tids.sort_unstable();
-    assert_eq!(set_job_suspended(&mut bed, tids[2], false), (tids.clone(), vec![]));
+    assert_eq!(
+        set_job_suspended(&mut bed, tids[2], false),
+        (tids.clone(), vec![])
+    );
     assert!(
         bed.world().suspends[3..]
             .iter()
@@ -86,7 +96,8 @@ fn job_is_suspended_and_resumed_as_a_whole() {
         6,
         "nothing is suspended any more"
     );
-    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 900)))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 900)))
     else {
         panic!("no reason")
     };
@@ -101,7 +112,7 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     );
 }
 
-/// The time for which a task was suspended does not count as usage.
+/// Time for which a task was suspended does not count as usage.
 #[test]
 fn suspended_time_is_not_usage() {
     let mut bed = TestBed::quiet(&world(2));
@@ -126,8 +137,8 @@ fn suspended_time_is_not_usage() {
     );
 }
 
-/// A task whose suspension a daemon refuses is reported with the reason; an unknown job is reported
-/// as unknown.
+/// If a daemon refuses to suspend a task, the reply contains the task and the reason. For an
+/// unknown job the reply is `NotFound`.
 #[test]
 fn refused_suspension_is_reported_with_reason() {
     let mut bed = TestBed::quiet(&world(2));
@@ -148,7 +159,7 @@ fn refused_suspension_is_reported_with_reason() {
     assert_eq!(query(&mut bed, &unknown), RmReply::NotFound);
 }
 
-/// A restarted resource manager keeps suspensions and completes an interrupted resumption.
+/// A restarted resource manager keeps suspensions, and completes a resume that was interrupted.
 #[test]
 fn restarted_rm_keeps_suspensions_and_resumptions() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -163,7 +174,7 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
         .iter_mut()
         .filter(|t| tids.contains(&t.tid))
         .for_each(|t| t.suspended = true);
-    // Meanwhile the job starts another task.
+    // While no resource manager runs, the job starts another task.
     let late = task_id(1, 900);
     let event = EventKind::TaskStarted {
         tid: late,
@@ -179,8 +190,8 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
     assert_eq!(vm.0.borrow().suspends, [(late, true, client_cause())]);
     bed.advance(Micros::from_secs(1));
     drop(bed);
-    // The resource manager died after it had recorded the resumption and before it had resumed the
-    // tasks.
+    // The resource manager ended after it had recorded the resume of the job and before it had
+    // resumed the tasks.
     vm.0.borrow_mut()
         .tasks
         .iter_mut()
@@ -209,22 +220,23 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
     assert_eq!(resumed, all);
 }
 
-/// A program of user 7.
+/// Returns the tid of a program of user 7.
 fn second_user_task() -> Tid {
     task_id(1, 3)
 }
 
-/// A program of user 8.
+/// Returns the tid of a program of user 8.
 fn third_user_task() -> Tid {
     task_id(1, 4)
 }
 
-/// Two hosts with two processors each, all of which user 0 has held for six hours.
+/// Returns a service with two hosts of two processors each. User 0 has held all processors for six
+/// hours. Also returns the tasks.
 fn occupied_hosts(give_way: bool) -> (FakeVm, TestBed, Vec<Tid>) {
     occupied_hosts_with(give_way, Limits::default())
 }
 
-/// As [`taken`], with limits for every user.
+/// Like [`taken`], with limits for every user.
 fn occupied_hosts_with(give_way: bool, limits: Limits) -> (FakeVm, TestBed, Vec<Tid>) {
     let (vm, mut bed) = three_users(give_way, limits);
     let mut tids = Vec::new();
@@ -244,7 +256,7 @@ fn occupied_hosts_with(give_way: bool, limits: Limits) -> (FakeVm, TestBed, Vec<
     (vm, bed, tids)
 }
 
-/// Two hosts with two processors each, and programs of the users 0, 7 and 8.
+/// Returns a service with two hosts of two processors each, and programs of the users 0, 7 and 8.
 fn three_users(give_way: bool, limits: Limits) -> (FakeVm, TestBed) {
     let vm = world(2);
     for (task, uid) in [(second_user_task(), 7), (third_user_task(), 8)] {
@@ -275,7 +287,7 @@ fn three_users(give_way: bool, limits: Limits) -> (FakeVm, TestBed) {
     (vm, bed)
 }
 
-/// Lets a task spawn one task on a named host. Returns the new task.
+/// Spawns a task of `task` on the host named `host_name`. Returns the new task.
 fn spawn_on(bed: &mut TestBed, task: Tid, host: &str) -> Tid {
     let named = SpawnRequest {
         flags: SPAWN_HOST,
@@ -287,7 +299,7 @@ fn spawn_on(bed: &mut TestBed, task: Tid, host: &str) -> Tid {
     start_ordered(bed, task)[0]
 }
 
-/// Lets this time pass while load watchers report.
+/// Advances the time by `seconds`. Load watchers report every ten seconds.
 fn advance_with_reports(bed: &mut TestBed, seconds: u64) {
     for _ in 0..seconds / 10 {
         bed.advance(Micros::from_secs(10));
@@ -295,7 +307,7 @@ fn advance_with_reports(bed: &mut TestBed, seconds: u64) {
     }
 }
 
-/// Lets the hosts carry out all start orders. Returns the started tasks.
+/// Lets the hosts carry out all orders to start tasks. Returns the started tasks.
 fn start_ordered(bed: &mut TestBed, parent: Tid) -> Vec<Tid> {
     let execs = bed.world().take_start_orders();
     let mut tids = Vec::new();
@@ -311,7 +323,9 @@ fn start_ordered(bed: &mut TestBed, parent: Tid) -> Vec<Tid> {
                     user: 0,
                 },
             );
-            bed.world().tasks.push(spawned_task_info(*tid, exec.host.index()));
+            bed.world()
+                .tasks
+                .push(spawned_task_info(*tid, exec.host.index()));
         }
         tids.extend(started);
     }
@@ -332,7 +346,7 @@ fn request_slots(bed: &mut TestBed, task: Tid, count: u32, place: &str) {
     bed.settle();
 }
 
-/// Returns the users for whom tasks were preempted.
+/// Returns the users for whose requests tasks were preempted since the last call.
 fn preempted_for(bed: &mut TestBed) -> Vec<String> {
     let suspends = std::mem::take(&mut bed.world().suspends);
     let why = suspends
@@ -346,7 +360,7 @@ fn preempted_for(bed: &mut TestBed) -> Vec<String> {
     why.collect()
 }
 
-/// A request that preemption cannot help does not prevent preemption for others.
+/// If preemption cannot help a request, tasks are still preempted for other requests.
 #[test]
 fn unmeetable_request_does_not_block_preemption() {
     let (_, mut bed, _) = occupied_hosts(true);
@@ -359,7 +373,7 @@ fn unmeetable_request_does_not_block_preemption() {
     assert_eq!(start_ordered(&mut bed, third_user_task()).len(), 1);
 }
 
-/// A request that waits because of a limit does not prevent preemption for others.
+/// If a request waits because of a limit, tasks are still preempted for other requests.
 #[test]
 fn limited_request_does_not_block_preemption() {
     let (_, mut bed, _) = occupied_hosts_with(
@@ -371,7 +385,7 @@ fn limited_request_does_not_block_preemption() {
     );
     spawn_on(&mut bed, second_user_task(), "h1");
     request_slots(&mut bed, second_user_task(), 4, "?free >= 1");
-    // Long enough that later requests of the user wait for this one.
+    // After this time, later requests of the user wait until this one is served.
     advance_with_reports(&mut bed, 180);
     assert_eq!(
         preempted_for(&mut bed),
@@ -384,7 +398,7 @@ fn limited_request_does_not_block_preemption() {
     assert_eq!(start_ordered(&mut bed, third_user_task()).len(), 1);
 }
 
-/// No task is preempted on hosts that are reserved for another request.
+/// No task is preempted on a host that is reserved for another request.
 #[test]
 fn no_preemption_on_reserved_hosts() {
     let (_, mut bed) = three_users(true, Limits::default());
@@ -393,7 +407,7 @@ fn no_preemption_on_reserved_hosts() {
         spawn_on(&mut bed, client(), "h1"),
     );
     advance_with_reports(&mut bed, 6 * 3600);
-    // Preempting user 0 on one host is not enough for both hosts: user 8 has used too little to be
+    // Preempting user 0 on one host does not free both hosts. User 8 has too low an index to be
     // preempted.
     for host in ["h1", "h2"] {
         spawn_on(&mut bed, third_user_task(), host);
@@ -414,10 +428,13 @@ fn no_preemption_on_reserved_hosts() {
         panic!("{suspends:?}, not {on1}")
     };
     assert_eq!(*gave_way, on2);
-    assert_eq!(start_ordered(&mut bed, third_user_task())[0].birth_host(), Some(host_id(2)));
+    assert_eq!(
+        start_ordered(&mut bed, third_user_task())[0].birth_host(),
+        Some(host_id(2))
+    );
 }
 
-/// A task of a user who has used much is preempted for a waiting user and resumes when there is
+/// A task of a user with a high index is preempted for a waiting user, and resumes when there is
 /// room.
 #[test]
 fn heavy_user_is_preempted_and_later_resumed() {
@@ -455,8 +472,10 @@ fn heavy_user_is_preempted_and_later_resumed() {
             .any(|d| matches!(d.kind, DecisionKind::Suspended { .. })),
         "{decisions:?}"
     );
-    bed.world()
-        .event(theirs[0].birth_host().expect("a task"), task_ended(theirs[0]));
+    bed.world().event(
+        theirs[0].birth_host().expect("a task"),
+        task_ended(theirs[0]),
+    );
     advance_with_reports(&mut bed, 20);
     let suspends = bed.world().suspends.clone();
     assert!(
@@ -465,26 +484,28 @@ fn heavy_user_is_preempted_and_later_resumed() {
     );
 }
 
-/// A preempted task resumes when the other user's task has ended, even next to external load.
+/// A preempted task resumes when the other user's task has ended, even if there is external load.
 #[test]
 fn preempted_task_resumes_despite_external_load() {
     let (_, mut bed, tids) = occupied_hosts(true);
     request_one_slot(&mut bed);
     let gave_way = std::mem::take(&mut bed.world().suspends)[0].0;
     let theirs = start_ordered(&mut bed, second_user_task());
-    // Six runnable threads on two processors.
+    // Six threads are runnable on two processors.
     bed.world().load = (1.0, 6);
     advance_with_reports(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
-    bed.world()
-        .event(theirs[0].birth_host().expect("a task"), task_ended(theirs[0]));
+    bed.world().event(
+        theirs[0].birth_host().expect("a task"),
+        task_ended(theirs[0]),
+    );
     advance_with_reports(&mut bed, 20);
     let suspends = std::mem::take(&mut bed.world().suspends);
     assert!(
         matches!(&suspends[..], [(tid, false, SuspendCause::Preempted { .. })] if *tid == gave_way),
         "{suspends:?}"
     );
-    // Another user waits, but preempting the task would not help.
+    // A request of another user waits, but would get no host if the task were preempted.
     request_one_slot(&mut bed);
     advance_with_reports(&mut bed, 120);
     assert_eq!(bed.world().suspends, [], "of {tids:?}");
@@ -497,7 +518,7 @@ fn preempted_task_resumes_despite_external_load() {
     );
 }
 
-/// A waiting spawn is placed when external load has ended.
+/// A waiting spawn is placed when the external load has ended.
 #[test]
 fn waiting_spawn_starts_when_external_load_ends() {
     for give_way in [true, false] {
@@ -510,14 +531,18 @@ fn waiting_spawn_starts_when_external_load_ends() {
         }
         request_one_slot(&mut bed);
         advance_with_reports(&mut bed, 60);
-        assert_eq!(start_ordered(&mut bed, second_user_task()), [], "the hosts are busy");
+        assert_eq!(
+            start_ordered(&mut bed, second_user_task()),
+            [],
+            "the hosts are busy"
+        );
         bed.world().load = (0.0, 0);
         advance_with_reports(&mut bed, 20);
         assert_eq!(start_ordered(&mut bed, second_user_task()).len(), 1);
     }
 }
 
-/// A task that starts after the resource manager is attributed to its own user.
+/// A task that starts after the resource manager is counted for its own user.
 #[test]
 fn late_task_is_attributed_to_its_user() {
     let (_, mut bed, _) = occupied_hosts(true);
@@ -546,7 +571,7 @@ fn late_task_is_attributed_to_its_user() {
     );
 }
 
-/// No task is preempted if the policy forbids it, or for a request of the same user.
+/// No task is preempted if the policy disables preemption, or for a request of the same user.
 #[test]
 fn no_preemption_by_policy_or_for_same_user() {
     let (_, mut bed, _) = occupied_hosts(false);
@@ -563,7 +588,7 @@ fn no_preemption_by_policy_or_for_same_user() {
     assert_eq!(bed.world().suspends, [], "it is the same user who waits");
 }
 
-/// Resuming a job does not resume its preempted tasks.
+/// When a job is resumed, its preempted tasks stay suspended.
 #[test]
 fn resuming_job_keeps_preempted_tasks_paused() {
     let (_, mut bed, tids) = occupied_hosts(true);
@@ -583,15 +608,15 @@ fn resuming_job_keeps_preempted_tasks_paused() {
     );
 }
 
-/// A task belongs to the user who started its job wherever it runs, also after a restart of the
-/// resource manager.
+/// A task belongs to the user who started its job, on whatever host it runs. This also holds after
+/// a restart of the resource manager.
 #[test]
 fn task_belongs_to_user_of_its_job() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let mut bed = TestBed::with(&vm, options_with_history(dir.path())).expect("no other");
-    // The user at h2 has a login of their own there; their task arrives on h1, where another user
-    // runs the daemon.
+    // The user at h2 has an account there. A task of theirs is started on h1, where the daemon
+    // belongs to another user.
     let (top, task) = (task_id(2, 3), task_id(1, 77));
     bed.world().event(
         host_id(2),
@@ -624,7 +649,9 @@ fn task_belongs_to_user_of_its_job() {
     assert_eq!(users(&mut bed), (7, vec![7, 7]));
     let mut listed = task_info(top, 2, TASK_CONNECTED, "");
     listed.uid = 7;
-    bed.world().tasks.extend([listed, spawned_task_info(task, 1)]);
+    bed.world()
+        .tasks
+        .extend([listed, spawned_task_info(task, 1)]);
     bed.advance(Micros::from_secs(1));
     drop(bed);
     vm.0.borrow_mut().clear_inbox();

@@ -1,7 +1,7 @@
-//! Spawns that wait long while smaller ones overtake them.
+//! Spawns that wait for a long time while smaller ones are placed before them.
 
 use crate::common::{TestBed, client, request, rm_tid as own, world};
-use crate::{query, options_with_policy};
+use crate::{options_with_policy, query};
 use bytes::Bytes;
 use pvm_rm::decide::{Limits, RESERVE_AFTER};
 use pvm_rm::policy::EffectivePolicy;
@@ -15,8 +15,8 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::VecDeque;
 
-/// Two hosts that take two tasks each and are full of small tasks. One of these ends every ten
-/// seconds, when the next one already waits.
+/// Two hosts with room for two tasks each, which are full of small tasks. One small task ends every
+/// ten seconds; the next one is requested shortly before.
 struct BusyHosts {
     bed: TestBed,
     running: VecDeque<Tid>,
@@ -58,7 +58,7 @@ impl BusyHosts {
         self.start();
     }
 
-    /// Lets the hosts carry out the start orders.
+    /// Lets the hosts carry out all orders to start tasks.
     fn start(&mut self) {
         let execs = self.bed.world().take_start_orders();
         for exec in &execs {
@@ -80,7 +80,7 @@ impl BusyHosts {
         self.bed.settle();
     }
 
-    /// Lets ten seconds pass, in which a small task is requested before another one ends.
+    /// Simulates ten seconds: a small task is requested, then another one ends.
     fn round(&mut self) {
         self.request_small();
         if let Some(tid) = self.running.pop_front() {
@@ -108,8 +108,9 @@ fn two_each() -> GuestLimits {
     }
 }
 
-/// Asserts that a large request waits while small ones are placed, until hosts are reserved for it;
-/// then it is placed.
+/// Asserts that the request `large` waits while small ones are placed, until hosts are reserved for
+/// it, and is then placed. `said`: text of the log entry about the reservation, which must occur
+/// once.
 fn check_reservation(mut busy: BusyHosts, large: &SpawnRequest, expected_note: &str) {
     busy.bed.world().spawn(7, large);
     busy.bed.settle();
@@ -156,7 +157,8 @@ fn check_reservation(mut busy: BusyHosts, large: &SpawnRequest, expected_note: &
     );
 }
 
-/// A spawn that needs a whole host gets one although small spawns take what becomes free.
+/// A spawn that needs a whole host is placed although small spawns use every slot that becomes
+/// free.
 #[test]
 fn whole_host_is_reserved_for_long_waiting_spawn() {
     let large = SpawnRequest {
@@ -170,7 +172,8 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
     );
 }
 
-/// A query for a host reports that it is reserved for a spawn that has waited long.
+/// The reply to a query for a host states that it is reserved for a spawn that has waited for a
+/// long time.
 #[test]
 fn host_query_reports_reservation() {
     let mut busy = BusyHosts::new(Limits::default(), two_each());
@@ -221,7 +224,7 @@ fn host_query_reports_reservation() {
     );
 }
 
-/// A spawn that waits because of its user's limit is placed before later spawns of the user.
+/// If a spawn waits because of its user's limit, later spawns of the user are placed after it.
 #[test]
 fn limited_spawn_precedes_later_ones_of_user() {
     let limits = Limits {
@@ -235,7 +238,8 @@ fn limited_spawn_precedes_later_ones_of_user() {
     );
 }
 
-/// A spawn of more tasks than a limit ever allows is refused at once and delays no other spawn.
+/// A spawn of more tasks than a limit could ever allow is refused immediately and does not delay
+/// other spawns.
 #[test]
 fn spawn_above_limit_is_refused_at_once() {
     let limits = Limits {
@@ -255,7 +259,7 @@ fn spawn_above_limit_is_refused_at_once() {
         why.contains("the user has 4 tasks, and 4 are allowed"),
         "{why}"
     );
-    // Three tasks are allowed once two of the four have ended, unless the limit changes first.
+    // Three more tasks are allowed when two of the four have ended, or when the limit changes.
     assert_eq!(busy.bed.world().spawn_reply(8), None);
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 1 {
         busy.bed.report_absent_owners(&[1, 2]);
@@ -294,7 +298,11 @@ fn spawn_above_limit_is_refused_at_once() {
     }
     busy.bed.settle();
     busy.request_small();
-    assert_eq!(busy.small_started, small + 1, "later ones do not wait for it");
+    assert_eq!(
+        busy.small_started,
+        small + 1,
+        "later ones do not wait for it"
+    );
 }
 
 /// No host is reserved for a spawn that no host could take.
@@ -312,7 +320,11 @@ fn no_reservation_for_impossible_spawn() {
         busy.round();
     }
     assert_eq!(busy.bed.world().spawn_reply(7), None);
-    assert!(busy.small_started > 15, "the others go on: {}", busy.small_started);
+    assert!(
+        busy.small_started > 15,
+        "the others go on: {}",
+        busy.small_started
+    );
     assert!(
         !busy
             .bed
@@ -323,7 +335,8 @@ fn no_reservation_for_impossible_spawn() {
     );
 }
 
-/// Memory that was promised to a spawn is not promised again until load reports can show its use.
+/// Memory that was promised to a spawn is not promised to another one until load reports can
+/// include its use.
 #[test]
 fn promised_memory_is_not_promised_twice() {
     let vm = world(1);
@@ -333,7 +346,7 @@ fn promised_memory_is_not_promised_twice() {
         place: "?memory >= 2G".into(),
         ..request(count)
     };
-    // Three requests at the same moment, before the host has started any task.
+    // Three requests arrive before the host has started any task.
     (1..=3).for_each(|wid| bed.world().spawn(wid, &large(1)));
     bed.settle();
     let execs = bed.world().take_start_orders();
@@ -350,13 +363,14 @@ fn promised_memory_is_not_promised_twice() {
         "{notes:?}"
     );
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
-    // A report that may predate the tasks changes nothing.
+    // This report may be older than the tasks, so the promise remains.
     bed.advance(Micros::from_secs(20));
     bed.report_absent_owners(&[1]);
     bed.world().spawn(4, &large(1));
     bed.settle();
     assert!(bed.world().take_start_orders().is_empty());
-    // The tasks have not used the requested memory, and reports show that by now.
+    // The tasks have not used the memory, and reports of this time would include its use. So the
+    // promise ends.
     bed.advance(Micros::from_secs(11));
     bed.report_absent_owners(&[1]);
     bed.world().spawn(5, &large(2));

@@ -1,23 +1,26 @@
-//! Simulates a week of a thousand desktops and summarizes it.
+//! Simulates a week of a thousand desktop machines and computes its statistics.
 
-use crate::pool::{DAY, HOUR, PoolJob, DesktopPool, MeasuredTimes};
+use crate::pool::{DAY, DesktopPool, HOUR, MeasuredTimes, PoolJob};
 use serde::Serialize;
 use std::fmt::Write;
 
 const HOSTS: u16 = 1000;
 const DAYS: f64 = 7.0;
-/// Number of jobs in the week, nearly all of which finish, and hours between two arrivals.
+/// Number of jobs that arrive in the week. Nearly all of them finish.
 const JOB_COUNT: u32 = 600;
+/// Interval between the arrivals of two jobs in hours.
 const ARRIVAL_INTERVAL_H: f64 = 0.28;
 const USERS: u32 = 5;
-/// Processes of a job, and hours of work of each.
+/// Number of processes per job.
 const PROCESSES: u32 = 61;
+/// Mean work of each process in hours.
 const WORK_H: f64 = 2.0;
 
-/// Returns the probability that the owner is present, or `None` if always.
+/// Returns the probability that the owner of a host is present at the time `now`; `None` if the
+/// owner is always present.
 ///
-/// 186 of 1,000 machines are never free. Of the others about half are, more at night and on
-/// Sundays.
+/// 186 of 1,000 hosts always have an owner. About half of the others have no owner at a time, more
+/// at night and on Sundays.
 fn owner_presence(host: u16, now: f64) -> Option<f64> {
     if host > 814 {
         return None;
@@ -76,28 +79,32 @@ pub(crate) struct WeekResults {
     pub(crate) free_max: usize,
     pub(crate) jobs_ended: usize,
     pub(crate) jobs_waiting: usize,
-    /// From an owner's login until no guest is left, where there was one.
+    /// Time from an owner's login until no guest is left, for each host with guests.
     pub(crate) clean_s: Distribution,
-    /// How long each guest ran next to an owner, as measured on real hosts: guests stop there
-    /// without a decision of the resource manager.
+    /// Time for which each guest ran after its host's owner had arrived. Drawn from measurements on
+    /// real hosts, where guests stop without a decision of the resource manager.
     pub(crate) stall_s: Distribution,
-    /// From an owner's first activity until each guest was evicted.
+    /// Time from an owner's first activity until the eviction of each guest.
     pub(crate) untold_s: Distribution,
-    /// Guests next to an owner at the end of the week that were not evicted.
+    /// Number of guests at the end of the week that were not evicted although their host's owner
+    /// was present.
     pub(crate) left_beside: usize,
     pub(crate) moves_owner: usize,
     pub(crate) moves_load: usize,
     pub(crate) moves_by_hour: Vec<usize>,
-    /// Hours of completed work.
+    /// Completed work in hours.
     pub(crate) work_h: f64,
-    /// Hours in which tasks were paused by migrations, and next to owners before their migrations.
+    /// Total time for which tasks were paused by migrations, in hours.
     pub(crate) standing_h: f64,
+    /// Total time for which tasks were paused because of owners before their migration began, in
+    /// hours.
     pub(crate) stuck_h: f64,
-    /// `standing_h` as a fraction of the work.
+    /// `standing_h` as a fraction of the completed work.
     pub(crate) lost: f64,
-    /// The work as a fraction of what an oracle achieves that uses every free host all the time.
+    /// Completed work as a fraction of the time for which hosts had no owner present, which is an
+    /// upper bound.
     pub(crate) work: f64,
-    /// Mean numbers of free hosts and running tasks, for each hour.
+    /// (mean number of free hosts, mean number of running tasks) for each hour.
     pub(crate) by_hour: Vec<(f64, f64)>,
 }
 
@@ -112,7 +119,13 @@ impl WeekResults {
                 WORK_H * HOUR,
             )
         };
-        let mut pool = DesktopPool::new(HOSTS, seed, owner_presence, (0..JOB_COUNT).map(job).collect(), times);
+        let mut pool = DesktopPool::new(
+            HOSTS,
+            seed,
+            owner_presence,
+            (0..JOB_COUNT).map(job).collect(),
+            times,
+        );
         pool.run(DAYS * DAY);
         let left_beside = pool.left_beside_owners();
         let seen = &mut pool.statistics;

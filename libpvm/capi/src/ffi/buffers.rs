@@ -38,7 +38,7 @@ fn init_send(encoding: c_int) -> PvmResult<i32> {
     let mid = create_in(&mut session, encoding)?;
     let previous = std::mem::replace(&mut session.sbuf, mid);
     if previous != 0 {
-        // Fails if the program has already freed it by its number.
+        // Fails if the program has already freed the previous send buffer by its number.
         let _ = session.free_buffer(previous);
     }
     Ok(mid)
@@ -114,8 +114,9 @@ extern "C" fn pvm_getrbuf() -> c_int {
     )
 }
 
-/// Makes a buffer the active send or receive buffer and returns the previous one. It cannot be
-/// both; if it was the other one, that becomes 0.
+/// Makes a buffer the active send buffer (`for_sending`) or the active receive buffer, and returns
+/// the previous one. A buffer cannot be active for both: if `mid` was active for the other purpose,
+/// no buffer is active for that purpose afterwards.
 fn set_active(mid: i32, for_sending: bool) -> PvmResult<i32> {
     let mut session = lock();
     if mid != 0 {

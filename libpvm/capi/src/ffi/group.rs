@@ -1,5 +1,7 @@
-//! The functions for the group library (`libgpvm3.so.3`), which has no connection of its own: one
-//! sends requests to the group service, one records the library's calls for a tracer.
+//! Functions for the group library (`libgpvm3.so.3`), which has no connection to the daemon:
+//!
+//! - [`sempa_group_request`] sends requests to the group service.
+//! - [`sempa_group_traced`] records the group library's calls for a tracer.
 
 #![allow(unsafe_code)]
 
@@ -13,12 +15,12 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int, c_void};
 
 /// Sends a request to the group service and waits without limit for the reply. Messages that arrive
-/// meanwhile are dispatched.
+/// during the wait are dispatched.
 ///
 /// `call` is a [`GroupCall`]; `number` is its argument (a count, a tid or an instance). Returns a
-/// number ≥ 0 or one of PVM's error codes; nothing is printed and `pvm_errno` is unchanged. For a
-/// call with a list as its result, the list is stored in memory that the caller must release with
-/// `free`; for the others the list is null.
+/// number ≥ 0 or one of PVM's error codes; nothing is printed and `pvm_errno` is unchanged. If the
+/// result of the call is a list, the list is stored in memory that the caller must release with
+/// `free`; for all other calls null is stored.
 ///
 /// # Safety
 /// `group` must be null or a string; `list` and `count` must be null or valid for one value.
@@ -80,7 +82,7 @@ fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupR
     }
 }
 
-/// Copies the words into memory of the C library; `None` if there is not enough.
+/// Copies the words into memory of the C library; `None` if no memory is available.
 fn malloc_copy(words: &[i32]) -> Option<*mut c_int> {
     // SAFETY: `malloc` accepts any size.
     let place = unsafe { libc::malloc(size_of_val(words).max(1)) }.cast::<c_int>();
@@ -92,16 +94,16 @@ fn malloc_copy(words: &[i32]) -> Option<*mut c_int> {
     Some(place)
 }
 
-/// Runs a call of the group library as one call of this library. A tracer gets records of the call
-/// as a whole; calls that it makes internally produce no records.
+/// Runs `body` as one call of the group library and records this call for a tracer. Calls that
+/// `body` makes internally produce no records.
 ///
-/// `event` is a [`GroupEvent`] and `argument` its argument. `body` does the work with `data`; its
+/// `event` is a [`GroupEvent`] and `argument` its argument. `body` is called with `data`; its
 /// result is returned. For a broadcast, `body` stores the receivers through `list` and `count`,
-/// which are null for the other calls.
+/// which are null for all other calls.
 ///
 /// # Safety
 /// `group` must be null or a string. It must be valid to call `body` with `data`. `list` and
-/// `count` must be null or valid for one value; after `body` has run, `list` must hold `count`
+/// `count` must be null or valid for one value; after `body` has run, `list` must contain `count`
 /// words until this function returns.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sempa_group_traced(

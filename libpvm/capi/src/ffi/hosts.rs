@@ -1,4 +1,5 @@
-//! Calls for the hosts of the virtual machine, and for tasks that take a role in running it.
+//! Calls for the hosts of the virtual machine, and for tasks that register as resource manager,
+//! hoster, tasker or tracer.
 
 #![allow(unsafe_code)]
 
@@ -30,7 +31,7 @@ fn push_host_info(records: &mut RecordList<HostInfo>, host: &HostEntry) {
 
 static HOSTS: ReturnSlot<HostInfo> = ReturnSlot::new();
 
-/// Lists the hosts with their number and the number of their data formats.
+/// Stores the list of hosts, their number, and the number of their data formats.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one value.
@@ -79,7 +80,7 @@ unsafe extern "C" fn pvm_config(
     )
 }
 
-/// Stores one status per host and returns the number of those that `is_success` accepts.
+/// Stores one status per host and returns the number of statuses that `is_success` accepts.
 unsafe fn store_statuses(
     target: *mut c_int,
     results: &[i32],
@@ -223,7 +224,8 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
     Tid::from_raw(tid).host_part().raw()
 }
 
-/// Stores the time of day of a host, and how far the local clock is ahead of it.
+/// Stores the time of day of a host, and the difference by which the local clock is ahead of the
+/// host's clock.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one structure.
@@ -249,7 +251,7 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
     value_or_report("pvm_hostsync", ask())
 }
 
-/// Halts the virtual machine.
+/// Halts the virtual machine: all its tasks and daemons end.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_halt() -> c_int {
     trace::record_event("halt", trace::no_items);
@@ -258,8 +260,8 @@ extern "C" fn pvm_halt() -> c_int {
 
 static MASTER: ReturnSlot<HostInfo> = ReturnSlot::new();
 
-/// Registers this task as the resource manager. Returns the tid of the previous one; 0 if there was
-/// none.
+/// Registers this task as the resource manager. Returns the tid of the previous resource manager; 0
+/// if there was none.
 ///
 /// # Safety
 /// `master` must be null or valid for one pointer.
@@ -377,7 +379,8 @@ unsafe extern "C" fn pvm_reg_tracer(
     )
 }
 
-/// Queries internal counters of the daemon. It answers with numbers, or with lines in its log.
+/// Queries internal counters of the daemon. The daemon answers with numbers, or writes lines to its
+/// log.
 ///
 /// # Safety
 /// `args` must be null or hold `count` ints, `results` must be null or valid for one int, and
@@ -409,7 +412,8 @@ unsafe extern "C" fn pvm_tickle(
                 let numbers = requests::tickle(words)?;
                 results.set(numbers.len() as c_int);
                 if !result.is_null() {
-                    // SAFETY: as above. There are never more than ten.
+                    // SAFETY: by this function's contract there is room for ten ints, and no more
+                    // are stored.
                     let target = unsafe {
                         Strided::new(result, numbers.len().min(DEBUG_QUERY_WORDS_MAX) as c_int, 1)?
                     };

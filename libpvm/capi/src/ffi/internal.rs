@@ -25,7 +25,7 @@ unsafe fn string_or_null_text(text: *const c_char) -> String {
         .map_or_else(|_| "(null)".to_string(), |text| text.to_string_lossy())
 }
 
-/// Reports an error as a call of this library does, and returns its code.
+/// Reports an error in the same way as the calls of this library, and returns its code.
 ///
 /// # Safety
 /// `place` must be null or a string.
@@ -88,7 +88,7 @@ extern "C" fn pvmendtask() -> c_int {
 
 static TASK_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
 
-/// Sets the name of this task in its own messages.
+/// Stores a name for this task, to which `pvmmytaskname` then points.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -104,8 +104,9 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     0
 }
 
-/// Removes mailbox entries without an owner: all, or those of a name, or with an index ≥ 0 that
-/// entry. With `kill`, first ends all tasks that a reset ends.
+/// Removes mailbox entries without an owner: all entries if `name` is null or empty, otherwise the
+/// entries of the class `name`; with an `index` ≥ 0 only that entry of the class. With `kill`, ends
+/// all tasks that a reset ends and removes all entries without an owner.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -174,7 +175,8 @@ extern "C" fn pvmgetdsig() -> c_int {
     sempa_proto::message::DSIG_X86_64
 }
 
-/// Sets a variable from a copy of `NAME=value`, unlike `putenv`.
+/// Sets an environment variable from the text `NAME=value`. The text is copied, unlike with
+/// `putenv`.
 ///
 /// # Safety
 /// `setting` must be null or a string.
@@ -213,8 +215,8 @@ unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
 
 static TAG_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
 
-/// Returns the name of a reserved tag, or the number of another tag as text. Stores in `found`
-/// whether the tag has a name.
+/// Returns the name of a reserved tag, or the number of another tag as text. Stores 1 in `found` if
+/// the tag has a name, else 0.
 ///
 /// # Safety
 /// `found` must be null or valid for one int.
@@ -246,7 +248,7 @@ unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
     0
 }
 
-/// Sleeps. Returns the remaining seconds if a signal interrupted it.
+/// Sleeps. Returns the remaining seconds if a signal interrupted the sleep.
 #[unsafe(no_mangle)]
 extern "C" fn pvmsleep(seconds: c_int) -> c_int {
     // SAFETY: `sleep` accesses no memory. It ends at a signal, and programs rely on that.
@@ -310,7 +312,7 @@ extern "C" fn pvmgetroot() -> *const c_char {
 /// Size in bytes of the buffer that a caller of `pvmtmpnam` provides (`PVMTMPNAMLEN`).
 const TEMP_NAME_BYTES: usize = 128;
 
-/// Makes a name for a temporary file. Returns null if it does not fit.
+/// Writes a name for a temporary file to `place`. Returns null if the name does not fit.
 ///
 /// # Safety
 /// `place` must be null or have room for 128 bytes.

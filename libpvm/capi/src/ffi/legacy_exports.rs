@@ -1,7 +1,7 @@
 //! Undocumented exports of PVM's library that no known program uses.
 //!
-//! A function that has a meaning in this library works. A function that returns or takes PVM's
-//! internal structures, which do not exist here, returns null or `PvmNotImpl`.
+//! A function whose purpose exists in this library is implemented. A function that returns or takes
+//! PVM's internal structures, which do not exist here, returns null or `PvmNotImpl`.
 
 #![allow(unsafe_code)]
 
@@ -86,7 +86,8 @@ extern "C" fn umbuf_list(_level: c_int) -> c_int {
     0
 }
 
-/// Does nothing: PVM's library watches a descriptor with it, and here a thread does that.
+/// Does nothing. PVM's library adds a descriptor to the set that it watches; in this library the
+/// I/O thread watches all descriptors.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_add(_fd: c_int, _set: c_int) -> c_int {
     0
@@ -231,7 +232,7 @@ unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uin
     })
 }
 
-/// Copies a string into memory of the C library; null if there is not enough.
+/// Copies a string into memory of the C library; null if no memory is available.
 fn malloc_string(text: &[u8]) -> *mut c_char {
     // SAFETY: `malloc` returns room for the text and its NUL, or null.
     unsafe {
@@ -286,7 +287,8 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
 /// Sets `NAME=value` in an environment made by `pvmcopyenv`.
 ///
 /// # Safety
-/// `place` must be null or hold such a list, and `setting` must be null or a string.
+/// `place` must be null or point to an environment made by `pvmcopyenv`, and `setting` must be null
+/// or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -315,10 +317,10 @@ unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const 
     0
 }
 
-/// Frees an environment made by `pvmcopyenv`.
+/// Frees an environment.
 ///
 /// # Safety
-/// `list` must be null or such a list.
+/// `list` must be null or an environment made by `pvmcopyenv`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
     // SAFETY: by this function's contract; list and strings were allocated by the C library.

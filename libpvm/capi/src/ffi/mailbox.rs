@@ -61,7 +61,8 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
     )
 }
 
-/// Fetches a message, makes it the active receive buffer and returns its number.
+/// Fetches a message from a mailbox class, makes its buffer the active receive buffer, and returns
+/// the buffer's number.
 ///
 /// # Safety
 /// `text` must be null or a string.

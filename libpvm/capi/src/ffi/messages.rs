@@ -168,8 +168,8 @@ unsafe extern "C" fn pvm_precv(
     )
 }
 
-/// Converts the result of a receive: the number of the buffer, 0 for no message, or the code of the
-/// error after reporting it.
+/// Returns the result of a receive call for the program: the number of the buffer, or 0 for no
+/// message. An error is reported, and its code is returned.
 fn receive_result(call: &str, result: Result<Option<i32>, ReceiveError>) -> c_int {
     match result {
         Ok(mid) => mid.unwrap_or(0),
@@ -200,7 +200,7 @@ extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives, and waits at most the given time; a null pointer means without limit.
+/// Receives a message. Waits at most `time`, or without limit if `time` is null.
 ///
 /// # Safety
 /// `time` must be null or point to a structure.
@@ -240,8 +240,8 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
     )
 }
 
-/// Returns the number of the message that a receive would take, without taking it; 0 if none has
-/// arrived.
+/// Returns the buffer number of the message that a receive call would return, and leaves the
+/// message to be received; 0 if no matching message has arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -256,7 +256,8 @@ extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
     receive::default_matcher(mid, tid, tag)
 }
 
-/// Sets the matching function and returns the previous one. Null restores the library's own.
+/// Sets the matching function and returns the previous one. Null restores the library's own
+/// matching function.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
     trace::traced_call(
@@ -298,7 +299,7 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
     )
 }
 
-/// Removes a message handler.
+/// Removes the message handler with this number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_delmhf(id: c_int) -> c_int {
     trace::traced_call(
@@ -309,7 +310,6 @@ extern "C" fn pvm_delmhf(id: c_int) -> c_int {
     )
 }
 
-/// Returns the current message context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getcontext() -> c_int {
     trace::traced_call(
@@ -348,7 +348,7 @@ extern "C" fn pvm_newcontext() -> c_int {
     )
 }
 
-/// Frees a message context.
+/// Frees a message context that this task requested with `pvm_newcontext`.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
     trace::traced_call(

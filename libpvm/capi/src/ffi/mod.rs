@@ -1,8 +1,8 @@
 //! The functions that C programs call, grouped by topic.
 //!
-//! Each function relies on the caller for what C cannot express: pointers are null or valid,
-//! strings end with a NUL, and arrays have the length that is passed with them. Everything else is
-//! checked.
+//! Each function relies on the caller for conditions that C cannot express: pointers are null or
+//! valid, strings end with a NUL, and arrays have the length that is passed with them. All other
+//! conditions are checked.
 
 mod buffers;
 mod format;
@@ -21,7 +21,7 @@ pub(crate) mod trace_table;
 
 use sempa_proto::PvmResult;
 
-/// Returns 0 for success.
+/// Converts the result of a call that returns no value: 0 for success.
 fn zero_on_success(result: PvmResult<()>) -> PvmResult<i32> {
     result.map(|()| 0)
 }

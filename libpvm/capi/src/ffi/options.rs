@@ -15,7 +15,6 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Returns the value of an option.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getopt(what: c_int) -> c_int {
     trace::traced_call(

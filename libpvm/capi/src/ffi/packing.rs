@@ -34,7 +34,7 @@ fn event_name(function: &'static str) -> &'static str {
     function.strip_prefix("pvm_").unwrap_or(function)
 }
 
-/// Items of an array argument.
+/// Returns the trace items of an array argument.
 fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<TraceItem> {
     vec![
         trace::address_item("PDA", first),

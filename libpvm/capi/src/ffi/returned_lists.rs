@@ -39,7 +39,7 @@ impl<T> RecordList<T> {
     }
 }
 
-/// Holds the list that the latest call of one kind returned.
+/// The list that the latest call of one kind returned; keeps its memory valid for the program.
 pub(super) struct ReturnSlot<T>(Mutex<LentToC<RecordList<T>>>);
 
 impl<T> ReturnSlot<T> {

@@ -16,7 +16,7 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Returns this task's tid.
+/// Returns this task's tid. Enrols the process first if it is not a task.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mytid() -> c_int {
     trace::traced_call(
@@ -35,7 +35,7 @@ fn parent() -> PvmResult<i32> {
     }
 }
 
-/// Returns the tid of the task that spawned this one.
+/// Returns the tid of the task that spawned this task.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_parent() -> c_int {
     trace::traced_call(
@@ -52,7 +52,7 @@ extern "C" fn pvm_parent() -> c_int {
     )
 }
 
-/// Leaves the virtual machine.
+/// Leaves the virtual machine; the process continues to run.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_exit() -> c_int {
     trace::record_event("exit", trace::no_items);
@@ -289,7 +289,8 @@ unsafe extern "C" fn pvm_notify(
     )
 }
 
-/// Prints the output of tasks that are spawned from now on; null turns this off.
+/// Prints the output of tasks that are spawned after this call on `stream`. With null, the output
+/// of tasks that are spawned later is not printed.
 ///
 /// # Safety
 /// `stream` must be null, or stay open while children write.

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Maximum number of values of one item; further values are omitted.
 const ITEM_VALUES_MAX: c_int = 4096;
 
-/// Builds an item with a text; empty for null.
+/// Builds an item that contains a text; the text is empty for null.
 ///
 /// # Safety
 /// `place` must be null or a string.
@@ -26,7 +26,7 @@ pub(super) unsafe fn c_string_item(name: &'static str, place: *const c_char) -> 
     )
 }
 
-/// Builds an item with at most [`ITEM_VALUES_MAX`] ints; none for null.
+/// Builds an item with at most [`ITEM_VALUES_MAX`] ints; without values for null.
 ///
 /// # Safety
 /// `place` must be null or hold `count` ints.
@@ -43,7 +43,7 @@ pub(super) unsafe fn c_ints_item(
     )
 }
 
-/// Builds an item with at most [`ITEM_VALUES_MAX`] texts; none for null.
+/// Builds an item with at most [`ITEM_VALUES_MAX`] texts; without values for null.
 ///
 /// # Safety
 /// `place` must be null or hold `count` strings.
@@ -84,7 +84,7 @@ pub(super) fn send_buffer_len() -> c_int {
         .map_or(0, |buffer| buffer.len() as c_int)
 }
 
-/// Items of the arguments of a receive call.
+/// Returns the items of the arguments of a receive call.
 pub(super) fn receive_entry_items(tid: c_int, tag: c_int) -> Vec<TraceItem> {
     vec![
         int_item("RST", tid),
@@ -93,7 +93,7 @@ pub(super) fn receive_entry_items(tid: c_int, tag: c_int) -> Vec<TraceItem> {
     ]
 }
 
-/// Items of the result of a receive call.
+/// Returns the items of the result of a receive call.
 pub(super) fn receive_exit_items(mid: &c_int) -> Vec<TraceItem> {
     let session = lock();
     let (len, tag, ctx, src) = match session.buffers.get(*mid) {
@@ -124,7 +124,8 @@ pub(super) fn with_array_items(
     items
 }
 
-/// Items of the result of `pvm_precv`: code, length of the message, tag, context, sender.
+/// Returns the items of the result of `pvm_precv`: code, length of the message, tag, context,
+/// sender.
 pub(super) fn precv_exit_items(code: c_int, len: c_int, tag: c_int, src: c_int) -> Vec<TraceItem> {
     vec![
         int_item("CC", code),

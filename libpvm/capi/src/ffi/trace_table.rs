@@ -1,7 +1,7 @@
-//! PVM's exported functions for making trace records.
+//! PVM's exported functions that make trace records.
 //!
-//! PVM's group library reports its calls through them: it calls [`tev_begin`], adds items through
-//! the functions of [`PUT_ITEM_TABLE`], and calls [`tev_fin`].
+//! PVM's group library reports its calls through these functions: it calls [`tev_begin`], adds
+//! items through the functions of [`PUT_ITEM_TABLE`], and calls [`tev_fin`].
 
 #![allow(unsafe_code)]
 

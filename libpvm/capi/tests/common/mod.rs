@@ -1,5 +1,5 @@
-//! Shared by the tests: the library as built, C programs linked with it, and a daemon that knows
-//! one task.
+//! Helpers of the tests: the library as built, C programs linked with it, and a fake daemon that
+//! serves one task.
 
 #![allow(dead_code)] // Each test file uses its part.
 
@@ -34,7 +34,7 @@ pub(crate) fn include() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
 
-/// Stops a test that was started without a file of a Debian package.
+/// Fails a test if a file of a Debian package does not exist.
 ///
 /// # Panics
 /// The file does not exist.
@@ -45,12 +45,13 @@ pub(crate) fn require(path: &str, package: &str) {
     );
 }
 
-/// Returns a command for the C compiler.
+/// Returns a command for the C compiler: the variable `CC`, by default `cc`.
 pub(crate) fn cc() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
 }
 
-/// Runs the compiler and returns its output. Fails the test with its messages if it fails.
+/// Runs the compiler and returns its output. If the compiler fails, the test fails with the
+/// compiler's messages.
 pub(crate) fn compiled(command: &mut Command) -> String {
     let done = command.output().expect("a C compiler");
     assert!(
@@ -84,7 +85,7 @@ pub(crate) fn source(name: &str) -> PathBuf {
         .join(format!("{name}.c"))
 }
 
-/// A folder with a C program, and the library under the name that programs load.
+/// Folder that contains a C program, and the library under the name that programs load.
 pub(crate) struct Program {
     dir: TempDir,
     path: PathBuf,
@@ -105,7 +106,7 @@ impl Program {
         Program::build(name, header, warnings, |_| source(name))
     }
 
-    /// Compiles this text with our header.
+    /// Compiles this source text with the header of this project.
     pub(crate) fn of_text(name: &str, text: &str, warnings: &[&str]) -> Program {
         Program::build(name, &include(), warnings, |folder| {
             let source = folder.join(format!("{name}.c"));
@@ -167,23 +168,23 @@ pub(crate) fn must_succeed(done: &Output) {
     );
 }
 
-/// The tid of the daemon's task.
+/// Tid of the task that the fake daemon serves.
 pub(crate) const ME: i32 = 0x40001;
-/// The tid of each task that the daemon reports as started.
+/// Tid of each task that the fake daemon reports as started.
 pub(crate) const CHILD: i32 = 0x40002;
 
-/// A daemon for one task at a time: it welcomes the task and answers simple requests.
+/// Fake daemon for one task at a time: it welcomes the task and answers simple requests.
 pub(crate) struct Daemon {
     tmp: TempDir,
 }
 
 impl Daemon {
-    /// Listens where a program with `PVM_TMP` set to [`Daemon::tmp`] looks.
+    /// Listens on the socket that a program uses if its `PVM_TMP` is [`Daemon::tmp`].
     pub(crate) fn start() -> Daemon {
         Daemon::with_parent(Tid::NONE)
     }
 
-    /// As [`Daemon::start`]; the tasks learn this parent.
+    /// As [`Daemon::start`]; the welcome names this parent.
     pub(crate) fn with_parent(parent: Tid) -> Daemon {
         let tmp = TempDir::new().expect("a directory");
         let root = tmp.path().to_string_lossy().into_owned();
@@ -208,7 +209,7 @@ impl Daemon {
         Daemon { tmp }
     }
 
-    /// The `PVM_TMP` of its tasks.
+    /// Returns the value of `PVM_TMP` for programs that must connect to this daemon.
     pub(crate) fn tmp(&self) -> &Path {
         self.tmp.path()
     }
@@ -272,7 +273,7 @@ impl Seat {
         }
     }
 
-    /// Sends what the parent's library would send.
+    /// Sends the list of siblings, as the library of the parent does.
     fn tell_siblings(&mut self) {
         let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
         body.int(2).int(ME).int(CHILD);
@@ -290,7 +291,7 @@ impl Seat {
         });
     }
 
-    /// Sends the output of the spawned tasks, as a daemon collects it.
+    /// Sends the output of the spawned tasks, as a daemon does.
     fn print(&mut self, sink: Sink, tid: i32, words: &[(i32, &[u8])]) {
         for (mark, text) in words {
             let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);

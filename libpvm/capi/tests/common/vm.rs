@@ -1,5 +1,5 @@
-//! A real virtual machine for a test: our daemon and tasker. Its "other hosts" are folders of this
-//! host.
+//! Real virtual machine for a test, with the daemon and tasker of this project. Its other "hosts"
+//! are folders of this host.
 
 use super::Program;
 use std::io::{BufRead, BufReader, Read};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Timeout of every wait; long, because the machine may be loaded.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Returns the path of a program that the test run has built.
@@ -29,7 +29,7 @@ fn program(name: &str) -> PathBuf {
     })
 }
 
-/// The virtual machine of one test. Drop ends it.
+/// The virtual machine of one test. Dropping it ends the virtual machine.
 pub(crate) struct Vm {
     dir: TempDir,
     master: Child,
@@ -107,19 +107,19 @@ impl Vm {
         command
     }
 
-    /// Starts a program that plays a part.
+    /// Starts a program on the master's "host" with the arguments `words`.
     pub(crate) fn play(&self, program: &Program, words: &[&str]) -> Player {
         self.play_on("master", program, words)
     }
 
-    /// The same on another "host".
+    /// As [`Vm::play`], on another "host".
     pub(crate) fn play_on(&self, host: &str, program: &Program, words: &[&str]) -> Player {
         let mut command = self.command_on(host, program);
         command.args(words);
         Player::start(command)
     }
 
-    /// Returns the master's log.
+    /// Returns the content of the master's log file.
     pub(crate) fn log(&self) -> String {
         use std::os::unix::fs::MetadataExt;
         let uid = std::fs::metadata(self.dir.path()).expect("ours").uid();
@@ -184,12 +184,12 @@ impl Player {
         }
     }
 
-    /// Returns all its output.
+    /// Returns everything that the program has written so far.
     pub(crate) fn said(&self) -> String {
         self.said.lock().expect("no panic").clone()
     }
 
-    /// Waits until it has written this text.
+    /// Waits until the program has written this text.
     pub(crate) fn until(&mut self, text: &str) {
         let begin = Instant::now();
         while !self.said().contains(text) {
@@ -204,7 +204,7 @@ impl Player {
         }
     }
 
-    /// Waits for its end with status zero and returns its output.
+    /// Waits until the program has ended with status zero, and returns its output.
     pub(crate) fn ends_well(mut self) -> String {
         let begin = Instant::now();
         let status = loop {
@@ -233,7 +233,7 @@ impl Player {
 
 impl Drop for Player {
     fn drop(&mut self) {
-        // It may have ended before.
+        // Fails if the program has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

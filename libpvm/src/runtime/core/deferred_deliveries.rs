@@ -1,9 +1,9 @@
 //! Deferred deliveries: a notification of a task's end is delivered after the last messages of that
 //! task.
 //!
-//! The daemon sends with such a notification a watermark: the sequence number up to which the ended
-//! task had sent. The notification is held back until the link has received everything below the
-//! watermark.
+//! The daemon sends a watermark with each such notification: the sequence number up to which the
+//! ended task had sent. The notification is deferred until the link has received everything below
+//! the watermark.
 
 use super::{Core, DEFERRED_DELIVERIES_MAX};
 use sempa_proto::Message;
@@ -12,8 +12,8 @@ use sempa_proto::{Micros, Tid};
 
 impl Core {
     fn has_reached(&self, watermark: SendWatermark) -> bool {
-        // A direct connection delivers everything before it ends, and the daemon does not know how
-        // much that is.
+        // A direct connection delivers all its fragments before it closes. The daemon's watermark
+        // does not count these fragments.
         if self.direct.has_route(watermark.peer) {
             return false;
         }
@@ -31,7 +31,8 @@ impl Core {
         message: Message,
         after: Option<SendWatermark>,
     ) {
-        // The watermark counts what the daemon carried, so the ring must be read first.
+        // The watermark counts only fragments that the daemon carried. Messages in the ring are
+        // older than the notification, so the ring is read first.
         if let Some(watermark) = after {
             self.drain_peer(now, watermark.peer);
         }
@@ -47,7 +48,7 @@ impl Core {
         }
     }
 
-    /// Delivers the notifications whose watermark for this peer has been reached.
+    /// Delivers the notifications whose watermark the link with this peer has reached.
     pub(in crate::runtime) fn release_deferred(&mut self, peer: Tid) {
         if !self
             .deferred_deliveries

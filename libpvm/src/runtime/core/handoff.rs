@@ -1,15 +1,15 @@
 //! Handoff of a task to a new process: the program is asked to exit and is started again, and the
-//! new process continues the old one's links.
+//! new process continues the links of the old process.
 //!
 //! 1. The daemon announces that the program will be asked to exit
 //!    ([`Core::handle_exit_announcement`]). The old process sends its state: the position of each
-//!    link, the unacknowledged fragments, and deferred notifications. After that the daemon passes
-//!    it no messages.
+//!    link, the unacknowledged fragments, and deferred notifications. After that the daemon
+//!    delivers no messages to the old process.
 //! 2. If the request is withdrawn, the old process accepts messages again.
-//! 3. When the process exits later than the daemon expected, it reports that first
+//! 3. If the process exits after the request was withdrawn, it first notifies the daemon
 //!    ([`Core::begin_exit`]).
-//! 4. The new process takes over the links ([`Core::take_over_links`]). The daemon sends it the
-//!    unacknowledged fragments of the old process ([`Core::restore_unacked`]).
+//! 4. The new process takes over the links ([`Core::take_over_links`]). The daemon sends the new
+//!    process the unacknowledged fragments of the old process ([`Core::restore_unacked`]).
 
 use super::Core;
 use bytes::Bytes;
@@ -19,14 +19,15 @@ use sempa_proto::task::{ProcessHandoff, SendWatermark, ToDaemon, Welcome};
 use sempa_proto::{Message, Micros, MigrationId, RequestId};
 use std::collections::VecDeque;
 
-/// Watermark of an unread message: delivery waits for nothing.
+/// Sequence number in the watermark of an unread message: the next process can deliver the message
+/// immediately, because every link has reached 0.
 const DELIVERABLE: u64 = 0;
-/// Position of the number of predecessor processes in a request id, so that ids of different
-/// processes never collide.
+/// Bit position, within a request id, of the number of predecessor processes. This number makes the
+/// ids of different processes of a task distinct.
 const REQUEST_ID_SHIFT: u32 = 40;
 
-/// Returns the incarnation of a new process and the id before its first request. Replies to
-/// requests of a predecessor process do not match any id of the new process.
+/// Returns the incarnation of a new process, and the request id that precedes its first one.
+/// Replies to requests of a predecessor process match no id of the new process.
 pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
     let successor = welcome.handoff.as_deref();
     (
@@ -36,7 +37,7 @@ pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
 }
 
 impl Core {
-    /// Continues the links of the predecessor process.
+    /// Creates the links that the predecessor process has handed off.
     pub(super) fn take_over_links(&mut self, successor: &ProcessHandoff) {
         for link_state in &successor.links {
             let mut link = Link::resume_from(self.own_tid, link_state);
@@ -49,7 +50,7 @@ impl Core {
         }
     }
 
-    /// Returns an unacknowledged fragment of the predecessor process to its link.
+    /// Queues an unacknowledged fragment of the predecessor process on its link again.
     pub(super) fn restore_unacked(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
             link.accept_returned(frame);
@@ -58,15 +59,15 @@ impl Core {
     }
 
     /// Handles the announcement that the program will be asked to exit for migration `by`: hands
-    /// off the state, so that the daemon knows it completely. The program can still receive the
-    /// messages that have arrived. With `None` the request was withdrawn.
+    /// off the complete state to the daemon. The program can still receive the messages that have
+    /// arrived. `None` means that the request was withdrawn.
     pub(super) fn handle_exit_announcement(&mut self, now: Micros, by: Option<MigrationId>) {
         if !self.is_connected() {
             return;
         }
         match by {
             Some(by) => self.hand_off(now, by),
-            // The process is exiting, which cannot be undone.
+            // The process is already exiting, which cannot be undone.
             None if self.exiting => {}
             None => {
                 self.windows_lifted = false;
@@ -81,9 +82,9 @@ impl Core {
         self.event_seq += 1;
     }
 
-    /// Records that the process is exiting. Returns true if the daemon must be notified first with
-    /// [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit before and exits
-    /// late.
+    /// Records that the process is exiting. Returns true if the daemon must first be notified with
+    /// [`sempa_proto::task::Request::AboutToExit`]: the program was asked to exit earlier, but its
+    /// state is not handed off at present.
     pub(crate) fn begin_exit(&mut self) -> bool {
         self.exiting = true;
         self.exit_was_requested && self.handed_off_for.is_none()
@@ -96,9 +97,9 @@ impl Core {
             .for_each(|word| self.outbox.push(word));
     }
 
-    /// Returns the received messages and deferred notifications for the next process, in order. A
-    /// program that is asked to exit receives the messages itself before it exits; a process that
-    /// is exiting does not.
+    /// Removes and returns, in order, the messages and deferred notifications that the next process
+    /// must receive. Messages in the inbox are included only if this process is already exiting;
+    /// before that, the program can still receive them.
     fn take_unread(&mut self) -> Vec<(SendWatermark, Message)> {
         let mut unread = VecDeque::new();
         if self.exiting {
@@ -128,7 +129,7 @@ impl Core {
         self.route = self.route.next();
         let (mut link_states, mut frames) = (Vec::new(), Vec::new());
         for link in self.links.values_mut() {
-            // Fragments that went by other routes may still be in transit.
+            // Fragments that were sent on other routes may still be in transit.
             link.handle(now, LinkEvent::RouteUp(self.route));
             let (talk, unacked) = link.hand_off(now);
             link_states.push(talk);

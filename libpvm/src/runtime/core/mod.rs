@@ -1,5 +1,5 @@
-//! State of the runtime as a value: links, inbox, open requests and the phase of the connection,
-//! without socket, thread or clock.
+//! State of the runtime as a pure value: links, inbox, open requests and the phase of the
+//! connection. This module uses no socket, thread or clock.
 //!
 //! The caller passes in frames and the current time, and writes out the frames that collect in the
 //! outbox. Every change for which an application thread may wait increments [`Core::event_seq`].
@@ -32,22 +32,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
 /// Maximum size of the control frames that are queued while a migration interrupts the connection.
 pub(crate) const DEFERRED_CONTROL_BYTES_MAX: usize = 256 << 20;
-/// Maximum size of the inbox. Above it fragments are not accepted; senders keep their messages and
-/// send probes from time to time.
+/// Maximum size of the inbox. Above this size fragments are not accepted; senders keep their
+/// messages and send probes from time to time.
 const INBOX_BYTES_MAX: usize = 1 << 36;
-/// Maximum number of links of a task.
+/// Maximum number of links of a task. Above the maximum, sends to new peers fail.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
 /// Maximum number of links to ended tasks that are remembered.
 pub(crate) const ENDED_LINKS_MAX: usize = 1 << 14;
-/// Maximum number of notifications that wait for the last messages of their task. Above it the
-/// oldest is delivered early.
+/// Maximum number of notifications that are deferred until the last messages of their task arrive.
+/// Above the maximum the oldest notification is delivered early.
 pub(crate) const DEFERRED_DELIVERIES_MAX: usize = 1 << 16;
 
 /// Fragments up to this size are copied out of the read buffer, so that a small message does not
 /// keep a large buffer alive.
 const COPY_BYTES_MAX: usize = 16 << 10;
 
-/// Migration for which the daemon requested to quiesce.
+/// The daemon's request to quiesce for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct QuiesceRequest {
     pub(crate) migration: MigrationId,
@@ -68,15 +68,15 @@ pub(crate) enum Phase {
     Lost(String),
 }
 
-/// Request to the daemon that was sent.
+/// Request that was sent to the daemon and whose reply the caller has not taken yet.
 #[derive(Debug)]
 struct OpenRequest {
-    /// Encoded request, kept in case it must be sent again.
+    /// Encoded request, retained in case it must be sent again.
     frame: Bytes,
     reply: Option<Reply>,
 }
 
-/// State of the runtime without I/O.
+/// Complete state of the runtime. Its methods do no I/O.
 #[derive(Debug)]
 pub(crate) struct Core {
     own_tid: Tid,
@@ -89,7 +89,7 @@ pub(crate) struct Core {
     rm: Option<RmInfo>,
     rm_generation: u64,
     rm_deaths: u64,
-    /// Messages that were not received yet.
+    /// Messages that have arrived and that the program has not received yet.
     pub(crate) inbox: Inbox,
     /// Bytes to be written to the daemon.
     pub(crate) outbox: Outbox,
@@ -107,7 +107,7 @@ pub(crate) struct Core {
     deferred_deliveries: VecDeque<(SendWatermark, Message)>,
     requests: HashMap<RequestId, OpenRequest>,
     last_request: RequestId,
-    /// Open requests of this task's threads to resource managers.
+    /// Unanswered requests of this task's threads to resource managers.
     pub(crate) rm_calls: PendingRmCalls,
     /// Placements that the resource manager leased in advance.
     pub(crate) placement_leases: PlacementLeases,
@@ -115,12 +115,11 @@ pub(crate) struct Core {
     /// Incarnation on which new links begin; see [`Link::begin_incarnation`].
     incarnation: u16,
     windows_lifted: bool,
-    /// Migration for which the whole state was handed off to the daemon. No message has been
-    /// accepted since.
+    /// Migration for which the whole state was handed off to the daemon. Since the handoff no
+    /// message has been accepted.
     handed_off_for: Option<MigrationId>,
     /// The program was asked to exit at least once.
     exit_was_requested: bool,
-    /// The process is exiting.
     exiting: bool,
     next_timer: Option<Micros>,
     event_seq: u64,
@@ -217,17 +216,17 @@ impl Core {
         self.rm
     }
 
-    /// Counter that increases with every change of the resource manager.
+    /// Returns a counter that increases with every change of the resource manager.
     pub(crate) fn rm_generation(&self) -> u64 {
         self.rm_generation
     }
 
-    /// Counter that increases whenever the resource manager is lost.
+    /// Returns a counter that increases whenever the resource manager is lost.
     pub(crate) fn rm_deaths(&self) -> u64 {
         self.rm_deaths
     }
 
-    /// Counter that increases with every event for which an application thread may wait.
+    /// Returns a counter that increases with every event for which an application thread may wait.
     pub(crate) fn event_seq(&self) -> u64 {
         self.event_seq
     }
@@ -237,7 +236,8 @@ impl Core {
         self.links.get(&peer).is_some_and(Link::is_peer_gone)
     }
 
-    /// True if the window, not the outbox, keeps back fragments of the link.
+    /// True if the flow-control window of the link, and not a full outbox, prevents the
+    /// transmission of its fragments.
     pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
         !self.in_pump_queue.contains(&peer)
             && self
@@ -273,14 +273,14 @@ impl Core {
         self.links.values().filter(sent).map(mark).collect()
     }
 
-    /// Counter that increases with every event that can unblock a thread that waits for its message
-    /// to be written.
+    /// Returns a counter that increases with every event that can unblock a thread that waits until
+    /// its message is written.
     pub(crate) fn send_event_seq(&self) -> u64 {
         self.send_event_seq
     }
 
-    /// Time at which [`Core::run_timers`] must be called at the latest; may be earlier than
-    /// necessary.
+    /// Returns the time at which [`Core::run_timers`] must be called at the latest. The time may be
+    /// earlier than necessary.
     pub(crate) fn next_timer(&self) -> Option<Micros> {
         self.next_timer
     }
@@ -313,9 +313,9 @@ impl Core {
         Ok(())
     }
 
-    /// Sends a small message to a task if writing to a ring with enough space suffices. Returns the
-    /// peers to wake. `None` if it does not suffice; nothing was sent then. `direct`: the program
-    /// wants direct routes.
+    /// Sends a small message to a task by writing it to a ring, if no further step is needed.
+    /// Returns the peers to wake. `None` means that nothing was sent and the caller must use
+    /// [`Core::send`]. `direct` is true if the program wants direct routes.
     #[inline]
     pub(crate) fn try_send_inline(
         &mut self,
@@ -331,8 +331,8 @@ impl Core {
         self.send_shm(now, peer, head, body)
     }
 
-    /// Delivers a message from this task itself or from the library: into the inbox, or to the part
-    /// of the library that handles it.
+    /// Delivers a message from this task itself or from the library: into the inbox, or to the
+    /// component of the library that processes such messages.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.event_seq += 1;
         match message.tag {
@@ -348,13 +348,13 @@ impl Core {
         }
     }
 
-    /// Queues a message to a daemon.
     pub(crate) fn send_to_daemon(&mut self, message: Message) -> PvmResult<()> {
         let frame = encode_control(&ToDaemon::Message(message)).map_err(|_| PvmError::OutOfRes)?;
         self.push_control(frame)
     }
 
-    /// Queues a request to the daemon.
+    /// Queues a request to the daemon. Returns the id of the request, or a reply that reports the
+    /// failure.
     pub(crate) fn send_request(&mut self, what: Request) -> Result<RequestId, Reply> {
         let failed = |error: PvmError, reason: &str| Reply::Failed {
             error,
@@ -384,7 +384,7 @@ impl Core {
         Ok(id)
     }
 
-    /// Returns the reply to a request when it has arrived, or a failure when it can never arrive.
+    /// Returns the reply to a request if it has arrived, or a failure if it can never arrive.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
         if self
             .requests
@@ -409,8 +409,8 @@ impl Core {
         if !self.windows_lifted {
             self.end_rings(now);
             for peer in self.end_direct(now) {
-                // The process does not live until the connection has delivered these fragments, so
-                // they are sent again.
+                // The process exits before the direct connection has delivered these fragments, so
+                // they are sent again through the daemon.
                 self.links
                     .get_mut(&peer)
                     .into_iter()
@@ -430,8 +430,8 @@ impl Core {
 
     // ---- calls of the threads that do I/O
 
-    /// Handles a frame from the daemon. The error is a sentence; the connection cannot be used
-    /// after it.
+    /// Handles a frame from the daemon. After an error the connection is unusable; the error is a
+    /// sentence for the user.
     pub(crate) fn handle_frame(
         &mut self,
         now: Micros,
@@ -497,7 +497,6 @@ impl Core {
         }
     }
 
-    /// Handles all timers that have expired.
     pub(crate) fn run_timers(&mut self, now: Micros) {
         if self.next_timer.is_none_or(|due| due > now) {
             return;
@@ -522,7 +521,7 @@ impl Core {
         self.pump(now);
     }
 
-    /// Enters the quiesced phase: all frames are written and the socket is closed.
+    /// Enters the quiesced phase. Called when all frames are written and the socket is closed.
     pub(crate) fn mark_quiesced(&mut self) {
         if let Phase::Quiescing(quiesce) = &self.phase {
             self.phase = Phase::Quiesced(quiesce.clone());
@@ -530,7 +529,7 @@ impl Core {
         }
     }
 
-    /// Continues on a new connection, after a migration or a failed one.
+    /// Continues on a new connection, after a migration or after a migration that failed.
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
         self.phase = Phase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
@@ -619,8 +618,9 @@ impl Core {
         link
     }
 
-    /// Returns the link to a peer; creates it on first use. A link to a peer that ended without
-    /// sending anything is replaced, because the tid may have been reused.
+    /// Returns the link to a peer and creates it on first use. If the peer of an existing link
+    /// ended without sending anything, a new link replaces it, because the tid may have been
+    /// reused. `None` if the task has too many links.
     pub(super) fn get_or_create_link(&mut self, peer: Tid) -> Option<&mut Link> {
         let stale = self
             .links
@@ -647,7 +647,7 @@ impl Core {
         if self.inbox_is_full() && matches!(frame.kind, LinkKind::Data { .. }) {
             return;
         }
-        // A task that ended without sending a message may have left acknowledgements in transit.
+        // Acknowledgements of a task that ended without sending a message may still be in transit.
         // Only a first fragment proves that a task with this tid exists.
         let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
         let ended = |link: &Link| {
@@ -683,12 +683,13 @@ impl Core {
         self.release_deferred(peer);
     }
 
-    /// True if fragments are not accepted, so that messages stay with their senders.
+    /// True if the inbox has reached its maximum size. Fragments are then refused, and their
+    /// senders keep the messages.
     pub(super) fn inbox_is_full(&self) -> bool {
         self.inbox.bytes() >= INBOX_BYTES_MAX
     }
 
-    /// Delivers all complete messages of a peer.
+    /// Delivers all messages of a peer whose last fragment has arrived.
     pub(super) fn deliver_messages_from(&mut self, peer: Tid) {
         while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
             // Only a peer that violates the protocol sends a message shorter than a header; it is
@@ -817,8 +818,8 @@ impl Core {
         if !self.direct_peer_ended(now, peer) {
             return;
         }
-        // Remembered even if there was no link: a notification that waits for this peer's last
-        // message must not wait forever.
+        // The end of the peer is recorded even if there was no link: a notification that waits for
+        // this peer's last message must not wait forever.
         let Some(link) = self.get_or_create_link(peer) else {
             return;
         };

@@ -1,9 +1,10 @@
 //! Placement leases: hosts that the resource manager assigns in advance to further spawn requests
-//! like the last one. A program that spawns repeatedly then need not ask each time.
+//! like the last one. With a lease, a program that spawns repeatedly need not ask the resource
+//! manager each time.
 //!
-//! A lease is valid for requests that equal the leased one except for the arguments of the program.
-//! It ends when the resource manager changes it or is replaced, or when it was not used for its
-//! time span.
+//! A lease is valid for requests that equal the leased request except for the arguments of the
+//! program. The lease ends when the resource manager changes it or is replaced, or when it was not
+//! used during its time span.
 
 use sempa_proto::sm::{LEASE_TASKS_MAX, PlacementLease, unpack_placement_lease};
 use sempa_proto::task::{LeasedSpawn, SpawnRequest};
@@ -18,7 +19,8 @@ struct LeasedRequest {
     rm: Tid,
     wid: i32,
     template: SpawnRequest,
-    /// Time of the request, or of the last use of the lease; the lease's time span begins here.
+    /// Time of the request, or of the last use of the lease. The time span of the lease begins at
+    /// this time.
     used_at: Micros,
     lease: Option<PlacementLease>,
 }
@@ -46,7 +48,7 @@ impl PlacementLeases {
         });
     }
 
-    /// Stores the lease in a message of the resource manager.
+    /// Stores the lease that a message of the resource manager contains.
     pub(super) fn handle_lease(&mut self, message: Message) {
         let asked = self
             .0
@@ -57,7 +59,8 @@ impl PlacementLeases {
         }
     }
 
-    /// Takes hosts from the lease for such a request.
+    /// Removes the hosts for `request` from the lease and returns them. `None` if no valid lease
+    /// covers the request.
     pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<LeasedSpawn> {
         let asked = self
             .0
@@ -77,7 +80,7 @@ impl PlacementLeases {
         })
     }
 
-    /// Drops the lease, which is no longer valid.
+    /// Drops the lease and the request that it covers.
     pub(crate) fn clear(&mut self) {
         self.0 = None;
     }

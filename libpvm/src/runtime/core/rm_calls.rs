@@ -1,4 +1,4 @@
-//! Calls to resource managers for which threads of this task wait.
+//! Calls to resource managers, for whose answers threads of this task wait.
 
 use bytes::Bytes;
 use sempa_proto::sm::unpack_spawn_waits;
@@ -15,7 +15,7 @@ struct PendingRmCall {
     waiting_since: Option<Micros>,
 }
 
-/// All open calls. Their answers never appear in the inbox.
+/// All calls without a received answer. The answers never appear in the inbox.
 #[derive(Debug, Default)]
 pub(crate) struct PendingRmCalls(Vec<PendingRmCall>);
 
@@ -31,7 +31,7 @@ impl PendingRmCalls {
         });
     }
 
-    /// Removes a call: the thread has its answer or has given up.
+    /// Removes a call: the thread has its answer or has stopped waiting.
     pub(crate) fn end(&mut self, wid: i32) {
         self.0.retain(|question| question.wid != wid);
     }
@@ -61,8 +61,8 @@ impl PendingRmCalls {
         }
     }
 
-    /// Consumes a message that answers a call; returns any other message. An answer with a wrong
-    /// wait id is accepted, as in PVM, unless another call has that wait id.
+    /// Stores a message that answers a call; returns any other message. An answer with a wrong wait
+    /// id is accepted, as in PVM, unless another call has that wait id.
     pub(super) fn match_answer(&mut self, message: Message) -> Option<Message> {
         let fits =
             |q: &PendingRmCall| q.rm == message.src && q.tag == message.tag && q.answer.is_none();

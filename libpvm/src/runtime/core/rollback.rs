@@ -1,4 +1,4 @@
-//! Rollback of a task that was restarted from a checkpoint.
+//! Rolls back the links of a task that was restarted from a checkpoint.
 
 use super::{Core, OpenRequest};
 use sempa_proto::Tid;
@@ -14,9 +14,12 @@ impl Core {
             .map_or(self.incarnation, Link::incarnation)
     }
 
-    /// Continues after a restart from a checkpoint. Peers that were restarted from the same
-    /// checkpoint have consistent link states. All other peers have continued meanwhile, or do not
-    /// exist.
+    /// Continues after a restart from a checkpoint: begins the new incarnation on all links, and
+    /// repeats the requests that the daemon lists as lost.
+    ///
+    /// Links with peers that were restarted from the same checkpoint keep their sequence numbers,
+    /// because both ends have the state of the checkpoint. All other links start again at sequence
+    /// number 1.
     pub(super) fn roll_back(&mut self, restart: &RestartInfo) {
         let RestartGroup {
             incarnation: line, ..

@@ -111,7 +111,7 @@ fn control_queue_during_migration_is_bounded() {
     assert_eq!(core.send_to_daemon(order), Err(PvmError::OutOfRes));
 }
 
-/// The number of open requests is limited.
+/// Above [`REQUESTS_OPEN_MAX`] open requests a further request fails with `OutOfRes`.
 #[test]
 fn open_requests_are_bounded() {
     let mut core = core();
@@ -268,7 +268,8 @@ fn take(core: &mut Core, frame: &LinkFrame) {
         .expect("taken");
 }
 
-/// Quiesces a process and restarts it from a checkpoint, on incarnation 3 and together with PEER.
+/// Quiesces a process, then restarts it together with PEER from a checkpoint in incarnation 3.
+/// `again` lists the requests to repeat. Returns the frames that the restarted process sends.
 fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
     control(
         core,
@@ -299,7 +300,8 @@ fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Fr
     take_written(core)
 }
 
-/// A restarted task repeats the requests that its daemon lists as lost, with the same ids.
+/// A restarted task repeats the requests that its daemon lists as lost. The repeated requests keep
+/// their ids.
 #[test]
 fn restarted_task_repeats_unanswered_requests() {
     let mut core = core();
@@ -332,8 +334,8 @@ fn restarted_task_repeats_unanswered_requests() {
     }
 }
 
-/// A restart counts as one death of the resource manager that was known before, whether or not
-/// there is a new one.
+/// A restart counts as one death of the resource manager that was known before the restart, whether
+/// or not there is a new resource manager.
 #[test]
 fn restart_counts_as_rm_death() {
     let rm = |tid| {
@@ -389,7 +391,7 @@ fn restart_keeps_links_between_members_only() {
         .iter()
         .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
         .collect();
-    // PEER, which restarted too, is probed. The other peer has most probably received everything.
+    // PEER, which restarted too, is probed. OTHER has most probably received everything.
     assert!(
         said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER),
         "{said:?}"
@@ -614,7 +616,7 @@ fn handoff_contains_links_and_unacked_fragments() {
             .any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })),
         "{again:?}"
     );
-    // From here on messages are sent regardless of the window.
+    // After the handoff, messages are sent regardless of the window.
     core.send(
         Micros(0),
         message(

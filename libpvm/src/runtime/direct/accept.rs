@@ -1,5 +1,5 @@
-//! Listening side of a direct route: keeps the offers of this task, and authenticates the peers
-//! that connect.
+//! Listening side of a direct route: stores this task's offers, and authenticates the peers that
+//! connect.
 
 use super::handshake::Handshake;
 use super::{
@@ -17,8 +17,8 @@ use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
-/// First bytes of a connection, in plain text; the id of the offer follows. The preamble selects
-/// the certificate and proves nothing.
+/// Magic number at the start of the plain-text preamble of a connection; the id of the offer
+/// follows. The preamble selects the expected certificate and authenticates nothing.
 const PREAMBLE: [u8; 8] = *b"sempa-d1";
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
@@ -32,7 +32,7 @@ pub(super) fn preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
 
 struct Offer {
     identity: Identity,
-    /// Expected certificate; known when the peer has accepted the offer.
+    /// Fingerprint of the expected certificate; `None` until the peer has accepted the offer.
     peer: Option<Fingerprint>,
     deadline: Micros,
 }
@@ -41,8 +41,8 @@ struct Offer {
 enum AcceptStage {
     /// The preamble has not arrived completely.
     Preamble(Vec<u8>, ProcessOwned<TcpStream>),
-    /// The peer's acceptance of this offer has not arrived: the daemons can be slower than the
-    /// connection.
+    /// The daemons have not delivered the peer's acceptance of this offer yet: the connection can
+    /// be faster than the daemons.
     AwaitingAcceptance(OfferId, ProcessOwned<TcpStream>),
     Handshake(OfferId, Box<Handshake>),
 }
@@ -52,7 +52,8 @@ struct PendingConn {
     deadline: Micros,
 }
 
-/// Offers of this task and the unauthenticated connections to them. Listens while an offer is open.
+/// Listening side of all direct routes of this task: the open offers, and the unauthenticated
+/// connections to them. Listens only while an offer is open.
 #[derive(Default)]
 pub(crate) struct Acceptor {
     listener: Option<ProcessOwned<TcpListener>>,
@@ -113,7 +114,8 @@ impl Acceptor {
         Ok((self.port, fingerprint))
     }
 
-    /// Records that the peer has accepted the offer and will use this certificate.
+    /// Records that the peer has accepted the offer and will use the certificate with this
+    /// fingerprint.
     pub(crate) fn accepted(&mut self, id: OfferId, fingerprint: Fingerprint) {
         if let Some(offer) = self.offers.get_mut(&id) {
             offer.peer = Some(fingerprint);
@@ -136,7 +138,7 @@ impl Acceptor {
         self.listener.is_none() && self.pending.is_empty()
     }
 
-    /// Adds the descriptors to poll.
+    /// Adds the descriptors that must be polled to `fds`.
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         if let Some(listener) = &self.listener {
             fds.push(PollFd::new(listener.get().as_fd(), PollFlags::POLLIN));
@@ -147,7 +149,7 @@ impl Acceptor {
                     fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
                 }
                 // Not polled: data that the peer has sent already would keep the descriptor
-                // readable. If the peer disconnects, the deadline removes it.
+                // readable. If the peer disconnects, the connection is removed at its deadline.
                 AcceptStage::AwaitingAcceptance(..) => {}
                 AcceptStage::Handshake(_, handshake) => {
                     fds.push(PollFd::new(handshake.fd(), handshake.wants()))
@@ -166,8 +168,8 @@ impl Acceptor {
             .min()
     }
 
-    /// Advances all connections without blocking. Returns the offers that have become routes or
-    /// have failed.
+    /// Advances all connections without blocking. Returns the offers that have become routes, and
+    /// those that have failed.
     pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<FrameStream, SetupError>)> {
         self.accept_connections(now);
         let mut done = Vec::new();
@@ -178,7 +180,7 @@ impl Acceptor {
             let until = conn.deadline;
             match self.advance(conn.stage) {
                 // An unauthenticated peer that fails does not affect the offer, which stays open
-                // for the right peer.
+                // for the intended peer.
                 Err(_) => {}
                 Ok(Advanced::Stage(stage)) => self.pending.push(PendingConn {
                     stage,
@@ -267,7 +269,8 @@ impl Acceptor {
                     return Ok(Advanced::Stage(AcceptStage::Handshake(id, handshake)));
                 }
                 let mut end = handshake.finish()?;
-                // Confirms to the peer that it is authenticated. Until then the peer sends nothing.
+                // The empty frame confirms to the peer that this side has authenticated it. Before
+                // this frame the peer sends nothing.
                 end.push(&[]);
                 end.flush()
                     .map_err(|e| SetupError::Unauthenticated(e.to_string()))?;

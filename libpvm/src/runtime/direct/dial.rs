@@ -19,7 +19,7 @@ enum DialStage {
     /// The TCP connection is being established.
     Connecting(ProcessOwned<TcpStream>),
     Handshake(Box<Handshake>),
-    /// The peer is authenticated, but has not confirmed that this side is.
+    /// The peer is authenticated, but has not confirmed yet that it has authenticated this side.
     Unconfirmed(Box<FrameStream>),
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Dialer {
     peer: Fingerprint,
     addresses: VecDeque<SocketAddr>,
     stage: DialStage,
-    /// Deadline of the current address.
+    /// Deadline for the connection attempt to the current address.
     address_deadline: Micros,
     deadline: Micros,
     /// Error of the last address that failed.
@@ -47,9 +47,9 @@ impl std::fmt::Debug for Dialer {
 }
 
 impl Dialer {
-    /// Creates an attempt to connect to one of these addresses, where the peer must have this
-    /// certificate. The peer must be sent this side's [`fingerprint`](Self::fingerprint), which may
-    /// happen later.
+    /// Creates an attempt to connect to one of `addresses`; the peer's certificate must have the
+    /// fingerprint `peer`. The peer needs this side's [`fingerprint`](Self::fingerprint), which may
+    /// be sent after this call.
     ///
     /// # Errors
     /// The system provides no randomness.
@@ -76,7 +76,7 @@ impl Dialer {
         self.identity.fingerprint()
     }
 
-    /// Adds the descriptors to poll.
+    /// Adds the descriptor that must be polled to `fds`.
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             DialStage::Idle => {}
@@ -106,8 +106,8 @@ impl Dialer {
         }
     }
 
-    /// Advances the attempt without blocking. Returns the route, or the reason why there is none;
-    /// `None` while the attempt is in progress. Must be called once at the beginning.
+    /// Advances the attempt without blocking. Returns the route, or the reason why the attempt
+    /// failed; `None` while the attempt is in progress. Must be called once after [`Dialer::new`].
     pub(crate) fn step(&mut self, now: Micros) -> Option<Result<FrameStream, SetupError>> {
         loop {
             if now >= self.deadline {
@@ -141,8 +141,8 @@ impl Dialer {
         }
     }
 
-    /// Returns the next stage, and whether to continue immediately. With `true`, an unconfirmed end
-    /// has been confirmed.
+    /// Returns the next stage, and true if the caller can continue with that stage immediately. For
+    /// [`DialStage::Unconfirmed`], true means that the confirmation has arrived.
     fn advance(&mut self, stage: DialStage) -> Result<(DialStage, bool), SetupError> {
         match stage {
             DialStage::Idle => Ok((DialStage::Idle, true)),
@@ -175,7 +175,7 @@ impl Dialer {
     }
 }
 
-/// Starts a TCP connection.
+/// Starts to connect to `address` and does not wait for the connection.
 fn start_connect(address: SocketAddr) -> Result<ProcessOwned<TcpStream>, SetupError> {
     let family = if address.is_ipv4() {
         AddressFamily::Inet

@@ -19,22 +19,20 @@ use rustls::server::ServerConnectionData;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// Size of the length before each frame.
+/// Size of the length field before each frame.
 const LENGTH_BYTES: usize = 4;
-/// Size of the output buffer.
 const OUT_BUFFER_BYTES: usize = 384 << 10;
-/// Maximum buffer space for one frame: its bytes, plus headers and tags of the record that it
-/// completes, those that it fills and the one that it begins, plus a key update.
+/// Maximum buffer space that one frame needs: the frame itself, the headers and tags of all records
+/// that the frame touches, and a key update.
 const FRAME_SPACE_MAX: usize = LENGTH_BYTES
     + FRAME_BYTES_MAX
     + (FRAME_BYTES_MAX / CONTENT_BYTES_MAX + 3) * (HEAD_BYTES + TAIL_BYTES)
     + KEY_UPDATE.len()
     + HEAD_BYTES
     + TAIL_BYTES;
-/// Size of the input buffer.
 const IN_BUFFER_BYTES: usize = 384 << 10;
-/// If less space than this is free, the data moves to the front of the buffer: reads should be
-/// large.
+/// Minimum free space for a read. If less space is free, the buffered data is moved to the front of
+/// the buffer, because large reads are efficient.
 const READ_BYTES_MIN: usize = 128 << 10;
 /// Maximum number of bytes read in one call, so that a fast peer does not occupy the caller
 /// forever.
@@ -70,18 +68,18 @@ impl KeySchedule {
     }
 }
 
-/// Output buffer: finished records from `from` to `to`, then one that is being filled. Unallocated
-/// while the route is idle.
+/// Output buffer: finished records from `from` to `to`, then the record that is being filled. The
+/// buffer is not allocated while the route is idle.
 struct OutBuffer {
     bytes: Vec<u8>,
     from: usize,
     to: usize,
-    /// Number of content bytes in the last record, which is not encrypted yet.
+    /// Number of content bytes in the record that is being filled and is not encrypted yet.
     open_content: usize,
 }
 
 /// Input buffer: decrypted content from `plain_from` to `plain_to`, encrypted records from `from`
-/// to `to`. Unallocated while the route is idle.
+/// to `to`. The buffer is not allocated while the route is idle.
 struct InBuffer {
     bytes: Vec<u8>,
     plain_from: usize,
@@ -99,9 +97,10 @@ pub(crate) struct FrameStream {
     records_per_key: u64,
     out: OutBuffer,
     input: InBuffer,
-    /// Set when nothing more can be read.
+    /// Reason why nothing more can be read, once that is the case.
     read_end: Option<RouteEnd>,
-    /// Set when nothing more can be written. Data that the peer has sent before may still arrive.
+    /// Reason why nothing more can be written, once that is the case. Data that the peer has sent
+    /// before may still arrive.
     write_end: Option<RouteEnd>,
 }
 
@@ -121,8 +120,8 @@ impl AsFd for FrameStream {
 }
 
 impl FrameStream {
-    /// Creates an end after a finished handshake, with the bytes that the handshake has not written
-    /// and those that it has read in advance.
+    /// Creates the end of a route after a finished handshake. `unsent` are handshake bytes that are
+    /// not written yet; `received` are bytes that the handshake has read beyond its end.
     pub(super) fn new(
         socket: ProcessOwned<TcpStream>,
         secrets: ExtractedSecrets,
@@ -203,7 +202,7 @@ impl FrameStream {
         OUT_BUFFER_BYTES - (self.out.pending_end() - self.out.from) >= FRAME_SPACE_MAX
     }
 
-    /// True if data waits for the socket.
+    /// True if the output buffer contains data that is not written to the socket yet.
     pub(crate) fn wants_write(&self) -> bool {
         self.out.from < self.out.to || self.out.open_content > 0
     }
@@ -299,7 +298,8 @@ impl FrameStream {
 
     /// Passes the frames that have arrived to `take`. Must be called once when the route is
     /// established, because the first frames may have arrived with the end of the handshake, and
-    /// then whenever the socket is readable. Returns true if data is left for the next call.
+    /// then whenever the socket is readable. Returns true if data remains that the next call must
+    /// read.
     ///
     /// # Errors
     /// The route has ended; all complete frames before the end were passed on.
@@ -330,14 +330,13 @@ impl FrameStream {
             .map_or_else(|| Ok(!emptied && self.socket_has_data()), Err)
     }
 
-    /// True if the socket has data.
     fn socket_has_data(&self) -> bool {
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK;
         recv(self.socket.get().as_raw_fd(), &mut [0], flags).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// Returns true when the empty frame has arrived by which the listening side confirms that this
-    /// side is authenticated. Reads nothing after that frame.
+    /// Returns true when the empty frame has arrived with which the listening side confirms that it
+    /// has authenticated this side. Reads nothing after that frame.
     pub(super) fn is_confirmed(&mut self) -> Result<bool, RouteEnd> {
         let room = self.input.reserve_read();
         match recv(self.socket.get().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {

@@ -34,7 +34,7 @@ pub(super) struct Handshake {
     socket: ProcessOwned<TcpStream>,
     tls: TlsSide,
     received: Vec<u8>,
-    /// Total number of bytes received.
+    /// Number of bytes received so far, at most [`HANDSHAKE_BYTES_MAX`].
     received_total: usize,
     unsent: Vec<u8>,
 }
@@ -44,7 +44,7 @@ fn unauthenticated(e: impl std::fmt::Display) -> SetupError {
 }
 
 impl Handshake {
-    /// Starts the handshake of the side that connected; `preamble` is sent first.
+    /// Starts the handshake of the connecting side; `preamble` is sent first.
     pub(super) fn connecting(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
@@ -61,7 +61,7 @@ impl Handshake {
         })
     }
 
-    /// Starts the handshake of the side that listened.
+    /// Starts the handshake of the listening side.
     pub(super) fn listening(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
@@ -89,7 +89,7 @@ impl Handshake {
         }
     }
 
-    /// Advances without blocking. Returns true when both sides are authenticated.
+    /// Advances the handshake without blocking. Returns true when both sides are authenticated.
     pub(super) fn step(&mut self) -> Result<bool, SetupError> {
         loop {
             let (discard, next) = match &mut self.tls {

@@ -52,12 +52,13 @@ impl Identity {
         })
     }
 
-    /// Returns the fingerprint that the peer must be sent.
+    /// Returns the fingerprint that the peer needs to verify this certificate.
     pub(crate) fn fingerprint(&self) -> Fingerprint {
         fingerprint(&self.certificate)
     }
 
-    /// Creates the connecting side of a handshake with exactly this peer.
+    /// Creates the client end of a TLS handshake that accepts only the certificate with the
+    /// fingerprint `peer`.
     pub(super) fn connecting(
         &self,
         peer: Fingerprint,
@@ -76,7 +77,8 @@ impl Identity {
         UnbufferedClientConnection::new(Arc::new(config), name).map_err(local_error)
     }
 
-    /// Creates the listening side of a handshake with exactly this peer.
+    /// Creates the server end of a TLS handshake that accepts only the certificate with the
+    /// fingerprint `peer`.
     pub(super) fn listening(
         &self,
         peer: Fingerprint,
@@ -164,7 +166,7 @@ impl PinnedCertificate {
     }
 }
 
-/// Rejects TLS 1.2, which is never negotiated.
+/// Rejects signatures of TLS 1.2, which is never negotiated.
 fn reject_tls12() -> Result<HandshakeSignatureValid, Error> {
     Err(Error::General("a direct route speaks TLS 1.3 only".into()))
 }

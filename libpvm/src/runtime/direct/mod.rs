@@ -3,9 +3,10 @@
 //!
 //! Each side creates a key and a certificate for one route only. The daemons, which have
 //! authenticated each other, carry the certificates' fingerprints. In the handshake each side
-//! accepts exactly the certificate with the announced fingerprint; before that, it reads nothing
-//! but the handshake. The task that offers the route listens ([`Acceptor`]), the task that accepts
-//! it connects ([`Dialer`]). Both get a [`FrameStream`], which carries whole frames.
+//! accepts exactly the certificate with the announced fingerprint; before the peer is
+//! authenticated, each side reads only the handshake. The task that offers the route listens
+//! ([`Acceptor`]), the task that accepts the offer connects ([`Dialer`]). Both tasks then have a
+//! [`FrameStream`], which carries whole frames.
 //!
 //! No function here blocks: the caller polls the descriptors and calls again.
 //!
@@ -13,7 +14,7 @@
 //! | --- | --- |
 //! | `identity` | keys, certificates, and the check of the peer's certificate |
 //! | `handshake` | TLS handshake on a TCP connection |
-//! | `accept`, `dial` | the two sides of the setup |
+//! | `accept`, `dial` | the listening and the connecting side of the setup |
 //! | `record` | TLS records |
 //! | `frame_stream` | frames on an established route |
 
@@ -34,20 +35,20 @@ pub(crate) use identity::Identity;
 use sempa_proto::Micros;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES};
 
-/// Maximum length of a frame.
+/// Maximum length of a frame in bytes: a link header and a fragment of maximum size.
 pub(crate) const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
 /// Maximum number of bytes read from an unauthenticated peer. The library's own handshake takes
 /// less than 2 KiB per side.
 const HANDSHAKE_BYTES_MAX: usize = 16 << 10;
-/// Time within which a peer that has connected must authenticate.
+/// Timeout for the authentication of a peer that has connected.
 pub(crate) const AUTHENTICATION_TIMEOUT: Micros = Micros::from_secs(5);
 /// Maximum number of unauthenticated connections; a further one replaces the oldest.
 pub(crate) const UNAUTHENTICATED_MAX: usize = 32;
 /// Maximum number of open offers.
 pub(crate) const OFFERS_MAX: usize = 256;
-/// Time within which an offer must become a route.
+/// Timeout from an offer until its route is established.
 pub(crate) const OFFER_TIMEOUT: Micros = Micros::from_secs(15);
-/// Timeout for one address, including the handshake.
+/// Timeout of the connection attempt to one address, including the handshake.
 pub(crate) const ADDRESS_TIMEOUT: Micros = Micros::from_secs(2);
 /// Timeout for all addresses together, including the handshakes.
 pub(crate) const DIAL_TIMEOUT: Micros = Micros::from_secs(10);
@@ -64,15 +65,14 @@ pub(crate) enum SetupError {
     /// The peer failed to authenticate, or uses another protocol.
     #[error("who answered is not the peer: {0}")]
     Unauthenticated(String),
-    /// The setup timed out.
     #[error("the peer took too long")]
     TimedOut,
-    /// The maximum number of open offers is reached.
     #[error("{OFFERS_MAX} offers of direct routes are open already")]
     TooManyOffers,
 }
 
-/// Reason why an established route ended. Frames in transit are lost; the links send them again.
+/// Reason why an established route ended. Frames in transit are lost; the links send them again on
+/// another route.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RouteEnd {
     /// The peer closed the route properly.

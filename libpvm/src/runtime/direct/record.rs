@@ -7,17 +7,18 @@ use ring::aead::{
 };
 use rustls::ConnectionTrafficSecrets;
 
-/// Size of type, version and length before a record.
+/// Size of the record header: type, version and length.
 pub(super) const HEAD_BYTES: usize = 5;
-/// Size of the content type and the authentication tag after the content.
+/// Size of the content type and the authentication tag, which follow the content of a record.
 pub(super) const TAIL_BYTES: usize = 17;
-/// Maximum length of the content.
+/// Maximum length of the content of a record, as TLS defines it.
 pub(super) const CONTENT_BYTES_MAX: usize = 16 << 10;
 /// Maximum length of a record from a peer: TLS allows padding.
 pub(super) const RECORD_BYTES_MAX: usize = HEAD_BYTES + CONTENT_BYTES_MAX + 256;
 /// Size of the ciphers' authentication tag.
 const TAG_BYTES: usize = 16;
-/// First three bytes of every record after the handshake.
+/// First three bytes of every record after the handshake: type "application data" and the version
+/// number that TLS 1.3 always sends.
 const HEAD_PREFIX: [u8; 3] = [23, 3, 3];
 
 /// Content type of a record.
@@ -51,7 +52,7 @@ impl ContentType {
     }
 }
 
-/// Traffic key of one direction.
+/// Key that encrypts or decrypts the records of one direction.
 pub(super) struct TrafficKey {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
@@ -94,8 +95,8 @@ impl TrafficKey {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Encrypts a record in place. Its content starts at [`HEAD_BYTES`] and is followed by
-    /// [`TAIL_BYTES`] of space.
+    /// Encrypts a record in place. The content starts at [`HEAD_BYTES`] and is followed by
+    /// [`TAIL_BYTES`] of free space.
     pub(super) fn seal(&mut self, kind: ContentType, record: &mut [u8]) {
         let length = record.len() - HEAD_BYTES;
         let head = record_head(length);
@@ -150,8 +151,8 @@ fn record_head(length: usize) -> [u8; HEAD_BYTES] {
     [HEAD_PREFIX[0], HEAD_PREFIX[1], HEAD_PREFIX[2], high, low]
 }
 
-/// Returns the length of the record that begins here, including its header; `None` if the header is
-/// incomplete.
+/// Returns the length of the record at the start of `bytes`, including its header; `None` if the
+/// header is incomplete.
 pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RouteEnd> {
     let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else {
         return Ok(None);

@@ -45,7 +45,8 @@ fn poll_until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Returns an acceptor with one offer, its port and its certificate.
+/// Returns an acceptor with one open offer, the port that it listens on, and the fingerprint of its
+/// certificate.
 fn acceptor_with_offer() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
     let (port, fingerprint) = acceptor.offer(Micros(1), ID).expect("a socket");
@@ -56,7 +57,7 @@ fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
     Dialer::new(Micros(1), ID, addresses, peer).expect("a key")
 }
 
-/// Advances both sides until the dialer is done. Returns the outcomes of the dialer and of the
+/// Advances both sides until the dialer has a result. Returns the outcomes of the dialer and of the
 /// offer.
 fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
     let mut accepted = None;
@@ -74,8 +75,8 @@ fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<O
     (dialled, accepted)
 }
 
-/// Establishes a route; the dialer connects to the port that the function returns, which may be a
-/// proxy's. Returns the listening and the connecting end.
+/// Establishes a route. `dial_port` maps the acceptor's port to the port to which the dialer
+/// connects, which may be a proxy's. Returns the listening and the connecting end.
 fn route_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, FrameStream) {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let mut dialer = dialer(&[loopback(dial_port(port))], fingerprint);
@@ -105,7 +106,7 @@ fn frame(dice: &mut Rng, number: u32) -> Vec<u8> {
     frame
 }
 
-/// Checks number and content of received frames.
+/// Checks the number and content of the frames that one end receives.
 #[derive(Default)]
 struct FrameChecker {
     next: u32,
@@ -123,8 +124,8 @@ impl FrameChecker {
     }
 }
 
-/// Sends `count` frames in both directions at once. Returns for each end the reason why it ended,
-/// if it did, and the number of frames received.
+/// Sends `count` frames in both directions at once. Returns for each end the number of frames
+/// received, and the reason why the route ended, if it did.
 fn exchange_frames(
     ends: [&mut FrameStream; 2],
     count: u32,
@@ -153,7 +154,7 @@ fn exchange_frames(
         let flushed = !a.wants_write() && !b.wants_write();
         (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
     });
-    // After the end of one side, data may still be in transit to the other.
+    // After one end has failed, data from it may still be in transit to the other end.
     for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
         if let Err(e) = end.read(&mut |frame| check.take(frame)) {
             ended.get_or_insert(e);
@@ -162,9 +163,9 @@ fn exchange_frames(
     state.map(|(ended, check, _)| (ended, check.next))
 }
 
-/// Starts a proxy that forwards data in chunks of random lengths. `harm` gets each chunk for the
-/// listening side, with the number of bytes before it, and may change it; if it returns false, the
-/// connection is cut. Returns the proxy's port.
+/// Starts a proxy that forwards data in chunks of random lengths, and returns its port. `harm` is
+/// called for each chunk to the listening side with the number of bytes before the chunk, and may
+/// change the chunk; if `harm` returns false, the proxy cuts the connection.
 fn start_proxy(
     port: u16,
     seed: u64,
@@ -270,7 +271,7 @@ fn key_updates_are_transparent() {
     }
 }
 
-/// A flipped bit ends the route, and no damaged frame is passed on.
+/// A flipped bit ends the route, and no damaged frame is passed to the receiver.
 #[test]
 fn flipped_bit_ends_route() {
     for seed in 1..10u64 {
@@ -296,7 +297,7 @@ fn flipped_bit_ends_route() {
     }
 }
 
-/// A connection that is cut passes on whole frames only.
+/// A connection that is cut passes only whole frames to the receiver.
 #[test]
 fn cut_connection_passes_whole_frames_only() {
     for seed in 1..10u64 {
@@ -309,7 +310,8 @@ fn cut_connection_passes_whole_frames_only() {
     }
 }
 
-/// Each side refuses a peer with another certificate, and the offer stays open for the right one.
+/// Each side refuses a peer with another certificate, and the offer stays open for the intended
+/// peer.
 #[test]
 fn each_side_refuses_other_certificates() {
     let other = Identity::new().expect("a key").fingerprint();
@@ -323,7 +325,7 @@ fn each_side_refuses_other_certificates() {
         "{dialled:?}"
     );
     assert!(accepted.is_none(), "{accepted:?}");
-    // A dialer with another certificate connects. The offer stays open for the right one.
+    // A dialer with another certificate connects. The offer stays open for the intended dialer.
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let mut right = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
@@ -340,7 +342,7 @@ fn each_side_refuses_other_certificates() {
     );
 }
 
-/// Connections that send garbage are closed, and the offer stays open for the right peer.
+/// Connections that send garbage are closed, and the offer stays open for the intended peer.
 #[test]
 fn garbage_does_not_consume_offer() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
@@ -391,7 +393,7 @@ fn silent_connections_are_bounded_and_expire() {
         assert!(acceptor.step(Micros(2)).is_empty());
         (descriptors() - strangers.len() == own + UNAUTHENTICATED_MAX).then_some(())
     });
-    // The right peer is still accepted as a further connection.
+    // The intended peer is still accepted as a further connection.
     let mut right = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
     acceptor
@@ -462,7 +464,8 @@ fn stalled_address_is_skipped() {
     );
 }
 
-/// A connection that arrives before the acceptance of its offer waits for it.
+/// A connection that arrives before the peer's acceptance of the offer stays open until the
+/// acceptance arrives.
 #[test]
 fn early_connection_waits_for_acceptance() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
@@ -503,7 +506,8 @@ fn oversized_frame_ends_route() {
     assert_eq!(came, 1);
 }
 
-/// The output buffer is bounded if the peer does not read, and all frames arrive when it does.
+/// The output buffer is bounded while the peer does not read, and all frames arrive when the peer
+/// reads.
 #[test]
 fn backlog_for_slow_reader_is_bounded() {
     let (mut a, mut b) = route();

@@ -35,29 +35,28 @@ use sempa_ring::shared_pool::POOL_BYTES;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Maximum number of bytes read from one ring in one go.
+/// Maximum number of bytes that one call of [`Core::drain_ring`] reads.
 const DRAIN_BYTES_MAX: usize = 4 << 20;
-/// Number of [`Core::drain_ring`] calls after which everything is read that a ring and a pool held
-/// before the first call, regardless of concurrent writes.
+/// Number of [`Core::drain_ring`] calls that read everything that a ring and a pool contained
+/// before the first call, even if the peer keeps writing.
 const DRAIN_ROUNDS_MAX: usize = UNREAD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
 /// Maximum number of unread bytes of one ring, including the leased messages that its records refer
 /// to.
 const UNREAD_BYTES_MAX: usize = RING_BYTES + POOL_BYTES;
-/// Maximum length of a record.
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
 
 /// Number of small messages written to a ring between two checks of the current CPU.
 const WRITES_PER_CPU_CHECK: u8 = 16;
 
-/// Number of fragments in flight from which a sender reads the ring for acknowledgements before it
-/// sends.
+/// Minimum number of fragments in flight for which a sender reads the ring for acknowledgements
+/// before it sends.
 const POLL_ACKS_FRAGMENTS_MIN: u64 = ACK_FRAGMENTS * 2;
 
-/// Polling up to this number of empty rings is cheap.
+/// Maximum number of empty rings whose polling is cheap.
 const CHEAP_EMPTY_RINGS: usize = 4;
-/// Number of empty polls, each together with more than [`CHEAP_EMPTY_RINGS`] empty rings, after
-/// which a ring is not polled until its writer rings the doorbell again.
+/// Number of empty polls after which a ring is not polled until its writer rings the doorbell
+/// again. A poll counts if it finds more than [`CHEAP_EMPTY_RINGS`] empty rings.
 const EMPTY_POLLS_MAX: u8 = 8;
 
 /// Value for an unknown CPU.
@@ -70,7 +69,7 @@ fn current_cpu() -> u8 {
     })
 }
 
-/// Ring that is in use.
+/// Established ring to a peer, with its state.
 #[derive(Debug)]
 pub(super) struct Ring {
     pub(super) peer: Tid,
@@ -78,19 +77,19 @@ pub(super) struct Ring {
     pub(super) leases: Leases,
     /// A large message was copied into the ring because the peer does not have this task's pool.
     pub(super) wants_pool_offer: bool,
-    /// The peer's doorbell, followed by the slot of this ring in it.
     peer_doorbell: Arc<ProcessOwned<PeerDoorbell>>,
+    /// Slot of this ring in the peer's doorbell.
     peer_slot: usize,
     used_at: Micros,
-    /// Number of consecutive empty polls that count as described at [`EMPTY_POLLS_MAX`].
+    /// Number of consecutive empty polls; see [`EMPTY_POLLS_MAX`] for the polls that count.
     empty_polls: u8,
-    /// The ring is in the list of waiting rings.
+    /// True if the slot of this ring is in the list of waiting slots.
     in_waiting_list: bool,
-    /// Nothing else may be written to the ring, which is about to end.
+    /// The ring must be closed: nothing more may be written to it.
     must_end: bool,
     /// CPU on which the peer wrote its last frame.
     peer_cpu: u8,
-    /// CPU on which this task writes, and the number of writes until it is checked again.
+    /// CPU on which this task writes, and the number of writes until the CPU is checked again.
     own_cpu: (u8, u8),
 }
 
@@ -127,7 +126,7 @@ impl Ring {
     }
 
     /// Counts an empty poll; `others` is the number of empty rings in this round, including this
-    /// one. Returns true if the ring should not be polled again.
+    /// ring. Returns true if the ring should not be polled again.
     fn count_empty_poll(&mut self, others: usize) -> bool {
         self.empty_polls = if others > CHEAP_EMPTY_RINGS {
             self.empty_polls.saturating_add(1)
@@ -137,7 +136,8 @@ impl Ring {
         self.empty_polls >= EMPTY_POLLS_MAX
     }
 
-    /// Passes the next record to the link. Returns the number of bytes, 0 if there is no record.
+    /// Passes the next record to the link. Returns the length of the record in bytes, 0 if there is
+    /// no record.
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, RingCorrupt> {
         let Some((bytes, cpu)) = take_record(&mut self.ends.reader, &self.leases, now, link)?
         else {
@@ -148,8 +148,8 @@ impl Ring {
     }
 }
 
-/// Passes the next record to the link. Returns the number of bytes and the CPU on which the record
-/// was written.
+/// Passes the next record to the link. Returns the length of the record in bytes and the CPU on
+/// which it was written; `None` if there is no record.
 fn take_record(
     reader: &mut Reader<SharedRing>,
     leases: &Leases,
@@ -174,7 +174,8 @@ fn take_record(
 /// State of the setup with a peer to which there is no ring.
 #[derive(Debug)]
 enum RingSetup {
-    /// Number of messages sent to the peer through the daemon.
+    /// No offer was sent yet. The number counts the messages sent to the peer through the daemon so
+    /// far.
     NotOffered(u32),
     /// An offer was sent. Nothing is transmitted to the peer until the answer arrives.
     Offered {
@@ -183,7 +184,7 @@ enum RingSetup {
         ends: ProcessOwned<RingPair>,
         expires_at: Micros,
     },
-    /// The peer refused, or setup failed.
+    /// The peer refused, or setup failed. No new offer is sent before `until`.
     Refused { until: Micros },
 }
 
@@ -199,14 +200,14 @@ pub(super) enum Slot {
     Ring(ProcessOwned<Ring>),
 }
 
-/// All rings of this task.
+/// The rings of this task, both established and in setup.
 #[derive(Debug, Default)]
 pub(crate) struct ShmRoutes {
     doorbell: Option<Arc<ProcessOwned<OwnDoorbell>>>,
     /// Descriptor of the doorbell's memory, for peers.
     doorbell_fd: Option<Arc<ProcessOwned<OwnedFd>>>,
     pub(super) slots: Vec<Slot>,
-    /// Slots of the rings that had no space for all frames of their link, each listed once.
+    /// Slots of the rings that had no space for all frames of their link. No slot is listed twice.
     waiting: Vec<usize>,
     /// Pools and leases for large messages.
     pub(super) pools: SharedPools,
@@ -228,7 +229,6 @@ pub(crate) struct ShmRoutes {
 }
 
 impl ShmRoutes {
-    /// Creates an empty set of rings with this doorbell.
     pub(crate) fn new(bell: Arc<ProcessOwned<OwnDoorbell>>) -> ShmRoutes {
         ShmRoutes {
             doorbell: Some(bell),
@@ -242,7 +242,6 @@ impl ShmRoutes {
         self.doorbell_fd.is_some()
     }
 
-    /// True if there is no ring.
     pub(crate) fn is_empty(&self) -> bool {
         self.by_peer.is_empty()
     }
@@ -252,12 +251,13 @@ impl ShmRoutes {
         self.expected_peer.is_some()
     }
 
-    /// Records that this task sent something through the daemon; the answer is expected from there.
+    /// Records that this task sent a message through the daemon, so the reply is expected through
+    /// the daemon too.
     pub(crate) fn expect_from_daemon(&mut self) {
         self.expected_peer = None;
     }
 
-    /// True if there is a ring to this peer.
+    /// True if messages to this peer go through a ring instead of the daemon.
     pub(crate) fn has_ring(&self, peer: Tid) -> bool {
         self.by_peer.contains_key(&peer)
     }
@@ -312,12 +312,13 @@ impl ShmRoutes {
     }
 
     /// Counts an empty poll of this slot; `others` is the number of empty rings in this round.
-    /// Returns true if the slot should not be polled until its writer rings again. Peers that sent
-    /// once thus cost nothing, even if this task never sleeps.
+    /// Returns true if the slot should not be polled until its writer rings the doorbell again.
+    /// Peers that sent once thus cause no further cost, even if this task never sleeps.
     fn count_empty_poll(&mut self, slot: usize, others: usize) -> bool {
         match self.ring(slot) {
             Some(ring) => !ring.is_readable() && ring.count_empty_poll(others),
-            // Unknown slot. A ring that is installed there later is read at its installation.
+            // Unknown slot. If a ring is installed in the slot later, the ring is read at that
+            // time.
             None => true,
         }
     }
@@ -334,13 +335,12 @@ impl ShmRoutes {
         words.map(|(_, bits)| bits.count_ones() as usize).sum()
     }
 
-    /// Returns the number of rings that had no space for all frames.
     #[cfg(test)]
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Records whether the ring has frames to write when space is freed.
+    /// Records whether the ring has frames that must be written when space is freed.
     fn note_waiting(&mut self, slot: usize, waits: bool) {
         let Some(ring) = self.ring(slot) else { return };
         let waited = std::mem::replace(&mut ring.in_waiting_list, waits);
@@ -368,7 +368,7 @@ impl ShmRoutes {
         self.last_writer_cpu == current_cpu()
     }
 
-    /// Returns the peers to wake; the caller wakes them without the lock.
+    /// Removes and returns the peers to wake; the caller wakes them without the lock.
     pub(crate) fn take_wakes(&mut self) -> PeerWakes {
         let mut wakes = std::mem::take(&mut self.wakes);
         if !std::mem::take(&mut self.skip_next_flush) {
@@ -377,9 +377,9 @@ impl ShmRoutes {
         PeerWakes(wakes)
     }
 
-    /// Defers waking the peers that would run on this thread's CPU. The next
-    /// [`ShmRoutes::take_wakes`] does not return them, the one after it does. Returns true if there
-    /// are any.
+    /// Defers waking the peers that would run on this thread's CPU. The next call of
+    /// [`ShmRoutes::take_wakes`] does not return these peers, the call after it does. Returns true
+    /// if a wake-up was deferred.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let here = current_cpu();
         let late = self.wakes.extract_if(.., |call| {
@@ -425,7 +425,6 @@ impl ShmRoutes {
     }
 }
 
-/// Pending wake-up of a peer.
 #[derive(Debug)]
 struct PendingWake {
     doorbell: Arc<ProcessOwned<PeerDoorbell>>,
@@ -473,7 +472,6 @@ impl Payload for RingPayload<'_> {
     }
 }
 
-/// Reads the header of a record.
 fn read_head(record: &mut Record<'_, SharedRing>) -> Result<[u8; SHORT_HEAD_BYTES], RingCorrupt> {
     let head = record.take().ok_or(RingCorrupt)?;
     if record.len() > FRAGMENT_BYTES_MAX {
@@ -525,7 +523,8 @@ impl Core {
         found
     }
 
-    /// Reads all rings, regardless of the doorbell, to which other tasks have write access.
+    /// Reads all rings without regard to the doorbell bits, because other tasks can change these
+    /// bits.
     pub(crate) fn poll_all_rings(&mut self, now: Micros) {
         for slot in 0..self.shm.slots.len() {
             self.drain_ring(now, slot);
@@ -605,8 +604,8 @@ impl Core {
         }
     }
 
-    /// Reads the ring of a peer. Called before anything is handled that came from or about this
-    /// peer by another route.
+    /// Reads the ring of a peer. Must be called before a message from or about this peer is handled
+    /// that arrived on another route.
     pub(super) fn drain_peer(&mut self, now: Micros, peer: Tid) {
         if let Some(slot) = self.shm.slot(peer) {
             self.drain_ring_fully(now, slot);
@@ -707,7 +706,7 @@ impl Core {
     }
 
     /// Sends a small message through a ring that has space, if nothing else is queued for the peer.
-    /// Returns the peers to wake; `None`, and nothing was sent, if this is not possible.
+    /// Returns the peers to wake. `None` means that this is not possible and nothing was sent.
     #[inline]
     pub(super) fn send_shm(
         &mut self,
@@ -765,8 +764,8 @@ impl Core {
         waits && !self.has_lifted_windows()
     }
 
-    /// Writes to one ring as far as there is space. Returns true if something was written or the
-    /// ring has ended.
+    /// Writes frames of the link to its ring, as far as there is space. Returns true if a frame was
+    /// written or the ring has ended.
     pub(crate) fn pump_one_ring(&mut self, now: Micros, peer: Tid) -> bool {
         let Some(slot) = self.shm.slot(peer) else {
             return true;

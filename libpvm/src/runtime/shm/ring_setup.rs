@@ -24,17 +24,16 @@ use std::sync::Arc;
 /// Number of messages that go to a peer through the daemon before a ring is offered. Many pairs of
 /// tasks exchange only one message.
 const MESSAGES_BEFORE_OFFER: u32 = 1;
-/// Time for which an offer is valid. A stopped task does not answer; the daemon carries the
-/// messages then.
+/// Time for which an offer is valid. A stopped task does not answer; after this time the daemon
+/// carries the messages to it.
 const OFFER_TIMEOUT: Micros = Micros::from_millis(500);
 /// Time for which a refusal is remembered.
 const REFUSAL_WINDOW: Micros = Micros::from_secs(30);
-/// Time for which a refusal is remembered when the peer is on another host and its daemon refused.
-/// Forgotten earlier if one of the two migrates.
+/// Time for which a refusal is remembered if the peer is on another host and its daemon refused.
+/// The refusal is forgotten earlier if one of the two tasks migrates.
 const REMOTE_REFUSAL_WINDOW: Micros = Micros::from_secs(600);
 /// Time without traffic after which a ring is closed.
 const RING_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
-/// Interval of the check for idle rings.
 const IDLE_CHECK_INTERVAL: Micros = Micros::from_secs(10);
 /// Delay of the next offer after a ring has ended, because the peer may be exiting or migrating.
 const REOFFER_DELAY: Micros = Micros::from_secs(1);
@@ -42,8 +41,8 @@ const REOFFER_DELAY: Micros = Micros::from_secs(1);
 impl Core {
     // ---- setup
 
-    /// Offers a ring to the peer if it is time; called after a message to it went through the
-    /// daemon.
+    /// Offers a ring to the peer if [`MESSAGES_BEFORE_OFFER`] messages have preceded and no refusal
+    /// is remembered. Called after a message to the peer was sent through the daemon.
     pub(in crate::runtime) fn maybe_offer_ring(&mut self, now: Micros, peer: Tid) {
         self.shm.expect_from_daemon();
         if self.shm.doorbell.is_none()
@@ -107,7 +106,7 @@ impl Core {
             },
         );
         self.schedule_timer(until);
-        // Nothing sent from here on may overtake what the daemon carries.
+        // Frames that are sent after the offer must not overtake frames that the daemon carries.
         if let Some(link) = self.link_mut(peer) {
             link.handle(now, LinkEvent::RouteDown);
         }
@@ -175,7 +174,7 @@ impl Core {
     }
 
     /// Handles a route message whose descriptors could not be received because this process has too
-    /// many open. The daemon continues to carry the messages.
+    /// many open descriptors. The daemon continues to carry the messages.
     pub(in crate::runtime) fn handle_lost_descriptors(
         &mut self,
         now: Micros,
@@ -186,7 +185,7 @@ impl Core {
             RouteMsg::RingOffer { id, .. } => {
                 self.send_route_message(from, RouteMsg::RingRefuse { id }, Vec::new());
             }
-            // The peer has installed its ring and notices that this end is closed.
+            // The peer has installed its ring and detects that this end is closed.
             RouteMsg::RingAccept { .. } => self.drop_offer(
                 now,
                 from,
@@ -199,7 +198,8 @@ impl Core {
         }
     }
 
-    /// Drops the offer to a peer; the daemon carries the queued messages.
+    /// Drops the offer to a peer and sets the state of the setup to `standing`. The daemon carries
+    /// the queued messages.
     fn drop_offer(&mut self, now: Micros, peer: Tid, standing: RingSetup) {
         if !self.shm.is_offered(peer) {
             return;
@@ -250,7 +250,7 @@ impl Core {
             self.end_ring(now, old);
         }
         let slot = self.shm.free_slot()?;
-        // The acceptance is queued after everything that the daemon already carries.
+        // The acceptance is sent after all frames that the daemon already carries.
         if !self.send_route_message(
             peer,
             RouteMsg::RingAccept {
@@ -320,7 +320,8 @@ impl Core {
 
     // ---- teardown
 
-    /// Closes a ring. The peer notices that, and first reads what it has not read yet.
+    /// Closes a ring. The peer first reads the records that it has not read yet, and then detects
+    /// the end.
     pub(in crate::runtime) fn end_ring(&mut self, now: Micros, slot: usize) {
         let Some(place) = self.shm.slots.get_mut(slot) else {
             return;
@@ -369,8 +370,8 @@ impl Core {
         self.bump_send_event_seq();
     }
 
-    /// Closes this end of a ring and reads what the peer wrote before it could notice that. A peer
-    /// that has exited since will not send it again.
+    /// Closes this end of a ring and reads what the peer wrote before it detected that. If the peer
+    /// has exited, it cannot send these records again.
     fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut RingPair, leases: &Leases) {
         ends.writer.close();
         ends.reader.close();
@@ -378,7 +379,7 @@ impl Core {
         let Some(link) = self.link_mut(peer).filter(|_| !is_full) else {
             return;
         };
-        // Bounded, so that a peer that keeps writing nevertheless cannot keep this task busy.
+        // Bounded, because a peer that violates the protocol may keep writing.
         let mut read = 0;
         while read < UNREAD_BYTES_MAX
             && let Ok(Some((bytes, _))) = take_record(&mut ends.reader, leases, now, link)
@@ -391,8 +392,8 @@ impl Core {
         }
     }
 
-    /// Reads and writes what is possible, then closes all rings: from here on everything goes
-    /// through the daemon, in order.
+    /// Reads and writes what is possible, then closes all rings. All later frames go through the
+    /// daemon, in order.
     pub(in crate::runtime) fn end_rings(&mut self, now: Micros) {
         for slot in 0..self.shm.slots.len() {
             self.drain_ring_fully(now, slot);
@@ -419,7 +420,8 @@ impl Core {
         }
     }
 
-    /// Closes the ring and forgets the setup with a peer that has ended or migrated.
+    /// Closes the ring to a peer that has ended or migrated, and drops the state of the setup with
+    /// this peer.
     pub(in crate::runtime) fn drop_ring(&mut self, now: Micros, peer: Tid) {
         self.drain_peer(now, peer);
         if let Some(slot) = self.shm.slot(peer) {

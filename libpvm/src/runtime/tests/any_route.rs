@@ -1,4 +1,4 @@
-//! Property test: the route between two communicating tasks changes at random among daemon, ring
+//! Property test: the route between two communicating tasks changes at random between daemon, ring
 //! and direct connection, with migrations and broken connections. No message may be lost,
 //! duplicated, damaged or reordered.
 
@@ -25,7 +25,7 @@ const CASES: u32 = 24;
 const CHANGES_MAX: usize = 8;
 /// Number of messages in each direction between two changes.
 const MESSAGES_BETWEEN: std::ops::Range<u32> = 0..120;
-/// Maximum number of messages of one side that the other has not received.
+/// Maximum number of messages that one task has sent and the other task has not received.
 const WINDOW: u32 = 150;
 const LARGE_BYTES: usize = 3 << 20;
 const TAG_NUMBER: i32 = 1;
@@ -34,20 +34,18 @@ const TAG_END: i32 = 2;
 /// Change of the route between the two tasks, which have the numbers 0 and 1.
 #[derive(Clone, Copy, Debug)]
 enum Change {
-    /// The task requests a direct route.
     RequestRoute(usize),
     /// The task begins to accept or to refuse direct routes.
     SetAccepts(usize, bool),
-    /// The task migrates and is then on the same host as its peer or not. The peer is notified
-    /// before the task is back (`early`) or after that.
+    /// The task migrates. Afterwards it is on the same host as its peer if `same_host`. The peer is
+    /// notified before (`early`) or after the task runs again.
     Migrate {
         task: usize,
         same_host: bool,
         early: bool,
     },
-    /// Both tasks migrate at once; `first` is back first.
+    /// Both tasks migrate at the same time; the task `first` runs again first.
     MigrateBoth { first: usize, same_host: bool },
-    /// All direct connections break.
     Break,
 }
 
@@ -62,7 +60,6 @@ fn any_change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Route of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RouteKind {
     Daemon,
@@ -79,7 +76,7 @@ fn current_route(task: &Runtime, peer: Tid) -> RouteKind {
     task.with_core(look).expect("not forked")
 }
 
-/// Proxies in the direct connections of a daemon's tasks, which can break them.
+/// Proxies in the direct connections of a fake daemon's tasks. A proxy can break its connection.
 #[derive(Clone, Default)]
 struct Proxies(Arc<Mutex<Vec<TcpStream>>>);
 
@@ -97,7 +94,7 @@ impl Proxies {
         lines
     }
 
-    /// Runs the proxy of one connection. Either side may have given up meanwhile.
+    /// Runs the proxy of one connection. Either task may have closed its end before.
     fn run(&self, listener: &TcpListener, offered: SocketAddr) {
         let Ok((dialled, _)) = listener.accept() else {
             return;
@@ -182,7 +179,8 @@ impl Exchange {
         self.tasks[who].tid()
     }
 
-    /// Sends numbered messages until the test is stopped: inline if possible, as programs do.
+    /// Sends numbered messages until the test is stopped; small messages are sent inline if
+    /// possible, as programs do.
     fn send(&self, who: usize) {
         let (task, to) = (&self.tasks[who], self.tid(1 - who));
         let send = |tag: i32, body: Vec<u8>| {
@@ -210,7 +208,7 @@ impl Exchange {
         send(TAG_END, number.to_le_bytes().to_vec());
     }
 
-    /// Receives messages until the last one and checks each.
+    /// Receives messages up to the end message, and checks the number and content of each message.
     fn receive(&self, who: usize) {
         let (task, from) = (&self.tasks[who], self.tid(1 - who));
         for number in 0u32.. {
@@ -234,7 +232,7 @@ impl Exchange {
         }
     }
 
-    /// Waits until `count` more messages have passed in each direction.
+    /// Waits until `count` more messages have been received in each direction.
     fn wait_for_messages(&self, count: u32) {
         let all = || {
             self.received
@@ -303,7 +301,7 @@ impl Exchange {
     }
 }
 
-/// Runs a script and returns the route before each change and after the last.
+/// Runs a script; returns the route before each change and after the last change.
 fn run_script(near: bool, script: &[(u32, Change)]) -> Vec<RouteKind> {
     let talk = Exchange::new(near);
     let mut ways = Vec::new();

@@ -1,4 +1,5 @@
-//! Tests of direct routes between tasks, requested as programs do.
+//! Tests of direct routes that two tasks request through the runtime's interface, with a fake
+//! daemon.
 
 use super::fake::FakeDaemon;
 use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
@@ -22,7 +23,7 @@ fn remote_pair() -> (FakeDaemon, Runtime, Runtime) {
     (fake, a, b)
 }
 
-/// Returns the next message with this tag.
+/// Waits for the next message with this tag and returns it.
 fn recv_tagged(task: &Runtime, tag: i32) -> Message {
     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
     task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
@@ -65,13 +66,13 @@ fn direct_route_bypasses_daemon() {
     until("both ends", || {
         (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
-    // Frames through the daemon are lost from here on.
+    // From this point the fake daemon drops link frames, so only the direct route delivers.
     fake.state().lossy = true;
     send_numbered(&a, b.tid(), 0..300);
     send_numbered(&b, a.tid(), 0..300);
     expect_numbered(&b, a.tid(), 0..300);
     expect_numbered(&a, b.tid(), 0..300);
-    // More than any socket buffers, while neither task receives.
+    // The tasks send more than socket buffers contain, while neither task receives.
     for task in [&a, &b] {
         let to = if task.tid() == a.tid() {
             b.tid()
@@ -124,7 +125,7 @@ fn idle_route_frees_buffers_and_stays() {
     assert_eq!(offers(&fake), 1);
 }
 
-/// Two tasks that request a route at the same time get one.
+/// Two tasks that request a route to each other at the same time establish one route.
 #[test]
 fn crossing_offers_establish_one_route() {
     for _ in 0..10 {
@@ -144,7 +145,7 @@ fn crossing_offers_establish_one_route() {
     }
 }
 
-/// A program that refuses routes is asked once and reached through the daemons.
+/// A program that refuses routes receives one offer only, and its messages go through the daemons.
 #[test]
 fn refusing_program_is_asked_once() {
     let (fake, a, b) = remote_pair();
@@ -227,7 +228,7 @@ fn migration_preserves_direct_messages() {
             );
             fake.resume(u64::from(round));
         });
-        // Without a connection the task requests no route.
+        // While a task has no connection to the daemon, it requests no route.
         until("the return", || a.socket_fd());
         expect_numbered(&b, a.tid(), from..to);
         expect_numbered(&a, b.tid(), from..to);
@@ -263,14 +264,14 @@ fn same_host_route_uses_rings() {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProxyState {
     Open,
-    /// The proxy holds the data back.
+    /// The proxy retains the data and forwards nothing.
     Holding,
-    /// The proxy forwards the held data and closes the connection, as the kernel does for a killed
-    /// task.
+    /// The proxy forwards the retained data and closes the connection, as the kernel does for a
+    /// killed task.
     FlushAndClose,
 }
 
-/// Proxy in a direct connection: its state, and the number of bytes that it holds back.
+/// Proxy in a direct connection: its state, and the number of bytes that it retains.
 #[derive(Clone)]
 struct HoldingProxy(Arc<Mutex<(ProxyState, usize)>>);
 
@@ -332,7 +333,8 @@ impl HoldingProxy {
     }
 }
 
-/// Returns two tasks with a direct route through a closed proxy; the daemon drops link frames.
+/// Returns two tasks whose direct route goes through a proxy that retains all data. The daemon
+/// drops link frames.
 fn pair_with_closed_proxy() -> (FakeDaemon, Runtime, Runtime, HoldingProxy) {
     let (fake, a, b) = remote_pair();
     let way = HoldingProxy::insert(&fake);
@@ -345,7 +347,8 @@ fn pair_with_closed_proxy() -> (FakeDaemon, Runtime, Runtime, HoldingProxy) {
     (fake, a, b, way)
 }
 
-/// Reports the end of a task to `to`: first as fact, then as the notification with tag 9.
+/// Reports the end of a task to `to`: first with `PeerGone`, then with the notification message
+/// with tag 9.
 fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
     fake.send_control(to.tid(), ToTask::PeerGone { tid: ended });
     let deliver = |tag, after| ToTask::Deliver {
@@ -362,7 +365,7 @@ fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
             }),
         ),
     );
-    // When this later message has arrived, both reports have been handled.
+    // When the message with tag 8 has arrived, both reports have been handled.
     fake.send_control(to.tid(), deliver(8, None));
     assert_eq!(recv_next(to).tag, 8);
 }
@@ -388,7 +391,7 @@ fn messages_of_killed_task_precede_its_end() {
             && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
                 .is_none()
     );
-    // Messages to the ended task are dropped from here on.
+    // Messages to the ended task are dropped after `PeerGone`.
     b.send(message(a.tid(), 1, vec![1; 1 << 20]))
         .expect("as to anybody who has ended");
     way.set(ProxyState::FlushAndClose);
@@ -407,8 +410,8 @@ fn messages_of_killed_task_precede_its_end() {
     );
 }
 
-/// A host that dies silently delays the notification of its task's end only until the silence
-/// timeout.
+/// If the host of a peer dies silently, the notification of the peer's end is delayed only until
+/// the silence timeout.
 #[test]
 fn dead_host_delays_end_notification_briefly() {
     let (fake, a, b, _way) = pair_with_closed_proxy();

@@ -86,7 +86,7 @@ fn refusal_before_hello_is_understood() {
     server.join().expect("served");
 }
 
-/// A listener that is not a daemon is rejected.
+/// A listener that does not speak the daemon's protocol is rejected.
 #[test]
 fn listener_of_other_protocol_is_rejected() {
     for (answer, version) in [
@@ -246,7 +246,7 @@ fn stray_control_frames_are_ignored() {
 fn exit_flushes_all_messages_first() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    // No fragment is acknowledged, so only lifting the window lets all of them out.
+    // No fragment is acknowledged, so all fragments are sent only if the exit disables the window.
     fake.quiesce(b.tid(), 1);
     fake.wait_quiesced(b.tid(), 1);
     send_numbered(&a, b.tid(), 0..1000);
@@ -366,7 +366,7 @@ fn forked_child_can_enroll_as_new_task() {
     assert_eq!(recv_next(&b).tag, 8);
 }
 
-/// Messages are received even if their sender ends without exit or destructors.
+/// Messages are received even if their sender ends without an exit call or destructors.
 #[test]
 fn sent_messages_survive_sudden_exit() {
     let fake = FakeDaemon::start();
@@ -374,7 +374,7 @@ fn sent_messages_survive_sudden_exit() {
     in_child(|| {
         let own = fake.enroll();
         send_numbered(&own, b.tid(), 0..100);
-        // The process ends without exit or destructors.
+        // The process ends without an exit call or destructors.
         true
     });
     let from = fake
@@ -387,7 +387,8 @@ fn sent_messages_survive_sudden_exit() {
     expect_numbered(&b, from, 0..100);
 }
 
-/// A process that ends normally without leaving still writes more than a window of messages.
+/// A process that ends normally without an exit call still writes all its messages, even more than
+/// a window.
 #[test]
 fn process_exit_flushes_beyond_window() {
     let fake = FakeDaemon::start();

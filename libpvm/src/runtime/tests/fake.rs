@@ -36,7 +36,8 @@ type AddressRewrite = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 /// Frame for a task that has no connection.
 enum QueuedFrame {
     Frame(OutFrame),
-    /// Whether both tasks are on the same host is decided when the task returns.
+    /// Route message. When the task reconnects, the fake daemon adds whether both tasks are on the
+    /// same host.
     Route {
         from: Tid,
         word: RouteMsg,
@@ -49,7 +50,7 @@ pub(super) struct TaskConn {
     stream: Option<UnixStream>,
     out: Option<Sender<OutFrame>>,
     queued: Vec<QueuedFrame>,
-    /// A quiesce request was sent: all frames are queued.
+    /// True after a quiesce request: frames for the task are queued.
     is_quiescing: bool,
     stalled: bool,
     pub(super) closed: bool,
@@ -82,7 +83,7 @@ pub(super) struct FakeState {
     pub(super) hellos: Vec<Hello>,
     pub(super) rm: Option<RmInfo>,
     pub(super) refuse: Option<String>,
-    /// Link frames are dropped.
+    /// If true, the fake daemon drops link frames.
     pub(super) lossy: bool,
     /// The tasks count as being on the same host and may have rings. Otherwise their offers are
     /// refused.
@@ -145,7 +146,8 @@ impl FakeDaemon {
         self.shared.net.lock().expect("no panic under the lock")
     }
 
-    /// Sets the function that answers requests; those for which it returns `None` stay open.
+    /// Sets the function that answers requests. A request for which the function returns `None`
+    /// remains without a reply.
     pub(super) fn set_responder(
         &self,
         answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static,
@@ -187,7 +189,7 @@ impl FakeDaemon {
         })
     }
 
-    /// Stops or resumes reading from this task.
+    /// Stops reading from this task, or resumes it.
     pub(super) fn stall(&self, tid: Tid, stalled: bool) {
         self.state().tasks.get_mut(&tid).expect("seated").stalled = stalled;
         self.shared.changed.notify_all();
@@ -197,7 +199,7 @@ impl FakeDaemon {
         self.dir.path().join(format!("resume-{migration}"))
     }
 
-    /// Sends a quiesce request to a task; from here on frames for it are queued.
+    /// Sends a quiesce request to a task. After this call, frames for the task are queued.
     pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
         let tokens = vec![self.dir.path().join("nowhere"), self.token(migration)];
         let order = ToTask::Quiesce {
@@ -210,7 +212,6 @@ impl FakeDaemon {
         seat.is_quiescing = true;
     }
 
-    /// Waits until the task has quiesced.
     pub(super) fn wait_quiesced(&self, tid: Tid, migration: u64) {
         self.wait_for_log("letting go", |who, said| {
             let wanted = MigrationId(migration);
@@ -432,8 +433,8 @@ fn route_frame(from: Tid, near: bool, word: RouteMsg) -> Bytes {
     .expect("small")
 }
 
-/// Forwards a route message. A message with descriptors reaches only a connected task on the same
-/// host; otherwise its sender gets a refusal or a migration notice, or nothing.
+/// Forwards a route message. A message with descriptors is forwarded only to a connected task on
+/// the same host. Otherwise its sender receives a refusal, a migration notice, or nothing.
 fn forward_route_message(
     net: &mut FakeState,
     from: Tid,

@@ -1,5 +1,5 @@
-//! Tests that messages still arrive where the kernel refuses what rings and pools need. They use
-//! processes of their own, because a process cannot undo the restrictions.
+//! Tests that messages arrive even if the kernel refuses system calls that rings and pools need.
+//! The restrictions cannot be undone in a process, so each test starts a child process for them.
 #![allow(unsafe_code)] // What a process forbids itself has no safe form.
 
 use super::fake::FakeDaemon;
@@ -11,11 +11,11 @@ use sempa_proto::Tid;
 use sempa_proto::task::{Claim, OnDaemonExit};
 use std::process::{Command, Stdio};
 
-/// Larger than the minimum size for a lease.
+/// Size of a large message, above the minimum size for a lease.
 const LARGE: usize = 1 << 20;
 
-/// Makes a system call fail with EPERM in this thread and the threads that it starts. With
-/// `second`, only calls with this second argument fail.
+/// Makes a system call fail with EPERM in this thread and the threads that it starts. If `second`
+/// is given, only calls with this second argument fail.
 fn forbid_syscall(call: libc::c_long, second: Option<u32>) {
     const fn step(code: u32, jump: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {

@@ -1,5 +1,5 @@
-//! Tests with a hostile task that corrupts shared memory, or dies while it writes: only its own
-//! links are affected.
+//! Tests with a hostile task that corrupts shared memory, or dies while it writes: only the links
+//! of the hostile task are affected.
 
 use super::fake::{FakeDaemon, RecordedMessage};
 use super::rings::{ring_pair, same_host_daemon};
@@ -16,8 +16,8 @@ use sempa_ring::shared_pool::OwnPool;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
-/// Layout of the control words of the two rings of a pair: their distance, and the offsets of
-/// `head`, `starved`, `closed` and `returned`; `tail` is at offset 0.
+/// Distance between the control words of the two rings of a pair. The offsets below are relative to
+/// the control words of one ring, whose `tail` is at offset 0.
 const CONTROL_WORDS_BYTES: u64 = 384;
 const HEAD_OFFSET: u64 = 128;
 const STARVED_OFFSET: u64 = 256;
@@ -37,8 +37,8 @@ impl Rng {
         (self.0 >> 33) % below
     }
 
-    /// Returns small numbers and very large ones most often, because they are critical for lengths
-    /// and positions.
+    /// Returns a number that is most often very small or very large, because such lengths and
+    /// positions are critical.
     fn word(&mut self) -> u64 {
         match self.below(4) {
             0 => self.below(2),
@@ -81,7 +81,7 @@ fn random_record(dice: &mut Rng) -> Vec<u8> {
     bytes
 }
 
-/// Corrupts the memory of a pair of rings once.
+/// Overwrites one random part of the memory of a pair of rings.
 fn corrupt_rings(dice: &mut Rng, fd: &OwnedFd) {
     let words = dice.below(2) * CONTROL_WORDS_BYTES;
     match dice.below(9) {
@@ -120,8 +120,8 @@ fn corrupt_rings(dice: &mut Rng, fd: &OwnedFd) {
     }
 }
 
-/// Corrupts one piece of memory that the hostile task can write: the rings that it shares, or a
-/// doorbell.
+/// Overwrites one random part of memory that the hostile task can write: a ring that it shares, or
+/// a doorbell.
 fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells: bool) {
     let net = fake.state();
     let all = net.recorded.iter().flatten();
@@ -131,7 +131,7 @@ fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells
     if mine.is_empty() {
         return;
     }
-    // The most recent ones are in use.
+    // Only the most recent rings and doorbells are in use.
     let (_, _, message, fds) = mine[mine.len() - 1 - dice.below(mine.len().min(4) as u64) as usize];
     match message {
         RouteMsg::RingOffer { .. } if !doorbells => corrupt_rings(dice, &fds[0]),
@@ -142,7 +142,7 @@ fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells
                 dice.below(DOORBELL_BYTES as u64 / 8) * 8,
                 &dice.word().to_le_bytes(),
             );
-            // The most important words are the first ones.
+            // The first words of a doorbell are the most important ones.
             write_at(bell, dice.below(4) * 4, &(dice.word() as u32).to_le_bytes());
         }
         _ => {}
@@ -236,7 +236,7 @@ fn ring_is_read_despite_cleared_doorbell() {
             .filter_map(|(_, _, _, fds)| fds.last());
         bells.for_each(|bell| write_at(bell, from, bytes));
     };
-    // From here on the next message is expected through the ring.
+    // After this message, the next message is expected through the ring.
     a.send(message(b.tid(), 0, "")).expect("sent");
     assert_eq!(recv_next(&b).tag, 0);
     for n in 1..4 {
@@ -248,7 +248,7 @@ fn ring_is_read_despite_cleared_doorbell() {
             // No thread seems to sleep and the drainer thread seems to be woken, so the writer
             // wakes no thread.
             wipe(0, &[[0u8; 4], [0; 4], [1, 0, 0, 0], [0; 4]].concat());
-            // While the lock is held, the writer cannot probe.
+            // While the test holds the writer's lock, the writer cannot send a probe.
             let mut held = a.lock().expect("not forked");
             let now = held.now();
             held.core.send(now, message(b.tid(), n, "")).expect("sent");
@@ -314,7 +314,7 @@ fn child_writes_without_end() {
     }
 }
 
-/// A process that is killed while it writes leaves only whole messages.
+/// If a process is killed while it writes, its whole messages are received, and no incomplete one.
 #[test]
 fn killed_writer_leaves_whole_messages_only() {
     let fake = same_host_daemon();

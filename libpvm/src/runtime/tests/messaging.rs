@@ -138,7 +138,7 @@ fn send_beyond_retained_limit_is_refused() {
     fake.disconnect(a.tid());
 }
 
-/// Each of several concurrent requests gets its own reply.
+/// Several concurrent requests each receive their own reply.
 #[test]
 fn concurrent_requests_get_their_own_replies() {
     let fake = FakeDaemon::start();
@@ -311,7 +311,7 @@ fn welcome_settings_are_reported() {
     assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
 }
 
-/// Of several threads that wait for different tags, each gets its messages.
+/// Threads that wait for different tags each receive the messages with their own tag.
 #[test]
 fn each_waiting_thread_gets_its_messages() {
     let fake = FakeDaemon::start();

@@ -1,4 +1,4 @@
-//! Tests of migrations: a task quiesces and reconnects without losing anything.
+//! Tests of migrations: a task quiesces and reconnects without losing messages or requests.
 
 use super::fake::FakeDaemon;
 use super::{expect_numbered, message, recv_next, send_numbered, until};
@@ -95,7 +95,7 @@ fn calls_work_while_quiesced() {
     });
 }
 
-/// A request that is open at a migration is answered after it.
+/// A request that has no reply when a migration begins is answered after the migration.
 #[test]
 fn open_request_is_answered_after_migration() {
     let fake = FakeDaemon::start();
@@ -137,8 +137,8 @@ fn watermarks_report_sent_fragments() {
     fake.resume(5);
 }
 
-/// A redirect that is written into the memory of a quiesced task makes it wait for another
-/// migration's token.
+/// A redirect that is written into the memory of a quiesced task replaces the token file for which
+/// the task waits.
 #[test]
 fn redirect_in_memory_changes_awaited_migration() {
     let fake = FakeDaemon::start();
@@ -213,7 +213,7 @@ fn foreign_and_malformed_tokens_are_ignored() {
     let greeted = fake.state().hellos.len();
     std::fs::write(fake.dir.path().join("nowhere"), b"\xff\xff\xff").expect("written");
     // The task polls for tokens every millisecond. 100 waits of 1 ms in the same process show that
-    // it polled meanwhile.
+    // the task has polled during these waits.
     for _ in 0..100 {
         task.inbox_wait(
             Some(std::time::Instant::now() + std::time::Duration::from_millis(1)),
@@ -246,7 +246,7 @@ fn refusal_after_migration_is_reported() {
     );
 }
 
-/// An exit during a migration waits for its end.
+/// An exit during a migration waits until the migration has ended.
 #[test]
 fn exit_waits_for_migration() {
     let fake = FakeDaemon::start();
@@ -262,7 +262,7 @@ fn exit_waits_for_migration() {
     expect_numbered(&b, a.tid(), 0..200);
 }
 
-/// After a peer's migration lost fragments are sent again.
+/// After the migration of a peer, lost fragments are sent again.
 #[test]
 fn migrated_peer_is_probed() {
     let fake = FakeDaemon::start();

@@ -78,7 +78,7 @@ pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Rang
     }
 }
 
-/// Wait ids are positive and differ.
+/// Wait ids are positive and distinct.
 #[test]
 fn wait_ids_are_positive_and_unique() {
     let fake = fake::FakeDaemon::start();

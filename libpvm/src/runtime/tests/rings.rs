@@ -37,8 +37,8 @@ pub(super) fn ring_pair(fake: &FakeDaemon) -> (Runtime, Runtime) {
     (a, b)
 }
 
-/// Two tasks that exchange messages get a ring, and the messages in transit during its setup stay
-/// in order.
+/// Two tasks that exchange messages set up a ring, and the messages in transit during the setup
+/// stay in order.
 #[test]
 fn ring_setup_keeps_message_order() {
     let fake = same_host_daemon();
@@ -91,10 +91,11 @@ fn ring_offers_repeat_after_refusal_windows() {
     assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
 }
 
-/// The messages of a peer that exits are received, even if its ring offer was dropped meanwhile.
+/// Messages that a peer wrote to a ring before its exit are received, even if the offer of the ring
+/// was dropped before the peer's acceptance was handled.
 #[test]
 fn messages_in_dropped_ring_offer_are_received() {
-    /// More than the timeout of an offer.
+    /// Longer than the timeout of an offer.
     const LATE: Micros = Micros::from_secs(2);
     for gives_up_first in [false, true] {
         let fake = same_host_daemon();
@@ -157,7 +158,7 @@ fn thread_waiting_at_socket_gets_ring_messages() {
     assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
 }
 
-/// Both tasks can send far more than a ring holds before either receives.
+/// Both tasks can send far more data than fits into a ring before either task receives.
 #[test]
 fn mutual_sends_beyond_ring_size_complete() {
     let fake = same_host_daemon();
@@ -263,7 +264,7 @@ fn messages_of_killed_peer_are_received() {
     });
 }
 
-/// Tasks on different hosts get no ring and use their daemons.
+/// Tasks on different hosts set up no ring and use their daemons.
 #[test]
 fn tasks_on_different_hosts_get_no_ring() {
     let fake = FakeDaemon::start();
@@ -315,14 +316,14 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
     });
 }
 
-/// Returns the number of rings that a poll checks.
+/// Returns the number of rings that one poll checks.
 fn polled_rings(task: &Runtime) -> usize {
     task.with_core(|core| core.shm.polled_rings())
         .expect("not forked")
 }
 
-/// A task that never sleeps stops polling the rings of peers that sent once, and still gets their
-/// next messages.
+/// A task that never sleeps stops polling the rings of peers that sent only once. It still receives
+/// the next messages of these peers.
 #[test]
 fn polling_skips_quiet_rings() {
     const PEERS: usize = 40;
@@ -336,7 +337,7 @@ fn polling_skips_quiet_rings() {
         });
         peer.send(message(a.tid(), 1, "")).expect("sent");
     }
-    // From here on the task only polls; a sleep would make all writers ring the doorbell again.
+    // From this point the task only polls; a sleep would make all writers ring the doorbell again.
     until("all of it", || {
         a.inbox_try(&mut |inbox| {
             (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(())
@@ -399,7 +400,8 @@ fn only_full_rings_are_in_waiting_list() {
     }
     let waiting = || a.with_core(|core| core.shm.waiting()).expect("not forked");
     until("all is written", || (waiting() == 0).then_some(()));
-    // More than the ring and the window hold; the receiver's drainer thread frees space.
+    // Sends more than the ring and the window can contain; the receiver's drainer thread frees
+    // space.
     for n in 0..64 {
         a.send(message(others[2].tid(), n, vec![n as u8; 200_000]))
             .expect("sent");

@@ -1,4 +1,4 @@
-//! Tests of requests that a resource manager serves, and of its death.
+//! Tests of requests that a resource manager serves, and of the death of the resource manager.
 
 use super::fake::FakeDaemon;
 use super::{message, recv_next, until};
@@ -32,7 +32,7 @@ fn request() -> SpawnRequest {
     }
 }
 
-/// Returns a resource manager and a task that knows it.
+/// Enrolls a resource manager, and a task to which the daemon reports this resource manager.
 fn pair(fake: &FakeDaemon, serves: RmServices) -> (Runtime, Runtime) {
     let rm = fake.enroll();
     fake.state().rm = Some(RmInfo {
@@ -49,7 +49,8 @@ fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
     rm.send(reply).expect("answered");
 }
 
-/// Reports to a task since when its request has waited, and waits until the report has arrived.
+/// Reports to `task` that its request has waited since `since`, and returns when the report has
+/// arrived.
 fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
     let mut report = message(asked.src, SM_SPAWN_WAITS, pack_spawn_waits(since));
     report.wid = asked.wid;
@@ -123,7 +124,7 @@ fn answer_with_wrong_wait_id_is_accepted() {
     });
 }
 
-/// Each of several concurrent calls gets its own answer, in any order.
+/// Several concurrent calls each receive their own answer, in any order of the answers.
 #[test]
 fn concurrent_calls_get_their_own_answers() {
     let fake = FakeDaemon::start();
@@ -164,7 +165,7 @@ fn concurrent_calls_get_their_own_answers() {
     });
 }
 
-/// A thread that receives all messages does not get a resource manager's answers.
+/// A thread that receives all messages does not receive a resource manager's answers.
 #[test]
 fn answers_do_not_reach_inbox() {
     let fake = FakeDaemon::start();
@@ -189,7 +190,7 @@ fn answers_do_not_reach_inbox() {
     });
 }
 
-/// When the resource manager dies, an open call goes to the daemon.
+/// When the resource manager dies, an unanswered call is sent to the daemon.
 #[test]
 fn rm_death_redirects_call_to_daemon() {
     let fake = FakeDaemon::start();
@@ -363,7 +364,7 @@ fn spawn_several_with_lease(
     })
 }
 
-/// Spawns tasks and checks that the resource manager is asked.
+/// Spawns tasks and checks that the request goes to the resource manager.
 fn expect_rm_call(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(what.clone()));
@@ -394,8 +395,8 @@ fn start_leased_tasks(fake: &FakeDaemon) {
     });
 }
 
-/// A placement lease serves requests that differ in the arguments only; others go to the resource
-/// manager.
+/// A placement lease serves requests that differ from the leased request in the arguments only;
+/// other requests go to the resource manager.
 #[test]
 fn lease_serves_similar_requests_only() {
     let fake = FakeDaemon::start();
@@ -493,8 +494,8 @@ fn failed_leased_tasks_go_to_rm() {
     rest(&[at(4), none], vec![at(4), at(2), none]);
 }
 
-/// The resource manager is asked if a lease has expired, its host fails, or its resource manager
-/// was replaced.
+/// A spawn goes to the resource manager if its lease has expired, if a leased host fails, or if the
+/// resource manager that granted the lease was replaced.
 #[test]
 fn invalid_lease_falls_back_to_rm() {
     let fake = FakeDaemon::start();
@@ -622,7 +623,7 @@ fn reply_of_wrong_kind_is_an_error() {
     );
 }
 
-/// A resource manager's start order goes to the daemon of the host.
+/// An order of the resource manager to start tasks goes to the daemon of the host.
 #[test]
 fn exec_goes_to_daemon_of_host() {
     let fake = FakeDaemon::start();

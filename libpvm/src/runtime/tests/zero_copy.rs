@@ -24,7 +24,7 @@ fn lease_count(task: &Runtime, peer: Tid) -> usize {
     task.lock().expect("not forked").core.shm.leases_to(peer)
 }
 
-/// Returns two tasks; the second has the pool of the first.
+/// Returns two tasks; the second task has mapped the pool of the first task.
 fn leasing_pair(fake: &FakeDaemon) -> (Runtime, Runtime) {
     let (a, b) = ring_pair(fake);
     let mut n = 0;
@@ -69,7 +69,7 @@ fn pool_blocks_are_leased_and_reused() {
     );
 }
 
-/// A receiver that keeps all messages gets copies when the pool is full.
+/// If a receiver retains all messages and the pool is full, further messages are copied.
 #[test]
 fn full_pool_falls_back_to_copies() {
     let fake = same_host_daemon();
@@ -122,7 +122,8 @@ fn multicast_uses_one_block() {
     );
 }
 
-/// Returns a task and others that have rings to it and its pool.
+/// Returns a task, and `count` other tasks with their tids. The other tasks have a ring to the
+/// first task and have mapped its pool.
 fn leasing_group(fake: &FakeDaemon, count: usize) -> (Runtime, Vec<Runtime>, Vec<Tid>) {
     let a = fake.enroll();
     let others: Vec<Runtime> = (0..count).map(|_| fake.enroll()).collect();
@@ -138,8 +139,8 @@ fn leasing_group(fake: &FakeDaemon, count: usize) -> (Runtime, Vec<Runtime>, Vec
     (a, others, tids)
 }
 
-/// Quiesces five of seven receivers and then multicasts to all seven; the sender does not know yet
-/// that they quiesced.
+/// Quiesces five of seven receivers, and then sends a message to all seven before the sender
+/// detects that.
 fn multicast_after_five_quiesced(fake: &FakeDaemon, a: &Runtime, tids: &[Tid]) {
     let mut held = a.lock().expect("not forked");
     for (tid, migration) in tids[1..6].iter().zip(1..) {
@@ -152,7 +153,8 @@ fn multicast_after_five_quiesced(fake: &FakeDaemon, a: &Runtime, tids: &[Tid]) {
         .expect("sent");
 }
 
-/// A pool that is dropped during a multicast loses no message, neither new nor leased.
+/// If a pool is dropped while a message is sent to several tasks, neither this message nor a leased
+/// message is lost.
 #[test]
 fn pool_dropped_during_multicast_loses_nothing() {
     let fake = same_host_daemon();
@@ -203,7 +205,7 @@ fn pool_dropped_during_multicast_loses_nothing() {
     });
 }
 
-/// A block that several receivers took with them counts as lost only once.
+/// A block that several receivers lease when they migrate counts as lost only once.
 #[test]
 fn block_lost_to_many_counts_once() {
     let fake = same_host_daemon();
@@ -226,7 +228,7 @@ fn block_lost_to_many_counts_once() {
         .for_each(|other| assert_eq!(recv_next(other).tag, 3));
 }
 
-/// Pins this thread, and the threads that it creates from here on, to one CPU.
+/// Pins this thread, and the threads that it creates after this call, to one CPU.
 fn pin_to_current_cpu() {
     let here = nix::sched::sched_getcpu().expect("this is Linux");
     let mut set = nix::sched::CpuSet::new();
@@ -288,7 +290,7 @@ fn leased_messages_survive_migrations() {
         let (a, b) = leasing_pair(&fake);
         a.send(message(b.tid(), 1, large(1))).expect("sent");
         let held = recv_next(&b);
-        // This message is leased, too, and not received yet.
+        // This second message is leased, too, and is not received before the migration.
         a.send(message(b.tid(), 2, large(2))).expect("sent");
         let moved = if round % 2 == 0 { &a } else { &b };
         let stays = if round % 2 == 0 { &b } else { &a };
@@ -299,7 +301,7 @@ fn leased_messages_survive_migrations() {
             sempa_proto::task::ToTask::PeerMigrated { tid: moved.tid() },
         );
         fake.resume(round);
-        // Later messages must not change it.
+        // Later messages must not change the content of a leased message.
         send_numbered(&a, b.tid(), 0..50);
         assert_eq!(held.body[..], large(1));
         let waiting = recv_next(&b);
@@ -340,7 +342,8 @@ fn fork_turns_leases_into_private_memory() {
     a.send(message(b.tid(), 1, large(1))).expect("sent");
     let held = recv_next(&b);
     b.prepare_for_fork();
-    // A forked child shares this memory, so later messages of the sender must not change it.
+    // A forked child shares this memory, so later messages of the sender must not change the
+    // memory.
     for n in 2..40 {
         a.send(message(b.tid(), n, large(n as u8))).expect("sent");
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);

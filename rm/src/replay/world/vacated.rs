@@ -1,5 +1,5 @@
-//! Vacated jobs: checkpointed and ended because an owner wants that, and restarted when there is
-//! room.
+//! Vacated jobs in the simulation: their tasks are checkpointed and ended, and restarted when the
+//! service requests it.
 
 use super::{IMAGE_BYTES, MIGRATION_DURATION, ReplayTask, WorldState};
 use libpvm::Error;
@@ -8,7 +8,8 @@ use sempa_proto::migration::Usage;
 use sempa_proto::{HostId, PvmError, Tid};
 
 impl WorldState {
-    /// Ends the jobs whose checkpoint is complete.
+    /// Ends the tasks of jobs whose checkpoint is complete, and stores them for a restart. The
+    /// checkpoint fails if a task of the job migrates.
     pub(super) fn complete_vacates(&mut self) {
         let due: Vec<Tid> = self
             .vacates_due
@@ -55,7 +56,7 @@ impl WorldState {
         }
     }
 
-    /// Returns the tasks of a job, the first task first.
+    /// Returns the tasks of the job with the top task `head`, `head` first.
     fn job_tasks(&self, head: Tid) -> Vec<Tid> {
         let mut all: Vec<Tid> = self.tasks.get(&head).map(|_| head).into_iter().collect();
         let mut at = 0;
@@ -71,7 +72,7 @@ impl WorldState {
         all
     }
 
-    /// Restarts a vacated job on the hosts with these names.
+    /// Restarts the tasks of a checkpoint on the hosts with these names, one host per task.
     pub(super) fn restart(&mut self, set: &str, host_names: &[String]) -> Result<(), Error> {
         let refused = |why: &str| Error::new(PvmError::BadParam, why);
         let host_of = |name: &String| {

@@ -1,4 +1,5 @@
-//! Applies the event log to the history, by the subject of each entry.
+//! Applies entries of the event log to the history. One function handles each subject: hosts,
+//! tasks, suspensions, migrations, failures.
 
 use super::{History, LogPosition, Table};
 use sempa_proto::event::{Event, EventKind};
@@ -21,7 +22,7 @@ impl History {
         self.apply_failure_event(event);
     }
 
-    /// Hosts that join and leave, are drained, or whose owner comes and leaves.
+    /// Applies an event about a host: it joined or left, is drained, or its owner's state changed.
     fn apply_host_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -122,7 +123,7 @@ impl History {
         }
     }
 
-    /// Tasks that start, restart and end.
+    /// Applies an event about the start, the restart or the end of a task.
     fn apply_task_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -165,7 +166,7 @@ impl History {
         }
     }
 
-    /// Tasks and jobs that are suspended and resumed.
+    /// Applies an event about a suspension or a resume.
     fn apply_suspension_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -205,7 +206,7 @@ impl History {
         }
     }
 
-    /// Tasks that migrated, or failed to.
+    /// Applies an event about a migration or a failed one.
     fn apply_migration_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -267,7 +268,7 @@ impl History {
         }
     }
 
-    /// Failures of checkpoints, restarts, taskers and hosts.
+    /// Applies an event about a failure of a checkpoint, a restart, a tasker or a host.
     fn apply_failure_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -298,7 +299,8 @@ impl History {
             }
             EventKind::TaskerGone { host, why } => {
                 let host = self.host_name(*host);
-                // Programs from a command line do not depend on the tasker.
+                // Programs from a command line are not children of the tasker, so they are not
+                // affected.
                 let had = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
                 self.record_decision(

@@ -1,6 +1,6 @@
-//! Vacated jobs: checkpointed and ended because no host accepted a task that must leave. They
-//! restart when there is room. The event of the checkpoint alone determines that a job is vacated,
-//! whichever resource manager ordered it.
+//! Vacated jobs: checkpointed and ended because no host accepted a task that had to leave its host.
+//! They restart when there is room. A job counts as vacated when the event log reports its
+//! checkpoint, whichever resource manager ordered it.
 
 use super::{History, Table};
 use sempa_proto::event::EventKind;
@@ -9,13 +9,13 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Maximum number of vacated jobs. Tasks of further ones stay paused on their hosts.
+/// Maximum number of vacated jobs. Beyond it, tasks that must leave stay paused on their hosts.
 pub const VACATED_MAX: usize = 1024;
-/// Maximum number of program and user pairs that are remembered per job, to check which owners
-/// admit it.
+/// Maximum number of (user, program) pairs that are stored per job. They determine which owners
+/// admit the job.
 const PROGRAMS_MAX: usize = 64;
 
-/// A job that was vacated.
+/// A vacated job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VacatedJob {
     /// The job's first task.
@@ -29,8 +29,8 @@ pub struct VacatedJob {
 }
 
 impl History {
-    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave its host;
-    /// `why`: why it cannot migrate.
+    /// Records the decision to vacate a job. `task_id`, `host_name`: the task that must leave, and its host.
+    /// `unusable`: why the task cannot migrate.
     pub fn record_vacate(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
         self.record_decision(
             at,
@@ -48,25 +48,26 @@ impl History {
         self.vacated.values()
     }
 
-    /// Returns the vacated job to which this task belongs.
+    /// Returns the vacated job that contains this task.
     pub fn vacated_job_of(&self, tid: Tid) -> Option<&VacatedJob> {
         let job_of = |tid: Tid| self.task(tid).map_or(tid, |task| task.job);
         self.vacated_jobs()
             .find(|parked| parked.job == tid || job_of(parked.job) == job_of(tid))
     }
 
-    /// Returns the first task of a checkpoint's job: from the vacated jobs, else from the
-    /// checkpoint's name.
+    /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid is
+    /// taken from the checkpoint's name.
     pub(super) fn job_of_checkpoint(&self, checkpoint: &str) -> Option<Tid> {
         let vacated = self
             .vacated_jobs()
             .find(|parked| parked.checkpoint == checkpoint)
             .map(|parked| parked.job);
-        let named = || u32::from_str_radix(checkpoint.strip_prefix('t')?.split('-').next()?, 16).ok();
+        let named =
+            || u32::from_str_radix(checkpoint.strip_prefix('t')?.split('-').next()?, 16).ok();
         vacated.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
     }
 
-    /// Removes vacated jobs that are not restarted.
+    /// Removes vacated jobs from the history, so that they are not restarted.
     pub fn remove_vacated(&mut self, which: impl Fn(&VacatedJob) -> bool) {
         let gone: Vec<u64> = self
             .vacated
@@ -92,12 +93,16 @@ impl History {
             } => {
                 self.remove_vacated(|parked| parked.job == *job);
                 let parent_job = self.task(*job).map_or(*job, |first| first.job);
-                // All spawned tasks are evicted because one of them must leave; their ends follow.
-                // Tasks started by hand stay.
+                // All spawned tasks of the job count as evicted, because one of them had to leave.
+                // Events of their ends follow. Tasks started by hand continue to run.
                 let goes = |task: &&TaskUsage| task.job == parent_job && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
                 go.into_iter().for_each(|tid| self.record_eviction(tid));
-                let all = self.tasks.values().rev().filter(|task| task.job == parent_job);
+                let all = self
+                    .tasks
+                    .values()
+                    .rev()
+                    .filter(|task| task.job == parent_job);
                 let kinds: BTreeSet<(u32, String)> =
                     all.map(|task| (task.user, task.program.clone())).collect();
                 let kinds = kinds.into_iter().take(PROGRAMS_MAX).collect();
@@ -113,7 +118,7 @@ impl History {
                 );
                 self.dirty.insert((Table::Vacated, number));
             }
-            // The job runs again, from whichever checkpoint.
+            // The job runs again, so it is not vacated, whichever of its checkpoints was used.
             EventKind::Restarted { job, tasks, .. } => {
                 self.remove_vacated(|parked| {
                     parked.job == *job || tasks.iter().any(|(tid, _)| *tid == parked.job)
