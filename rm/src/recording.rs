@@ -2,7 +2,7 @@
 //! under another policy.
 //!
 //! The file starts with a text line that contains the version. The records follow; each is a length
-//! (four bytes, little-endian) and an [`Entry`] in postcard. The maximum size is
+//! (four bytes, little-endian) and an [`RecordingEntry`] in postcard. The maximum size is
 //! [`RECORDING_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer may
 //! have been killed.
 

@@ -1,6 +1,6 @@
 //! The main loop of the resource manager: receives messages, calls the decision functions of
 //! [`crate::decide`], and sends the resulting orders. The state is in [`crate::model`],
-//! [`crate::spawn_repeatedly`] and [`crate::watchers`].
+//! [`crate::spawns`] and [`crate::watchers`].
 
 mod drain;
 mod grants;

@@ -2,7 +2,7 @@
 //! batch system that has reserved hosts.
 //!
 //! The resource manager checks each selection and explains it like its own decisions. The policy
-//! names the chooser ([`super::Policy::Choice`]).
+//! names the chooser ([`super::PlacementPolicy::Choice`]).
 
 use super::{HostView, PlacementPolicy, ProcessorShare};
 use sempa_proto::task::SpawnRequest;

@@ -3,7 +3,7 @@
 //!
 //! A candidate migrates a task that would end last to a host where it ends sooner. Alternatively it
 //! exchanges the task with another one, or migrates a task that shares the host with it. Each
-//! candidate is evaluated by simulating the hosts with it and without it ([`super::farm`]).
+//! candidate is evaluated by simulating the hosts with it and without it ([`super::makespan_sim`]).
 
 use super::evictions::target_exclusion;
 use super::makespan_sim::{SimHost, SimOutcome, SimTask, Simulation};
@@ -16,7 +16,7 @@ use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
 /// Maximum number of tasks on the hosts of the plan. If there are more, a single task has little
-/// effect, and only [`super::balance`] plans migrations.
+/// effect, and only [`super::rebalance`] plans migrations.
 const SIM_TASKS_MAX: usize = 64;
 /// Maximum number of tasks examined: those that would end last.
 const LAST_TASKS_MAX: usize = 8;

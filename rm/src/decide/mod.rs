@@ -1,8 +1,8 @@
 //! The decisions of the resource manager, as pure functions of a [`Snapshot`].
 //!
-//! - [`placement()`]: on which hosts new tasks start.
-//! - [`moves()`]: which tasks leave their host because of its owner or a drain.
-//! - [`balance()`]: which tasks migrate for performance.
+//! - [`place()`]: on which hosts new tasks start.
+//! - [`plan_evictions()`]: which tasks leave their host because of its owner or a drain.
+//! - [`plan_rebalances()`]: which tasks migrate for performance.
 //! - [`FairShare`]: which waiting request is served first.
 //! - [`select_victims()`]: which tasks are preempted.
 //! - [`select_resumable()`]: which preempted tasks resume.

@@ -9,7 +9,7 @@
 //!
 //! **Declared work.** If a program has declared the work of its tasks ([`super::Constraints::work`]),
 //! their remaining work is known. In that case the completion time of the whole job is optimized
-//! first ([`super::hasten`]).
+//! first ([`super::makespan_moves`]).
 //!
 //! **Stability.** These rules prevent migrations back and forth:
 //!

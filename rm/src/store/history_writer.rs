@@ -83,7 +83,7 @@ impl HistoryWriter {
         }
     }
 
-    /// Returns when [`HistoryWriter::write_batch`] is due.
+    /// Returns when [`HistoryWriter::write`] is due.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.write_at
     }

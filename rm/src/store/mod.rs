@@ -1,10 +1,10 @@
 //! The persistent history of the resource manager: usage of users, jobs and tasks, decisions with
 //! their reasons, and learned values.
 //!
-//! * [`books`]: the history in memory, with its limits. Applies event log entries and decisions,
+//! * [`history`]: the history in memory, with its limits. Applies event log entries and decisions,
 //!   and returns the changes that must be written.
-//! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm_tid`].
-//! * [`file`]: the database file. A separate thread writes it in batches, so that no decision waits
+//! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm`].
+//! * [`mod@file`]: the database file. A separate thread writes it in batches, so that no decision waits
 //!   for it.
 //! * [`history_writer`]: connects the history with its file.
 
