@@ -10,7 +10,7 @@ mod desktop;
 #[path = "../tests/large/mod.rs"]
 mod large;
 
-use large::{HOSTS_MAX, looks_at_all, looks_at_some, plans};
+use large::{HOSTS_MAX, visit_global_decisions, visit_local_decisions, visit_work_plans};
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::HostId;
 use serde::Serialize;
@@ -18,16 +18,16 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 /// Maximum median time of a decision in microseconds.
-const ALLOWED: f64 = 1e3;
+const DECISION_US_MAX: f64 = 1e3;
 /// Number of measurements of each decision.
-const TIMES: usize = 51;
+const MEASUREMENTS: usize = 51;
 /// Minimum duration of a measurement in microseconds. A shorter decision is repeated within the
 /// measurement.
-const MEASURED_MIN: f64 = 50.0;
+const MEASUREMENT_US_MIN: f64 = 50.0;
 
 /// Processor time of one decision in microseconds.
 #[derive(Serialize)]
-struct Cost {
+struct DecisionCost {
     name: &'static str,
     median: f64,
     best: f64,
@@ -35,41 +35,41 @@ struct Cost {
 
 /// Processor times of all decisions with this number of hosts.
 #[derive(Serialize)]
-struct Costs {
+struct DecisionCosts {
     hosts: u16,
-    decisions: Vec<Cost>,
+    decisions: Vec<DecisionCost>,
 }
 
 /// Returns the processor time of this thread.
-fn now() -> Duration {
+fn thread_cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .expect("this is Linux")
         .into()
 }
 
-fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
+fn measure(name: &'static str, decide: &mut dyn FnMut(usize)) -> DecisionCost {
     let mut made = 0;
     let mut time = |times: usize| {
-        let begin = now();
+        let begin = thread_cpu_time();
         for _ in 0..times {
             decide(made);
             made += 1;
         }
-        (now() - begin).as_secs_f64() * 1e6 / times as f64
+        (thread_cpu_time() - begin).as_secs_f64() * 1e6 / times as f64
     };
     // The first run fills the caches.
     time(1);
-    let each = (MEASURED_MIN / time(1)).ceil().max(1.0) as usize;
-    let mut all: Vec<f64> = (0..TIMES).map(|_| time(each)).collect();
+    let each = (MEASUREMENT_US_MIN / time(1)).ceil().max(1.0) as usize;
+    let mut all: Vec<f64> = (0..MEASUREMENTS).map(|_| time(each)).collect();
     all.sort_by(f64::total_cmp);
-    Cost {
+    DecisionCost {
         name,
-        median: all[TIMES / 2],
+        median: all[MEASUREMENTS / 2],
         best: all[0],
     }
 }
 
-fn table(all: &[Costs]) {
+fn table(all: &[DecisionCosts]) {
     let heads: Vec<String> = all
         .iter()
         .map(|costs| format!("{:10} hosts", costs.hosts))
@@ -80,7 +80,7 @@ fn table(all: &[Costs]) {
         heads.concat()
     );
     for i in 0..all[0].decisions.len() {
-        let cell = |costs: &Costs| {
+        let cell = |costs: &DecisionCosts| {
             format!(
                 "{:8.1}{:8.1}",
                 costs.decisions[i].median, costs.decisions[i].best
@@ -106,23 +106,26 @@ fn main() -> ExitCode {
         let mut decisions = Vec::new();
         let mut visit = |name: &'static str, decide: &mut dyn FnMut(usize)| {
             if only.is_empty() || only.iter().any(|word| name.contains(word.as_str())) {
-                decisions.push(cost(name, decide));
+                decisions.push(measure(name, decide));
             }
         };
-        looks_at_some(hosts, &mut visit);
-        plans(hosts, &mut visit);
-        looks_at_all(hosts, &mut visit);
-        Costs { hosts, decisions }
+        visit_local_decisions(hosts, &mut visit);
+        visit_work_plans(hosts, &mut visit);
+        visit_global_decisions(hosts, &mut visit);
+        DecisionCosts { hosts, decisions }
     };
-    let all: Vec<Costs> = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX].map(of_size).into();
+    let all: Vec<DecisionCosts> = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX].map(of_size).into();
     table(&all);
-    let mut good = true;
-    for Costs { hosts, decisions } in &all {
-        for Cost { name, median, .. } in decisions.iter().filter(|cost| cost.median > ALLOWED) {
+    let mut within_limits = true;
+    for DecisionCosts { hosts, decisions } in &all {
+        for DecisionCost { name, median, .. } in decisions
+            .iter()
+            .filter(|cost| cost.median > DECISION_US_MAX)
+        {
             println!(
-                "above the {ALLOWED} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
+                "above the {DECISION_US_MAX} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
             );
-            good = false;
+            within_limits = false;
         }
     }
     if let Some(file) = json
@@ -130,9 +133,9 @@ fn main() -> ExitCode {
             std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
     {
         println!("the numbers cannot be written to {file}: {error}");
-        good = false;
+        within_limits = false;
     }
-    if good {
+    if within_limits {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

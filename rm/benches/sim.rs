@@ -16,64 +16,67 @@ mod random;
 #[path = "../tests/week/mod.rs"]
 mod week;
 
-use day::{Both, Compared, ROOMY, SEEDS, TIGHT};
-use pool::Times;
+use day::{DayComparison, DayResults, ROOMY, SEEDS, TIGHT};
+use pool::MeasuredTimes;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::process::ExitCode;
-use week::Week;
+use week::WeekResults;
 
 /// Memory size in MiB of the tasks whose measured migration times are used.
-const MIB: u32 = 128;
+const TASK_MIB: u32 = 128;
 
 /// Results of `cargo xtask bench owners`, in microseconds.
 #[derive(Deserialize)]
-struct Owners {
+struct OwnerResults {
     stood_still_us: Vec<u64>,
     clean_us: Vec<u64>,
 }
 
 /// A migration measured by `cargo xtask bench migrate`, in milliseconds.
 #[derive(Deserialize)]
-struct Moved {
+struct MeasuredMigration {
     freeze_ms: f64,
     total_ms: f64,
     arrived_ms: f64,
 }
 
 #[derive(Deserialize)]
-struct OfSize {
+struct SizeResults {
     mib: u32,
-    ours: Vec<Moved>,
+    ours: Vec<MeasuredMigration>,
 }
 
 #[derive(Deserialize)]
-struct Migrate {
-    sizes: Vec<OfSize>,
+struct MigrationResults {
+    sizes: Vec<SizeResults>,
 }
 
 #[derive(Serialize)]
-struct Results {
-    week: Week,
-    days: Vec<Compared>,
+struct SimulationResults {
+    week: WeekResults,
+    days: Vec<DayComparison>,
 }
 
-fn read<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
+fn read_json<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
     let bytes = fs::read(file).map_err(|error| format!("{file}: {error}"))?;
     serde_json::from_slice(&bytes).map_err(|error| format!("{file}: {error}"))
 }
 
 /// Reads the measured times.
-fn times(owners: &str, migrate: &str) -> Result<Times, String> {
-    let (of_owners, of_moves) = (read::<Owners>(owners)?, read::<Migrate>(migrate)?);
-    let moved = of_moves.sizes.into_iter().find(|size| size.mib == MIB);
+fn read_times(owners: &str, migrate: &str) -> Result<MeasuredTimes, String> {
+    let (of_owners, of_moves) = (
+        read_json::<OwnerResults>(owners)?,
+        read_json::<MigrationResults>(migrate)?,
+    );
+    let moved = of_moves.sizes.into_iter().find(|size| size.mib == TASK_MIB);
     let moved = moved.map(|size| size.ours).unwrap_or_default();
     let shortest = moved
         .iter()
         .map(|one| one.total_ms)
         .fold(f64::INFINITY, f64::min);
     let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
-    let times = Times {
+    let times = MeasuredTimes {
         stops: seconds(of_owners.stood_still_us).collect(),
         // A duration that is shorter than any migration belongs to a host without guests.
         clears: seconds(of_owners.clean_us)
@@ -87,7 +90,7 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
         .any(|all| all.is_empty())
     {
         return Err(format!(
-            "{owners} or {migrate} has no times of guests beside owners, or of moves of {MIB} MiB"
+            "{owners} or {migrate} has no times of guests beside owners, or of moves of {TASK_MIB} MiB"
         ));
     }
     Ok(times)
@@ -95,27 +98,31 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
 
 fn run() -> Result<bool, String> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let word = |name: &str| {
+    let option = |name: &str| {
         let found = words
             .iter()
-            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+            .find_map(|option| option.strip_prefix(name)?.strip_prefix('='));
         found.ok_or_else(|| {
             format!("it is to be run by 'cargo xtask bench sim': {name}=FILE is missing")
         })
     };
-    let week = Week::of(1, times(word("--owners")?, word("--migrate")?)?);
+    let week = WeekResults::simulate(1, read_times(option("--owners")?, option("--migrate")?)?);
     print!("{}", week.text());
     let mut days = Vec::new();
     for day in [ROOMY, TIGHT] {
         for seed in SEEDS {
-            let Both { alone, beside } = day.run(seed);
-            days.push(Compared::of(&day, seed, &alone, &beside));
+            let DayResults {
+                alone,
+                contended: beside,
+            } = day.run(seed);
+            days.push(DayComparison::of(&day, seed, &alone, &beside));
         }
     }
-    println!("\n{}", Compared::table(&days));
-    let good = days.iter().all(Compared::is_fair);
-    let file = word("--json")?;
-    let json = serde_json::to_vec(&Results { week, days }).map_err(|error| error.to_string())?;
+    println!("\n{}", DayComparison::table(&days));
+    let good = days.iter().all(DayComparison::is_fair);
+    let file = option("--json")?;
+    let json =
+        serde_json::to_vec(&SimulationResults { week, days }).map_err(|error| error.to_string())?;
     fs::write(file, json).map_err(|error| format!("{file}: {error}"))?;
     Ok(good)
 }

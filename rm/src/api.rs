@@ -20,12 +20,12 @@ pub trait VmApi {
     /// Returns the time on a monotonic clock with an arbitrary start.
     fn now(&self) -> Micros;
     /// Returns the time of day, in microseconds since 1970.
-    fn wall(&self) -> Micros;
-    /// Returns the next message of any kind; `None` after `span`.
+    fn wall_clock(&self) -> Micros;
+    /// Returns the next message of any kind; `None` after `last_entry_time`.
     ///
     /// # Errors
     /// The daemon is gone.
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error>;
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error>;
     /// Sends a message in the base context, in PVM's default encoding.
     ///
     /// # Errors
@@ -35,12 +35,12 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the library.
-    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
+    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
     /// Returns the host table.
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn config(&self) -> Result<HostTable, Error>;
+    fn host_table(&self) -> Result<HostTable, Error>;
     /// Returns all tasks of the virtual machine.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Returns at most `limit` entries of the event log, starting with number `from`.
+    /// Returns at most `limit_attempt` entries of the event log, starting with number `request`.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -74,7 +74,7 @@ pub trait VmApi {
     ///
     /// # Errors
     /// The request cannot be sent.
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
     /// Requests a migration and returns when it has begun.
     ///
     /// # Errors
@@ -95,24 +95,24 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
-    /// Requests the restart of the checkpoint `set` on the hosts `on`. The event log reports the
+    /// Requests the restart of the checkpoint `set` on the hosts `count_on`. The event log reports the
     /// result.
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error>;
+    fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error>;
     /// Adds an entry to the event log.
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
+    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
 }
 
 /// The virtual machine as seen by a task of the library.
 #[derive(Debug)]
 pub struct RealVm {
     vm: Vm,
-    begin: Instant,
+    started_at: Instant,
 }
 
 impl RealVm {
@@ -123,7 +123,7 @@ impl RealVm {
         vm.disable_spinning();
         RealVm {
             vm,
-            begin: Instant::now(),
+            started_at: Instant::now(),
         }
     }
 }
@@ -142,10 +142,10 @@ impl VmApi for RealVm {
     }
 
     fn now(&self) -> Micros {
-        micros(self.begin.elapsed())
+        micros(self.started_at.elapsed())
     }
 
-    fn wall(&self) -> Micros {
+    fn wall_clock(&self) -> Micros {
         micros(
             SystemTime::now()
                 .duration_since(UNIX_EPOCH)
@@ -153,8 +153,8 @@ impl VmApi for RealVm {
         )
     }
 
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
-        self.vm.recv_timeout(Match::any(), span)
+    fn recv(&self, timeout: Duration) -> Result<Option<Message>, Error> {
+        self.vm.recv_timeout(Match::any(), timeout)
     }
 
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
@@ -169,7 +169,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.vm.send_message(Message {
             src: self.vm.tid(),
             dst: to,
@@ -181,7 +181,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn config(&self) -> Result<HostTable, Error> {
+    fn host_table(&self) -> Result<HostTable, Error> {
         self.vm.config()
     }
 
@@ -214,7 +214,7 @@ impl VmApi for RealVm {
         })
     }
 
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
         self.vm.request_exec(host, parent, request)
     }
 
@@ -239,11 +239,11 @@ impl VmApi for RealVm {
         self.vm.checkpoint_and_end(job)
     }
 
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.vm.restart_checkpoint(set, on)
+    fn restart(&self, checkpoint: &str, hosts: &[String]) -> Result<(), Error> {
+        self.vm.restart_checkpoint(checkpoint, hosts)
     }
 
-    fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
+    fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
         self.vm.record_event(at, kind)
     }
 }

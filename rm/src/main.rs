@@ -1,15 +1,15 @@
-//! `pvm-rm`: the resource manager of a Sempa virtual machine.
+//! `pvm-rm_tid`: the resource manager of a Sempa virtual machine.
 
 use anyhow::Context;
 use clap::Parser;
 use pvm_rm::api::RealVm;
 use pvm_rm::decide::Limits;
 use pvm_rm::model::Labels;
-use pvm_rm::policy::{self, Conduct};
+use pvm_rm::policy::{self, EffectivePolicy};
 use pvm_rm::recording::{self, Recorder};
 use pvm_rm::service::{Options, Service, ServiceError};
-use pvm_rm::spawns::Rules;
-use pvm_rm::store::Shelf;
+use pvm_rm::spawns::SpawnRules;
+use pvm_rm::store::StoreLocation;
 use pvm_rm::{policy_file, replay};
 use sempa_proto::Micros;
 use sempa_proto::runtime_paths::{RM_DATABASE_FILE, RuntimePaths};
@@ -96,9 +96,9 @@ fn parse_label(text: &str) -> Result<(String, String, String), String> {
 }
 
 /// Groups the labels by host.
-fn labels(given: &[(String, String, String)]) -> Labels {
+fn labels(arguments: &[(String, String, String)]) -> Labels {
     let mut of_hosts = BTreeMap::<String, BTreeMap<String, String>>::new();
-    for (host, name, value) in given {
+    for (host, name, value) in arguments {
         of_hosts
             .entry(host.clone())
             .or_default()
@@ -112,7 +112,7 @@ fn labels(given: &[(String, String, String)]) -> Labels {
 
 /// Returns the database of the history: in `state` if given, else in the directory of the daemon's
 /// socket.
-fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
+fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), variable)
         .map_err(anyhow::Error::msg)?;
@@ -120,79 +120,79 @@ fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     // directory.
     let socket = variable("PVMSOCK").map_or_else(|| place.daemon_socket(), PathBuf::from);
     Ok(match state {
-        Some(dir) => Shelf {
+        Some(dir) => StoreLocation {
             dir: dir.to_path_buf(),
-            name: format!("rm-{}.redb", place.vm()),
+            file_name: format!("rm-{}.redb", place.vm()),
         },
-        None => Shelf {
+        None => StoreLocation {
             dir: socket.parent().unwrap_or(place.dir()).to_path_buf(),
-            name: RM_DATABASE_FILE.to_string(),
+            file_name: RM_DATABASE_FILE.to_string(),
         },
     })
 }
 
 /// Prints a line. An error is ignored, because a closed standard output is no reason to stop.
-fn say(text: std::fmt::Arguments<'_>) {
+fn print_line(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
 
-fn complain(text: &str) {
+fn print_error(text: &str) {
     eprintln!("pvm-rm: {text}");
 }
 
 /// Returns the policy of the command line, and the policy file if one is named.
-fn conduct(args: &Args) -> anyhow::Result<(Conduct, Option<PathBuf>)> {
+fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<PathBuf>)> {
     let limits = Limits {
         user_tasks: args.user_tasks,
         job_tasks: args.job_tasks,
     };
-    let rules = Rules {
+    let rules = SpawnRules {
         wait: Micros::from_secs(args.wait),
         limits,
     };
-    let given = Conduct {
+    let given = EffectivePolicy {
         balance: args.balance,
         rules,
         give_way: !args.no_give_way,
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     };
     match args.policy.as_str() {
         "load" => Ok((given, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
-            let placing = policy::placing(name).map_err(anyhow::Error::msg)?;
-            Ok((Conduct { placing, ..given }, None))
+            let placing = policy::parse_placement(name).map_err(anyhow::Error::msg)?;
+            Ok((EffectivePolicy { placing, ..given }, None))
         }
         file => Ok((given, Some(file.into()))),
     }
 }
 
 fn run(args: &Args) -> anyhow::Result<()> {
-    let (given, file) = conduct(args)?;
+    let (command_line, file) = command_line_policy(args)?;
     let policy_file = file
         .as_ref()
         .map(|path| path.display().to_string())
         .unwrap_or_default();
     let policy_read = file.as_deref().map(policy_file::read);
     let mut options = Options {
-        conduct: given,
-        given,
+        policy: command_line,
+        command_line_policy: command_line,
         policy_file,
-        policy_read,
+        policy_content: policy_read,
         ..Options::default()
     };
     let policy = options.policy();
     if let Some(record) = &args.replay {
         return replay(record, policy?, args.json);
     }
-    let shelf = shelf(args.state.as_deref())?;
-    let wrong = match policy.err() {
+    let shelf = store_location(args.state.as_deref())?;
+    let policy_error = match policy.err() {
         // Without a history there is no earlier policy to continue with.
-        Some(error) if !shelf.is_there() => return Err(error.into()),
-        wrong => wrong,
+        Some(error) if !shelf.exists() => return Err(error.into()),
+        policy_error => policy_error,
     };
-    let known = options.policy_read.clone();
+    let read_at_start = options.policy_content.clone();
     options.user = nix::unistd::geteuid().as_raw();
-    (options.watchers, options.labels, options.shelf) =
+    (options.watchers, options.labels, options.store_location) =
         (!args.no_watchers, labels(&args.labels), Some(shelf));
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
@@ -202,26 +202,26 @@ fn run(args: &Args) -> anyhow::Result<()> {
     recorder
         .into_iter()
         .for_each(|recorder| service.record_to(recorder));
-    if let (Some(file), Some(known)) = (&file, known) {
-        let followed = policy_file::follow(file, known, &vm);
+    if let (Some(file), Some(read_at_start)) = (&file, read_at_start) {
+        let followed = policy_file::watch(file, read_at_start, &vm);
         let followed = followed.with_context(|| format!("following changes of {}", file.display()));
-        match (wrong, followed) {
+        match (policy_error, followed) {
             (None, followed) => followed?,
             // The watch may have ended because the directory was removed together with the file.
             (Some(why), followed) => {
-                complain(&format!("{why}; the policy stays as it was"));
-                followed.unwrap_or_else(|error| complain(&one_line(&error)));
+                print_error(&format!("{why}; the policy stays as it was"));
+                followed.unwrap_or_else(|error| print_error(&one_line(&error)));
             }
         }
     }
-    say(format_args!(
+    print_line(format_args!(
         "pvm-rm {tid}: registered as resource manager, policy {}",
-        service.conduct().placing
+        service.policy().placing
     ));
     sempa_socket::request_short_slice();
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
-            say(format_args!("pvm-rm {tid}: {why}"));
+            print_line(format_args!("pvm-rm {tid}: {why}"));
             Ok(())
         }
         Err(why) => {
@@ -233,17 +233,17 @@ fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Replays a record under its own policy and under `conduct`, and prints both results.
-fn replay(record: &Path, conduct: Conduct, json: bool) -> anyhow::Result<()> {
+fn replay(record: &Path, conduct: EffectivePolicy, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record)?;
     let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;
     let other = replay::run(&entries, conduct)?;
     if json {
         let both = serde_json::json!({ "recorded": recorded, "other": other });
-        say(format_args!("{both}"));
+        print_line(format_args!("{both}"));
     } else {
-        say(format_args!(
+        print_line(format_args!(
             "{}",
-            replay::table([("recorded", &recorded), ("other", &other)]).trim_end()
+            replay::comparison_table([("recorded", &recorded), ("other", &other)]).trim_end()
         ));
     }
     Ok(())
@@ -268,7 +268,7 @@ fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain(&one_line(&error));
+            print_error(&one_line(&error));
             ExitCode::FAILURE
         }
     }

@@ -12,8 +12,8 @@
 //!
 //! For keys that the file does not name, the command line counts.
 
-use crate::decide::{CHOICE_NAME_MAX, ChoiceName, Limits, MARGIN, Policy};
-use crate::spawns::Rules;
+use crate::decide::{CHOOSER_NAME_MAX, ChooserName, GAIN_MARGIN, Limits, PlacementPolicy};
+use crate::spawns::SpawnRules;
 use sempa_proto::Micros;
 use sempa_proto::text::line_number;
 use serde::{Deserialize, Serialize};
@@ -25,38 +25,38 @@ pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum waiting time of a spawn, in seconds: a week.
 pub const WAIT_S_MAX: u64 = 604_800;
 /// Range of valid margins.
-const MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
+const MARGIN_RANGE: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 
 /// The policy in force.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Conduct {
+pub struct EffectivePolicy {
     /// How new tasks are distributed over the hosts.
-    pub placing: Policy,
+    pub placing: PlacementPolicy,
     /// True if running tasks are rebalanced by load.
     pub balance: bool,
     /// Minimum gain of a rebalancing migration, as a multiple of its cost.
     pub margin: f64,
-    pub rules: Rules,
+    pub rules: SpawnRules,
     /// True if tasks of users with a high index are suspended while a request of a user with a low
     /// index waits.
     pub give_way: bool,
 }
 
-impl Default for Conduct {
-    fn default() -> Conduct {
-        Conduct {
-            placing: Policy::default(),
+impl Default for EffectivePolicy {
+    fn default() -> EffectivePolicy {
+        EffectivePolicy {
+            placing: PlacementPolicy::default(),
             balance: false,
-            margin: MARGIN,
-            rules: Rules::default(),
+            margin: GAIN_MARGIN,
+            rules: SpawnRules::default(),
             give_way: true,
         }
     }
 }
 
-impl fmt::Display for Conduct {
+impl fmt::Display for EffectivePolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Rules { wait, limits } = self.rules;
+        let SpawnRules { wait, limits } = self.rules;
         write!(
             f,
             "placing {}, balance {}",
@@ -91,26 +91,26 @@ pub struct PolicyError {
 }
 
 /// Prefix of the name of an external chooser.
-const CHOICE: &str = "choice:";
+const CHOICE_PREFIX: &str = "choice:";
 
-/// Parses the name of a placement policy: `load`, `round-robin`, or `choice:NAME`.
+/// Parses the name of a placement policy: `load_for_one_more`, `round-robin`, or `chooser:NAME`.
 ///
 /// # Errors
 /// A sentence that lists the valid names.
-pub fn placing(name: &str) -> Result<Policy, String> {
-    match (name, name.strip_prefix(CHOICE)) {
-        ("load", _) => Ok(Policy::Load),
-        ("round-robin", _) => Ok(Policy::RoundRobin),
-        (_, Some(choice)) => ChoiceName::new(choice).map(Policy::Choice).ok_or_else(|| {
-            format!("{choice:?} is no name of a choice: up to {CHOICE_NAME_MAX} letters, digits, '-' and '_'")
+pub fn parse_placement(name: &str) -> Result<PlacementPolicy, String> {
+    match (name, name.strip_prefix(CHOICE_PREFIX)) {
+        ("load", _) => Ok(PlacementPolicy::Load),
+        ("round-robin", _) => Ok(PlacementPolicy::RoundRobin),
+        (_, Some(choice)) => ChooserName::new(choice).map(PlacementPolicy::Choice).ok_or_else(|| {
+            format!("{choice:?} is no name of a choice: up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
         }),
-        _ => Err(format!("{name:?} is none of load, round-robin and {CHOICE}NAME")),
+        _ => Err(format!("{name:?} is none of load, round-robin and {CHOICE_PREFIX}NAME")),
     }
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct PolicyFile {
     placing: Option<toml::Spanned<String>>,
     balance: Option<bool>,
     margin: Option<toml::Spanned<f64>>,
@@ -120,13 +120,17 @@ struct File {
     give_way: Option<bool>,
 }
 
-impl Conduct {
+impl EffectivePolicy {
     /// Returns this policy with the settings of a file applied. `file`: name of the file, for
     /// errors.
     ///
     /// # Errors
     /// The first error in the file, with its line. No setting of the file is applied then.
-    pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<Conduct, PolicyError> {
+    pub fn with_file(
+        self,
+        file: &str,
+        content: impl AsRef<[u8]>,
+    ) -> Result<EffectivePolicy, PolicyError> {
         let content = content.as_ref();
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
@@ -136,31 +140,31 @@ impl Conduct {
                 false,
             ),
         };
-        let wrong = |at: usize, why: String| PolicyError {
+        let error_at = |at: usize, why: String| PolicyError {
             file: file.to_string(),
             line: line_number(text, at),
             why,
         };
         if content.len() > POLICY_BYTES_MAX {
-            return Err(wrong(
+            return Err(error_at(
                 0,
                 format!("the file has more than the {POLICY_BYTES_MAX} bytes that are allowed"),
             ));
         }
         if !is_text {
-            return Err(wrong(text.len(), "this is no text in UTF-8".into()));
+            return Err(error_at(text.len(), "this is no text in UTF-8".into()));
         }
-        let read = toml::from_str::<File>(text).map_err(|error| {
-            wrong(
+        let read = toml::from_str::<PolicyFile>(text).map_err(|error| {
+            error_at(
                 error.span().map_or(0, |span| span.start),
                 error.message().trim().to_string(),
             )
         })?;
         let mut conduct = self;
         if let Some(margin) = read.margin {
-            if !MARGINS.contains(margin.get_ref()) {
-                let (least, most) = (MARGINS.start(), MARGINS.end());
-                return Err(wrong(
+            if !MARGIN_RANGE.contains(margin.get_ref()) {
+                let (least, most) = (MARGIN_RANGE.start(), MARGIN_RANGE.end());
+                return Err(error_at(
                     margin.span().start,
                     format!("margin must be {least} to {most}"),
                 ));
@@ -169,7 +173,7 @@ impl Conduct {
         }
         if let Some(wait) = read.wait_s {
             if *wait.get_ref() > WAIT_S_MAX {
-                return Err(wrong(
+                return Err(error_at(
                     wait.span().start,
                     format!("wait_s must be at most {WAIT_S_MAX}"),
                 ));
@@ -178,7 +182,7 @@ impl Conduct {
         }
         if let Some(name) = read.placing {
             conduct.placing =
-                placing(name.get_ref()).map_err(|why| wrong(name.span().start, why))?;
+                parse_placement(name.get_ref()).map_err(|why| error_at(name.span().start, why))?;
         }
         conduct.balance = read.balance.unwrap_or(conduct.balance);
         conduct.give_way = read.give_way.unwrap_or(conduct.give_way);
@@ -198,8 +202,8 @@ impl Conduct {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Conduct, String> {
-        Conduct::default()
+    fn read(text: &str) -> Result<EffectivePolicy, String> {
+        EffectivePolicy::default()
             .with_file("rm.toml", text)
             .map_err(|error| error.to_string())
     }
@@ -207,17 +211,17 @@ mod tests {
     /// A file changes only the settings that it names.
     #[test]
     fn file_changes_only_the_keys_it_names() {
-        let rules = Rules {
+        let rules = SpawnRules {
             wait: Micros::from_secs(5),
             limits: Limits {
                 user_tasks: Some(3),
                 job_tasks: None,
             },
         };
-        let given = Conduct {
+        let given = EffectivePolicy {
             balance: true,
             rules,
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         };
         assert_eq!(given.with_file("f", ""), Ok(given));
         let text = "placing = \"round-robin\"\nmargin = 2 # twice\njob_tasks = 4\n";
@@ -225,9 +229,9 @@ mod tests {
             user_tasks: Some(3),
             job_tasks: Some(4),
         };
-        let rules = Rules { limits, ..rules };
-        let expected = Conduct {
-            placing: Policy::RoundRobin,
+        let rules = SpawnRules { limits, ..rules };
+        let expected = EffectivePolicy {
+            placing: PlacementPolicy::RoundRobin,
             margin: 2.0,
             rules,
             ..given
@@ -241,7 +245,7 @@ mod tests {
     /// A file that is not UTF-8 is refused, with the line of the first invalid byte.
     #[test]
     fn binary_file_is_refused_with_its_line() {
-        let error = Conduct::default()
+        let error = EffectivePolicy::default()
             .with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n")
             .expect_err("Latin-1");
         assert_eq!(

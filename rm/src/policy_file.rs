@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 /// Reads the file, but at most one byte more than the maximum size, by which the parser detects a
 /// file that is too large.
-fn content(path: &Path) -> std::io::Result<Vec<u8>> {
+fn read_limited(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?
         .take(POLICY_BYTES_MAX as u64 + 1)
@@ -29,7 +29,7 @@ fn content(path: &Path) -> std::io::Result<Vec<u8>> {
 /// # Errors
 /// A text that says why the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
-    content(path).map_err(|error| error.to_string())
+    read_limited(path).map_err(|error| error.to_string())
 }
 
 /// Starts a thread that sends the content of the file to this process's own task whenever the file
@@ -37,7 +37,11 @@ pub fn read(path: &Path) -> Result<Vec<u8>, String> {
 ///
 /// # Errors
 /// The file's directory cannot be watched.
-pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
+pub fn watch(
+    path: &Path,
+    content_at_start: Result<Vec<u8>, String>,
+    vm: &Vm,
+) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path
         .parent()
@@ -51,16 +55,16 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
     std::thread::spawn(move || {
         // The file may have changed between the first read and the start of the watch. Unchanged
         // content is not sent again.
-        if read(&path) != known {
-            tell(&path, &vm);
+        if read(&path) != content_at_start {
+            send_content(&path, &vm);
         }
-        drop(known);
+        drop(content_at_start);
         while let Ok(events) = inotify.read_events() {
             if events
                 .iter()
                 .any(|event| event.name.as_deref() == path.file_name())
             {
-                tell(&path, &vm);
+                send_content(&path, &vm);
             }
         }
     });
@@ -69,8 +73,8 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
 
 /// Sends the content to this process's own task. If the file is missing or cannot be read, nothing
 /// is sent. The second case is recorded in the event log.
-fn tell(path: &Path, vm: &Vm) {
-    let body = match content(path) {
+fn send_content(path: &Path, vm: &Vm) {
+    let body = match read_limited(path) {
         Ok(bytes) => Bytes::from(bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => return,
         Err(error) => {
@@ -79,7 +83,7 @@ fn tell(path: &Path, vm: &Vm) {
                 path.display()
             );
             let vm = RealVm::new(vm.clone());
-            drop(vm.record(vm.wall(), EventKind::Note { text }));
+            drop(vm.record_event(vm.wall_clock(), EventKind::Note { text }));
             return;
         }
     };

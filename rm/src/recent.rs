@@ -5,22 +5,22 @@ use std::hash::Hash;
 
 /// Contains the last `max` distinct values that were inserted.
 #[derive(Debug)]
-pub(crate) struct Recent<T> {
+pub(crate) struct RecentSet<T> {
     max: usize,
     set: HashSet<T>,
     order: VecDeque<T>,
 }
 
-impl<T: Copy + Eq + Hash> Recent<T> {
-    pub(crate) fn new(max: usize) -> Recent<T> {
-        Recent {
+impl<T: Copy + Eq + Hash> RecentSet<T> {
+    pub(crate) fn new(max: usize) -> RecentSet<T> {
+        RecentSet {
             max,
             set: HashSet::new(),
             order: VecDeque::new(),
         }
     }
 
-    pub(crate) fn put(&mut self, value: T) {
+    pub(crate) fn insert(&mut self, value: T) {
         if self.set.insert(value) {
             self.order.push_back(value);
         }
@@ -31,13 +31,13 @@ impl<T: Copy + Eq + Hash> Recent<T> {
     }
 
     /// Removes a value from the set.
-    pub(crate) fn forget(&mut self, value: T) {
+    pub(crate) fn remove(&mut self, value: T) {
         if self.set.remove(&value) {
             self.order.retain(|other| *other != value);
         }
     }
 
-    pub(crate) fn has(&self, value: T) -> bool {
+    pub(crate) fn contains(&self, value: T) -> bool {
         self.set.contains(&value)
     }
 }
@@ -49,11 +49,11 @@ mod tests {
     /// If the set is full, the oldest value is dropped.
     #[test]
     fn oldest_values_are_dropped_first() {
-        let mut recent = Recent::new(2);
-        [1, 2, 2, 3].into_iter().for_each(|n| recent.put(n));
-        assert!(!recent.has(1) && recent.has(2) && recent.has(3));
-        recent.forget(3);
-        recent.put(4);
-        assert!(recent.has(2) && !recent.has(3) && recent.has(4));
+        let mut recent = RecentSet::new(2);
+        [1, 2, 2, 3].into_iter().for_each(|n| recent.insert(n));
+        assert!(!recent.contains(1) && recent.contains(2) && recent.contains(3));
+        recent.remove(3);
+        recent.insert(4);
+        assert!(recent.contains(2) && !recent.contains(3) && recent.contains(4));
     }
 }

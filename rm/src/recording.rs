@@ -2,12 +2,12 @@
 //! under another policy.
 //!
 //! The file starts with a text line that contains the version. The records follow; each is a length
-//! (four bytes, little-endian) and an [`Entry`] in postcard. The maximum size is
-//! [`RECORD_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer may
+//! (four bytes, little-endian) and an [`RecordingEntry`] in postcard. The maximum size is
+//! [`RECORDING_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer may
 //! have been killed.
 
 use crate::model::Labels;
-use crate::policy::Conduct;
+use crate::policy::EffectivePolicy;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::load::LoadReport;
 use sempa_proto::migration::Usage;
@@ -23,16 +23,16 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 /// Maximum size of a recording in bytes.
-pub const RECORD_BYTES_MAX: u64 = 256 << 20;
+pub const RECORDING_BYTES_MAX: u64 = 256 << 20;
 /// Version of the file format. The first line also contains the version of the recorded types.
 const VERSION: u16 = 3;
 
 /// One input of the resource manager. New variants must be added at the end, so that older
 /// recordings can be read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Input {
+pub enum RecordedInput {
     /// A policy comes into force.
-    Policy(Conduct),
+    Policy(EffectivePolicy),
     /// The host table has changed.
     Hosts(HostTable),
     /// A load watcher's report.
@@ -51,7 +51,7 @@ pub enum Input {
         job: Tid,
         request: SpawnRequest,
     },
-    /// A spawn was answered. `tids`: the started tasks.
+    /// A spawn was answered. `victims`: the started tasks.
     Started {
         /// Requesting task and wait id.
         number: (Tid, i32),
@@ -73,27 +73,27 @@ pub enum Input {
     Labels(BTreeMap<String, BTreeMap<String, String>>),
 }
 
-impl Input {
+impl RecordedInput {
     /// Returns the input for these labels; `None` if there are none.
-    pub fn labels(labels: &Labels) -> Option<Input> {
+    pub fn labels(labels: &Labels) -> Option<RecordedInput> {
         let of_hosts = labels
             .iter()
             .map(|(host, of_host)| (host.clone(), BTreeMap::clone(of_host)));
-        (!labels.is_empty()).then(|| Input::Labels(of_hosts.collect()))
+        (!labels.is_empty()).then(|| RecordedInput::Labels(of_hosts.collect()))
     }
 }
 
 /// One record of a recording.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct RecordingEntry {
     /// Time of the input on the resource manager's clock.
     pub at: Micros,
-    pub input: Input,
+    pub input: RecordedInput,
 }
 
 /// Error of reading or writing a recording.
 #[derive(Debug, Error)]
-pub enum RecordError {
+pub enum RecordingError {
     /// The file cannot be created, read or written.
     #[error("{path}: {source}")]
     File {
@@ -104,7 +104,7 @@ pub enum RecordError {
     #[error(
         "{path} is no record of this version of pvm-rm: it begins with {found:?} and not with {wanted:?}"
     )]
-    Foreign {
+    NotARecording {
         path: PathBuf,
         /// Actual first line, as far as it was read.
         found: String,
@@ -139,27 +139,27 @@ impl Recorder {
     ///
     /// # Errors
     /// The existing file cannot be renamed, or the new one cannot be written.
-    pub fn create(path: &Path) -> Result<Recorder, RecordError> {
+    pub fn create(path: &Path) -> Result<Recorder, RecordingError> {
         let mut before = path.as_os_str().to_os_string();
         before.push(".before");
         match std::fs::rename(path, before) {
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-                return Err(RecordError::File {
+                return Err(RecordingError::File {
                     path: path.to_path_buf(),
                     source,
                 });
             }
             _ => {}
         }
-        Recorder::with_limit(path, RECORD_BYTES_MAX)
+        Recorder::with_limit(path, RECORDING_BYTES_MAX)
     }
 
     /// Creates a recording with another maximum size. An existing file is overwritten.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn with_limit(path: &Path, bytes_max: u64) -> Result<Recorder, RecordError> {
-        let failed = |source| RecordError::File {
+    pub fn with_limit(path: &Path, bytes_max: u64) -> Result<Recorder, RecordingError> {
+        let failed = |source| RecordingError::File {
             path: path.to_path_buf(),
             source,
         };
@@ -182,8 +182,8 @@ impl Recorder {
 
     /// Appends an entry. Returns a text if recording has ended, because the file is full or cannot
     /// be written.
-    pub fn put(&mut self, at: Micros, input: Input) -> Option<String> {
-        let entry = to_bytes(&Entry { at, input }).ok()?;
+    pub fn append(&mut self, at: Micros, input: RecordedInput) -> Option<String> {
+        let entry = to_bytes(&RecordingEntry { at, input }).ok()?;
         let length = u32::try_from(entry.len()).ok()?;
         let bytes = [&length.to_le_bytes()[..], &entry].concat();
         self.bytes += bytes.len() as u64;
@@ -204,15 +204,15 @@ impl Recorder {
 ///
 /// # Errors
 /// The file cannot be read, is not a recording, or contains a damaged record.
-pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
-    let bytes = std::fs::read(path).map_err(|source| RecordError::File {
+pub fn read(path: &Path) -> Result<Vec<RecordingEntry>, RecordingError> {
+    let bytes = std::fs::read(path).map_err(|source| RecordingError::File {
         path: path.to_path_buf(),
         source,
     })?;
     let wanted = first_line();
     let Some(mut rest) = bytes.strip_prefix(wanted.as_bytes()) else {
         let found = String::from_utf8_lossy(&bytes[..bytes.len().min(wanted.len())]).into_owned();
-        return Err(RecordError::Foreign {
+        return Err(RecordingError::NotARecording {
             path: path.to_path_buf(),
             found,
             wanted,
@@ -224,7 +224,7 @@ pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
         let Some((entry, behind)) = behind.split_at_checked(length) else {
             break;
         };
-        let damaged = |why: String| RecordError::Damaged {
+        let damaged = |why: String| RecordingError::Damaged {
             path: path.to_path_buf(),
             at: bytes.len() - rest.len(),
             why,
@@ -239,8 +239,8 @@ pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
 mod tests {
     use super::*;
 
-    fn ended(n: u32) -> Input {
-        Input::Ended {
+    fn ended(n: u32) -> RecordedInput {
+        RecordedInput::Ended {
             tid: Tid::from_raw(0x40000 + n as i32),
             used: Usage::default(),
         }
@@ -253,7 +253,7 @@ mod tests {
         let path = dir.path().join("record");
         let mut recorder = Recorder::create(&path).expect("it can be written");
         for n in 1..=3 {
-            assert_eq!(recorder.put(Micros(u64::from(n)), ended(n)), None);
+            assert_eq!(recorder.append(Micros(u64::from(n)), ended(n)), None);
         }
         let whole = read(&path).expect("a record");
         assert_eq!(
@@ -274,18 +274,18 @@ mod tests {
     /// Variants keep their numbers, so that older recordings can be read.
     #[test]
     fn input_variants_keep_their_numbers() {
-        let number = |input: &Input| to_bytes(input).expect("it can be written")[0];
-        let drain = Input::Drain {
+        let number = |input: &RecordedInput| to_bytes(input).expect("it can be written")[0];
+        let drain = RecordedInput::Drain {
             host: "h2".into(),
             by: Tid::NONE,
             begun: true,
             within: None,
         };
         let all = [
-            Input::Policy(Conduct::default()),
+            RecordedInput::Policy(EffectivePolicy::default()),
             ended(1),
             drain,
-            Input::Labels(BTreeMap::new()),
+            RecordedInput::Labels(BTreeMap::new()),
         ];
         assert_eq!(all.each_ref().map(number), [0, 5, 6, 7]);
     }
@@ -297,15 +297,18 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("record");
         std::fs::write(&path, "#!/bin/sh\n").expect("it can be written");
-        assert!(matches!(read(&path), Err(RecordError::Foreign { .. })));
+        assert!(matches!(
+            read(&path),
+            Err(RecordingError::NotARecording { .. })
+        ));
         std::fs::write(
             &path,
             [first_line().as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat(),
         )
         .expect("it can be written");
-        assert!(matches!(read(&path), Err(RecordError::Damaged { .. })));
+        assert!(matches!(read(&path), Err(RecordingError::Damaged { .. })));
         let mut recorder = Recorder::with_limit(&path, 100).expect("it can be written");
-        let told = (0..100).find_map(|n| recorder.put(Micros(0), ended(n)));
+        let told = (0..100).find_map(|n| recorder.append(Micros(0), ended(n)));
         assert!(told.is_some_and(|text| text.contains("grows no further")));
         assert!(path.metadata().expect("it is there").len() <= 100);
     }

@@ -4,27 +4,27 @@
 
 mod drain;
 mod grants;
+mod history;
 mod kill;
-mod memory;
-mod park;
+mod policy_runtime;
 mod suspend;
-mod terms;
+mod vacate;
 
-pub use kill::{KILLS_MAX, TERM_TIME};
-pub use park::KEEP_AFTER;
+pub use kill::{KILLS_MAX, TERM_TIMEOUT};
+pub use vacate::VACATED_RESERVE_AFTER;
 
 use crate::api::VmApi;
-use crate::decide::{Choices, NoSuchChoice, balance, moves};
+use crate::decide::{Choosers, UnknownChooser, plan_evictions, plan_rebalances};
 use crate::grants::Grants;
 use crate::model::{Labels, Model};
-use crate::policy::{Conduct, PolicyError};
-use crate::recording::{Input, Recorder};
-use crate::spawns::{self, Incoming, Spawns};
-use crate::store::{Ledger, Shelf, record};
+use crate::policy::{EffectivePolicy, PolicyError};
+use crate::recording::{RecordedInput, Recorder};
+use crate::spawns::{self, SpawnIncoming, Spawns};
+use crate::store::{HistoryWriter, StoreLocation, decision_records};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
+use history::HistoryState;
 use libpvm::Error;
-use memory::Memory;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
@@ -58,38 +58,38 @@ pub const TAG_LOAD: i32 = 5;
 pub const TAG_POLICY: i32 = 6;
 
 /// Maximum time between two checks of the deadlines.
-const WAIT_MAX: Micros = Micros::from_secs(5);
+const DEADLINE_CHECK_INTERVAL: Micros = Micros::from_secs(5);
 /// Maximum number of task reports that are processed before decisions are made.
-const NEWS_AT_ONCE: usize = 64;
+const REPORT_BATCH_MAX: usize = 64;
 /// Minimum interval between two requests for lists of hosts and tasks.
-const REFRESH_PAUSE: Micros = Micros::from_secs(1);
+const REFRESH_INTERVAL: Micros = Micros::from_secs(1);
 /// Interval between two rebalancing decisions.
-pub const BALANCE_PAUSE: Micros = Micros::from_secs(10);
+pub const REBALANCE_INTERVAL: Micros = Micros::from_secs(10);
 /// Delay of a rebalancing decision after the end of a task, which may make a processor idle. One
 /// decision follows for all tasks that end within this delay.
-pub const BALANCE_PAUSE_AFTER_END: Micros = Micros::from_secs(1);
+pub const REBALANCE_DELAY_AFTER_EXIT: Micros = Micros::from_secs(1);
 const SIGKILL: i32 = 9;
 
 /// Configuration of the resource manager.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Policy in force: that of the command line, until a policy file is applied.
-    pub conduct: Conduct,
+    pub policy: EffectivePolicy,
     /// Policy of the command line without settings from a policy file. Each content of the policy
     /// file is applied to it.
-    pub given: Conduct,
+    pub command_line_policy: EffectivePolicy,
     /// Name of the policy file, for messages.
     pub policy_file: String,
     /// Content of the policy file at the start, or the reason why it cannot be read. `None` if
     /// there is no policy file. It takes precedence over `conduct`.
-    pub policy_read: Option<Result<Vec<u8>, String>>,
+    pub policy_content: Option<Result<Vec<u8>, String>>,
     /// True if a load watcher is started on every host.
     pub watchers: bool,
     pub labels: Labels,
     /// Available external choosers; pvm-rm itself contains none.
-    pub choices: Choices,
+    pub choosers: Choosers,
     /// Database of the history; `None` if the history is not stored.
-    pub shelf: Option<Shelf>,
+    pub store_location: Option<StoreLocation>,
     /// User to whom tasks belong if their user is not known: the user of the resource manager.
     pub user: u32,
 }
@@ -104,15 +104,15 @@ pub enum ServiceError {
     AlreadyRegistered(Tid),
     /// The policy names a chooser that does not exist.
     #[error(transparent)]
-    Choice(#[from] NoSuchChoice),
+    UnknownChooser(#[from] UnknownChooser),
     /// The policy file is invalid, and no earlier content is stored.
     #[error(transparent)]
-    Policy(#[from] PolicyError),
+    InvalidPolicy(#[from] PolicyError),
     /// The policy file cannot be read, and no earlier content is stored.
     #[error(
         "{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}"
     )]
-    NoPolicy {
+    UnreadablePolicy {
         /// The command-line argument that was interpreted as the file's name.
         file: String,
         why: String,
@@ -138,31 +138,31 @@ pub struct Service<V> {
     grants: Grants,
     watchers: Watchers,
     /// True if something that evictions depend on has changed since the last decision.
-    changed: bool,
+    needs_decision: bool,
     /// Time of the next eviction decision if nothing changes before.
-    again: Option<Micros>,
+    decide_at: Option<Micros>,
     /// Time of the next rebalancing decision; `None` if the policy does not rebalance.
-    balance_at: Option<Micros>,
+    rebalance_at: Option<Micros>,
     /// Earliest time of the next request for the lists of hosts and tasks.
     refresh_at: Micros,
     hosts_changed: bool,
-    memory: Memory,
-    standing: suspend::Standing,
-    draining: drain::Draining,
-    killing: kill::Killing,
-    parking: park::Parking,
+    history: HistoryState,
+    suspensions: suspend::SuspensionState,
+    drain_deadlines: drain::DrainDeadlines,
+    job_kills: kill::JobKills,
+    vacating: vacate::VacateState,
     recorder: Option<Recorder>,
 }
 
 /// True for a load watcher that an earlier resource manager started and that can be asked to report
 /// to this one.
-fn is_left_watcher(task: &TaskInfo) -> bool {
+fn is_orphaned_watcher(task: &TaskInfo) -> bool {
     let serving = TASK_FORKED | TASK_CONNECTED;
     is_load_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
 /// True for messages in which daemons report about tasks. Requests are not among them.
-fn is_news(message: &Message) -> bool {
+fn is_task_report(message: &Message) -> bool {
     let tag = message.tag;
     message.src.is_daemon()
         && if message.ctx == CTX_RM {
@@ -181,19 +181,20 @@ impl<V: VmApi> Service<V> {
     ///
     /// # Errors
     /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
-    /// registered. [`ServiceError::Choice`] if the policy names an unknown chooser.
-    /// [`ServiceError::Policy`] or [`ServiceError::NoPolicy`] if the policy file is invalid and was
+    /// registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file is invalid and was
     /// never in force.
     pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
-        if let Some(other) = known.iter().find(is_rm) {
-            return Err(ServiceError::AlreadyRegistered(other.tid));
+        if let Some(other_rm) = known.iter().find(is_rm) {
+            return Err(ServiceError::AlreadyRegistered(other_rm.tid));
         }
         // A registered resource manager must answer requests immediately, but opening the history
         // may be slow. So the history is opened before the registration.
-        let (mut ledger, mut notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
-        notes.extend(options.begin(&mut ledger.books)?);
+        let (mut ledger, mut notes) =
+            HistoryWriter::open(options.store_location.as_ref(), options.user, vm.tid());
+        notes.extend(options.apply_policy_at_start(&mut ledger.history)?);
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
             // The other resource manager registered after this one had asked for it and before this
@@ -208,12 +209,12 @@ impl<V: VmApi> Service<V> {
             .map_err(ServiceError::Refused)?;
         vm.notify(NotifySubjects::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD)
             .map_err(ServiceError::Refused)?;
-        let conduct = options.conduct;
+        let conduct = options.policy;
         let (mut model, refresh_at) = (
             Model::new(conduct.placing, vm.host(), options.labels.clone()),
             vm.now(),
         );
-        model.set_user(options.user);
+        model.set_default_user(options.user);
         let mut service = Service {
             vm,
             spawns: Spawns::new(conduct.rules),
@@ -221,34 +222,34 @@ impl<V: VmApi> Service<V> {
             options,
             model,
             watchers: Watchers::default(),
-            changed: true,
-            again: None,
-            balance_at: None,
+            needs_decision: true,
+            decide_at: None,
+            rebalance_at: None,
             refresh_at,
             hosts_changed: false,
-            memory: Memory::new(ledger),
-            standing: suspend::Standing::default(),
-            draining: drain::Draining::default(),
-            killing: kill::Killing::default(),
-            parking: park::Parking::default(),
+            history: HistoryState::new(ledger),
+            suspensions: suspend::SuspensionState::default(),
+            drain_deadlines: drain::DrainDeadlines::default(),
+            job_kills: kill::JobKills::default(),
+            vacating: vacate::VacateState::default(),
             recorder: None,
         };
-        notes.into_iter().for_each(|text| service.note(text));
-        service.take_up(conduct);
-        service.remember().map_err(ServiceError::Refused)?;
+        notes.into_iter().for_each(|text| service.log_note(text));
+        service.apply_policy(conduct);
+        service.sync_history().map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
-        service.recall();
-        service.recall_standing();
-        service.recall_drains();
+        service.restore_state();
+        service.restore_suspensions();
+        service.restore_drains();
         known
             .iter()
-            .filter(|task| is_left_watcher(task))
+            .filter(|task| is_orphaned_watcher(task))
             .for_each(|task| {
                 service
                     .watchers
-                    .found(service.vm.now(), task.host, task.tid);
+                    .adopt(service.vm.now(), task.host, task.tid);
             });
-        service.settle();
+        service.act();
         Ok(service)
     }
 
@@ -271,15 +272,15 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
         let (drains, ledger) = (
-            self.draining.next_deadline(),
-            self.memory.ledger.next_deadline(),
+            self.drain_deadlines.next_deadline(),
+            self.history.writer.next_deadline(),
         );
-        let (kills, review) = (self.killing.next_deadline(), self.grants.next_review());
+        let (kills, review) = (self.job_kills.next_deadline(), self.grants.next_review());
         let due = [
-            self.again,
-            self.balance_at,
-            self.share_due(),
-            self.parking_due(),
+            self.decide_at,
+            self.rebalance_at,
+            self.preemption_due(),
+            self.vacated_check_due(),
             spawns,
             watchers,
             drains,
@@ -288,27 +289,29 @@ impl<V: VmApi> Service<V> {
             review,
         ];
         let due = due.into_iter().flatten().min();
-        let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
+        let wait = due
+            .map_or(DEADLINE_CHECK_INTERVAL, |due| due.since(now))
+            .min(DEADLINE_CHECK_INTERVAL);
         let received = self
             .vm
             .recv(Duration::from_micros(wait.0))
-            .inspect_err(|_| self.memory.ledger.close());
+            .inspect_err(|_| self.history.writer.close());
         let mut received = received.map_err(ServiceError::Stopped)?;
-        let mut room = NEWS_AT_ONCE;
+        let mut room = REPORT_BATCH_MAX;
         while let Some(message) = received.take() {
-            self.message(&message)
-                .inspect_err(|_| self.memory.ledger.close())?;
+            self.handle_message(&message)
+                .inspect_err(|_| self.history.writer.close())?;
             room -= 1;
             // Daemons send task reports in batches; decisions follow once from the whole batch.
-            if room > 0 && is_news(&message) {
+            if room > 0 && is_task_report(&message) {
                 let more = self
                     .vm
                     .recv(Duration::ZERO)
-                    .inspect_err(|_| self.memory.ledger.close());
+                    .inspect_err(|_| self.history.writer.close());
                 received = more.map_err(ServiceError::Stopped)?;
             }
         }
-        self.settle();
+        self.act();
         Ok(())
     }
 
@@ -317,11 +320,11 @@ impl<V: VmApi> Service<V> {
         &self.model
     }
 
-    fn message(&mut self, message: &Message) -> Result<(), ServiceError> {
+    fn handle_message(&mut self, message: &Message) -> Result<(), ServiceError> {
         if message.ctx == CTX_RM {
             return match message.tag {
                 TAG_LOAD => {
-                    self.load_report(message);
+                    self.handle_load_report(message);
                     Ok(())
                 }
                 TAG_POLICY if message.src == self.vm.tid() => {
@@ -329,10 +332,10 @@ impl<V: VmApi> Service<V> {
                     Ok(())
                 }
                 TAG_QUERY => {
-                    self.answer(message);
+                    self.answer_question(message);
                     Ok(())
                 }
-                _ if message.src.is_daemon() => self.daemon_message(message),
+                _ if message.src.is_daemon() => self.handle_daemon_message(message),
                 _ => Ok(()),
             };
         }
@@ -340,15 +343,15 @@ impl<V: VmApi> Service<V> {
             return Ok(());
         }
         match message.tag {
-            SM_SPAWN => self.spawn(message),
+            SM_SPAWN => self.handle_spawn(message),
             SM_SCHED => self.refuse(message, PvmError::Denied),
             // Daemons serve these requests. A task that sends one to the resource manager gets an
             // error, so that it does not wait forever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
                 self.refuse(message, PvmError::NotImpl)
             }
-            SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
-            SM_PLACEMENT_LEASE_USED if message.src.is_daemon() => self.taken(message),
+            SM_EXECACK if message.src.is_daemon() => self.handle_acknowledgement(message),
+            SM_PLACEMENT_LEASE_USED if message.src.is_daemon() => self.handle_grant_use(message),
             SM_HOSTX if message.src.is_daemon() => {
                 if let Some(host) =
                     first_int(message).and_then(|raw| Tid::from_raw(raw).birth_host())
@@ -361,9 +364,9 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    fn daemon_message(&mut self, message: &Message) -> Result<(), ServiceError> {
+    fn handle_daemon_message(&mut self, message: &Message) -> Result<(), ServiceError> {
         match message.tag {
-            TAG_EVENT => return self.event(message),
+            TAG_EVENT => return self.handle_event(message),
             TAG_TASK_EXIT => {
                 if let Some(raw) = first_int(message) {
                     self.task_ended(Tid::from_raw(raw));
@@ -382,7 +385,7 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    fn event(&mut self, message: &Message) -> Result<(), ServiceError> {
+    fn handle_event(&mut self, message: &Message) -> Result<(), ServiceError> {
         let Some(event) = self.vm.event_of(message) else {
             return Ok(());
         };
@@ -393,8 +396,8 @@ impl<V: VmApi> Service<V> {
                 | EventKind::TaskEnded { .. }
                 | EventKind::Migrated { .. }
         );
-        if self.balance_at.is_some() && shares_change {
-            self.model.account_change(now);
+        if self.rebalance_at.is_some() && shares_change {
+            self.model.account_if_due(now);
         }
         match &event.kind {
             EventKind::RmRegistered { tid } if *tid != self.vm.tid() => {
@@ -405,48 +408,48 @@ impl<V: VmApi> Service<V> {
             }
             EventKind::HostGone { host, .. } => self.host_gone(*host),
             EventKind::TaskEnded { tid, used, .. } => {
-                self.record_input(|| Input::Ended {
+                self.record_input(|| RecordedInput::Ended {
                     tid: *tid,
                     used: *used,
                 });
-                self.watchers.ended(now, *tid);
+                self.watchers.task_ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
-                self.grants.given_up(*tid);
+                self.grants.close_for_task(*tid);
                 if self.model.is_guest(*tid) {
-                    self.balance_at = self
-                        .balance_at
-                        .map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
+                    self.rebalance_at = self
+                        .rebalance_at
+                        .map(|at| at.min(now + REBALANCE_DELAY_AFTER_EXIT));
                 }
             }
             _ => {}
         }
-        self.model.event(now, &event);
+        self.model.apply_event(now, &event);
         match &event.kind {
             EventKind::TaskStarted { tid, .. } => {
-                self.standing.task_began();
-                self.killing
-                    .task_began(now, self.model.user_and_job(*tid).1);
+                self.suspensions.task_started();
+                self.job_kills
+                    .task_started(now, self.model.user_and_job(*tid).1);
             }
-            EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
-            EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
-            EventKind::Migrated { tid, .. } => self.suspended_has_moved(*tid),
+            EventKind::Suspended { tid, .. } => self.suspension_changed(*tid, true),
+            EventKind::Resumed { tid, .. } => self.suspension_changed(*tid, false),
+            EventKind::Migrated { tid, .. } => self.reapply_suspension(*tid),
             _ => {}
         }
-        self.parking_heard(&event.kind);
-        self.note_down(&event);
-        self.changed = true;
+        self.handle_vacate_event(&event.kind);
+        self.record_in_history(&event);
+        self.needs_decision = true;
         Ok(())
     }
 
-    fn spawn(&mut self, message: &Message) {
+    fn handle_spawn(&mut self, message: &Message) {
         match unpack_spawn(message.body.clone()) {
             Ok((request, since)) => {
-                self.grants.given_up(message.src);
+                self.grants.close_for_task(message.src);
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
-                let waited = since.map_or(Micros(0), |since| self.vm.wall().since(since));
-                let from = Incoming {
-                    src: message.src,
+                let waited = since.map_or(Micros(0), |since| self.vm.wall_clock().since(since));
+                let from = SpawnIncoming {
+                    requester: message.src,
                     wid: message.wid,
                     caller,
                     user,
@@ -454,23 +457,20 @@ impl<V: VmApi> Service<V> {
                     request,
                     waited,
                 };
-                if self.killing.is_ending(job, message.src) {
+                if self.job_kills.is_being_killed(job, message.src) {
                     let why = format!("job {job}, which it belongs to, is being ended");
-                    return self.spawns.refuse_and_tell(
-                        self.vm.now(),
-                        &from,
-                        PvmError::Denied,
-                        why,
-                    );
+                    return self
+                        .spawns
+                        .refuse_and_log(self.vm.now(), &from, PvmError::Denied, why);
                 }
-                self.record_input(|| Input::Spawn {
-                    number: (from.src, from.wid),
+                self.record_input(|| RecordedInput::Spawn {
+                    number: (from.requester, from.wid),
                     caller,
                     user,
                     job,
                     request: from.request.clone(),
                 });
-                self.spawns.begin(self.vm.now(), from);
+                self.spawns.accept(self.vm.now(), from);
             }
             Err(error) => self.spawns.refuse(message.src, message.wid, error),
         }
@@ -482,60 +482,63 @@ impl<V: VmApi> Service<V> {
         self.send(message.src, message.tag, message.wid, body.finish());
     }
 
-    fn acknowledged(&mut self, message: &Message) {
+    fn handle_acknowledgement(&mut self, message: &Message) {
         let started = unpack_tids(message.body.clone());
         let now = self.vm.now();
-        if let Some(watcher) = self.watchers.ack(now, message.wid, &started) {
+        if let Some(watcher) = self.watchers.order_acknowledged(now, message.wid, &started) {
             if let Some((host, tid)) = watcher {
                 self.model.task_started(now, tid, host, true);
             }
-        } else if !self.spawns.ack(now, message.wid, started.clone()) {
+        } else if !self
+            .spawns
+            .order_acknowledged(now, message.wid, started.clone())
+        {
             // The sender is a process that joined without a spawn.
             let host = message.src.birth_host().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
                 self.model.task_started(now, tid, host, true);
             }
         }
-        self.changed = true;
+        self.needs_decision = true;
     }
 
-    fn load_report(&mut self, message: &Message) {
+    fn handle_load_report(&mut self, message: &Message) {
         let Ok(report) = from_bytes::<LoadReport>(&message.body) else {
             return;
         };
         let now = self.vm.now();
-        if !self.watchers.heard(now, message.src, report.host) {
+        if !self.watchers.report_received(now, message.src, report.host) {
             return;
         }
         let own = self.model.guests_on(report.host);
-        self.record_input(|| Input::Report {
+        self.record_input(|| RecordedInput::Report {
             report: report.clone(),
             own,
         });
         self.model.task_started(now, message.src, report.host, true);
-        if let Some(event) = self.model.report(now, &report) {
-            self.record(event);
-            self.changed = true;
+        if let Some(event) = self.model.apply_report(now, &report) {
+            self.log_event(event);
+            self.needs_decision = true;
         }
     }
 
     fn task_ended(&mut self, tid: Tid) {
-        self.watchers.ended(self.vm.now(), tid);
+        self.watchers.task_ended(self.vm.now(), tid);
         self.spawns.task_ended(self.vm.now(), tid);
-        self.grants.given_up(tid);
+        self.grants.close_for_task(tid);
         self.model.task_ended(tid);
-        self.changed = true;
+        self.needs_decision = true;
     }
 
     fn host_gone(&mut self, host: HostId) {
         self.model.host_gone(host);
         self.watchers.remove(host);
         self.spawns.host_gone(host);
-        self.forget_tasks();
-        self.changed = true;
+        self.drop_unknown_tasks();
+        self.needs_decision = true;
     }
 
-    fn forget_tasks(&mut self) {
+    fn drop_unknown_tasks(&mut self) {
         let Service {
             model,
             spawns,
@@ -543,30 +546,30 @@ impl<V: VmApi> Service<V> {
             vm,
             ..
         } = self;
-        spawns.forget_tasks(vm.now(), |tid| model.knows(tid));
-        grants.keep(|tid| model.knows(tid));
+        spawns.forget_tasks(vm.now(), |tid| model.has_task(tid));
+        grants.close_unknown(|tid| model.has_task(tid));
     }
 
     /// Requests new lists of hosts and tasks.
     fn refresh(&mut self) -> Result<(), Error> {
-        self.refresh_at = self.vm.now() + REFRESH_PAUSE;
+        self.refresh_at = self.vm.now() + REFRESH_INTERVAL;
         self.refresh_hosts()?;
         let tasks = self.vm.tasks()?;
         self.model.set_tasks(self.vm.now(), &tasks);
-        self.forget_tasks();
-        self.changed = true;
+        self.drop_unknown_tasks();
+        self.needs_decision = true;
         Ok(())
     }
 
     fn refresh_hosts(&mut self) -> Result<(), Error> {
         self.hosts_changed = false;
-        let table = self.vm.config()?;
-        self.record_input(|| Input::Hosts(table.clone()));
+        let table = self.vm.host_table()?;
+        self.record_input(|| RecordedInput::Hosts(table.clone()));
         let before = self.model.host_ids();
-        self.memory
-            .ledger
-            .books
-            .know_hosts(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
+        self.history
+            .writer
+            .history
+            .set_host_names(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
         let new = self.model.set_hosts(&table);
         for gone in before.into_iter().filter(|id| table.get(*id).is_none()) {
             self.host_gone(gone);
@@ -581,18 +584,18 @@ impl<V: VmApi> Service<V> {
                 self.watchers.add(self.vm.now(), *host);
             }
         }
-        self.changed = true;
+        self.needs_decision = true;
         Ok(())
     }
 
     /// Makes and carries out all decisions that are due.
-    fn settle(&mut self) {
+    fn act(&mut self) {
         let now = self.vm.now();
-        let mut changed = self.changed;
-        self.model.set_starting(self.spawns.starting());
+        let mut changed = self.needs_decision;
+        self.model.set_starting_tasks(self.spawns.starting_tasks());
         // Decisions because of owners come first.
-        if self.changed || self.again.is_some_and(|at| at <= now) {
-            self.decide_moves();
+        if self.needs_decision || self.decide_at.is_some_and(|at| at <= now) {
+            self.decide_evictions();
         }
         if self.hosts_changed || (self.model.is_stale(now) && self.refresh_at <= now) {
             changed = true;
@@ -602,67 +605,71 @@ impl<V: VmApi> Service<V> {
                 self.refresh()
             };
             if let Err(error) = fresh {
-                self.note(format!(
+                self.log_note(format!(
                     "the resource manager could not list hosts and tasks: {error}"
                 ));
             }
-            self.decide_moves();
+            self.decide_evictions();
         }
-        if self.balance_at.is_some_and(|at| at <= now) {
-            self.balance(now);
+        if self.rebalance_at.is_some_and(|at| at <= now) {
+            self.rebalance(now);
         }
-        let share_due = self.share_due().is_some_and(|at| at <= now);
+        let share_due = self.preemption_due().is_some_and(|at| at <= now);
         // Rebalancing also checks at an interval, because external load changes without an event.
         if changed || share_due {
-            self.spawns.try_waiting(now);
+            self.spawns.retry_waiting(now);
         }
         self.spawns.tick(now);
-        self.place(now);
-        self.keep_suspended();
+        self.place_spawns(now);
+        self.suspend_new_tasks();
         // A request that has just begun to wait benefits from preempted tasks immediately.
-        if self.share_due().is_some_and(|at| at <= now) && self.share(now) {
-            self.spawns.try_waiting(now);
-            self.place(now);
+        if self.preemption_due().is_some_and(|at| at <= now) && self.preempt_and_resume(now) {
+            self.spawns.retry_waiting(now);
+            self.place_spawns(now);
         }
-        self.drains_due(now);
-        self.kills_due(now);
-        self.start_parked(now);
-        self.note_outcomes();
+        self.report_overdue_drains(now);
+        self.send_due_signals(now);
+        self.restart_vacated(now);
+        self.record_outcomes();
         self.review_grants(now);
         self.watchers.tick(now);
         while let Some(output) = self.watchers.poll() {
-            self.watcher_output(output);
+            self.handle_watcher_output(output);
         }
-        self.write_down(now);
+        self.write_history(now);
     }
 
     /// Places the pending spawns and sends their orders.
-    fn place(&mut self, now: Micros) {
+    fn place_spawns(&mut self, now: Micros) {
         loop {
             while let Some(output) = self.spawns.poll() {
-                self.spawn_output(output);
+                self.handle_spawn_output(output);
             }
-            if !self.spawns.wants_place() {
+            if !self.spawns.has_unplaced() {
                 break;
             }
             // Tasks that were just placed do not run yet, but they occupy their hosts.
-            self.model.set_starting(self.spawns.starting());
+            self.model.set_starting_tasks(self.spawns.starting_tasks());
             let snapshot = self.model.snapshot(now);
             // A policy with an unknown chooser is never applied, so the lookup does not fail.
-            let choice = self.options.choices.of(snapshot.policy).unwrap_or_default();
-            let rotation = self.spawns.place(now, snapshot, choice);
-            self.model.set_rotation(rotation);
+            let choice = self
+                .options
+                .choosers
+                .for_policy(snapshot.policy)
+                .unwrap_or_default();
+            let rotation = self.spawns.place_next(now, snapshot, choice);
+            self.model.set_round_robin_last(rotation);
         }
     }
 
-    fn decide_moves(&mut self) {
-        self.changed = false;
+    fn decide_evictions(&mut self) {
+        self.needs_decision = false;
         let now = self.vm.now();
         let snapshot = self.model.snapshot(now);
-        let decided = moves(snapshot);
-        self.again = decided.again();
-        for step in &decided.go {
-            if !self.begin_move(
+        let decided = plan_evictions(snapshot);
+        self.decide_at = decided.retry_at();
+        for step in &decided.evictions {
+            if !self.start_migration(
                 now,
                 step.tid,
                 (step.from, step.to),
@@ -671,44 +678,50 @@ impl<V: VmApi> Service<V> {
             ) {
                 // Decide again immediately with the updated model: it excludes the failed target,
                 // or the task.
-                self.again = Some(now);
+                self.decide_at = Some(now);
             }
         }
-        for stay in self.model.news(&decided) {
+        for stay in self.model.unreported_stays(&decided) {
             let snapshot = self.model.snapshot(now);
-            let (text, what) = (stay.sentence(snapshot), record::stays(stay, snapshot));
-            self.note(text);
-            self.memory.ledger.books.decided(self.vm.wall(), what);
+            let (text, decision) = (
+                stay.sentence(snapshot),
+                decision_records::stay_decision(stay, snapshot),
+            );
+            self.log_note(text);
+            self.history
+                .writer
+                .history
+                .record_decision(self.vm.wall_clock(), decision);
         }
-        self.park(now, &decided);
-        for host in self.model.newly_clean() {
-            self.record(EventKind::HostVacated { host });
+        self.vacate_jobs(now, &decided);
+        for host in self.model.newly_clean_hosts() {
+            self.log_event(EventKind::HostVacated { host });
         }
     }
 
     /// Migrates tasks to hosts where they finish sooner.
-    fn balance(&mut self, now: Micros) {
-        self.balance_at = Some(now + BALANCE_PAUSE);
-        self.model.account(now);
-        for shift in balance(self.model.snapshot(now)) {
+    fn rebalance(&mut self, now: Micros) {
+        self.rebalance_at = Some(now + REBALANCE_INTERVAL);
+        self.model.account_work(now);
+        for shift in plan_rebalances(self.model.snapshot(now)) {
             let cause = MigrationCause::Load {
-                why: shift.why.to_string(),
+                why: shift.reason.to_string(),
             };
-            if self.begin_move(
+            if self.start_migration(
                 now,
                 shift.tid,
                 (shift.from, shift.to),
                 cause,
-                Some(record::expected(&shift)),
+                Some(decision_records::predicted_gain(&shift)),
             ) {
-                self.model.promised(&shift);
+                self.model.follow_rebalance(&shift);
             }
         }
     }
 
-    fn spawn_output(&mut self, output: spawns::Output) {
+    fn handle_spawn_output(&mut self, output: spawns::SpawnOutput) {
         match output {
-            spawns::Output::Exec {
+            spawns::SpawnOutput::StartTasks {
                 order,
                 host,
                 parent,
@@ -718,82 +731,87 @@ impl<V: VmApi> Service<V> {
                 if memory > 0 {
                     self.model.promise_memory(self.vm.now(), host, memory);
                 }
-                let wid = self.vm.exec(host, parent, &request).ok();
-                self.spawns.sent(order, wid);
+                let wid = self.vm.start_tasks(host, parent, &request).ok();
+                self.spawns.order_sent(order, wid);
             }
-            spawns::Output::Waits { to, wid, waited } => {
+            spawns::SpawnOutput::NotifyWait { to, wid, waited } => {
                 if waited.is_some() {
-                    self.standing.begins_to_wait();
+                    self.suspensions.request_waits();
                 }
-                let since = waited.map(|waited| Micros(self.vm.wall().0.saturating_sub(waited.0)));
+                let since =
+                    waited.map(|waited| Micros(self.vm.wall_clock().0.saturating_sub(waited.0)));
                 self.send(to, SM_SPAWN_WAITS, wid, pack_spawn_waits(since));
             }
-            spawns::Output::Reply { to, wid, body } => {
+            spawns::SpawnOutput::Reply { to, wid, body } => {
                 self.record_input(|| {
                     let tids = unpack_tids(body.clone())
                         .into_iter()
                         .flatten()
                         .flatten()
                         .collect();
-                    Input::Started {
+                    RecordedInput::Started {
                         number: (to, wid),
                         tids,
                     }
                 });
                 self.send(to, SM_SPAWN, wid, body);
             }
-            spawns::Output::Answered(from) => self.answered(&from),
-            spawns::Output::Started {
+            spawns::SpawnOutput::FullyAnswered(from) => self.consider_grant(&from),
+            spawns::SpawnOutput::Started {
                 tid,
                 host,
-                named,
+                host_named: named,
                 pinned,
-                wants,
+                constraints: wants,
                 by,
                 child,
             } => {
                 let now = self.vm.now();
                 self.model.task_started(now, tid, host, pinned);
                 if child {
-                    self.model.task_of(tid, by.1);
+                    self.model.set_task_job(tid, by.1);
                 }
-                self.model.task_wanted(tid, named, wants);
+                self.model.set_task_constraints(tid, named, wants);
                 // The task may have ended before its start was reported.
-                if !pinned && self.model.knows(tid) {
+                if !pinned && self.model.has_task(tid) {
                     self.spawns.task_started(now, tid, by);
-                    self.memory.ledger.books.counts(tid);
+                    self.history.writer.history.mark_counted(tid);
                 }
-                self.standing.task_began();
-                self.changed = true;
+                self.suspensions.task_started();
+                self.needs_decision = true;
             }
             // The signal fails if the task has ended already. Then nothing must be done.
-            spawns::Output::End { tid } => drop(self.vm.signal(tid, SIGKILL)),
-            spawns::Output::Record(event) => self.record(event),
-            spawns::Output::Decided(what) => self.memory.ledger.books.decided(self.vm.wall(), what),
+            spawns::SpawnOutput::Terminate { tid } => drop(self.vm.signal(tid, SIGKILL)),
+            spawns::SpawnOutput::LogEvent(event) => self.log_event(event),
+            spawns::SpawnOutput::RecordDecision(what) => self
+                .history
+                .writer
+                .history
+                .record_decision(self.vm.wall_clock(), what),
         }
     }
 
-    fn watcher_output(&mut self, output: watchers::Output) {
+    fn handle_watcher_output(&mut self, output: watchers::WatcherOutput) {
         match output {
-            watchers::Output::Start(host) => {
+            watchers::WatcherOutput::Start(host) => {
                 let wid = self
                     .vm
-                    .exec(host, self.vm.tid(), &self.watcher_request())
+                    .start_tasks(host, self.vm.tid(), &self.watcher_request())
                     .ok();
-                self.watchers.sent(self.vm.now(), host, wid);
+                self.watchers.order_sent(self.vm.now(), host, wid);
             }
-            watchers::Output::Notify(tid) => {
+            watchers::WatcherOutput::Notify(tid) => {
                 // If this fails, the event log still reports the watcher's end.
                 drop(
                     self.vm
                         .notify(NotifySubjects::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
                 );
             }
-            watchers::Output::Adopt(tid) => {
-                drop(self.vm.answer(tid, TAG_REPORT_TO, 0, Bytes::new()))
+            watchers::WatcherOutput::Adopt(tid) => {
+                drop(self.vm.send_rm(tid, TAG_REPORT_TO, 0, Bytes::new()))
             }
-            watchers::Output::End(tid) => drop(self.vm.signal(tid, SIGKILL)),
-            watchers::Output::Note(text) => self.note(text),
+            watchers::WatcherOutput::Terminate(tid) => drop(self.vm.signal(tid, SIGKILL)),
+            watchers::WatcherOutput::Note(text) => self.log_note(text),
         }
     }
 
@@ -821,11 +839,11 @@ impl<V: VmApi> Service<V> {
         drop(self.vm.send(to, tag, wid, body));
     }
 
-    fn note(&mut self, text: String) {
-        self.record(EventKind::Note { text });
+    fn log_note(&mut self, text: String) {
+        self.log_event(EventKind::Note { text });
     }
 
-    fn record(&mut self, kind: EventKind) {
-        drop(self.vm.record(self.vm.wall(), kind));
+    fn log_event(&mut self, kind: EventKind) {
+        drop(self.vm.record_event(self.vm.wall_clock(), kind));
     }
 }

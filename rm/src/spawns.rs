@@ -12,14 +12,17 @@
 //! scheme.
 
 pub mod refusals;
-mod waits;
+mod wait_queue;
 
-use crate::decide::{Ask, Choice, Fair, Limits, Snapshot, Together, Wants, Why, place_by, reserve};
-use crate::recent::Recent;
-use crate::store::books::ATTEMPTS_MAX;
-use crate::store::record;
+use crate::decide::{
+    Chooser, Colocation, Constraints, FairShare, Limits, PlacementReason, PlacementRequest,
+    Snapshot, hosts_to_reserve, place_with_chooser,
+};
+use crate::recent::RecentSet;
+use crate::store::decision_records;
+use crate::store::history::ATTEMPTS_MAX;
 use bytes::Bytes;
-use refusals::Refusals;
+use refusals::RefusalLog;
 use sempa_proto::event::EventKind;
 use sempa_proto::owner::GUEST_REFUSED;
 use sempa_proto::rm::{DecisionKind, PlacementAttempt};
@@ -28,35 +31,35 @@ use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use waits::Kept;
+use wait_queue::Reservation;
 
 pub use crate::decide::SPAWN_TASKS_MAX;
 
 /// Maximum number of pending requests; further ones are refused with `OutOfRes`.
-pub const SPAWNS_OPEN_MAX: usize = 1024;
+pub const PENDING_SPAWNS_MAX: usize = 1024;
 /// Timeout for a host's acknowledgement of an order.
-pub const EXEC_TIME_MAX: Micros = Micros::from_secs(20);
+pub const START_ACK_TIMEOUT: Micros = Micros::from_secs(20);
 /// Timeout of a request, in addition to its waiting time. Tasks that have not started by then have
 /// failed.
-pub const SPAWN_TIME_MAX: Micros = Micros::from_secs(60);
+pub const SPAWN_TIMEOUT: Micros = Micros::from_secs(60);
 /// Time for which a host that declined tasks of a request gets no other task of that request. The
 /// load watcher's report, which explains the refusal, arrives within this time.
-const DECLINED_SPAN: Micros = Micros::from_secs(5);
+const DECLINED_WINDOW: Micros = Micros::from_secs(5);
 /// Maximum number of placement attempts that are recorded per request. Beyond it, the second oldest
 /// attempt is dropped, so that the first one is kept.
-const SEARCHES_MAX: usize = 2 * ATTEMPTS_MAX;
+const KEPT_ATTEMPTS_MAX: usize = 2 * ATTEMPTS_MAX;
 /// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
 /// acknowledgement.
-const LATE_MAX: usize = 4096;
+const LATE_ORDERS_MAX: usize = 4096;
 
 /// Identifies an order to one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct OrderId(u64);
+pub struct StartOrderId(u64);
 
 /// A spawn request as it arrived.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Incoming {
-    pub src: Tid,
+pub struct SpawnIncoming {
+    pub requester: Tid,
     /// Wait id of the request.
     pub wid: i32,
     /// Host of the requesting task.
@@ -68,18 +71,22 @@ pub struct Incoming {
     pub waited: Micros,
 }
 
-impl Incoming {
+impl SpawnIncoming {
     /// Returns the output that records the result of the request in the history.
-    fn decided(
+    fn decision_output(
         &self,
         started: Vec<(Tid, String)>,
         error: Option<PvmError>,
         waited: Micros,
         attempts: Vec<PlacementAttempt>,
-    ) -> Output {
-        let (program, by, count) = (self.request.file.clone(), self.src, self.request.count);
+    ) -> SpawnOutput {
+        let (program, by, count) = (
+            self.request.file.clone(),
+            self.requester,
+            self.request.count,
+        );
         let (job, user) = (self.job, self.user);
-        Output::Decided(DecisionKind::Spawn {
+        SpawnOutput::RecordDecision(DecisionKind::Spawn {
             program,
             requested_by: by,
             job,
@@ -93,11 +100,11 @@ impl Incoming {
     }
 
     /// Returns the event for a request that failed before any task was started.
-    fn not_started(&self, error: PvmError, why: &str) -> EventKind {
+    fn failure_event(&self, error: PvmError, why: &str) -> EventKind {
         EventKind::Note {
             text: format!(
                 "{} was not started for {}: {error} ({why})",
-                self.request.file, self.src
+                self.request.file, self.requester
             ),
         }
     }
@@ -105,10 +112,10 @@ impl Incoming {
 
 /// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Output {
-    /// Send an order to a host, then call [`Spawns::sent`].
-    Exec {
-        order: OrderId,
+pub enum SpawnOutput {
+    /// Send an order to a host, then call [`Spawns::order_sent`].
+    StartTasks {
+        order: StartOrderId,
         host: HostId,
         /// Parent of the new tasks.
         parent: Tid,
@@ -119,7 +126,7 @@ pub enum Output {
     /// Notify the requesting task that its request waits for a host, or that it stops waiting. None
     /// of its tasks has started while it waits, so the task may send the request again to another
     /// resource manager.
-    Waits {
+    NotifyWait {
         to: Tid,
         /// Wait id of the request.
         wid: i32,
@@ -134,17 +141,17 @@ pub enum Output {
         body: Bytes,
     },
     /// All tasks of a request were started by its first placement, without waiting.
-    Answered(Incoming),
+    FullyAnswered(SpawnIncoming),
     /// A task runs on a host.
     Started {
         tid: Tid,
         host: HostId,
         /// True if the request named the host.
-        named: bool,
+        host_named: bool,
         /// True if the request pins the task to its host.
         pinned: bool,
         /// Constraints of the request.
-        wants: Wants,
+        constraints: Constraints,
         /// User and job of the requesting task.
         by: (u32, Tid),
         /// True if the requesting task is the new task's parent, so that the new task belongs to
@@ -152,81 +159,81 @@ pub enum Output {
         child: bool,
     },
     /// Terminate a task that was started too late for its request.
-    End { tid: Tid },
+    Terminate { tid: Tid },
     /// Add an event to the event log.
-    Record(EventKind),
+    LogEvent(EventKind),
     /// Record a decision in the history.
-    Decided(DecisionKind),
+    RecordDecision(DecisionKind),
 }
 
 /// A task that was started by a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Started {
+pub struct GrantedTask {
     pub tid: Tid,
     pub host: HostId,
     /// Name of the host.
-    pub name: String,
+    pub host_name: String,
 }
 
 #[derive(Debug)]
-struct Spawn {
-    from: Incoming,
-    until: Micros,
-    began: Micros,
+struct PendingSpawn {
+    from: SpawnIncoming,
+    deadline: Micros,
+    began_at: Micros,
     /// When the request was last placed or refused.
-    placed: Micros,
+    placed_at: Micros,
     /// Time until which the request may wait for a host.
     wait_until: Micros,
     /// True if the requesting task was notified that its request waits.
-    told: bool,
+    wait_notified: bool,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
-    lost: Vec<HostId>,
+    lost_hosts: Vec<HostId>,
     /// Hosts that declined tasks of this request, with the time from which they may be used again.
-    declined: BTreeMap<HostId, Micros>,
+    declined_until: BTreeMap<HostId, Micros>,
     attempts: Vec<PlacementAttempt>,
     /// Reason why the request waits, for users.
-    waits_for: String,
+    wait_reason: String,
     /// Names of the hosts chosen for tasks of this request.
-    names: BTreeMap<HostId, String>,
+    host_names: BTreeMap<HostId, String>,
 }
 
 #[derive(Debug)]
-struct Order {
+struct StartOrder {
     spawn: u64,
     host: HostId,
     tasks: Vec<usize>,
-    until: Micros,
+    deadline: Micros,
     wid: Option<i32>,
 }
 
 /// All pending spawn requests, the task limits, and the Up-Down state of the users.
 #[derive(Debug)]
 pub struct Spawns {
-    last: u64,
-    open: BTreeMap<u64, Spawn>,
-    orders: BTreeMap<OrderId, Order>,
-    to_place: VecDeque<u64>,
-    late: Recent<i32>,
-    out: VecDeque<Output>,
-    rules: Rules,
-    fair: Fair,
+    last_number: u64,
+    pending: BTreeMap<u64, PendingSpawn>,
+    orders: BTreeMap<StartOrderId, StartOrder>,
+    placement_queue: VecDeque<u64>,
+    late_orders: RecentSet<i32>,
+    outputs: VecDeque<SpawnOutput>,
+    rules: SpawnRules,
+    fair: FairShare,
     /// Requests that wait for a host.
     waiting: BTreeSet<u64>,
     /// Reservation for a waiting request, if there is one.
-    kept: Option<Kept>,
+    reservation: Option<Reservation>,
     /// User and job of each running task that counts against the limits.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
     /// Suspended tasks with their users. They count against limits but hold no processor.
     suspended: BTreeMap<Tid, u32>,
-    refusals: Refusals,
+    refusals: RefusalLog,
 }
 
 /// Waiting time of requests, and limits on the number of tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rules {
+pub struct SpawnRules {
     /// Maximum time for which a request may wait for a free host. Zero: a request that finds no
     /// host is refused immediately.
     pub wait: Micros,
@@ -235,38 +242,38 @@ pub struct Rules {
 
 impl Default for Spawns {
     fn default() -> Spawns {
-        Spawns::new(Rules::default())
+        Spawns::new(SpawnRules::default())
     }
 }
 
 impl Spawns {
-    pub fn new(rules: Rules) -> Spawns {
+    pub fn new(rules: SpawnRules) -> Spawns {
         Spawns {
-            last: 0,
-            open: BTreeMap::new(),
+            last_number: 0,
+            pending: BTreeMap::new(),
             orders: BTreeMap::new(),
-            to_place: VecDeque::new(),
-            late: Recent::new(LATE_MAX),
-            out: VecDeque::new(),
+            placement_queue: VecDeque::new(),
+            late_orders: RecentSet::new(LATE_ORDERS_MAX),
+            outputs: VecDeque::new(),
             rules,
-            fair: Fair::default(),
+            fair: FairShare::default(),
             waiting: BTreeSet::new(),
-            kept: None,
+            reservation: None,
             tasks: BTreeMap::new(),
             jobs: BTreeMap::new(),
             suspended: BTreeMap::new(),
-            refusals: Refusals::default(),
+            refusals: RefusalLog::default(),
         }
     }
 
     /// Replaces the rules. The new waiting time applies to new requests only; new limits apply to
     /// waiting requests, too.
-    pub fn set_rules(&mut self, rules: Rules) {
+    pub fn set_rules(&mut self, rules: SpawnRules) {
         self.rules = rules;
     }
 
-    /// Accepts a request. The next [`Spawns::place`] places it, unless it is refused immediately.
-    pub fn begin(&mut self, now: Micros, from: Incoming) {
+    /// Accepts a request. The next [`Spawns::place_next`] places it, unless it is refused immediately.
+    pub fn accept(&mut self, now: Micros, from: SpawnIncoming) {
         let count = from.request.count;
         let refusal = match count {
             0 => Some((PvmError::BadParam, "it asks for no task".to_string())),
@@ -274,64 +281,64 @@ impl Spawns {
                 PvmError::OutOfRes,
                 format!("a spawn may ask for {SPAWN_TASKS_MAX} tasks at most"),
             )),
-            _ if self.open.len() >= SPAWNS_OPEN_MAX => Some((
+            _ if self.pending.len() >= PENDING_SPAWNS_MAX => Some((
                 PvmError::OutOfRes,
-                format!("{SPAWNS_OPEN_MAX} spawns are being carried out or wait already"),
+                format!("{PENDING_SPAWNS_MAX} spawns are being carried out or wait already"),
             )),
             _ => None,
         };
         if let Some((error, why)) = refusal {
-            return self.refuse_and_tell(now, &from, error, why);
+            return self.refuse_and_log(now, &from, error, why);
         }
         let count = count as usize;
-        self.last += 1;
-        self.to_place.push_back(self.last);
+        self.last_number += 1;
+        self.placement_queue.push_back(self.last_number);
         let wait = Micros(self.rules.wait.0.saturating_sub(from.waited.0));
-        let spawn = Spawn {
+        let spawn = PendingSpawn {
             from,
-            until: now + wait + SPAWN_TIME_MAX,
-            began: now,
-            placed: now,
+            deadline: now + wait + SPAWN_TIMEOUT,
+            began_at: now,
+            placed_at: now,
             wait_until: now + wait,
-            told: false,
+            wait_notified: false,
             results: vec![None; count],
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
-            lost: Vec::new(),
-            declined: BTreeMap::new(),
+            lost_hosts: Vec::new(),
+            declined_until: BTreeMap::new(),
             attempts: Vec::new(),
-            waits_for: String::new(),
-            names: BTreeMap::new(),
+            wait_reason: String::new(),
+            host_names: BTreeMap::new(),
         };
-        self.open.insert(self.last, spawn);
+        self.pending.insert(self.last_number, spawn);
     }
 
-    /// True if a request is queued for [`Spawns::place`].
-    pub fn wants_place(&self) -> bool {
-        !self.to_place.is_empty()
+    /// True if a request is queued for [`Spawns::place_next`].
+    pub fn has_unplaced(&self) -> bool {
+        !self.placement_queue.is_empty()
     }
 
-    /// Places the first request in the queue. `choice`: external chooser, if the policy names one.
+    /// Places the first request in the queue. `chooser`: external chooser, if the policy names one.
     /// Returns the host after which the next round-robin placement starts.
-    pub fn place(
+    pub fn place_next(
         &mut self,
         now: Micros,
         snapshot: &Snapshot,
-        choice: Option<&dyn Choice>,
+        chooser: Option<&dyn Chooser>,
     ) -> HostId {
         let Some(number) = self
-            .to_place
+            .placement_queue
             .pop_front()
-            .filter(|n| !self.is_limited(now, *n))
+            .filter(|n| !self.check_limits(now, *n))
         else {
-            return snapshot.rotation;
+            return snapshot.round_robin_last;
         };
-        let Some(spawn) = self.open.get_mut(&number) else {
-            return snapshot.rotation;
+        let Some(spawn) = self.pending.get_mut(&number) else {
+            return snapshot.round_robin_last;
         };
         let tasks = std::mem::take(&mut spawn.unplaced);
-        let Incoming {
-            src,
+        let SpawnIncoming {
+            requester: src,
             caller,
             request,
             user,
@@ -339,42 +346,45 @@ impl Spawns {
             ..
         } = &spawn.from;
         let kept = self
-            .kept
+            .reservation
             .as_ref()
-            .filter(|kept| kept.is_kept_from(now, &self.fair, (number, *user)));
-        let (user, peers) = (*user, &snapshot.peers_of(*caller, *job));
+            .filter(|kept| kept.excludes(now, &self.fair, (number, *user)));
+        let (user, peers) = (*user, &snapshot.peer_hosts(*caller, *job));
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
-        spawn.declined.retain(|_, until| now < *until);
-        let declined: Vec<HostId> = spawn.declined.keys().copied().collect();
-        let (without, declined) = (&spawn.lost, &declined);
-        let ask = Ask {
+        spawn.declined_until.retain(|_, until| now < *until);
+        let declined: Vec<HostId> = spawn.declined_until.keys().copied().collect();
+        let (without, declined) = (&spawn.lost_hosts, &declined);
+        let ask = PlacementRequest {
             user,
             request,
             count: tasks.len() as u32,
             caller: *caller,
             peers,
-            without,
-            declined,
-            kept: hosts,
+            lost_hosts: without,
+            declined_by: declined,
+            reserved_hosts: hosts,
         };
-        let choice = choice.filter(|_| !request.names_one_host());
-        let placement = place_by(snapshot, &ask, choice);
-        let none_free = placement.why == Why::NoneFree
+        let chooser = chooser.filter(|_| !request.names_one_host());
+        let placement = place_with_chooser(snapshot, &ask, chooser);
+        let none_available = placement.reason == PlacementReason::NoneAvailable
             && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
-        if none_free && now < spawn.wait_until {
+        if none_available && now < spawn.wait_until {
             let before = self
-                .kept
+                .reservation
                 .as_ref()
                 .filter(|kept| kept.number == number)
                 .map_or(&[][..], |kept| &kept.hosts);
-            let hosts = reserve(snapshot, &ask, before);
-            self.wait(now, number, tasks, placement.sentence(snapshot));
-            self.keep(now, number, None, || hosts);
-            return snapshot.rotation;
+            let hosts = hosts_to_reserve(snapshot, &ask, before);
+            self.enqueue(now, number, tasks, placement.sentence(snapshot));
+            self.reserve_for(now, number, None, || hosts);
+            return snapshot.round_robin_last;
         }
-        self.kept.take_if(|kept| kept.number == number);
-        searched(&mut spawn.attempts, record::attempt(&placement, snapshot));
-        spawn.placed = now;
+        self.reservation.take_if(|kept| kept.number == number);
+        add_attempt(
+            &mut spawn.attempts,
+            decision_records::placement_attempt(&placement, snapshot),
+        );
+        spawn.placed_at = now;
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
             match host {
@@ -382,19 +392,19 @@ impl Spawns {
                 Err(error) => spawn.results[task] = Some(Err(*error)),
             }
         }
-        if std::mem::take(&mut spawn.told) && !parts.is_empty() {
-            self.out.push_back(Output::Waits {
+        if std::mem::take(&mut spawn.wait_notified) && !parts.is_empty() {
+            self.outputs.push_back(SpawnOutput::NotifyWait {
                 to: *src,
                 wid: spawn.from.wid,
                 waited: None,
             });
         }
-        let memory = Wants::of(request)
+        let memory = Constraints::from_request(request)
             .ok()
-            .and_then(|wants| wants.memory())
+            .and_then(|wants| wants.memory_bytes())
             .unwrap_or(0);
         for (host, tasks) in parts {
-            spawn.names.insert(host, snapshot.name(host));
+            spawn.host_names.insert(host, snapshot.host_name(host));
             let dir = request
                 .place
                 .find(':')
@@ -405,35 +415,35 @@ impl Spawns {
                 place: dir,
                 ..request.clone()
             };
-            self.last += 1;
-            let order = OrderId(self.last);
-            self.out.push_back(Output::Exec {
+            self.last_number += 1;
+            let order = StartOrderId(self.last_number);
+            self.outputs.push_back(SpawnOutput::StartTasks {
                 order,
                 host,
                 parent: *src,
                 request: part,
                 memory,
             });
-            let until = (now + EXEC_TIME_MAX).min(spawn.until);
+            let until = (now + START_ACK_TIMEOUT).min(spawn.deadline);
             self.orders.insert(
                 order,
-                Order {
+                StartOrder {
                     spawn: number,
                     host,
                     tasks,
-                    until,
+                    deadline: until,
                     wid: None,
                 },
             );
         }
-        self.finish(number);
-        placement.rotation
+        self.finish_if_complete(number);
+        placement.round_robin_last
     }
 
     /// Counts a running task for its user and job.
     pub fn task_started(&mut self, now: Micros, tid: Tid, by: (u32, Tid)) {
         if self.tasks.insert(tid, by).is_none() {
-            self.fair.takes(now, by.0, 1);
+            self.fair.acquire(now, by.0, 1);
             *self.jobs.entry(by.1).or_default() += 1;
         }
     }
@@ -444,30 +454,30 @@ impl Spawns {
             return;
         };
         if suspend && self.suspended.insert(tid, *user).is_none() {
-            self.fair.gives(now, *user, 1);
+            self.fair.release(now, *user, 1);
         } else if !suspend && self.suspended.remove(&tid).is_some() {
-            self.fair.takes(now, *user, 1);
+            self.fair.acquire(now, *user, 1);
         }
     }
 
-    /// Returns the number of pending requests of a job. Requests of the task `but` do not count.
-    pub fn starting_for(&self, job: Tid, but: Tid) -> usize {
-        self.open
+    /// Returns the number of pending requests of a job. Requests of the task `except` do not count.
+    pub fn pending_spawns_of(&self, job: Tid, except: Tid) -> usize {
+        self.pending
             .values()
-            .filter(|spawn| spawn.from.job == job && spawn.from.src != but)
+            .filter(|spawn| spawn.from.job == job && spawn.from.requester != except)
             .count()
     }
 
     /// Returns the hosts on which tasks are being started.
-    pub fn starting_on(&self) -> BTreeSet<HostId> {
+    pub fn hosts_starting_tasks(&self) -> BTreeSet<HostId> {
         self.orders.values().map(|order| order.host).collect()
     }
 
     /// Returns the number of tasks that are being started, by host. Pinned tasks do not count.
-    pub fn starting(&self) -> BTreeMap<HostId, u32> {
+    pub fn starting_tasks(&self) -> BTreeMap<HostId, u32> {
         let mut starting = BTreeMap::new();
-        let is_load = |order: &&Order| {
-            self.open
+        let is_load = |order: &&StartOrder| {
+            self.pending
                 .get(&order.spawn)
                 .is_some_and(|spawn| spawn.from.request.flags & SPAWN_PINNED == 0)
         };
@@ -478,18 +488,18 @@ impl Spawns {
     }
 
     /// True if the task counts against the limits.
-    pub fn counts(&self, tid: Tid) -> bool {
+    pub fn is_counted(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
     }
 
     /// Returns the indices and holdings of the users.
-    pub fn fair(&self) -> &Fair {
+    pub fn fair_share(&self) -> &FairShare {
         &self.fair
     }
 
     /// Restores a user's index from the history. `ago`: time since it was stored.
-    pub fn recall_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
-        self.fair.recall(now, user, index, ago);
+    pub fn restore_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
+        self.fair.restore_index(now, user, index, ago);
     }
 
     /// Removes tasks for which `is_known` is false from the limits. Their end may have been missed.
@@ -507,7 +517,7 @@ impl Spawns {
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
             if self.suspended.remove(&tid).is_none() {
-                self.fair.gives(now, user, 1);
+                self.fair.release(now, user, 1);
             }
             if let Some(count) = self.jobs.get_mut(&job) {
                 *count -= 1;
@@ -517,127 +527,135 @@ impl Spawns {
             }
         }
         let asked = |n: &u64| {
-            self.open
+            self.pending
                 .get(n)
-                .filter(|s| s.from.src == tid)
+                .filter(|s| s.from.requester == tid)
                 .map(|s| (*n, s.from.user))
         };
         let gone: Vec<(u64, u32)> = self.waiting.iter().filter_map(asked).collect();
         for (number, user) in gone {
-            self.wait_no_longer(now, user, number);
-            self.open.remove(&number);
+            self.stop_waiting(now, user, number);
+            self.pending.remove(&number);
         }
     }
 
     /// Records the wait id of an order that was sent; `None` if it could not be sent.
-    pub fn sent(&mut self, order: OrderId, wid: Option<i32>) {
+    pub fn order_sent(&mut self, order: StartOrderId, wid: Option<i32>) {
         match (self.orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
-            (Some(_), None) => self.give_up(order),
+            (Some(_), None) => self.abandon_order(order),
             // The order was abandoned before it was sent. The tasks that it starts must be
             // terminated.
-            (None, Some(wid)) => self.late.put(wid),
+            (None, Some(wid)) => self.late_orders.insert(wid),
             (None, None) => {}
         }
     }
 
     /// Handles a host's acknowledgement of an order. False if no order has this wait id.
-    pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+    pub fn order_acknowledged(
+        &mut self,
+        now: Micros,
+        wid: i32,
+        started: PvmResult<Vec<PvmResult<Tid>>>,
+    ) -> bool {
         let found = self
             .orders
             .iter()
             .find(|(_, o)| o.wid == Some(wid))
             .map(|(id, _)| *id);
         let Some(id) = found else {
-            if !self.late.has(wid) {
+            if !self.late_orders.contains(wid) {
                 return false;
             }
             let tids = started.into_iter().flatten().flatten();
-            self.out.extend(tids.map(|tid| Output::End { tid }));
+            self.outputs
+                .extend(tids.map(|tid| SpawnOutput::Terminate { tid }));
             return true;
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
-        let Some(spawn) = self.open.get_mut(&order.spawn) else {
+        let Some(spawn) = self.pending.get_mut(&order.spawn) else {
             return true;
         };
-        let short = match &started {
+        let missing_error = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
         let results = started
             .unwrap_or_default()
             .into_iter()
-            .chain(std::iter::repeat(Err(short)));
+            .chain(std::iter::repeat(Err(missing_error)));
         let results: Vec<PvmResult<Tid>> = results.take(order.tasks.len()).collect();
-        let (elsewhere_too, mut elsewhere) = (spawn.may_go_elsewhere(&results), Vec::new());
+        let (may_retry, mut declined_tasks) = (spawn.may_retry_elsewhere(&results), Vec::new());
         for (task, result) in order.tasks.into_iter().zip(results) {
-            if elsewhere_too && result == Err(GUEST_REFUSED) {
-                elsewhere.push(task);
+            if may_retry && result == Err(GUEST_REFUSED) {
+                declined_tasks.push(task);
                 continue;
             }
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
-            self.out.extend(
+            self.outputs.extend(
                 result
                     .ok()
-                    .map(|tid| started_by(&spawn.from, tid, order.host)),
+                    .map(|tid| started_output(&spawn.from, tid, order.host)),
             );
         }
-        if elsewhere.is_empty() {
-            self.finish(order.spawn);
+        if declined_tasks.is_empty() {
+            self.finish_if_complete(order.spawn);
         } else {
-            spawn.declined.insert(order.host, now + DECLINED_SPAN);
-            self.place_again(order.spawn, elsewhere);
+            spawn
+                .declined_until
+                .insert(order.host, now + DECLINED_WINDOW);
+            self.queue_for_placement(order.spawn, declined_tasks);
         }
         true
     }
 
     /// Handles the loss of a host: tasks that were to start there are placed on other hosts.
     pub fn host_gone(&mut self, host: HostId) {
-        let lost: Vec<OrderId> = self
+        let lost: Vec<StartOrderId> = self
             .orders
             .iter()
             .filter(|(_, o)| o.host == host)
             .map(|(id, _)| *id)
             .collect();
-        lost.into_iter().for_each(|order| self.give_up(order));
+        lost.into_iter().for_each(|order| self.abandon_order(order));
     }
 
     /// Abandons orders and requests whose timeout has expired.
     pub fn tick(&mut self, now: Micros) {
-        let slow: Vec<OrderId> = self
+        let slow: Vec<StartOrderId> = self
             .orders
             .iter()
-            .filter(|(_, o)| o.until <= now)
+            .filter(|(_, o)| o.deadline <= now)
             .map(|(id, _)| *id)
             .collect();
-        slow.into_iter().for_each(|order| self.give_up(order));
+        slow.into_iter().for_each(|order| self.abandon_order(order));
         let waited = |n: &u64| {
-            self.open
+            self.pending
                 .get(n)
                 .filter(|s| s.wait_until <= now)
                 .map(|s| (*n, s.from.user))
         };
         let waited: Vec<(u64, u32)> = self.waiting.iter().filter_map(waited).collect();
         for (number, user) in waited {
-            self.wait_no_longer(now, user, number);
-            self.to_place.push_back(number);
+            self.stop_waiting(now, user, number);
+            self.placement_queue.push_back(number);
         }
         let out_of_time: Vec<u64> = self
-            .open
+            .pending
             .iter()
-            .filter(|(_, s)| s.until <= now)
+            .filter(|(_, s)| s.deadline <= now)
             .map(|(n, _)| *n)
             .collect();
         for number in out_of_time {
-            if let Some(spawn) = self.open.get_mut(&number) {
+            if let Some(spawn) = self.pending.get_mut(&number) {
                 spawn.unplaced.clear();
                 for result in spawn.results.iter_mut().filter(|r| r.is_none()) {
                     *result = Some(Err(PvmError::HostFail));
                 }
             }
-            self.to_place.retain(|n| *n != number);
-            self.finish(number);
+            self.placement_queue.retain(|n| *n != number);
+            self.finish_if_complete(number);
         }
     }
 
@@ -646,73 +664,74 @@ impl Spawns {
         let waits = self
             .waiting
             .iter()
-            .filter_map(|n| self.open.get(n))
+            .filter_map(|n| self.pending.get(n))
             .map(|s| s.wait_until);
         self.orders
             .values()
-            .map(|o| o.until)
-            .chain(self.open.values().map(|s| s.until))
+            .map(|o| o.deadline)
+            .chain(self.pending.values().map(|s| s.deadline))
             .chain(waits)
             .min()
     }
 
     /// Returns the next action.
-    pub fn poll(&mut self) -> Option<Output> {
-        self.out.pop_front()
+    pub fn poll(&mut self) -> Option<SpawnOutput> {
+        self.outputs.pop_front()
     }
 
     /// Abandons an order that its host has not acknowledged in time. Its tasks are placed on other
     /// hosts, or fail if the request names the host.
-    fn give_up(&mut self, order: OrderId) {
+    fn abandon_order(&mut self, order: StartOrderId) {
         let Some(order) = self.orders.remove(&order) else {
             return;
         };
         if let Some(wid) = order.wid {
-            self.late.put(wid);
+            self.late_orders.insert(wid);
         }
-        let Some(spawn) = self.open.get_mut(&order.spawn) else {
+        let Some(spawn) = self.pending.get_mut(&order.spawn) else {
             return;
         };
-        spawn.lost.push(order.host);
+        spawn.lost_hosts.push(order.host);
         if spawn.from.request.has_fixed_place() {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));
             }
-            return self.finish(order.spawn);
+            return self.finish_if_complete(order.spawn);
         }
-        self.place_again(order.spawn, order.tasks);
+        self.queue_for_placement(order.spawn, order.tasks);
     }
 
     /// Queues tasks of a request for another placement.
-    fn place_again(&mut self, number: u64, tasks: Vec<usize>) {
-        let Some(spawn) = self.open.get_mut(&number) else {
+    fn queue_for_placement(&mut self, number: u64, tasks: Vec<usize>) {
+        let Some(spawn) = self.pending.get_mut(&number) else {
             return;
         };
         if spawn.unplaced.is_empty() {
-            self.to_place.push_back(number);
+            self.placement_queue.push_back(number);
         }
         spawn.unplaced.extend(tasks);
     }
 
     /// Answers and records a request if all its tasks have a result.
-    fn finish(&mut self, number: u64) {
+    fn finish_if_complete(&mut self, number: u64) {
         if self
-            .open
+            .pending
             .get(&number)
             .is_none_or(|s| s.results.contains(&None))
         {
             return;
         }
-        let Some(spawn) = self.open.remove(&number) else {
+        let Some(spawn) = self.pending.remove(&number) else {
             return;
         };
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
-        let at_once = !spawn.told && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
+        let at_once =
+            !spawn.wait_notified && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
         let whole = at_once && results.iter().all(Result::is_ok);
-        let answered = whole.then(|| Output::Answered(spawn.from.clone()));
+        let answered = whole.then(|| SpawnOutput::FullyAnswered(spawn.from.clone()));
         let from = spawn.from;
-        self.out.push_back(Output::Reply {
-            to: from.src,
+        self.outputs.push_back(SpawnOutput::Reply {
+            to: from.requester,
             wid: from.wid,
             body: pack_tids(&results),
         });
@@ -727,17 +746,21 @@ impl Spawns {
         let with_tids = results.iter().filter_map(|r| r.ok()).zip(&hosts);
         let name = |host: &HostId| {
             spawn
-                .names
+                .host_names
                 .get(host)
                 .cloned()
                 .unwrap_or_else(|| host.to_string())
         };
         let started = with_tids.map(|(tid, host)| (tid, name(host))).collect();
-        let waited = from.waited + spawn.placed.since(spawn.began);
-        self.out
-            .push_back(from.decided(started, failed.copied(), waited, spawn.attempts));
+        let waited = from.waited + spawn.placed_at.since(spawn.began_at);
+        self.outputs.push_back(from.decision_output(
+            started,
+            failed.copied(),
+            waited,
+            spawn.attempts,
+        ));
         let event = match (failed, hosts.is_empty()) {
-            (Some(error), true) => from.not_started(*error, &why),
+            (Some(error), true) => from.failure_event(*error, &why),
             (Some(error), false) => {
                 let missing = results.len() - hosts.len();
                 let why = format!("{why}; {missing} of {} failed: {error}", results.len());
@@ -753,49 +776,58 @@ impl Spawns {
                 why,
             },
         };
-        self.out.push_back(Output::Record(event));
-        self.out.extend(answered);
+        self.outputs.push_back(SpawnOutput::LogEvent(event));
+        self.outputs.extend(answered);
     }
 
     /// Records tasks that were started by a grant, for which no request arrived here. Their daemon
     /// has reported their start to the event log.
-    pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: PlacementAttempt) {
-        self.out.extend(
+    pub fn record_granted(
+        &mut self,
+        from: SpawnIncoming,
+        started: Vec<GrantedTask>,
+        attempt: PlacementAttempt,
+    ) {
+        self.outputs.extend(
             started
                 .iter()
-                .map(|one| started_by(&from, one.tid, one.host)),
+                .map(|one| started_output(&from, one.tid, one.host)),
         );
-        let Incoming {
-            src,
+        let SpawnIncoming {
+            requester: src,
             request,
             job,
             user,
             ..
         } = from;
-        self.out.push_back(Output::Decided(DecisionKind::Spawn {
-            program: request.file,
-            requested_by: src,
-            job,
-            user,
-            count: started.len() as u32,
-            started: started.into_iter().map(|one| (one.tid, one.name)).collect(),
-            error: None,
-            waited: Micros(0),
-            attempts: vec![attempt],
-        }));
+        self.outputs
+            .push_back(SpawnOutput::RecordDecision(DecisionKind::Spawn {
+                program: request.file,
+                requested_by: src,
+                job,
+                user,
+                count: started.len() as u32,
+                started: started
+                    .into_iter()
+                    .map(|one| (one.tid, one.host_name))
+                    .collect(),
+                error: None,
+                waited: Micros(0),
+                attempts: vec![attempt],
+            }));
     }
 }
 
-impl Spawn {
+impl PendingSpawn {
     /// True if tasks that a host declined may be placed on other hosts. Tasks that must share a
     /// host, or whose number per host is limited, may be only if all tasks of the request were
     /// declined.
-    fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
+    fn may_retry_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
         if self.from.request.has_fixed_place() || !results.contains(&Err(GUEST_REFUSED)) {
             return false;
         }
-        let apart =
-            Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
+        let apart = Constraints::from_request(&self.from.request)
+            .is_ok_and(|wants| wants.colocation == Colocation::Any);
         apart
             || (results.len() == self.results.len()
                 && results.iter().all(|one| *one == Err(GUEST_REFUSED)))
@@ -803,35 +835,35 @@ impl Spawn {
 }
 
 /// Adds an attempt. If there are too many, drops the second oldest one.
-fn searched(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
+fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
-    if attempts.len() > SEARCHES_MAX {
+    if attempts.len() > KEPT_ATTEMPTS_MAX {
         attempts.remove(1);
     }
 }
 
 /// Returns the output that reports a task of this request as started.
-fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
-    let wants = Wants::of(&from.request).unwrap_or_default();
+fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
+    let wants = Constraints::from_request(&from.request).unwrap_or_default();
     let (named, pinned) = (
         from.request.names_one_host(),
         from.request.flags & SPAWN_PINNED != 0,
     );
     let child = from.request.flags & SPAWN_NO_PARENT == 0;
-    Output::Started {
+    SpawnOutput::Started {
         tid,
         host,
-        named,
+        host_named: named,
         pinned,
-        wants,
+        constraints: wants,
         by: (from.user, from.job),
         child,
     }
 }
 
 /// Returns the number of tasks of a user, and the number of tasks of a job. Suspended tasks count.
-fn held(
-    fair: &Fair,
+fn tasks_held(
+    fair: &FairShare,
     suspended: &BTreeMap<Tid, u32>,
     jobs: &BTreeMap<Tid, u32>,
     (user, job): (u32, Tid),

@@ -3,70 +3,70 @@
 //!
 //! With ten thousand hosts, every report is processed here. So no operation examines all hosts.
 
-use crate::recent::Recent;
+use crate::recent::RecentSet;
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Timeout for the start of a watcher on a host.
-pub const START_TIME_MAX: Micros = Micros::from_secs(10);
-/// Delay before the second attempt. Doubles after each failure, up to [`PAUSE_MAX`].
-pub const PAUSE_MIN: Micros = Micros::from_millis(250);
+pub const START_TIMEOUT: Micros = Micros::from_secs(10);
+/// Delay before the second attempt. Doubles after each failure, up to [`WATCHER_RETRY_MAX`].
+pub const WATCHER_RETRY_MIN: Micros = Micros::from_millis(250);
 /// Maximum delay between attempts.
-pub const PAUSE_MAX: Micros = Micros::from_secs(60);
+pub const WATCHER_RETRY_MAX: Micros = Micros::from_secs(60);
 /// If a watcher ran for at least this time, the count of failures is reset.
-const STEADY: Micros = Micros::from_secs(30);
+const STEADY_RUN_MIN: Micros = Micros::from_secs(30);
 /// Number of consecutive short runs after which the event log gets a note.
-const SHORT_MAX: u32 = 3;
+const SHORT_RUNS_MAX: u32 = 3;
 /// Time without a report after which a watcher is terminated and replaced. Watchers report every
 /// ten seconds.
-pub const SILENT_MAX: Micros = Micros::from_secs(45);
+pub const SILENCE_TIMEOUT: Micros = Micros::from_secs(45);
 /// Timeout for the first report of a watcher that an earlier resource manager started.
-pub const ADOPT_TIME_MAX: Micros = Micros::from_secs(5);
+pub const ADOPT_TIMEOUT: Micros = Micros::from_secs(5);
 /// Maximum number of abandoned orders whose wait id is remembered, to recognize a late
 /// acknowledgement.
-const LATE_MAX: usize = 4096;
+const LATE_ORDERS_MAX: usize = 4096;
 
 /// Action that the service must carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// Start a watcher on a host, then call [`Watchers::sent`].
+pub enum WatcherOutput {
+    /// Start a watcher on a host, then call [`Watchers::order_sent`].
     Start(HostId),
     /// Ask this watcher, started by an earlier resource manager, to report to this one.
     Adopt(Tid),
     /// Request a notification of this watcher's end.
     Notify(Tid),
-    End(Tid),
+    Terminate(Tid),
     /// Add a note to the event log.
     Note(String),
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum WatcherState {
     Wanted {
-        at: Micros,
+        start_at: Micros,
     },
     Starting {
         wid: Option<i32>,
-        until: Micros,
+        deadline: Micros,
     },
     Adopted {
         tid: Tid,
-        until: Micros,
+        deadline: Micros,
     },
     Running {
         tid: Tid,
         since: Micros,
-        heard: Micros,
+        last_report: Micros,
     },
 }
 
 #[derive(Debug)]
 struct Watcher {
-    state: State,
+    state: WatcherState,
     failures: u32,
     /// Number of consecutive runs that ended soon after their start.
-    short: u32,
-    told: Option<PvmError>,
+    short_runs: u32,
+    reported_error: Option<PvmError>,
 }
 
 /// The watchers of all hosts.
@@ -77,11 +77,11 @@ pub struct Watchers {
     /// earlier than the deadline: a report postpones only the deadline.
     due: BTreeSet<(Micros, HostId)>,
     /// Hosts of the orders that are not acknowledged yet, by wait id.
-    starting: HashMap<i32, HostId>,
+    hosts_by_order: HashMap<i32, HostId>,
     /// Hosts of the running watchers, by task.
-    tasks: HashMap<Tid, HostId>,
-    late: Recent<i32>,
-    out: VecDeque<Output>,
+    hosts_by_task: HashMap<Tid, HostId>,
+    late_orders: RecentSet<i32>,
+    outputs: VecDeque<WatcherOutput>,
 }
 
 impl Default for Watchers {
@@ -91,40 +91,49 @@ impl Default for Watchers {
         Watchers {
             hosts,
             due,
-            starting,
-            tasks,
-            late: Recent::new(LATE_MAX),
-            out: VecDeque::new(),
+            hosts_by_order: starting,
+            hosts_by_task: tasks,
+            late_orders: RecentSet::new(LATE_ORDERS_MAX),
+            outputs: VecDeque::new(),
         }
     }
 }
 
 impl Watcher {
     /// Counts a failed attempt. Returns the state in which the watcher waits for the next one.
-    fn after_failure(&mut self, now: Micros) -> State {
-        let pause = Micros((PAUSE_MIN.0 << self.failures.min(12)).min(PAUSE_MAX.0));
+    fn after_failure(&mut self, now: Micros) -> WatcherState {
+        let pause = Micros((WATCHER_RETRY_MIN.0 << self.failures.min(12)).min(WATCHER_RETRY_MAX.0));
         self.failures += 1;
-        State::Wanted { at: now + pause }
+        WatcherState::Wanted {
+            start_at: now + pause,
+        }
     }
 
-    fn due(&self) -> Micros {
+    fn due_at(&self) -> Micros {
         match self.state {
-            State::Wanted { at } => at,
-            State::Starting { until, .. } | State::Adopted { until, .. } => until,
-            State::Running { heard, .. } => heard + SILENT_MAX,
+            WatcherState::Wanted { start_at: at } => at,
+            WatcherState::Starting {
+                deadline: until, ..
+            }
+            | WatcherState::Adopted {
+                deadline: until, ..
+            } => until,
+            WatcherState::Running {
+                last_report: heard, ..
+            } => heard + SILENCE_TIMEOUT,
         }
     }
 
     fn task(&self) -> Option<Tid> {
         match self.state {
-            State::Running { tid, .. } | State::Adopted { tid, .. } => Some(tid),
-            State::Wanted { .. } | State::Starting { .. } => None,
+            WatcherState::Running { tid, .. } | WatcherState::Adopted { tid, .. } => Some(tid),
+            WatcherState::Wanted { .. } | WatcherState::Starting { .. } => None,
         }
     }
 
-    fn order(&self) -> Option<i32> {
+    fn wait_id(&self) -> Option<i32> {
         match self.state {
-            State::Starting { wid, .. } => wid,
+            WatcherState::Starting { wid, .. } => wid,
             _ => None,
         }
     }
@@ -132,9 +141,9 @@ impl Watcher {
 
 /// Returns the note about a host on which the watcher repeatedly ends soon after its start. It does
 /// not contain the watcher's output, which the master's log collects.
-fn never_steady(host: HostId) -> String {
+fn short_runs_note(host: HostId) -> String {
     format!(
-        "load watcher of {host} ends at its start, {SHORT_MAX} times in a row: its owner is not guarded; what it said is \
+        "load watcher of {host} ends at its start, {SHORT_RUNS_MAX} times in a row: its owner is not guarded; what it said is \
          in the master's log; it is tried again"
     )
 }
@@ -143,55 +152,60 @@ impl Watchers {
     /// Adds a host that has joined.
     pub fn add(&mut self, now: Micros, host: HostId) {
         let watcher = Watcher {
-            state: State::Wanted { at: now },
+            state: WatcherState::Wanted { start_at: now },
             failures: 0,
-            short: 0,
-            told: None,
+            short_runs: 0,
+            reported_error: None,
         };
         self.hosts.entry(host).or_insert(watcher);
         self.due.insert((now, host));
     }
 
     /// Changes the state of a host's watcher, and updates the indices and the deadline.
-    fn set(&mut self, host: HostId, state: State) {
+    fn set_state(&mut self, host: HostId, state: WatcherState) {
         let Some(watcher) = self.hosts.get_mut(&host) else {
             return;
         };
-        watcher.order().map(|wid| self.starting.remove(&wid));
-        watcher.task().map(|tid| self.tasks.remove(&tid));
+        watcher
+            .wait_id()
+            .map(|wid| self.hosts_by_order.remove(&wid));
+        watcher.task().map(|tid| self.hosts_by_task.remove(&tid));
         watcher.state = state;
-        self.starting.extend(watcher.order().map(|wid| (wid, host)));
-        self.tasks.extend(watcher.task().map(|tid| (tid, host)));
-        self.due.insert((watcher.due(), host));
+        self.hosts_by_order
+            .extend(watcher.wait_id().map(|wid| (wid, host)));
+        self.hosts_by_task
+            .extend(watcher.task().map(|tid| (tid, host)));
+        self.due.insert((watcher.due_at(), host));
     }
 
     /// Schedules the next attempt to start the watcher of a host after a failure.
-    fn failed(&mut self, now: Micros, host: HostId) {
+    fn schedule_retry(&mut self, now: Micros, host: HostId) {
         if let Some(state) = self
             .hosts
             .get_mut(&host)
             .map(|watcher| watcher.after_failure(now))
         {
-            self.set(host, state);
+            self.set_state(host, state);
         }
     }
 
     /// Adopts a running watcher of an earlier resource manager, unless this one has already ordered
     /// the start of a watcher on the host.
-    pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
+    pub fn adopt(&mut self, now: Micros, host: HostId, tid: Tid) {
         if self
             .hosts
             .get(&host)
-            .is_some_and(|watcher| matches!(watcher.state, State::Wanted { .. }))
+            .is_some_and(|watcher| matches!(watcher.state, WatcherState::Wanted { .. }))
         {
-            self.set(
+            self.set_state(
                 host,
-                State::Adopted {
+                WatcherState::Adopted {
                     tid,
-                    until: now + ADOPT_TIME_MAX,
+                    deadline: now + ADOPT_TIMEOUT,
                 },
             );
-            self.out.extend([Output::Adopt(tid), Output::Notify(tid)]);
+            self.outputs
+                .extend([WatcherOutput::Adopt(tid), WatcherOutput::Notify(tid)]);
         }
     }
 
@@ -200,30 +214,30 @@ impl Watchers {
         let Some(watcher) = self.hosts.remove(&host) else {
             return;
         };
-        watcher.task().map(|tid| self.tasks.remove(&tid));
-        if let Some(wid) = watcher.order() {
-            self.starting.remove(&wid);
-            self.late.put(wid);
+        watcher.task().map(|tid| self.hosts_by_task.remove(&tid));
+        if let Some(wid) = watcher.wait_id() {
+            self.hosts_by_order.remove(&wid);
+            self.late_orders.insert(wid);
         }
     }
 
     /// Records the wait id of an order that was sent; `None` if it could not be sent.
-    pub fn sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
+    pub fn order_sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
-            Some(wid) => self.set(
+            Some(wid) => self.set_state(
                 host,
-                State::Starting {
+                WatcherState::Starting {
                     wid: Some(wid),
-                    until: now + START_TIME_MAX,
+                    deadline: now + START_TIMEOUT,
                 },
             ),
-            None => self.failed(now, host),
+            None => self.schedule_retry(now, host),
         }
     }
 
     /// The order was abandoned, or the watcher has already reported and is known. An unknown
     /// watcher is terminated.
-    pub fn ack(
+    pub fn order_acknowledged(
         &mut self,
         now: Micros,
         wid: i32,
@@ -233,8 +247,8 @@ impl Watchers {
             |e| Err(*e),
             |s| s.first().copied().unwrap_or(Err(PvmError::DSysErr)),
         );
-        let Some(host) = self.starting.get(&wid).copied() else {
-            if !self.late.has(wid) {
+        let Some(host) = self.hosts_by_order.get(&wid).copied() else {
+            if !self.late_orders.contains(wid) {
                 return None;
             }
             // The order was abandoned, or another watcher of the host has reported since and is
@@ -242,82 +256,88 @@ impl Watchers {
             if let Ok(tid) = result.map_err(|_| ())
                 && self.host_of(tid).is_none()
             {
-                self.out.push_back(Output::End(tid));
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
             }
             return Some(None);
         };
         match result {
             Ok(tid) => {
-                self.set(
+                self.set_state(
                     host,
-                    State::Running {
+                    WatcherState::Running {
                         tid,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
                 self.hosts
                     .get_mut(&host)
                     .into_iter()
-                    .for_each(|watcher| watcher.told = None);
-                self.out.push_back(Output::Notify(tid));
+                    .for_each(|watcher| watcher.reported_error = None);
+                self.outputs.push_back(WatcherOutput::Notify(tid));
                 Some(Some((host, tid)))
             }
             Err(error) => {
-                self.failed(now, host);
+                self.schedule_retry(now, host);
                 if let Some(watcher) = self
                     .hosts
                     .get_mut(&host)
-                    .filter(|watcher| watcher.told != Some(error))
+                    .filter(|watcher| watcher.reported_error != Some(error))
                 {
-                    watcher.told = Some(error);
+                    watcher.reported_error = Some(error);
                     let text = format!(
                         "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
                     );
-                    self.out.push_back(Output::Note(text));
+                    self.outputs.push_back(WatcherOutput::Note(text));
                 }
                 Some(None)
             }
         }
     }
 
-    /// Handles a report that task `src` sends as the watcher of host `from`. Returns true if the
+    /// Handles a report that task `requester` sends as the watcher of host `request`. Returns true if the
     /// report is valid.
-    pub fn heard(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
+    pub fn report_received(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
             return false;
         };
         match &mut watcher.state {
-            State::Running { tid, heard, .. } if *tid == src => *heard = now,
-            State::Adopted { tid, .. } if *tid == src => {
-                self.set(
+            WatcherState::Running {
+                tid,
+                last_report: heard,
+                ..
+            } if *tid == src => *heard = now,
+            WatcherState::Adopted { tid, .. } if *tid == src => {
+                self.set_state(
                     from,
-                    State::Running {
+                    WatcherState::Running {
                         tid: src,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
             }
             // The first report may arrive before the host's acknowledgement. It may also come from
             // a watcher that the host has started itself.
-            State::Starting { .. } | State::Wanted { .. } if src.birth_host() == Some(from) => {
-                if let State::Starting { wid: Some(wid), .. } = watcher.state {
-                    self.late.put(wid);
+            WatcherState::Starting { .. } | WatcherState::Wanted { .. }
+                if src.birth_host() == Some(from) =>
+            {
+                if let WatcherState::Starting { wid: Some(wid), .. } = watcher.state {
+                    self.late_orders.insert(wid);
                 }
-                self.set(
+                self.set_state(
                     from,
-                    State::Running {
+                    WatcherState::Running {
                         tid: src,
                         since: now,
-                        heard: now,
+                        last_report: now,
                     },
                 );
-                self.out.push_back(Output::Notify(src));
+                self.outputs.push_back(WatcherOutput::Notify(src));
             }
             // A second watcher runs on the host.
-            State::Running { .. } if src.birth_host() == Some(from) => {
-                self.out.push_back(Output::End(src));
+            WatcherState::Running { .. } if src.birth_host() == Some(from) => {
+                self.outputs.push_back(WatcherOutput::Terminate(src));
                 return false;
             }
             _ => return false,
@@ -327,27 +347,28 @@ impl Watchers {
 
     /// Returns the host that this task watches.
     pub fn host_of(&self, task: Tid) -> Option<HostId> {
-        self.tasks.get(&task).copied()
+        self.hosts_by_task.get(&task).copied()
     }
 
     /// Handles the end of a task. Returns true if the task was a watcher.
-    pub fn ended(&mut self, now: Micros, task: Tid) -> bool {
+    pub fn task_ended(&mut self, now: Micros, task: Tid) -> bool {
         let Some(host) = self.host_of(task) else {
             return false;
         };
         if let Some(watcher) = self.hosts.get_mut(&host)
-            && let State::Running { since, .. } = watcher.state
+            && let WatcherState::Running { since, .. } = watcher.state
         {
-            if now.since(since) >= STEADY {
-                (watcher.failures, watcher.short) = (0, 0);
+            if now.since(since) >= STEADY_RUN_MIN {
+                (watcher.failures, watcher.short_runs) = (0, 0);
             } else {
-                watcher.short = watcher.short.saturating_add(1);
-                if watcher.short == SHORT_MAX {
-                    self.out.push_back(Output::Note(never_steady(host)));
+                watcher.short_runs = watcher.short_runs.saturating_add(1);
+                if watcher.short_runs == SHORT_RUNS_MAX {
+                    self.outputs
+                        .push_back(WatcherOutput::Note(short_runs_note(host)));
                 }
             }
         }
-        self.failed(now, host);
+        self.schedule_retry(now, host);
         true
     }
 
@@ -355,56 +376,56 @@ impl Watchers {
     pub fn tick(&mut self, now: Micros) {
         while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, host));
-            let Some(due) = self.hosts.get(&host).map(Watcher::due) else {
+            let Some(due) = self.hosts.get(&host).map(Watcher::due_at) else {
                 continue;
             };
             if due > now {
                 // The watcher has reported since this entry was made, so its deadline is later.
                 self.due.insert((due, host));
             } else {
-                self.look_at(now, host);
+                self.handle_deadline(now, host);
             }
         }
     }
 
     /// Handles the expired deadline of a host's watcher.
-    fn look_at(&mut self, now: Micros, host: HostId) {
+    fn handle_deadline(&mut self, now: Micros, host: HostId) {
         let Some(watcher) = self.hosts.get(&host) else {
             return;
         };
         match watcher.state {
-            State::Wanted { .. } => {
-                self.set(
+            WatcherState::Wanted { .. } => {
+                self.set_state(
                     host,
-                    State::Starting {
+                    WatcherState::Starting {
                         wid: None,
-                        until: now + START_TIME_MAX,
+                        deadline: now + START_TIMEOUT,
                     },
                 );
-                self.out.push_back(Output::Start(host));
+                self.outputs.push_back(WatcherOutput::Start(host));
             }
-            State::Starting { wid, .. } => {
+            WatcherState::Starting { wid, .. } => {
                 if let Some(wid) = wid {
-                    self.late.put(wid);
+                    self.late_orders.insert(wid);
                 }
-                self.failed(now, host);
+                self.schedule_retry(now, host);
             }
-            State::Adopted { tid, .. } => {
-                self.out.push_back(Output::End(tid));
+            WatcherState::Adopted { tid, .. } => {
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
                 let text = format!(
                     "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
                 );
-                self.out.push_back(Output::Note(text));
-                self.failed(now, host);
+                self.outputs.push_back(WatcherOutput::Note(text));
+                self.schedule_retry(now, host);
             }
-            State::Running { tid, .. } => {
-                self.out.push_back(Output::End(tid));
-                let seconds = SILENT_MAX.0 / 1_000_000;
+            WatcherState::Running { tid, .. } => {
+                self.outputs.push_back(WatcherOutput::Terminate(tid));
+                let seconds = SILENCE_TIMEOUT.0 / 1_000_000;
                 let text = format!(
                     "load watcher {tid} of {host} was silent for {seconds} s; it is replaced"
                 );
-                self.out.push_back(Output::Note(text));
-                self.failed(now, host);
+                self.outputs.push_back(WatcherOutput::Note(text));
+                self.schedule_retry(now, host);
             }
         }
     }
@@ -415,8 +436,8 @@ impl Watchers {
     }
 
     /// Returns the next action.
-    pub fn poll(&mut self) -> Option<Output> {
-        self.out.pop_front()
+    pub fn poll(&mut self) -> Option<WatcherOutput> {
+        self.outputs.pop_front()
     }
 }
 
@@ -426,7 +447,7 @@ mod tests {
 
     fn notes(watchers: &mut Watchers) -> Vec<String> {
         let note = |output| {
-            if let Output::Note(text) = output {
+            if let WatcherOutput::Note(text) = output {
                 Some(text)
             } else {
                 None
@@ -437,8 +458,8 @@ mod tests {
             .collect()
     }
 
-    /// Starts the next watcher and lets it end after `span`. Returns the notes about it.
-    fn runs(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
+    /// Starts the next watcher and lets it end after `last_entry_time`. Returns the notes about it.
+    fn run_and_end(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (
             number.cast_signed(),
@@ -446,12 +467,12 @@ mod tests {
         );
         let now = watchers.next_deadline().expect("it is wanted");
         watchers.tick(now);
-        watchers.sent(now, host, Some(wid));
+        watchers.order_sent(now, host, Some(wid));
         assert_eq!(
-            watchers.ack(now, wid, &Ok(vec![Ok(tid)])),
+            watchers.order_acknowledged(now, wid, &Ok(vec![Ok(tid)])),
             Some(Some((host, tid)))
         );
-        assert!(watchers.ended(now + span, tid));
+        assert!(watchers.task_ended(now + span, tid));
         notes(watchers)
     }
 
@@ -464,10 +485,10 @@ mod tests {
         let mut number = 0;
         let mut ends = |span: Micros| {
             number += 1;
-            runs(&mut watchers, number, span)
+            run_and_end(&mut watchers, number, span)
         };
-        let (short, steady) = (Micros::from_millis(5), STEADY);
-        for _ in 1..SHORT_MAX {
+        let (short, steady) = (Micros::from_millis(5), STEADY_RUN_MIN);
+        for _ in 1..SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new());
         }
         let told = ends(short);
@@ -475,11 +496,11 @@ mod tests {
             text.starts_with("load watcher of host 1 ends at its start, 3 times in a row")
         };
         assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
-        for _ in 0..2 * SHORT_MAX {
+        for _ in 0..2 * SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new(), "once is enough");
         }
         assert_eq!(ends(steady), Vec::<String>::new());
-        for _ in 1..SHORT_MAX {
+        for _ in 1..SHORT_RUNS_MAX {
             assert_eq!(ends(short), Vec::<String>::new());
         }
         assert_eq!(ends(short), told);

@@ -4,9 +4,10 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, ForeignMean, HostView, Journey, Owner, Policy, Promises, REST, SHIFT_REST_TO_EMPTY,
-    SHIFTS_MAX, Sampled, Shift, Snapshot, TRUST_HALF, TaskView, Terms, Wants, Way, balance,
-    foreign_demand, place,
+    CONFIDENCE_HALF_LIFE, COOLDOWN, Constraints, ExternalMean, GuestPolicy, HostPair, HostView,
+    IDLE_TARGET_COOLDOWN, MigrationSample, OwnerState, PendingPredictions, PlacementPolicy,
+    PlacementRequest, REBALANCES_MAX, Rebalance, Snapshot, TaskView, TimedSample, external_demand,
+    place, plan_rebalances,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -16,85 +17,85 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Interval between decisions in seconds, as in the service.
-const PAUSE: u64 = 10;
+const DECISION_INTERVAL: u64 = 10;
 /// Delay of a decision after the end of a task, in seconds.
-const PAUSE_AFTER_END: u64 = 1;
+const DECISION_DELAY_AFTER_END: u64 = 1;
 /// Maximum simulated time in seconds.
-const DAY: u64 = 86_400;
+const RUN_TIME_MAX: u64 = 86_400;
 
-fn h(index: u16) -> HostId {
+fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-fn top() -> Tid {
-    Tid::task(h(1), 1).expect("a task")
+fn job_tid() -> Tid {
+    Tid::task(host_id(1), 1).expect("a task")
 }
 
 #[derive(Clone, Copy)]
-struct Machine {
+struct SimHost {
     cores: u32,
     speed: i32,
 }
 
-struct Work {
+struct SimTask {
     tid: Tid,
     host: HostId,
     /// Remaining work, in seconds of an ordinary processor.
-    left: f64,
+    remaining: f64,
     since: u64,
     /// Work that the resource manager assumes to be done, in seconds.
     done: f64,
     /// Remaining time of the pause by a migration, in seconds.
-    frozen: f64,
+    paused_for: f64,
     shifts: Vec<Micros>,
     /// Constraints declared by the program.
-    wants: Option<Arc<Wants>>,
+    wants: Option<Arc<Constraints>>,
 }
 
 /// Hosts with the tasks of one job.
-struct Farm {
-    machines: Vec<Machine>,
-    work: Vec<Work>,
+struct JobSim {
+    hosts: Vec<SimHost>,
+    tasks: Vec<SimTask>,
     now: u64,
     load1: Vec<f64>,
     /// Real cost of a migration, in seconds.
     cost: f64,
     barrier: bool,
-    shifts: Vec<(u64, Shift)>,
+    rebalances: Vec<(u64, Rebalance)>,
     /// Time of the next decision, in seconds.
-    look_at: u64,
+    next_decision: u64,
     snapshot: Snapshot,
     /// Mean external load of each host, by host index.
-    means: Vec<Option<ForeignMean>>,
+    means: Vec<Option<ExternalMean>>,
     /// Migrations whose actual gain is not known yet.
-    promises: Promises,
+    predictions: PendingPredictions,
 }
 
-impl Farm {
+impl JobSim {
     /// Creates tasks with these amounts of work in seconds, and places them by the policy.
-    fn new(machines: &[Machine], sizes: &[f64], policy: Policy) -> Farm {
-        let view = |(i, m): (usize, &Machine)| HostView {
-            id: h(i as u16 + 1),
+    fn new(machines: &[SimHost], sizes: &[f64], policy: PlacementPolicy) -> JobSim {
+        let view = |(i, m): (usize, &SimHost)| HostView {
+            id: host_id(i as u16 + 1),
             name: format!("h{}", i + 1),
             arch: "LINUX64".into(),
             zone: 0,
             labels: Arc::default(),
             speed: m.speed,
             cores: m.cores,
-            sample: Some(Sampled {
+            sample: Some(TimedSample {
                 sample: LoadSample {
                     cores: m.cores,
                     ..LoadSample::default()
                 },
-                at: Micros(0),
-                own: 0,
+                received_at: Micros(0),
+                own_tasks: 0,
             }),
-            foreign_mean: None,
-            promised: 0,
-            owner: Owner::Absent { left: None },
-            no_moves: None,
-            starting: 0,
-            terms: Terms::default(),
+            external_mean: None,
+            promised_bytes: 0,
+            owner: OwnerState::Absent { left_at: None },
+            migration_obstacle: None,
+            starting_tasks: 0,
+            guest_policy: GuestPolicy::default(),
             tasks: Vec::new(),
         };
         let snapshot = Snapshot::new(
@@ -106,15 +107,15 @@ impl Farm {
             count: sizes.len() as u32,
             ..SpawnRequest::default()
         };
-        let ask = Ask::of(0, &request, request.count, h(1));
+        let ask = PlacementRequest::new(0, &request, request.count, host_id(1));
         let placed = place(&snapshot, &ask).hosts;
-        let task = |(i, (size, host)): (usize, (&f64, &Result<HostId, _>))| Work {
-            tid: Tid::task(h(1), i as u32 + 10).expect("a task"),
+        let task = |(i, (size, host)): (usize, (&f64, &Result<HostId, _>))| SimTask {
+            tid: Tid::task(host_id(1), i as u32 + 10).expect("a task"),
             host: *host.as_ref().expect("all hosts are free"),
-            left: *size,
+            remaining: *size,
             since: 0,
             done: 0.0,
-            frozen: 0.0,
+            paused_for: 0.0,
             shifts: Vec::new(),
             wants: None,
         };
@@ -122,78 +123,78 @@ impl Farm {
         let load1 = vec![0.0; machines.len()];
         let machines = machines.to_vec();
         let (cost, means) = (1.0, vec![None; machines.len()]);
-        let (shifts, promises) = (Vec::new(), Promises::default());
-        Farm {
-            machines,
-            work,
+        let (shifts, promises) = (Vec::new(), PendingPredictions::default());
+        JobSim {
+            hosts: machines,
+            tasks: work,
             now: 0,
             load1,
             cost,
             barrier: false,
-            shifts,
-            look_at: 0,
+            rebalances: shifts,
+            next_decision: 0,
             snapshot,
             means,
-            promises,
+            predictions: promises,
         }
     }
 
     /// Declares the work of each task, as its program would.
-    fn told(mut self) -> Farm {
-        for work in &mut self.work {
-            let told = Some(Micros((work.left * 1e6) as u64));
-            work.wants = Some(Arc::new(Wants {
+    fn with_declared_work(mut self) -> JobSim {
+        for work in &mut self.tasks {
+            let told = Some(Micros((work.remaining * 1e6) as u64));
+            work.wants = Some(Arc::new(Constraints {
                 work: told,
-                ..Wants::default()
+                ..Constraints::default()
             }));
         }
         self
     }
 
-    fn on(&self, host: HostId) -> usize {
-        self.work.iter().filter(|w| w.host == host).count()
+    fn count_on(&self, host: HostId) -> usize {
+        self.tasks.iter().filter(|w| w.host == host).count()
     }
 
     /// Returns the rate of each task on a host with this number of external threads.
     fn rate(&self, host: HostId, foreign: f64) -> f64 {
-        let machine = self.machines[usize::from(host.index()) - 1];
-        let threads = self.on(host) as f64 + foreign;
+        let machine = self.hosts[usize::from(host.index()) - 1];
+        let threads = self.count_on(host) as f64 + foreign;
         f64::from(machine.speed) / 1e3 * (f64::from(machine.cores) / threads).min(1.0)
     }
 
     /// Advances the time by one second.
-    fn second(&mut self, foreign: &[f64]) {
+    fn advance_second(&mut self, foreign: &[f64]) {
         let rates: Vec<f64> = self
-            .work
+            .tasks
             .iter()
             .map(|w| self.rate(w.host, foreign[usize::from(w.host.index()) - 1]))
             .collect();
         let slowest = rates.iter().copied().fold(f64::MAX, f64::min);
-        let stopped = self.work.iter().map(|w| w.frozen).fold(0.0, f64::max);
-        for (work, rate) in self.work.iter_mut().zip(rates) {
+        let stopped = self.tasks.iter().map(|w| w.paused_for).fold(0.0, f64::max);
+        for (work, rate) in self.tasks.iter_mut().zip(rates) {
             let (frozen, rate) = if self.barrier {
                 (stopped, slowest)
             } else {
-                (work.frozen, rate)
+                (work.paused_for, rate)
             };
-            work.left -= rate * (1.0 - frozen.min(1.0));
-            work.frozen = (work.frozen - 1.0).max(0.0);
+            work.remaining -= rate * (1.0 - frozen.min(1.0));
+            work.paused_for = (work.paused_for - 1.0).max(0.0);
         }
         self.now += 1;
         let estimates = &mut self.snapshot.estimates;
-        for work in self.work.iter().filter(|w| w.left <= 0.0) {
+        for work in self.tasks.iter().filter(|w| w.remaining <= 0.0) {
             let done = Micros((work.done * 1e6) as u64);
-            self.promises
-                .ended(Micros::from_secs(self.now), work.tid, done, estimates);
-            estimates.ended(&Arc::from("worker"), done);
-            self.look_at = self.look_at.min(self.now + PAUSE_AFTER_END);
+            self.predictions
+                .conclude(Micros::from_secs(self.now), work.tid, done, estimates);
+            estimates.record_completion(&Arc::from("worker"), done);
+            self.next_decision = self.next_decision.min(self.now + DECISION_DELAY_AFTER_END);
         }
-        self.work.retain(|w| w.left > 0.0);
+        self.tasks.retain(|w| w.remaining > 0.0);
         for (i, load1) in self.load1.iter_mut().enumerate() {
             let demand = self
-                .work
+                .tasks
                 .iter()
-                .filter(|w| w.host == h(i as u16 + 1))
+                .filter(|w| w.host == host_id(i as u16 + 1))
                 .count() as f64
                 + foreign[i];
             *load1 += (demand - *load1) / 60.0;
@@ -205,16 +206,16 @@ impl Farm {
     fn report(&mut self, foreign: &[f64]) {
         for (i, foreign) in foreign.iter().enumerate() {
             let sampled = self.sampled(i, *foreign);
-            let (at, demand) = (sampled.at, foreign_demand(&sampled));
-            let mean = self.means[i].map(|mean| mean.after(at, demand));
-            self.means[i] = Some(mean.unwrap_or_else(|| ForeignMean::first(at, demand)));
+            let (at, demand) = (sampled.received_at, external_demand(&sampled));
+            let mean = self.means[i].map(|mean| mean.updated(at, demand));
+            self.means[i] = Some(mean.unwrap_or_else(|| ExternalMean::first(at, demand)));
         }
     }
 
     /// Returns the load sample of the host with this index.
-    fn sampled(&self, i: usize, foreign: f64) -> Sampled {
-        let machine = self.machines[i];
-        let own = self.on(h(i as u16 + 1)) as u32;
+    fn sampled(&self, i: usize, foreign: f64) -> TimedSample {
+        let machine = self.hosts[i];
+        let own = self.count_on(host_id(i as u16 + 1)) as u32;
         let demand = f64::from(own) + foreign;
         let sample = LoadSample {
             cores: machine.cores,
@@ -223,95 +224,95 @@ impl Farm {
             load1: self.load1[i] as f32,
             ..LoadSample::default()
         };
-        Sampled {
+        TimedSample {
             sample,
-            at: Micros::from_secs(self.now),
-            own,
+            received_at: Micros::from_secs(self.now),
+            own_tasks: own,
         }
     }
 
     /// Updates the snapshot from the reports of load watchers and daemons.
-    fn look(&mut self, foreign: &[f64]) {
+    fn update_snapshot(&mut self, foreign: &[f64]) {
         let now = Micros::from_secs(self.now);
-        for work in &mut self.work {
+        for work in &mut self.tasks {
             work.done +=
                 self.snapshot.rate(work.host) / 1e3 * now.since(self.snapshot.now).0 as f64 / 1e6;
             let done = Micros((work.done * 1e6) as u64);
-            self.promises
-                .look(now, work.tid, done, &mut self.snapshot.estimates);
+            self.predictions
+                .check(now, work.tid, done, &mut self.snapshot.estimates);
         }
         self.report(foreign);
         for (i, foreign) in foreign.iter().enumerate() {
-            let (id, sampled) = (h(i as u16 + 1), self.sampled(i, *foreign));
-            let task = |w: &Work| TaskView {
-                job: top(),
+            let (id, sampled) = (host_id(i as u16 + 1), self.sampled(i, *foreign));
+            let task = |w: &SimTask| TaskView {
+                job: job_tid(),
                 name: Arc::from("worker"),
-                done: Micros((w.done * 1e6) as u64),
-                shifts: w.shifts.clone(),
-                moves: w.shifts.clone(),
-                wants: w.wants.clone(),
+                work_done: Micros((w.done * 1e6) as u64),
+                recent_rebalances: w.shifts.clone(),
+                recent_migrations: w.shifts.clone(),
+                constraints: w.wants.clone(),
                 ..TaskView::new(w.tid, Micros::from_secs(w.since))
             };
             let tasks = self
-                .work
+                .tasks
                 .iter()
                 .filter(|w| w.host == id)
                 .map(task)
                 .collect();
             let host = self.snapshot.hosts.edit(id).expect("one of the farm");
-            host.foreign_mean = self.means[i];
+            host.external_mean = self.means[i];
             (host.sample, host.tasks) = (Some(sampled), tasks);
         }
         self.snapshot.hosts.refresh(now);
         self.snapshot.now = now;
-        self.snapshot.barriers = if self.barrier {
-            BTreeSet::from([top()])
+        self.snapshot.barrier_jobs = if self.barrier {
+            BTreeSet::from([job_tid()])
         } else {
             BTreeSet::new()
         };
     }
 
     /// Makes a rebalancing decision and carries out its migrations.
-    fn balance(&mut self, foreign: &[f64]) {
-        self.look(foreign);
-        for shift in balance(&self.snapshot) {
+    fn rebalance(&mut self, foreign: &[f64]) {
+        self.update_snapshot(foreign);
+        for shift in plan_rebalances(&self.snapshot) {
             let work = self
-                .work
+                .tasks
                 .iter_mut()
                 .find(|w| w.tid == shift.tid)
                 .expect("tasks that run are moved");
             assert_eq!(work.host, shift.from);
-            (work.host, work.frozen) = (shift.to, self.cost);
+            (work.host, work.paused_for) = (shift.to, self.cost);
             work.shifts.push(self.snapshot.now);
-            self.promises.made(&shift);
+            self.predictions.follow(&shift);
             let (now, done) = (self.snapshot.now, Micros((work.done * 1e6) as u64));
-            self.promises.arrived(
+            self.predictions.record_arrival(
                 now,
                 shift.tid,
                 shift.to,
                 (done, Micros((self.cost * 1e6) as u64)),
             );
-            self.shifts.push((self.now, shift));
+            self.rebalances.push((self.now, shift));
         }
     }
 
     /// Runs until all tasks have ended, with rebalancing if `balanced` is true. Returns the time in
     /// seconds.
     fn finish(&mut self, balanced: bool) -> u64 {
-        let foreign = vec![0.0; self.machines.len()];
-        while !self.work.is_empty() && self.now < DAY {
-            if balanced && self.now >= self.look_at {
-                self.look_at = self.now + PAUSE;
-                self.balance(&foreign);
+        let foreign = vec![0.0; self.hosts.len()];
+        while !self.tasks.is_empty() && self.now < RUN_TIME_MAX {
+            if balanced && self.now >= self.next_decision {
+                self.next_decision = self.now + DECISION_INTERVAL;
+                self.rebalance(&foreign);
             }
-            self.second(&foreign);
+            self.advance_second(&foreign);
         }
         self.now
     }
 }
 
-fn speeds(machines: &[Machine]) -> Vec<Speed> {
-    let speed = |m: &Machine| Speed {
+fn speeds(machines: &[SimHost]) -> Vec<Speed> {
+    let speed = |m: &SimHost| Speed {
         each: f64::from(m.speed) / 1e3,
         processors: f64::from(m.cores),
     };
@@ -325,92 +326,93 @@ fn random(seed: &mut u64) -> f64 {
     (*seed >> 11) as f64 / (1_u64 << 53) as f64
 }
 
-const UNEQUAL: [Machine; 4] = [
-    Machine {
+const UNEQUAL_HOSTS: [SimHost; 4] = [
+    SimHost {
         cores: 1,
         speed: 400,
     },
-    Machine {
+    SimHost {
         cores: 2,
         speed: 1000,
     },
-    Machine {
+    SimHost {
         cores: 1,
         speed: 2000,
     },
-    Machine {
+    SimHost {
         cores: 1,
         speed: 800,
     },
 ];
 
 /// Hosts in which tasks get only a fraction of a processor.
-const PARTS: [Machine; 4] = [
-    Machine {
+const FRACTIONAL_HOSTS: [SimHost; 4] = [
+    SimHost {
         cores: 1,
         speed: 100,
     },
-    Machine {
+    SimHost {
         cores: 1,
         speed: 100,
     },
-    Machine {
+    SimHost {
         cores: 1,
         speed: 200,
     },
-    Machine {
+    SimHost {
         cores: 1,
         speed: 400,
     },
 ];
 
 /// Results of one job, relative to each other.
-struct Ratios {
+struct DurationRatios {
     /// Completion time without declared work, relative to the best assignment.
     over_best: f64,
     /// Completion time without declared work, relative to the best schedule without knowledge of
     /// the sizes, in which all tasks progress equally.
     over_blind: f64,
     /// Completion time with declared work, relative to the best assignment.
-    told_over_best: f64,
+    declared_over_best: f64,
     /// Completion time with round-robin placement, relative to placement by load and rebalancing
     /// without declared work.
-    faster: f64,
+    speedup: f64,
 }
 
-/// Simulates `rounds` jobs of twelve tasks, each with `least` to `most` seconds of work.
-fn ratios(rounds: usize, least: f64, most: f64) -> Vec<Ratios> {
-    ratios_on(&UNEQUAL, rounds, least, most)
+/// Simulates `rounds` jobs of twelve tasks, each with `ascending` to `most` seconds of work.
+fn ratios(rounds: usize, least: f64, most: f64) -> Vec<DurationRatios> {
+    ratios_on(&UNEQUAL_HOSTS, rounds, least, most)
 }
 
-fn ratios_on(machines: &[Machine], rounds: usize, least: f64, most: f64) -> Vec<Ratios> {
+fn ratios_on(machines: &[SimHost], rounds: usize, least: f64, most: f64) -> Vec<DurationRatios> {
     let (mut seed, speeds) = (20_261_121, speeds(machines));
     let round = |_| {
         let sizes: Vec<f64> = (0..12)
             .map(|_| least + (most - least) * random(&mut seed))
             .collect();
-        let ours = Farm::new(machines, &sizes, Policy::Load).finish(true) as f64;
-        let told = Farm::new(machines, &sizes, Policy::Load)
-            .told()
+        let ours = JobSim::new(machines, &sizes, PlacementPolicy::Load).finish(true) as f64;
+        let told = JobSim::new(machines, &sizes, PlacementPolicy::Load)
+            .with_declared_work()
             .finish(true) as f64;
-        let in_turn = Farm::new(machines, &sizes, Policy::RoundRobin).finish(false) as f64;
+        let in_turn =
+            JobSim::new(machines, &sizes, PlacementPolicy::RoundRobin).finish(false) as f64;
         let (best, blind) = (best(&speeds, &sizes), blind(&speeds, &sizes));
         let (over_best, over_blind) = (ours / best, ours / blind);
-        Ratios {
+        DurationRatios {
             over_best,
             over_blind,
-            told_over_best: told / best,
-            faster: in_turn / ours,
+            declared_over_best: told / best,
+            speedup: in_turn / ours,
         }
     };
     (0..rounds).map(round).collect()
 }
 
-fn mean(all: &[Ratios], of: impl Fn(&Ratios) -> f64) -> f64 {
+fn mean(all: &[DurationRatios], of: impl Fn(&DurationRatios) -> f64) -> f64 {
     all.iter().map(of).sum::<f64>() / all.len() as f64
 }
 
-fn worst(all: &[Ratios], of: impl Fn(&Ratios) -> f64) -> f64 {
+fn worst(all: &[DurationRatios], of: impl Fn(&DurationRatios) -> f64) -> f64 {
     all.iter().map(of).fold(0.0, f64::max)
 }
 
@@ -420,8 +422,10 @@ fn worst(all: &[Ratios], of: impl Fn(&Ratios) -> f64) -> f64 {
 fn unequal_hosts_finish_near_best_assignment() {
     // The best assignment knows the sizes of the tasks, the decisions do not. If the sizes differ
     // by at most a factor of three, every job is near the best assignment.
-    for Ratios {
-        over_best, faster, ..
+    for DurationRatios {
+        over_best,
+        speedup: faster,
+        ..
     } in ratios(20, 300.0, 900.0)
     {
         assert!(
@@ -437,7 +441,7 @@ fn unequal_hosts_finish_near_best_assignment() {
         "{:.2}",
         mean(&wide, |r| r.over_best)
     );
-    assert!(wide.iter().all(|r| r.faster >= 1.5));
+    assert!(wide.iter().all(|r| r.speedup >= 1.5));
 }
 
 /// With declared work a job finishes within 15 % of the best assignment, however much its tasks
@@ -450,8 +454,8 @@ fn declared_work_finishes_near_best_assignment() {
         ratios(100, 20.0, 1000.0),
     ] {
         let (mean, worst) = (
-            mean(&all, |r| r.told_over_best),
-            worst(&all, |r| r.told_over_best),
+            mean(&all, |r| r.declared_over_best),
+            worst(&all, |r| r.declared_over_best),
         );
         println!("work told: {mean:.3} of the best assignment on average, {worst:.3} at worst");
         assert!(worst <= 1.15 && mean <= 1.05, "{worst:.3} {mean:.3}");
@@ -483,9 +487,9 @@ fn undeclared_work_finishes_near_the_possible() {
 /// the job's completion time.
 #[test]
 fn short_job_finishes_near_best_despite_cooldown() {
-    let all = ratios_on(&PARTS, 200, 2.5, 14.5);
-    let of = |of: fn(&Ratios) -> f64| (mean(&all, of), worst(&all, of));
-    let (untold, told) = (of(|r| r.over_best), of(|r| r.told_over_best));
+    let all = ratios_on(&FRACTIONAL_HOSTS, 200, 2.5, 14.5);
+    let of = |of: fn(&DurationRatios) -> f64| (mean(&all, of), worst(&all, of));
+    let (untold, told) = (of(|r| r.over_best), of(|r| r.declared_over_best));
     let slow = all.iter().filter(|r| r.over_best > 1.15).count();
     println!(
         "nothing told: {untold:.3?} of the best assignment on average and at worst; work told: {told:.3?}"
@@ -502,30 +506,31 @@ fn short_job_finishes_near_best_despite_cooldown() {
 #[test]
 fn declared_large_task_goes_to_fast_host() {
     let machines = [
-        Machine {
+        SimHost {
             cores: 1,
             speed: 500,
         },
-        Machine {
+        SimHost {
             cores: 1,
             speed: 2000,
         },
     ];
-    let mut farm = Farm::new(&machines, &[1000.0, 400.0, 400.0], Policy::Load).told();
-    for (work, host) in farm.work.iter_mut().zip([1, 2, 2]) {
-        work.host = h(host);
+    let mut farm =
+        JobSim::new(&machines, &[1000.0, 400.0, 400.0], PlacementPolicy::Load).with_declared_work();
+    for (work, host) in farm.tasks.iter_mut().zip([1, 2, 2]) {
+        work.host = host_id(host);
     }
     for _ in 0..30 {
-        farm.second(&[0.0, 0.0]);
+        farm.advance_second(&[0.0, 0.0]);
     }
-    farm.look(&[0.0, 0.0]);
-    let shifts = balance(&farm.snapshot);
+    farm.update_snapshot(&[0.0, 0.0]);
+    let shifts = plan_rebalances(&farm.snapshot);
     let giant = shifts
         .iter()
-        .find(|s| s.tid == farm.work[0].tid)
+        .find(|s| s.tid == farm.tasks[0].tid)
         .expect("the giant goes");
-    assert_eq!((giant.from, giant.to), (h(1), h(2)));
-    let why = giant.why.to_string();
+    assert_eq!((giant.from, giant.to), (host_id(1), host_id(2)));
+    let why = giant.reason.to_string();
     assert!(
         why.contains(" of a processor instead of 0.50 has its job end ")
             && why.contains(" s sooner, saves its tasks "),
@@ -537,24 +542,24 @@ fn declared_large_task_goes_to_fast_host() {
 #[test]
 fn task_leaves_slow_host_with_reason() {
     let machines = [
-        Machine {
+        SimHost {
             cores: 1,
             speed: 500,
         },
-        Machine {
+        SimHost {
             cores: 1,
             speed: 1000,
         },
     ];
-    let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
-    farm.work[0].host = h(1);
+    let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
+    farm.tasks[0].host = host_id(1);
     for _ in 0..100 {
-        farm.second(&[0.0, 0.0]);
+        farm.advance_second(&[0.0, 0.0]);
     }
-    farm.look(&[0.0, 0.0]);
-    let shifts = balance(&farm.snapshot);
+    farm.update_snapshot(&[0.0, 0.0]);
+    let shifts = plan_rebalances(&farm.snapshot);
     assert_eq!(shifts.len(), 1);
-    let why = shifts[0].why.to_string();
+    let why = shifts[0].reason.to_string();
     assert_eq!(
         why,
         "1.00 of a processor instead of 0.50 saves tasks 50.0 s and costs 0.7 s"
@@ -566,42 +571,45 @@ fn task_leaves_slow_host_with_reason() {
 #[test]
 fn young_named_and_often_migrated_tasks_stay() {
     let machines = [
-        Machine {
+        SimHost {
             cores: 1,
             speed: 500,
         },
-        Machine {
+        SimHost {
             cores: 1,
             speed: 1000,
         },
     ];
     let with = |change: &dyn Fn(&mut TaskView)| {
-        let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
-        farm.work[0].host = h(1);
+        let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
+        farm.tasks[0].host = host_id(1);
         for _ in 0..100 {
-            farm.second(&[0.0, 0.0]);
+            farm.advance_second(&[0.0, 0.0]);
         }
-        farm.look(&[0.0, 0.0]);
-        change(&mut farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0]);
-        balance(&farm.snapshot).len()
+        farm.update_snapshot(&[0.0, 0.0]);
+        change(&mut farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
+        plan_rebalances(&farm.snapshot).len()
     };
     let now = Micros::from_secs(100);
     assert_eq!(with(&|_| ()), 1);
-    assert_eq!(with(&|t| t.named = true), 0);
+    assert_eq!(with(&|t| t.host_named = true), 0);
     assert_eq!(with(&|t| t.pinned = true), 0);
-    assert_eq!(with(&|t| t.since = Micros(now.0 - REST.0 + 1)), 0);
+    assert_eq!(with(&|t| t.started_at = Micros(now.0 - COOLDOWN.0 + 1)), 0);
     assert_eq!(
-        with(&|t| t.moves = vec![Micros(now.0 - SHIFT_REST_TO_EMPTY.0 + 1)]),
+        with(&|t| t.recent_migrations = vec![Micros(now.0 - IDLE_TARGET_COOLDOWN.0 + 1)]),
         0
     );
-    assert_eq!(with(&|t| t.shifts = vec![Micros(1); SHIFTS_MAX]), 0);
     assert_eq!(
-        with(&|t| t.done = Micros::from_millis(500)),
+        with(&|t| t.recent_rebalances = vec![Micros(1); REBALANCES_MAX]),
+        0
+    );
+    assert_eq!(
+        with(&|t| t.work_done = Micros::from_millis(500)),
         0,
         "it ends before the move has paid off"
     );
     assert_eq!(
-        with(&|t| t.bytes = 100 << 30),
+        with(&|t| t.memory_bytes = 100 << 30),
         0,
         "the move takes longer than the rest of its life"
     );
@@ -610,22 +618,23 @@ fn young_named_and_often_migrated_tasks_stay() {
 /// The cooldown after a migration is shorter if the target has no tasks.
 #[test]
 fn cooldown_is_shorter_for_empty_target() {
-    let machines = [500, 4000].map(|speed| Machine { cores: 1, speed });
+    let machines = [500, 4000].map(|speed| SimHost { cores: 1, speed });
     let goes = |sizes: &[f64], change: &dyn Fn(&mut TaskView)| {
-        let mut farm = Farm::new(&machines, sizes, Policy::Load);
-        farm.work
+        let mut farm = JobSim::new(&machines, sizes, PlacementPolicy::Load);
+        farm.tasks
             .iter_mut()
             .zip([1, 2])
-            .for_each(|(work, host)| work.host = h(host));
+            .for_each(|(work, host)| work.host = host_id(host));
         for _ in 0..100 {
-            farm.second(&[0.0, 0.0]);
+            farm.advance_second(&[0.0, 0.0]);
         }
-        farm.look(&[0.0, 0.0]);
-        change(&mut farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0]);
-        !balance(&farm.snapshot).is_empty()
+        farm.update_snapshot(&[0.0, 0.0]);
+        change(&mut farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
+        !plan_rebalances(&farm.snapshot).is_empty()
     };
-    let shifted =
-        |ago: u64| move |task: &mut TaskView| task.shifts = vec![Micros::from_secs(100 - ago)];
+    let shifted = |ago: u64| {
+        move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - ago)]
+    };
     let (alone, beside): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
     assert_eq!(
         [goes(alone, &shifted(9)), goes(alone, &shifted(10))],
@@ -638,51 +647,55 @@ fn cooldown_is_shorter_for_empty_target() {
     );
     let now = Micros::from_secs(100);
     assert!(
-        !goes(beside, &|t| t.moves = vec![Micros(now.0 - REST.0 + 1)]),
+        !goes(beside, &|t| t.recent_migrations =
+            vec![Micros(now.0 - COOLDOWN.0 + 1)]),
         "nor after a move for another reason"
     );
-    assert!(goes(beside, &|t| t.moves = vec![Micros(now.0 - REST.0)]));
+    assert!(goes(beside, &|t| t.recent_migrations =
+        vec![Micros(now.0 - COOLDOWN.0)]));
 }
 
 /// If a link is slow, fewer migrations use it; migrations over other links are not affected.
 #[test]
 fn slow_link_affects_only_its_own_migrations() {
     // Two free hosts are possible targets for the task on the slow host.
-    let machines = [500, 1000, 900].map(|speed| Machine { cores: 1, speed });
+    let machines = [500, 1000, 900].map(|speed| SimHost { cores: 1, speed });
     let with = |moves: &[(u16, u64)]| {
-        let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
-        farm.work[0].host = h(1);
+        let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
+        farm.tasks[0].host = host_id(1);
         for _ in 0..100 {
-            farm.second(&[0.0; 3]);
+            farm.advance_second(&[0.0; 3]);
         }
-        farm.look(&[0.0; 3]);
-        let host = |i: u16| farm.snapshot.host(h(i)).expect("a host").clone();
-        let journey = |(to, seconds): &(u16, u64)| Journey {
-            way: Some(Way::between(&host(1), &host(*to))),
+        farm.update_snapshot(&[0.0; 3]);
+        let host = |i: u16| farm.snapshot.host(host_id(i)).expect("a host").clone();
+        let journey = |(to, seconds): &(u16, u64)| MigrationSample {
+            pair: Some(HostPair::between(&host(1), &host(*to))),
             slowness: 1.0,
-            images: 200_000,
-            resident: 1 << 30,
+            image_bytes: 200_000,
+            resident_bytes: 1 << 30,
             frozen: Micros::from_millis(300),
-            whole: Micros::from_secs(*seconds),
+            complete_after: Micros::from_secs(*seconds),
         };
-        let journeys: Vec<Journey> = moves.iter().map(journey).collect();
+        let journeys: Vec<MigrationSample> = moves.iter().map(journey).collect();
         journeys
             .iter()
-            .for_each(|journey| farm.snapshot.estimates.moved(journey));
-        farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0].bytes = 1 << 30;
+            .for_each(|journey| farm.snapshot.estimates.record_migration(journey));
+        farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = 1 << 30;
         farm.snapshot.hosts.refresh(farm.snapshot.now);
-        balance(&farm.snapshot).first().map(|shift| shift.to)
+        plan_rebalances(&farm.snapshot)
+            .first()
+            .map(|shift| shift.to)
     };
-    assert_eq!(with(&[]), Some(h(2)), "the fastest one");
+    assert_eq!(with(&[]), Some(host_id(2)), "the fastest one");
     assert_eq!(
         with(&[(2, 10), (3, 10)]),
-        Some(h(2)),
+        Some(host_id(2)),
         "it is worth ten seconds"
     );
     assert_eq!(with(&[(2, 60), (3, 60)]), None, "it is not worth a minute");
     assert_eq!(
         with(&[(2, 60), (3, 2)]),
-        Some(h(3)),
+        Some(host_id(3)),
         "the other link is as it was seen"
     );
 }
@@ -691,17 +704,17 @@ fn slow_link_affects_only_its_own_migrations() {
 /// until that observation is old.
 #[test]
 fn overestimated_gains_reduce_confidence_for_a_while() {
-    let machines = [500, 1000].map(|speed| Machine { cores: 1, speed });
-    let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
-    farm.work[0].host = h(1);
+    let machines = [500, 1000].map(|speed| SimHost { cores: 1, speed });
+    let mut farm = JobSim::new(&machines, &[1000.0], PlacementPolicy::Load);
+    farm.tasks[0].host = host_id(1);
     for _ in 0..100 {
-        farm.second(&[0.0; 2]);
+        farm.advance_second(&[0.0; 2]);
     }
-    farm.look(&[0.0; 2]);
-    let bytes = |farm: &mut Farm, bytes| {
-        farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0].bytes = bytes;
+    farm.update_snapshot(&[0.0; 2]);
+    let bytes = |farm: &mut JobSim, bytes| {
+        farm.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0].memory_bytes = bytes;
         farm.snapshot.hosts.refresh(farm.snapshot.now);
-        balance(&farm.snapshot)
+        plan_rebalances(&farm.snapshot)
     };
     let shift = bytes(&mut farm, 2 << 30)
         .pop()
@@ -709,15 +722,15 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
     // Tasks end after a third of the work that was predicted for them.
     for n in 0..40 {
         let (mut promises, at) = (
-            Promises::default(),
+            PendingPredictions::default(),
             Micros(farm.snapshot.now.0 - 40_000_000 + n),
         );
-        promises.made(&shift);
-        promises.arrived(at, shift.tid, shift.to, (Micros(0), Micros::from_secs(1)));
-        let done = Micros(shift.why.left.0 / 3);
+        promises.follow(&shift);
+        promises.record_arrival(at, shift.tid, shift.to, (Micros(0), Micros::from_secs(1)));
+        let done = Micros(shift.reason.work_left.0 / 3);
         assert!(
             promises
-                .ended(at + done, shift.tid, done, &mut farm.snapshot.estimates)
+                .conclude(at + done, shift.tid, done, &mut farm.snapshot.estimates)
                 .is_some()
         );
     }
@@ -730,15 +743,16 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
         .pop()
         .expect("of a small one it still is");
     assert!(
-        small.why.gain.0 * 2 < shift.why.gain.0 && small.why.reckoned == shift.why.reckoned,
+        small.reason.gain.0 * 2 < shift.reason.gain.0
+            && small.reason.computed_gain == shift.reason.computed_gain,
         "{small:?}"
     );
     // No task migrates in this period. Only the tested times are simulated, because samples would
     // expire.
-    let later = farm.snapshot.now + Micros(6 * TRUST_HALF.0);
-    let host = |farm: &mut Farm, id| {
-        let host = farm.snapshot.hosts.edit(h(id)).expect("a host");
-        host.sample.as_mut().expect("sampled").at = later;
+    let later = farm.snapshot.now + Micros(6 * CONFIDENCE_HALF_LIFE.0);
+    let host = |farm: &mut JobSim, id| {
+        let host = farm.snapshot.hosts.edit(host_id(id)).expect("a host");
+        host.sample.as_mut().expect("sampled").received_at = later;
     };
     (1..=2).for_each(|id| host(&mut farm, id));
     farm.snapshot.hosts.refresh(later);
@@ -751,41 +765,43 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
 fn task_stays_near_its_peers_for_small_gain() {
     // The task has half a processor. Two free hosts offer slightly more. The better of them is in
     // another network in one of the cases.
-    let machines = [1000, 1000, 630, 680].map(|speed| Machine { cores: 1, speed });
+    let machines = [1000, 1000, 630, 680].map(|speed| SimHost { cores: 1, speed });
     let with = |far: &[u16], alone: bool| {
-        let mut farm = Farm::new(&machines, &[1000.0; 3], Policy::Load);
-        for (work, host) in farm.work.iter_mut().zip([1, 1, 2]) {
-            work.host = h(host);
+        let mut farm = JobSim::new(&machines, &[1000.0; 3], PlacementPolicy::Load);
+        for (work, host) in farm.tasks.iter_mut().zip([1, 1, 2]) {
+            work.host = host_id(host);
         }
         for _ in 0..200 {
-            farm.second(&[0.0; 4]);
+            farm.advance_second(&[0.0; 4]);
         }
-        farm.look(&[0.0; 4]);
+        farm.update_snapshot(&[0.0; 4]);
         for id in far {
-            farm.snapshot.hosts.edit(h(*id)).expect("a host").zone = 7;
+            farm.snapshot.hosts.edit(host_id(*id)).expect("a host").zone = 7;
         }
         if alone {
             farm.snapshot
                 .hosts
-                .edit(h(2))
+                .edit(host_id(2))
                 .expect("a host")
                 .tasks
                 .clear();
-            farm.snapshot.hosts.edit(h(2)).expect("a host").speed = 1;
+            farm.snapshot.hosts.edit(host_id(2)).expect("a host").speed = 1;
         }
         farm.snapshot.hosts.refresh(farm.snapshot.now);
-        balance(&farm.snapshot).first().map(|shift| shift.to)
+        plan_rebalances(&farm.snapshot)
+            .first()
+            .map(|shift| shift.to)
     };
-    assert_eq!(with(&[], false), Some(h(4)), "the best one");
-    assert_eq!(with(&[4], false), Some(h(3)), "the best one nearby");
+    assert_eq!(with(&[], false), Some(host_id(4)), "the best one");
+    assert_eq!(with(&[4], false), Some(host_id(3)), "the best one nearby");
     assert_eq!(
         with(&[3, 4], false),
-        Some(h(4)),
+        Some(host_id(4)),
         "a tenth less is still a fifth more"
     );
     assert_eq!(
         with(&[4], true),
-        Some(h(4)),
+        Some(host_id(4)),
         "who talks to nobody elsewhere goes anywhere"
     );
 }
@@ -794,23 +810,27 @@ fn task_stays_near_its_peers_for_small_gain() {
 #[test]
 fn barrier_job_is_judged_by_slowest_task() {
     // Two hosts of half speed run one task each. A third host of full speed is free.
-    let slow = Machine {
+    let slow = SimHost {
         cores: 1,
         speed: 500,
     };
-    let barrier = |machines: &[Machine], tasks_on: &[u16]| {
-        let mut farm = Farm::new(machines, &vec![1000.0; tasks_on.len()], Policy::Load);
+    let barrier = |machines: &[SimHost], tasks_on: &[u16]| {
+        let mut farm = JobSim::new(
+            machines,
+            &vec![1000.0; tasks_on.len()],
+            PlacementPolicy::Load,
+        );
         farm.barrier = true;
-        for (work, host) in farm.work.iter_mut().zip(tasks_on) {
-            work.host = h(*host);
+        for (work, host) in farm.tasks.iter_mut().zip(tasks_on) {
+            work.host = host_id(*host);
         }
         for _ in 0..100 {
-            farm.second(&vec![0.0; machines.len()]);
+            farm.advance_second(&vec![0.0; machines.len()]);
         }
-        farm.look(&vec![0.0; machines.len()]);
-        balance(&farm.snapshot)
+        farm.update_snapshot(&vec![0.0; machines.len()]);
+        plan_rebalances(&farm.snapshot)
     };
-    let fast = Machine {
+    let fast = SimHost {
         cores: 1,
         speed: 1000,
     };
@@ -818,9 +838,9 @@ fn barrier_job_is_judged_by_slowest_task() {
         barrier(&[slow, slow, fast], &[1, 2]).is_empty(),
         "the other one stays as slow"
     );
-    let both = barrier(&[slow, slow, Machine { cores: 2, ..fast }], &[1, 2]);
+    let both = barrier(&[slow, slow, SimHost { cores: 2, ..fast }], &[1, 2]);
     assert_eq!(both.len(), 2, "together they gain");
-    assert!(both.iter().all(|s| s.why.barrier && s.to == h(3)));
+    assert!(both.iter().all(|s| s.reason.barrier && s.to == host_id(3)));
     assert_eq!(
         barrier(&[slow, fast, fast], &[1, 2]).len(),
         1,
@@ -836,16 +856,16 @@ proptest! {
     fn balanced_hosts_are_not_disturbed(
         machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8), tasks in 1_usize..30,
     ) {
-        let machines: Vec<Machine> = machines.into_iter().map(|(cores, speed)| Machine { cores, speed }).collect();
-        let mut farm = Farm::new(&machines, &vec![1e9; tasks], Policy::Load);
+        let machines: Vec<SimHost> = machines.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
+        let mut farm = JobSim::new(&machines, &vec![1e9; tasks], PlacementPolicy::Load);
         let foreign = vec![0.0; machines.len()];
         for _ in 0..600 {
-            if farm.now.is_multiple_of(PAUSE) {
-                farm.balance(&foreign);
+            if farm.now.is_multiple_of(DECISION_INTERVAL) {
+                farm.rebalance(&foreign);
             }
-            farm.second(&foreign);
+            farm.advance_second(&foreign);
         }
-        prop_assert!(farm.shifts.is_empty(), "{:?}", farm.shifts);
+        prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
     }
 
     /// Noise in the measurements causes no migration: external load uses a part of a processor
@@ -855,17 +875,17 @@ proptest! {
         machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
         sizes in prop::collection::vec(1e8_f64..1e9, 1..30), seed in any::<u64>(),
     ) {
-        let machines: Vec<Machine> = machines.into_iter().map(|(cores, speed)| Machine { cores, speed }).collect();
-        let (mut farm, mut seed) = (Farm::new(&machines, &sizes, Policy::Load), seed | 1);
+        let machines: Vec<SimHost> = machines.into_iter().map(|(cores, speed)| SimHost { cores, speed }).collect();
+        let (mut farm, mut seed) = (JobSim::new(&machines, &sizes, PlacementPolicy::Load), seed | 1);
         for _ in 0..600 {
             let mut noise = || if random(&mut seed) < 0.05 { 1.0 } else { 0.2 * random(&mut seed) };
             let foreign: Vec<f64> = machines.iter().map(|_| noise()).collect();
-            if farm.now.is_multiple_of(PAUSE) {
-                farm.balance(&foreign);
+            if farm.now.is_multiple_of(DECISION_INTERVAL) {
+                farm.rebalance(&foreign);
             }
-            farm.second(&foreign);
+            farm.advance_second(&foreign);
         }
-        prop_assert!(farm.shifts.is_empty(), "{:?}", farm.shifts);
+        prop_assert!(farm.rebalances.is_empty(), "{:?}", farm.rebalances);
     }
 
     /// External load that starts and stops periodically for two hours causes no repeated
@@ -874,7 +894,7 @@ proptest! {
     fn oscillating_load_does_not_make_tasks_flap(
         period in 5_u64..600, phase in 0_u64..600, threads in 1_u32..6, hosts in 2_usize..5, told in any::<bool>(),
     ) {
-        does_not_flap(period, phase, threads, hosts, told)?;
+        assert_no_flapping(period, phase, threads, hosts, told)?;
     }
 }
 
@@ -894,7 +914,7 @@ fn known_rhythms_do_not_cause_flapping() {
     ];
     for (period, phase, threads, hosts) in seeds {
         for told in [false, true] {
-            does_not_flap(period, phase, threads, hosts, told)
+            assert_no_flapping(period, phase, threads, hosts, told)
                 .unwrap_or_else(|error| panic!("{error}"));
         }
     }
@@ -902,36 +922,36 @@ fn known_rhythms_do_not_cause_flapping() {
 
 /// Asserts that periodic external load, alternating between hosts, causes no repeated migrations of
 /// a task.
-fn does_not_flap(
+fn assert_no_flapping(
     period: u64,
     phase: u64,
     threads: u32,
     hosts: usize,
-    told: bool,
+    declared: bool,
 ) -> Result<(), TestCaseError> {
     let machines = vec![
-        Machine {
+        SimHost {
             cores: 2,
             speed: 1000
         };
         hosts
     ];
-    let mut farm = Farm::new(&machines, &vec![1e9; hosts], Policy::Load);
-    if told {
-        farm = farm.told();
+    let mut farm = JobSim::new(&machines, &vec![1e9; hosts], PlacementPolicy::Load);
+    if declared {
+        farm = farm.with_declared_work();
     }
     for _ in 0..7200 {
         let busy = |i: usize| (farm.now + phase * i as u64) / period % 2 == i as u64 % 2;
         let foreign: Vec<f64> = (0..hosts)
             .map(|i| if busy(i) { f64::from(threads) } else { 0.0 })
             .collect();
-        if farm.now.is_multiple_of(PAUSE) {
-            farm.balance(&foreign);
+        if farm.now.is_multiple_of(DECISION_INTERVAL) {
+            farm.rebalance(&foreign);
         }
-        farm.second(&foreign);
+        farm.advance_second(&foreign);
     }
     let mut per_task = BTreeMap::<Tid, Vec<u64>>::new();
-    for (at, shift) in &farm.shifts {
+    for (at, shift) in &farm.rebalances {
         per_task.entry(shift.tid).or_default().push(*at);
     }
     for times in per_task.values() {
@@ -942,23 +962,23 @@ fn does_not_flap(
                 .count()
         };
         prop_assert!(
-            times.iter().all(|at| within_hour(at) <= SHIFTS_MAX),
+            times.iter().all(|at| within_hour(at) <= REBALANCES_MAX),
             "{:?}",
             times
         );
         prop_assert!(
             times
                 .windows(2)
-                .all(|w| Micros::from_secs(w[1] - w[0]) >= SHIFT_REST_TO_EMPTY),
+                .all(|w| Micros::from_secs(w[1] - w[0]) >= IDLE_TARGET_COOLDOWN),
             "{:?}",
             times
         );
     }
     if period <= 60 {
         prop_assert!(
-            farm.shifts.len() <= hosts,
+            farm.rebalances.len() <= hosts,
             "{} moves: {:?}",
-            farm.shifts.len(),
+            farm.rebalances.len(),
             per_task
         );
     }

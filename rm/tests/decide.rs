@@ -2,11 +2,12 @@
 
 mod idle;
 
-use idle::{NOW, h, idle, sampled};
+use idle::{NOW, host_id, idle_host, idle_sample};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, Leaving, MOVES_AT_ONCE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
-    Stay, StayReason, TaskView, Until, moves, place,
+    CONCURRENT_MIGRATIONS_MAX, ExclusionReason, HostView, LeaveTime, OWNER_RETURN_WINDOW, Obstacle,
+    OwnerState, PlacementPolicy, PlacementRequest, Snapshot, StayDecision, StayReason, TaskView,
+    TimedSample, place, plan_evictions,
 };
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::migration::MigrationCause;
@@ -14,8 +15,8 @@ use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::sync::Arc;
 
-fn t(host: u16, local: u32) -> Tid {
-    Tid::task(h(host), local).expect("a task")
+fn task_id(host: u16, local: u32) -> Tid {
+    Tid::task(host_id(host), local).expect("a task")
 }
 
 fn task(tid: Tid) -> TaskView {
@@ -24,15 +25,15 @@ fn task(tid: Tid) -> TaskView {
 
 /// Returns an idle host with two processors.
 fn host(index: u16) -> HostView {
-    idle(index, 2, 0)
+    idle_host(index, 2, 0)
 }
 
-fn pool(hosts: u16, policy: Policy) -> Snapshot {
+fn pool(hosts: u16, policy: PlacementPolicy) -> Snapshot {
     Snapshot::new(NOW, policy, (1..=hosts).map(host).collect())
 }
 
-fn present() -> Owner {
-    Owner::Present {
+fn present() -> OwnerState {
+    OwnerState::Present {
         why: "alice on pts/0".into(),
     }
 }
@@ -47,8 +48,8 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
     }
 }
 
-fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask::of(0, request, request.count, h(1))
+fn ask_for(request: &SpawnRequest) -> PlacementRequest<'_> {
+    PlacementRequest::new(0, request, request.count, host_id(1))
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
@@ -61,15 +62,15 @@ fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
 /// Round robin assigns blocks of tasks and starts after the last host used.
 #[test]
 fn round_robin_assigns_blocks_in_rotation() {
-    let mut snapshot = pool(3, Policy::RoundRobin);
-    let first = place(&snapshot, &ask(&request(0, "", 7)));
+    let mut snapshot = pool(3, PlacementPolicy::RoundRobin);
+    let first = place(&snapshot, &ask_for(&request(0, "", 7)));
     assert_eq!(indices(&first.hosts), [2, 2, 2, 3, 3, 1, 1]);
-    snapshot.rotation = first.rotation;
-    let second = place(&snapshot, &ask(&request(0, "", 1)));
+    snapshot.round_robin_last = first.round_robin_last;
+    let second = place(&snapshot, &ask_for(&request(0, "", 1)));
     assert_eq!(indices(&second.hosts), [2]);
-    snapshot.rotation = second.rotation;
+    snapshot.round_robin_last = second.round_robin_last;
     assert_eq!(
-        indices(&place(&snapshot, &ask(&request(0, "", 2))).hosts),
+        indices(&place(&snapshot, &ask_for(&request(0, "", 2))).hosts),
         [3, 1]
     );
 }
@@ -77,7 +78,7 @@ fn round_robin_assigns_blocks_in_rotation() {
 /// The `where` of a spawn names a host, a directory or an architecture.
 #[test]
 fn place_names_host_directory_or_architecture() {
-    let mut snapshot = pool(3, Policy::Load);
+    let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[2].arch = "LINUXPPC64".into();
     for (flags, place_, expected) in [
         (SPAWN_HOST, "h2", [2, 2].as_slice()),
@@ -91,7 +92,7 @@ fn place_names_host_directory_or_architecture() {
         (SPAWN_ARCH | SPAWN_COMPLEMENT, "LINUX64", &[3, 3]),
         (0, ":/dir", &[1, 2]),
     ] {
-        let placed = place(&snapshot, &ask(&request(flags, place_, 2)));
+        let placed = place(&snapshot, &ask_for(&request(flags, place_, 2)));
         assert_eq!(indices(&placed.hosts), expected, "{flags} {place_}");
     }
 }
@@ -99,7 +100,7 @@ fn place_names_host_directory_or_architecture() {
 /// If no host matches a request, each of its tasks fails with `NoHost`.
 #[test]
 fn unknown_place_fails_with_no_host() {
-    let snapshot = pool(3, Policy::Load);
+    let snapshot = pool(3, PlacementPolicy::Load);
     for (flags, place_) in [
         (SPAWN_HOST, "h9"),
         (SPAWN_HOST, "H1"),
@@ -108,7 +109,7 @@ fn unknown_place_fails_with_no_host() {
         (SPAWN_COMPLEMENT, ""),
         (SPAWN_ARCH | SPAWN_COMPLEMENT, "LINUX64"),
     ] {
-        let placed = place(&snapshot, &ask(&request(flags, place_, 2)));
+        let placed = place(&snapshot, &ask_for(&request(flags, place_, 2)));
         assert_eq!(placed.hosts, [Err(PvmError::NoHost); 2], "{flags} {place_}");
         assert_eq!(placed.excluded.len(), 3);
     }
@@ -117,17 +118,17 @@ fn unknown_place_fails_with_no_host() {
 /// A host whose owner is present is not used, even if the spawn names it.
 #[test]
 fn host_with_owner_is_never_used() {
-    for policy in [Policy::Load, Policy::RoundRobin] {
+    for policy in [PlacementPolicy::Load, PlacementPolicy::RoundRobin] {
         let mut snapshot = pool(2, policy);
         snapshot.hosts[1].owner = present();
-        let placed = place(&snapshot, &ask(&request(0, "", 3)));
+        let placed = place(&snapshot, &ask_for(&request(0, "", 3)));
         assert_eq!(indices(&placed.hosts), [1, 1, 1]);
         let told = placed.sentence(&snapshot);
         assert!(
             told.contains("h2: owner present (alice on pts/0)"),
             "{told}"
         );
-        let named = place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2)));
+        let named = place(&snapshot, &ask_for(&request(SPAWN_HOST, "h2", 2)));
         assert_eq!(named.hosts, [Err(PvmError::OutOfRes); 2]);
         assert_eq!(
             named.sentence(&snapshot),
@@ -136,7 +137,7 @@ fn host_with_owner_is_never_used() {
         // A request for any host except h1 does not count as naming h2.
         let other = place(
             &snapshot,
-            &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)),
+            &ask_for(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)),
         );
         assert_eq!(other.hosts, [Err(PvmError::OutOfRes)]);
         let told = other.sentence(&snapshot);
@@ -147,13 +148,13 @@ fn host_with_owner_is_never_used() {
 /// Of many excluded hosts the first are listed with their reasons and the others are counted.
 #[test]
 fn many_exclusions_are_listed_then_counted() {
-    let mut snapshot = pool(1000, Policy::Load);
+    let mut snapshot = pool(1000, PlacementPolicy::Load);
     for host in snapshot.hosts.iter_mut() {
         host.owner = present();
     }
-    snapshot.hosts[499].tasks = vec![task(t(500, 1))];
-    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
-    let refused = place(&snapshot, &ask(&request(0, "", 1)));
+    snapshot.hosts[499].tasks = vec![task(task_id(500, 1))];
+    snapshot.hosts[0].tasks = vec![task(task_id(1, 1))];
+    let refused = place(&snapshot, &ask_for(&request(0, "", 1)));
     assert_eq!(
         (refused.hosts[0], refused.excluded.len()),
         (Err(PvmError::OutOfRes), 256)
@@ -163,22 +164,22 @@ fn many_exclusions_are_listed_then_counted() {
         told.contains("h16: owner present (alice on pts/0); and 984 more"),
         "{told}"
     );
-    let out = moves(&snapshot);
-    for (stay, first) in out.stay.iter().zip([h(2), h(1)]) {
-        let StayReason::NoHost { excluded } = &stay.why else {
+    let out = plan_evictions(&snapshot);
+    for (stay, first) in out.staying.iter().zip([host_id(2), host_id(1)]) {
+        let StayReason::NoHost { excluded } = &stay.reason else {
             panic!("{stay:?}")
         };
         assert_eq!(excluded[0].0, first, "not the host where it is");
         let told = stay.sentence(&snapshot);
         assert!(told.ends_with("; and 983 more)"), "{told}");
     }
-    assert_eq!(out.stay.len(), 2);
+    assert_eq!(out.staying.len(), 2);
     // A host that the request names is always listed, however many other hosts are excluded.
     let named = place(
         &snapshot,
-        &Ask {
-            without: &[h(900)],
-            ..ask(&request(SPAWN_HOST, "h900", 1))
+        &PlacementRequest {
+            lost_hosts: &[host_id(900)],
+            ..ask_for(&request(SPAWN_HOST, "h900", 1))
         },
     );
     assert_eq!(
@@ -190,10 +191,10 @@ fn many_exclusions_are_listed_then_counted() {
 /// The load policy considers all tasks of a request together.
 #[test]
 fn load_policy_places_all_tasks_of_request_together() {
-    let mut snapshot = pool(3, Policy::Load);
+    let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[1].cores = 4;
     // Each host offers a whole processor to as many tasks as it has processors.
-    let placed = place(&snapshot, &ask(&request(0, "", 8)));
+    let placed = place(&snapshot, &ask_for(&request(0, "", 8)));
     let mut seen = indices(&placed.hosts);
     seen.sort_unstable();
     assert_eq!(seen, [1, 1, 2, 2, 2, 2, 3, 3]);
@@ -202,7 +203,7 @@ fn load_policy_places_all_tasks_of_request_together() {
 /// External demand is counted only once by the load policy.
 #[test]
 fn external_load_counts_once() {
-    let mut snapshot = pool(2, Policy::Load);
+    let mut snapshot = pool(2, PlacementPolicy::Load);
     let busy = LoadSample {
         cores: 2,
         running: 3,
@@ -212,25 +213,25 @@ fn external_load_counts_once() {
     };
     // Both hosts are equally busy: h1 with external load, h2 with three tasks of the virtual
     // machine.
-    snapshot.hosts[0].sample = Some(Sampled {
+    snapshot.hosts[0].sample = Some(TimedSample {
         sample: busy,
-        at: NOW,
-        own: 0,
+        received_at: NOW,
+        own_tasks: 0,
     });
-    snapshot.hosts[1].sample = Some(Sampled {
+    snapshot.hosts[1].sample = Some(TimedSample {
         sample: busy,
-        at: NOW,
-        own: 3,
+        received_at: NOW,
+        own_tasks: 3,
     });
-    snapshot.hosts[1].tasks = (1..=3).map(|n| task(t(2, n))).collect();
+    snapshot.hosts[1].tasks = (1..=3).map(|n| task(task_id(2, n))).collect();
     assert_eq!(
-        indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts),
+        indices(&place(&snapshot, &ask_for(&request(0, "", 1))).hosts),
         [1],
         "equal shares, fewer tasks of ours"
     );
     snapshot.hosts[1].tasks.truncate(1);
     assert_eq!(
-        indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts),
+        indices(&place(&snapshot, &ask_for(&request(0, "", 1))).hosts),
         [2],
         "our tasks there have ended"
     );
@@ -239,7 +240,7 @@ fn external_load_counts_once() {
 /// An expired sample counts as unknown load, and the decision reports that.
 #[test]
 fn expired_sample_counts_as_unknown_load() {
-    let mut snapshot = pool(2, Policy::Load);
+    let mut snapshot = pool(2, PlacementPolicy::Load);
     let busy = LoadSample {
         cores: 2,
         running: 9,
@@ -247,13 +248,13 @@ fn expired_sample_counts_as_unknown_load() {
         busy: 1.0,
         ..LoadSample::default()
     };
-    snapshot.hosts[0].sample = Some(Sampled {
+    snapshot.hosts[0].sample = Some(TimedSample {
         sample: busy,
-        at: Micros::from_secs(970),
-        own: 0,
+        received_at: Micros::from_secs(970),
+        own_tasks: 0,
     });
     snapshot.hosts[1].sample = None;
-    let placed = place(&snapshot, &ask(&request(0, "", 2)));
+    let placed = place(&snapshot, &ask_for(&request(0, "", 2)));
     assert_eq!(indices(&placed.hosts), [1, 2]);
     let told = placed.sentence(&snapshot);
     assert!(
@@ -265,16 +266,16 @@ fn expired_sample_counts_as_unknown_load() {
 /// A lost host is excluded, and a request that names it fails.
 #[test]
 fn lost_host_is_excluded() {
-    let snapshot = pool(2, Policy::Load);
+    let snapshot = pool(2, PlacementPolicy::Load);
     let (free, bound) = (request(0, "", 2), request(SPAWN_HOST, "h2", 2));
-    let without = [h(2)];
+    let without = [host_id(2)];
     assert_eq!(
         indices(
             &place(
                 &snapshot,
-                &Ask {
-                    without: &without,
-                    ..ask(&free)
+                &PlacementRequest {
+                    lost_hosts: &without,
+                    ..ask_for(&free)
                 }
             )
             .hosts
@@ -284,9 +285,9 @@ fn lost_host_is_excluded() {
     assert_eq!(
         place(
             &snapshot,
-            &Ask {
-                without: &without,
-                ..ask(&bound)
+            &PlacementRequest {
+                lost_hosts: &without,
+                ..ask_for(&bound)
             }
         )
         .hosts,
@@ -297,74 +298,89 @@ fn lost_host_is_excluded() {
 /// All tasks leave a host whose owner is present, and are distributed over the best hosts.
 #[test]
 fn evicted_tasks_spread_over_best_hosts() {
-    let mut snapshot = pool(4, Policy::Load);
+    let mut snapshot = pool(4, PlacementPolicy::Load);
     snapshot.hosts[1].owner = present();
-    snapshot.hosts[1].tasks = (1..=4).map(|n| task(t(2, n))).collect();
+    snapshot.hosts[1].tasks = (1..=4).map(|n| task(task_id(2, n))).collect();
     snapshot.hosts[1].tasks[3].pinned = true;
-    snapshot.hosts[2].tasks = vec![task(t(3, 1)), task(t(3, 2))];
-    let out = moves(&snapshot);
+    snapshot.hosts[2].tasks = vec![task(task_id(3, 1)), task(task_id(3, 2))];
+    let out = plan_evictions(&snapshot);
     let went: Vec<_> = out
-        .go
+        .evictions
         .iter()
         .map(|m| (m.tid, m.from.index(), m.to.index()))
         .collect();
-    assert_eq!(went, [(t(2, 1), 2, 1), (t(2, 2), 2, 4), (t(2, 3), 2, 1)]);
     assert_eq!(
-        out.go[0].cause,
+        went,
+        [
+            (task_id(2, 1), 2, 1),
+            (task_id(2, 2), 2, 4),
+            (task_id(2, 3), 2, 1)
+        ]
+    );
+    assert_eq!(
+        out.evictions[0].cause,
         MigrationCause::Owner {
             why: "alice on pts/0".into()
         }
     );
-    assert!(out.stay.is_empty());
+    assert!(out.staying.is_empty());
 }
 
 /// The target of an evicted task is near the other tasks of its job.
 #[test]
 fn evicted_task_stays_near_its_job() {
-    let mut snapshot = pool(4, Policy::Load);
+    let mut snapshot = pool(4, PlacementPolicy::Load);
     let of_job = |tid| TaskView {
-        job: t(1, 1),
+        job: task_id(1, 1),
         ..task(tid)
     };
     snapshot.hosts[0].owner = present();
-    snapshot.hosts[0].tasks = vec![of_job(t(1, 1))];
+    snapshot.hosts[0].tasks = vec![of_job(task_id(1, 1))];
     // The fourth host is slightly faster but in another network.
     (snapshot.hosts[3].zone, snapshot.hosts[3].speed) = (7, 1050);
-    let goes = |snapshot: &Snapshot| moves(snapshot).go[0].to;
-    assert_eq!(goes(&snapshot), h(4), "alone it goes where it gets most");
-    snapshot.hosts[1].tasks = vec![of_job(t(2, 1))];
-    assert_eq!(goes(&snapshot), h(3));
-    snapshot.hosts[1].tasks = vec![task(t(2, 1))];
-    assert_eq!(goes(&snapshot), h(4), "the other one is of another job");
+    let goes = |snapshot: &Snapshot| plan_evictions(snapshot).evictions[0].to;
+    assert_eq!(
+        goes(&snapshot),
+        host_id(4),
+        "alone it goes where it gets most"
+    );
+    snapshot.hosts[1].tasks = vec![of_job(task_id(2, 1))];
+    assert_eq!(goes(&snapshot), host_id(3));
+    snapshot.hosts[1].tasks = vec![task(task_id(2, 1))];
+    assert_eq!(
+        goes(&snapshot),
+        host_id(4),
+        "the other one is of another job"
+    );
 }
 
 /// Tasks without a target stay, with a reason for each host.
 #[test]
 fn tasks_without_target_stay_with_reasons() {
-    let mut snapshot = pool(4, Policy::Load);
+    let mut snapshot = pool(4, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
-    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
+    snapshot.hosts[0].tasks = vec![task(task_id(1, 1))];
     snapshot.hosts[1].owner = present();
     snapshot.hosts[2].arch = "LINUXPPC64".into();
-    let until = |s| Until {
-        at: Micros::from_secs(s),
-        why: "its engine is broken".into(),
+    let until = |s| Obstacle {
+        until: Micros::from_secs(s),
+        reason: "its engine is broken".into(),
     };
-    snapshot.hosts[3].no_moves = Some(until(1060));
-    let out = moves(&snapshot);
-    assert!(out.go.is_empty());
-    let StayReason::NoHost { excluded } = &out.stay[0].why else {
-        panic!("{:?}", out.stay)
+    snapshot.hosts[3].migration_obstacle = Some(until(1060));
+    let out = plan_evictions(&snapshot);
+    assert!(out.evictions.is_empty());
+    let StayReason::NoHost { excluded } = &out.staying[0].reason else {
+        panic!("{:?}", out.staying)
     };
     assert_eq!(excluded.len(), 3);
     assert_eq!(
         excluded[1].1,
-        Reason::OtherArch {
+        ExclusionReason::OtherArch {
             has: "LINUXPPC64".into()
         }
     );
-    assert_eq!(out.again(), Some(Micros::from_secs(1060)));
-    let sentence = out.stay[0].sentence(&snapshot);
+    assert_eq!(out.retry_at(), Some(Micros::from_secs(1060)));
+    let sentence = out.staying[0].sentence(&snapshot);
     assert!(
         sentence
             .starts_with("t40001 stays on h1 although its owner is there: no host to go to (h2: "),
@@ -379,151 +395,172 @@ fn tasks_without_target_stay_with_reasons() {
 /// A target that refused a task is skipped until the refusal expires.
 #[test]
 fn refusing_target_is_skipped_for_a_while() {
-    let mut snapshot = pool(3, Policy::Load);
+    let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
-    let refused = Until {
-        at: Micros::from_secs(1030),
-        why: "kernels differ".into(),
+    let refused = Obstacle {
+        until: Micros::from_secs(1030),
+        reason: "kernels differ".into(),
     };
     snapshot.hosts[0].tasks = vec![TaskView {
-        refused: vec![(h(2), refused)],
-        ..task(t(1, 1))
+        refused_by: vec![(host_id(2), refused)],
+        ..task(task_id(1, 1))
     }];
-    assert_eq!(moves(&snapshot).go[0].to, h(3));
+    assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(3));
     snapshot.now = Micros::from_secs(1030);
-    assert_eq!(moves(&snapshot).go[0].to, h(2), "the refusal has aged out");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions[0].to,
+        host_id(2),
+        "the refusal has aged out"
+    );
 }
 
 /// A host whose owner has just left is used as a target only if there is no other.
 #[test]
 fn host_just_left_by_owner_is_last_choice() {
-    let mut snapshot = pool(3, Policy::Load);
+    let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
-    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
-    snapshot.hosts[1].owner = Owner::Absent {
-        left: Some(Micros::from_secs(999)),
+    snapshot.hosts[0].tasks = vec![task(task_id(1, 1))];
+    snapshot.hosts[1].owner = OwnerState::Absent {
+        left_at: Some(Micros::from_secs(999)),
     };
-    snapshot.hosts[2].tasks = (1..=9).map(|n| task(t(3, n))).collect();
-    assert_eq!(moves(&snapshot).go[0].to, h(3));
+    snapshot.hosts[2].tasks = (1..=9).map(|n| task(task_id(3, n))).collect();
+    assert_eq!(plan_evictions(&snapshot).evictions[0].to, host_id(3));
     snapshot.hosts[2].owner = present();
     snapshot.hosts[2].tasks.clear();
-    assert_eq!(moves(&snapshot).go[0].to, h(2), "but better than none");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions[0].to,
+        host_id(2),
+        "but better than none"
+    );
 }
 
 /// A task is evicted even if it was evicted several times recently.
 #[test]
 fn recent_evictions_do_not_prevent_another() {
-    let mut snapshot = pool(2, Policy::Load);
+    let mut snapshot = pool(2, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
     let recent = (0..20).map(|i| Micros::from_secs(950 + 2 * i)).collect();
     snapshot.hosts[0].tasks = vec![TaskView {
-        moves: recent,
-        ..task(t(1, 1))
+        recent_migrations: recent,
+        ..task(task_id(1, 1))
     }];
-    let out = moves(&snapshot);
-    assert_eq!((out.go.len(), out.stay.len()), (1, 0));
+    let out = plan_evictions(&snapshot);
+    assert_eq!((out.evictions.len(), out.staying.len()), (1, 0));
 }
 
 /// The number of concurrent migrations is limited, and further tasks wait.
 #[test]
 fn concurrent_migrations_are_limited() {
-    let mut snapshot = pool(2, Policy::Load);
+    let mut snapshot = pool(2, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
-    let many = MOVES_AT_ONCE_MAX as u32 + 5;
-    snapshot.hosts[0].tasks = (1..=many).map(|n| task(t(1, n))).collect();
-    snapshot.hosts[0].tasks[0].moving = Some(Some(h(2)));
-    let out = moves(&snapshot);
-    assert_eq!(out.go.len(), MOVES_AT_ONCE_MAX - 1);
-    assert!(out.stay.iter().all(|s| s.why == StayReason::Turn) && out.stay.len() == 5);
+    let many = CONCURRENT_MIGRATIONS_MAX as u32 + 5;
+    snapshot.hosts[0].tasks = (1..=many).map(|n| task(task_id(1, n))).collect();
+    snapshot.hosts[0].tasks[0].migrating = Some(Some(host_id(2)));
+    let out = plan_evictions(&snapshot);
+    assert_eq!(out.evictions.len(), CONCURRENT_MIGRATIONS_MAX - 1);
+    assert!(
+        out.staying
+            .iter()
+            .all(|s| s.reason == StayReason::MigrationLimit)
+            && out.staying.len() == 5
+    );
 }
 
 /// If no host has enough memory for a guest, a smaller guest of the same program can still migrate.
 #[test]
 fn small_guest_leaves_although_large_one_cannot() {
-    let mut snapshot = pool(2, Policy::Load);
+    let mut snapshot = pool(2, PlacementPolicy::Load);
     snapshot.hosts[0].owner = present();
     let sized = |n, bytes| TaskView {
-        bytes,
-        ..task(t(1, n))
+        memory_bytes: bytes,
+        ..task(task_id(1, n))
     };
     snapshot.hosts[0].tasks = vec![sized(1, 8 << 30), sized(2, 6 << 30), sized(3, 1 << 20)];
-    snapshot.hosts[1].sample = sampled(2, 4 << 30);
-    snapshot.hosts[1].terms.limits = Arc::new(GuestLimits {
+    snapshot.hosts[1].sample = idle_sample(2, 4 << 30);
+    snapshot.hosts[1].guest_policy.limits = Arc::new(GuestLimits {
         memory_free: 1 << 30,
         ..GuestLimits::default()
     });
-    let out = moves(&snapshot);
-    assert_eq!(out.go.iter().map(|m| m.tid).collect::<Vec<_>>(), [t(1, 3)]);
-    let keeps = |stay: &Stay| match &stay.why {
-        StayReason::NoHost { excluded } => matches!(excluded[0], (_, Reason::Memory { .. })),
+    let out = plan_evictions(&snapshot);
+    assert_eq!(
+        out.evictions.iter().map(|m| m.tid).collect::<Vec<_>>(),
+        [task_id(1, 3)]
+    );
+    let keeps = |stay: &StayDecision| match &stay.reason {
+        StayReason::NoHost { excluded } => {
+            matches!(excluded[0], (_, ExclusionReason::MemoryKept { .. }))
+        }
         _ => false,
     };
     assert!(
-        out.stay.len() == 2 && out.stay.iter().all(keeps),
+        out.staying.len() == 2 && out.staying.iter().all(keeps),
         "{:?}",
-        out.stay
+        out.staying
     );
 }
 
 /// The reason why a guest stays is determined for each guest separately.
 #[test]
 fn stay_reasons_are_decided_per_guest() {
-    let mut snapshot = pool(4, Policy::Load);
+    let mut snapshot = pool(4, PlacementPolicy::Load);
     let waits = [
-        Leaving::Now,
-        Leaving::Never,
-        Leaving::At(NOW + Micros::from_secs(1)),
-        Leaving::At(NOW),
+        LeaveTime::Now,
+        LeaveTime::Never,
+        LeaveTime::At(NOW + Micros::from_secs(1)),
+        LeaveTime::At(NOW),
     ];
     for (i, leaving) in waits.into_iter().enumerate() {
         let host = &mut snapshot.hosts[i];
-        (host.owner, host.terms.leaving) = (present(), leaving);
-        host.tasks = vec![task(t(i as u16 + 1, 1))];
+        (host.owner, host.guest_policy.leave_time) = (present(), leaving);
+        host.tasks = vec![task(task_id(i as u16 + 1, 1))];
     }
-    let until = |why: &str| Until {
-        at: NOW + Micros::from_secs(9),
-        why: why.into(),
+    let until = |why: &str| Obstacle {
+        until: NOW + Micros::from_secs(9),
+        reason: why.into(),
     };
     snapshot.hosts[0].tasks.push(TaskView {
-        held: Some(until("held")),
-        ..task(t(1, 2))
+        obstacle: Some(until("held")),
+        ..task(task_id(1, 2))
     });
     snapshot.hosts[0].tasks.push(TaskView {
-        refused: vec![(h(5), until("refused"))],
-        ..task(t(1, 3))
+        refused_by: vec![(host_id(5), until("refused"))],
+        ..task(task_id(1, 3))
     });
-    let out = moves(&snapshot);
+    let out = plan_evictions(&snapshot);
     let whys: Vec<&str> = out
-        .stay
+        .staying
         .iter()
-        .map(|stay| match stay.why {
-            StayReason::Waits => "waits",
-            StayReason::Grace => "grace",
+        .map(|stay| match stay.reason {
+            StayReason::PausedForOwner => "waits",
+            StayReason::GracePeriod => "grace",
             StayReason::NoHost { .. } => "no host",
-            StayReason::Held { .. } => "held",
+            StayReason::CannotMigrate { .. } => "held",
             _ => "else",
         })
         .collect();
     assert_eq!(
-        (out.go.len(), whys),
+        (out.evictions.len(), whys),
         (
             0,
             vec!["no host", "held", "no host", "waits", "grace", "no host"]
         )
     );
-    snapshot.hosts.put(host(5));
+    snapshot.hosts.insert(host(5));
     snapshot.hosts.refresh(NOW);
-    let out = moves(&snapshot);
-    let gone: Vec<Tid> = out.go.iter().map(|m| m.tid).collect();
-    assert_eq!((gone, out.stay.len()), (vec![t(1, 1), t(4, 1)], 4));
+    let out = plan_evictions(&snapshot);
+    let gone: Vec<Tid> = out.evictions.iter().map(|m| m.tid).collect();
+    assert_eq!(
+        (gone, out.staying.len()),
+        (vec![task_id(1, 1), task_id(4, 1)], 4)
+    );
 }
 
-fn any_owner() -> impl Strategy<Value = Owner> {
+fn any_owner() -> impl Strategy<Value = OwnerState> {
     prop_oneof![
-        Just(Owner::Unknown),
-        Just(Owner::Absent { left: None }),
-        (900_u64..1000).prop_map(|s| Owner::Absent {
-            left: Some(Micros::from_secs(s))
+        Just(OwnerState::Unknown),
+        Just(OwnerState::Absent { left_at: None }),
+        (900_u64..1000).prop_map(|s| OwnerState::Absent {
+            left_at: Some(Micros::from_secs(s))
         }),
         Just(present()),
     ]
@@ -562,15 +599,15 @@ fn any_host(index: u16) -> impl Strategy<Value = HostView> {
                     owner,
                     cores,
                     speed,
-                    sample: Some(Sampled {
+                    sample: Some(TimedSample {
                         sample,
-                        at: Micros::from_secs(at),
-                        own: tasks / 2,
+                        received_at: Micros::from_secs(at),
+                        own_tasks: tasks / 2,
                     }),
                     tasks: (1..=tasks)
                         .map(|n| TaskView {
                             pinned: n == 5,
-                            ..task(t(index, n))
+                            ..task(task_id(index, n))
                         })
                         .collect(),
                     ..host(index)
@@ -583,12 +620,12 @@ fn any_pool() -> impl Strategy<Value = Snapshot> {
     let hosts = (1_u16..8).prop_flat_map(|n| (1..=n).map(any_host).collect::<Vec<_>>());
     (hosts, any::<bool>(), 1_u16..8).prop_map(|(hosts, load, rotation)| {
         let policy = if load {
-            Policy::Load
+            PlacementPolicy::Load
         } else {
-            Policy::RoundRobin
+            PlacementPolicy::RoundRobin
         };
         Snapshot {
-            rotation: h(rotation),
+            round_robin_last: host_id(rotation),
             ..Snapshot::new(NOW, policy, hosts.into_iter().collect())
         }
     })
@@ -601,17 +638,17 @@ proptest! {
         snapshot in any_pool(), flags in 0..64_i32, to in 0_u16..8, count in 1_u32..40,
     ) {
         let request = request(flags, &format!("h{to}"), count);
-        let ask = ask(&request);
+        let ask = ask_for(&request);
         let placed = place(&snapshot, &ask);
         prop_assert_eq!(placed.hosts.len(), count as usize);
         for id in placed.hosts.iter().flatten() {
             let there = snapshot.host(*id).expect("only hosts of the snapshot are used");
-            prop_assert!(!there.owner.is_present());
+            prop_assert!(!there.owner.excludes_guests());
         }
-        for step in moves(&snapshot).go {
+        for step in plan_evictions(&snapshot).evictions {
             let there = snapshot.host(step.to).expect("only hosts of the snapshot are used");
             let from = snapshot.host(step.from).expect("tasks are on hosts of the snapshot");
-            prop_assert!(!there.owner.is_present() && there.arch == from.arch && step.from != step.to);
+            prop_assert!(!there.owner.excludes_guests() && there.arch == from.arch && step.from != step.to);
         }
     }
 
@@ -619,10 +656,10 @@ proptest! {
     /// reason.
     #[test]
     fn every_guest_migrates_or_has_a_reason(snapshot in any_pool()) {
-        let out = moves(&snapshot);
-        let mut told: Vec<Tid> = out.go.iter().map(|m| m.tid).chain(out.stay.iter().map(|s| s.tid)).collect();
+        let out = plan_evictions(&snapshot);
+        let mut told: Vec<Tid> = out.evictions.iter().map(|m| m.tid).chain(out.staying.iter().map(|s| s.tid)).collect();
         told.sort_unstable();
-        let with_owner = snapshot.hosts.iter().filter(|h| h.owner.is_present());
+        let with_owner = snapshot.hosts.iter().filter(|h| h.owner.excludes_guests());
         let mut must: Vec<Tid> = with_owner.flat_map(|h| &h.tasks).filter(|t| !t.pinned).map(|t| t.tid).collect();
         must.sort_unstable();
         prop_assert_eq!(told, must);
@@ -631,11 +668,11 @@ proptest! {
     /// If no owner is present, no task is evicted.
     #[test]
     fn pool_without_owners_is_not_disturbed(mut snapshot in any_pool()) {
-        for host in snapshot.hosts.iter_mut().filter(|h| h.owner.is_present()) {
-            host.owner = Owner::Unknown;
+        for host in snapshot.hosts.iter_mut().filter(|h| h.owner.excludes_guests()) {
+            host.owner = OwnerState::Unknown;
         }
-        let out = moves(&snapshot);
-        prop_assert!(out.go.is_empty() && out.stay.is_empty());
+        let out = plan_evictions(&snapshot);
+        prop_assert!(out.evictions.is_empty() && out.staying.is_empty());
     }
 
     /// On idle equal hosts the numbers of placed tasks differ by at most one between hosts.
@@ -643,9 +680,9 @@ proptest! {
     fn idle_equal_hosts_get_equal_numbers(
         hosts in 1_u16..9, count in 1_u32..60, load in any::<bool>(),
     ) {
-        let snapshot = pool(hosts, if load { Policy::Load } else { Policy::RoundRobin });
-        let placed = place(&snapshot, &ask(&request(0, "", count)));
-        let on = |i| placed.hosts.iter().filter(|r| **r == Ok(h(i))).count();
+        let snapshot = pool(hosts, if load { PlacementPolicy::Load } else { PlacementPolicy::RoundRobin });
+        let placed = place(&snapshot, &ask_for(&request(0, "", count)));
+        let on = |i| placed.hosts.iter().filter(|r| **r == Ok(host_id(i))).count();
         let counts: Vec<usize> = (1..=hosts).map(on).collect();
         prop_assert!(counts.iter().max().unwrap_or(&0) - counts.iter().min().unwrap_or(&0) <= 1);
     }
@@ -656,28 +693,28 @@ proptest! {
     fn owner_changes_evict_without_flapping(
         toggles in prop::collection::vec((0_usize..4, 1_u64..5000), 1..400),
     ) {
-        let mut snapshot = pool(4, Policy::Load);
+        let mut snapshot = pool(4, PlacementPolicy::Load);
         for (i, host) in snapshot.hosts.iter_mut().enumerate() {
-            host.tasks = (1..=2).map(|n| task(t(i as u16 + 1, n))).collect();
+            host.tasks = (1..=2).map(|n| task(task_id(i as u16 + 1, n))).collect();
         }
         for (who, wait_ms) in toggles {
             snapshot.now = snapshot.now + Micros::from_millis(wait_ms);
             let now = snapshot.now;
             let owner = &mut snapshot.hosts[who].owner;
-            *owner = if owner.is_present() { Owner::Absent { left: Some(now) } } else { present() };
-            let out = moves(&snapshot);
-            let somewhere = snapshot.hosts.iter().any(|h| !h.owner.is_present());
-            let nowhere = |stay: &Stay| !somewhere && matches!(stay.why, StayReason::NoHost { .. });
-            prop_assert!(out.stay.iter().all(nowhere));
-            for step in out.go {
+            *owner = if owner.excludes_guests() { OwnerState::Absent { left_at: Some(now) } } else { present() };
+            let out = plan_evictions(&snapshot);
+            let somewhere = snapshot.hosts.iter().any(|h| !h.owner.excludes_guests());
+            let nowhere = |stay: &StayDecision| !somewhere && matches!(stay.reason, StayReason::NoHost { .. });
+            prop_assert!(out.staying.iter().all(nowhere));
+            for step in out.evictions {
                 let from = snapshot.hosts.iter_mut().find(|h| h.id == step.from).expect("known");
-                prop_assert!(from.owner.is_present());
+                prop_assert!(from.owner.excludes_guests());
                 let at = from.tasks.iter().position(|t| t.tid == step.tid).expect("known");
                 let mut moved = from.tasks.remove(at);
-                moved.moves.push(now);
+                moved.recent_migrations.push(now);
                 let settled = |h: &HostView| match h.owner {
-                    Owner::Present { .. } => false,
-                    Owner::Absent { left: Some(left) } => now.since(left) >= SETTLE,
+                    OwnerState::Present { .. } => false,
+                    OwnerState::Absent { left_at: Some(left) } => now.since(left) >= OWNER_RETURN_WINDOW,
                     _ => true,
                 };
                 let choice = snapshot.hosts.iter().any(|h| h.id != step.from && settled(h));
@@ -686,7 +723,7 @@ proptest! {
                 to.tasks.push(moved);
             }
             // No further migration is decided until something changes.
-            prop_assert!(moves(&snapshot).go.is_empty());
+            prop_assert!(plan_evictions(&snapshot).evictions.is_empty());
         }
     }
 }

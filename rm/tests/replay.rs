@@ -1,8 +1,8 @@
 //! Replays of recordings, under the recorded policy and under another one.
 
-use pvm_rm::decide::Policy;
-use pvm_rm::policy::Conduct;
-use pvm_rm::recording::{Entry, Input};
+use pvm_rm::decide::PlacementPolicy;
+use pvm_rm::policy::EffectivePolicy;
+use pvm_rm::recording::{RecordedInput, RecordingEntry};
 use pvm_rm::replay::{self, recorded_policy};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
@@ -13,7 +13,7 @@ use sempa_proto::task::{SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Micros, Tid};
 use std::sync::Arc;
 
-fn h(index: u16) -> HostId {
+fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
@@ -21,7 +21,7 @@ fn table(speeds: &[i32]) -> HostTable {
     let host = |(i, speed): (usize, &i32)| {
         let (name, arch) = (format!("h{}", i + 1), "LINUX64".to_string());
         HostEntry {
-            id: h(i as u16 + 1),
+            id: host_id(i as u16 + 1),
             name,
             arch,
             speed: *speed,
@@ -35,9 +35,9 @@ fn table(speeds: &[i32]) -> HostTable {
     }
 }
 
-fn report(host: u16, there: bool) -> Input {
+fn report(host: u16, present: bool) -> RecordedInput {
     let (at, seen) = (Micros(8), Micros(8));
-    let (owner, guests) = if there {
+    let (owner, guests) = if present {
         (
             OwnerVerdict::Present {
                 since: at,
@@ -63,7 +63,7 @@ fn report(host: u16, there: bool) -> Input {
     );
     let (confidence, logins) = (90, Vec::new());
     let report = LoadReport {
-        host: h(host),
+        host: host_id(host),
         at,
         sample,
         owner_verdict: owner,
@@ -74,22 +74,22 @@ fn report(host: u16, there: bool) -> Input {
         access_reason: guests_why,
         limits,
     };
-    Input::Report { report, own: 0 }
+    RecordedInput::Report { report, own: 0 }
 }
 
-fn entry(second: u64, input: Input) -> Entry {
-    Entry {
+fn entry(second: u64, input: RecordedInput) -> RecordingEntry {
+    RecordingEntry {
         at: Micros::from_secs(second),
         input,
     }
 }
 
 /// Returns a recording with three hosts, of which the third is twice as fast, and a spawn of
-/// `count` tasks of 60 seconds each.
-fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
-    let caller = Tid::task(h(1), 2).expect("a task");
+/// `event_count` tasks of 60 seconds each.
+fn spawn_recording(conduct: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
+    let caller = Tid::task(host_id(1), 2).expect("a task");
     let tids: Vec<Tid> = (10..10 + count)
-        .filter_map(|n| Tid::task(h(1), n))
+        .filter_map(|n| Tid::task(host_id(1), n))
         .collect();
     let request = SpawnRequest {
         file: "worker".into(),
@@ -97,16 +97,16 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
         ..SpawnRequest::default()
     };
     let mut all = vec![
-        entry(1, Input::Policy(conduct)),
-        entry(1, Input::Hosts(table(&[1000, 1000, 2000]))),
+        entry(1, RecordedInput::Policy(conduct)),
+        entry(1, RecordedInput::Hosts(table(&[1000, 1000, 2000]))),
     ];
     all.extend((1..=3).map(|host| entry(1, report(host, false))));
     let number = (caller, 7);
     all.push(entry(
         20,
-        Input::Spawn {
+        RecordedInput::Spawn {
             number,
-            caller: h(1),
+            caller: host_id(1),
             user: 0,
             job: caller,
             request,
@@ -114,7 +114,7 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
     ));
     all.push(entry(
         20,
-        Input::Started {
+        RecordedInput::Started {
             number,
             tids: tids.clone(),
         },
@@ -125,7 +125,7 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
     };
     all.extend(
         tids.into_iter()
-            .map(|tid| entry(200, Input::Ended { tid, used })),
+            .map(|tid| entry(200, RecordedInput::Ended { tid, used })),
     );
     all
 }
@@ -133,14 +133,14 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
 /// On unequal hosts, tasks end earlier under the load policy than under round robin.
 #[test]
 fn load_policy_beats_round_robin_on_unequal_hosts() {
-    let round_robin = Conduct {
-        placing: Policy::RoundRobin,
-        ..Conduct::default()
+    let round_robin = EffectivePolicy {
+        placing: PlacementPolicy::RoundRobin,
+        ..EffectivePolicy::default()
     };
-    let entries = farm(round_robin, 4);
+    let entries = spawn_recording(round_robin, 4);
     assert_eq!(recorded_policy(&entries), round_robin.into());
     let slow = replay::run(&entries, round_robin).expect("it runs");
-    let fast = replay::run(&entries, Conduct::default()).expect("it runs");
+    let fast = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
     assert_eq!(
         (slow.started, slow.finished, fast.started, fast.finished),
         (4, 4, 4, 4)
@@ -152,14 +152,14 @@ fn load_policy_beats_round_robin_on_unequal_hosts() {
         60.0,
         "{slow:?} {fast:?}"
     );
-    let text = replay::table([("recorded", &slow), ("other", &fast)]);
+    let text = replay::comparison_table([("recorded", &slow), ("other", &fast)]);
     assert!(
         text.contains("tasks that did all their work") && text.contains("tasks started on h3"),
         "{text}"
     );
     assert_eq!(
         fast,
-        replay::run(&entries, Conduct::default()).expect("it runs"),
+        replay::run(&entries, EffectivePolicy::default()).expect("it runs"),
         "the same again"
     );
 }
@@ -168,12 +168,12 @@ fn load_policy_beats_round_robin_on_unequal_hosts() {
 /// every policy.
 #[test]
 fn replay_balances_and_evicts() {
-    let balanced = Conduct {
-        placing: Policy::RoundRobin,
+    let balanced = EffectivePolicy {
+        placing: PlacementPolicy::RoundRobin,
         balance: true,
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     };
-    let mut entries = farm(balanced, 6);
+    let mut entries = spawn_recording(balanced, 6);
     let figures = replay::run(&entries, balanced).expect("it runs");
     assert!(
         figures.moves_load >= 1 && figures.finished == 6,
@@ -181,9 +181,9 @@ fn replay_balances_and_evicts() {
     );
     entries.push(entry(40, report(3, true)));
     entries.sort_by_key(|entry| entry.at);
-    let plain = Conduct {
-        placing: Policy::RoundRobin,
-        ..Conduct::default()
+    let plain = EffectivePolicy {
+        placing: PlacementPolicy::RoundRobin,
+        ..EffectivePolicy::default()
     };
     let figures = replay::run(&entries, plain).expect("it runs");
     assert_eq!(
@@ -199,14 +199,14 @@ fn replay_balances_and_evicts() {
 /// In a replay a spawn waits for a free host if the policy allows it, and is refused otherwise.
 #[test]
 fn replayed_spawn_waits_only_if_policy_allows() {
-    let patient = Conduct {
-        rules: pvm_rm::spawns::Rules {
+    let patient = EffectivePolicy {
+        rules: pvm_rm::spawns::SpawnRules {
             wait: Micros::from_secs(300),
             ..Default::default()
         },
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     };
-    let mut entries = farm(patient, 6);
+    let mut entries = spawn_recording(patient, 6);
     entries.extend((1..=3).map(|host| entry(10, report(host, true))));
     entries.push(entry(80, report(2, false)));
     entries.sort_by_key(|entry| entry.at);
@@ -217,23 +217,23 @@ fn replayed_spawn_waits_only_if_policy_allows() {
         "{waited:?}"
     );
     assert!((waited.waited_most_s - 60.0).abs() < 1.0, "{waited:?}");
-    let refused = replay::run(&entries, Conduct::default()).expect("it runs");
+    let refused = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
     assert_eq!((refused.started, refused.refused), (0, 6));
 }
 
 /// In a replay no task is placed on a drained host until the end of the drain.
 #[test]
 fn replayed_drain_keeps_host_empty() {
-    let plain = Conduct::default();
-    let by = Tid::task(h(1), 3).expect("a task");
-    let drain = |begun| Input::Drain {
+    let plain = EffectivePolicy::default();
+    let by = Tid::task(host_id(1), 3).expect("a task");
+    let drain = |begun| RecordedInput::Drain {
         host: "h3".into(),
         by,
         begun,
         within: None,
     };
     let with = |inputs: &[(u64, bool)]| {
-        let mut entries = farm(plain, 4);
+        let mut entries = spawn_recording(plain, 4);
         entries.extend(
             inputs
                 .iter()
@@ -260,24 +260,24 @@ fn replayed_drain_keeps_host_empty() {
 
 /// Returns a report in which the owner is present and requests the checkpoint of jobs that cannot
 /// migrate (`there`), or is absent.
-fn parking(host: u16, there: bool) -> Input {
-    let Input::Report { mut report, own } = report(host, there) else {
+fn report_with_checkpoint_mode(host: u16, there: bool) -> RecordedInput {
+    let RecordedInput::Report { mut report, own } = report(host, there) else {
         unreachable!("a report")
     };
     if let GuestAccess::Paused { eviction: then, .. } = &mut report.access {
         *then = EvictionMode::Checkpoint;
     }
-    Input::Report { report, own }
+    RecordedInput::Report { report, own }
 }
 
 /// If owners request it, jobs are vacated in a replay and restarted when there is room.
 #[test]
 fn replay_vacates_and_restarts_jobs() {
-    let plain = Conduct::default();
+    let plain = EffectivePolicy::default();
     // A top task computes little, spawns one task, and ends after that task.
     let (console, master) = (
-        Tid::task(h(1), 2).expect("a task"),
-        Tid::task(h(1), 9).expect("a task"),
+        Tid::task(host_id(1), 2).expect("a task"),
+        Tid::task(host_id(1), 9).expect("a task"),
     );
     let first = SpawnRequest {
         file: "master".into(),
@@ -285,19 +285,19 @@ fn replay_vacates_and_restarts_jobs() {
         flags: SPAWN_NO_PARENT,
         ..SpawnRequest::default()
     };
-    let mut entries = farm(plain, 1);
+    let mut entries = spawn_recording(plain, 1);
     for entry in &mut entries {
         match &mut entry.input {
-            Input::Spawn { number, job, .. } => (number.0, *job) = (master, master),
-            Input::Started { number, .. } => number.0 = master,
+            RecordedInput::Spawn { number, job, .. } => (number.0, *job) = (master, master),
+            RecordedInput::Started { number, .. } => number.0 = master,
             _ => {}
         }
     }
     entries.push(entry(
         15,
-        Input::Spawn {
+        RecordedInput::Spawn {
             number: (console, 1),
-            caller: h(1),
+            caller: host_id(1),
             user: 0,
             job: console,
             request: first,
@@ -305,14 +305,14 @@ fn replay_vacates_and_restarts_jobs() {
     ));
     entries.push(entry(
         15,
-        Input::Started {
+        RecordedInput::Started {
             number: (console, 1),
             tids: vec![master],
         },
     ));
     entries.push(entry(
         201,
-        Input::Ended {
+        RecordedInput::Ended {
             tid: master,
             used: Usage {
                 user: Micros::from_secs(1),
@@ -320,7 +320,7 @@ fn replay_vacates_and_restarts_jobs() {
             },
         },
     ));
-    let with = |more: Vec<Entry>| {
+    let with = |more: Vec<RecordingEntry>| {
         let mut all = entries.clone();
         all.extend(more);
         all.sort_by_key(|entry| entry.at);
@@ -336,8 +336,9 @@ fn replay_vacates_and_restarts_jobs() {
         (2, 0, 0),
         "{undisturbed:?}"
     );
-    let owners =
-        |second: u64, there: bool| (1..=3).map(move |host| entry(second, parking(host, there)));
+    let owners = |second: u64, there: bool| {
+        (1..=3).map(move |host| entry(second, report_with_checkpoint_mode(host, there)))
+    };
     let parked = with(owners(40, true).chain(owners(640, false)).collect());
     assert_eq!((parked.finished, parked.parked), (2, 1), "{parked:?}");
     // The task had done a third of its work in the 20 seconds before the owners arrived. The
@@ -346,19 +347,19 @@ fn replay_vacates_and_restarts_jobs() {
     let left = parked.last_end_s - back;
     assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
     assert!((40.0..50.0).contains(&left), "{left} {parked:?}");
-    let text = replay::table([("recorded", &undisturbed), ("other", &parked)]);
+    let text = replay::comparison_table([("recorded", &undisturbed), ("other", &parked)]);
     assert!(text.contains("jobs parked because of owners"), "{text}");
 }
 
 /// If two ends of a task were recorded, its work in the replay is the sum of both.
 #[test]
 fn task_that_ended_twice_has_all_its_work() {
-    let plain = Conduct::default();
-    let mut entries = farm(plain, 1);
-    let tid = Tid::task(h(1), 10).expect("a task");
+    let plain = EffectivePolicy::default();
+    let mut entries = spawn_recording(plain, 1);
+    let tid = Tid::task(host_id(1), 10).expect("a task");
     entries.push(entry(
         400,
-        Input::Ended {
+        RecordedInput::Ended {
             tid,
             used: Usage {
                 user: Micros::from_secs(40),
@@ -378,25 +379,25 @@ fn task_that_ended_twice_has_all_its_work() {
 /// Different users of a recording are different users in its replay.
 #[test]
 fn replay_keeps_users_apart() {
-    let mut entries = farm(Conduct::default(), 2);
-    let other = Tid::task(h(2), 3).expect("a task");
+    let mut entries = spawn_recording(EffectivePolicy::default(), 2);
+    let other = Tid::task(host_id(2), 3).expect("a task");
     let request = SpawnRequest {
         file: "worker".into(),
         count: 1,
         ..SpawnRequest::default()
     };
-    let input = Input::Spawn {
+    let input = RecordedInput::Spawn {
         number: (other, 1),
-        caller: h(2),
+        caller: host_id(2),
         user: 6,
         job: other,
         request,
     };
     entries.push(entry(30, input));
-    let tid = Tid::task(h(2), 9).expect("a task");
+    let tid = Tid::task(host_id(2), 9).expect("a task");
     entries.push(entry(
         30,
-        Input::Started {
+        RecordedInput::Started {
             number: (other, 1),
             tids: vec![tid],
         },
@@ -405,9 +406,9 @@ fn replay_keeps_users_apart() {
         user: Micros::from_secs(60),
         ..Usage::default()
     };
-    entries.push(entry(200, Input::Ended { tid, used }));
+    entries.push(entry(200, RecordedInput::Ended { tid, used }));
     entries.sort_by_key(|entry| entry.at);
-    let figures = replay::run(&entries, Conduct::default()).expect("it runs");
+    let figures = replay::run(&entries, EffectivePolicy::default()).expect("it runs");
     let of = |user: u32| (figures.users[&user].answered, figures.users[&user].finished);
     assert_eq!(
         (of(0), of(6), figures.users.len()),
@@ -418,15 +419,15 @@ fn replay_keeps_users_apart() {
         user_tasks: Some(1),
         job_tasks: None,
     };
-    let rules = pvm_rm::spawns::Rules {
+    let rules = pvm_rm::spawns::SpawnRules {
         limits,
         ..Default::default()
     };
     let limited = replay::run(
         &entries,
-        Conduct {
+        EffectivePolicy {
             rules,
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         },
     )
     .expect("it runs");
@@ -440,15 +441,15 @@ fn replay_keeps_users_apart() {
 /// Labels of hosts are part of a recording and apply under every policy.
 #[test]
 fn host_labels_are_part_of_recording() {
-    let mut entries = farm(Conduct::default(), 2);
+    let mut entries = spawn_recording(EffectivePolicy::default(), 2);
     for entry in &mut entries {
-        if let Input::Spawn { request, .. } = &mut entry.input {
+        if let RecordedInput::Spawn { request, .. } = &mut entry.input {
             request.place = "?disk = ssd".into();
         }
     }
-    let round_robin = Conduct {
-        placing: Policy::RoundRobin,
-        ..Conduct::default()
+    let round_robin = EffectivePolicy {
+        placing: PlacementPolicy::RoundRobin,
+        ..EffectivePolicy::default()
     };
     let before = replay::run(&entries, round_robin).expect("an older record runs");
     assert_eq!(
@@ -461,8 +462,11 @@ fn host_labels_are_part_of_recording() {
         Arc::new([("disk".to_string(), "ssd".to_string())].into()),
     )]
     .into();
-    entries.insert(2, entry(1, Input::labels(&labels).expect("there are some")));
-    for conduct in [round_robin, Conduct::default()] {
+    entries.insert(
+        2,
+        entry(1, RecordedInput::labels(&labels).expect("there are some")),
+    );
+    for conduct in [round_robin, EffectivePolicy::default()] {
         let figures = replay::run(&entries, conduct).expect("it runs");
         assert_eq!(
             (figures.placed.get("h2"), figures.started),
@@ -470,19 +474,19 @@ fn host_labels_are_part_of_recording() {
             "{figures:?}"
         );
     }
-    assert_eq!(Input::labels(&Default::default()), None);
+    assert_eq!(RecordedInput::labels(&Default::default()), None);
 }
 
 /// Recorded policy changes are replayed, unless the replay uses another policy.
 #[test]
 fn recorded_policy_changes_are_replayed() {
-    let round_robin = Conduct {
-        placing: Policy::RoundRobin,
-        ..Conduct::default()
+    let round_robin = EffectivePolicy {
+        placing: PlacementPolicy::RoundRobin,
+        ..EffectivePolicy::default()
     };
-    let mut entries = farm(round_robin, 4);
-    assert!(!recorded_policy(&entries).changes);
-    entries.push(entry(10, Input::Policy(Conduct::default())));
+    let mut entries = spawn_recording(round_robin, 4);
+    assert!(!recorded_policy(&entries).changes_as_recorded);
+    entries.push(entry(10, RecordedInput::Policy(EffectivePolicy::default())));
     entries.sort_by_key(|entry| entry.at);
     let recorded = replay::run(&entries, recorded_policy(&entries)).expect("it runs");
     let constant = replay::run(&entries, round_robin).expect("it runs");

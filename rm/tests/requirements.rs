@@ -3,12 +3,13 @@
 
 mod idle;
 
-use idle::{NOW, h, idle, sampled};
+use idle::{NOW, host_id, idle_host, idle_sample};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Journey, Offer, Owner, Placement,
-    Policy, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Until, Way, Why, moves, place,
-    place_by,
+    ActualValue, Chooser, EXPLAINED_HOSTS_MAX, ExclusionReason, HostList, HostOffer, HostPair,
+    HostView, MigrationSample, Obstacle, OwnerState, Placement, PlacementPolicy, PlacementReason,
+    PlacementRequest, SAMPLE_AGE_MAX, Snapshot, TaskView, TimedSample, place, place_with_chooser,
+    plan_evictions,
 };
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::load::LoadSample;
@@ -19,18 +20,18 @@ use std::sync::Arc;
 
 /// Returns a host with `index` processors and `index` gigabytes of memory.
 fn host(index: u16) -> HostView {
-    idle(index, u32::from(index), u64::from(index) << 30)
+    idle_host(index, u32::from(index), u64::from(index) << 30)
 }
 
 fn task(host: u16, local: u32) -> TaskView {
     TaskView::new(
-        Tid::task(h(host), local).expect("a task"),
+        Tid::task(host_id(host), local).expect("a task"),
         Micros::default(),
     )
 }
 
 fn pool(hosts: u16) -> Snapshot {
-    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
+    Snapshot::new(NOW, PlacementPolicy::Load, (1..=hosts).map(host).collect())
 }
 
 fn request(place: &str, count: u32) -> SpawnRequest {
@@ -43,7 +44,10 @@ fn request(place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &Ask::of(0, request, request.count, h(1)))
+    place(
+        snapshot,
+        &PlacementRequest::new(0, request, request.count, host_id(1)),
+    )
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
@@ -61,7 +65,7 @@ fn constraints_apply_under_every_policy() {
     snapshot.hosts[4].labels = Arc::new(BTreeMap::from([("disk".into(), "ssd".into())]));
     snapshot.hosts[3].arch = "LINUXARM".into();
     snapshot.hosts[2].speed = 2000;
-    for policy in [Policy::Load, Policy::RoundRobin] {
+    for policy in [PlacementPolicy::Load, PlacementPolicy::RoundRobin] {
         snapshot.policy = policy;
         for (text, expected) in [
             ("?memory >= 5G", [5, 0].as_slice()),
@@ -91,7 +95,7 @@ fn constraints_apply_under_every_policy() {
 fn unmeetable_request_lists_exclusions() {
     let mut snapshot = pool(4);
     snapshot.hosts[0].arch = "LINUXARM".into();
-    snapshot.hosts[3].owner = Owner::Present {
+    snapshot.hosts[3].owner = OwnerState::Present {
         why: "alice".into(),
     };
     snapshot.hosts[2].sample = None;
@@ -102,7 +106,7 @@ fn unmeetable_request_lists_exclusions() {
         "no host is free: h4: owner present (alice); arch = LINUX64 excludes h1 (LINUXARM); memory >= 2.5G excludes h2 \
          (2.0G), h3 (unknown)"
     );
-    let Reason::Unmet { condition, has } = &placement.excluded[1].1 else {
+    let ExclusionReason::Unmet { condition, has } = &placement.excluded[1].1 else {
         panic!("{:?}", placement.excluded)
     };
     assert_eq!(
@@ -119,7 +123,7 @@ fn invalid_constraint_places_nothing() {
     let placement = placed(&pool(2), &request("?memory >= much", 2));
     assert_eq!(placement.hosts, [Err(PvmError::BadParam); 2]);
     assert_eq!(
-        placement.why.to_string(),
+        placement.reason.to_string(),
         "\"much\" is not a number for memory"
     );
 }
@@ -171,9 +175,9 @@ fn constraints_keep_meaning_of_plain_places() {
 #[test]
 fn host_without_spare_memory_comes_last() {
     let mut snapshot = pool(2);
-    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES_PER_TASK - 1);
+    snapshot.hosts[1].sample = idle_sample(2, HEADROOM_BYTES_PER_TASK - 1);
     assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
-    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES_PER_TASK * 2);
+    snapshot.hosts[1].sample = idle_sample(2, HEADROOM_BYTES_PER_TASK * 2);
     assert_eq!(
         indices(&placed(&snapshot, &request("", 6))),
         [2, 1, 2, 1, 1, 1],
@@ -195,17 +199,17 @@ fn expired_sample_meets_no_numeric_constraint() {
         both.sort_unstable();
         assert_eq!(both, [1, 2], "{text}");
         let old = snapshot.hosts[0].sample.as_mut().expect("it has one");
-        old.at = Micros(snapshot.now.0 - SAMPLE_AGE_MAX.0 - 1);
+        old.received_at = Micros(snapshot.now.0 - SAMPLE_AGE_MAX.0 - 1);
         let placement = placed(&snapshot, &request(text, 2));
         assert_eq!(indices(&placement), [2, 2], "{text}");
         let has = placement
             .excluded
             .iter()
             .find_map(|(id, reason)| match reason {
-                Reason::Unmet { has, .. } if *id == h(1) => Some(has.clone()),
+                ExclusionReason::Unmet { has, .. } if *id == host_id(1) => Some(has.clone()),
                 _ => None,
             });
-        assert_eq!(has, Some(Has::Unknown), "{text}");
+        assert_eq!(has, Some(ActualValue::Unknown), "{text}");
     }
 }
 
@@ -220,10 +224,10 @@ fn throttled_host_does_not_count_as_idle() {
             cpu_pressure: pressure,
             ..LoadSample::default()
         };
-        snapshot.hosts[i].sample = Some(Sampled {
+        snapshot.hosts[i].sample = Some(TimedSample {
             sample,
-            at: NOW,
-            own: 0,
+            received_at: NOW,
+            own_tasks: 0,
         });
         snapshot.hosts[i].cores = 4;
     }
@@ -242,19 +246,19 @@ fn near_host_beats_slightly_better_far_one() {
         let request = request("", 1);
         indices(&place(
             &snapshot,
-            &Ask {
+            &PlacementRequest {
                 peers,
-                without,
-                ..Ask::of(0, &request, 1, h(1))
+                lost_hosts: without,
+                ..PlacementRequest::new(0, &request, 1, host_id(1))
             },
         ))
     };
     assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
-    assert_eq!(ask(&[h(1)], &[]), [1]);
-    assert_eq!(ask(&[h(1)], &[h(1)]), [2]);
-    assert_eq!(ask(&[h(3)], &[]), [3]);
+    assert_eq!(ask(&[host_id(1)], &[]), [1]);
+    assert_eq!(ask(&[host_id(1)], &[host_id(1)]), [2]);
+    assert_eq!(ask(&[host_id(3)], &[]), [3]);
     assert_eq!(
-        ask(&[h(1)], &[h(1), h(2)]),
+        ask(&[host_id(1)], &[host_id(1), host_id(2)]),
         [3],
         "but far is better than nowhere"
     );
@@ -266,26 +270,32 @@ fn near_host_beats_slightly_better_far_one() {
         })
         .into();
     assert_eq!(
-        snapshot.peers_of(h(1), job),
-        [h(1), h(3)],
+        snapshot.peer_hosts(host_id(1), job),
+        [host_id(1), host_id(3)],
         "whoever spawns, and the tasks of the job"
     );
-    assert_eq!(snapshot.peers_of(h(3), job), [h(3)]);
-    assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
+    assert_eq!(snapshot.peer_hosts(host_id(3), job), [host_id(3)]);
+    assert_eq!(
+        snapshot.peer_hosts(host_id(1), task(1, 2).tid),
+        [host_id(1)]
+    );
 }
 
 /// Records the migration of a gigabyte between two hosts in `seconds` seconds.
-fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
-    let way = Some(Way::between(&snapshot.hosts[from], &snapshot.hosts[to]));
+fn record_migration(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
+    let way = Some(HostPair::between(
+        &snapshot.hosts[from],
+        &snapshot.hosts[to],
+    ));
     let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
     let frozen = Micros::from_secs(0);
-    snapshot.estimates.moved(&Journey {
-        way,
+    snapshot.estimates.record_migration(&MigrationSample {
+        pair: way,
         slowness: 1.0,
-        images: 0,
-        resident,
+        image_bytes: 0,
+        resident_bytes: resident,
         frozen,
-        whole,
+        complete_after: whole,
     });
 }
 
@@ -302,16 +312,16 @@ fn network_distance_is_learned_from_migrations() {
             ) = (zone, 1, speed);
         }
         if let Some(seconds) = over {
-            carried(&mut snapshot, 0, 1, 2);
-            carried(&mut snapshot, 1, 2, seconds);
+            record_migration(&mut snapshot, 0, 1, 2);
+            record_migration(&mut snapshot, 1, 2, seconds);
         }
         let request = request("", 1);
-        let peers = &[h(1)];
+        let peers = &[host_id(1)];
         indices(&place(
             &snapshot,
-            &Ask {
+            &PlacementRequest {
                 peers,
-                ..Ask::of(0, &request, 1, h(1))
+                ..PlacementRequest::new(0, &request, 1, host_id(1))
             },
         ))[0]
     };
@@ -331,7 +341,7 @@ fn network_distance_is_learned_from_migrations() {
 /// A chooser for a batch system with reserved slots, as (host name, number of slots).
 struct Reserved(Vec<(&'static str, usize)>);
 
-impl Choice for Reserved {
+impl Chooser for Reserved {
     fn name(&self) -> &str {
         "the batch system"
     }
@@ -339,7 +349,7 @@ impl Choice for Reserved {
     fn choose(
         &self,
         _: &SpawnRequest,
-        offers: &[Offer<'_>],
+        offers: &[HostOffer<'_>],
         count: usize,
     ) -> Result<Vec<usize>, String> {
         let mut chosen = Vec::new();
@@ -361,32 +371,32 @@ fn external_choice_is_checked() {
     let snapshot = pool(3);
     let chosen = |text: &str, reserved: Reserved, count| {
         let request = request(text, count);
-        let ask = Ask::of(0, &request, count, h(1));
-        place_by(&snapshot, &ask, Some(&reserved))
+        let ask = PlacementRequest::new(0, &request, count, host_id(1));
+        place_with_chooser(&snapshot, &ask, Some(&reserved))
     };
     let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
     assert_eq!(indices(&good), [1, 1, 3, 0]);
     assert_eq!(
-        good.why,
-        Why::Chosen {
+        good.reason,
+        PlacementReason::ChooserSelected {
             by: "the batch system".into()
         }
     );
     let gone = chosen("?host != h1", Reserved(vec![("h1", 2)]), 2);
     assert_eq!(gone.hosts, [Err(PvmError::OutOfRes); 2]);
     assert_eq!(
-        gone.why.to_string(),
+        gone.reason.to_string(),
         "the batch system chose no place: h1 is not free"
     );
     let full = chosen("?spread", Reserved(vec![("h1", 2)]), 2);
     assert!(
-        full.why.to_string().ends_with("h1 has no more room"),
+        full.reason.to_string().ends_with("h1 has no more room"),
         "{}",
-        full.why
+        full.reason
     );
 }
 
-fn many() -> impl Strategy<Value = Vec<HostView>> {
+fn many_hosts() -> impl Strategy<Value = Vec<HostView>> {
     let one = (
         1_u32..9,
         0.0_f32..=1.0,
@@ -405,26 +415,26 @@ fn many() -> impl Strategy<Value = Vec<HostView>> {
                 available_bytes: 4 << 30,
                 ..LoadSample::default()
             };
-            let sample = Some(Sampled {
+            let sample = Some(TimedSample {
                 sample,
-                at: Micros::from_secs(at),
-                own: 0,
+                received_at: Micros::from_secs(at),
+                own_tasks: 0,
             });
             let why = "alice".to_string();
             let owner = if present {
-                Owner::Present { why }
+                OwnerState::Present { why }
             } else {
-                Owner::Unknown
+                OwnerState::Unknown
             };
             let mut tasks: Vec<TaskView> = (1..=tasks).map(|n| task(index, n)).collect();
             if let Some(first) = tasks.first_mut().filter(|_| i % 7 == 0) {
-                first.moving = Some(HostId::new(index / 2));
+                first.migrating = Some(HostId::new(index / 2));
             }
             for (n, task) in tasks.iter_mut().enumerate() {
-                (task.user, task.bytes) = (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
-                task.held = (i % 11 == 0).then(|| Until {
-                    at: NOW,
-                    why: "held".into(),
+                (task.user, task.memory_bytes) = (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
+                task.obstacle = (i % 11 == 0).then(|| Obstacle {
+                    until: NOW,
+                    reason: "held".into(),
                 });
             }
             HostView {
@@ -446,16 +456,16 @@ proptest! {
     /// and with a scan of all hosts.
     #[test]
     fn updated_index_decides_like_a_new_one(
-        before in many(), after in many(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
+        before in many_hosts(), after in many_hosts(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
         count in 1_u32..90, later in 0_u64..30,
     ) {
-        let mut kept: Hosts = before.iter().cloned().collect();
+        let mut kept: HostList = before.iter().cloned().collect();
         kept.refresh(NOW);
         for (which, what) in order {
             let new = &after[which.index(after.len())];
             match what {
                 0 => kept.remove(new.id),
-                1 => kept.put(new.clone()),
+                1 => kept.insert(new.clone()),
                 2 => if let Some(host) = kept.edit(new.id) {
                     (host.owner, host.sample) = (new.owner.clone(), new.sample.clone());
                 },
@@ -467,38 +477,38 @@ proptest! {
         }
         let now = NOW + Micros::from_secs(later);
         kept.refresh(now);
-        let anew: Hosts = kept.iter().cloned().collect();
-        let snapshot = |hosts| Snapshot::new(now, Policy::Load, hosts);
+        let anew: HostList = kept.iter().cloned().collect();
+        let snapshot = |hosts| Snapshot::new(now, PlacementPolicy::Load, hosts);
         let (kept, anew) = (snapshot(kept), snapshot(anew));
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
             let peers: Vec<HostId> = kept.hosts.first().map(|h| h.id).into_iter().collect();
-            let ask = Ask { peers: &peers, ..Ask::of(0, &request, count, h(1)) };
+            let ask = PlacementRequest { peers: &peers, ..PlacementRequest::new(0, &request, count, host_id(1)) };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
-        prop_assert_eq!(moves(&kept), moves(&anew));
+        prop_assert_eq!(plan_evictions(&kept), plan_evictions(&anew));
         let (mut kept, mut anew) = (kept, anew);
         for snapshot in [&mut kept, &mut anew] {
             for (i, host) in snapshot.hosts.iter_mut().enumerate() {
                 // Owners are present on most hosts, so that many classes of guests have no target
                 // and some have one.
                 if i % 50 != 7 {
-                    host.owner = Owner::Present { why: "alice".into() };
+                    host.owner = OwnerState::Present { why: "alice".into() };
                 }
             }
         }
         kept.hosts.refresh(now);
-        prop_assert_eq!(moves(&kept), moves(&anew));
+        prop_assert_eq!(plan_evictions(&kept), plan_evictions(&anew));
     }
 
     /// Every host that gets a task meets the constraints, and no host gets more tasks than its
     /// capacity.
     #[test]
     fn placed_tasks_meet_the_conditions(
-        hosts in many(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,
+        hosts in many_hosts(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,
     ) {
-        let hosts: Hosts = hosts.into_iter().take(few).collect();
-        let snapshot = Snapshot::new(NOW, Policy::Load, hosts);
+        let hosts: HostList = hosts.into_iter().take(few).collect();
+        let snapshot = Snapshot::new(NOW, PlacementPolicy::Load, hosts);
         let rank = ["", "; rank = speed", "; rank = -free", "; same-host"][usize::from(rank)];
         let text = format!("?spread = {spread}; cores >= {cores}; memory >= 1G{rank}");
         let placement = placed(&snapshot, &request(&text, count));
@@ -506,7 +516,7 @@ proptest! {
         for id in placement.hosts.iter().flatten() {
             *on.entry(*id).or_default() += 1;
             let host = snapshot.host(*id).expect("only hosts of the snapshot are used");
-            prop_assert!(!host.owner.is_present());
+            prop_assert!(!host.owner.excludes_guests());
             prop_assert!(host.sample.as_ref().is_some_and(|s| s.sample.cores >= cores));
         }
         let most = if rank == "; same-host" { 4 } else { spread };

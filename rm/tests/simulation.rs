@@ -10,22 +10,25 @@ mod pool;
 mod random;
 mod week;
 
-use counting::{Taken, bytes_kept, taken};
-use day::{Both, Compared, Day, ROOMY, SEEDS, TIGHT};
+use counting::{Allocations, bytes_kept, count_allocations};
+use day::{DayComparison, DayResults, DayScenario, ROOMY, SEEDS, TIGHT};
 use desktop::desktop;
-use large::{HOSTS_MAX, Visit, large, looks_at_all, looks_at_some, plans};
-use pool::Times;
-use pvm_rm::decide::{Owner, Policy, Snapshot};
+use large::{
+    HOSTS_MAX, Visit, large_snapshot, visit_global_decisions, visit_local_decisions,
+    visit_work_plans,
+};
+use pool::MeasuredTimes;
+use pvm_rm::decide::{OwnerState, PlacementPolicy, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
-use week::Week;
+use week::WeekResults;
 
 /// Returns a selection of the times measured by `cargo xtask bench owners` and `cargo xtask bench
 /// migrate`, over their whole range. They are constants, so that the tests do not depend on new
 /// measurements.
-fn usual() -> Times {
+fn sample_times() -> MeasuredTimes {
     let ms = |all: &[u32]| all.iter().map(|ms| f64::from(*ms) / 1e3).collect();
-    Times {
+    MeasuredTimes {
         stops: ms(&[0, 1, 4, 7, 9, 12, 15, 18, 20, 41]),
         clears: ms(&[137, 182, 225, 247, 257, 302, 330, 390, 431, 476, 533, 636]),
         freezes: ms(&[67, 69, 91, 96]),
@@ -37,7 +40,7 @@ fn usual() -> Times {
 /// work is lost.
 #[test]
 fn week_of_desktops_meets_its_targets() {
-    let week = Week::of(1, usual());
+    let week = WeekResults::simulate(1, sample_times());
     print!("{}", week.text());
     assert!(
         (380.0..=420.0).contains(&week.free_mean) && week.free_max <= 814,
@@ -73,14 +76,17 @@ fn week_of_desktops_meets_its_targets() {
 ///
 /// A wait lasts from the request until the last process of the job has started. Two hours before
 /// the first light job, the greedy user has requested twice the capacity of the pool; see [`day`].
-fn nobody_notices(day: &Day) {
+fn assert_fair(day: &DayScenario) {
     let compared = |seed: u64| {
-        let Both { alone, beside } = day.run(seed);
-        Compared::of(day, seed, &alone, &beside)
+        let DayResults {
+            alone,
+            contended: beside,
+        } = day.run(seed);
+        DayComparison::of(day, seed, &alone, &beside)
     };
     // The first two of the seeds that `cargo xtask bench sim` uses.
-    let all: Vec<Compared> = SEEDS.into_iter().take(2).map(compared).collect();
-    print!("{}", Compared::table(&all));
+    let all: Vec<DayComparison> = SEEDS.into_iter().take(2).map(compared).collect();
+    print!("{}", DayComparison::table(&all));
     for day in &all {
         let busy = day.greedy.unanswered > 0 && day.greedy.answered > 0;
         assert!(
@@ -95,14 +101,14 @@ fn nobody_notices(day: &Day) {
 /// In a pool where light users alone never wait, they hardly wait if there is a greedy user.
 #[test]
 fn greedy_user_does_not_delay_others_in_roomy_pool() {
-    nobody_notices(&ROOMY);
+    assert_fair(&ROOMY);
 }
 
 /// In a small pool where light users wait for each other, they hardly wait longer if there is a
 /// greedy user.
 #[test]
 fn greedy_user_does_not_delay_others_in_tight_pool() {
-    nobody_notices(&TIGHT);
+    assert_fair(&TIGHT);
 }
 
 /// Maximum memory per host in bytes.
@@ -116,18 +122,21 @@ fn decisions_are_correct_at_any_scale() {
             assert!(names.insert(name), "{name} is there twice");
             decide(0);
         };
-        looks_at_some(hosts, &mut once);
-        plans(hosts, &mut once);
-        looks_at_all(hosts, &mut once);
+        visit_local_decisions(hosts, &mut once);
+        visit_work_plans(hosts, &mut once);
+        visit_global_decisions(hosts, &mut once);
         assert_eq!(names.len(), 21);
     }
 }
 
 /// Returns the allocations of each of these decisions by name, including freed ones.
-fn allocated(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'static str, Taken)> {
+fn allocations_of(
+    hosts: u16,
+    decisions: fn(u16, &mut Visit<'_>),
+) -> Vec<(&'static str, Allocations)> {
     let mut all = Vec::new();
     decisions(hosts, &mut |name, decide| {
-        all.push((name, taken(|| decide(0))))
+        all.push((name, count_allocations(|| decide(0))))
     });
     all
 }
@@ -140,9 +149,9 @@ fn local_decisions_do_not_list_all_hosts() {
     // hardly grow. Only a list of the network's zones grows.
     let few = 1024;
     let list = usize::from(HOSTS_MAX - few) * size_of::<HostId>();
-    for ((name, few), (_, many)) in allocated(few, looks_at_some)
+    for ((name, few), (_, many)) in allocations_of(few, visit_local_decisions)
         .into_iter()
-        .zip(allocated(HOSTS_MAX, looks_at_some))
+        .zip(allocations_of(HOSTS_MAX, visit_local_decisions))
     {
         println!("{name:34}{few:?} {many:?}");
         assert!(
@@ -156,11 +165,16 @@ fn local_decisions_do_not_list_all_hosts() {
 #[test]
 fn host_needs_less_than_four_kibibytes() {
     for hosts in [64, 1024, HostId::INDEX_MAX, HOSTS_MAX] {
-        let (snapshot, bytes) = bytes_kept(|| large(hosts));
+        let (snapshot, bytes) = bytes_kept(|| large_snapshot(hosts));
         let tasks: usize = snapshot.hosts.iter().map(|host| host.tasks.len()).sum();
-        let empty = |i: u16| desktop(i, Owner::Absent { left: None });
-        let (_, alone) =
-            bytes_kept(|| Snapshot::new(Micros(0), Policy::Load, (1..=hosts).map(empty).collect()));
+        let empty = |i: u16| desktop(i, OwnerState::Absent { left_at: None });
+        let (_, alone) = bytes_kept(|| {
+            Snapshot::new(
+                Micros(0),
+                PlacementPolicy::Load,
+                (1..=hosts).map(empty).collect(),
+            )
+        });
         let (hosts_, alone) = (usize::from(hosts), alone / usize::from(hosts));
         let each = (bytes - alone * hosts_) / tasks;
         println!("{hosts:6} hosts: {alone} bytes for each, and {each} for each task");

@@ -1,11 +1,11 @@
 //! Tests of the history in memory and of its file.
 
 use proptest::prelude::*;
-use pvm_rm::store::books::{
+use pvm_rm::store::file::{FILE_BYTES_MAX, OpenedHistory};
+use pvm_rm::store::history::{
     ATTEMPTS_MAX, DECISIONS_BYTES_MAX, DECISIONS_MAX, JOBS_MAX, PROGRAM_BYTES_MAX, TASKS_MAX,
 };
-use pvm_rm::store::file::{FILE_BYTES_MAX, Opened};
-use pvm_rm::store::{Batch, Books, Place, Sheet, Store};
+use pvm_rm::store::{Batch, History, HistoryFile, LogPosition, Table};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{MigrationCause, Usage};
 use sempa_proto::rm::{
@@ -20,33 +20,33 @@ use std::path::Path;
 
 const USER: u32 = 1000;
 
-fn h(index: u16) -> HostId {
+fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-fn t(host: u16, local: u32) -> Tid {
-    Tid::task(h(host), local).expect("a task")
+fn task_id(host: u16, local: u32) -> Tid {
+    Tid::task(host_id(host), local).expect("a task")
 }
 
-fn own() -> Tid {
-    t(1, 1)
+fn rm_tid() -> Tid {
+    task_id(1, 1)
 }
 
-fn second(n: u64) -> Micros {
+fn time_at(n: u64) -> Micros {
     Micros::from_secs(1_700_000_000 + n)
 }
 
 /// An event log that tests append to.
 #[derive(Default)]
-struct Log(Vec<Event>);
+struct EventLog(Vec<Event>);
 
-impl Log {
-    fn say(&mut self, at: u64, host: u16, kind: EventKind) -> &Event {
+impl EventLog {
+    fn append(&mut self, at: u64, host: u16, kind: EventKind) -> &Event {
         let number = self.0.len() as u64 + 1;
         self.0.push(Event {
             number,
-            at: second(at),
-            host: h(host),
+            at: time_at(at),
+            host: host_id(host),
             kind,
         });
         self.0.last().expect("pushed a moment ago")
@@ -54,7 +54,7 @@ impl Log {
 
     fn started(&mut self, at: u64, tid: Tid, parent: Tid, name: &str) {
         let host = tid.birth_host().map_or(1, HostId::index);
-        self.say(
+        self.append(
             at,
             host,
             EventKind::TaskStarted {
@@ -72,7 +72,7 @@ impl Log {
             resident_max_bytes: millis,
             ..Usage::default()
         };
-        self.say(
+        self.append(
             at,
             tid.birth_host().map_or(1, HostId::index),
             EventKind::TaskEnded { tid, status, used },
@@ -81,7 +81,8 @@ impl Log {
 
     fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
         let id = MigrationId(self.0.len() as u64);
-        let (source, target, frozen, whole) = (h(from), h(to), Micros(50_000), Micros(80_000));
+        let (source, target, frozen, whole) =
+            (host_id(from), host_id(to), Micros(50_000), Micros(80_000));
         let (bytes, resident) = (4096, 1 << 20);
         let kind = EventKind::Migrated {
             id,
@@ -94,7 +95,7 @@ impl Log {
             frozen,
             transfer_time: whole,
         };
-        self.say(at, to, kind);
+        self.append(at, to, kind);
     }
 }
 
@@ -106,37 +107,37 @@ fn owner() -> MigrationCause {
 
 /// Returns the log of a job: a task from a command line with three workers. One worker succeeds,
 /// one is killed after an eviction, and one still runs.
-fn story() -> Log {
-    let mut log = Log::default();
+fn example_log() -> EventLog {
+    let mut log = EventLog::default();
     for host in 1..=3 {
-        log.say(
+        log.append(
             0,
             1,
             EventKind::HostAdded {
-                host: h(host),
+                host: host_id(host),
                 name: format!("h{host}"),
             },
         );
     }
-    log.started(0, own(), Tid::NONE, "pvm-rm");
-    log.started(0, t(2, 9), Tid::NONE, "/opt/bin/pvm-load-watcher");
-    log.started(1, t(1, 2), Tid::NONE, "");
-    log.started(2, t(1, 3), t(1, 2), "worker");
-    log.started(2, t(2, 3), t(1, 2), "worker");
-    log.started(3, t(3, 3), t(2, 3), "helper");
-    log.ended(12, t(1, 3), 0, 9_000);
-    log.moved(13, t(2, 3), 2, 3, owner());
-    log.ended(22, t(2, 3), 9, 15_000);
+    log.started(0, rm_tid(), Tid::NONE, "pvm-rm");
+    log.started(0, task_id(2, 9), Tid::NONE, "/opt/bin/pvm-load-watcher");
+    log.started(1, task_id(1, 2), Tid::NONE, "");
+    log.started(2, task_id(1, 3), task_id(1, 2), "worker");
+    log.started(2, task_id(2, 3), task_id(1, 2), "worker");
+    log.started(3, task_id(3, 3), task_id(2, 3), "helper");
+    log.ended(12, task_id(1, 3), 0, 9_000);
+    log.moved(13, task_id(2, 3), 2, 3, owner());
+    log.ended(22, task_id(2, 3), 9, 15_000);
     log
 }
 
-fn books(log: &Log) -> Books {
-    let mut books = Books::new(USER, own());
-    log.0.iter().for_each(|event| books.event(event));
+fn history_of(log: &EventLog) -> History {
+    let mut books = History::new(USER, rm_tid());
+    log.0.iter().for_each(|event| books.apply_event(event));
     books
 }
 
-fn job(books: &Books, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
+fn job(books: &History, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
     match books.answer(&RmQuery::Job(tid)) {
         RmReply::Job { job, tasks } => (job, tasks),
         other => panic!("{other:?}"),
@@ -146,11 +147,11 @@ fn job(books: &Books, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
 /// A job consists of a top task and all its descendants, and its usage is the sum of theirs.
 #[test]
 fn job_sums_usage_of_its_tasks() {
-    let books = books(&story());
-    let (job, tasks) = job(&books, t(3, 3));
+    let books = history_of(&example_log());
+    let (job, tasks) = job(&books, task_id(3, 3));
     assert_eq!(
         (job.job, job.user, job.program.as_str(), job.ended),
-        (t(1, 2), USER, "", None)
+        (task_id(1, 2), USER, "", None)
     );
     let used = Usage {
         user: Micros::from_secs(24),
@@ -175,10 +176,10 @@ fn job_sums_usage_of_its_tasks() {
         .map(|t| (t.tid, t.host.as_str(), t.ended.map(|(_, how)| how)))
         .collect();
     let expected = [
-        (t(1, 2), "h1", None),
-        (t(1, 3), "h1", Some(TaskOutcome::Status(0))),
-        (t(2, 3), "h3", Some(TaskOutcome::Status(9))),
-        (t(3, 3), "h3", None),
+        (task_id(1, 2), "h1", None),
+        (task_id(1, 3), "h1", Some(TaskOutcome::Status(0))),
+        (task_id(2, 3), "h3", Some(TaskOutcome::Status(9))),
+        (task_id(3, 3), "h3", None),
     ];
     assert_eq!(told, expected);
     let RmReply::Users(users) = books.answer(&RmQuery::Users { user: Some(USER) }) else {
@@ -193,9 +194,9 @@ fn job_sums_usage_of_its_tasks() {
 
 /// Appends the restart of a job: each host reports the start of its tasks, and then the master
 /// reports the restart.
-fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
+fn append_restart(log: &mut EventLog, at: u64, all: &[(Tid, Tid, u16)]) {
     for (tid, parent, host) in all {
-        log.say(
+        log.append(
             at,
             *host,
             EventKind::TaskStarted {
@@ -206,14 +207,17 @@ fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
             },
         );
     }
-    let tasks = all.iter().map(|(tid, _, host)| (*tid, h(*host))).collect();
+    let tasks = all
+        .iter()
+        .map(|(tid, _, host)| (*tid, host_id(*host)))
+        .collect();
     let why = "h1 was lost".to_string();
-    log.say(
+    log.append(
         at + 1,
         1,
         EventKind::Restarted {
             checkpoint: "s".into(),
-            job: t(1, 3),
+            job: task_id(1, 3),
             tasks,
             why,
         },
@@ -221,11 +225,11 @@ fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
 }
 
 /// Task number and birth host of a top task, its child and its grandchild.
-const LINE: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
+const FAMILY: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
-fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
-    let [top, child, last] = LINE.map(|(local, host)| t(host, local));
-    [(top, above, 3), (child, top, 3), (last, child, 2)]
+fn family(parent: Tid) -> [(Tid, Tid, u16); 3] {
+    let [top, child, last] = FAMILY.map(|(local, host)| task_id(host, local));
+    [(top, parent, 3), (child, top, 3), (last, child, 2)]
 }
 
 /// After a restart all tasks belong to one job, in whatever order their starts are reported.
@@ -243,32 +247,32 @@ fn restarted_job_is_complete_in_any_report_order() {
         .into_iter()
         .flat_map(|order| [(order, true), (order, false)])
     {
-        let mut log = Log::default();
+        let mut log = EventLog::default();
         for host in 1..=3 {
-            log.say(
+            log.append(
                 0,
                 1,
                 EventKind::HostAdded {
-                    host: h(host),
+                    host: host_id(host),
                     name: format!("h{host}"),
                 },
             );
         }
         if same_machine {
-            line(Tid::NONE)
+            family(Tid::NONE)
                 .iter()
                 .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
-            log.moved(8, t(2, 4), 2, 3, owner());
-            line(Tid::NONE)
+            log.moved(8, task_id(2, 4), 2, 3, owner());
+            family(Tid::NONE)
                 .iter()
                 .for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
         }
-        again(&mut log, 20, &order.map(|at| line(Tid::NONE)[at]));
-        let mut books = books(&log);
-        let (job, tasks) = job(&books, t(2, 5));
+        append_restart(&mut log, 20, &order.map(|at| family(Tid::NONE)[at]));
+        let mut books = history_of(&log);
+        let (job, tasks) = job(&books, task_id(2, 5));
         assert_eq!(
             (job.job, job.program.as_str(), job.ended),
-            (t(1, 3), "worker", None),
+            (task_id(1, 3), "worker", None),
             "{order:?}"
         );
         assert_eq!(
@@ -282,7 +286,7 @@ fn restarted_job_is_complete_in_any_report_order() {
             .collect();
         assert_eq!(
             told,
-            line(Tid::NONE)
+            family(Tid::NONE)
                 .map(|(tid, _, host)| (tid, format!("h{host}"), true))
                 .into(),
             "{order:?}"
@@ -297,10 +301,11 @@ fn restarted_job_is_complete_in_any_report_order() {
             .collect();
         assert_eq!(
             (alive, jobs.len()),
-            (vec![t(1, 3)], 1 + usize::from(same_machine)),
+            (vec![task_id(1, 3)], 1 + usize::from(same_machine)),
             "{order:?}"
         );
-        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(t(2, 4)))
+        let RmReply::Decisions { decisions, .. } =
+            books.answer(&RmQuery::TaskDecisions(task_id(2, 4)))
         else {
             panic!("nothing")
         };
@@ -317,25 +322,26 @@ fn restarted_job_is_complete_in_any_report_order() {
             early, same_machine,
             "what was decided before it went back is about the same task: {decisions:?}"
         );
-        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(t(1, 3)))
+        let RmReply::Decisions { decisions, .. } =
+            books.answer(&RmQuery::TaskDecisions(task_id(1, 3)))
         else {
             panic!("nothing")
         };
         let moved = decisions
             .iter()
-            .any(|d| matches!(d.kind, DecisionKind::Migrated { tid, .. } if tid == t(2, 4)));
+            .any(|d| matches!(d.kind, DecisionKind::Migrated { tid, .. } if tid == task_id(2, 4)));
         assert_eq!(
             moved, same_machine,
             "what was decided about a task is about its job: {decisions:?}"
         );
-        let mut sheets = Sheets::new();
-        apply(&mut sheets, books.batch());
+        let mut sheets = Tables::new();
+        apply_batch(&mut sheets, books.take_batch());
         assert_eq!(reread(&sheets), books);
     }
 }
 
 /// Returns the reported decisions about a task, job or host as texts.
-fn told(books: &Books, question: RmQuery) -> Vec<String> {
+fn reported(books: &History, question: RmQuery) -> Vec<String> {
     let RmReply::Decisions { decisions, .. } = books.answer(&question) else {
         panic!("nothing is known")
     };
@@ -345,41 +351,41 @@ fn told(books: &Books, question: RmQuery) -> Vec<String> {
 /// A task that was ended for an owner is reported with the reason, and counts as evicted.
 #[test]
 fn task_killed_by_owner_counts_as_eviction() {
-    let mut log = story();
+    let mut log = example_log();
     let (guests, why) = (
-        vec![t(3, 3), t(3, 99)],
+        vec![task_id(3, 3), task_id(3, 99)],
         "olga is logged in on pts/1".to_string(),
     );
-    log.say(
+    log.append(
         30,
         3,
         EventKind::GuestsEnded {
-            host: h(3),
+            host: host_id(3),
             guests,
             why: why.clone(),
         },
     );
-    log.ended(31, t(3, 3), 15, 1_000);
-    log.say(
+    log.ended(31, task_id(3, 3), 15, 1_000);
+    log.append(
         40,
         3,
         EventKind::GuestsEnded {
-            host: h(3),
+            host: host_id(3),
             guests: vec![],
             why,
         },
     );
-    let books = books(&log);
-    let (one, other) = (t(3, 3), t(3, 99));
+    let books = history_of(&log);
+    let (one, other) = (task_id(3, 3), task_id(3, 99));
     let ended = format!(
         "the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1"
     );
     for question in [
-        RmQuery::TaskDecisions(t(3, 3)),
-        RmQuery::TaskDecisions(t(1, 2)),
+        RmQuery::TaskDecisions(task_id(3, 3)),
+        RmQuery::TaskDecisions(task_id(1, 2)),
         RmQuery::HostDecisions("h3".into()),
     ] {
-        let told = told(&books, question);
+        let told = reported(&books, question);
         assert_eq!(
             told.iter().filter(|told| **told == ended).count(),
             1,
@@ -391,11 +397,11 @@ fn task_killed_by_owner_counts_as_eviction() {
             "{told:?}"
         );
     }
-    let (job, tasks) = job(&books, t(3, 3));
+    let (job, tasks) = job(&books, task_id(3, 3));
     assert_eq!((job.totals.migrations, job.totals.evictions), (1, 2));
     assert_eq!(
         (tasks[3].tid, tasks[3].migrations, tasks[3].evictions),
-        (t(3, 3), 0, 1)
+        (task_id(3, 3), 0, 1)
     );
     let RmReply::Users(users) = books.answer(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
@@ -406,13 +412,13 @@ fn task_killed_by_owner_counts_as_eviction() {
 /// Each task of a job that was vacated for an owner counts as evicted.
 #[test]
 fn vacating_counts_as_eviction_of_each_task() {
-    let mut log = Log::default();
-    let tasks = line(Tid::NONE);
+    let mut log = EventLog::default();
+    let tasks = family(Tid::NONE);
     tasks
         .iter()
         .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
     let parked = |parked, set: &str| {
-        let (set, job, bytes, frozen) = (set.to_string(), t(1, 3), 9, Micros(5));
+        let (set, job, bytes, frozen) = (set.to_string(), task_id(1, 3), 9, Micros(5));
         EventKind::Checkpointed {
             checkpoint: set,
             job,
@@ -422,37 +428,37 @@ fn vacating_counts_as_eviction_of_each_task() {
             vacated: parked,
         }
     };
-    log.say(5, 1, parked(false, "t40003-20261122T141503-1"));
+    log.append(5, 1, parked(false, "t40003-20261122T141503-1"));
     assert_eq!(
-        job(&books(&log), t(1, 3)).0.totals.evictions,
+        job(&history_of(&log), task_id(1, 3)).0.totals.evictions,
         0,
         "it goes on"
     );
-    log.say(6, 1, parked(true, "t40003-20261122T141504-1"));
+    log.append(6, 1, parked(true, "t40003-20261122T141504-1"));
     tasks
         .iter()
         .for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
-    assert_eq!(job(&books(&log), t(1, 3)).0.totals.evictions, 3);
+    assert_eq!(job(&history_of(&log), task_id(1, 3)).0.totals.evictions, 3);
 }
 
 /// Each failure is reported in queries for the job or the host that it concerns.
 #[test]
 fn failures_are_attributed_to_jobs_and_hosts() {
-    let mut log = story();
+    let mut log = example_log();
     let why = || "no room".to_string();
-    log.say(
+    log.append(
         30,
         1,
         EventKind::CheckpointFailed {
-            job: t(1, 2),
+            job: task_id(1, 2),
             why: why(),
         },
     );
     let (set, cause) = (
-        format!("{}-20261122T141503-1", t(1, 2)),
+        format!("{}-20261122T141503-1", task_id(1, 2)),
         "h1 was lost".to_string(),
     );
-    log.say(
+    log.append(
         31,
         1,
         EventKind::RestartFailed {
@@ -461,7 +467,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
             why: why(),
         },
     );
-    log.say(
+    log.append(
         32,
         1,
         EventKind::RestartFailed {
@@ -470,16 +476,16 @@ fn failures_are_attributed_to_jobs_and_hosts() {
             why: why(),
         },
     );
-    log.say(
+    log.append(
         33,
         3,
         EventKind::TaskerGone {
-            host: h(3),
+            host: host_id(3),
             why: "signal 9".into(),
         },
     );
-    log.ended(34, t(3, 3), 9, 1_000);
-    log.say(
+    log.ended(34, task_id(3, 3), 9, 1_000);
+    log.append(
         35,
         1,
         EventKind::HostRefused {
@@ -487,72 +493,75 @@ fn failures_are_attributed_to_jobs_and_hosts() {
             why: "no route to it".into(),
         },
     );
-    let mut books = books(&log);
-    let job = told(&books, RmQuery::TaskDecisions(t(1, 2)));
+    let mut books = history_of(&log);
+    let job = reported(&books, RmQuery::TaskDecisions(task_id(1, 2)));
     let tasker = format!(
         "the tasker of h3 has ended (signal 9), and with it {}",
-        t(3, 3)
+        task_id(3, 3)
     );
     let failed = format!("checkpoint {set} was not started again (h1 was lost): no room");
     let last = [
-        format!("job {} was not checkpointed: no room", t(1, 2)),
+        format!("job {} was not checkpointed: no room", task_id(1, 2)),
         failed,
         tasker.clone(),
     ];
     assert_eq!(job[job.len() - 3..], last);
     assert_eq!(
-        told(&books, RmQuery::HostDecisions("h3".into())).last(),
+        reported(&books, RmQuery::HostDecisions("h3".into())).last(),
         Some(&tasker)
     );
     assert_eq!(
-        told(&books, RmQuery::HostDecisions("h4".into())),
+        reported(&books, RmQuery::HostDecisions("h4".into())),
         ["h4 was not added: no route to it"]
     );
-    let mut sheets = Sheets::new();
-    apply(&mut sheets, books.batch());
+    let mut sheets = Tables::new();
+    apply_batch(&mut sheets, books.take_batch());
     assert_eq!(reread(&sheets), books);
 }
 
 /// A restarted job still belongs to the job of the task that had spawned it.
 #[test]
 fn restarted_job_keeps_its_parent() {
-    let mut log = story();
-    line(t(1, 2))
+    let mut log = example_log();
+    family(task_id(1, 2))
         .iter()
         .for_each(|(tid, parent, _)| log.started(30, *tid, *parent, "worker"));
-    line(t(1, 2))
+    family(task_id(1, 2))
         .iter()
         .for_each(|(tid, ..)| log.ended(31, *tid, 9, 1_000));
-    let [top, child, last] = line(t(1, 2));
-    again(&mut log, 40, &[last, child, top]);
-    let (job, _) = job(&books(&log), t(2, 5));
+    let [top, child, last] = family(task_id(1, 2));
+    append_restart(&mut log, 40, &[last, child, top]);
+    let (job, _) = job(&history_of(&log), task_id(2, 5));
     assert_eq!(
         (job.job, job.totals.tasks, job.totals.running),
-        (t(1, 2), 10, 5)
+        (task_id(1, 2), 10, 5)
     );
 }
 
 /// Tasks that serve the virtual machine, and consoles without children, do not count as jobs.
 #[test]
 fn service_tasks_and_consoles_are_no_jobs() {
-    let mut log = story();
-    log.started(30, t(1, 77), Tid::NONE, "");
-    log.ended(31, t(1, 77), 0, 1);
-    let RmReply::Jobs(jobs) = books(&log).answer(&RmQuery::Jobs { user: None }) else {
+    let mut log = example_log();
+    log.started(30, task_id(1, 77), Tid::NONE, "");
+    log.ended(31, task_id(1, 77), 0, 1);
+    let RmReply::Jobs(jobs) = history_of(&log).answer(&RmQuery::Jobs { user: None }) else {
         panic!("no jobs")
     };
-    assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
+    assert_eq!(
+        jobs.iter().map(|j| j.job).collect::<Vec<_>>(),
+        [task_id(1, 2)]
+    );
 }
 
 /// Each decision is reported in queries for the task and the host that it concerns.
 #[test]
 fn decisions_are_reported_for_their_subject() {
-    let books = books(&story());
+    let books = history_of(&example_log());
     let RmReply::Decisions {
         task: Some(task),
         decisions,
         ..
-    } = books.answer(&RmQuery::TaskDecisions(t(2, 3)))
+    } = books.answer(&RmQuery::TaskDecisions(task_id(2, 3)))
     else {
         panic!()
     };
@@ -576,7 +585,7 @@ fn decisions_are_reported_for_their_subject() {
         "it joined, and a task left it: {decisions:?}"
     );
     assert_eq!(
-        books.answer(&RmQuery::TaskDecisions(t(1, 99))),
+        books.answer(&RmQuery::TaskDecisions(task_id(1, 99))),
         RmReply::NotFound
     );
     assert_eq!(
@@ -588,25 +597,25 @@ fn decisions_are_reported_for_their_subject() {
 /// When a host is lost, its tasks end. Tasks that are missing in a task list end, too.
 #[test]
 fn lost_host_or_reconciliation_ends_tasks() {
-    let mut log = story();
-    log.say(
+    let mut log = example_log();
+    log.append(
         40,
         1,
         EventKind::HostGone {
-            host: h(3),
+            host: host_id(3),
             name: "h3".into(),
             why: "silent".into(),
         },
     );
-    let mut books = books(&log);
+    let mut books = history_of(&log);
     assert_eq!(
-        job(&books, t(1, 2)).1[3].ended,
-        Some((second(40), TaskOutcome::Lost))
+        job(&books, task_id(1, 2)).1[3].ended,
+        Some((time_at(40), TaskOutcome::Lost))
     );
     let info = TaskInfo {
-        tid: t(1, 77),
+        tid: task_id(1, 77),
         parent: Tid::NONE,
-        host: h(1),
+        host: host_id(1),
         flags: 0,
         name: String::new(),
         pid: 1,
@@ -615,23 +624,23 @@ fn lost_host_or_reconciliation_ends_tasks() {
         paused: false,
         suspended: false,
     };
-    books.reconcile(second(50), &[info]);
-    let (job, _) = job(&books, t(1, 2));
-    assert_eq!((job.ended, job.totals.running), (Some(second(50)), 0));
+    books.reconcile(time_at(50), &[info]);
+    let (job, _) = job(&books, task_id(1, 2));
+    assert_eq!((job.ended, job.totals.running), (Some(time_at(50)), 0));
 }
 
 /// In a new virtual machine the totals of users remain, and tids may be reused.
 #[test]
 fn new_virtual_machine_keeps_sums_and_reuses_tids() {
-    let mut books = books(&story());
-    books.begin_anew();
-    assert_eq!(books.place(), Place::default());
+    let mut books = history_of(&example_log());
+    books.start_new_vm();
+    assert_eq!(books.log_position(), LogPosition::default());
     assert_eq!(books.running().count(), 0);
-    let mut log = Log::default();
-    log.started(100, t(1, 2), Tid::NONE, "");
-    log.started(101, t(1, 3), t(1, 2), "other");
-    log.0.iter().for_each(|event| books.event(event));
-    let (job, tasks) = job(&books, t(1, 3));
+    let mut log = EventLog::default();
+    log.started(100, task_id(1, 2), Tid::NONE, "");
+    log.started(101, task_id(1, 3), task_id(1, 2), "other");
+    log.0.iter().for_each(|event| books.apply_event(event));
+    let (job, tasks) = job(&books, task_id(1, 3));
     assert_eq!(
         (tasks.len(), job.totals.tasks),
         (2, 2),
@@ -644,22 +653,22 @@ fn new_virtual_machine_keeps_sums_and_reuses_tids() {
 }
 
 /// The stored entries, by table and key, as the database file would contain them.
-type Sheets = BTreeMap<(Sheet, u64), Vec<u8>>;
+type Tables = BTreeMap<(Table, u64), Vec<u8>>;
 
-fn apply(sheets: &mut Sheets, batch: Batch) {
+fn apply_batch(sheets: &mut Tables, batch: Batch) {
     for change in batch {
         match change.value {
-            Some(value) => drop(sheets.insert((change.sheet, change.key), value)),
-            None => drop(sheets.remove(&(change.sheet, change.key))),
+            Some(value) => drop(sheets.insert((change.table, change.key), value)),
+            None => drop(sheets.remove(&(change.table, change.key))),
         }
     }
 }
 
-fn reread(sheets: &Sheets) -> Books {
+fn reread(sheets: &Tables) -> History {
     let entries = sheets
         .iter()
         .map(|((sheet, key), value)| (*sheet, *key, value.clone()));
-    let (books, bad) = Books::read(USER, own(), entries);
+    let (books, bad) = History::read(USER, rm_tid(), entries);
     assert_eq!(bad, 0);
     books
 }
@@ -668,30 +677,37 @@ fn questions() -> Vec<RmQuery> {
     let mut all = vec![RmQuery::Users { user: None }, RmQuery::Jobs { user: None }];
     for host in 1..=3 {
         all.push(RmQuery::HostDecisions(format!("h{host}")));
-        all.extend(
-            (2..12).flat_map(|n| [RmQuery::Job(t(host, n)), RmQuery::TaskDecisions(t(host, n))]),
-        );
+        all.extend((2..12).flat_map(|n| {
+            [
+                RmQuery::Job(task_id(host, n)),
+                RmQuery::TaskDecisions(task_id(host, n)),
+            ]
+        }));
     }
     all
 }
 
 /// Random events without regard to consistency: hosts, tasks, parents and exits in any order.
-fn happenings() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
+fn random_events() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
     prop::collection::vec((0..6_u8, 1..4_u16, 2..12_u32, 0..12_u32, 0..3_i32), 1..80)
 }
 
-fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
-    let (mut log, mut seen) = (Log::default(), BTreeSet::new());
+fn log_of(happenings: &[(u8, u16, u32, u32, i32)]) -> EventLog {
+    let (mut log, mut seen) = (EventLog::default(), BTreeSet::new());
     for (n, (what, host, local, other, status)) in happenings.iter().copied().enumerate() {
-        let (at, tid) = (n as u64, t(host, local));
-        let parent = if other < 2 { Tid::NONE } else { t(1, other) };
+        let (at, tid) = (n as u64, task_id(host, local));
+        let parent = if other < 2 {
+            Tid::NONE
+        } else {
+            task_id(1, other)
+        };
         match what {
             0 => {
-                log.say(
+                log.append(
                     at,
                     1,
                     EventKind::HostAdded {
-                        host: h(host),
+                        host: host_id(host),
                         name: format!("h{host}"),
                     },
                 );
@@ -706,11 +722,11 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
             4 => log.moved(at, tid, host, 1 + host % 3, owner()),
             _ => {
                 let name = format!("h{host}");
-                log.say(
+                log.append(
                     at,
                     1,
                     EventKind::HostGone {
-                        host: h(host),
+                        host: host_id(host),
                         name,
                         why: "lost".into(),
                     },
@@ -726,34 +742,34 @@ proptest! {
     /// as without a crash.
     #[test]
     fn crash_neither_repeats_nor_loses_events(
-        happenings in happenings(), cut in 0..80_usize, lost in 0..20_usize,
+        happenings in random_events(), cut in 0..80_usize, lost in 0..20_usize,
     ) {
-        let log = written(&happenings);
-        let whole = books(&log);
+        let log = log_of(&happenings);
+        let whole = history_of(&log);
         let cut = cut.min(log.0.len());
-        let (mut before, mut sheets) = (Books::new(USER, own()), Sheets::new());
-        log.0[..cut].iter().for_each(|event| before.event(event));
-        apply(&mut sheets, before.batch());
+        let (mut before, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
+        log.0[..cut].iter().for_each(|event| before.apply_event(event));
+        apply_batch(&mut sheets, before.take_batch());
         // These events were applied but not written before the crash.
-        log.0[cut..].iter().take(lost).for_each(|event| before.event(event));
+        log.0[cut..].iter().take(lost).for_each(|event| before.apply_event(event));
         let mut after = reread(&sheets);
         // Some events are applied twice.
-        log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.event(event));
+        log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.apply_event(event));
         for question in questions() {
             prop_assert_eq!(after.answer(&question), whole.answer(&question), "{:?}", question);
         }
-        prop_assert_eq!(after.place(), whole.place());
+        prop_assert_eq!(after.log_position(), whole.log_position());
     }
 
     /// At any time, the batches written so far contain the whole history.
     #[test]
-    fn batches_contain_whole_history(happenings in happenings(), every in 1..10_usize) {
-        let log = written(&happenings);
-        let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
+    fn batches_contain_whole_history(happenings in random_events(), every in 1..10_usize) {
+        let log = log_of(&happenings);
+        let (mut books, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
         for some in log.0.chunks(every) {
-            some.iter().for_each(|event| books.event(event));
-            apply(&mut sheets, books.batch());
-            prop_assert!(!books.is_dirty() && books.batch().is_empty());
+            some.iter().for_each(|event| books.apply_event(event));
+            apply_batch(&mut sheets, books.take_batch());
+            prop_assert!(!books.is_dirty() && books.take_batch().is_empty());
             let again = reread(&sheets);
             for question in questions() {
                 prop_assert_eq!(again.answer(&question), books.answer(&question), "{:?}", question);
@@ -763,8 +779,8 @@ proptest! {
 
     /// The totals of each job equal the sums over its tasks.
     #[test]
-    fn sums_are_sums_of_tasks(happenings in happenings()) {
-        let books = books(&written(&happenings));
+    fn sums_are_sums_of_tasks(happenings in random_events()) {
+        let books = history_of(&log_of(&happenings));
         let RmReply::Jobs(jobs) = books.answer(&RmQuery::Jobs { user: None }) else { panic!("no jobs") };
         for one in jobs {
             let RmReply::Job { job, tasks } = books.answer(&RmQuery::Job(one.job)) else { panic!("it was listed") };
@@ -790,10 +806,10 @@ proptest! {
 /// If a table exceeds its maximum size, its oldest entries are removed, and the totals remain.
 #[test]
 fn oldest_entries_are_removed_and_sums_remain() {
-    let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
+    let (mut books, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
     let tasks = TASKS_MAX + 1000;
     for n in 0..tasks as u64 {
-        let (tid, at) = (t(1, 2 + (n % 200_000) as u32), second(n));
+        let (tid, at) = (task_id(1, 2 + (n % 200_000) as u32), time_at(n));
         let started = EventKind::TaskStarted {
             tid,
             parent: Tid::NONE,
@@ -805,32 +821,35 @@ fn oldest_entries_are_removed_and_sums_remain() {
             status: 0,
             used: Usage::default(),
         };
-        books.event(&Event {
+        books.apply_event(&Event {
             number: 2 * n + 1,
             at,
-            host: h(1),
+            host: host_id(1),
             kind: started,
         });
-        books.event(&Event {
+        books.apply_event(&Event {
             number: 2 * n + 2,
             at,
-            host: h(1),
+            host: host_id(1),
             kind: ended,
         });
         if n % 10_000 == 0 {
-            apply(&mut sheets, books.batch());
+            apply_batch(&mut sheets, books.take_batch());
         }
     }
     for n in 0..DECISIONS_MAX + 10 {
-        books.decided(second(n as u64), DecisionKind::RmStarted { resumed: false });
+        books.record_decision(
+            time_at(n as u64),
+            DecisionKind::RmStarted { resumed: false },
+        );
     }
-    apply(&mut sheets, books.batch());
+    apply_batch(&mut sheets, books.take_batch());
     let count = |sheet| sheets.keys().filter(|(s, _)| *s == sheet).count();
     assert_eq!(
         (
-            count(Sheet::Tasks),
-            count(Sheet::Jobs),
-            count(Sheet::Decisions)
+            count(Table::Tasks),
+            count(Table::Jobs),
+            count(Table::Decisions)
         ),
         (TASKS_MAX, JOBS_MAX, DECISIONS_MAX)
     );
@@ -841,7 +860,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
 }
 
 /// Returns the decision about a spawn with these numbers of tasks, attempts, and excluded hosts.
-fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
+fn spawn_decision(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     let why = rm::RejectionReason::Other {
         why: "its owner allows two tasks, and they are there".into(),
     };
@@ -859,14 +878,14 @@ fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     };
     DecisionKind::Spawn {
         program: "worker".into(),
-        requested_by: t(1, 2),
-        job: t(1, 2),
+        requested_by: task_id(1, 2),
+        job: task_id(1, 2),
         user: USER,
         count: tasks,
         started: (0..tasks)
             .map(|i| {
                 (
-                    t(2, 10 + n % 2000 * 100 + i),
+                    task_id(2, 10 + n % 2000 * 100 + i),
                     format!("host{i}.example.org"),
                 )
             })
@@ -877,25 +896,25 @@ fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     }
 }
 
-fn large_spawn(n: u32) -> DecisionKind {
-    spawned(n, 100, 40, 64)
+fn large_spawn_decision(n: u32) -> DecisionKind {
+    spawn_decision(n, 100, 40, 64)
 }
 
 /// The total size of the decisions is bounded, and the newest ones remain.
 #[test]
 fn decisions_are_bounded_in_bytes() {
-    let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
+    let (mut books, mut sheets) = (History::new(USER, rm_tid()), Tables::new());
     let decisions = 700;
     for n in 0..decisions {
-        books.decided(second(n.into()), large_spawn(n));
+        books.record_decision(time_at(n.into()), large_spawn_decision(n));
         if n % 50 == 0 {
-            apply(&mut sheets, books.batch());
+            apply_batch(&mut sheets, books.take_batch());
         }
     }
-    apply(&mut sheets, books.batch());
+    apply_batch(&mut sheets, books.take_batch());
     let kept: Vec<(u64, usize)> = sheets
         .iter()
-        .filter(|((sheet, _), _)| *sheet == Sheet::Decisions)
+        .filter(|((sheet, _), _)| *sheet == Table::Decisions)
         .map(|((_, n), v)| (*n, v.len()))
         .collect();
     let bytes: u64 = kept.iter().map(|(_, bytes)| *bytes as u64).sum();
@@ -907,10 +926,10 @@ fn decisions_are_bounded_in_bytes() {
     assert!(kept.len() < 600, "{}", kept.len());
     // A history that was read from the file computes the same sizes.
     let mut again = reread(&sheets);
-    again.decided(second(9999), large_spawn(9999));
-    apply(&mut sheets, again.batch());
+    again.record_decision(time_at(9999), large_spawn_decision(9999));
+    apply_batch(&mut sheets, again.take_batch());
     let RmReply::Decisions { decisions, .. } =
-        again.answer(&RmQuery::TaskDecisions(t(2, 10 + 1999 * 100)))
+        again.answer(&RmQuery::TaskDecisions(task_id(2, 10 + 1999 * 100)))
     else {
         panic!("kept")
     };
@@ -918,23 +937,23 @@ fn decisions_are_bounded_in_bytes() {
         panic!("{decisions:?}")
     };
     assert_eq!(attempts.len(), ATTEMPTS_MAX);
-    let count = |sheets: &Sheets| {
+    let count = |sheets: &Tables| {
         sheets
             .keys()
-            .filter(|(sheet, _)| *sheet == Sheet::Decisions)
+            .filter(|(sheet, _)| *sheet == Table::Decisions)
             .count()
     };
     assert!(count(&sheets) <= kept.len() + 1);
     let long = EventKind::TaskStarted {
-        tid: t(1, 5),
+        tid: task_id(1, 5),
         parent: Tid::NONE,
         name: "x".repeat(100_000),
         user: USER,
     };
-    again.event(&Event {
+    again.apply_event(&Event {
         number: 1,
-        at: second(1),
-        host: h(1),
+        at: time_at(1),
+        host: host_id(1),
         kind: long,
     });
     assert!(
@@ -945,34 +964,39 @@ fn decisions_are_bounded_in_bytes() {
 }
 
 /// Adds the maximum number of decisions, of typical size.
-fn decide_much(books: &mut Books) {
-    (0..DECISIONS_MAX as u32).for_each(|n| books.decided(second(n.into()), spawned(n, 4, 1, 8)));
+fn fill_decisions(books: &mut History) {
+    (0..DECISIONS_MAX as u32)
+        .for_each(|n| books.record_decision(time_at(n.into()), spawn_decision(n, 4, 1, 8)));
 }
 
 /// Returns a history of the maximum size.
-fn full_books() -> Books {
-    let mut books = Books::new(USER, own());
+fn full_history() -> History {
+    let mut books = History::new(USER, rm_tid());
     for n in 0..TASKS_MAX as u32 {
         // Each job has a thousand tasks. Only the last thousand tasks still run.
         let (tid, parent) = (
-            t(1 + (n % 200) as u16, 10 + n),
+            task_id(1 + (n % 200) as u16, 10 + n),
             if n % 1000 == 0 {
                 Tid::NONE
             } else {
-                t(1, 10 + n / 1000 * 1000)
+                task_id(1, 10 + n / 1000 * 1000)
             },
         );
-        let tid = if n % 1000 == 0 { t(1, 10 + n) } else { tid };
+        let tid = if n % 1000 == 0 {
+            task_id(1, 10 + n)
+        } else {
+            tid
+        };
         let started = EventKind::TaskStarted {
             tid,
             parent,
             name: "/home/olga/bin/worker".into(),
             user: USER,
         };
-        books.event(&Event {
+        books.apply_event(&Event {
             number: u64::from(2 * n) + 1,
-            at: second(n.into()),
-            host: h(1 + (n % 200) as u16),
+            at: time_at(n.into()),
+            host: host_id(1 + (n % 200) as u16),
             kind: started,
         });
         if n + 1000 < TASKS_MAX as u32 {
@@ -981,20 +1005,20 @@ fn full_books() -> Books {
                 status: 0,
                 used: Usage::default(),
             };
-            books.event(&Event {
+            books.apply_event(&Event {
                 number: u64::from(2 * n) + 2,
-                at: second(n.into()),
-                host: h(1),
+                at: time_at(n.into()),
+                host: host_id(1),
                 kind: ended,
             });
         }
     }
-    decide_much(&mut books);
+    fill_decisions(&mut books);
     books
 }
 
 /// Writes a batch, after waiting for earlier ones if necessary.
-fn write(store: &Store, mut batch: Batch) {
+fn write_batch(store: &HistoryFile, mut batch: Batch) {
     while let Err(back) = store.write(batch) {
         batch = back;
         std::thread::yield_now();
@@ -1006,28 +1030,28 @@ fn write(store: &Store, mut batch: Batch) {
 #[test]
 fn full_history_is_read_in_time_after_kill() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut books = full_books();
-    let opened = open(dir.path());
+    let mut books = full_history();
+    let opened = open_store(dir.path());
     // The content is written several times, as it would be over a long time.
     for _ in 0..3 {
-        write(&opened.store, books.batch());
-        decide_much(&mut books);
+        write_batch(&opened.store, books.take_batch());
+        fill_decisions(&mut books);
     }
-    write(&opened.store, books.batch());
+    write_batch(&opened.store, books.take_batch());
     // When the second empty batch is accepted, all earlier ones have been written.
-    (0..2).for_each(|_| write(&opened.store, Batch::new()));
+    (0..2).for_each(|_| write_batch(&opened.store, Batch::new()));
     // The file is copied without being closed, as after a kill.
     let (path, again) = (dir.path().join("rm.redb"), dir.path().join("again"));
     std::fs::create_dir(&again).expect("a directory");
     let length = std::fs::copy(&path, again.join("rm.redb")).expect("it can be copied");
     assert!(length <= FILE_BYTES_MAX, "{length}");
     let begun = std::time::Instant::now();
-    let Opened {
+    let OpenedHistory {
         entries,
         moved_aside,
         ..
-    } = open(&again);
-    let (read, bad) = Books::read(USER, own(), entries);
+    } = open_store(&again);
+    let (read, bad) = History::read(USER, rm_tid(), entries);
     let took = begun.elapsed();
     println!(
         "{} MB of books are read in {:.0} ms",
@@ -1039,8 +1063,8 @@ fn full_history_is_read_in_time_after_kill() {
         (0, None, books.running().count())
     );
     assert_eq!(
-        (read.place(), read.running().count()),
-        (books.place(), 1000)
+        (read.log_position(), read.running().count()),
+        (books.log_position(), 1000)
     );
     // The goal for a whole restart is two seconds. The limit is higher, because test machines may
     // be slow.
@@ -1048,8 +1072,8 @@ fn full_history_is_read_in_time_after_kill() {
     opened.store.close(Batch::new());
 }
 
-fn open(dir: &Path) -> Opened {
-    Store::open(dir, "rm.redb").expect("it can be opened")
+fn open_store(dir: &Path) -> OpenedHistory {
+    HistoryFile::open(dir, "rm.redb").expect("it can be opened")
 }
 
 /// The file restores what was written. Other users cannot read it, and a second resource manager
@@ -1058,19 +1082,19 @@ fn open(dir: &Path) -> Opened {
 fn file_restores_history_and_is_private() {
     let dir = tempfile::tempdir().expect("a directory");
     let place = dir.path().join("new/state");
-    let opened = open(&place);
+    let opened = open_store(&place);
     assert!(opened.entries.is_empty() && opened.moved_aside.is_none());
     let mode = |path: &Path| path.metadata().expect("it is there").permissions().mode() & 0o777;
     assert_eq!((mode(&place), mode(&place.join("rm.redb"))), (0o700, 0o600));
-    let mut books = books(&story());
-    opened.store.close(books.batch());
-    let again = open(&place);
-    let (read, bad) = Books::read(USER, own(), again.entries);
+    let mut books = history_of(&example_log());
+    opened.store.close(books.take_batch());
+    let again = open_store(&place);
+    let (read, bad) = History::read(USER, rm_tid(), again.entries);
     assert_eq!(
-        (bad, read.place(), read.running().count()),
-        (0, books.place(), 2)
+        (bad, read.log_position(), read.running().count()),
+        (0, books.log_position(), 2)
     );
-    let second = Store::open(&place, "rm.redb").expect_err("it is open already");
+    let second = HistoryFile::open(&place, "rm.redb").expect_err("it is open already");
     assert!(
         second
             .to_string()
@@ -1084,8 +1108,8 @@ fn file_restores_history_and_is_private() {
 fn unreadable_file_is_moved_aside_and_reported() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("rm.redb");
-    let mut books = books(&story());
-    open(dir.path()).store.close(books.batch());
+    let mut books = history_of(&example_log());
+    open_store(dir.path()).store.close(books.take_batch());
     let good = std::fs::read(&path).expect("it was written");
     let mut damaged = good.clone();
     damaged[4096..].fill(0xa5);
@@ -1097,7 +1121,7 @@ fn unreadable_file_is_moved_aside_and_reported() {
     cases.push(vec![0xff; 1 << 20]);
     for (n, bytes) in cases.into_iter().enumerate() {
         std::fs::write(&path, bytes).expect("it can be written");
-        let opened = open(dir.path());
+        let opened = open_store(dir.path());
         let told = opened
             .moved_aside
             .unwrap_or_else(|| panic!("case {n}: {} entries", opened.entries.len()));

@@ -3,11 +3,11 @@
 
 mod idle;
 
-use idle::{NOW, h, idle};
+use idle::{NOW, host_id, idle_host};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Leaving, Moves, Owner, Placement, Policy, Reason, Snapshot, StayReason, TaskView, moves,
-    place,
+    EvictionPlan, ExclusionReason, LeaveTime, OwnerState, Placement, PlacementPolicy,
+    PlacementRequest, Snapshot, StayReason, TaskView, place, plan_evictions,
 };
 use sempa_proto::load::GuestLimits;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
@@ -18,13 +18,20 @@ use std::sync::Arc;
 fn pool(hosts: u16) -> Snapshot {
     Snapshot::new(
         NOW,
-        Policy::Load,
-        (1..=hosts).map(|index| idle(index, 2, 4 << 30)).collect(),
+        PlacementPolicy::Load,
+        (1..=hosts)
+            .map(|index| idle_host(index, 2, 4 << 30))
+            .collect(),
     )
 }
 
-fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
-    snapshot.hosts.edit(h(index)).expect("a host").terms.limits = Arc::new(limits);
+fn set_limits(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
+    snapshot
+        .hosts
+        .edit(host_id(index))
+        .expect("a host")
+        .guest_policy
+        .limits = Arc::new(limits);
 }
 
 fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
@@ -38,53 +45,59 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &Ask::of(7, request, request.count, h(1)))
+    place(
+        snapshot,
+        &PlacementRequest::new(7, request, request.count, host_id(1)),
+    )
 }
 
-fn on(placement: &Placement, index: u16) -> usize {
+fn count_on(placement: &Placement, index: u16) -> usize {
     placement
         .hosts
         .iter()
-        .filter(|host| **host == Ok(h(index)))
+        .filter(|host| **host == Ok(host_id(index)))
         .count()
 }
 
 /// Returns a snapshot with one guest on h1, whose owner is present.
-fn guest(leaving: Leaving) -> Snapshot {
+fn guest(leaving: LeaveTime) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
-    host.owner = Owner::Present {
+    host.owner = OwnerState::Present {
         why: "alice".into(),
     };
-    host.terms.leaving = leaving;
+    host.guest_policy.leave_time = leaving;
     host.tasks = vec![TaskView {
         user: 7,
-        ..TaskView::new(Tid::task(h(1), 1).expect("a task"), Micros::default())
+        ..TaskView::new(Tid::task(host_id(1), 1).expect("a task"), Micros::default())
     }];
     snapshot
 }
 
-fn stays(moves: &Moves) -> (&StayReason, Option<Micros>) {
-    assert!(moves.go.is_empty(), "{moves:?}");
-    (&moves.stay[0].why, moves.stay[0].again)
+fn stay_reason(moves: &EvictionPlan) -> (&StayReason, Option<Micros>) {
+    assert!(moves.evictions.is_empty(), "{moves:?}");
+    (&moves.staying[0].reason, moves.staying[0].retry_at)
 }
 
 /// Guests leave at the time that the owner's terms specify, and not before.
 #[test]
 fn guests_leave_when_owner_requires() {
-    assert_eq!(moves(&guest(Leaving::Now)).go.len(), 1);
+    assert_eq!(plan_evictions(&guest(LeaveTime::Now)).evictions.len(), 1);
     let later = NOW + Micros::from_secs(30);
-    let mut snapshot = guest(Leaving::At(later));
-    assert_eq!(stays(&moves(&snapshot)), (&StayReason::Grace, Some(later)));
-    snapshot.now = later;
-    assert_eq!(moves(&snapshot).go.len(), 1);
+    let mut snapshot = guest(LeaveTime::At(later));
     assert_eq!(
-        stays(&moves(&guest(Leaving::Never))),
-        (&StayReason::Waits, None)
+        stay_reason(&plan_evictions(&snapshot)),
+        (&StayReason::GracePeriod, Some(later))
+    );
+    snapshot.now = later;
+    assert_eq!(plan_evictions(&snapshot).evictions.len(), 1);
+    assert_eq!(
+        stay_reason(&plan_evictions(&guest(LeaveTime::Never))),
+        (&StayReason::PausedForOwner, None)
     );
     assert_eq!(
-        stays(&moves(&guest(Leaving::Ended))),
-        (&StayReason::Ended, None)
+        stay_reason(&plan_evictions(&guest(LeaveTime::Terminated))),
+        (&StayReason::Terminated, None)
     );
 }
 
@@ -92,13 +105,13 @@ fn guests_leave_when_owner_requires() {
 #[test]
 fn only_unlimited_stays_are_reported() {
     for (leaving, told) in [
-        (Leaving::At(NOW + Micros(1)), false),
-        (Leaving::Ended, false),
-        (Leaving::Never, true),
+        (LeaveTime::At(NOW + Micros(1)), false),
+        (LeaveTime::Terminated, false),
+        (LeaveTime::Never, true),
     ] {
         let snapshot = guest(leaving);
-        let stay = moves(&snapshot).stay.remove(0);
-        assert_eq!(stay.is_news(NOW), told, "{}", stay.sentence(&snapshot));
+        let stay = plan_evictions(&snapshot).staying.remove(0);
+        assert_eq!(stay.is_logged(NOW), told, "{}", stay.sentence(&snapshot));
     }
 }
 
@@ -106,7 +119,7 @@ fn only_unlimited_stays_are_reported() {
 #[test]
 fn host_enforces_owners_task_limit() {
     let mut snapshot = pool(2);
-    limited(
+    set_limits(
         &mut snapshot,
         2,
         GuestLimits {
@@ -115,11 +128,11 @@ fn host_enforces_owners_task_limit() {
         },
     );
     let all = placed(&snapshot, &request(0, "", 20));
-    assert_eq!((on(&all, 1), on(&all, 2)), (17, 3));
+    assert_eq!((count_on(&all, 1), count_on(&all, 2)), (17, 3));
     let named = placed(&snapshot, &request(SPAWN_HOST, "h2", 5));
-    assert_eq!(on(&named, 2), 3);
+    assert_eq!(count_on(&named, 2), 3);
     assert_eq!(named.hosts[3..], [Err(PvmError::OutOfRes); 2]);
-    let task = |n| TaskView::new(Tid::task(h(2), n).expect("a task"), Micros::default());
+    let task = |n| TaskView::new(Tid::task(host_id(2), n).expect("a task"), Micros::default());
     snapshot.hosts[1].tasks = (1..=3).map(task).collect();
     let full = placed(&snapshot, &request(SPAWN_HOST, "h2", 1));
     assert_eq!(full.hosts, [Err(PvmError::OutOfRes)]);
@@ -134,7 +147,7 @@ fn host_enforces_owners_task_limit() {
 #[test]
 fn memory_reserved_by_owner_stays_free() {
     let mut snapshot = pool(2);
-    limited(
+    set_limits(
         &mut snapshot,
         2,
         GuestLimits {
@@ -143,8 +156,8 @@ fn memory_reserved_by_owner_stays_free() {
         },
     );
     let all = placed(&snapshot, &request(0, "", 8));
-    assert_eq!(on(&all, 2), 0);
-    let keeps = Reason::Memory {
+    assert_eq!(count_on(&all, 2), 0);
+    let keeps = ExclusionReason::MemoryKept {
         keeps: 4 << 30,
         has: 4 << 30,
     };
@@ -152,16 +165,16 @@ fn memory_reserved_by_owner_stays_free() {
         keeps.to_string(),
         "4.0G of memory are free, and its owner keeps 4.0G"
     );
-    assert!(all.excluded.contains(&(h(2), keeps)), "{all:?}");
+    assert!(all.excluded.contains(&(host_id(2), keeps)), "{all:?}");
 }
 
 /// A task does not migrate to a host where it would use memory that the owner reserves.
 #[test]
 fn migration_respects_reserved_memory() {
     let target = |bytes: u64| {
-        let mut snapshot = guest(Leaving::Now);
-        snapshot.hosts[0].tasks[0].bytes = bytes;
-        limited(
+        let mut snapshot = guest(LeaveTime::Now);
+        snapshot.hosts[0].tasks[0].memory_bytes = bytes;
+        set_limits(
             &mut snapshot,
             2,
             GuestLimits {
@@ -169,18 +182,18 @@ fn migration_respects_reserved_memory() {
                 ..GuestLimits::default()
             },
         );
-        moves(&snapshot)
+        plan_evictions(&snapshot)
     };
-    assert_eq!(target(1 << 30).go.len(), 1, "there is room for it");
+    assert_eq!(target(1 << 30).evictions.len(), 1, "there is room for it");
     let out = target((1 << 30) + 1);
-    let StayReason::NoHost { excluded } = stays(&out).0 else {
+    let StayReason::NoHost { excluded } = stay_reason(&out).0 else {
         panic!("{out:?}")
     };
     assert_eq!(
         excluded.iter().next(),
         Some(&(
-            h(2),
-            Reason::Memory {
+            host_id(2),
+            ExclusionReason::MemoryKept {
                 keeps: 3 << 30,
                 has: 4 << 30
             }
@@ -204,18 +217,18 @@ fn blocked_programs_and_users_are_excluded() {
         (user, "blocks user 7"),
     ] {
         let mut snapshot = pool(2);
-        limited(&mut snapshot, 2, limits.clone());
-        assert_eq!(on(&placed(&snapshot, &request(0, "", 9)), 2), 0);
+        set_limits(&mut snapshot, 2, limits.clone());
+        assert_eq!(count_on(&placed(&snapshot, &request(0, "", 9)), 2), 0);
         let named = placed(&snapshot, &request(SPAWN_HOST, "h2", 1));
         assert_eq!(named.hosts, [Err(PvmError::NoHost)]);
         let said = named.sentence(&snapshot);
         assert!(said.contains(says), "{said}");
-        let mut snapshot = guest(Leaving::Now);
+        let mut snapshot = guest(LeaveTime::Now);
         snapshot.hosts[0].tasks[0].name = Arc::from("worker");
-        limited(&mut snapshot, 2, limits);
-        let out = moves(&snapshot);
+        set_limits(&mut snapshot, 2, limits);
+        let out = plan_evictions(&snapshot);
         assert!(
-            matches!(stays(&out).0, StayReason::NoHost { excluded } if excluded.len() == 1),
+            matches!(stay_reason(&out).0, StayReason::NoHost { excluded } if excluded.len() == 1),
             "{out:?}"
         );
     }
@@ -225,37 +238,38 @@ fn blocked_programs_and_users_are_excluded() {
 #[test]
 fn host_with_idle_owner_is_last_choice() {
     let mut snapshot = pool(2);
-    let host = snapshot.hosts.edit(h(2)).expect("a host");
-    host.owner = Owner::Maybe {
+    let host = snapshot.hosts.edit(host_id(2)).expect("a host");
+    host.owner = OwnerState::PossiblyPresent {
         why: "alice is idle".into(),
-        idle: true,
+        idle_login: true,
     };
     host.tasks = vec![TaskView::new(
-        Tid::task(h(2), 1).expect("a task"),
+        Tid::task(host_id(2), 1).expect("a task"),
         Micros::default(),
     )];
-    assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 0);
-    assert_eq!(moves(&snapshot), Moves::default());
+    assert_eq!(count_on(&placed(&snapshot, &request(0, "", 5)), 2), 0);
+    assert_eq!(plan_evictions(&snapshot), EvictionPlan::default());
     for place in ["?rank = cores", "?same-host"] {
         assert_eq!(
-            on(&placed(&snapshot, &request(0, place, 2)), 2),
+            count_on(&placed(&snapshot, &request(0, place, 2)), 2),
             0,
             "{place}"
         );
     }
     let in_turn = Snapshot {
-        policy: Policy::RoundRobin,
+        policy: PlacementPolicy::RoundRobin,
         ..snapshot.clone()
     };
-    assert_eq!(on(&placed(&in_turn, &request(0, "", 5)), 2), 0);
+    assert_eq!(count_on(&placed(&in_turn, &request(0, "", 5)), 2), 0);
     assert_eq!(
-        on(&placed(&snapshot, &request(SPAWN_HOST, "h2", 1)), 2),
+        count_on(&placed(&snapshot, &request(SPAWN_HOST, "h2", 1)), 2),
         1,
         "who names it gets it"
     );
-    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Present { why: "bob".into() };
+    snapshot.hosts.edit(host_id(1)).expect("a host").owner =
+        OwnerState::Present { why: "bob".into() };
     assert_eq!(
-        on(&placed(&snapshot, &request(0, "", 5)), 2),
+        count_on(&placed(&snapshot, &request(0, "", 5)), 2),
         5,
         "better than no place"
     );
@@ -266,16 +280,19 @@ fn host_with_idle_owner_is_last_choice() {
 fn external_load_is_only_load() {
     let mut snapshot = pool(2);
     let why = "programs that are not ours".to_string();
-    snapshot.hosts.edit(h(2)).expect("a host").owner = Owner::Maybe { why, idle: false };
-    assert_eq!(on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
+    snapshot.hosts.edit(host_id(2)).expect("a host").owner = OwnerState::PossiblyPresent {
+        why,
+        idle_login: false,
+    };
+    assert_eq!(count_on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
 }
 
 /// No task is placed on a host that is closed for guests, even if the spawn names it. Its guests
 /// leave.
 #[test]
 fn closed_host_gets_no_tasks() {
-    let mut snapshot = guest(Leaving::Now);
-    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Closed {
+    let mut snapshot = guest(LeaveTime::Now);
+    snapshot.hosts.edit(host_id(1)).expect("a host").owner = OwnerState::Closed {
         why: "not mon-fri 9-17".into(),
     };
     let named = placed(&snapshot, &request(SPAWN_HOST, "h1", 1));
@@ -285,7 +302,11 @@ fn closed_host_gets_no_tasks() {
         said.contains("h1: no guests now (not mon-fri 9-17)"),
         "{said}"
     );
-    assert_eq!(moves(&snapshot).go.len(), 1, "who is there leaves");
+    assert_eq!(
+        plan_evictions(&snapshot).evictions.len(),
+        1,
+        "who is there leaves"
+    );
 }
 
 proptest! {
@@ -298,21 +319,21 @@ proptest! {
         load in any::<bool>(),
     ) {
         let mut snapshot = pool(limits.len() as u16);
-        snapshot.policy = if load { Policy::Load } else { Policy::RoundRobin };
+        snapshot.policy = if load { PlacementPolicy::Load } else { PlacementPolicy::RoundRobin };
         for (i, (cores, gigabytes, blocked, owner)) in limits.iter().enumerate() {
             let programs = if *blocked { vec!["worker".to_string()] } else { Vec::new() };
             let (cores, memory_free) = (*cores, gigabytes << 30);
-            limited(&mut snapshot, i as u16 + 1, GuestLimits { guests_max: cores, memory_free, programs, users: Vec::new() });
+            set_limits(&mut snapshot, i as u16 + 1, GuestLimits { guests_max: cores, memory_free, programs, users: Vec::new() });
             let why = String::new();
             snapshot.hosts[i].owner = match owner {
-                0 => Owner::Closed { why },
-                1 => Owner::Maybe { why, idle: true },
-                _ => Owner::Absent { left: None },
+                0 => OwnerState::Closed { why },
+                1 => OwnerState::PossiblyPresent { why, idle_login: true },
+                _ => OwnerState::Absent { left_at: None },
             };
         }
         let placement = placed(&snapshot, &request(0, "", count));
         for (i, (cores, gigabytes, blocked, owner)) in limits.iter().enumerate() {
-            let here = on(&placement, i as u16 + 1);
+            let here = count_on(&placement, i as u16 + 1);
             prop_assert!(here as u32 <= cores.unwrap_or(u32::MAX));
             prop_assert!(here == 0 || (!blocked && *gigabytes < 4 && *owner != 0));
         }

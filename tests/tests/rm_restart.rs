@@ -1,8 +1,8 @@
 //! The resource manager is killed: the virtual machine continues, and the next resource manager
 //! continues with the knowledge of the previous one.
 
-use pvm_rm::store::books::{DECISIONS_MAX, TASKS_MAX};
-use pvm_rm::store::{Ledger, Shelf};
+use pvm_rm::store::history::{DECISIONS_MAX, TASKS_MAX};
+use pvm_rm::store::{HistoryWriter, StoreLocation};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
@@ -190,11 +190,11 @@ fn a_killed_resource_manager_keeps_its_knowledge() {
 
 /// Fills the history of a resource manager up to its limits.
 fn fill_books(folder: &Path) {
-    let shelf = Shelf {
+    let shelf = StoreLocation {
         dir: folder.to_path_buf(),
-        name: "rm-pvm.redb".into(),
+        file_name: "rm-pvm.redb".into(),
     };
-    let (mut ledger, notes) = Ledger::open(Some(&shelf), 0, Tid::NONE);
+    let (mut ledger, notes) = HistoryWriter::open(Some(&shelf), 0, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
     let host = |n: u32| HostId::new(1 + (n % 200) as u16).expect("an index");
     let tid = |n: u32| Tid::task(host(n), 10 + n).expect("a task");
@@ -216,7 +216,7 @@ fn fill_books(folder: &Path) {
             used: Usage::default(),
         };
         for (i, kind) in [started, ended].into_iter().enumerate() {
-            ledger.books.event(&Event {
+            ledger.history.apply_event(&Event {
                 number: u64::from(2 * n) + 1 + i as u64,
                 at,
                 host: host(n),
@@ -257,8 +257,8 @@ fn fill_books(folder: &Path) {
             attempts,
         };
         ledger
-            .books
-            .decided(Micros::from_secs(1_700_000_000 + u64::from(n)), what);
+            .history
+            .record_decision(Micros::from_secs(1_700_000_000 + u64::from(n)), what);
     }
     ledger.close();
 }

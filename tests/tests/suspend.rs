@@ -1,7 +1,7 @@
 //! Suspension and preemption of jobs. The tests use real processes, and check their own records of
 //! when they ran and their processor time.
 
-use pvm_rm::store::{Ledger, Shelf};
+use pvm_rm::store::{HistoryWriter, StoreLocation};
 use sempa_proto::event::EventKind;
 use sempa_proto::{Micros, Tid, cgroup};
 use sempa_tests::needs::{self, testbed};
@@ -280,13 +280,13 @@ fn a_job_stays_suspended_without_its_manager() {
 
 /// Writes the history of a resource manager into `folder`, in which `user` has used much.
 fn has_taken(folder: &Path, user: u32, index: f64) {
-    let shelf = Shelf {
+    let shelf = StoreLocation {
         dir: folder.to_path_buf(),
-        name: "rm-pvm.redb".into(),
+        file_name: "rm-pvm.redb".into(),
     };
-    let (mut ledger, notes) = Ledger::open(Some(&shelf), user, Tid::NONE);
+    let (mut ledger, notes) = HistoryWriter::open(Some(&shelf), user, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
-    ledger.books.set_indices(Micros(now()), [(user, index)]);
+    ledger.history.set_indices(Micros(now()), [(user, index)]);
     ledger.close();
 }
 

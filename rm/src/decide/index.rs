@@ -5,12 +5,12 @@
 //! does removing a sample that has become too old. A decision therefore examines the best hosts
 //! only.
 //!
-//! Every mutable access marks the host as changed, and [`Hosts::refresh`] reindexes the marked
+//! Every mutable access marks the host as changed, and [`HostList::refresh`] reindexes the marked
 //! hosts. A decision about a snapshot that was not refreshed builds a new index. That is slower but
 //! has the same result.
 
-use super::guests::Guests;
-use super::load::{Load, Share};
+use super::guest_classes::EvictableGuests;
+use super::load::{HostLoad, ProcessorShare};
 use super::{HostView, SAMPLE_AGE_MAX, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
 use std::borrow::Cow;
@@ -21,58 +21,58 @@ use std::ops::{Deref, IndexMut};
 
 /// Index entry of a computing task.
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct IndexedTask {
     tid: Tid,
     user: u32,
     job: Tid,
     since: Micros,
     /// True if the task can be preempted: it is not migrating, and its host accepts guests.
-    settled: bool,
+    preemptible: bool,
 }
 
 /// Index entry of a host.
 #[derive(Clone, Debug)]
-struct Entry {
-    load: Load,
+struct IndexedHost {
+    load: HostLoad,
     /// Number of computing tasks that are not migrating away, including tasks that are being
     /// started.
-    staying: u32,
+    staying_tasks: u32,
     zone: u32,
     /// True if the host accepts guests and is in the ranking.
     ranked: bool,
     /// Time when the sample becomes too old; `None` without a valid sample.
-    expires: Option<Micros>,
+    sample_expires_at: Option<Micros>,
     /// Targets of the tasks that migrate from the host, one entry per task.
-    leaving: Vec<HostId>,
-    under_way: usize,
-    tasks: Vec<Known>,
+    migration_targets: Vec<HostId>,
+    migrating_tasks: usize,
+    tasks: Vec<IndexedTask>,
 }
 
 /// Index of the hosts of a snapshot.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Index {
+pub(super) struct HostIndex {
     /// Index entry of each host, by host number.
-    entries: Vec<Option<Box<Entry>>>,
-    zones: BTreeMap<u32, BTreeSet<Share>>,
+    entries: Vec<Option<Box<IndexedHost>>>,
+    shares_by_zone: BTreeMap<u32, BTreeSet<ProcessorShare>>,
     /// Ranked hosts with tasks of the virtual machine, by the rate of each of these tasks.
     slowest: BTreeSet<(u64, HostId)>,
-    with_owner: BTreeSet<HostId>,
+    closed_hosts: BTreeSet<HostId>,
     /// Guests on hosts that accept no guests, except migrating ones.
-    guests: Guests,
-    arriving: BTreeMap<HostId, u32>,
-    expiry: BTreeSet<(Micros, HostId)>,
-    under_way: usize,
+    guests: EvictableGuests,
+    arriving_tasks: BTreeMap<HostId, u32>,
+    sample_expiries: BTreeSet<(Micros, HostId)>,
+    migrating_tasks: usize,
     /// Pairs of a job and a host on which the job has computing tasks.
-    jobs: BTreeSet<(Tid, HostId)>,
+    hosts_by_job: BTreeSet<(Tid, HostId)>,
     /// Preemptible tasks as (user, start time, tid, host): by user, the most recently started
     /// first.
-    settled: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
+    preemptible: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
     /// Hosts with suspended tasks that are not migrating.
     suspended: BTreeSet<HostId>,
 }
 
 /// Merges sequences in descending order into one sequence in descending order.
-pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(
+pub(super) fn merge_descending<T: Ord, L: Iterator<Item = T>>(
     lists: impl Iterator<Item = L>,
 ) -> impl Iterator<Item = T> {
     let mut lists: Vec<L> = lists.collect();
@@ -91,12 +91,12 @@ pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(
     })
 }
 
-impl Index {
-    fn entry(&self, host: HostId) -> Option<&Entry> {
+impl HostIndex {
+    fn entry(&self, host: HostId) -> Option<&IndexedHost> {
         self.entries.get(usize::from(host.index()))?.as_deref()
     }
 
-    pub(super) fn load(&self, host: HostId) -> Option<Load> {
+    pub(super) fn load(&self, host: HostId) -> Option<HostLoad> {
         self.entry(host).map(|e| e.load)
     }
 
@@ -111,83 +111,91 @@ impl Index {
     /// Returns the hosts with computing tasks of this job, by ascending id.
     pub(super) fn hosts_of(&self, job: Tid) -> impl Iterator<Item = HostId> {
         let all = (job, HostId::MASTER)..;
-        self.jobs
+        self.hosts_by_job
             .range(all)
             .take_while(move |(of, _)| *of == job)
             .map(|(_, host)| *host)
     }
 
     /// Returns the number of computing tasks of a job on a host.
-    pub(super) fn computing(&self, host: HostId, job: Tid) -> usize {
+    pub(super) fn computing_tasks(&self, host: HostId, job: Tid) -> usize {
         let tasks = self.entry(host).map_or(&[][..], |entry| &entry.tasks);
         tasks.iter().filter(|task| task.job == job).count()
     }
 
     /// Returns the preemptible tasks of a user with their hosts, the most recently started first.
-    pub(super) fn settled(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
+    pub(super) fn preemptible_tasks(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
         let all = (user, Reverse(Micros(u64::MAX)), Tid::NONE, HostId::MASTER)..;
-        self.settled
+        self.preemptible
             .range(all)
             .take_while(move |(of, ..)| *of == user)
             .map(|(.., tid, host)| (*tid, *host))
     }
 
     /// Returns the hosts with suspended tasks that are not migrating, by ascending id.
-    pub(super) fn suspended(&self) -> &BTreeSet<HostId> {
+    pub(super) fn hosts_with_suspended(&self) -> &BTreeSet<HostId> {
         &self.suspended
     }
 
-    pub(super) fn zones(&self) -> impl Iterator<Item = (&u32, &BTreeSet<Share>)> {
-        self.zones.iter()
+    pub(super) fn shares_by_zone(&self) -> impl Iterator<Item = (&u32, &BTreeSet<ProcessorShare>)> {
+        self.shares_by_zone.iter()
     }
 
     /// Returns the hosts that accept no guests, by ascending id.
-    pub(super) fn with_owner(&self) -> &BTreeSet<HostId> {
-        &self.with_owner
+    pub(super) fn closed_hosts(&self) -> &BTreeSet<HostId> {
+        &self.closed_hosts
     }
 
     /// Returns the guests on hosts that accept no guests, except migrating ones.
-    pub(super) fn guests(&self) -> &Guests {
+    pub(super) fn guests(&self) -> &EvictableGuests {
         &self.guests
     }
 
     /// Returns the number of migrating tasks.
-    pub(super) fn under_way(&self) -> usize {
-        self.under_way
+    pub(super) fn migrating_tasks(&self) -> usize {
+        self.migrating_tasks
     }
 
     /// Returns the ranked hosts with tasks of the virtual machine, the host with the slowest tasks
     /// first.
-    pub(super) fn slowest(&self) -> impl Iterator<Item = HostId> {
+    pub(super) fn slowest_first(&self) -> impl Iterator<Item = HostId> {
         self.slowest.iter().map(|(_, id)| *id)
     }
 
     /// Returns the ranked hosts, the one with the largest share for a further task first.
-    pub(super) fn best(&self) -> impl Iterator<Item = HostId> {
-        merged(self.zones.values().map(|shares| shares.iter().rev())).map(Share::host)
+    pub(super) fn best_first(&self) -> impl Iterator<Item = HostId> {
+        merge_descending(
+            self.shares_by_zone
+                .values()
+                .map(|shares| shares.iter().rev()),
+        )
+        .map(ProcessorShare::host)
     }
 
-    fn rank(&mut self, zone: u32, load: &Load) {
-        self.zones.entry(zone).or_default().insert(load.share());
-        if load.own > 0 {
+    fn rank(&mut self, zone: u32, load: &HostLoad) {
+        self.shares_by_zone
+            .entry(zone)
+            .or_default()
+            .insert(load.share());
+        if load.own_tasks > 0 {
             self.slowest.insert((load.rate() as u64, load.host));
         }
     }
 
-    fn unrank(&mut self, zone: u32, load: &Load) {
+    fn unrank(&mut self, zone: u32, load: &HostLoad) {
         self.slowest.remove(&(load.rate() as u64, load.host));
-        if let Some(shares) = self.zones.get_mut(&zone) {
+        if let Some(shares) = self.shares_by_zone.get_mut(&zone) {
             shares.remove(&load.share());
             if shares.is_empty() {
-                self.zones.remove(&zone);
+                self.shares_by_zone.remove(&zone);
             }
         }
     }
 
     /// Removes a host from the index. Returns the targets of the host's migrating tasks.
-    fn forget(&mut self, id: HostId) -> Vec<HostId> {
-        self.with_owner.remove(&id);
-        self.guests.forget(id);
+    fn remove_host(&mut self, id: HostId) -> Vec<HostId> {
+        self.closed_hosts.remove(&id);
+        self.guests.remove_host(id);
         self.suspended.remove(&id);
         let entry = self
             .entries
@@ -197,122 +205,122 @@ impl Index {
             return Vec::new();
         };
         for task in &entry.tasks {
-            self.jobs.remove(&(task.job, id));
-            if task.settled {
-                self.settled
+            self.hosts_by_job.remove(&(task.job, id));
+            if task.preemptible {
+                self.preemptible
                     .remove(&(task.user, Reverse(task.since), task.tid, id));
             }
         }
         if entry.ranked {
             self.unrank(entry.zone, &entry.load);
         }
-        if let Some(at) = entry.expires {
-            self.expiry.remove(&(at, id));
+        if let Some(at) = entry.sample_expires_at {
+            self.sample_expiries.remove(&(at, id));
         }
-        self.under_way -= entry.under_way;
-        for to in &entry.leaving {
-            let left = self
-                .arriving
+        self.migrating_tasks -= entry.migrating_tasks;
+        for to in &entry.migration_targets {
+            let remaining = self
+                .arriving_tasks
                 .get_mut(to)
                 .expect("counted when it was put in");
-            *left -= 1;
-            if *left == 0 {
-                self.arriving.remove(to);
+            *remaining -= 1;
+            if *remaining == 0 {
+                self.arriving_tasks.remove(to);
             }
         }
-        entry.leaving
+        entry.migration_targets
     }
 
     /// Adds a host to the index. Returns the targets of the host's migrating tasks.
-    fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
-        let (mut staying, mut leaving) = (host.starting, Vec::new());
+    fn insert_host(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
+        let (mut staying, mut leaving) = (host.starting_tasks, Vec::new());
         for task in host.tasks.iter().filter(|t| t.computes()) {
-            match task.moving.flatten() {
+            match task.migrating.flatten() {
                 Some(to) => leaving.push(to),
                 None => staying += 1,
             }
         }
         for to in &leaving {
-            *self.arriving.entry(*to).or_default() += 1;
+            *self.arriving_tasks.entry(*to).or_default() += 1;
         }
-        let under_way = host.tasks.iter().filter(|t| t.moving.is_some()).count();
-        self.under_way += under_way;
+        let under_way = host.tasks.iter().filter(|t| t.migrating.is_some()).count();
+        self.migrating_tasks += under_way;
         let expires = host
             .fresh_sample(now)
-            .map(|s| s.at + SAMPLE_AGE_MAX + Micros(1));
-        self.expiry.extend(expires.map(|at| (at, host.id)));
-        let load = Load::of(
+            .map(|s| s.received_at + SAMPLE_AGE_MAX + Micros(1));
+        self.sample_expiries.extend(expires.map(|at| (at, host.id)));
+        let load = HostLoad::of(
             host,
             now,
-            staying + self.arriving.get(&host.id).copied().unwrap_or(0),
+            staying + self.arriving_tasks.get(&host.id).copied().unwrap_or(0),
         );
-        let ranked = !host.owner.is_present();
+        let ranked = !host.owner.excludes_guests();
         if ranked {
             self.rank(host.zone, &load);
         } else {
-            self.with_owner.insert(host.id);
-            self.guests.learn(host);
+            self.closed_hosts.insert(host.id);
+            self.guests.insert_host(host);
         }
-        let tasks = self.learn_tasks(host);
+        let tasks = self.insert_tasks(host);
         let (zone, to) = (host.zone, leaving.clone());
         let at = usize::from(host.id.index());
         if self.entries.len() <= at {
             self.entries.resize_with(at + 1, || None);
         }
-        self.entries[at] = Some(Box::new(Entry {
+        self.entries[at] = Some(Box::new(IndexedHost {
             load,
-            staying,
+            staying_tasks: staying,
             zone,
             ranked,
-            expires,
-            leaving,
-            under_way,
+            sample_expires_at: expires,
+            migration_targets: leaving,
+            migrating_tasks: under_way,
             tasks,
         }));
         to
     }
 
-    fn learn_tasks(&mut self, host: &HostView) -> Vec<Known> {
+    fn insert_tasks(&mut self, host: &HostView) -> Vec<IndexedTask> {
         if host
             .tasks
             .iter()
-            .any(|task| task.suspended && task.moving.is_none())
+            .any(|task| task.suspended && task.migrating.is_none())
         {
             self.suspended.insert(host.id);
         }
-        let known = |task: &TaskView| {
+        let indexed = |task: &TaskView| {
             let TaskView {
                 tid,
                 user,
                 job,
-                since,
+                started_at: since,
                 ..
             } = *task;
-            Known {
+            IndexedTask {
                 tid,
                 user,
                 job,
                 since,
-                settled: task.moving.is_none() && host.owner.keeps_out().is_none(),
+                preemptible: task.migrating.is_none() && host.owner.exclusion_reason().is_none(),
             }
         };
-        let tasks: Vec<Known> = host
+        let tasks: Vec<IndexedTask> = host
             .tasks
             .iter()
             .filter(|task| task.computes())
-            .map(known)
+            .map(indexed)
             .collect();
-        self.jobs
+        self.hosts_by_job
             .extend(tasks.iter().map(|task| (task.job, host.id)));
-        let settled = tasks.iter().filter(|task| task.settled);
-        self.settled
+        let settled = tasks.iter().filter(|task| task.preemptible);
+        self.preemptible
             .extend(settled.map(|task| (task.user, Reverse(task.since), task.tid, host.id)));
         tasks
     }
 
     /// Updates the load of a host after the number of tasks that migrate to it has changed.
-    fn recount(&mut self, id: HostId) {
-        let arriving = self.arriving.get(&id).copied().unwrap_or(0);
+    fn update_arriving(&mut self, id: HostId) {
+        let arriving = self.arriving_tasks.get(&id).copied().unwrap_or(0);
         let Some(entry) = self
             .entries
             .get_mut(usize::from(id.index()))
@@ -321,7 +329,7 @@ impl Index {
             return;
         };
         let (before, ranked, zone) = (entry.load, entry.ranked, entry.zone);
-        entry.load.own = entry.staying + arriving;
+        entry.load.own_tasks = entry.staying_tasks + arriving;
         let after = entry.load;
         if ranked {
             self.unrank(zone, &before);
@@ -329,12 +337,12 @@ impl Index {
         }
     }
 
-    fn rank_again(&mut self, list: &[HostView], id: HostId, now: Micros) {
-        let mut targets = self.forget(id);
+    fn reindex(&mut self, list: &[HostView], id: HostId, now: Micros) {
+        let mut targets = self.remove_host(id);
         if let Ok(i) = position(list, id) {
-            targets.extend(self.learn(&list[i], now));
+            targets.extend(self.insert_host(&list[i], now));
         }
-        targets.into_iter().for_each(|to| self.recount(to));
+        targets.into_iter().for_each(|to| self.update_arriving(to));
     }
 }
 
@@ -350,21 +358,21 @@ fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
 
 /// Hosts sorted by id. Dereferences to a slice; every mutable access marks the host for reindexing.
 #[derive(Clone, Debug, Default)]
-pub struct Hosts {
+pub struct HostList {
     list: Vec<HostView>,
-    index: Index,
-    marked: BTreeSet<HostId>,
+    index: HostIndex,
+    dirty: BTreeSet<HostId>,
 }
 
-impl Hosts {
+impl HostList {
     /// Returns the position of a host in the list.
     pub(super) fn position(&self, id: HostId) -> Option<usize> {
         position(&self.list, id).ok()
     }
 
     /// Adds or replaces a host.
-    pub fn put(&mut self, host: HostView) {
-        self.marked.insert(host.id);
+    pub fn insert(&mut self, host: HostView) {
+        self.dirty.insert(host.id);
         match position(&self.list, host.id) {
             Ok(i) => self.list[i] = host,
             Err(i) => self.list.insert(i, host),
@@ -374,20 +382,20 @@ impl Hosts {
     pub fn remove(&mut self, id: HostId) {
         if let Some(i) = self.position(id) {
             self.list.remove(i);
-            self.marked.insert(id);
+            self.dirty.insert(id);
         }
     }
 
     /// Returns a host for modification and marks it as changed. Its id must not change.
     pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
         let i = self.position(id)?;
-        self.marked.insert(id);
+        self.dirty.insert(id);
         Some(&mut self.list[i])
     }
 
     /// Returns all hosts for modification and marks all of them as changed.
     pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, HostView> {
-        self.marked.extend(self.list.iter().map(|h| h.id));
+        self.dirty.extend(self.list.iter().map(|h| h.id));
         self.list.iter_mut()
     }
 
@@ -395,33 +403,39 @@ impl Hosts {
     pub fn refresh(&mut self, now: Micros) {
         while let Some((at, id)) = self
             .index
-            .expiry
+            .sample_expiries
             .first()
             .copied()
             .filter(|(at, _)| *at <= now)
         {
-            self.index.expiry.remove(&(at, id));
-            self.marked.insert(id);
+            self.index.sample_expiries.remove(&(at, id));
+            self.dirty.insert(id);
         }
-        for id in std::mem::take(&mut self.marked) {
-            self.index.rank_again(&self.list, id, now);
+        for id in std::mem::take(&mut self.dirty) {
+            self.index.reindex(&self.list, id, now);
         }
     }
 
     /// Returns the index as of `now`. Builds a new one if the hosts were not refreshed.
-    pub(super) fn index(&self, now: Micros) -> Cow<'_, Index> {
-        if self.marked.is_empty() && self.index.expiry.first().is_none_or(|(at, _)| *at > now) {
+    pub(super) fn index(&self, now: Micros) -> Cow<'_, HostIndex> {
+        if self.dirty.is_empty()
+            && self
+                .index
+                .sample_expiries
+                .first()
+                .is_none_or(|(at, _)| *at > now)
+        {
             return Cow::Borrowed(&self.index);
         }
-        let mut index = Index::default();
+        let mut index = HostIndex::default();
         self.list
             .iter()
-            .for_each(|host| index.rank_again(&self.list, host.id, now));
+            .for_each(|host| index.reindex(&self.list, host.id, now));
         Cow::Owned(index)
     }
 }
 
-impl Deref for Hosts {
+impl Deref for HostList {
     type Target = [HostView];
 
     fn deref(&self) -> &[HostView] {
@@ -429,7 +443,7 @@ impl Deref for Hosts {
     }
 }
 
-impl std::ops::Index<usize> for Hosts {
+impl std::ops::Index<usize> for HostList {
     type Output = HostView;
 
     fn index(&self, i: usize) -> &HostView {
@@ -437,22 +451,22 @@ impl std::ops::Index<usize> for Hosts {
     }
 }
 
-impl IndexMut<usize> for Hosts {
+impl IndexMut<usize> for HostList {
     fn index_mut(&mut self, i: usize) -> &mut HostView {
-        self.marked.insert(self.list[i].id);
+        self.dirty.insert(self.list[i].id);
         &mut self.list[i]
     }
 }
 
-impl FromIterator<HostView> for Hosts {
-    fn from_iter<I: IntoIterator<Item = HostView>>(hosts: I) -> Hosts {
-        let mut all = Hosts::default();
-        hosts.into_iter().for_each(|host| all.put(host));
+impl FromIterator<HostView> for HostList {
+    fn from_iter<I: IntoIterator<Item = HostView>>(hosts: I) -> HostList {
+        let mut all = HostList::default();
+        hosts.into_iter().for_each(|host| all.insert(host));
         all
     }
 }
 
-impl<'a> IntoIterator for &'a Hosts {
+impl<'a> IntoIterator for &'a HostList {
     type Item = &'a HostView;
     type IntoIter = std::slice::Iter<'a, HostView>;
 

@@ -3,8 +3,8 @@
 //! "Own" tasks are the tasks of the virtual machine; "external" load is the load of all other
 //! software.
 
-use super::index::{Index, merged};
-use super::{HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
+use super::index::{HostIndex, merge_descending};
+use super::{ExclusionReason, HostView, SAMPLE_AGE_MAX, Snapshot, TimedSample};
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
@@ -13,10 +13,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Utilization above which a host counts as saturated. For a saturated host, demand is computed
 /// from runnable threads instead of used processors.
-const SATURATED: f32 = 0.95;
+const SATURATION_MIN: f32 = 0.95;
 /// Share of time spent waiting for a processor above which a host that is not saturated counts as
 /// throttled: a processor limit of a cgroup or hypervisor delays its threads.
-const PRESSED: f32 = 0.25;
+const PRESSURE_MIN: f32 = 0.25;
 
 /// The processor share that one more task would get on a host, with all values that rank hosts.
 /// Greater is better. The order is total, so that equal snapshots give equal decisions.
@@ -29,21 +29,21 @@ const PRESSED: f32 = 0.25;
 /// 5. fewer own tasks,
 /// 6. the lower host id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Share {
+pub struct ProcessorShare {
     /// True if no idle user is logged in.
-    pub calm: bool,
+    pub unattended: bool,
     /// True if [`HEADROOM_BYTES_PER_TASK`] are available for one more task, or if the memory is
     /// unknown.
-    pub roomy: bool,
+    pub has_memory: bool,
     /// Share that a single thread can use, in thousandths of an ordinary processor.
     pub usable: u64,
     /// Share without the limit of one processor, in thousandths of an ordinary processor.
-    pub reserve: u64,
-    own: Reverse<u32>,
+    pub uncapped: u64,
+    own_tasks: Reverse<u32>,
     host: Reverse<HostId>,
 }
 
-impl Share {
+impl ProcessorShare {
     pub fn host(&self) -> HostId {
         self.host.0
     }
@@ -51,31 +51,31 @@ impl Share {
 
 /// Load of one host as decisions see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Load {
+pub(super) struct HostLoad {
     pub(super) host: HostId,
     /// Usable processors, in thousandths.
     pub(super) capacity: u64,
     pub(super) speed: u64,
     /// Number of own tasks, including those that migrate to the host.
-    pub(super) own: u32,
+    pub(super) own_tasks: u32,
     /// External demand, in threads.
-    pub(super) foreign: u32,
+    pub(super) external_threads: u32,
     /// Demand of own tasks in addition to one thread each, in threads.
-    pub(super) more: u32,
+    pub(super) extra_threads: u32,
     /// Number of further tasks for which there is memory.
-    pub(super) room: u32,
+    pub(super) memory_slots: u32,
     /// True if no idle user is logged in.
-    pub(super) calm: bool,
+    pub(super) unattended: bool,
     /// Maximum number of own tasks that the owner allows.
-    pub(super) most: u32,
+    pub(super) task_limit: u32,
 }
 
-impl Load {
+impl HostLoad {
     /// Computes the load of a host with `own` own tasks.
-    pub(super) fn of(host: &HostView, now: Micros, own: u32) -> Load {
+    pub(super) fn of(host: &HostView, now: Micros, own_tasks: u32) -> HostLoad {
         let fresh = host.fresh_sample(now);
         let available = fresh.map_or(0, |s| s.sample.available_bytes);
-        let limits = &host.terms.limits;
+        let limits = &host.guest_policy.limits;
         let room = match available {
             0 => u32::MAX,
             bytes => {
@@ -92,36 +92,39 @@ impl Load {
             },
         );
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
-        let foreign = foreign(host, now).round() as u32;
-        let more = fresh.map_or(0.0, |s| demand(s).more).round() as u32;
-        let (calm, most) = (host.owner.is_calm(), limits.guests_max.unwrap_or(u32::MAX));
-        Load {
+        let foreign = external_threads(host, now).round() as u32;
+        let more = fresh.map_or(0.0, |s| demand(s).extra).round() as u32;
+        let (calm, most) = (
+            host.owner.is_unattended(),
+            limits.guests_max.unwrap_or(u32::MAX),
+        );
+        HostLoad {
             host: host.id,
             capacity,
             speed,
-            own,
-            foreign,
-            more,
-            room,
-            calm,
-            most,
+            own_tasks: own_tasks,
+            external_threads: foreign,
+            extra_threads: more,
+            memory_slots: room,
+            unattended: calm,
+            task_limit: most,
         }
     }
 
     /// Returns the number of further tasks that the owner allows.
-    pub(super) fn left(&self) -> u32 {
-        self.most.saturating_sub(self.own)
+    pub(super) fn remaining_slots(&self) -> u32 {
+        self.task_limit.saturating_sub(self.own_tasks)
     }
 
-    pub(super) fn share(&self) -> Share {
+    pub(super) fn share(&self) -> ProcessorShare {
         let reserve = self.capacity * self.speed / 1000 / (self.threads() + 1);
-        let (own, host) = (Reverse(self.own), Reverse(self.host));
-        Share {
-            calm: self.calm,
-            roomy: self.room > 0,
+        let (own, host) = (Reverse(self.own_tasks), Reverse(self.host));
+        ProcessorShare {
+            unattended: self.unattended,
+            has_memory: self.memory_slots > 0,
             usable: reserve.min(self.speed),
-            reserve,
-            own,
+            uncapped: reserve,
+            own_tasks: own,
             host,
         }
     }
@@ -133,7 +136,7 @@ impl Load {
 
     /// Returns the total demand in threads.
     fn threads(&self) -> u64 {
-        u64::from(self.own) + u64::from(self.foreign) + u64::from(self.more)
+        u64::from(self.own_tasks) + u64::from(self.external_threads) + u64::from(self.extra_threads)
     }
 
     /// Returns the number of usable processors as a fraction.
@@ -148,33 +151,33 @@ impl Load {
 }
 
 /// Returns the reason if the owner's limits exclude one more task with `bytes` of memory.
-pub(super) fn full(
+pub(super) fn limit_exclusion(
     host: &HostView,
     now: Micros,
     bytes: u64,
-    load: impl Fn() -> Load,
-) -> Option<Reason<&str>> {
-    let limits = &host.terms.limits;
-    if let Some(most) = limits.guests_max.filter(|_| load().left() == 0) {
-        return Some(Reason::Cores { most });
+    load: impl Fn() -> HostLoad,
+) -> Option<ExclusionReason<&str>> {
+    let limits = &host.guest_policy.limits;
+    if let Some(most) = limits.guests_max.filter(|_| load().remaining_slots() == 0) {
+        return Some(ExclusionReason::TaskLimit { limit: most });
     }
     let (keeps, has) = (
         limits.memory_free,
         host.fresh_sample(now)?.sample.available_bytes,
     );
     (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES_PER_TASK)))
-        .then_some(Reason::Memory { keeps, has })
+        .then_some(ExclusionReason::MemoryKept { keeps, has })
 }
 
 /// Returns the external demand in threads; 0 if the sample is missing or too old.
-pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
-    host.fresh_sample(now).map_or(0.0, foreign_demand)
+pub(super) fn external_threads(host: &HostView, now: Micros) -> f32 {
+    host.fresh_sample(now).map_or(0.0, external_demand)
 }
 
 /// Time constant of the mean external demand.
-const FOREIGN_SPAN: Micros = Micros::from_secs(120);
+const EXTERNAL_MEAN_WINDOW: Micros = Micros::from_secs(120);
 /// Weight of the first sample in the mean, as the time for which it would have been observed.
-const FIRST_SPAN: Micros = Micros::from_secs(5);
+const FIRST_SAMPLE_WINDOW: Micros = Micros::from_secs(5);
 
 /// Mean external demand for processors over some minutes, in threads.
 ///
@@ -184,39 +187,39 @@ const FIRST_SPAN: Micros = Micros::from_secs(5);
 /// Load watchers report changes. A demand therefore applies to the time from its report to the next
 /// one.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ForeignMean {
+pub struct ExternalMean {
     pub threads: f32,
     /// Mean absolute deviation from the mean, in threads.
     pub spread: f32,
-    seen: Micros,
+    observed_time: Micros,
     /// The last sample, as (arrival time, demand).
     last: (Micros, f32),
 }
 
-impl ForeignMean {
+impl ExternalMean {
     /// Starts the mean with the first sample.
-    pub fn first(now: Micros, demand: f32) -> ForeignMean {
-        ForeignMean {
+    pub fn first(now: Micros, demand: f32) -> ExternalMean {
+        ExternalMean {
             threads: demand,
             spread: 0.0,
-            seen: FIRST_SPAN,
+            observed_time: FIRST_SAMPLE_WINDOW,
             last: (now, demand),
         }
     }
 
     /// Returns the mean updated by one more sample.
-    pub fn after(self, now: Micros, demand: f32) -> ForeignMean {
+    pub fn updated(self, now: Micros, demand: f32) -> ExternalMean {
         let (since, before) = self.last;
         let span = now.since(since);
-        let (seen, span) = (self.seen + span, span.0 as f32);
-        let fades = 1.0 - (-span / FOREIGN_SPAN.0 as f32).exp();
+        let (seen, span) = (self.observed_time + span, span.0 as f32);
+        let fades = 1.0 - (-span / EXTERNAL_MEAN_WINDOW.0 as f32).exp();
         let weight = fades.max(span / seen.0 as f32);
         let threads = self.threads + weight * (before - self.threads);
         let spread = self.spread + weight * ((before - threads).abs() - self.spread);
-        ForeignMean {
+        ExternalMean {
             threads,
             spread,
-            seen,
+            observed_time: seen,
             last: (now, demand),
         }
     }
@@ -224,33 +227,33 @@ impl ForeignMean {
 
 /// Demand for processors in one sample, in threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Demand {
+struct ThreadDemand {
     /// Demand of external software, in threads.
-    foreign: f32,
+    external: f32,
     /// Demand of own tasks in addition to one thread each, in threads.
-    more: f32,
+    extra: f32,
 }
 
-fn demand(sampled: &Sampled) -> Demand {
+fn demand(sampled: &TimedSample) -> ThreadDemand {
     let sample = &sampled.sample;
     let used = sample.busy * sample.processors();
     // The number of runnable threads is a momentary value. The average with the one-minute load
     // smooths it.
     let queued = (sample.running as f32 + sample.load1) / 2.0;
-    let demand = if sample.busy >= SATURATED {
+    let demand = if sample.busy >= SATURATION_MIN {
         used.max(queued)
-    } else if sample.cpu_pressure >= PRESSED {
+    } else if sample.cpu_pressure >= PRESSURE_MIN {
         // Without the limit, threads would use the processors also in the time in which they wait
         // for them.
         used / (1.0 - sample.cpu_pressure).max(0.25)
     } else {
         used
     };
-    let own = sampled.own as f32;
+    let own = sampled.own_tasks as f32;
     let Some(ours) = sample.task_cpus.filter(|ours| ours.is_finite()) else {
-        return Demand {
-            foreign: (demand - own).max(0.0),
-            more: 0.0,
+        return ThreadDemand {
+            external: (demand - own).max(0.0),
+            extra: 0.0,
         };
     };
     // The demand is divided in proportion to the use: software with half of the use has half of the
@@ -260,34 +263,34 @@ fn demand(sampled: &Sampled) -> Demand {
     } else {
         0.0
     };
-    Demand {
-        foreign,
-        more: (demand - foreign - own).max(0.0),
+    ThreadDemand {
+        external: foreign,
+        extra: (demand - foreign - own).max(0.0),
     }
 }
 
 /// Returns the external demand for processors in a sample, in threads: the total demand minus the
 /// part of own tasks, which follows from their measured use. If that use is unknown, each own task
 /// counts as one thread.
-pub fn foreign_demand(sampled: &Sampled) -> f32 {
-    demand(sampled).foreign
+pub fn external_demand(sampled: &TimedSample) -> f32 {
+    demand(sampled).external
 }
 
 /// A host with its share, weighted for the task's peers: behind a slower link to the peers, the
 /// share counts less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Near {
-    calm: bool,
-    roomy: bool,
+pub(super) struct WeightedShare {
+    unattended: bool,
+    has_memory: bool,
     usable: u64,
-    pub(super) share: Share,
+    pub(super) share: ProcessorShare,
 }
 
-impl Near {
-    fn of(share: Share, permille: u32) -> Near {
-        Near {
-            calm: share.calm,
-            roomy: share.roomy,
+impl WeightedShare {
+    fn of(share: ProcessorShare, permille: u32) -> WeightedShare {
+        WeightedShare {
+            unattended: share.unattended,
+            has_memory: share.has_memory,
             usable: share.usable * u64::from(permille),
             share,
         }
@@ -296,26 +299,26 @@ impl Near {
 
 /// Load of all hosts during a decision. Each placed task changes it.
 #[derive(Debug)]
-pub(super) struct Loads<'a> {
-    index: Cow<'a, Index>,
+pub(super) struct WorkingLoads<'a> {
+    index: Cow<'a, HostIndex>,
     snapshot: &'a Snapshot,
-    changed: BTreeMap<HostId, Load>,
-    over: BTreeSet<Share>,
+    changed: BTreeMap<HostId, HostLoad>,
+    changed_shares: BTreeSet<ProcessorShare>,
 }
 
-impl<'a> Loads<'a> {
+impl<'a> WorkingLoads<'a> {
     /// Creates the load as of the snapshot. Migrating tasks count at their target.
-    pub(super) fn of(snapshot: &'a Snapshot) -> Loads<'a> {
+    pub(super) fn of(snapshot: &'a Snapshot) -> WorkingLoads<'a> {
         let index = snapshot.hosts.index(snapshot.now);
-        Loads {
+        WorkingLoads {
             index,
             snapshot,
             changed: BTreeMap::new(),
-            over: BTreeSet::new(),
+            changed_shares: BTreeSet::new(),
         }
     }
 
-    pub(super) fn load(&self, host: HostId) -> Load {
+    pub(super) fn load(&self, host: HostId) -> HostLoad {
         let of_index = || {
             self.index
                 .load(host)
@@ -325,65 +328,69 @@ impl<'a> Loads<'a> {
     }
 
     /// Returns the share that one more task would get on a host of the snapshot.
-    pub(super) fn share(&self, host: HostId) -> Share {
+    pub(super) fn share(&self, host: HostId) -> ProcessorShare {
         self.load(host).share()
     }
 
     /// Adds a task to a host of the snapshot. Returns the share that the next task would get there.
-    pub(super) fn add(&mut self, host: HostId) -> Share {
+    pub(super) fn add_task(&mut self, host: HostId) -> ProcessorShare {
         let before = self.load(host);
-        let after = Load {
-            own: before.own + 1,
-            room: before.room.saturating_sub(1),
+        let after = HostLoad {
+            own_tasks: before.own_tasks + 1,
+            memory_slots: before.memory_slots.saturating_sub(1),
             ..before
         };
         self.change(host, after)
     }
 
     /// Sets the number of own tasks on a host of the snapshot.
-    pub(super) fn put(&mut self, host: HostId, own: u32) {
-        let after = Load {
-            own,
+    pub(super) fn set_own_tasks(&mut self, host: HostId, own_tasks: u32) {
+        let after = HostLoad {
+            own_tasks: own_tasks,
             ..self.load(host)
         };
         self.change(host, after);
     }
 
-    fn change(&mut self, host: HostId, after: Load) -> Share {
+    fn change(&mut self, host: HostId, after: HostLoad) -> ProcessorShare {
         if let Some(before) = self.changed.insert(host, after) {
-            self.over.remove(&before.share());
+            self.changed_shares.remove(&before.share());
         }
         if self.index.is_ranked(host) {
-            self.over.insert(after.share());
+            self.changed_shares.insert(after.share());
         }
         after.share()
     }
 
     /// Returns the weight of a processor share on a host, in thousandths, for a task with peers in
     /// these zones.
-    pub(super) fn permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
+    pub(super) fn weight_permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
         self.index
             .zone(host)
-            .map_or(1000, |zone| self.snapshot.permille(zone, peers))
+            .map_or(1000, |zone| self.snapshot.zone_weight_permille(zone, peers))
     }
 
-    pub(super) fn near(&self, share: Share, peers: &BTreeSet<u32>) -> Near {
-        Near::of(share, self.permille(share.host(), peers))
+    pub(super) fn weighted(&self, share: ProcessorShare, peers: &BTreeSet<u32>) -> WeightedShare {
+        WeightedShare::of(share, self.weight_permille(share.host(), peers))
     }
 
     /// Returns the hosts that accept guests, the best first. The iterator evaluates hosts only as
     /// far as it is consumed.
-    pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
-        let lists = self.index.zones().map(|(zone, shares)| {
-            let permille = self.snapshot.permille(*zone, peers);
+    pub(super) fn best_first(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = WeightedShare> {
+        let lists = self.index.shares_by_zone().map(|(zone, shares)| {
+            let permille = self.snapshot.zone_weight_permille(*zone, peers);
             let unchanged = shares
                 .iter()
                 .rev()
                 .filter(|s| !self.changed.contains_key(&s.host()));
-            unchanged.map(move |s| Near::of(*s, permille))
+            unchanged.map(move |s| WeightedShare::of(*s, permille))
         });
-        let mut lists = merged(lists).peekable();
-        let mut over: Vec<Near> = self.over.iter().map(|s| self.near(*s, peers)).collect();
+        let mut lists = merge_descending(lists).peekable();
+        let mut over: Vec<WeightedShare> = self
+            .changed_shares
+            .iter()
+            .map(|s| self.weighted(*s, peers))
+            .collect();
         over.sort_unstable();
         std::iter::from_fn(move || match (lists.peek(), over.last()) {
             (Some(near), Some(changed)) if changed > near => over.pop(),
@@ -395,12 +402,15 @@ impl<'a> Loads<'a> {
 
 /// Describes the hosts with a missing or too old sample, with the age of the sample, for the
 /// explanation of a decision.
-pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
+pub(super) fn unknown_loads(
+    snapshot: &Snapshot,
+    among: impl Iterator<Item = HostId>,
+) -> Vec<String> {
     let old = |host: &HostView| {
         Some(format!(
             "{} ({})",
             host.name,
-            why_unknown(host, snapshot.now)?
+            unknown_reason(host, snapshot.now)?
         ))
     };
     among
@@ -410,12 +420,13 @@ pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) 
 }
 
 /// Returns the reason why the load of a host is unknown; `None` if it is known.
-pub(super) fn why_unknown(host: &HostView, now: Micros) -> Option<String> {
+pub(super) fn unknown_reason(host: &HostView, now: Micros) -> Option<String> {
     match &host.sample {
         None => Some("no sample".into()),
-        Some(s) if now.since(s.at) > SAMPLE_AGE_MAX => {
-            Some(format!("sample {} s old", now.since(s.at).0 / 1_000_000))
-        }
+        Some(s) if now.since(s.received_at) > SAMPLE_AGE_MAX => Some(format!(
+            "sample {} s old",
+            now.since(s.received_at).0 / 1_000_000
+        )),
         Some(_) => None,
     }
 }
@@ -426,7 +437,7 @@ mod tests {
     use sempa_proto::load::LoadSample;
 
     /// Returns a sample of a host with two processors.
-    fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> Sampled {
+    fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> TimedSample {
         let sample = LoadSample {
             cores: 2,
             busy,
@@ -435,10 +446,10 @@ mod tests {
             task_cpus: ours,
             ..LoadSample::default()
         };
-        Sampled {
+        TimedSample {
             sample,
-            at: Micros(0),
-            own,
+            received_at: Micros(0),
+            own_tasks: own,
         }
     }
 
@@ -446,14 +457,14 @@ mod tests {
     #[test]
     fn idle_guests_do_not_hide_external_load() {
         // One process of the owner runs, and one own task waits.
-        assert_eq!(foreign_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
+        assert_eq!(external_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
         assert_eq!(
-            foreign_demand(&sampled(0.5, 1, None, 1)),
+            external_demand(&sampled(0.5, 1, None, 1)),
             0.0,
             "nobody has measured it"
         );
         // Two processes of the owner are busy, and five own tasks wait.
-        assert_eq!(foreign_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
+        assert_eq!(external_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
     }
 
     /// Additional threads of a guest are not external load, but they reduce the share of other
@@ -463,13 +474,16 @@ mod tests {
         let eight = sampled(1.0, 8, Some(2.0), 1);
         assert_eq!(
             demand(&eight),
-            Demand {
-                foreign: 0.0,
-                more: 7.0
+            ThreadDemand {
+                external: 0.0,
+                extra: 7.0
             }
         );
         // Two processes of the owner also run.
-        let Demand { foreign, more } = demand(&sampled(1.0, 10, Some(1.6), 1));
+        let ThreadDemand {
+            external: foreign,
+            extra: more,
+        } = demand(&sampled(1.0, 10, Some(1.6), 1));
         assert!(
             (foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01,
             "{foreign} {more}"
@@ -477,9 +491,9 @@ mod tests {
         // The task needs less than one processor.
         assert_eq!(
             demand(&sampled(0.25, 0, Some(0.5), 1)),
-            Demand {
-                foreign: 0.0,
-                more: 0.0
+            ThreadDemand {
+                external: 0.0,
+                extra: 0.0
             }
         );
     }
@@ -489,7 +503,10 @@ mod tests {
     fn untrusted_samples_give_finite_demand() {
         for ours in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
             for busy in [0.0, 0.3, 1.0] {
-                let Demand { foreign, more } = demand(&sampled(busy, 3, Some(ours), 2));
+                let ThreadDemand {
+                    external: foreign,
+                    extra: more,
+                } = demand(&sampled(busy, 3, Some(ours), 2));
                 assert!(
                     foreign >= 0.0 && more >= 0.0 && foreign.is_finite() && more.is_finite(),
                     "{ours} {busy}"

@@ -1,62 +1,72 @@
 //! The decisions of the resource manager, as pure functions of a [`Snapshot`].
 //!
 //! - [`place()`]: on which hosts new tasks start.
-//! - [`moves()`]: which tasks leave their host because of its owner or a drain.
-//! - [`balance()`]: which tasks migrate for performance.
-//! - [`Fair`]: which waiting request is served first.
-//! - [`give_way()`]: which tasks are preempted.
-//! - [`go_on()`]: which preempted tasks resume.
+//! - [`plan_evictions()`]: which tasks leave their host because of its owner or a drain.
+//! - [`plan_rebalances()`]: which tasks migrate for performance.
+//! - [`FairShare`]: which waiting request is served first.
+//! - [`select_victims()`]: which tasks are preempted.
+//! - [`select_resumable()`]: which preempted tasks resume.
 //!
 //! Every decision, including a decision not to act, carries a typed reason.
 //!
 //! This module reads no clock and does not communicate. All state that a decision depends on
 //! (refusals, recent migrations, the round-robin position) is part of the snapshot.
 
-mod balance;
-mod choice;
-mod excluded;
+mod chooser;
+mod constraints;
+mod evictions;
+mod exclusion_reason;
+mod exclusions;
 mod fair;
-mod farm;
-mod gains;
-mod guests;
-mod hasten;
+mod guest_classes;
 mod index;
-mod links;
+mod link_speeds;
 mod load;
-mod moves;
-mod place;
-mod placing;
+mod makespan_moves;
+mod makespan_sim;
+mod placement;
+mod placement_run;
 mod predict;
-mod reason;
+mod prediction_feedback;
+mod preemption;
+mod rebalance;
 mod reserve;
-mod share;
-mod wants;
 
-pub use balance::{
-    MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFT_REST_TO_EMPTY, SHIFTS_MAX, SHIFTS_SPAN, Shift,
-    ShiftWhy, balance,
+pub use chooser::{CHOOSER_NAME_MAX, Chooser, ChooserName, Choosers, HostOffer, UnknownChooser};
+pub use constraints::{
+    ActualValue, Attribute, CONSTRAINTS_BYTES_MAX, CONSTRAINTS_ENV, Colocation, Condition,
+    Constraints, ConstraintsError, Metric, Operator, Rank,
 };
-pub use choice::{CHOICE_NAME_MAX, Choice, ChoiceName, Choices, NoSuchChoice, Offer};
-pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
-pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
-pub use gains::{Outcome, PROMISES_MAX, Promises, TRUST, TRUST_HALF};
-pub use index::Hosts;
-pub use links::{PAIRS_MAX, Way};
-pub use load::{ForeignMean, Share, foreign_demand};
-pub use moves::{
-    MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for,
+pub use evictions::{
+    CONCURRENT_MIGRATIONS_MAX, Eviction, EvictionPlan, OWNER_RETURN_WINDOW, StayDecision,
+    StayReason, assign_hosts, could_ever_fit, plan_evictions,
 };
-pub use place::{
-    Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, left_out, place, place_by, used_but,
+pub use exclusion_reason::ExclusionReason;
+pub use exclusions::{EXCLUDED_HOSTS_MAX, Exclusions};
+pub use fair::{
+    FairShare, LimitError, Limits, PREEMPTION_MARGIN, QueuedRequest, USERS_MAX, UpDownRates,
+    WAITING_MAX,
 };
-pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
-pub use reason::Reason;
-pub use reserve::{RESERVE_AFTER, reserve};
-pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
-pub use wants::{
-    CONSTRAINTS_ENV, Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, Wants,
-    WantsError,
+pub use index::HostList;
+pub use link_speeds::{HostPair, PAIRS_MAX};
+pub use load::{ExternalMean, ProcessorShare, external_demand};
+pub use placement::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, SPAWN_TASKS_MAX,
+    general_exclusion, host_restrictions, place, place_with_chooser,
 };
+pub use predict::{
+    Estimates, LearnedCosts, MigrationSample, PROGRAMS_MAX, WORK_LEFT_MAX, slowness,
+};
+pub use prediction_feedback::{
+    CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE, PENDING_PREDICTIONS_MAX, PendingPredictions,
+    PredictionOutcome,
+};
+pub use preemption::{PREEMPTION_SCAN_MAX, ResumeAt, Victim, select_resumable, select_victims};
+pub use rebalance::{
+    COOLDOWN, GAIN_MARGIN, IDLE_TARGET_COOLDOWN, OWNER_AWAY_MIN, REBALANCE_COOLDOWN,
+    REBALANCES_MAX, REBALANCES_WINDOW, Rebalance, RebalanceReason, plan_rebalances,
+};
+pub use reserve::{RESERVE_AFTER, hosts_to_reserve};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
@@ -70,7 +80,7 @@ pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
 
 /// How new tasks are spread over hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Policy {
+pub enum PlacementPolicy {
     /// Round robin in blocks, as in PVM. The load of the hosts is ignored.
     RoundRobin,
     /// Each task is placed on the host with the largest predicted processor share.
@@ -78,22 +88,22 @@ pub enum Policy {
     Load,
     /// An external chooser selects the hosts, for example a batch system. If a spawn names its
     /// host, the chooser is not used.
-    Choice(ChoiceName),
+    Choice(ChooserName),
 }
 
-impl fmt::Display for Policy {
+impl fmt::Display for PlacementPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Policy::RoundRobin => f.write_str("round-robin"),
-            Policy::Load => f.write_str("load"),
-            Policy::Choice(name) => write!(f, "choice:{}", name.as_str()),
+            PlacementPolicy::RoundRobin => f.write_str("round-robin"),
+            PlacementPolicy::Load => f.write_str("load"),
+            PlacementPolicy::Choice(name) => write!(f, "choice:{}", name.as_str()),
         }
     }
 }
 
 /// Maximum number of excluded hosts that an explanation names. It gives only the number of further
 /// ones.
-pub const TOLD_HOSTS_MAX: usize = 16;
+pub const NAMED_HOSTS_MAX: usize = 16;
 
 /// Maximum number of peer hosts whose zones are considered.
 const PEERS_MAX: usize = 64;
@@ -104,7 +114,7 @@ pub struct Costs {
     /// Weight of a processor share, in thousandths, on a host outside the zones of the task's
     /// peers, because messages over such a link take longer. Applies until a migration has measured
     /// the link.
-    pub far_permille: u32,
+    pub other_zone_permille: u32,
     /// Minimum gain of a rebalancing migration, in percent of the migration's cost.
     pub margin_percent: u32,
 }
@@ -112,8 +122,8 @@ pub struct Costs {
 impl Default for Costs {
     fn default() -> Costs {
         Costs {
-            far_permille: 900,
-            margin_percent: (MARGIN * 100.0) as u32,
+            other_zone_permille: 900,
+            margin_percent: (GAIN_MARGIN * 100.0) as u32,
         }
     }
 }
@@ -125,9 +135,9 @@ impl Costs {
 
     /// Returns the weight of a processor share, in thousandths, on a host whose link to the peers
     /// has the relative speed `speed` (1.0: as fast as the links among the peers). An unknown link
-    /// counts as half as fast, which yields `far_permille`.
-    fn behind(self, speed: Option<f64>) -> u32 {
-        let less = f64::from(1000u32.saturating_sub(self.far_permille));
+    /// counts as half as fast, which yields `other_zone_permille`.
+    fn link_weight_permille(self, speed: Option<f64>) -> u32 {
+        let less = f64::from(1000u32.saturating_sub(self.other_zone_permille));
         1000 - (less * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0))).min(1000.0) as u32
     }
 }
@@ -137,16 +147,16 @@ impl Costs {
 pub struct Snapshot {
     /// Current time. All times and deadlines in the snapshot are on this monotonic clock.
     pub now: Micros,
-    pub policy: Policy,
+    pub policy: PlacementPolicy,
     /// The last host used by round robin. The next placement starts with the host after it.
-    pub rotation: HostId,
+    pub round_robin_last: HostId,
     pub costs: Costs,
     /// Values learned from earlier tasks and migrations.
     pub estimates: Estimates,
     /// Jobs whose tasks wait for each other at barriers, by the task at the top of the job.
-    pub barriers: BTreeSet<Tid>,
+    pub barrier_jobs: BTreeSet<Tid>,
     /// All hosts, by ascending id.
-    pub hosts: Hosts,
+    pub hosts: HostList,
 }
 
 /// State of one host as decisions see it.
@@ -164,20 +174,20 @@ pub struct HostView {
     /// Processors in the last report; 1 if there was none.
     pub cores: u32,
     /// Newest sample regardless of its age; `None` before the first report.
-    pub sample: Option<Sampled>,
+    pub sample: Option<TimedSample>,
     /// Mean processor demand of other software over some minutes; `None` if only the demand in
     /// `sample` is known.
-    pub foreign_mean: Option<ForeignMean>,
-    pub owner: Owner,
+    pub external_mean: Option<ExternalMean>,
+    pub owner: OwnerState,
     /// Memory in bytes that recent spawns have requested and that `sample` does not include yet. It
     /// counts as used.
-    pub promised: u64,
-    pub terms: Terms,
+    pub promised_bytes: u64,
+    pub guest_policy: GuestPolicy,
     /// Why the host accepts no migrations at present, and until when. Set, for example, after its
     /// dump engine has failed.
-    pub no_moves: Option<Until>,
+    pub migration_obstacle: Option<Obstacle>,
     /// Number of tasks that are being started on the host. They count as load.
-    pub starting: u32,
+    pub starting_tasks: u32,
     pub tasks: Vec<TaskView>,
 }
 
@@ -186,47 +196,47 @@ impl HostView {
     pub fn available_bytes(&self) -> Option<u64> {
         self.sample
             .as_ref()
-            .map(|s| s.sample.available_bytes.saturating_sub(self.promised))
+            .map(|s| s.sample.available_bytes.saturating_sub(self.promised_bytes))
     }
 
     /// Returns the sample if it is at most [`SAMPLE_AGE_MAX`] old.
-    pub fn fresh_sample(&self, now: Micros) -> Option<&Sampled> {
+    pub fn fresh_sample(&self, now: Micros) -> Option<&TimedSample> {
         self.sample
             .as_ref()
-            .filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX)
+            .filter(|s| now.since(s.received_at) <= SAMPLE_AGE_MAX)
     }
 }
 
 /// A load sample with its arrival time.
 #[derive(Clone, Debug)]
-pub struct Sampled {
+pub struct TimedSample {
     pub sample: LoadSample,
     /// Arrival time of the report, on the snapshot's clock.
-    pub at: Micros,
+    pub received_at: Micros,
     /// Number of tasks of the virtual machine on the host at that time. The sample includes their
     /// load.
-    pub own: u32,
+    pub own_tasks: u32,
 }
 
 /// State of a host's owner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Owner {
+pub enum OwnerState {
     /// No load watcher has reported.
     #[default]
     Unknown,
     /// The host is not in use.
     Absent {
         /// When the last user left, on the snapshot's clock; `None` if no user was seen.
-        left: Option<Micros>,
+        left_at: Option<Micros>,
     },
     /// The host may be in use. Guests stay. If a login is idle, new tasks are placed on other hosts
     /// first.
-    Maybe {
+    PossiblyPresent {
         /// The load watcher's explanation.
         why: String,
         /// True if a user is logged in and idle. Otherwise, external load suggests that the host is
         /// in use.
-        idle: bool,
+        idle_login: bool,
     },
     /// A user is active on the host.
     Present {
@@ -245,35 +255,43 @@ pub enum Owner {
     },
 }
 
-impl Owner {
+impl OwnerState {
     /// True if the host accepts no guests: it is in use, closed by its owner, or being drained.
-    pub fn is_present(&self) -> bool {
+    pub fn excludes_guests(&self) -> bool {
         matches!(
             self,
-            Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. }
+            OwnerState::Present { .. } | OwnerState::Closed { .. } | OwnerState::Drained { .. }
         )
     }
 
     /// False if a user is logged in and idle. Such a host gets new tasks only if no other host has
     /// room. External load does not matter, because decisions weigh it as load.
-    fn is_calm(&self) -> bool {
-        !matches!(self, Owner::Maybe { idle: true, .. })
+    fn is_unattended(&self) -> bool {
+        !matches!(
+            self,
+            OwnerState::PossiblyPresent {
+                idle_login: true,
+                ..
+            }
+        )
     }
 
     /// Returns the reason why the host accepts no guests; `None` if it accepts them.
-    fn keeps_out(&self) -> Option<Reason<&str>> {
+    fn exclusion_reason(&self) -> Option<ExclusionReason<&str>> {
         match self {
-            Owner::Present { why } => Some(Reason::Owner { why }),
-            Owner::Closed { why } => Some(Reason::Closed { why }),
-            Owner::Drained { by } => Some(Reason::Drained { by: *by }),
-            Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
+            OwnerState::Present { why } => Some(ExclusionReason::OwnerPresent { why }),
+            OwnerState::Closed { why } => Some(ExclusionReason::Closed { why }),
+            OwnerState::Drained { by } => Some(ExclusionReason::Drained { by: *by }),
+            OwnerState::Unknown
+            | OwnerState::Absent { .. }
+            | OwnerState::PossiblyPresent { .. } => None,
         }
     }
 }
 
 /// When guests leave a host after its owner stops accepting them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Leaving {
+pub enum LeaveTime {
     #[default]
     Now,
     /// At this time on the snapshot's clock, unless guests are accepted again before.
@@ -281,38 +299,38 @@ pub enum Leaving {
     /// Guests stay paused on the host until they are accepted again.
     Never,
     /// The host's daemon terminates the guests; no migration is planned.
-    Ended,
+    Terminated,
 }
 
 /// Conditions under which the owner of a host accepts guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Terms {
-    pub leaving: Leaving,
+pub struct GuestPolicy {
+    pub leave_time: LeaveTime,
     /// True if a guest that no other host accepts has its job vacated (checkpointed and ended).
     /// Otherwise the guest stays paused on the host.
-    pub parks: bool,
+    pub vacates_jobs: bool,
     /// Limits on guests while they are accepted.
     pub limits: Arc<GuestLimits>,
 }
 
-impl Terms {
+impl GuestPolicy {
     /// Returns the reason if the owner excludes this program or this user.
-    fn blocks(&self, user: u32, program: &str) -> Option<Reason<&str>> {
+    fn block_reason(&self, user: u32, program: &str) -> Option<ExclusionReason<&str>> {
         if self.limits.users.contains(&user) {
-            return Some(Reason::User { user });
+            return Some(ExclusionReason::UserBlocked { user });
         }
         self.limits
             .blocking_pattern(program)
-            .map(|pattern| Reason::Program { pattern })
+            .map(|pattern| ExclusionReason::ProgramBlocked { pattern })
     }
 }
 
 /// A temporary obstacle and its reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Until {
+pub struct Obstacle {
     /// End of the obstacle, on the snapshot's clock.
-    pub at: Micros,
-    pub why: String,
+    pub until: Micros,
+    pub reason: String,
 }
 
 /// State of one task as decisions see it.
@@ -322,7 +340,7 @@ pub struct TaskView {
     /// The task serves its host or was not spawned: it cannot migrate and is not a guest.
     pub pinned: bool,
     /// Set while the task migrates. The inner value is the target, if it is known.
-    pub moving: Option<Option<HostId>>,
+    pub migrating: Option<Option<HostId>>,
     /// True while the task is suspended. It causes no load, and only an explicit resume continues
     /// it.
     pub suspended: bool,
@@ -332,32 +350,32 @@ pub struct TaskView {
     pub name: Arc<str>,
     /// Start time on the snapshot's clock. If the resource manager did not see the start, the time
     /// when it first saw the task.
-    pub since: Micros,
+    pub started_at: Micros,
     /// Estimated work done so far, as time on an ordinary processor.
-    pub done: Micros,
+    pub work_done: Micros,
     /// Memory at the last migration, in bytes; 0 if the task has never migrated.
-    pub bytes: u64,
+    pub memory_bytes: u64,
     /// True if a user or program chose the host by name, at the spawn or later. Such a task is not
     /// rebalanced.
-    pub named: bool,
+    pub host_named: bool,
     /// Constraints of the task's spawn.
-    pub wants: Option<Arc<Wants>>,
+    pub constraints: Option<Arc<Constraints>>,
     /// Times of rebalancing migrations in the last hour, oldest first.
-    pub shifts: Vec<Micros>,
+    pub recent_rebalances: Vec<Micros>,
     /// Times of the newest migrations for any cause, oldest first. A cooldown after each of them
     /// delays the next rebalancing migration.
-    pub moves: Vec<Micros>,
+    pub recent_migrations: Vec<Micros>,
     /// Obstacle that prevents any migration of the task for a while.
-    pub held: Option<Until>,
+    pub obstacle: Option<Obstacle>,
     /// Hosts that refuse the task for a while, with the reason.
-    pub refused: Vec<(HostId, Until)>,
+    pub refused_by: Vec<(HostId, Obstacle)>,
 }
 
 impl TaskView {
     /// True for a guest that is not migrating. Such a task must leave its host when the host stops
     /// accepting guests.
-    pub fn is_settled_guest(&self) -> bool {
-        !self.pinned && self.moving.is_none()
+    pub fn is_evictable(&self) -> bool {
+        !self.pinned && self.migrating.is_none()
     }
 
     /// True if the task is part of its host's load: neither pinned nor suspended.
@@ -370,20 +388,20 @@ impl TaskView {
         TaskView {
             tid,
             pinned: false,
-            moving: None,
+            migrating: None,
             suspended: false,
             user: 0,
             job: tid,
             name: Arc::from(""),
-            since,
-            done: Micros::default(),
-            bytes: 0,
-            named: false,
-            wants: None,
-            shifts: Vec::new(),
-            moves: Vec::new(),
-            held: None,
-            refused: Vec::new(),
+            started_at: since,
+            work_done: Micros::default(),
+            memory_bytes: 0,
+            host_named: false,
+            constraints: None,
+            recent_rebalances: Vec::new(),
+            recent_migrations: Vec::new(),
+            obstacle: None,
+            refused_by: Vec::new(),
         }
     }
 }
@@ -391,17 +409,17 @@ impl TaskView {
 impl Snapshot {
     /// Creates a snapshot of these hosts without learned values. Round robin starts after the
     /// master's host.
-    pub fn new(now: Micros, policy: Policy, mut hosts: Hosts) -> Snapshot {
+    pub fn new(now: Micros, policy: PlacementPolicy, mut hosts: HostList) -> Snapshot {
         hosts.refresh(now);
         let (costs, estimates, barriers) =
             (Costs::default(), Estimates::default(), BTreeSet::new());
         Snapshot {
             now,
             policy,
-            rotation: HostId::MASTER,
+            round_robin_last: HostId::MASTER,
             costs,
             estimates,
-            barriers,
+            barrier_jobs: barriers,
             hosts,
         }
     }
@@ -432,15 +450,21 @@ impl Snapshot {
     }
 
     /// Returns the expected cost of migrating this task between hosts with this [`slowness`].
-    pub fn cost(&self, task: &TaskView, from: &HostView, to: &HostView, slowness: f64) -> Micros {
-        let bytes = self.estimates.bytes(&task.name, task.bytes);
+    pub fn migration_cost(
+        &self,
+        task: &TaskView,
+        from: &HostView,
+        to: &HostView,
+        slowness: f64,
+    ) -> Micros {
+        let bytes = self.estimates.expected_bytes(&task.name, task.memory_bytes);
         self.estimates
-            .cost(bytes, slowness, Some(Way::between(from, to)))
+            .migration_cost(bytes, slowness, Some(HostPair::between(from, to)))
     }
 
     /// Returns the hosts that a new task of this job will communicate with: the host of the
     /// spawning task and the hosts of the job's tasks.
-    pub fn peers_of(&self, caller: HostId, job: Tid) -> Vec<HostId> {
+    pub fn peer_hosts(&self, caller: HostId, job: Tid) -> Vec<HostId> {
         let index = self.hosts.index(self.now);
         std::iter::once(caller)
             .chain(
@@ -454,7 +478,7 @@ impl Snapshot {
 
     /// Returns the zones of the other hosts that run tasks of the same job; empty if no other host
     /// does.
-    fn zones_of_peers(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
+    fn peer_zones(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
         let others = index
             .hosts_of(task.job)
@@ -464,38 +488,46 @@ impl Snapshot {
     }
 
     /// Returns the weight, in thousandths, of a processor share in `zone` for a task whose peers
-    /// are in the zones `peers`. The weight is lower if the link to the peers is slower.
-    fn permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
+    /// are in the zones `peer_zones`. The weight is lower if the link to the peers is slower.
+    fn zone_weight_permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
         match peers.is_empty() || peers.contains(&zone) {
             true => 1000,
-            false => self.costs.behind(self.estimates.beside_within(zone, peers)),
+            false => self
+                .costs
+                .link_weight_permille(self.estimates.relative_speed(zone, peers)),
         }
     }
 
     /// Returns the factor by which a computed gain is corrected, learned from earlier migrations.
     /// `told`: the gain was computed from work that programs declared.
-    fn trust(&self, told: bool) -> f64 {
-        self.estimates.trust(self.now, told)
+    fn confidence(&self, declared: bool) -> f64 {
+        self.estimates.confidence(self.now, declared)
     }
 
     /// Returns the host's name, or its number if the host is unknown.
-    pub fn name(&self, id: HostId) -> String {
+    pub fn host_name(&self, id: HostId) -> String {
         self.host(id)
             .map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
     /// Formats exclusions, for example "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4
     /// (512.0M); and 7 more".
-    fn tell(&self, excluded: &Excluded) -> String {
-        let (told, more) = excluded.told();
+    fn describe_exclusions(&self, excluded: &Exclusions) -> String {
+        let (reportable, unlisted) = excluded.reportable();
         let (mut parts, mut unmet) = (Vec::new(), Vec::<(String, Vec<String>)>::new());
-        for (id, why) in told.iter().take(TOLD_HOSTS_MAX) {
-            let Reason::Unmet { condition, has } = why else {
-                parts.push(format!("{}: {why}", self.name(*id)));
+        for (id, why) in reportable.iter().take(NAMED_HOSTS_MAX) {
+            let ExclusionReason::Unmet { condition, has } = why else {
+                parts.push(format!("{}: {why}", self.host_name(*id)));
                 continue;
             };
-            let (condition, host) = (condition.to_string(), format!("{} ({has})", self.name(*id)));
-            match unmet.iter_mut().find(|(told, _)| *told == condition) {
+            let (condition, host) = (
+                condition.to_string(),
+                format!("{} ({has})", self.host_name(*id)),
+            );
+            match unmet
+                .iter_mut()
+                .find(|(reportable, _)| *reportable == condition)
+            {
                 Some((_, hosts)) => hosts.push(host),
                 None => unmet.push((condition, vec![host])),
             }
@@ -505,8 +537,8 @@ impl Snapshot {
                 .into_iter()
                 .map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))),
         );
-        let more = told.len().saturating_sub(TOLD_HOSTS_MAX) + more;
-        parts.extend((more > 0).then(|| format!("and {more} more")));
+        let unlisted = reportable.len().saturating_sub(NAMED_HOSTS_MAX) + unlisted;
+        parts.extend((unlisted > 0).then(|| format!("and {unlisted} more")));
         parts.join("; ")
     }
 }

@@ -6,12 +6,12 @@
 //!
 //! - the freeze, learned by size class, because measurements of large tasks do not apply to small
 //!   ones;
-//! - the transfer, learned by link ([`super::links`]), whether the memory is part of the images or
+//! - the transfer, learned by link ([`super::link_speeds`]), whether the memory is part of the images or
 //!   follows by post-copy;
 //! - the warm-up of caches and pages, at a fixed rate.
 
-use super::gains::Gains;
-use super::links::{Links, Way};
+use super::link_speeds::{HostPair, LinkSpeeds};
+use super::prediction_feedback::GainFeedback;
 use sempa_proto::Micros;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,45 +21,45 @@ use std::sync::Arc;
 /// longest ago is dropped.
 pub const PROGRAMS_MAX: usize = 1024;
 /// Minimum number of ended tasks of a program before their mean work is used.
-const LIVES_MIN: u32 = 3;
+const COMPLETIONS_MIN: u32 = 3;
 /// Minimum weight of the newest observation.
-const NEWEST: f64 = 0.2;
+const NEWEST_WEIGHT: f64 = 0.2;
 /// Maximum remaining work that is predicted for a task.
-pub const LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
+pub const WORK_LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
 /// Freeze of a migration on an idle ordinary processor, in seconds. The part proportional to memory
 /// is added to it.
-const FREEZE: f64 = 0.06;
+const FREEZE_BASE_SECONDS: f64 = 0.06;
 /// Maximum factor by which a host counts as slower than an ordinary one.
-const SLOW_MAX: f64 = 100.0;
+const SLOWNESS_MAX: f64 = 100.0;
 /// Bytes per second that a dump scans of the memory of the frozen task, even if it does not copy
 /// them.
-const WALKED_PER_SECOND: f64 = 7e9;
+const DUMP_SCAN_BYTES_PER_SECOND: f64 = 7e9;
 /// Minimum memory in bytes for learning the speed of a link. For smaller tasks, transfer and freeze
 /// cannot be distinguished.
-const MEASURED_MIN: u64 = 16 << 20;
+const LINK_SAMPLE_BYTES_MIN: u64 = 16 << 20;
 /// Upper bounds of the size classes of freezes, in bytes. Larger tasks form the last class.
-const SIZES: [u64; 3] = [MEASURED_MIN, 256 << 20, 4 << 30];
+const FREEZE_SIZE_BOUNDS: [u64; 3] = [LINK_SAMPLE_BYTES_MIN, 256 << 20, 4 << 30];
 /// Time in seconds that a task loses after a migration until its caches and pages are present. The
 /// part proportional to memory is added to it.
-const WARM_UP: f64 = 0.2;
+const WARM_UP_BASE_SECONDS: f64 = 0.2;
 /// Bytes of memory per second for which caches and pages become present after a migration.
 const WARM_UP_BYTES_PER_SECOND: f64 = 1e9;
 /// Assumed memory of a task that has never migrated and whose program's size is unknown, in bytes.
-const BYTES_UNKNOWN: u64 = 64 << 20;
+const DEFAULT_TASK_BYTES: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug)]
-struct Lives {
+struct ProgramStats {
     count: u32,
     /// Mean logarithm of the work in seconds.
     mean_log: f64,
     /// Mean logarithm of the memory in bytes; `None` until it was observed.
     bytes_log: Option<f64>,
-    heard: u64,
+    updated: u64,
 }
 
 /// Freeze statistics of one size class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Freezes {
+struct FreezeStats {
     /// Mean logarithm of the ratio of the actual to the expected freeze time.
     bias: f64,
     moves: u64,
@@ -67,39 +67,39 @@ struct Freezes {
 
 /// Measurements of one completed migration.
 #[derive(Clone, Copy, Debug)]
-pub struct Journey {
+pub struct MigrationSample {
     /// The two hosts, if they are known.
-    pub way: Option<Way>,
+    pub pair: Option<HostPair>,
     /// Factor by which the hosts do the work of the migration slower than ordinary ones
     /// ([`slowness`]).
     pub slowness: f64,
     /// Size of the images in bytes.
-    pub images: u64,
+    pub image_bytes: u64,
     /// The task's memory in bytes. 0 if the program saved its own state; nothing is learned from
     /// such a migration.
-    pub resident: u64,
+    pub resident_bytes: u64,
     /// Time for which the task was frozen.
     pub frozen: Micros,
     /// Time from the start of the migration until all memory of the task was at the target.
-    pub whole: Micros,
+    pub complete_after: Micros,
 }
 
 /// Learned values in the form in which they are stored. `lives` contains for each program: its
 /// name, the number of ended tasks, and the mean logarithms of their work and memory. `moves` is
 /// the number of migrations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Lessons {
+pub struct LearnedCosts {
     lives: Vec<(String, u32, f64, Option<f64>)>,
-    freezes: [Freezes; SIZES.len() + 1],
-    links: Links,
-    gains: Gains,
+    freezes: [FreezeStats; FREEZE_SIZE_BOUNDS.len() + 1],
+    links: LinkSpeeds,
+    gains: GainFeedback,
     moves: u64,
 }
 
-impl Lessons {
+impl LearnedCosts {
     /// Returns the values that also apply to another virtual machine, in which host numbers denote
     /// other hosts.
-    pub fn of_other_hosts(mut self) -> Lessons {
+    pub fn for_other_hosts(mut self) -> LearnedCosts {
         self.links.forget_hosts();
         self
     }
@@ -108,20 +108,20 @@ impl Lessons {
 /// Values learned from earlier tasks and migrations.
 #[derive(Clone, Debug, Default)]
 pub struct Estimates {
-    lives: BTreeMap<Arc<str>, Lives>,
-    heard: u64,
-    freezes: [Freezes; SIZES.len() + 1],
-    links: Links,
-    gains: Gains,
+    programs: BTreeMap<Arc<str>, ProgramStats>,
+    updates: u64,
+    freezes: [FreezeStats; FREEZE_SIZE_BOUNDS.len() + 1],
+    links: LinkSpeeds,
+    gains: GainFeedback,
     moves: u64,
 }
 
 /// Returns the index of the size class for the freeze of a task.
-fn kind(bytes: u64) -> usize {
-    SIZES
+fn size_class(bytes: u64) -> usize {
+    FREEZE_SIZE_BOUNDS
         .iter()
         .position(|limit| bytes < *limit)
-        .unwrap_or(SIZES.len())
+        .unwrap_or(FREEZE_SIZE_BOUNDS.len())
 }
 
 fn seconds(span: Micros) -> f64 {
@@ -134,44 +134,44 @@ fn micros(seconds: f64) -> Micros {
 
 impl Estimates {
     /// Restores learned values from the history. Ignores values that are not finite.
-    pub fn recall(lessons: Lessons) -> Estimates {
+    pub fn restore(learned: LearnedCosts) -> Estimates {
         let mut estimates = Estimates {
-            moves: lessons.moves,
+            moves: learned.moves,
             ..Estimates::default()
         };
-        for (program, count, mean_log, bytes_log) in lessons
+        for (program, count, mean_log, bytes_log) in learned
             .lives
             .into_iter()
             .take(PROGRAMS_MAX)
             .filter(|l| l.2.is_finite())
         {
-            estimates.heard += 1;
+            estimates.updates += 1;
             let bytes_log = bytes_log.filter(|log| log.is_finite());
-            let lives = Lives {
+            let lives = ProgramStats {
                 count,
                 mean_log,
                 bytes_log,
-                heard: estimates.heard,
+                updated: estimates.updates,
             };
-            estimates.lives.insert(Arc::from(program), lives);
+            estimates.programs.insert(Arc::from(program), lives);
         }
-        if lessons.freezes.iter().all(|f| f.bias.is_finite()) {
-            estimates.freezes = lessons.freezes;
+        if learned.freezes.iter().all(|f| f.bias.is_finite()) {
+            estimates.freezes = learned.freezes;
         }
-        if lessons.gains.is_sound() {
-            estimates.gains = lessons.gains.on_new_clock();
+        if learned.gains.is_valid() {
+            estimates.gains = learned.gains.on_new_clock();
         }
-        if lessons.links.is_sound() {
-            estimates.links = lessons.links;
+        if learned.links.is_valid() {
+            estimates.links = learned.links;
         }
         estimates
     }
 
     /// Returns the learned values for the history. Programs are ordered by their last update, the
     /// oldest first.
-    pub fn lessons(&self) -> Lessons {
-        let mut programs: Vec<(&Arc<str>, &Lives)> = self.lives.iter().collect();
-        programs.sort_by_key(|(_, lives)| lives.heard);
+    pub fn to_learned_costs(&self) -> LearnedCosts {
+        let mut programs: Vec<(&Arc<str>, &ProgramStats)> = self.programs.iter().collect();
+        programs.sort_by_key(|(_, lives)| lives.updated);
         let lives = programs
             .into_iter()
             .map(|(name, l)| (name.to_string(), l.count, l.mean_log, l.bytes_log))
@@ -182,7 +182,7 @@ impl Estimates {
             moves,
             ..
         } = *self;
-        Lessons {
+        LearnedCosts {
             lives,
             freezes,
             links: self.links.clone(),
@@ -193,140 +193,140 @@ impl Estimates {
 
     /// Returns a number that changes with every observation.
     pub fn version(&self) -> u64 {
-        self.heard + self.moves + self.gains.lessons()
+        self.updates + self.moves + self.gains.observations()
     }
 
-    /// Returns the relative speed of the fastest link between a zone and one of the zones `peers`:
+    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
     /// compared with the faster of the links within the two zones. `None` until migrations have
     /// measured these links.
-    pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
-        self.links.beside_within(zone, peers)
+    pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
+        self.links.relative_speed(zone, peers)
     }
 
     /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
     /// from work that programs declared.
-    pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
-        self.gains.trust(now, told)
+    pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
+        self.gains.confidence(now, declared)
     }
 
     /// Records the ratio of the actual to the predicted gain in rate of a migrated task.
-    pub(super) fn rate_came(&mut self, now: Micros, ratio: f64) {
-        self.gains.rate_came(now, ratio);
+    pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
+        self.gains.record_rate(now, ratio);
     }
 
     /// Records the ratio of the actual to the predicted remaining work of a migrated task. `told`:
     /// the work was declared.
-    pub(super) fn work_came(&mut self, now: Micros, told: bool, ratio: f64) {
-        self.gains.work_came(now, told, ratio);
+    pub(super) fn record_work(&mut self, now: Micros, told: bool, ratio: f64) {
+        self.gains.record_work(now, told, ratio);
     }
 
     /// Returns the statistics of a program for an update, and marks them as the most recently
     /// updated.
-    fn program(&mut self, program: &Arc<str>) -> &mut Lives {
-        self.heard += 1;
-        if !self.lives.contains_key(program) && self.lives.len() >= PROGRAMS_MAX {
+    fn program_stats(&mut self, program: &Arc<str>) -> &mut ProgramStats {
+        self.updates += 1;
+        if !self.programs.contains_key(program) && self.programs.len() >= PROGRAMS_MAX {
             let oldest = self
-                .lives
+                .programs
                 .iter()
-                .min_by_key(|(_, lives)| lives.heard)
+                .min_by_key(|(_, lives)| lives.updated)
                 .map(|(name, _)| name.clone());
-            self.lives.remove(&oldest.expect("there are many"));
+            self.programs.remove(&oldest.expect("there are many"));
         }
-        let fresh = Lives {
+        let fresh = ProgramStats {
             count: 0,
             mean_log: 0.0,
             bytes_log: None,
-            heard: 0,
+            updated: 0,
         };
-        let lives = self.lives.entry(program.clone()).or_insert(fresh);
-        lives.heard = self.heard;
+        let lives = self.programs.entry(program.clone()).or_insert(fresh);
+        lives.updated = self.updates;
         lives
     }
 
     /// Records that a task of this program ended after `work`.
-    pub fn ended(&mut self, program: &Arc<str>, work: Micros) {
+    pub fn record_completion(&mut self, program: &Arc<str>, work: Micros) {
         let log = seconds(work).max(0.001).ln();
-        let lives = self.program(program);
-        let weight = NEWEST.max(1.0 / f64::from(lives.count + 1));
+        let lives = self.program_stats(program);
+        let weight = NEWEST_WEIGHT.max(1.0 / f64::from(lives.count + 1));
         lives.mean_log += weight * (log - lives.mean_log);
         lives.count = lives.count.saturating_add(1);
     }
 
     /// Records the memory of a task of this program, in bytes.
-    pub fn sized(&mut self, program: &Arc<str>, bytes: u64) {
+    pub fn record_size(&mut self, program: &Arc<str>, bytes: u64) {
         if bytes > 0 {
-            let (log, lives) = ((bytes as f64).ln(), self.program(program));
+            let (log, lives) = ((bytes as f64).ln(), self.program_stats(program));
             lives.bytes_log = Some(
                 lives
                     .bytes_log
-                    .map_or(log, |mean| mean + NEWEST * (log - mean)),
+                    .map_or(log, |mean| mean + NEWEST_WEIGHT * (log - mean)),
             );
         }
     }
 
     /// Returns the expected memory of a task. This is `bytes`, the memory at its last migration, or
     /// the mean of its program if `bytes` is 0.
-    pub fn bytes(&self, program: &str, bytes: u64) -> u64 {
-        let usual = || self.lives.get(program).and_then(|lives| lives.bytes_log);
+    pub fn expected_bytes(&self, program: &str, bytes: u64) -> u64 {
+        let usual = || self.programs.get(program).and_then(|lives| lives.bytes_log);
         if bytes > 0 {
             bytes
         } else {
-            usual().map_or(BYTES_UNKNOWN, |log| log.exp() as u64)
+            usual().map_or(DEFAULT_TASK_BYTES, |log| log.exp() as u64)
         }
     }
 
     /// Learns from a completed migration.
-    pub fn moved(&mut self, journey: &Journey) {
-        let Journey {
-            way,
+    pub fn record_migration(&mut self, journey: &MigrationSample) {
+        let MigrationSample {
+            pair: way,
             slowness,
-            images,
-            resident,
+            image_bytes: images,
+            resident_bytes: resident,
             frozen,
-            whole,
+            complete_after: whole,
         } = *journey;
         if resident == 0 {
             return;
         }
         self.moves += 1;
         if whole > frozen {
-            self.froze(resident, slowness, seconds(frozen));
-            if resident >= MEASURED_MIN {
+            self.record_freeze(resident, slowness, seconds(frozen));
+            if resident >= LINK_SAMPLE_BYTES_MIN {
                 self.links
-                    .carried(way, resident, seconds(whole.since(frozen)));
+                    .record_transfer(way, resident, seconds(whole.since(frozen)));
             }
-        } else if images >= MEASURED_MIN {
+        } else if images >= LINK_SAMPLE_BYTES_MIN {
             // All memory was transferred during the freeze. The part of it that exceeds the
             // expected freeze was the transfer.
             let frozen = seconds(frozen);
-            self.links.carried(
+            self.links.record_transfer(
                 way,
                 images,
-                (frozen - self.freeze(resident, slowness)).max(frozen / 10.0),
+                (frozen - self.expected_freeze_of(resident, slowness)).max(frozen / 10.0),
             );
         } else {
             let carried = images as f64 / self.links.bytes_per_second(way);
-            self.froze(resident, slowness, seconds(frozen) - carried);
+            self.record_freeze(resident, slowness, seconds(frozen) - carried);
         }
     }
 
     /// Records a freeze of `seconds`, not including the transfer.
-    fn froze(&mut self, bytes: u64, slowness: f64, seconds: f64) {
-        let ratio = seconds.max(0.001) / expected_freeze(bytes, slowness);
-        let freezes = &mut self.freezes[kind(bytes)];
+    fn record_freeze(&mut self, bytes: u64, slowness: f64, seconds: f64) {
+        let ratio = seconds.max(0.001) / default_freeze(bytes, slowness);
+        let freezes = &mut self.freezes[size_class(bytes)];
         freezes.moves += 1;
-        let weight = NEWEST.max(1.0 / freezes.moves as f64);
+        let weight = NEWEST_WEIGHT.max(1.0 / freezes.moves as f64);
         freezes.bias += weight * (ratio.clamp(0.05, 100.0).ln() - freezes.bias);
     }
 
     /// Returns the expected remaining work of a task of this program that has done `done` work.
     /// Without observations this is `done`: half of the processes that have run for some time run
     /// for at least that time again (Harchol-Balter and Downey, 1996).
-    pub fn left(&self, program: &str, done: Micros) -> Micros {
+    pub fn work_left(&self, program: &str, done: Micros) -> Micros {
         let usual = self
-            .lives
+            .programs
             .get(program)
-            .filter(|l| l.count >= LIVES_MIN)
+            .filter(|l| l.count >= COMPLETIONS_MIN)
             .map(|l| micros(l.mean_log.exp()));
         let left = match usual {
             Some(usual) if done < usual => Micros(usual.0 - done.0).max(Micros(done.0 / 2)),
@@ -335,17 +335,17 @@ impl Estimates {
             Some(_) => Micros(done.0 / 2),
             None => done,
         };
-        left.min(LEFT_MAX)
+        left.min(WORK_LEFT_MAX)
     }
 
     /// Returns the expected freeze of a task in seconds, not including the transfer. If no task of
     /// its size class has migrated, the next smaller class is used. Larger classes are not.
-    fn freeze(&self, bytes: u64, slowness: f64) -> f64 {
-        let known = self.freezes[..=kind(bytes)]
+    fn expected_freeze_of(&self, bytes: u64, slowness: f64) -> f64 {
+        let observed = self.freezes[..=size_class(bytes)]
             .iter()
             .rev()
             .find(|freezes| freezes.moves > 0);
-        expected_freeze(bytes, slowness) * known.map_or(1.0, |freezes| freezes.bias.exp())
+        default_freeze(bytes, slowness) * observed.map_or(1.0, |freezes| freezes.bias.exp())
     }
 
     /// Returns the expected cost of a migration: freeze, transfer and warm-up. `slowness`: see
@@ -353,25 +353,25 @@ impl Estimates {
     ///
     /// During post-copy a task runs only until it needs a missing page. So the transfer counts as
     /// if the task were frozen.
-    pub fn cost(&self, bytes: u64, slowness: f64, way: Option<Way>) -> Micros {
-        let transfer = bytes as f64 / self.links.bytes_per_second(way);
-        micros(self.freeze(bytes, slowness) + transfer + warm_up(bytes))
+    pub fn migration_cost(&self, bytes: u64, slowness: f64, pair: Option<HostPair>) -> Micros {
+        let transfer = bytes as f64 / self.links.bytes_per_second(pair);
+        micros(self.expected_freeze_of(bytes, slowness) + transfer + warm_up(bytes))
     }
 
-    /// Returns the actual cost of a migration. `whole`: time until all memory was at the target.
-    pub fn came(&self, bytes: u64, whole: Micros) -> Micros {
+    /// Returns the actual cost of a migration. `complete_after`: time until all memory was at the target.
+    pub fn actual_cost(&self, bytes: u64, whole: Micros) -> Micros {
         micros(seconds(whole) + warm_up(bytes))
     }
 }
 
 /// Returns the time in seconds that a task loses until its caches and pages are present.
 fn warm_up(bytes: u64) -> f64 {
-    WARM_UP + bytes as f64 / WARM_UP_BYTES_PER_SECOND
+    WARM_UP_BASE_SECONDS + bytes as f64 / WARM_UP_BYTES_PER_SECOND
 }
 
 /// Returns the freeze in seconds that is assumed before any observation.
-fn expected_freeze(bytes: u64, slowness: f64) -> f64 {
-    (FREEZE + bytes as f64 / WALKED_PER_SECOND) * slowness
+fn default_freeze(bytes: u64, slowness: f64) -> f64 {
+    (FREEZE_BASE_SECONDS + bytes as f64 / DUMP_SCAN_BYTES_PER_SECOND) * slowness
 }
 
 /// Returns the factor by which the hosts of a migration do the work of the migration slower than an
@@ -380,9 +380,9 @@ fn expected_freeze(bytes: u64, slowness: f64) -> f64 {
 /// Half of the work is done at the source, where the task gets `has` thousandths of an ordinary
 /// processor. The other half is done at the target, where it gets `gets`. A faster host counts as
 /// an ordinary one.
-pub fn slowness(has: f64, gets: f64) -> f64 {
-    let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOW_MAX);
-    (slow(has) + slow(gets)) / 2.0
+pub fn slowness(source_rate: f64, target_rate: f64) -> f64 {
+    let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOWNESS_MAX);
+    (slow(source_rate) + slow(target_rate)) / 2.0
 }
 
 #[cfg(test)]
@@ -394,25 +394,28 @@ mod tests {
     #[test]
     fn work_left_follows_completed_tasks_of_program() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
-        let left = |e: &Estimates, done| seconds(e.left("worker", Micros::from_secs(done)));
+        let left = |e: &Estimates, done| seconds(e.work_left("worker", Micros::from_secs(done)));
         assert_eq!(left(&estimates, 30), 30.0);
-        for _ in 0..LIVES_MIN {
-            estimates.ended(&program, Micros::from_secs(100));
+        for _ in 0..COMPLETIONS_MIN {
+            estimates.record_completion(&program, Micros::from_secs(100));
         }
         assert!((left(&estimates, 30) - 70.0).abs() < 0.01);
         assert_eq!(left(&estimates, 200), 100.0, "it has outlived the others");
-        assert_eq!(seconds(estimates.left("other", Micros::from_secs(7))), 7.0);
+        assert_eq!(
+            seconds(estimates.work_left("other", Micros::from_secs(7))),
+            7.0
+        );
     }
 
     /// Returns a migration whose memory was part of the images.
-    fn at_once(bytes: u64, frozen: Micros, slowness: f64) -> Journey {
-        Journey {
-            way: None,
+    fn at_once(bytes: u64, frozen: Micros, slowness: f64) -> MigrationSample {
+        MigrationSample {
+            pair: None,
             slowness,
-            images: bytes,
-            resident: bytes,
+            image_bytes: bytes,
+            resident_bytes: bytes,
             frozen,
-            whole: frozen,
+            complete_after: frozen,
         }
     }
 
@@ -420,17 +423,17 @@ mod tests {
     #[test]
     fn predicted_cost_follows_observed_cost() {
         let mut estimates = Estimates::default();
-        let before = estimates.cost(100 << 20, 1.0, None);
-        assert!(before < estimates.cost(1 << 30, 1.0, None));
+        let before = estimates.migration_cost(100 << 20, 1.0, None);
+        assert!(before < estimates.migration_cost(1 << 30, 1.0, None));
         for _ in 0..20 {
-            estimates.moved(&at_once(100 << 20, Micros::from_secs(10), 1.0));
+            estimates.record_migration(&at_once(100 << 20, Micros::from_secs(10), 1.0));
         }
-        let after = seconds(estimates.cost(100 << 20, 1.0, None));
+        let after = seconds(estimates.migration_cost(100 << 20, 1.0, None));
         assert!((10.0..11.0).contains(&after), "{after}");
         for _ in 0..40 {
-            estimates.moved(&at_once(100 << 20, Micros::from_millis(100), 1.0));
+            estimates.record_migration(&at_once(100 << 20, Micros::from_millis(100), 1.0));
         }
-        assert!(estimates.cost(100 << 20, 1.0, None) < before);
+        assert!(estimates.migration_cost(100 << 20, 1.0, None) < before);
     }
 
     /// Post-copy of a large task does not change the predicted cost of a small one, and its own
@@ -438,50 +441,59 @@ mod tests {
     #[test]
     fn large_post_copy_keeps_cost_of_small_tasks() {
         let mut estimates = Estimates::default();
-        let small = estimates.cost(1 << 20, 1.0, None);
+        let small = estimates.migration_cost(1 << 20, 1.0, None);
         let (resident, frozen) = (2 << 30, Micros::from_millis(900));
-        let followed = Journey {
-            way: None,
+        let followed = MigrationSample {
+            pair: None,
             slowness: 1.0,
-            images: 200_000,
-            resident,
+            image_bytes: 200_000,
+            resident_bytes: resident,
             frozen,
-            whole: Micros::from_secs(12),
+            complete_after: Micros::from_secs(12),
         };
         for _ in 0..30 {
-            estimates.moved(&followed);
+            estimates.record_migration(&followed);
         }
         assert!(
-            estimates.cost(1 << 20, 1.0, None).0.abs_diff(small.0) < 15_000,
+            estimates
+                .migration_cost(1 << 20, 1.0, None)
+                .0
+                .abs_diff(small.0)
+                < 15_000,
             "{small:?}"
         );
-        let large = seconds(estimates.cost(resident, 1.0, None));
+        let large = seconds(estimates.migration_cost(resident, 1.0, None));
         assert!(
             (14.0..15.0).contains(&large),
             "what it took, and warming up: {large}"
         );
         // Measurements of small tasks are used for large ones, until large ones have migrated.
         let mut estimates = Estimates::default();
-        let large = estimates.cost(resident, 1.0, None);
-        (0..30).for_each(|_| estimates.moved(&at_once(1 << 20, Micros::from_millis(300), 1.0)));
-        assert!(estimates.cost(resident, 1.0, None) > large);
+        let large = estimates.migration_cost(resident, 1.0, None);
+        (0..30).for_each(|_| {
+            estimates.record_migration(&at_once(1 << 20, Micros::from_millis(300), 1.0))
+        });
+        assert!(estimates.migration_cost(resident, 1.0, None) > large);
     }
 
     /// The expected memory of a task that has never migrated is the mean of its program.
     #[test]
     fn unmigrated_task_has_its_programs_size() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
-        assert_eq!(estimates.bytes("worker", 0), BYTES_UNKNOWN);
-        estimates.sized(&program, 0);
-        estimates.sized(&program, 1 << 30);
-        let usual = estimates.bytes("worker", 0);
+        assert_eq!(estimates.expected_bytes("worker", 0), DEFAULT_TASK_BYTES);
+        estimates.record_size(&program, 0);
+        estimates.record_size(&program, 1 << 30);
+        let usual = estimates.expected_bytes("worker", 0);
         assert!(usual.abs_diff(1 << 30) < 1 << 10, "{usual}");
         assert_eq!(
-            (estimates.bytes("worker", 7), estimates.bytes("other", 0)),
-            (7, BYTES_UNKNOWN)
+            (
+                estimates.expected_bytes("worker", 7),
+                estimates.expected_bytes("other", 0)
+            ),
+            (7, DEFAULT_TASK_BYTES)
         );
         assert_eq!(
-            estimates.left("worker", Micros::from_secs(9)),
+            estimates.work_left("worker", Micros::from_secs(9)),
             Micros::from_secs(9),
             "no life was seen"
         );
@@ -491,12 +503,12 @@ mod tests {
     #[test]
     fn self_saved_state_teaches_nothing() {
         let mut estimates = Estimates::default();
-        let before = estimates.cost(1 << 20, 1.0, None);
-        estimates.moved(&Journey {
-            resident: 0,
+        let before = estimates.migration_cost(1 << 20, 1.0, None);
+        estimates.record_migration(&MigrationSample {
+            resident_bytes: 0,
             ..at_once(1 << 20, Micros::from_secs(30), 1.0)
         });
-        assert_eq!(estimates.cost(1 << 20, 1.0, None), before);
+        assert_eq!(estimates.migration_cost(1 << 20, 1.0, None), before);
     }
 
     /// A migration between slow hosts costs more, and does not distort the predictions for other
@@ -509,45 +521,57 @@ mod tests {
                 slowness(100.0, 500.0),
                 slowness(0.0, 0.0)
             ),
-            (1.0, 6.0, SLOW_MAX)
+            (1.0, 6.0, SLOWNESS_MAX)
         );
         let mut estimates = Estimates::default();
         let (ordinary, slow) = (
-            estimates.cost(1 << 20, 1.0, None),
-            estimates.cost(1 << 20, 20.0, None),
+            estimates.migration_cost(1 << 20, 1.0, None),
+            estimates.migration_cost(1 << 20, 20.0, None),
         );
-        let more = 19.0 * expected_freeze(1 << 20, 1.0);
+        let more = 19.0 * default_freeze(1 << 20, 1.0);
         assert!(
             (seconds(slow) - seconds(ordinary) - more).abs() < 1e-5,
             "{slow:?} {ordinary:?}"
         );
         for _ in 0..20 {
             let carried = f64::from(1 << 20) / estimates.links.bytes_per_second(None);
-            let as_expected = micros(expected_freeze(1 << 20, 20.0) + carried);
-            estimates.moved(&at_once(1 << 20, as_expected, 20.0));
+            let as_expected = micros(default_freeze(1 << 20, 20.0) + carried);
+            estimates.record_migration(&at_once(1 << 20, as_expected, 20.0));
         }
-        assert!(estimates.cost(1 << 20, 1.0, None).0.abs_diff(ordinary.0) < 10);
+        assert!(
+            estimates
+                .migration_cost(1 << 20, 1.0, None)
+                .0
+                .abs_diff(ordinary.0)
+                < 10
+        );
     }
 
     /// Predictions are the same after learned values were stored and restored.
     #[test]
     fn learned_values_survive_storing() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
-        for _ in 0..LIVES_MIN {
-            estimates.ended(&program, Micros::from_secs(100));
+        for _ in 0..COMPLETIONS_MIN {
+            estimates.record_completion(&program, Micros::from_secs(100));
         }
-        estimates.sized(&program, 5 << 20);
-        estimates.moved(&at_once(1 << 20, Micros::from_secs(3), 1.0));
-        estimates.moved(&at_once(1 << 30, Micros::from_secs(30), 1.0));
-        let again = Estimates::recall(estimates.lessons());
+        estimates.record_size(&program, 5 << 20);
+        estimates.record_migration(&at_once(1 << 20, Micros::from_secs(3), 1.0));
+        estimates.record_migration(&at_once(1 << 30, Micros::from_secs(30), 1.0));
+        let again = Estimates::restore(estimates.to_learned_costs());
         let (done, bytes) = (Micros::from_secs(30), 1 << 20);
-        assert_eq!(again.left("worker", done), estimates.left("worker", done));
-        assert_eq!(again.bytes("worker", 0), estimates.bytes("worker", 0));
         assert_eq!(
-            again.cost(bytes, 1.0, None),
-            estimates.cost(bytes, 1.0, None)
+            again.work_left("worker", done),
+            estimates.work_left("worker", done)
         );
-        assert_eq!(again.lessons(), estimates.lessons());
+        assert_eq!(
+            again.expected_bytes("worker", 0),
+            estimates.expected_bytes("worker", 0)
+        );
+        assert_eq!(
+            again.migration_cost(bytes, 1.0, None),
+            estimates.migration_cost(bytes, 1.0, None)
+        );
+        assert_eq!(again.to_learned_costs(), estimates.to_learned_costs());
     }
 
     /// Beyond the maximum, the programs that were updated longest ago are dropped.
@@ -555,9 +579,9 @@ mod tests {
     fn excess_programs_are_dropped() {
         let mut estimates = Estimates::default();
         for n in 0..PROGRAMS_MAX + 10 {
-            estimates.ended(&Arc::from(format!("p{n}")), Micros::from_secs(1));
+            estimates.record_completion(&Arc::from(format!("p{n}")), Micros::from_secs(1));
         }
-        assert_eq!(estimates.lives.len(), PROGRAMS_MAX);
-        assert!(!estimates.lives.contains_key("p0") && estimates.lives.contains_key("p1033"));
+        assert_eq!(estimates.programs.len(), PROGRAMS_MAX);
+        assert!(!estimates.programs.contains_key("p0") && estimates.programs.contains_key("p1033"));
     }
 }

@@ -2,7 +2,7 @@
 //! Also records the memory promised to tasks that the report does not include yet.
 
 use super::Model;
-use crate::decide::{Leaving, Owner, Terms};
+use crate::decide::{GuestPolicy, LeaveTime, OwnerState};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::{LoadReport, OwnerVerdict};
 use sempa_proto::owner::{EvictionMode, GuestAccess};
@@ -12,14 +12,14 @@ use std::sync::Arc;
 
 /// Interval at which a load watcher reads the free memory. A report may omit memory of tasks that
 /// started within this interval.
-const MEMORY_AGE_MAX: Micros = Micros::from_secs(30);
+const MEMORY_PROMISE_WINDOW: Micros = Micros::from_secs(30);
 /// Maximum number of entries for promised memory per host. Further promises are added to the newest
 /// entry.
-const PROMISES_MAX: usize = 256;
+const MEMORY_PROMISES_MAX: usize = 256;
 
 /// Drops the promises that are so old that a report at `now` includes their memory.
-pub(super) fn keep_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
-    promised.retain(|(at, _)| now.since(*at) < MEMORY_AGE_MAX);
+pub(super) fn expire_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
+    promised.retain(|(at, _)| now.since(*at) < MEMORY_PROMISE_WINDOW);
 }
 
 impl Model {
@@ -28,44 +28,50 @@ impl Model {
         let Some(host) = self.edit_host(id) else {
             return;
         };
-        let full = host.promised.len() >= PROMISES_MAX;
-        match host.promised.back_mut().filter(|_| full) {
+        let full = host.memory_promises.len() >= MEMORY_PROMISES_MAX;
+        match host.memory_promises.back_mut().filter(|_| full) {
             Some(last) => *last = (now, last.1.saturating_add(bytes)),
-            None => host.promised.push_back((now, bytes)),
+            None => host.memory_promises.push_back((now, bytes)),
         }
     }
 }
 
-/// Returns the owner's state according to a report. `left`: time when the last owner left.
-pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
+/// Returns the owner's state according to a report. `remaining_tasks`: time when the last owner left.
+pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micros>) -> OwnerState {
     match (&report.access, &report.owner_verdict) {
-        (_, OwnerVerdict::Present { .. }) => Owner::Present {
+        (_, OwnerVerdict::Present { .. }) => OwnerState::Present {
             why: report.owner_reason.clone(),
         },
-        (GuestAccess::Paused { .. }, _) => Owner::Closed {
+        (GuestAccess::Paused { .. }, _) => OwnerState::Closed {
             why: report.access_reason.clone(),
         },
-        (GuestAccess::Welcome, OwnerVerdict::Maybe { .. }) => Owner::Maybe {
+        (GuestAccess::Welcome, OwnerVerdict::Maybe { .. }) => OwnerState::PossiblyPresent {
             why: report.owner_reason.clone(),
-            idle: !report.logins.is_empty(),
+            idle_login: !report.logins.is_empty(),
         },
-        (GuestAccess::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
+        (GuestAccess::Welcome, OwnerVerdict::Absent { .. }) => OwnerState::Absent {
+            left_at: owner_left_at,
+        },
     }
 }
 
 /// Returns the owner's terms for guests according to a report, with times on the model's clock.
 /// Shares the limits with `before` if they are unchanged.
-pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
+pub(super) fn guest_policy_from_report(
+    now: Micros,
+    report: &LoadReport,
+    previous: &GuestPolicy,
+) -> GuestPolicy {
     let leaving = match report.access {
         GuestAccess::Paused {
             eviction: EvictionMode::Kill,
             evict_at: Some(_),
-        } => Leaving::Ended,
-        GuestAccess::Paused { evict_at: None, .. } => Leaving::Never,
+        } => LeaveTime::Terminated,
+        GuestAccess::Paused { evict_at: None, .. } => LeaveTime::Never,
         GuestAccess::Paused {
             evict_at: Some(at), ..
-        } if at > report.at => Leaving::At(now + at.since(report.at)),
-        GuestAccess::Paused { .. } | GuestAccess::Welcome => Leaving::Now,
+        } if at > report.at => LeaveTime::At(now + at.since(report.at)),
+        GuestAccess::Paused { .. } | GuestAccess::Welcome => LeaveTime::Now,
     };
     let parks = matches!(
         report.access,
@@ -74,29 +80,29 @@ pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
             ..
         }
     );
-    let same = *before.limits == report.limits;
+    let same = *previous.limits == report.limits;
     let limits = if same {
-        before.limits.clone()
+        previous.limits.clone()
     } else {
         Arc::new(report.limits.clone())
     };
-    Terms {
-        leaving,
-        parks,
+    GuestPolicy {
+        leave_time: leaving,
+        vacates_jobs: parks,
         limits,
     }
 }
 
 /// True if the change of the owner's state must be recorded: the host now accepts guests and did
 /// not before, or vice versa, or excludes them for another kind of reason.
-pub(super) fn is_news(was: &Owner, is: &Owner) -> bool {
-    let unwanted = is.is_present();
-    was.is_present() != unwanted
+pub(super) fn is_recorded_change(was: &OwnerState, is: &OwnerState) -> bool {
+    let unwanted = is.excludes_guests();
+    was.excludes_guests() != unwanted
         || (unwanted && std::mem::discriminant(was) != std::mem::discriminant(is))
 }
 
 /// Returns the event that records a change of the owner's state. `was`: state before the report.
-pub(super) fn came_or_went(was: &Owner, report: &LoadReport) -> EventKind {
+pub(super) fn owner_change_event(was: &OwnerState, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.owner_reason.clone());
     match (&report.access, &report.owner_verdict, was) {
         (
@@ -116,7 +122,7 @@ pub(super) fn came_or_went(was: &Owner, report: &LoadReport) -> EventKind {
             host,
             why: report.access_reason.clone(),
         },
-        (GuestAccess::Welcome, _, Owner::Closed { .. }) => EventKind::HostOpened { host },
+        (GuestAccess::Welcome, _, OwnerState::Closed { .. }) => EventKind::HostOpened { host },
         (GuestAccess::Welcome, ..) => EventKind::OwnerAbsent { host, why },
     }
 }

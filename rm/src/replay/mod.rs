@@ -16,8 +16,8 @@
 mod world;
 
 use crate::model::Labels;
-use crate::policy::Conduct;
-use crate::recording::{Entry, Input};
+use crate::policy::EffectivePolicy;
+use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{Options, Service, ServiceError};
 use sempa_proto::Micros;
 use serde::Serialize;
@@ -62,12 +62,12 @@ pub struct Figures {
     /// Number of tasks that were lost with their hosts.
     pub lost: u64,
     /// Figures of the spawns and tasks of each user, by user.
-    pub users: BTreeMap<u32, OfUser>,
+    pub users: BTreeMap<u32, UserFigures>,
 }
 
 /// Figures of one user's spawns and tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct OfUser {
+pub struct UserFigures {
     /// Number of answered spawns.
     pub answered: u64,
     /// Number of spawns without an answer at the end of the replay.
@@ -85,8 +85,8 @@ pub struct OfUser {
     pub waits_s: Vec<f64>,
 }
 
-impl OfUser {
-    fn of(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> OfUser {
+impl UserFigures {
+    fn new(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> UserFigures {
         let mean = |list: &[f64]| {
             if list.is_empty() {
                 0.0
@@ -94,7 +94,7 @@ impl OfUser {
                 list.iter().sum::<f64>() / list.len() as f64
             }
         };
-        OfUser {
+        UserFigures {
             answered: waits_s.len() as u64,
             unanswered,
             waited_mean_s: mean(&waits_s),
@@ -108,42 +108,42 @@ impl OfUser {
 
 /// Policy under which a recording is replayed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Under {
+pub struct ReplayPolicy {
     /// The policy at the start.
-    pub conduct: Conduct,
+    pub initial: EffectivePolicy,
     /// True if recorded policy changes are replayed, at their recorded times.
-    pub changes: bool,
+    pub changes_as_recorded: bool,
 }
 
-impl From<Conduct> for Under {
-    fn from(conduct: Conduct) -> Under {
-        Under {
-            conduct,
-            changes: false,
+impl From<EffectivePolicy> for ReplayPolicy {
+    fn from(conduct: EffectivePolicy) -> ReplayPolicy {
+        ReplayPolicy {
+            initial: conduct,
+            changes_as_recorded: false,
         }
     }
 }
 
-fn policies(entries: &[Entry]) -> impl Iterator<Item = Conduct> {
+fn recorded_policies(entries: &[RecordingEntry]) -> impl Iterator<Item = EffectivePolicy> {
     entries.iter().filter_map(|entry| match &entry.input {
-        Input::Policy(conduct) => Some(*conduct),
+        RecordedInput::Policy(conduct) => Some(*conduct),
         _ => None,
     })
 }
 
 /// Returns the policy of the recording: the one at its start, with all recorded changes.
-pub fn recorded_policy(entries: &[Entry]) -> Under {
-    let conduct = policies(entries).next().unwrap_or_default();
-    Under {
-        conduct,
-        changes: policies(entries).any(|later| later != conduct),
+pub fn recorded_policy(entries: &[RecordingEntry]) -> ReplayPolicy {
+    let conduct = recorded_policies(entries).next().unwrap_or_default();
+    ReplayPolicy {
+        initial: conduct,
+        changes_as_recorded: recorded_policies(entries).any(|later| later != conduct),
     }
 }
 
 /// Returns the labels in the recording; empty if it contains none.
-fn recorded_labels(entries: &[Entry]) -> Labels {
+fn recorded_labels(entries: &[RecordingEntry]) -> Labels {
     let labels = entries.iter().find_map(|entry| match &entry.input {
-        Input::Labels(labels) => Some(labels),
+        RecordedInput::Labels(labels) => Some(labels),
         _ => None,
     });
     labels
@@ -154,8 +154,8 @@ fn recorded_labels(entries: &[Entry]) -> Labels {
 }
 
 /// Returns a policy as the text of a policy file. The text has no keys for limits that are not set.
-fn as_file(conduct: &Conduct) -> String {
-    let Conduct {
+fn policy_file_text(conduct: &EffectivePolicy) -> String {
+    let EffectivePolicy {
         placing,
         balance,
         margin,
@@ -181,11 +181,17 @@ fn as_file(conduct: &Conduct) -> String {
 ///
 /// # Errors
 /// The service does not start. This cannot happen if the recording contains a host table.
-pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, ServiceError> {
-    let Under { conduct, changes } = under.into();
+pub fn run(
+    entries: &[RecordingEntry],
+    under: impl Into<ReplayPolicy>,
+) -> Result<Figures, ServiceError> {
+    let ReplayPolicy {
+        initial: conduct,
+        changes_as_recorded: changes,
+    } = under.into();
     let world = World::new(entries, changes);
     let options = Options {
-        conduct,
+        policy: conduct,
         watchers: true,
         labels: recorded_labels(entries),
         ..Options::default()
@@ -204,7 +210,7 @@ pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, Servic
 }
 
 /// Formats the results of two runs side by side.
-pub fn table(columns: [(&str, &Figures); 2]) -> String {
+pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     let [(a_name, a), (b_name, b)] = columns;
     let mut out = String::new();
     for (name, figures) in columns {
@@ -249,7 +255,7 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
     let users: std::collections::BTreeSet<u32> =
         a.users.keys().chain(b.users.keys()).copied().collect();
     for user in users.iter().filter(|_| users.len() > 1) {
-        let of = |f: &Figures, cell: fn(&OfUser) -> f64| {
+        let of = |f: &Figures, cell: fn(&UserFigures) -> f64| {
             format!("{:.2}", f.users.get(user).map_or(0.0, cell))
         };
         row(&format!("user {user} waited, mean, s"), &|f| {
@@ -263,7 +269,7 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
 }
 
 /// Returns the time of the last entry; zero for an empty recording.
-pub fn span(entries: &[Entry]) -> Micros {
+pub fn last_entry_time(entries: &[RecordingEntry]) -> Micros {
     entries
         .iter()
         .map(|entry| entry.at)
@@ -274,8 +280,8 @@ pub fn span(entries: &[Entry]) -> Micros {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::{Limits, Policy};
-    use crate::spawns::Rules;
+    use crate::decide::{Limits, PlacementPolicy};
+    use crate::spawns::SpawnRules;
 
     /// A policy is the same after it was written as a policy file and read again.
     #[test]
@@ -284,20 +290,20 @@ mod tests {
             user_tasks: Some(7),
             job_tasks: None,
         };
-        let rules = Rules {
+        let rules = SpawnRules {
             wait: Micros::from_secs(90),
             limits,
         };
-        let other = Conduct {
-            placing: Policy::RoundRobin,
+        let other = EffectivePolicy {
+            placing: PlacementPolicy::RoundRobin,
             balance: true,
             margin: 2.0,
             rules,
             give_way: false,
         };
-        for conduct in [Conduct::default(), other] {
+        for conduct in [EffectivePolicy::default(), other] {
             assert_eq!(
-                Conduct::default().with_file("f", as_file(&conduct)),
+                EffectivePolicy::default().with_file("f", policy_file_text(&conduct)),
                 Ok(conduct)
             );
         }

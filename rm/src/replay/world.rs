@@ -1,12 +1,12 @@
 //! The simulated virtual machine for a replay. It implements the calls that the service makes, and
 //! generates events from the recording and from the simulated tasks.
 
-mod parked;
+mod vacated;
 
-use super::{Figures, OfUser, as_file};
+use super::{Figures, UserFigures, policy_file_text};
 use crate::api::VmApi;
-use crate::decide::{Sampled, foreign_demand};
-use crate::recording::{Entry, Input};
+use crate::decide::{TimedSample, external_demand};
+use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{TAG_EVENT, TAG_LOAD, TAG_POLICY};
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
@@ -31,41 +31,41 @@ use std::time::Duration;
 /// end.
 pub const TAIL_MAX: Micros = Micros::from_secs(3600);
 /// Maximum interval between two reports of a load watcher.
-const REPORT_PAUSE: Micros = Micros::from_secs(5);
+const REPORT_INTERVAL: Micros = Micros::from_secs(5);
 /// Size of the image of every task in bytes.
 const IMAGE_BYTES: u64 = 64 << 20;
 /// Time for which a migration stops its task: the predicted time for [`IMAGE_BYTES`] before
 /// anything was learned.
-const MOVE_TIME: Micros = Micros::from_millis(400);
+const MIGRATION_DURATION: Micros = Micros::from_millis(400);
 /// First task number for tasks of the replay, above those of the recording.
-const LOCAL_FIRST: u32 = 0x1_0000;
+const FIRST_TASK_NUMBER: u32 = 0x1_0000;
 
 #[derive(Clone, Debug)]
-struct Running {
+struct ReplayTask {
     host: HostId,
     program: String,
     parent: Tid,
     user: u32,
     /// Remaining work in seconds of an ordinary processor; infinite for tasks whose end was not
     /// recorded.
-    left: f64,
+    work_left: f64,
     /// Time of the task's last spawn in the recording. The task does not end before it.
-    spawns_until: Micros,
-    began: Micros,
-    moving: Option<(Micros, HostId, MigrationCause)>,
+    last_spawn_at: Micros,
+    began_at: Micros,
+    migrating: Option<(Micros, HostId, MigrationCause)>,
     suspended: suspend::Suspensions,
 }
 
-impl Running {
+impl ReplayTask {
     /// True if the task can use processor time: it has work left, and is neither suspended nor
     /// migrating.
-    fn works(&self) -> bool {
-        self.moving.is_none() && !self.suspended.is_suspended() && self.has_work()
+    fn computes(&self) -> bool {
+        self.migrating.is_none() && !self.suspended.is_suspended() && self.has_work()
     }
 
     /// True if at least a microsecond of work remains.
     fn has_work(&self) -> bool {
-        self.left >= 1e-6
+        self.work_left >= 1e-6
     }
 }
 
@@ -80,61 +80,61 @@ struct Spawner {
 
 /// A spawn that is being carried out, with the work of its tasks.
 #[derive(Debug)]
-struct Open {
+struct OpenSpawn {
     number: (Tid, i32),
     file: String,
-    work: VecDeque<Work>,
+    work: VecDeque<RecordedWork>,
 }
 
 /// Work of a recorded task.
 #[derive(Clone, Copy, Debug, Default)]
-struct Work {
+struct RecordedWork {
     /// Work in seconds of an ordinary processor.
     seconds: f64,
     /// Time of the task's last spawn.
-    spawns_until: Micros,
+    last_spawn_at: Micros,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct WorldState {
     now: Micros,
-    begin: Micros,
-    last_input: Micros,
+    began_at: Micros,
+    last_input_at: Micros,
     /// True if recorded policy changes are replayed.
     policy_changes: bool,
-    inputs: VecDeque<Entry>,
+    inputs: VecDeque<RecordingEntry>,
     inbox: VecDeque<Message>,
     table: HostTable,
     /// Latest recorded report of each host, with the external load in threads.
     reports: BTreeMap<HostId, (LoadReport, f32)>,
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
-    tasks: BTreeMap<Tid, Running>,
+    tasks: BTreeMap<Tid, ReplayTask>,
     spawners: BTreeMap<Tid, Spawner>,
-    work: HashMap<(Tid, i32), VecDeque<Work>>,
+    work: HashMap<(Tid, i32), VecDeque<RecordedWork>>,
     /// Tasks of each spawn in the recording, by the spawn's requesting task and wait id.
-    started: HashMap<(Tid, i32), Vec<Tid>>,
+    recorded_tasks: HashMap<(Tid, i32), Vec<Tid>>,
     /// Tasks of the replay, by the corresponding recorded task.
-    here: HashMap<Tid, Tid>,
+    replayed_tids: HashMap<Tid, Tid>,
     /// Jobs that are being vacated, with the time when the checkpoint is complete.
-    parking: BTreeMap<Tid, Micros>,
+    vacates_due: BTreeMap<Tid, Micros>,
     /// Tasks of vacated jobs, by checkpoint.
-    sets: BTreeMap<String, Vec<(Tid, Running)>>,
-    open: Vec<Open>,
-    asked: HashMap<(Tid, i32), Micros>,
-    locals: HashMap<HostId, u32>,
-    numbers: u64,
-    orders: i32,
+    checkpoints: BTreeMap<String, Vec<(Tid, ReplayTask)>>,
+    open_spawns: Vec<OpenSpawn>,
+    asked_at: HashMap<(Tid, i32), Micros>,
+    last_task_numbers: HashMap<HostId, u32>,
+    last_event: u64,
+    last_wait_id: i32,
     /// Times from spawns to their answers as (user, seconds).
-    waits: Vec<(u32, f64)>,
+    wait_times: Vec<(u32, f64)>,
     /// Running times of tasks that did all their work as (user, seconds).
-    runs: Vec<(u32, f64)>,
+    run_times: Vec<(u32, f64)>,
     figures: Figures,
 }
 
 /// The simulated virtual machine, shared by its clones.
 #[derive(Clone, Debug)]
-pub(super) struct World(Rc<RefCell<State>>);
+pub(super) struct World(Rc<RefCell<WorldState>>);
 
 fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
@@ -142,9 +142,9 @@ fn seconds(span: Micros) -> f64 {
 
 /// Returns the recorded tasks of each spawn in task order, by the spawn's requesting task and wait
 /// id.
-fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
-    let started = |entry: &Entry| match &entry.input {
-        Input::Started { number, tids } => Some((*number, tids.clone())),
+fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), Vec<Tid>> {
+    let started = |entry: &RecordingEntry| match &entry.input {
+        RecordedInput::Started { number, tids } => Some((*number, tids.clone())),
         _ => None,
     };
     entries.iter().filter_map(started).collect()
@@ -152,27 +152,27 @@ fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
 
 /// Returns the recorded work of the tasks of each spawn, by the spawn's requesting task and wait
 /// id. The work of a task without a recorded end is infinite.
-fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
-    let mut all = HashMap::<(Tid, i32), VecDeque<Work>>::new();
+fn recorded_work(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), VecDeque<RecordedWork>> {
+    let mut all = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
     // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
     // recorded before the answer to its spawn.
-    let (mut current, mut early) = (
+    let (mut current, mut early_ends) = (
         HashMap::<Tid, ((Tid, i32), usize)>::new(),
         HashMap::<Tid, f64>::new(),
     );
     for entry in entries {
         match &entry.input {
-            Input::Started { number, tids } => {
+            RecordedInput::Started { number, tids } => {
                 for (i, tid) in tids.iter().enumerate() {
-                    let seconds = early.remove(tid).unwrap_or(f64::INFINITY);
-                    all.entry(*number).or_default().push_back(Work {
+                    let seconds = early_ends.remove(tid).unwrap_or(f64::INFINITY);
+                    all.entry(*number).or_default().push_back(RecordedWork {
                         seconds,
-                        ..Work::default()
+                        ..RecordedWork::default()
                     });
                     current.insert(*tid, (*number, i));
                 }
             }
-            Input::Ended { tid, used } => {
+            RecordedInput::Ended { tid, used } => {
                 let used = seconds(used.user + used.system);
                 match current
                     .get(tid)
@@ -182,17 +182,17 @@ fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
                     // ends.
                     Some(work) if work.seconds.is_finite() => work.seconds += used,
                     Some(work) => work.seconds = used,
-                    None => drop(early.insert(*tid, used)),
+                    None => drop(early_ends.insert(*tid, used)),
                 }
             }
-            Input::Spawn {
+            RecordedInput::Spawn {
                 number: (src, _), ..
             } => {
                 if let Some(work) = current
                     .get(src)
                     .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
                 {
-                    work.spawns_until = entry.at;
+                    work.last_spawn_at = entry.at;
                 }
             }
             _ => {}
@@ -202,23 +202,23 @@ fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
 }
 
 impl World {
-    pub(super) fn new(entries: &[Entry], policy_changes: bool) -> World {
+    pub(super) fn new(entries: &[RecordingEntry], policy_changes: bool) -> World {
         let begin = entries.first().map_or(Micros(0), |entry| entry.at);
-        let mut state = State {
+        let mut state = WorldState {
             inputs: entries.iter().cloned().collect(),
-            last_input: super::span(entries),
+            last_input_at: super::last_entry_time(entries),
             policy_changes,
             work: recorded_work(entries),
-            started: recorded_tasks(entries),
+            recorded_tasks: recorded_tasks(entries),
             now: begin,
-            begin,
-            ..State::default()
+            began_at: begin,
+            ..WorldState::default()
         };
         // The service requests the host table when it starts.
-        if let Some(Input::Hosts(table)) = entries
+        if let Some(RecordedInput::Hosts(table)) = entries
             .iter()
             .map(|e| &e.input)
-            .find(|i| matches!(i, Input::Hosts(_)))
+            .find(|i| matches!(i, RecordedInput::Hosts(_)))
         {
             state.table = table.clone();
         }
@@ -228,14 +228,14 @@ impl World {
     pub(super) fn figures(&self) -> Figures {
         let state = self.0.borrow();
         let (waits_s, runs_s) = (
-            state.waits.iter().map(|w| w.1),
-            state.runs.iter().map(|r| r.1),
+            state.wait_times.iter().map(|w| w.1),
+            state.run_times.iter().map(|r| r.1),
         );
         let (all, users) = (
-            OfUser::of(waits_s.collect(), runs_s.collect(), 0),
-            state.of_users(),
+            UserFigures::new(waits_s.collect(), runs_s.collect(), 0),
+            state.figures_by_user(),
         );
-        let OfUser {
+        let UserFigures {
             waited_mean_s,
             waited_most_s,
             finished,
@@ -253,11 +253,11 @@ impl World {
     }
 }
 
-impl State {
+impl WorldState {
     fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, enc: i32, body: Bytes) {
         self.inbox.push_back(Message {
             src,
-            dst: own(),
+            dst: service_tid(),
             ctx,
             tag,
             wid,
@@ -267,9 +267,9 @@ impl State {
     }
 
     fn event(&mut self, host: HostId, kind: EventKind) {
-        self.numbers += 1;
+        self.last_event += 1;
         let event = Event {
-            number: self.numbers,
+            number: self.last_event,
             at: self.now,
             host,
             kind,
@@ -297,16 +297,16 @@ impl State {
     }
 
     /// Returns the figures of each user, by user.
-    fn of_users(&self) -> BTreeMap<u32, OfUser> {
+    fn figures_by_user(&self) -> BTreeMap<u32, UserFigures> {
         let open: Vec<u32> = self
-            .asked
+            .asked_at
             .keys()
             .map(|(src, _)| self.user_of(*src))
             .collect();
         let known = self
-            .waits
+            .wait_times
             .iter()
-            .chain(&self.runs)
+            .chain(&self.run_times)
             .map(|of| of.0)
             .chain(open.iter().copied());
         let users: std::collections::BTreeSet<u32> = known.collect();
@@ -320,7 +320,7 @@ impl State {
             let unanswered = open.iter().filter(|other| **other == user).count() as u64;
             (
                 user,
-                OfUser::of(own(&self.waits), own(&self.runs), unanswered),
+                UserFigures::new(own(&self.wait_times), own(&self.run_times), unanswered),
             )
         };
         users.into_iter().map(of).collect()
@@ -329,7 +329,7 @@ impl State {
     fn guests(&self, host: HostId) -> usize {
         self.tasks
             .values()
-            .filter(|t| t.host == host && t.works())
+            .filter(|t| t.host == host && t.computes())
             .count()
     }
 
@@ -360,23 +360,23 @@ impl State {
     }
 
     /// Returns the time of the next event in the simulation.
-    fn next(&self) -> Micros {
+    fn next_event_at(&self) -> Micros {
         let rates = self.rates();
-        let end = |task: &Running| match &task.moving {
+        let end = |task: &ReplayTask| match &task.migrating {
             Some((at, ..)) => Some(*at),
             None if task.suspended.is_suspended() => None,
             None if !task.has_work() => {
-                Some(task.spawns_until + Micros(1)).filter(|behind| *behind > self.now)
+                Some(task.last_spawn_at + Micros(1)).filter(|behind| *behind > self.now)
             }
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
-                let span = task.left / rate;
+                let span = task.work_left / rate;
                 (rate > 0.0 && span.is_finite())
                     .then(|| self.now + Micros((span * 1e6).ceil() as u64))
             }
         };
         let ends = self.tasks.values().filter_map(end);
-        let parked = self.parking.values().copied();
+        let parked = self.vacates_due.values().copied();
         let inputs = self.inputs.front().map(|entry| entry.at);
         ends.chain(inputs)
             .chain(parked)
@@ -386,18 +386,18 @@ impl State {
     }
 
     fn is_over(&self) -> bool {
-        let parked = !self.sets.is_empty() || !self.parking.is_empty();
-        let busy = self.tasks.values().any(|task| task.left.is_finite())
-            || !self.asked.is_empty()
+        let parked = !self.checkpoints.is_empty() || !self.vacates_due.is_empty();
+        let busy = self.tasks.values().any(|task| task.work_left.is_finite())
+            || !self.asked_at.is_empty()
             || parked;
-        self.inputs.is_empty() && (!busy || self.now.since(self.last_input) >= TAIL_MAX)
+        self.inputs.is_empty() && (!busy || self.now.since(self.last_input_at) >= TAIL_MAX)
     }
 
     /// Advances the time, and the work that the tasks have done.
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
-            let rate = if task.works() {
+            let rate = if task.computes() {
                 rates.get(&task.host).copied().unwrap_or(0.0)
             } else {
                 0.0
@@ -405,19 +405,19 @@ impl State {
             if rate == 0.0 {
                 self.figures.stood_still_s += span;
             }
-            task.left = (task.left - rate * span).max(0.0);
+            task.work_left = (task.work_left - rate * span).max(0.0);
         }
         self.now = self.now.max(to);
     }
 
     /// Processes everything that is due at the current time.
-    fn happen(&mut self) {
+    fn process_due(&mut self) {
         // The end of a task may allow its parent to end.
-        while let Some(tid) = self.done() {
+        while let Some(tid) = self.find_finished() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
-            self.runs
-                .push((task.user, seconds(self.now.since(task.began))));
-            self.figures.last_end_s = seconds(self.now.since(self.begin));
+            self.run_times
+                .push((task.user, seconds(self.now.since(task.began_at))));
+            self.figures.last_end_s = seconds(self.now.since(self.began_at));
             self.event(
                 task.host,
                 EventKind::TaskEnded {
@@ -428,52 +428,57 @@ impl State {
             );
         }
         let now = self.now;
-        let arrived = |t: &Running| t.moving.as_ref().is_some_and(|(at, ..)| *at <= now);
+        let arrived = |t: &ReplayTask| t.migrating.as_ref().is_some_and(|(at, ..)| *at <= now);
         let arrived: Vec<Tid> = self
             .tasks
             .iter()
             .filter(|(_, t)| arrived(t))
             .map(|(tid, _)| *tid)
             .collect();
-        arrived.into_iter().for_each(|tid| self.arrive(tid));
-        self.park();
+        arrived
+            .into_iter()
+            .for_each(|tid| self.complete_migration(tid));
+        self.complete_vacates();
         while self.inputs.front().is_some_and(|entry| entry.at <= now) {
             let entry = self.inputs.pop_front().expect("looked at a moment ago");
-            self.input(entry.input);
+            self.apply_input(entry.input);
         }
         if self.report_at <= now {
-            self.report_at = now + REPORT_PAUSE;
+            self.report_at = now + REPORT_INTERVAL;
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
             let mut guests = BTreeMap::<HostId, usize>::new();
             self.tasks
                 .values()
-                .filter(|t| t.works())
+                .filter(|t| t.computes())
                 .for_each(|t| *guests.entry(t.host).or_default() += 1);
             hosts
                 .into_iter()
-                .for_each(|host| self.report(host, guests.get(&host).copied().unwrap_or(0)));
+                .for_each(|host| self.send_report(host, guests.get(&host).copied().unwrap_or(0)));
         }
     }
 
     /// Returns a task that can end: it has no remaining work and no later spawns, and its children
     /// have ended.
-    fn done(&self) -> Option<Tid> {
+    fn find_finished(&self) -> Option<Tid> {
         let waits = |tid: &Tid| {
             self.tasks
                 .values()
-                .any(|task| task.parent == *tid && task.left.is_finite())
+                .any(|task| task.parent == *tid && task.work_left.is_finite())
         };
-        let done = |(tid, task): &(&Tid, &Running)| {
-            task.moving.is_none() && !task.has_work() && task.spawns_until < self.now && !waits(tid)
+        let done = |(tid, task): &(&Tid, &ReplayTask)| {
+            task.migrating.is_none()
+                && !task.has_work()
+                && task.last_spawn_at < self.now
+                && !waits(tid)
         };
         self.tasks.iter().find(done).map(|(tid, _)| *tid)
     }
 
-    fn arrive(&mut self, tid: Tid) {
+    fn complete_migration(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let Some((_, to, cause)) = task.moving.take() else {
+        let Some((_, to, cause)) = task.migrating.take() else {
             return;
         };
         if self.table.get(to).is_none() {
@@ -488,8 +493,13 @@ impl State {
             // Migrations with these causes do not occur.
             MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
-        let id = MigrationId(self.numbers + 1);
-        let (bytes, resident, frozen, whole) = (IMAGE_BYTES, IMAGE_BYTES, MOVE_TIME, MOVE_TIME);
+        let id = MigrationId(self.last_event + 1);
+        let (bytes, resident, frozen, whole) = (
+            IMAGE_BYTES,
+            IMAGE_BYTES,
+            MIGRATION_DURATION,
+            MIGRATION_DURATION,
+        );
         self.event(
             to,
             EventKind::Migrated {
@@ -506,33 +516,36 @@ impl State {
         );
     }
 
-    fn input(&mut self, input: Input) {
+    fn apply_input(&mut self, input: RecordedInput) {
         match input {
             // The service receives the new policy as after a change of the policy file.
-            Input::Policy(conduct) if self.policy_changes => {
+            RecordedInput::Policy(conduct) if self.policy_changes => {
                 self.post(
-                    own(),
+                    service_tid(),
                     CTX_RM,
                     TAG_POLICY,
                     0,
                     DSIG_X86_64,
-                    as_file(&conduct).into(),
+                    policy_file_text(&conduct).into(),
                 );
             }
-            Input::Policy(_) | Input::Labels(_) | Input::Started { .. } | Input::Ended { .. } => {}
-            Input::Hosts(table) => self.hosts(table),
-            Input::Report { report, own } => {
+            RecordedInput::Policy(_)
+            | RecordedInput::Labels(_)
+            | RecordedInput::Started { .. }
+            | RecordedInput::Ended { .. } => {}
+            RecordedInput::Hosts(table) => self.set_hosts(table),
+            RecordedInput::Report { report, own } => {
                 let (host, at) = (report.host, self.now);
-                let foreign = foreign_demand(&Sampled {
+                let foreign = external_demand(&TimedSample {
                     sample: report.sample,
-                    at,
-                    own,
+                    received_at: at,
+                    own_tasks: own,
                 });
                 self.reports.insert(host, (report, foreign));
-                self.report(host, self.guests(host));
+                self.send_report(host, self.guests(host));
             }
             // The service receives the request as it was recorded. Its answer is ignored.
-            Input::Drain {
+            RecordedInput::Drain {
                 host,
                 by,
                 begun,
@@ -547,7 +560,7 @@ impl State {
                     self.post(by, CTX_RM, TAG_QUERY, 0, DSIG_X86_64, body.into());
                 }
             }
-            Input::Spawn {
+            RecordedInput::Spawn {
                 number: (recorded, wid),
                 caller,
                 user,
@@ -555,7 +568,11 @@ impl State {
                 request,
             } => {
                 self.figures.spawns += 1;
-                let src = self.here.get(&recorded).copied().unwrap_or(recorded);
+                let src = self
+                    .replayed_tids
+                    .get(&recorded)
+                    .copied()
+                    .unwrap_or(recorded);
                 if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
                     let parent = if job == src { Tid::NONE } else { job };
                     self.spawners.insert(
@@ -577,15 +594,15 @@ impl State {
                         },
                     );
                 }
-                self.asked.insert((src, wid), self.now);
+                self.asked_at.insert((src, wid), self.now);
                 let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
-                self.open.push(Open {
+                self.open_spawns.push(OpenSpawn {
                     number: (src, wid),
                     file: request.file.clone(),
                     work,
                 });
-                if let Some(tasks) = self.started.remove(&(recorded, wid)) {
-                    self.started.insert((src, wid), tasks);
+                if let Some(tasks) = self.recorded_tasks.remove(&(recorded, wid)) {
+                    self.recorded_tasks.insert((src, wid), tasks);
                 }
                 self.post(
                     src,
@@ -599,7 +616,7 @@ impl State {
         }
     }
 
-    fn hosts(&mut self, table: HostTable) {
+    fn set_hosts(&mut self, table: HostTable) {
         let before = std::mem::replace(&mut self.table, table);
         let gone: Vec<&HostEntry> = before
             .hosts
@@ -647,7 +664,7 @@ impl State {
 
     /// Sends a report of a host's load watcher. Owner and external load are as recorded; the load
     /// of the tasks is that of the replay.
-    fn report(&mut self, host: HostId, guests: usize) {
+    fn send_report(&mut self, host: HostId, guests: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
         };
@@ -665,7 +682,10 @@ impl State {
     }
 
     fn new_task(&mut self, host: HostId) -> Option<Tid> {
-        let local = self.locals.entry(host).or_insert(LOCAL_FIRST);
+        let local = self
+            .last_task_numbers
+            .entry(host)
+            .or_insert(FIRST_TASK_NUMBER);
         *local += 1;
         Tid::task(host, *local)
     }
@@ -673,8 +693,8 @@ impl State {
     /// Starts tasks on a host, as its daemon does for an order. Returns the wait id of the
     /// acknowledgement.
     fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
-        self.orders += 1;
-        let (wid, is_watcher) = (self.orders, request.file == LOAD_WATCHER_PROGRAM);
+        self.last_wait_id += 1;
+        let (wid, is_watcher) = (self.last_wait_id, request.file == LOAD_WATCHER_PROGRAM);
         let mut results = Vec::new();
         for _ in 0..request.count {
             let started = self
@@ -689,19 +709,19 @@ impl State {
                 self.watchers.insert(host, tid);
                 continue;
             }
-            let of = |open: &&mut Open| {
+            let of = |open: &&mut OpenSpawn| {
                 open.number.0 == parent && open.file == request.file && !open.work.is_empty()
             };
             // The work of a task that was not started in the recording is unknown.
             let work = self
-                .open
+                .open_spawns
                 .iter_mut()
                 .find(of)
                 .and_then(|open| open.work.pop_front())
                 .unwrap_or_default();
-            let Work {
+            let RecordedWork {
                 seconds: left,
-                spawns_until,
+                last_spawn_at: spawns_until,
             } = work;
             let (program, began, suspended) = (
                 request.file.clone(),
@@ -714,15 +734,15 @@ impl State {
             } else {
                 parent
             };
-            let task = Running {
+            let task = ReplayTask {
                 host,
                 program,
                 parent,
                 user,
-                left,
-                spawns_until,
-                began,
-                moving: None,
+                work_left: left,
+                last_spawn_at: spawns_until,
+                began_at: began,
+                migrating: None,
                 suspended,
             };
             self.tasks.insert(tid, task);
@@ -750,35 +770,35 @@ impl State {
             pack_tids(&results),
         );
         if is_watcher {
-            self.report(host, self.guests(host));
+            self.send_report(host, self.guests(host));
         }
         wid
     }
 
-    fn answered(&mut self, number: (Tid, i32), body: Bytes) {
-        let Some(asked) = self.asked.remove(&number) else {
+    fn record_answer(&mut self, number: (Tid, i32), body: Bytes) {
+        let Some(asked) = self.asked_at.remove(&number) else {
             return;
         };
-        self.waits
+        self.wait_times
             .push((self.user_of(number.0), seconds(self.now.since(asked))));
-        self.open.retain(|open| open.number != number);
+        self.open_spawns.retain(|open| open.number != number);
         let results = unpack_tids(body).unwrap_or_default();
-        let recorded = self.started.remove(&number).unwrap_or_default();
+        let recorded = self.recorded_tasks.remove(&number).unwrap_or_default();
         let here: Vec<Tid> = results.iter().flatten().copied().collect();
         self.figures.started += here.len() as u64;
         self.figures.refused += (results.len() - here.len()) as u64;
-        self.here.extend(recorded.into_iter().zip(here));
+        self.replayed_tids.extend(recorded.into_iter().zip(here));
     }
 }
 
 /// Returns the tid of the service.
-fn own() -> Tid {
+fn service_tid() -> Tid {
     Tid::task(HostId::MASTER, 1).expect("a task")
 }
 
 impl VmApi for World {
     fn tid(&self) -> Tid {
-        own()
+        service_tid()
     }
 
     fn host(&self) -> HostId {
@@ -789,7 +809,7 @@ impl VmApi for World {
         self.0.borrow().now
     }
 
-    fn wall(&self) -> Micros {
+    fn wall_clock(&self) -> Micros {
         self.now()
     }
 
@@ -803,28 +823,28 @@ impl VmApi for World {
             if state.is_over() {
                 return Err(Error::new(PvmError::SysErr, "the record is over"));
             }
-            let next = state.next();
+            let next = state.next_event_at();
             if next > until {
                 state.advance(until);
                 return Ok(None);
             }
             state.advance(next);
-            state.happen();
+            state.process_due();
         }
     }
 
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         if tag == SM_SPAWN {
-            self.0.borrow_mut().answered((to, wid), body);
+            self.0.borrow_mut().record_answer((to, wid), body);
         }
         Ok(())
     }
 
-    fn answer(&self, _to: Tid, _tag: i32, _wid: i32, _body: Bytes) -> Result<(), Error> {
+    fn send_rm(&self, _to: Tid, _tag: i32, _wid: i32, _body: Bytes) -> Result<(), Error> {
         Ok(())
     }
 
-    fn config(&self) -> Result<HostTable, Error> {
+    fn host_table(&self) -> Result<HostTable, Error> {
         Ok(self.0.borrow().table.clone())
     }
 
@@ -843,10 +863,10 @@ impl VmApi for World {
             suspended: false,
         };
         let spawner = |(tid, s): (&Tid, &Spawner)| plain(*tid, s.parent, s.host, s.user);
-        let running = |(tid, task): (&Tid, &Running)| TaskInfo {
+        let running = |(tid, task): (&Tid, &ReplayTask)| TaskInfo {
             flags: TASK_FORKED,
             name: task.program.clone(),
-            migrating: task.moving.is_some(),
+            migrating: task.migrating.is_some(),
             suspended: task.suspended.is_suspended(),
             ..plain(*tid, task.parent, task.host, task.user)
         };
@@ -874,20 +894,20 @@ impl VmApi for World {
         Ok(())
     }
 
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
         Ok(self.0.borrow_mut().exec(host, parent, request))
     }
 
     fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         let mut state = self.0.borrow_mut();
-        let at = state.now + MOVE_TIME;
+        let at = state.now + MIGRATION_DURATION;
         match state.tasks.get_mut(&tid) {
             None => Err(Error::new(PvmError::NoTask, "it has ended").into()),
-            Some(task) if task.moving.is_some() => {
+            Some(task) if task.migrating.is_some() => {
                 Err(Error::new(PvmError::Already, "it is on its way").into())
             }
             Some(task) => {
-                task.moving = Some((at, to, cause));
+                task.migrating = Some((at, to, cause));
                 Ok(())
             }
         }
@@ -922,8 +942,8 @@ impl VmApi for World {
 
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
-        let at = state.now + MOVE_TIME;
-        state.parking.insert(job, at);
+        let at = state.now + MIGRATION_DURATION;
+        state.vacates_due.insert(job, at);
         Ok(())
     }
 
@@ -931,7 +951,7 @@ impl VmApi for World {
         self.0.borrow_mut().restart(set, on)
     }
 
-    fn record(&self, _at: Micros, _kind: EventKind) -> Result<(), Error> {
+    fn record_event(&self, _at: Micros, _kind: EventKind) -> Result<(), Error> {
         Ok(())
     }
 }

@@ -3,11 +3,11 @@
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{Ask, Policy, Together, Wants, place};
-use crate::grants::GRANT_SPAN;
-use crate::recording::Input;
-use crate::spawns::{Incoming, Rules, Started};
-use crate::store::record;
+use crate::decide::{Colocation, Constraints, PlacementPolicy, PlacementRequest, place};
+use crate::grants::GRANT_WINDOW;
+use crate::recording::RecordedInput;
+use crate::spawns::{GrantedTask, SpawnIncoming, SpawnRules};
+use crate::store::decision_records;
 use sempa_proto::rm::PlacementAttempt;
 use sempa_proto::sm::{
     PlacementLease, PlacementLeaseUse, SM_PLACEMENT_LEASE, pack_placement_lease,
@@ -18,83 +18,83 @@ use sempa_proto::{HostId, Message, Micros, Tid};
 
 impl<V: VmApi> Service<V> {
     /// Decides whether a task gets a grant after all tasks of its request were started.
-    pub(super) fn answered(&mut self, from: &Incoming) {
+    pub(super) fn consider_grant(&mut self, from: &SpawnIncoming) {
         let now = self.vm.now();
         // The task may have ended while its own tasks were started.
-        if self.model.knows(from.src) && self.grants.answered(now, from) {
-            self.grant(now, from.src);
+        if self.model.has_task(from.requester) && self.grants.record_answer(now, from) {
+            self.grant_hosts(now, from.requester);
         }
     }
 
     /// Grants a task hosts for its next requests. Makes no grant if each request must be decided
     /// separately, because of task limits, waiting requests or round robin.
-    fn grant(&mut self, now: Micros, task: Tid) {
-        let conduct = self.options.conduct;
-        let Some(next) = self.grants.next_of(task) else {
+    fn grant_hosts(&mut self, now: Micros, task: Tid) {
+        let conduct = self.options.policy;
+        let Some(next) = self.grants.request_of(task) else {
             return;
         };
-        let one_by_one = conduct.placing != Policy::Load
-            || conduct.rules != Rules::default()
-            || self.killing.is_ending(next.job, task);
+        let one_by_one = conduct.placing != PlacementPolicy::Load
+            || conduct.rules != SpawnRules::default()
+            || self.job_kills.is_being_killed(next.job, task);
         let count = next.request.count as usize;
-        if one_by_one || self.spawns.waiting() > 0 || !is_plain(&next.request) {
+        if one_by_one || self.spawns.waiting_count() > 0 || !is_grantable(&next.request) {
             return;
         }
-        if self.grants.room(now, task) < count {
-            let idle = self.grants.take_back_idle(now);
-            self.tell_taken_back(idle);
+        if self.grants.available_slots(now, task) < count {
+            let idle = self.grants.revoke_idle(now);
+            self.notify_revoked(idle);
         }
-        let room = self.grants.room(now, task);
+        let room = self.grants.available_slots(now, task);
         if room < count {
             return;
         }
         if let Some((hosts, attempt)) = self
-            .places_for(now, task, room)
+            .hosts_for(now, task, room)
             .filter(|(hosts, _)| hosts.len() >= count)
         {
-            self.give(task, hosts, attempt);
+            self.send_grant(task, hosts, attempt);
         }
     }
 
-    /// Returns the hosts of `count` tasks if a task's last request were placed now, and the
+    /// Returns the hosts of `event_count` tasks if a task's last request were placed now, and the
     /// explanation.
-    fn places_for(
+    fn hosts_for(
         &mut self,
         now: Micros,
         task: Tid,
         count: usize,
     ) -> Option<(Vec<HostId>, PlacementAttempt)> {
         let snapshot = self.model.snapshot(now);
-        let Incoming {
+        let SpawnIncoming {
             user,
             request,
             caller,
             job,
             ..
-        } = self.grants.next_of(task)?;
-        let ask = Ask {
-            peers: &snapshot.peers_of(*caller, *job),
-            ..Ask::of(*user, request, count as u32, *caller)
+        } = self.grants.request_of(task)?;
+        let ask = PlacementRequest {
+            peers: &snapshot.peer_hosts(*caller, *job),
+            ..PlacementRequest::new(*user, request, count as u32, *caller)
         };
         let placement = place(snapshot, &ask);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
-        let mut attempt = record::attempt(&placement, snapshot);
+        let mut attempt = decision_records::placement_attempt(&placement, snapshot);
         attempt.reason = format!("said beforehand: {}", attempt.reason);
         Some((hosts, attempt))
     }
 
-    fn give(&mut self, task: Tid, hosts: Vec<HostId>, attempt: PlacementAttempt) {
-        let Some(wid) = self.grants.next_of(task).map(|next| next.wid) else {
+    fn send_grant(&mut self, task: Tid, hosts: Vec<HostId>, attempt: PlacementAttempt) {
+        let Some(wid) = self.grants.request_of(task).map(|next| next.wid) else {
             return;
         };
-        self.grants.give(task, &hosts, attempt);
+        self.grants.set_grant(task, &hosts, attempt);
         self.send(
             task,
             SM_PLACEMENT_LEASE,
             wid,
             pack_placement_lease(&PlacementLease {
                 hosts,
-                valid_for: GRANT_SPAN,
+                valid_for: GRANT_WINDOW,
             }),
         );
     }
@@ -106,7 +106,7 @@ impl<V: VmApi> Service<V> {
             return;
         }
         for (task, given) in self.grants.review(now) {
-            let Some((hosts, attempt)) = self.places_for(now, task, given.len()) else {
+            let Some((hosts, attempt)) = self.hosts_for(now, task, given.len()) else {
                 continue;
             };
             let sorted = |hosts: &[HostId]| {
@@ -116,33 +116,33 @@ impl<V: VmApi> Service<V> {
             };
             // Only the set of hosts is compared, because the order of use has little effect.
             if sorted(&hosts) != sorted(&given) {
-                self.give(task, hosts, attempt);
+                self.send_grant(task, hosts, attempt);
             }
         }
     }
 
     /// Revokes all grants, so that tasks must send a request for each spawn.
-    pub(super) fn take_grants_back(&mut self) {
-        let taken = self.grants.take_back(self.vm.now());
-        self.tell_taken_back(taken);
+    pub(super) fn revoke_grants(&mut self) {
+        let taken = self.grants.revoke_all(self.vm.now());
+        self.notify_revoked(taken);
     }
 
-    fn tell_taken_back(&mut self, whom: Vec<(Tid, i32)>) {
-        for (task, wid) in whom {
+    fn notify_revoked(&mut self, revoked: Vec<(Tid, i32)>) {
+        for (task, wid) in revoked {
             self.send(
                 task,
                 SM_PLACEMENT_LEASE,
                 wid,
                 pack_placement_lease(&PlacementLease {
                     hosts: Vec::new(),
-                    valid_for: GRANT_SPAN,
+                    valid_for: GRANT_WINDOW,
                 }),
             );
         }
     }
 
     /// Handles a daemon's report that tasks were started by a grant.
-    pub(super) fn taken(&mut self, message: &Message) {
+    pub(super) fn handle_grant_use(&mut self, message: &Message) {
         let Ok(PlacementLeaseUse { spawner: by, tasks }) =
             unpack_placement_lease_use(message.body.clone())
         else {
@@ -151,32 +151,33 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         // Tasks of an unknown grant need no record here, because the event log reports them.
         let hosts = tasks.iter().map(|(host, _)| *host);
-        let Some(granted) = self.grants.taken(now, by, message.wid, hosts) else {
+        let Some(granted) = self.grants.record_use(now, by, message.wid, hosts) else {
             return;
         };
         let snapshot = self.model.snapshot(now);
-        let started: Vec<Started> = tasks
+        let started: Vec<GrantedTask> = tasks
             .iter()
-            .map(|(host, tid)| Started {
+            .map(|(host, tid)| GrantedTask {
                 tid: *tid,
                 host: *host,
-                name: snapshot.name(*host),
+                host_name: snapshot.host_name(*host),
             })
             .collect();
-        self.record_taken(&granted.from, &tasks);
-        self.spawns.granted(granted.from, started, granted.attempt);
-        if granted.renew {
-            self.grant(now, by);
+        self.record_granted_spawn(&granted.from, &tasks);
+        self.spawns
+            .record_granted(granted.from, started, granted.attempt);
+        if granted.needs_renewal {
+            self.grant_hosts(now, by);
         }
     }
 
     /// Records the tasks as a spawn request, so that a replay requests them.
-    fn record_taken(&mut self, from: &Incoming, tasks: &[(HostId, Tid)]) {
+    fn record_granted_spawn(&mut self, from: &SpawnIncoming, tasks: &[(HostId, Tid)]) {
         let Some((_, first)) = tasks.first() else {
             return;
         };
-        let number = (from.src, first.raw());
-        let Incoming {
+        let number = (from.requester, first.raw());
+        let SpawnIncoming {
             caller,
             user,
             job,
@@ -187,14 +188,14 @@ impl<V: VmApi> Service<V> {
             count: tasks.len() as u32,
             ..request.clone()
         };
-        self.record_input(|| Input::Spawn {
+        self.record_input(|| RecordedInput::Spawn {
             number,
             caller,
             user,
             job,
             request: request(),
         });
-        self.record_input(|| Input::Started {
+        self.record_input(|| RecordedInput::Started {
             number,
             tids: tasks.iter().map(|(_, tid)| *tid).collect(),
         });
@@ -203,10 +204,12 @@ impl<V: VmApi> Service<V> {
 
 /// True for a request whose tasks get the same hosts whether they are placed together or a few at a
 /// time.
-fn is_plain(request: &SpawnRequest) -> bool {
+fn is_grantable(request: &SpawnRequest) -> bool {
     // Memory is promised to tasks when their order is sent to a host.
-    let plain = |wants: Wants| {
-        wants.rank.is_none() && wants.together == Together::Any && wants.memory().is_none()
+    let is_independent = |wants: Constraints| {
+        wants.rank.is_none()
+            && wants.colocation == Colocation::Any
+            && wants.memory_bytes().is_none()
     };
-    Wants::of(request).is_ok_and(plain)
+    Constraints::from_request(request).is_ok_and(is_independent)
 }

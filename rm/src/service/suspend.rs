@@ -5,7 +5,7 @@
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{Again, Ask, give_way, go_on};
+use crate::decide::{PlacementRequest, ResumeAt, select_resumable, select_victims};
 use libpvm::Error;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration;
@@ -15,49 +15,49 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
 
 /// Interval between preemption checks.
-const SHARE_PAUSE: Micros = Micros::from_secs(10);
-/// Interval used instead of [`SHARE_PAUSE`] if a request has begun to wait or another request may
+const PREEMPTION_INTERVAL: Micros = Micros::from_secs(10);
+/// Interval used instead of [`PREEMPTION_INTERVAL`] if a request has begun to wait or another request may
 /// benefit.
-const SHARE_SOON: Micros = Micros::from_secs(1);
+const PREEMPTION_INTERVAL_SHORT: Micros = Micros::from_secs(1);
 /// Maximum number of waiting requests examined in one check. The check ends at the first request
 /// that gets hosts by preemption.
-const SHARE_LOOKS_MAX: usize = 32;
+const PREEMPTION_REQUESTS_MAX: usize = 32;
 
 /// State of suspended tasks and jobs.
 #[derive(Debug, Default)]
-pub(super) struct Standing {
+pub(super) struct SuspensionState {
     /// Suspended jobs, each with the task that requested its suspension.
     jobs: BTreeMap<Tid, Tid>,
     /// True if suspended jobs may have running tasks, which must be suspended.
-    look: bool,
+    recheck_jobs: bool,
     /// Preempted tasks, with the time of their suspension.
-    gave_way: BTreeMap<Tid, Micros>,
+    preempted: BTreeMap<Tid, Micros>,
     /// Time of the last preemption check.
-    shared: Option<Micros>,
+    checked_at: Option<Micros>,
     /// True if a request has begun to wait since the last preemption check.
-    newcomer: bool,
+    new_waiter: bool,
 }
 
-impl Standing {
+impl SuspensionState {
     /// Records that a task has started or that its job became known, so that suspended jobs are
     /// checked for running tasks.
-    pub(super) fn task_began(&mut self) {
-        self.look |= !self.jobs.is_empty();
+    pub(super) fn task_started(&mut self) {
+        self.recheck_jobs |= !self.jobs.is_empty();
     }
 
     /// Records that a request begins to wait.
-    pub(super) fn begins_to_wait(&mut self) {
-        self.newcomer = true;
+    pub(super) fn request_waits(&mut self) {
+        self.new_waiter = true;
     }
 }
 
 impl<V: VmApi> Service<V> {
     /// Restores the suspensions that the history contains.
-    pub(super) fn recall_standing(&mut self) {
-        let (now, wall) = (self.vm.now(), self.vm.wall());
-        let books = &self.memory.ledger.books;
-        self.standing.jobs = books.suspended_jobs().collect();
-        self.standing.look = true;
+    pub(super) fn restore_suspensions(&mut self) {
+        let (now, wall) = (self.vm.now(), self.vm.wall_clock());
+        let books = &self.history.writer.history;
+        self.suspensions.jobs = books.suspended_jobs().collect();
+        self.suspensions.recheck_jobs = true;
         let there = |tid: &Tid| self.model.is_suspended(*tid);
         let known = books.running().filter(|task| there(&task.tid));
         let known: Vec<(Tid, Tid, Option<SuspensionInfo>)> = known
@@ -68,13 +68,15 @@ impl<V: VmApi> Service<V> {
             match suspended.map(|s| (s.cause, s.since)) {
                 Some((SuspendCause::Preempted { .. }, since)) => {
                     let age = wall.since(since).min(now);
-                    self.standing.gave_way.insert(tid, Micros(now.0 - age.0));
+                    self.suspensions
+                        .preempted
+                        .insert(tid, Micros(now.0 - age.0));
                 }
                 // The previous resource manager ended before it had resumed all tasks of this job.
                 Some((cause @ SuspendCause::JobRequested { .. }, _))
-                    if !self.standing.jobs.contains_key(&job) =>
+                    if !self.suspensions.jobs.contains_key(&job) =>
                 {
-                    self.suspend_again(tid, false, cause);
+                    self.suspend_or_log(tid, false, cause);
                 }
                 _ => {}
             }
@@ -82,43 +84,47 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Applies the event that a task was suspended or resumed.
-    pub(super) fn suspension_heard(&mut self, tid: Tid, suspended: bool) {
+    pub(super) fn suspension_changed(&mut self, tid: Tid, suspended: bool) {
         self.spawns.task_suspended(self.vm.now(), tid, suspended);
         if !suspended {
-            self.standing.gave_way.remove(&tid);
+            self.suspensions.preempted.remove(&tid);
         }
     }
 
     /// Marks a task as suspended again after a migration. The model may have removed the task
     /// during the migration.
-    pub(super) fn suspended_has_moved(&mut self, tid: Tid) {
-        if self.memory.ledger.books.is_suspended(tid) {
+    pub(super) fn reapply_suspension(&mut self, tid: Tid) {
+        if self.history.writer.history.is_suspended(tid) {
             self.model.task_suspended(tid, true);
         }
     }
 
-    /// Returns when the next preemption check ([`Service::share`]) is due. It also retries waiting
+    /// Returns when the next preemption check ([`Service::preempt_and_resume`]) is due. It also retries waiting
     /// requests. `None` if no request waits and no task is preempted.
-    pub(super) fn share_due(&self) -> Option<Micros> {
-        let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
-        let pause = if self.standing.newcomer {
-            SHARE_SOON
+    pub(super) fn preemption_due(&self) -> Option<Micros> {
+        let wanted = !self.suspensions.preempted.is_empty() || self.spawns.waiting_count() > 0;
+        let pause = if self.suspensions.new_waiter {
+            PREEMPTION_INTERVAL_SHORT
         } else {
-            SHARE_PAUSE
+            PREEMPTION_INTERVAL
         };
-        wanted.then(|| self.standing.shared.map_or(Micros(0), |at| at + pause))
+        wanted.then(|| {
+            self.suspensions
+                .checked_at
+                .map_or(Micros(0), |at| at + pause)
+        })
     }
 
     /// Handles a request to suspend or resume a whole job.
     pub(super) fn suspend_job(&mut self, by: Tid, tid: Tid, suspend: bool) -> RmReply {
-        let Some(job) = self.memory.ledger.books.job_of(tid).map(|job| job.job) else {
+        let Some(job) = self.history.writer.history.job_of(tid).map(|job| job.job) else {
             return RmReply::NotFound;
         };
         let all = self.model.tasks_of(job);
         let (mut tasks, mut others) = (Vec::new(), Vec::new());
-        let is_suspended = self.standing.jobs.contains_key(&job);
+        let is_suspended = self.suspensions.jobs.contains_key(&job);
         if suspend != is_suspended && !(suspend && all.is_empty()) {
-            self.record(if suspend {
+            self.log_event(if suspend {
                 EventKind::JobSuspended {
                     job,
                     requested_by: by,
@@ -130,17 +136,17 @@ impl<V: VmApi> Service<V> {
                 }
             });
             if suspend {
-                self.standing.jobs.insert(job, by);
+                self.suspensions.jobs.insert(job, by);
             } else {
-                self.standing.jobs.remove(&job);
+                self.suspensions.jobs.remove(&job);
             }
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
             // Suspending a suspended task again is harmless, because its daemon ignores it. A
             // resume must reach every task that the history lists as suspended.
-            let stands = self.model.is_suspended(tid)
-                || (!suspend && self.memory.ledger.books.is_suspended(tid));
-            if self.standing.gave_way.contains_key(&tid)
+            let is_suspended_now = self.model.is_suspended(tid)
+                || (!suspend && self.history.writer.history.is_suspended(tid));
+            if self.suspensions.preempted.contains_key(&tid)
                 && let Err(error) = self.vm.suspend(
                     tid,
                     suspend,
@@ -153,9 +159,9 @@ impl<V: VmApi> Service<V> {
                 others.push((tid, error.to_string()));
                 continue;
             }
-            match stands {
+            match is_suspended_now {
                 true if suspend => others.push((tid, "it is suspended already".to_string())),
-                true if self.standing.gave_way.contains_key(&tid) => {
+                true if self.suspensions.preempted.contains_key(&tid) => {
                     others.push((
                         tid,
                         "it gives way to another user's, and goes on when there is room for it"
@@ -185,34 +191,34 @@ impl<V: VmApi> Service<V> {
     fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, cause)?;
         self.model.task_suspended(tid, suspend);
-        self.suspension_heard(tid, suspend);
-        self.changed = true;
+        self.suspension_changed(tid, suspend);
+        self.needs_decision = true;
         Ok(())
     }
 
     /// Suspends or resumes a task when no client waits for the result. Logs an error, unless the
     /// task has ended.
-    fn suspend_again(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) {
+    fn suspend_or_log(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) {
         if let Err(error) = self.suspend_task(tid, suspend, cause)
             && error.code != sempa_proto::PvmError::NoTask
         {
             let what = if suspend { "suspended" } else { "resumed" };
-            self.note(format!("{tid} was not {what}: {error}"));
+            self.log_note(format!("{tid} was not {what}: {error}"));
         }
     }
 
     /// Suspends running tasks of suspended jobs, for example tasks that have started since.
-    pub(super) fn keep_suspended(&mut self) {
-        if !std::mem::take(&mut self.standing.look) {
+    pub(super) fn suspend_new_tasks(&mut self) {
+        if !std::mem::take(&mut self.suspensions.recheck_jobs) {
             return;
         }
-        let books = &self.memory.ledger.books;
-        self.standing
+        let books = &self.history.writer.history;
+        self.suspensions
             .jobs
             .retain(|job, _| books.job_of(*job).is_some_and(|job| job.ended.is_none()));
-        for (job, by) in self.standing.jobs.clone() {
-            for tid in self.model.running_of(job) {
-                self.suspend_again(tid, true, SuspendCause::JobRequested { requested_by: by });
+        for (job, by) in self.suspensions.jobs.clone() {
+            for tid in self.model.computing_tasks_of(job) {
+                self.suspend_or_log(tid, true, SuspendCause::JobRequested { requested_by: by });
             }
         }
     }
@@ -222,83 +228,90 @@ impl<V: VmApi> Service<V> {
     /// were preempted, so that waiting requests should be retried.
     ///
     /// Requests that find hosts without preemption must have been placed before.
-    pub(super) fn share(&mut self, now: Micros) -> bool {
-        (self.standing.shared, self.standing.newcomer) = (Some(now), false);
-        let books = &self.memory.ledger.books;
+    pub(super) fn preempt_and_resume(&mut self, now: Micros) -> bool {
+        (self.suspensions.checked_at, self.suspensions.new_waiter) = (Some(now), false);
+        let books = &self.history.writer.history;
         // The event log may not contain a recent suspension yet.
-        let counts =
-            |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
-        self.standing
-            .gave_way
+        let counts = |tid: Tid, since: Micros| {
+            books.is_suspended(tid) || now.since(since) < PREEMPTION_INTERVAL
+        };
+        self.suspensions
+            .preempted
             .retain(|tid, since| counts(*tid, *since));
-        if !self.options.conduct.give_way {
+        if !self.options.policy.give_way {
             let why = "the policy has nobody give way any more".to_string();
-            for tid in self.standing.gave_way.keys().copied().collect::<Vec<Tid>>() {
-                self.end_of_giving_way(tid, why.clone());
+            for tid in self
+                .suspensions
+                .preempted
+                .keys()
+                .copied()
+                .collect::<Vec<Tid>>()
+            {
+                self.end_preemption(tid, why.clone());
             }
             return false;
         }
         let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
         // If preemption cannot help a request, the next ones are examined.
-        let looks = spawns
-            .waiting_in_turn(now)
-            .take(SHARE_LOOKS_MAX)
+        let selections = spawns
+            .waiting_for_hosts(now)
+            .take(PREEMPTION_REQUESTS_MAX)
             .map(|(from, count, kept)| {
                 let (user, caller, request) = (from.user, from.caller, &from.request);
-                let ask = Ask {
-                    peers: &snapshot.peers_of(caller, from.job),
-                    kept,
-                    ..Ask::of(user, request, count, caller)
+                let ask = PlacementRequest {
+                    peers: &snapshot.peer_hosts(caller, from.job),
+                    reserved_hosts: kept,
+                    ..PlacementRequest::new(user, request, count, caller)
                 };
-                give_way(snapshot, spawns.fair(), &ask)
+                select_victims(snapshot, spawns.fair_share(), &ask)
             });
-        let decided = looks
+        let victims = selections
             .into_iter()
-            .find(|decided| !decided.is_empty())
+            .find(|victims| !victims.is_empty())
             .unwrap_or_default();
-        for gives in &decided {
-            self.suspend_again(
-                gives.tid,
+        for victim in &victims {
+            self.suspend_or_log(
+                victim.tid,
                 true,
                 SuspendCause::Preempted {
-                    why: gives.why.clone(),
+                    why: victim.why.clone(),
                 },
             );
-            self.standing.gave_way.insert(gives.tid, now);
+            self.suspensions.preempted.insert(victim.tid, now);
         }
-        if decided.is_empty() {
-            self.let_go_on(now);
+        if victims.is_empty() {
+            self.resume_preempted(now);
         } else {
-            self.standing.newcomer = self.spawns.waiting() > 1;
+            self.suspensions.new_waiter = self.spawns.waiting_count() > 1;
         }
-        !decided.is_empty()
+        !victims.is_empty()
     }
 
     /// Resumes preempted tasks for which there is room.
-    fn let_go_on(&mut self, now: Micros) {
-        let jobs = &self.standing.jobs;
+    fn resume_preempted(&mut self, now: Micros) {
+        let jobs = &self.suspensions.jobs;
         let may = |tid: &Tid| !jobs.contains_key(&self.model.user_and_job(*tid).1);
         let gave_way = self
-            .standing
-            .gave_way
+            .suspensions
+            .preempted
             .iter()
             .filter(|(tid, _)| may(tid))
             .map(|(tid, at)| (*tid, *at))
             .collect();
-        let busy = self.spawns.starting_on();
-        for (tid, from, again) in go_on(self.model.snapshot(now), &gave_way, &busy) {
-            let (here, user) = (self.model.host_name(from), self.model.user_and_job(tid).0);
+        let busy = self.spawns.hosts_starting_tasks();
+        for (tid, from, again) in select_resumable(self.model.snapshot(now), &gave_way, &busy) {
+            let (from_name, user) = (self.model.host_name(from), self.model.user_and_job(tid).0);
             match again {
-                Again::Here => self.end_of_giving_way(
+                ResumeAt::CurrentHost => self.end_preemption(
                     tid,
-                    format!("there is room on {here} for user {user} again"),
+                    format!("there is room on {from_name} for user {user} again"),
                 ),
-                Again::At(to) => {
-                    let there = self.model.host_name(to);
+                ResumeAt::OtherHost(to) => {
+                    let to_name = self.model.host_name(to);
                     let why = format!(
-                        "it gave way on {here}, where others work now, and there is room on {there}"
+                        "it gave way on {from_name}, where others work now, and there is room on {to_name}"
                     );
-                    self.begin_move(
+                    self.start_migration(
                         now,
                         tid,
                         (from, to),
@@ -310,10 +323,10 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    fn end_of_giving_way(&mut self, tid: Tid, why: String) {
+    fn end_preemption(&mut self, tid: Tid, why: String) {
         let job = self.model.user_and_job(tid).1;
-        if !self.standing.jobs.contains_key(&job) {
-            self.suspend_again(tid, false, SuspendCause::Preempted { why });
+        if !self.suspensions.jobs.contains_key(&job) {
+            self.suspend_or_log(tid, false, SuspendCause::Preempted { why });
         }
     }
 }

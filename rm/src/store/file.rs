@@ -8,7 +8,7 @@
 //! A file that cannot be read is renamed and reported, and the history starts empty: the resource
 //! manager must start in any case.
 
-use super::books::{Batch, Sheet};
+use super::history::{Batch, Table};
 use redb::{Database, DatabaseError, ReadableTable, TableDefinition};
 use std::fs::{DirBuilder, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -30,11 +30,11 @@ const COMPACT_BYTES_MIN: u64 = 64 << 20;
 pub const FILE_BYTES_MAX: u64 = 256 << 20;
 /// Timeout for another process to close the file. The previous resource manager may have been
 /// killed shortly before.
-const IN_USE_MAX: Duration = Duration::from_secs(1);
+const IN_USE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Poll interval while the file is in use, or while the last batch is being written.
-const IN_USE_PAUSE: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Timeout for the last batch when the store is closed.
-const LAST_BATCH_MAX: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
 const VERSION: &str = "version";
@@ -57,7 +57,7 @@ pub enum StoreError {
     #[error(
         "{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered"
     )]
-    Stuck {
+    CannotMoveAside {
         path: PathBuf,
         /// Why the file cannot be read.
         why: String,
@@ -66,66 +66,66 @@ pub enum StoreError {
     },
     /// A new file cannot be created.
     #[error("cannot make {path}: {why}; nothing is remembered")]
-    New { path: PathBuf, why: String },
+    CannotCreate { path: PathBuf, why: String },
 }
 
 /// An opened file and its contents.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenedHistory {
     /// Handle for writing to the file.
-    pub store: Store,
+    pub store: HistoryFile,
     /// Stored entries as (table, key, value).
-    pub entries: Vec<(Sheet, u64, Vec<u8>)>,
+    pub entries: Vec<(Table, u64, Vec<u8>)>,
     /// Note that an unreadable file was renamed, with the reason.
     pub moved_aside: Option<String>,
 }
 
 /// Handle of the thread that writes the file.
 #[derive(Debug)]
-pub struct Store {
+pub struct HistoryFile {
     batches: Option<SyncSender<Batch>>,
     errors: Receiver<String>,
     thread: Option<JoinHandle<()>>,
 }
 
-fn table(sheet: Sheet) -> TableDefinition<'static, u64, &'static [u8]> {
+fn table_definition(sheet: Table) -> TableDefinition<'static, u64, &'static [u8]> {
     TableDefinition::new(match sheet {
-        Sheet::Place => "place",
-        Sheet::Users => "users",
-        Sheet::Jobs => "jobs",
-        Sheet::Tasks => "tasks",
-        Sheet::Decisions => "decisions",
-        Sheet::Learned => "learned",
-        Sheet::Hosts => "hosts",
-        Sheet::Loners => "loners",
-        Sheet::Drains => "drains",
-        Sheet::Parked => "parked",
+        Table::LogPosition => "place",
+        Table::Users => "users",
+        Table::Jobs => "jobs",
+        Table::Tasks => "tasks",
+        Table::Decisions => "decisions",
+        Table::Learned => "learned",
+        Table::Hosts => "hosts",
+        Table::Childless => "loners",
+        Table::Drains => "drains",
+        Table::Vacated => "parked",
     })
 }
 
 /// Why an existing file cannot be used.
-enum Broken {
+enum OpenFailure {
     InUse,
-    Why(String),
+    Unusable(String),
 }
 
-impl From<DatabaseError> for Broken {
-    fn from(error: DatabaseError) -> Broken {
+impl From<DatabaseError> for OpenFailure {
+    fn from(error: DatabaseError) -> OpenFailure {
         match error {
-            DatabaseError::DatabaseAlreadyOpen => Broken::InUse,
-            other => Broken::Why(other.to_string()),
+            DatabaseError::DatabaseAlreadyOpen => OpenFailure::InUse,
+            other => OpenFailure::Unusable(other.to_string()),
         }
     }
 }
 
-fn why<E: std::fmt::Display>(error: E) -> Broken {
-    Broken::Why(error.to_string())
+fn unusable<E: std::fmt::Display>(error: E) -> OpenFailure {
+    OpenFailure::Unusable(error.to_string())
 }
 
-type Entries = Vec<(Sheet, u64, Vec<u8>)>;
+type Entries = Vec<(Table, u64, Vec<u8>)>;
 
 /// Opens or creates the database and reads all its entries.
-fn read(path: &Path) -> Result<(Database, Entries), Broken> {
+fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     // The file is created here with private permissions, because the database would create it
     // readable for everyone.
     OpenOptions::new()
@@ -133,58 +133,60 @@ fn read(path: &Path) -> Result<(Database, Entries), Broken> {
         .append(true)
         .mode(0o600)
         .open(path)
-        .map_err(why)?;
-    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(why)?;
+        .map_err(unusable)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(unusable)?;
     let db = Database::builder()
         .set_cache_size(CACHE_BYTES_MAX)
         .create(path)?;
-    let begin = db.begin_write().map_err(why)?;
+    let begin = db.begin_write().map_err(unusable)?;
     {
-        let mut meta = begin.open_table(META).map_err(why)?;
-        let version = meta.get(VERSION).map_err(why)?.map(|v| v.value());
+        let mut meta = begin.open_table(META).map_err(unusable)?;
+        let version = meta.get(VERSION).map_err(unusable)?.map(|v| v.value());
         match version {
             Some(SCHEMA_VERSION) => {}
             Some(other) => {
-                return Err(Broken::Why(format!(
+                return Err(OpenFailure::Unusable(format!(
                     "it is of version {other}, and this is {SCHEMA_VERSION}"
                 )));
             }
-            None => drop(meta.insert(VERSION, SCHEMA_VERSION).map_err(why)?),
+            None => drop(meta.insert(VERSION, SCHEMA_VERSION).map_err(unusable)?),
         }
     }
     let mut entries = Vec::new();
-    for sheet in Sheet::ALL {
-        let table = begin.open_table(table(sheet)).map_err(why)?;
-        for entry in table.iter().map_err(why)? {
-            let (key, value) = entry.map_err(why)?;
+    for sheet in Table::ALL {
+        let table = begin
+            .open_table(table_definition(sheet))
+            .map_err(unusable)?;
+        for entry in table.iter().map_err(unusable)? {
+            let (key, value) = entry.map_err(unusable)?;
             entries.push((sheet, key.value(), value.value().to_vec()));
         }
     }
-    begin.commit().map_err(why)?;
+    begin.commit().map_err(unusable)?;
     Ok((db, entries))
 }
 
-/// Opens the database. Waits while another process uses it, up to [`IN_USE_MAX`]. If the database
+/// Opens the database. Waits while another process uses it, up to [`IN_USE_TIMEOUT`]. If the database
 /// code panics on a damaged file, that counts as an error.
-fn read_guarded(path: &Path) -> Result<(Database, Entries), Broken> {
-    let until = Instant::now() + IN_USE_MAX;
+fn open_and_read_guarded(path: &Path) -> Result<(Database, Entries), OpenFailure> {
+    let until = Instant::now() + IN_USE_TIMEOUT;
     loop {
-        let read =
-            std::panic::catch_unwind(|| read(path)).unwrap_or_else(|_| Err(why("it is damaged")));
+        let read = std::panic::catch_unwind(|| open_and_read(path))
+            .unwrap_or_else(|_| Err(unusable("it is damaged")));
         match read {
-            Err(Broken::InUse) if Instant::now() < until => std::thread::sleep(IN_USE_PAUSE),
+            Err(OpenFailure::InUse) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
             other => return other,
         }
     }
 }
 
-impl Store {
+impl HistoryFile {
     /// Opens the history file `name` in a directory. Creates the directory if necessary.
     ///
     /// # Errors
     /// The history cannot be stored. A damaged file, or a file of another version, is not an error:
     /// it is renamed and replaced.
-    pub fn open(dir: &Path, name: &str) -> Result<Opened, StoreError> {
+    pub fn open(dir: &Path, name: &str) -> Result<OpenedHistory, StoreError> {
         let path = dir.join(name);
         if !dir.is_dir() {
             let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
@@ -194,13 +196,13 @@ impl Store {
             })?;
         }
         let mut moved_aside = None;
-        let (db, entries) = match read_guarded(&path) {
+        let (db, entries) = match open_and_read_guarded(&path) {
             Ok(read) => read,
-            Err(Broken::InUse) => return Err(StoreError::InUse(path)),
-            Err(Broken::Why(why)) => {
-                let aside = aside(&path);
+            Err(OpenFailure::InUse) => return Err(StoreError::InUse(path)),
+            Err(OpenFailure::Unusable(why)) => {
+                let aside = aside_path(&path);
                 if let Err(source) = std::fs::rename(&path, &aside) {
-                    return Err(StoreError::Stuck { path, why, source });
+                    return Err(StoreError::CannotMoveAside { path, why, source });
                 }
                 moved_aside = Some(format!(
                     "what the resource manager remembered in {} cannot be read ({why}); the file is now {}, and it \
@@ -208,18 +210,20 @@ impl Store {
                     path.display(),
                     aside.display()
                 ));
-                match read_guarded(&path) {
+                match open_and_read_guarded(&path) {
                     Ok(read) => read,
-                    Err(Broken::InUse) => return Err(StoreError::InUse(path)),
-                    Err(Broken::Why(why)) => return Err(StoreError::New { path, why }),
+                    Err(OpenFailure::InUse) => return Err(StoreError::InUse(path)),
+                    Err(OpenFailure::Unusable(why)) => {
+                        return Err(StoreError::CannotCreate { path, why });
+                    }
                 }
             }
         };
         let (batches, queue) = sync_channel(1);
         let (complain, errors) = sync_channel(1);
-        let thread = std::thread::spawn(move || keep(db, &path, &queue, &complain));
-        Ok(Opened {
-            store: Store {
+        let thread = std::thread::spawn(move || run_writer(db, &path, &queue, &complain));
+        Ok(OpenedHistory {
+            store: HistoryFile {
                 batches: Some(batches),
                 errors,
                 thread: Some(thread),
@@ -245,7 +249,7 @@ impl Store {
     }
 
     /// Returns an error of the writer thread that was not returned before.
-    pub fn error(&self) -> Option<String> {
+    pub fn take_error(&self) -> Option<String> {
         self.errors.try_recv().ok()
     }
 
@@ -256,16 +260,16 @@ impl Store {
             && batches.send(last).is_ok()
         {
             drop(batches);
-            let until = Instant::now() + LAST_BATCH_MAX;
+            let until = Instant::now() + CLOSE_TIMEOUT;
             while self.thread.as_ref().is_some_and(|t| !t.is_finished()) && Instant::now() < until {
-                std::thread::sleep(IN_USE_PAUSE);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
     }
 }
 
 /// Returns the new path of a file that cannot be read. It contains the current time.
-fn aside(path: &Path) -> PathBuf {
+fn aside_path(path: &Path) -> PathBuf {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -275,20 +279,25 @@ fn aside(path: &Path) -> PathBuf {
 }
 
 /// Runs in the writer thread: writes each batch in one transaction, until the handle is closed.
-fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
+fn run_writer(
+    mut db: Database,
+    path: &Path,
+    queue: &Receiver<Batch>,
+    report_error: &SyncSender<String>,
+) {
     let (mut told, mut compact_at) = (false, COMPACT_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
         match write(&db, &batch) {
             Ok(()) => {
                 told = false;
-                compact_at = compacted(&mut db, path, compact_at);
+                compact_at = compact_if_large(&mut db, path, compact_at);
             }
             // An error that follows another one is not reported. Writing continues with the next
             // batch.
             Err(_) if told => {}
             Err(error) => {
                 told = true;
-                drop(complain.try_send(error.to_string()));
+                drop(report_error.try_send(error.to_string()));
             }
         }
     }
@@ -296,7 +305,7 @@ fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncS
 
 /// Compacts the file if it is larger than `at` bytes. Returns the size at which the next compaction
 /// is due.
-fn compacted(db: &mut Database, path: &Path, at: u64) -> u64 {
+fn compact_if_large(db: &mut Database, path: &Path, at: u64) -> u64 {
     let length = || path.metadata().map_or(0, |meta| meta.len());
     if length() <= at {
         return at;
@@ -312,12 +321,12 @@ fn compacted(db: &mut Database, path: &Path, at: u64) -> u64 {
 )]
 fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
     let begin = db.begin_write()?;
-    for sheet in Sheet::ALL {
-        let changes: Vec<_> = batch.iter().filter(|c| c.sheet == sheet).collect();
+    for sheet in Table::ALL {
+        let changes: Vec<_> = batch.iter().filter(|c| c.table == sheet).collect();
         if changes.is_empty() {
             continue;
         }
-        let mut table = begin.open_table(table(sheet))?;
+        let mut table = begin.open_table(table_definition(sheet))?;
         for change in changes {
             match &change.value {
                 Some(value) => drop(table.insert(change.key, value.as_slice())?),

@@ -1,18 +1,18 @@
 //! The persistent history of the resource manager: usage of users, jobs and tasks, decisions with
 //! their reasons, and learned values.
 //!
-//! * [`books`]: the history in memory, with its limits. Applies event log entries and decisions,
+//! * [`history`]: the history in memory, with its limits. Applies event log entries and decisions,
 //!   and returns the changes that must be written.
-//! * [`record`]: converts decisions to the types of [`sempa_proto::rm`].
-//! * [`file`]: the database file. A separate thread writes it in batches, so that no decision waits
+//! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm`].
+//! * [`mod@file`]: the database file. A separate thread writes it in batches, so that no decision waits
 //!   for it.
-//! * [`ledger`]: connects the history with its file.
+//! * [`history_writer`]: connects the history with its file.
 
-pub mod books;
+pub mod decision_records;
 pub mod file;
-pub mod ledger;
-pub mod record;
+pub mod history;
+pub mod history_writer;
 
-pub use books::{Batch, Books, Change, Place, Sheet};
-pub use file::{Store, StoreError};
-pub use ledger::{Ledger, Shelf};
+pub use file::{HistoryFile, StoreError};
+pub use history::{Batch, Change, History, LogPosition, Table};
+pub use history_writer::{HistoryWriter, StoreLocation};

@@ -1,12 +1,12 @@
 //! Replies of the resource manager to queries, before and after its restart.
 
-use crate::common::{Bed, client, h, request, spawned, t, world};
-use crate::{ask, with_books, with_conduct};
+use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
+use crate::{options_with_history, options_with_policy, query};
 use bytes::Bytes;
 use pvm_rm::decide::Limits;
-use pvm_rm::policy::Conduct;
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::Options;
-use pvm_rm::spawns::Rules;
+use pvm_rm::spawns::SpawnRules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
@@ -18,9 +18,9 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 /// Enrols the client, which spawns two workers. Their start is acknowledged and logged. Returns the
 /// workers.
-pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
+pub(crate) fn two_workers(bed: &mut TestBed) -> Vec<Tid> {
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::TaskStarted {
             tid: client(),
             parent: Tid::NONE,
@@ -30,7 +30,7 @@ pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
     );
     bed.world().spawn(5, &request(2));
     bed.settle();
-    let execs = bed.world().took_execs();
+    let execs = bed.world().take_start_orders();
     let mut tids = Vec::new();
     for exec in execs {
         let started = bed.world().ack(&exec);
@@ -42,7 +42,9 @@ pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
                 user: 0,
             };
             bed.world().event(exec.host, kind);
-            bed.world().tasks.push(spawned(tid, exec.host.index()));
+            bed.world()
+                .tasks
+                .push(spawned_task_info(tid, exec.host.index()));
             tids.push(tid);
         }
     }
@@ -54,12 +56,12 @@ pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
 #[test]
 fn why_query_names_placement_and_excluded_hosts() {
     let vm = world(3);
-    let mut bed = Bed::quiet(&vm);
-    bed.owner_comes(3);
+    let mut bed = TestBed::quiet(&vm);
+    bed.report_owner_present(3);
     bed.world().event(
-        h(3),
+        host_id(3),
         EventKind::OwnerPresent {
-            host: h(3),
+            host: host_id(3),
             since: Micros(1),
             detected_at: Micros(2),
             why: "x".into(),
@@ -70,7 +72,7 @@ fn why_query_names_placement_and_excluded_hosts() {
         task: Some(task),
         decisions,
         ..
-    } = ask(&mut bed, &RmQuery::TaskDecisions(tids[1]))
+    } = query(&mut bed, &RmQuery::TaskDecisions(tids[1]))
     else {
         panic!()
     };
@@ -105,7 +107,8 @@ fn why_query_names_placement_and_excluded_hosts() {
             }
         )]
     );
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h3".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h3".into()))
     else {
         panic!()
     };
@@ -119,7 +122,7 @@ fn why_query_names_placement_and_excluded_hosts() {
         "its owner came, then it was left out: {decisions:?}"
     );
     assert_eq!(
-        ask(&mut bed, &RmQuery::TaskDecisions(t(1, 999))),
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 999))),
         RmReply::NotFound
     );
 }
@@ -128,7 +131,7 @@ fn why_query_names_placement_and_excluded_hosts() {
 #[test]
 fn query_of_other_version_gets_own_version() {
     let vm = world(1);
-    let mut bed = Bed::start(&vm, false).expect("no other");
+    let mut bed = TestBed::try_start(&vm, false).expect("no other");
     bed.world().post(
         client(),
         CTX_RM,
@@ -154,20 +157,20 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
         user_tasks: Some(3),
         job_tasks: None,
     };
-    let conduct = Conduct {
-        rules: Rules {
+    let conduct = EffectivePolicy {
+        rules: SpawnRules {
             wait: Micros(0),
             limits,
         },
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     };
     let options = Options {
-        conduct,
-        ..with_books(dir.path())
+        policy: conduct,
+        ..options_with_history(dir.path())
     };
-    let mut bed = Bed::with(&vm, options.clone()).expect("no other");
+    let mut bed = TestBed::with(&vm, options.clone()).expect("no other");
     let tids = two_workers(&mut bed);
-    bed.pass(Micros::from_secs(1));
+    bed.advance(Micros::from_secs(1));
     // The resource manager is killed, so it writes nothing more. Before its restart a worker ends.
     drop(bed);
     let used = Usage {
@@ -175,7 +178,7 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
         ..Usage::default()
     };
     vm.0.borrow_mut().event(
-        h(1),
+        host_id(1),
         EventKind::TaskEnded {
             tid: tids[0],
             status: 0x300,
@@ -183,9 +186,9 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
         },
     );
     vm.0.borrow_mut().tasks.retain(|task| task.tid != tids[0]);
-    vm.0.borrow_mut().forget_mail();
-    let mut bed = Bed::with(&vm, options).expect("no other");
-    let RmReply::Job { job, tasks } = ask(&mut bed, &RmQuery::Job(tids[1])) else {
+    vm.0.borrow_mut().clear_inbox();
+    let mut bed = TestBed::with(&vm, options).expect("no other");
+    let RmReply::Job { job, tasks } = query(&mut bed, &RmQuery::Job(tids[1])) else {
         panic!("no job")
     };
     assert_eq!(
@@ -201,7 +204,7 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
         tasks[1].ended.map(|(_, how)| how),
         Some(TaskOutcome::Status(0x300))
     );
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(tids[1]))
+    let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::TaskDecisions(tids[1]))
     else {
         panic!("forgotten")
     };
@@ -213,14 +216,14 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
     bed.world().spawn(8, &request(3));
     bed.settle();
     assert_eq!(
-        bed.world().answer(8),
+        bed.world().spawn_reply(8),
         Some(Ok(vec![Err(PvmError::OutOfRes); 3]))
     );
     bed.world().spawn(9, &request(2));
     bed.settle();
     assert_eq!(
         bed.world()
-            .took_execs()
+            .take_start_orders()
             .iter()
             .map(|e| e.request.count)
             .sum::<u32>(),
@@ -229,11 +232,11 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
 }
 
 /// Returns the current state of h2.
-fn now(bed: &mut Bed) -> HostState {
+fn host_state(bed: &mut TestBed) -> HostState {
     let RmReply::Decisions {
         host_state: Some(now),
         ..
-    } = ask(bed, &RmQuery::HostDecisions("h2".into()))
+    } = query(bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("it is known")
     };
@@ -241,20 +244,20 @@ fn now(bed: &mut Bed) -> HostState {
 }
 
 /// Closes h2 for guests by its owner's rules, or opens it (`None`).
-fn close(bed: &mut Bed, why: Option<&str>) {
-    bed.world().closed = why.map(String::from);
-    bed.owner_leaves(2);
+fn set_closed(bed: &mut TestBed, why: Option<&str>) {
+    bed.world().closed_reason = why.map(String::from);
+    bed.report_owner_absent(2);
 }
 
-fn left_out(why: Option<RejectionReason>) -> HostState {
+fn excluded_state(why: Option<RejectionReason>) -> HostState {
     HostState::Excluded { why, drained: None }
 }
 
-const NIGHT: &str = "the owner wants no guests always";
+const CLOSED_REASON: &str = "the owner wants no guests always";
 
-fn at_night() -> Option<RejectionReason> {
+fn closed_exclusion() -> Option<RejectionReason> {
     Some(RejectionReason::Other {
-        why: format!("no guests now ({NIGHT})"),
+        why: format!("no guests now ({CLOSED_REASON})"),
     })
 }
 
@@ -262,28 +265,28 @@ fn at_night() -> Option<RejectionReason> {
 #[test]
 fn host_query_reports_current_exclusion() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    assert_eq!(now(&mut bed), HostState::Used(Vec::new()));
-    bed.owner_comes(2);
+    let mut bed = TestBed::quiet(&vm);
+    assert_eq!(host_state(&mut bed), HostState::Used(Vec::new()));
+    bed.report_owner_present(2);
     let owner = Some(RejectionReason::Owner {
         why: "alice on pts/0".into(),
     });
-    assert_eq!(now(&mut bed), left_out(owner.clone()));
-    close(&mut bed, Some(NIGHT));
+    assert_eq!(host_state(&mut bed), excluded_state(owner.clone()));
+    set_closed(&mut bed, Some(CLOSED_REASON));
     assert_eq!(
-        now(&mut bed),
-        left_out(at_night()),
+        host_state(&mut bed),
+        excluded_state(closed_exclusion()),
         "she left, and it is not used all the same"
     );
     bed.world().spawn(1, &request(2));
     bed.settle();
     assert!(
         bed.world()
-            .took_execs()
+            .take_start_orders()
             .iter()
-            .all(|exec| exec.host == h(1))
+            .all(|exec| exec.host == host_id(1))
     );
-    ask(
+    query(
         &mut bed,
         &RmQuery::Drain {
             host: "h2".into(),
@@ -291,76 +294,76 @@ fn host_query_reports_current_exclusion() {
         },
     );
     let both = HostState::Excluded {
-        why: at_night(),
+        why: closed_exclusion(),
         drained: Some(client()),
     };
-    assert_eq!(now(&mut bed), both);
-    close(&mut bed, None);
+    assert_eq!(host_state(&mut bed), both);
+    set_closed(&mut bed, None);
     assert_eq!(
-        now(&mut bed),
+        host_state(&mut bed),
         HostState::Excluded {
             why: None,
             drained: Some(client())
         }
     );
-    ask(&mut bed, &RmQuery::Undrain { host: "h2".into() });
-    assert_eq!(now(&mut bed), HostState::Used(Vec::new()));
+    query(&mut bed, &RmQuery::Undrain { host: "h2".into() });
+    assert_eq!(host_state(&mut bed), HostState::Used(Vec::new()));
     bed.world().limits = GuestLimits {
         guests_max: Some(0),
         programs: vec!["miner".into()],
         users: vec![7],
         ..GuestLimits::default()
     };
-    bed.owner_leaves(2);
+    bed.report_owner_absent(2);
     assert_eq!(
-        now(&mut bed),
-        left_out(Some(RejectionReason::Other {
+        host_state(&mut bed),
+        excluded_state(Some(RejectionReason::Other {
             why: "its owner allows no tasks".into()
         }))
     );
     bed.world().limits.guests_max = None;
-    bed.owner_leaves(2);
+    bed.report_owner_absent(2);
     let blocked = [
         "its owner blocks the program \"miner\"",
         "its owner blocks user 7",
     ]
     .map(String::from);
-    assert_eq!(now(&mut bed), HostState::Used(blocked.to_vec()));
+    assert_eq!(host_state(&mut bed), HostState::Used(blocked.to_vec()));
 }
 
 /// A query reports the load of a host without a watcher as unknown, and a lost host as gone.
 #[test]
 fn host_query_reports_unknown_load_and_lost_host() {
     let vm = world(2);
-    let mut bed = Bed::start(&vm, false).expect("no other");
+    let mut bed = TestBed::try_start(&vm, false).expect("no other");
     assert_eq!(
-        now(&mut bed),
+        host_state(&mut bed),
         HostState::Used(vec!["its load is not known (no sample)".into()])
     );
     bed.world().hosts.pop();
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::HostGone {
-            host: h(2),
+            host: host_id(2),
             name: "h2".into(),
             why: "lost".into(),
         },
     );
     bed.settle();
-    assert_eq!(now(&mut bed), HostState::Gone);
+    assert_eq!(host_state(&mut bed), HostState::Gone);
 }
 
 /// The history contains each change between three states: owner present, closed by rules, and open.
 #[test]
 fn owner_and_rule_changes_are_recorded() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    bed.owner_comes(2);
-    close(&mut bed, Some(NIGHT));
-    close(&mut bed, Some(NIGHT));
-    bed.owner_comes(2);
-    close(&mut bed, Some(NIGHT));
-    close(&mut bed, None);
+    let mut bed = TestBed::quiet(&vm);
+    bed.report_owner_present(2);
+    set_closed(&mut bed, Some(CLOSED_REASON));
+    set_closed(&mut bed, Some(CLOSED_REASON));
+    bed.report_owner_present(2);
+    set_closed(&mut bed, Some(CLOSED_REASON));
+    set_closed(&mut bed, None);
     let records = bed.world().records.clone();
     let told: Vec<String> = records
         .iter()
@@ -369,18 +372,19 @@ fn owner_and_rule_changes_are_recorded() {
         .collect();
     let (here, shut) = (
         "owner of host 2 present: alice on pts/0",
-        format!("host 2 takes no guests: {NIGHT}"),
+        format!("host 2 takes no guests: {CLOSED_REASON}"),
     );
     assert_eq!(
         told,
         [here, &shut, here, &shut, "host 2 takes guests again"]
     );
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("nothing")
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
-    let shut = format!("h2 takes no guests: {NIGHT}");
+    let shut = format!("h2 takes no guests: {CLOSED_REASON}");
     assert_eq!(
         told,
         [&shut, &shut, "h2 takes guests again"],
@@ -396,26 +400,26 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
         user_tasks: Some(2),
         job_tasks: None,
     };
-    let rules = Rules {
+    let rules = SpawnRules {
         wait: Micros::from_secs(600),
         limits,
     };
-    let mut bed = Bed::quiet_with(
+    let mut bed = TestBed::quiet_with(
         &vm,
-        with_conduct(Conduct {
+        options_with_policy(EffectivePolicy {
             rules,
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         }),
     );
-    let waiting = |bed: &mut Bed, user| match ask(bed, &RmQuery::WaitingSpawns { user }) {
+    let waiting = |bed: &mut TestBed, user| match query(bed, &RmQuery::WaitingSpawns { user }) {
         RmReply::WaitingSpawns(all) => all,
         other => panic!("{other:?}"),
     };
     assert_eq!(waiting(&mut bed, None), []);
     two_workers(&mut bed);
     bed.world().spawn(6, &request(1));
-    bed.pass(Micros::from_secs(5));
-    bed.owner_comes(1);
+    bed.advance(Micros::from_secs(5));
+    bed.report_owner_present(1);
     let wall = Micros::from_secs(1_700_000_000 + 100);
     let why = "the user has 2 tasks, and 2 are allowed".to_string();
     let (program, by, job) = ("worker".to_string(), client(), client());
@@ -432,9 +436,9 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
     assert_eq!(waiting(&mut bed, None), [first]);
     assert_eq!(waiting(&mut bed, Some(7)), []);
     // When the limit is no longer exceeded, the listed reason is the owner.
-    for task in [t(1, 100), t(1, 101)] {
+    for task in [task_id(1, 100), task_id(1, 101)] {
         bed.world().event(
-            h(1),
+            host_id(1),
             EventKind::TaskEnded {
                 tid: task,
                 status: 0,
@@ -453,7 +457,7 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
     );
     let owner = "no host is free: h1: owner present (alice on pts/0)";
     assert!(all.iter().all(|waits| waits.why == owner), "{all:?}");
-    bed.owner_leaves(1);
+    bed.report_owner_absent(1);
     assert!(
         waiting(&mut bed, None).len() < 2,
         "who has a place waits no more"

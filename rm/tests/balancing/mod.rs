@@ -1,8 +1,8 @@
 //! Rebalancing migrations by the service, and the comparison of their results with the prediction.
 
-use crate::common::{Bed, h, request, spawned, t, world};
-use crate::{ask, with_conduct};
-use pvm_rm::policy::Conduct;
+use crate::common::{TestBed, host_id, request, spawned_task_info, task_id, world};
+use crate::{options_with_policy, query};
+use pvm_rm::policy::EffectivePolicy;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
@@ -16,15 +16,15 @@ fn balancing_spreads_tasks_of_crowded_host() {
         let vm = world(3);
         vm.0.borrow_mut()
             .tasks
-            .extend((1..=6).map(|n| spawned(t(2, n), 2)));
-        let options = with_conduct(Conduct {
+            .extend((1..=6).map(|n| spawned_task_info(task_id(2, n), 2)));
+        let options = options_with_policy(EffectivePolicy {
             balance,
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         });
-        let mut bed = Bed::quiet_with(&vm, options);
+        let mut bed = TestBed::quiet_with(&vm, options);
         for _ in 0..6 {
-            bed.pass(Micros::from_secs(10));
-            bed.signs_of_life(&[1, 2, 3]);
+            bed.advance(Micros::from_secs(10));
+            bed.report_absent_owners(&[1, 2, 3]);
         }
         let causes: Vec<String> = bed
             .world()
@@ -33,7 +33,7 @@ fn balancing_spreads_tasks_of_crowded_host() {
             .map(|(_, _, cause)| cause.to_string())
             .collect();
         assert_eq!(
-            bed.world().took_migrations().len(),
+            bed.world().take_migrations().len(),
             if balance { 4 } else { 0 },
             "{causes:?}"
         );
@@ -45,11 +45,11 @@ fn balancing_spreads_tasks_of_crowded_host() {
 #[test]
 fn task_on_named_host_is_not_balanced() {
     let vm = world(3);
-    let options = with_conduct(Conduct {
+    let options = options_with_policy(EffectivePolicy {
         balance: true,
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     });
-    let mut bed = Bed::quiet_with(&vm, options);
+    let mut bed = TestBed::quiet_with(&vm, options);
     bed.world().spawn(
         1,
         &SpawnRequest {
@@ -59,19 +59,22 @@ fn task_on_named_host_is_not_balanced() {
         },
     );
     bed.settle();
-    let exec = bed.world().took_execs().pop().expect("placed");
+    let exec = bed.world().take_start_orders().pop().expect("placed");
     bed.world().ack(&exec);
     for _ in 0..6 {
-        bed.pass(Micros::from_secs(10));
-        bed.signs_of_life(&[1, 2, 3]);
+        bed.advance(Micros::from_secs(10));
+        bed.report_absent_owners(&[1, 2, 3]);
     }
-    assert!(bed.world().took_migrations().is_empty());
+    assert!(bed.world().take_migrations().is_empty());
 }
 
 /// Returns the recorded result of a task's migration as (predicted, actual, text); `None` if there
 /// is none yet.
-fn came_out(bed: &mut Bed, tid: Tid) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
-    let RmReply::Decisions { decisions, .. } = ask(bed, &RmQuery::TaskDecisions(tid)) else {
+fn migration_result(
+    bed: &mut TestBed,
+    tid: Tid,
+) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
+    let RmReply::Decisions { decisions, .. } = query(bed, &RmQuery::TaskDecisions(tid)) else {
         panic!("nothing is known of {tid}")
     };
     decisions.iter().find_map(|decision| match &decision.kind {
@@ -90,17 +93,17 @@ fn predicted_gain_is_compared_with_result() {
     let vm = world(3);
     vm.0.borrow_mut()
         .tasks
-        .extend((1..=6).map(|n| spawned(t(2, n), 2)));
-    let mut bed = Bed::quiet_with(
+        .extend((1..=6).map(|n| spawned_task_info(task_id(2, n), 2)));
+    let mut bed = TestBed::quiet_with(
         &vm,
-        with_conduct(Conduct {
+        options_with_policy(EffectivePolicy {
             balance: true,
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         }),
     );
-    let round = |bed: &mut Bed| {
-        bed.pass(Micros::from_secs(10));
-        bed.signs_of_life(&[1, 2, 3]);
+    let round = |bed: &mut TestBed| {
+        bed.advance(Micros::from_secs(10));
+        bed.report_absent_owners(&[1, 2, 3]);
     };
     let mut moved = Vec::new();
     while moved.len() < 4 {
@@ -113,17 +116,21 @@ fn predicted_gain_is_compared_with_result() {
                 .iter_mut()
                 .filter(|task| task.tid == tid)
                 .for_each(|task| task.host = to);
-            world.moved(tid, 2, to.index(), cause);
+            world.migrated(tid, 2, to.index(), cause);
             moved.push(tid);
         }
         bed.settle();
     }
     let (first, second) = (moved[0], moved[3]);
     round(&mut bed);
-    assert_eq!(came_out(&mut bed, first), None, "it is too early to tell");
+    assert_eq!(
+        migration_result(&mut bed, first),
+        None,
+        "it is too early to tell"
+    );
     // One of the tasks ends early; the other one runs longer than predicted.
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::TaskEnded {
             tid: first,
             status: 0,
@@ -131,7 +138,7 @@ fn predicted_gain_is_compared_with_result() {
         },
     );
     bed.settle();
-    let (expected, came, sentence) = came_out(&mut bed, first).expect("it is known");
+    let (expected, came, sentence) = migration_result(&mut bed, first).expect("it is known");
     assert!(
         expected.gain > Micros::from_secs(1) && expected.cost > Micros(0),
         "{sentence}"
@@ -142,12 +149,12 @@ fn predicted_gain_is_compared_with_result() {
         "{sentence}"
     );
     assert_eq!(
-        came_out(&mut bed, second),
+        migration_result(&mut bed, second),
         None,
         "nothing is known of that one yet"
     );
     (0..30).for_each(|_| round(&mut bed));
-    let (expected, came, sentence) = came_out(&mut bed, second).expect("it is known");
+    let (expected, came, sentence) = migration_result(&mut bed, second).expect("it is known");
     assert!(
         came.gain > expected.gain,
         "it has worked there for longer than it was expected to: {sentence}"

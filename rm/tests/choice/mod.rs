@@ -1,9 +1,9 @@
 //! Placement by an external chooser that the policy names.
 
-use crate::common::{Bed, request, rm as own, world};
+use crate::common::{TestBed, request, rm_tid as own, world};
 use bytes::Bytes;
-use pvm_rm::decide::{Choice, ChoiceName, Choices, Offer, Policy};
-use pvm_rm::policy::Conduct;
+use pvm_rm::decide::{Chooser, ChooserName, Choosers, HostOffer, PlacementPolicy};
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::{Options, Service, ServiceError, TAG_POLICY};
 use sempa_proto::PvmError;
 use sempa_proto::rm::CTX_RM;
@@ -11,9 +11,9 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use std::sync::Arc;
 
 /// A chooser that selects the host with the highest number for up to two tasks.
-struct Last;
+struct HighestHost;
 
-impl Choice for Last {
+impl Chooser for HighestHost {
     fn name(&self) -> &str {
         "last"
     }
@@ -21,7 +21,7 @@ impl Choice for Last {
     fn choose(
         &self,
         request: &SpawnRequest,
-        offers: &[Offer<'_>],
+        offers: &[HostOffer<'_>],
         count: usize,
     ) -> Result<Vec<usize>, String> {
         if request.file == "unwanted" {
@@ -34,19 +34,22 @@ impl Choice for Last {
     }
 }
 
-fn by(name: &str) -> Conduct {
-    Conduct {
-        placing: Policy::Choice(ChoiceName::new(name).expect("a name")),
-        ..Conduct::default()
+fn policy_with_choice(name: &str) -> EffectivePolicy {
+    EffectivePolicy {
+        placing: PlacementPolicy::Choice(ChooserName::new(name).expect("a name")),
+        ..EffectivePolicy::default()
     }
 }
 
 fn options(name: &str) -> Options {
-    let (conduct, choices) = (by(name), Choices::new([Arc::new(Last) as Arc<dyn Choice>]));
+    let (conduct, choices) = (
+        policy_with_choice(name),
+        Choosers::new([Arc::new(HighestHost) as Arc<dyn Chooser>]),
+    );
     Options {
-        conduct,
-        given: conduct,
-        choices,
+        policy: conduct,
+        command_line_policy: conduct,
+        choosers: choices,
         watchers: true,
         policy_file: "rm.toml".into(),
         ..Options::default()
@@ -57,11 +60,11 @@ fn options(name: &str) -> Options {
 #[test]
 fn external_choice_is_checked_and_reported() {
     let vm = world(3);
-    let mut bed = Bed::quiet_with(&vm, options("last"));
-    bed.owner_comes(3);
+    let mut bed = TestBed::quiet_with(&vm, options("last"));
+    bed.report_owner_present(3);
     bed.world().spawn(1, &request(3));
     bed.settle();
-    let execs = bed.world().took_execs();
+    let execs = bed.world().take_start_orders();
     let places: Vec<(u16, u32)> = execs
         .iter()
         .map(|exec| (exec.host.index(), exec.request.count))
@@ -69,7 +72,7 @@ fn external_choice_is_checked_and_reported() {
     assert_eq!(places, [(2, 2)], "h3 was not offered");
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
     bed.settle();
-    let answer = bed.world().answer(1).expect("answered").expect("good");
+    let answer = bed.world().spawn_reply(1).expect("answered").expect("good");
     assert_eq!(answer[2], Err(PvmError::OutOfRes), "he has places for two");
     let told: Vec<String> = bed
         .world()
@@ -91,7 +94,10 @@ fn external_choice_is_checked_and_reported() {
     );
     bed.settle();
     assert_eq!(
-        bed.world().answer(2).expect("answered").expect("tried"),
+        bed.world()
+            .spawn_reply(2)
+            .expect("answered")
+            .expect("tried"),
         [Err(PvmError::OutOfRes)]
     );
     let notes = bed.world().notes();
@@ -111,7 +117,7 @@ fn external_choice_is_checked_and_reported() {
         },
     );
     bed.settle();
-    assert_eq!(bed.world().took_execs()[0].host.index(), 1);
+    assert_eq!(bed.world().take_start_orders()[0].host.index(), 1);
 }
 
 /// A policy that names an unknown chooser is refused, and the error lists the available ones.
@@ -121,18 +127,18 @@ fn unknown_chooser_is_refused() {
         .map(|_| ())
         .expect_err("nobody is called so");
     assert!(
-        matches!(&error, ServiceError::Choice(no) if no.name == "slurm" && no.there == "there are last"),
+        matches!(&error, ServiceError::UnknownChooser(no) if no.name == "slurm" && no.available == "there are last"),
         "{error}"
     );
     let vm = world(3);
-    let mut bed = Bed::quiet_with(
+    let mut bed = TestBed::quiet_with(
         &vm,
         Options {
-            choices: Choices::default(),
-            ..options("last").with(Policy::Load)
+            choosers: Choosers::default(),
+            ..options("last").with(PlacementPolicy::Load)
         },
     );
-    let change = |bed: &mut Bed, text: &'static str| {
+    let change = |bed: &mut TestBed, text: &'static str| {
         bed.world().post(
             own(),
             CTX_RM,
@@ -151,23 +157,27 @@ fn unknown_chooser_is_refused() {
     assert!(told.ends_with("and the policy stays as it was"), "{told}");
     bed.world().spawn(1, &request(3));
     bed.settle();
-    assert_eq!(bed.world().took_execs().len(), 3, "by load as before");
+    assert_eq!(
+        bed.world().take_start_orders().len(),
+        3,
+        "by load as before"
+    );
 }
 
 /// Method that replaces the placement policy of options.
-trait With {
-    fn with(self, placing: Policy) -> Self;
+trait WithPolicy {
+    fn with(self, placing: PlacementPolicy) -> Self;
 }
 
-impl With for Options {
-    fn with(self, placing: Policy) -> Options {
-        let conduct = Conduct {
+impl WithPolicy for Options {
+    fn with(self, placing: PlacementPolicy) -> Options {
+        let conduct = EffectivePolicy {
             placing,
-            ..self.conduct
+            ..self.policy
         };
         Options {
-            conduct,
-            given: conduct,
+            policy: conduct,
+            command_line_policy: conduct,
             ..self
         }
     }

@@ -23,26 +23,26 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-pub(crate) fn h(index: u16) -> HostId {
+pub(crate) fn host_id(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-pub(crate) fn t(host: u16, local: u32) -> Tid {
-    Tid::task(h(host), local).expect("a task")
+pub(crate) fn task_id(host: u16, local: u32) -> Tid {
+    Tid::task(host_id(host), local).expect("a task")
 }
 
 /// The tid of the resource manager.
-pub(crate) fn rm() -> Tid {
-    t(1, 1)
+pub(crate) fn rm_tid() -> Tid {
+    task_id(1, 1)
 }
 
 /// The tid of a task from a command line that spawns.
 pub(crate) fn client() -> Tid {
-    t(1, 2)
+    task_id(1, 2)
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Exec {
+pub(crate) struct StartOrder {
     pub(crate) host: HostId,
     pub(crate) parent: Tid,
     pub(crate) request: SpawnRequest,
@@ -50,62 +50,62 @@ pub(crate) struct Exec {
 }
 
 #[derive(Default)]
-pub(crate) struct World {
+pub(crate) struct FakeWorld {
     now: Micros,
-    until: Micros,
+    wait_limit: Micros,
     pub(crate) inbox: VecDeque<Message>,
     pub(crate) hosts: Vec<u16>,
     pub(crate) tasks: Vec<TaskInfo>,
-    pub(crate) previous: Tid,
-    pub(crate) lists: usize,
+    pub(crate) previous_rm: Tid,
+    pub(crate) list_count: usize,
     pub(crate) sent: Vec<(Tid, i32, i32, Bytes)>,
     pub(crate) answers: Vec<(Tid, i32, i32, Bytes)>,
-    pub(crate) log: Vec<Event>,
-    pub(crate) execs: Vec<Exec>,
+    pub(crate) event_log: Vec<Event>,
+    pub(crate) execs: Vec<StartOrder>,
     pub(crate) migrations: Vec<(Tid, HostId, MigrationCause)>,
-    pub(crate) refuse: HashMap<(Tid, HostId), MigrationError>,
+    pub(crate) refused_migrations: HashMap<(Tid, HostId), MigrationError>,
     pub(crate) records: Vec<EventKind>,
     pub(crate) killed: Vec<Tid>,
     pub(crate) signals: Vec<(Tid, i32)>,
-    pub(crate) refuses_signals: HashMap<Tid, PvmError>,
+    pub(crate) refused_signals: HashMap<Tid, PvmError>,
     pub(crate) suspends: Vec<(Tid, bool, suspend::SuspendCause)>,
     /// Active causes of suspension of each task.
-    holds: HashMap<Tid, suspend::Suspensions>,
-    pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
+    suspensions: HashMap<Tid, suspend::Suspensions>,
+    pub(crate) refused_suspensions: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
     pub(crate) checkpoints: Vec<Tid>,
     pub(crate) restarts: Vec<(String, Vec<String>)>,
     /// Limits that all owners set.
     pub(crate) limits: GuestLimits,
     /// What happens to guests when an owner arrives.
-    pub(crate) then: EvictionMode,
+    pub(crate) leave_mode: EvictionMode,
     /// Reason for which the owners' rules exclude guests; `None` if they accept guests.
-    pub(crate) closed: Option<String>,
+    pub(crate) closed_reason: Option<String>,
     /// Busy fraction of the processors, and number of runnable threads, as the load watcher of each
     /// host reports them.
     pub(crate) load: (f32, u32),
     /// Available memory of each host in bytes, as load watchers report it.
-    pub(crate) memory: u64,
-    events: u64,
-    locals: HashMap<HostId, u32>,
-    moves: u64,
-    orders: i32,
+    pub(crate) available_bytes: u64,
+    event_count: u64,
+    next_task_numbers: HashMap<HostId, u32>,
+    migration_count: u64,
+    order_count: i32,
 }
 
 #[derive(Clone, Default)]
-pub(crate) struct FakeVm(pub(crate) Rc<RefCell<World>>);
+pub(crate) struct FakeVm(pub(crate) Rc<RefCell<FakeWorld>>);
 
 impl VmApi for FakeVm {
     fn tid(&self) -> Tid {
-        rm()
+        rm_tid()
     }
     fn host(&self) -> HostId {
-        h(1)
+        host_id(1)
     }
     fn now(&self) -> Micros {
         self.0.borrow().now
     }
-    fn wall(&self) -> Micros {
+    fn wall_clock(&self) -> Micros {
         Micros::from_secs(1_700_000_000) + self.0.borrow().now
     }
     fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
@@ -113,7 +113,7 @@ impl VmApi for FakeVm {
         let message = world.inbox.pop_front();
         if message.is_none() {
             let later = world.now + Micros(span.as_micros() as u64);
-            world.now = later.min(world.until.max(world.now));
+            world.now = later.min(world.wait_limit.max(world.now));
         }
         Ok(message)
     }
@@ -121,23 +121,23 @@ impl VmApi for FakeVm {
         self.0.borrow_mut().sent.push((to, tag, wid, body));
         Ok(())
     }
-    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.0.borrow_mut().answers.push((to, tag, wid, body));
         Ok(())
     }
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
         let world = self.0.borrow();
         Ok(world
-            .log
+            .event_log
             .iter()
             .filter(|e| e.number >= from)
             .take(limit as usize)
             .cloned()
             .collect())
     }
-    fn config(&self) -> Result<HostTable, Error> {
+    fn host_table(&self) -> Result<HostTable, Error> {
         let entry = |i: &u16| HostEntry {
-            id: h(*i),
+            id: host_id(*i),
             name: format!("h{i}"),
             arch: "LINUX64".into(),
             speed: 1000,
@@ -150,11 +150,11 @@ impl VmApi for FakeVm {
         })
     }
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
-        self.0.borrow_mut().lists += 1;
+        self.0.borrow_mut().list_count += 1;
         Ok(self.0.borrow().tasks.clone())
     }
     fn register(&self) -> Result<Tid, Error> {
-        Ok(self.0.borrow().previous)
+        Ok(self.0.borrow().previous_rm)
     }
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         assert_eq!((ctx, tag), (CTX_RM, TAG_EVENT));
@@ -167,11 +167,11 @@ impl VmApi for FakeVm {
         }
         Ok(())
     }
-    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
         let mut world = self.0.borrow_mut();
-        world.orders += 1;
-        let wid = 1000 + world.orders;
-        world.execs.push(Exec {
+        world.order_count += 1;
+        let wid = 1000 + world.order_count;
+        world.execs.push(StartOrder {
             host,
             parent,
             request: request.clone(),
@@ -183,13 +183,13 @@ impl VmApi for FakeVm {
         let mut world = self.0.borrow_mut();
         world.migrations.push((tid, to, cause));
         world
-            .refuse
+            .refused_migrations
             .get(&(tid, to))
             .map_or(Ok(()), |error| Err(error.clone().into()))
     }
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
-        if let Some(code) = world.refuses_signals.get(&tid) {
+        if let Some(code) = world.refused_signals.get(&tid) {
             return Err(Error::new(*code, "refused"));
         }
         world.signals.push((tid, signal));
@@ -198,7 +198,7 @@ impl VmApi for FakeVm {
     }
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
-        if let Some(code) = world.refuses_suspending.get(&tid) {
+        if let Some(code) = world.refused_suspensions.get(&tid) {
             return Err(Error::new(*code, "refused"));
         }
         world.suspends.push((tid, suspend, cause.clone()));
@@ -207,8 +207,8 @@ impl VmApi for FakeVm {
             suspend,
             cause,
         };
-        let before = world.holds.get(&tid).copied().unwrap_or_default();
-        world.holds.insert(tid, before.apply(&order));
+        let before = world.suspensions.get(&tid).copied().unwrap_or_default();
+        world.suspensions.insert(tid, before.apply(&order));
         if let Some(event) = before.change_event(before.apply(&order), &order) {
             world.event(tid.birth_host().expect("a task"), event);
         }
@@ -222,7 +222,7 @@ impl VmApi for FakeVm {
         self.0.borrow_mut().restarts.push((set.into(), on.to_vec()));
         Ok(())
     }
-    fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
+    fn record_event(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
         use EventKind::{
             DrainEnded, DrainStarted, HostClosed, HostOpened, JobResumed, JobSuspended,
@@ -239,11 +239,11 @@ impl VmApi for FakeVm {
     }
 }
 
-impl World {
+impl FakeWorld {
     pub(crate) fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
         self.inbox.push_back(Message {
             src,
-            dst: rm(),
+            dst: rm_tid(),
             ctx,
             tag,
             wid,
@@ -253,15 +253,15 @@ impl World {
     }
 
     pub(crate) fn event(&mut self, host: HostId, kind: EventKind) {
-        self.events += 1;
+        self.event_count += 1;
         let at = Micros::from_secs(1_700_000_000) + self.now;
         let event = Event {
-            number: self.events,
+            number: self.event_count,
             at,
             host,
             kind,
         };
-        self.log.push(event.clone());
+        self.event_log.push(event.clone());
         let body = frame::to_bytes(&event)
             .expect("an event can be written")
             .into();
@@ -270,11 +270,11 @@ impl World {
 
     /// Skips one number in the event log, as if that entry had been lost.
     pub(crate) fn miss_event(&mut self) {
-        self.events += 1;
+        self.event_count += 1;
     }
 
     /// Drops all messages in the inbox.
-    pub(crate) fn forget_mail(&mut self) {
+    pub(crate) fn clear_inbox(&mut self) {
         self.inbox.clear();
     }
 
@@ -286,9 +286,9 @@ impl World {
         self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// Like [`World::spawn`], for a request that has waited at an earlier resource manager since
+    /// Like [`FakeWorld::handle_spawn`], for a request that has waited at an earlier resource manager since
     /// `since`.
-    pub(crate) fn spawn_again(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
+    pub(crate) fn spawn_waiting_since(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
         self.post(
             client(),
             CTX_BASE,
@@ -300,7 +300,7 @@ impl World {
 
     /// Returns the notifications that the client got about the waiting of this request: the time
     /// waited, or `None` when it stopped waiting.
-    pub(crate) fn waits(&self, wid: i32) -> Vec<Option<Micros>> {
+    pub(crate) fn wait_notices(&self, wid: i32) -> Vec<Option<Micros>> {
         let told = self
             .sent
             .iter()
@@ -310,16 +310,18 @@ impl World {
     }
 
     /// Acknowledges an order to start tasks. Returns the tids of the started tasks.
-    pub(crate) fn ack(&mut self, exec: &Exec) -> Vec<Tid> {
-        let local = self.locals.entry(exec.host).or_insert(100);
+    pub(crate) fn ack(&mut self, exec: &StartOrder) -> Vec<Tid> {
+        let local = self.next_task_numbers.entry(exec.host).or_insert(100);
         let first = *local;
         *local += exec.request.count;
-        let tids: Vec<Tid> = (first..*local).map(|n| t(exec.host.index(), n)).collect();
+        let tids: Vec<Tid> = (first..*local)
+            .map(|n| task_id(exec.host.index(), n))
+            .collect();
         self.ack_with(exec, &tids.iter().map(|tid| Ok(*tid)).collect::<Vec<_>>());
         tids
     }
 
-    pub(crate) fn ack_with(&mut self, exec: &Exec, results: &[PvmResult<Tid>]) {
+    pub(crate) fn ack_with(&mut self, exec: &StartOrder, results: &[PvmResult<Tid>]) {
         self.post(
             exec.host.daemon_tid(),
             CTX_BASE,
@@ -331,7 +333,7 @@ impl World {
 
     pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
         let (busy, running) = self.load;
-        let (load1, available_bytes) = (running as f32, self.memory);
+        let (load1, available_bytes) = (running as f32, self.available_bytes);
         let sample = LoadSample {
             cores: 2,
             busy,
@@ -350,15 +352,15 @@ impl World {
                 detected_at: seen, ..
             } => GuestAccess::Paused {
                 evict_at: Some(*seen),
-                eviction: self.then,
+                eviction: self.leave_mode,
             },
-            _ if self.closed.is_some() => GuestAccess::Paused {
+            _ if self.closed_reason.is_some() => GuestAccess::Paused {
                 evict_at: Some(Micros(8)),
-                eviction: self.then,
+                eviction: self.leave_mode,
             },
             _ => GuestAccess::Welcome,
         };
-        let guests_why = self.closed.clone().unwrap_or_else(|| why.into());
+        let guests_why = self.closed_reason.clone().unwrap_or_else(|| why.into());
         let report = LoadReport {
             host,
             at: Micros(8),
@@ -377,10 +379,10 @@ impl World {
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
     }
 
-    pub(crate) fn moved(&mut self, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
-        self.moves += 1;
-        let id = MigrationId(self.moves);
-        let (from, to, time) = (h(from), h(to), Micros(1));
+    pub(crate) fn migrated(&mut self, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
+        self.migration_count += 1;
+        let id = MigrationId(self.migration_count);
+        let (from, to, time) = (host_id(from), host_id(to), Micros(1));
         let kind = EventKind::Migrated {
             id,
             tid,
@@ -395,17 +397,20 @@ impl World {
         self.event(to, kind);
     }
 
-    pub(crate) fn move_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
-        self.moves += 1;
-        let (id, step) = (MigrationId(self.moves), sempa_proto::migration::Step::Dump);
+    pub(crate) fn migration_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
+        self.migration_count += 1;
+        let (id, step) = (
+            MigrationId(self.migration_count),
+            sempa_proto::migration::Step::Dump,
+        );
         let cause = MigrationCause::Owner { why: String::new() };
         self.event(
-            h(from),
+            host_id(from),
             EventKind::MigrationFailed {
                 id,
                 tid,
-                from: h(from),
-                to: h(to),
+                from: host_id(from),
+                to: host_id(to),
                 cause,
                 step,
                 why,
@@ -413,19 +418,19 @@ impl World {
         );
     }
 
-    pub(crate) fn took_migrations(&mut self) -> Vec<(Tid, u16)> {
+    pub(crate) fn take_migrations(&mut self) -> Vec<(Tid, u16)> {
         std::mem::take(&mut self.migrations)
             .into_iter()
             .map(|(tid, to, _)| (tid, to.index()))
             .collect()
     }
 
-    pub(crate) fn took_execs(&mut self) -> Vec<Exec> {
+    pub(crate) fn take_start_orders(&mut self) -> Vec<StartOrder> {
         std::mem::take(&mut self.execs)
     }
 
     /// Returns the reply to the spawn with this wait id, if there is one.
-    pub(crate) fn answer(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
+    pub(crate) fn spawn_reply(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
         let found = self
             .sent
             .iter()
@@ -442,12 +447,12 @@ impl World {
     }
 }
 
-pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
+pub(crate) fn task_info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
     let (parent, pid, uid) = (Tid::NONE, 1, 0);
     TaskInfo {
         tid,
         parent,
-        host: h(host),
+        host: host_id(host),
         flags,
         name: name.into(),
         pid,
@@ -458,8 +463,8 @@ pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
     }
 }
 
-pub(crate) fn spawned(tid: Tid, host: u16) -> TaskInfo {
-    info(tid, host, TASK_FORKED | TASK_CONNECTED, "worker")
+pub(crate) fn spawned_task_info(tid: Tid, host: u16) -> TaskInfo {
+    task_info(tid, host, TASK_FORKED | TASK_CONNECTED, "worker")
 }
 
 pub(crate) fn world(hosts: u16) -> FakeVm {
@@ -469,21 +474,21 @@ pub(crate) fn world(hosts: u16) -> FakeVm {
         world.now = Micros::from_secs(100);
         world.hosts = (1..=hosts).collect();
         world.tasks = vec![
-            info(rm(), 1, TASK_CONNECTED, ""),
-            info(client(), 1, TASK_CONNECTED, ""),
+            task_info(rm_tid(), 1, TASK_CONNECTED, ""),
+            task_info(client(), 1, TASK_CONNECTED, ""),
         ];
     }
     vm
 }
 
-pub(crate) struct Bed {
+pub(crate) struct TestBed {
     pub(crate) vm: FakeVm,
     pub(crate) service: Service<FakeVm>,
 }
 
-impl Bed {
-    pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
-        Bed::with(
+impl TestBed {
+    pub(crate) fn try_start(vm: &FakeVm, watchers: bool) -> Result<TestBed, ServiceError> {
+        TestBed::with(
             vm,
             Options {
                 watchers,
@@ -492,8 +497,8 @@ impl Bed {
         )
     }
 
-    pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<Bed, ServiceError> {
-        Ok(Bed {
+    pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<TestBed, ServiceError> {
+        Ok(TestBed {
             vm: vm.clone(),
             service: Service::start(vm.clone(), options)?,
         })
@@ -501,8 +506,8 @@ impl Bed {
 
     /// Creates a service on hosts without owners, whose load watchers all run. The watcher of host
     /// n is t(n, 50).
-    pub(crate) fn quiet(vm: &FakeVm) -> Bed {
-        Bed::quiet_with(
+    pub(crate) fn quiet(vm: &FakeVm) -> TestBed {
+        TestBed::quiet_with(
             vm,
             Options {
                 watchers: true,
@@ -511,13 +516,13 @@ impl Bed {
         )
     }
 
-    /// As [`Bed::quiet`], with other options.
-    pub(crate) fn quiet_with(vm: &FakeVm, options: Options) -> Bed {
-        let mut bed = Bed::with(vm, options).expect("no other resource manager");
-        let execs = bed.world().took_execs();
+    /// As [`TestBed::quiet`], with other options.
+    pub(crate) fn quiet_with(vm: &FakeVm, options: Options) -> TestBed {
+        let mut bed = TestBed::with(vm, options).expect("no other resource manager");
+        let execs = bed.world().take_start_orders();
         assert_eq!(execs.len(), bed.world().hosts.len());
         for exec in execs {
-            let watcher = Bed::watcher(exec.host.index());
+            let watcher = TestBed::watcher(exec.host.index());
             bed.world().ack_with(&exec, &[Ok(watcher)]);
             bed.world()
                 .report(watcher, exec.host, OwnerVerdict::Absent { since: None });
@@ -527,10 +532,10 @@ impl Bed {
     }
 
     pub(crate) fn watcher(host: u16) -> Tid {
-        t(host, 50)
+        task_id(host, 50)
     }
 
-    pub(crate) fn world(&self) -> std::cell::RefMut<'_, World> {
+    pub(crate) fn world(&self) -> std::cell::RefMut<'_, FakeWorld> {
         self.vm.0.borrow_mut()
     }
 
@@ -546,10 +551,10 @@ impl Bed {
         self.try_settle().expect("the service goes on");
     }
 
-    /// Advances the clock by `span`. The service handles everything that becomes due.
-    pub(crate) fn pass(&mut self, span: Micros) {
+    /// Advances the clock by `last_entry_time`. The service handles everything that becomes due.
+    pub(crate) fn advance(&mut self, span: Micros) {
         let until = self.world().now + span;
-        self.world().until = until;
+        self.world().wait_limit = until;
         while self.world().now < until || !self.world().inbox.is_empty() {
             self.service.step().expect("the service goes on");
         }
@@ -557,30 +562,31 @@ impl Bed {
         self.service.step().expect("the service goes on");
     }
 
-    pub(crate) fn owner_comes(&mut self, host: u16) {
+    pub(crate) fn report_owner_present(&mut self, host: u16) {
         let owner = OwnerVerdict::Present {
             since: Micros(7),
             detected_at: Micros(8),
         };
-        self.world().report(Bed::watcher(host), h(host), owner);
+        self.world()
+            .report(TestBed::watcher(host), host_id(host), owner);
         self.settle();
     }
 
-    pub(crate) fn owner_leaves(&mut self, host: u16) {
+    pub(crate) fn report_owner_absent(&mut self, host: u16) {
         self.world().report(
-            Bed::watcher(host),
-            h(host),
+            TestBed::watcher(host),
+            host_id(host),
             OwnerVerdict::Absent { since: None },
         );
         self.settle();
     }
 
     /// Sends reports of the load watchers of these hosts, as they do every ten seconds.
-    pub(crate) fn signs_of_life(&mut self, hosts: &[u16]) {
+    pub(crate) fn report_absent_owners(&mut self, hosts: &[u16]) {
         for host in hosts {
             self.world().report(
-                Bed::watcher(*host),
-                h(*host),
+                TestBed::watcher(*host),
+                host_id(*host),
                 OwnerVerdict::Absent { since: None },
             );
         }
@@ -596,13 +602,13 @@ pub(crate) fn request(count: u32) -> SpawnRequest {
     }
 }
 
-pub(crate) fn failed(why: Failure) -> MigrationError {
+pub(crate) fn migrate_error(why: Failure) -> MigrationError {
     MigrationError {
         step: sempa_proto::migration::Step::Prepare,
         why,
     }
 }
 
-pub(crate) fn no_file() -> PvmResult<Tid> {
+pub(crate) fn no_file_error() -> PvmResult<Tid> {
     Err(PvmError::NoFile)
 }

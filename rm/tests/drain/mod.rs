@@ -1,25 +1,25 @@
 //! Draining of hosts on request of a user, and the end of a drain.
 
-use crate::common::{Bed, client, h, request, spawned, t, world};
-use crate::{ask, with_books};
+use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
+use crate::{options_with_history, query};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, MigrationCause};
 use sempa_proto::rm::{RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-fn by() -> MigrationCause {
+fn client_cause() -> MigrationCause {
     MigrationCause::Drain {
         requested_by: client(),
     }
 }
 
-fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
+fn drain(bed: &mut TestBed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
     let RmReply::Drain {
         drained: true,
         tasks,
         ..
-    } = ask(
+    } = query(
         bed,
         &RmQuery::Drain {
             host: "h2".into(),
@@ -32,8 +32,9 @@ fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
     tasks
 }
 
-fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
-    let RmReply::Drain { tasks, .. } = ask(bed, &RmQuery::DrainStatus { host: "h2".into() }) else {
+fn remaining_tasks(bed: &mut TestBed) -> Vec<(Tid, Option<String>)> {
+    let RmReply::Drain { tasks, .. } = query(bed, &RmQuery::DrainStatus { host: "h2".into() })
+    else {
         panic!("h2 is there")
     };
     tasks
@@ -43,32 +44,39 @@ fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
 #[test]
 fn drained_host_is_emptied_and_reusable() {
     let vm = world(3);
-    vm.0.borrow_mut()
-        .tasks
-        .extend([spawned(t(2, 1), 2), spawned(t(2, 2), 2)]);
-    let mut bed = Bed::quiet(&vm);
-    assert_eq!(drain(&mut bed, None), [(t(2, 1), None), (t(2, 2), None)]);
-    let goes = vec![(t(2, 1), h(1), by()), (t(2, 2), h(3), by())];
+    vm.0.borrow_mut().tasks.extend([
+        spawned_task_info(task_id(2, 1), 2),
+        spawned_task_info(task_id(2, 2), 2),
+    ]);
+    let mut bed = TestBed::quiet(&vm);
+    assert_eq!(
+        drain(&mut bed, None),
+        [(task_id(2, 1), None), (task_id(2, 2), None)]
+    );
+    let goes = vec![
+        (task_id(2, 1), host_id(1), client_cause()),
+        (task_id(2, 2), host_id(3), client_cause()),
+    ];
     assert_eq!(bed.world().migrations, goes);
-    bed.world().moved(t(2, 1), 2, 1, by());
+    bed.world().migrated(task_id(2, 1), 2, 1, client_cause());
     bed.settle();
-    assert_eq!(left(&mut bed), [(t(2, 2), None)]);
-    bed.world().moved(t(2, 2), 2, 3, by());
+    assert_eq!(remaining_tasks(&mut bed), [(task_id(2, 2), None)]);
+    bed.world().migrated(task_id(2, 2), 2, 3, client_cause());
     bed.settle();
-    assert_eq!(left(&mut bed), []);
+    assert_eq!(remaining_tasks(&mut bed), []);
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::HostVacated { host: h(2) })
+        Some(&EventKind::HostVacated { host: host_id(2) })
     );
-    bed.world().took_migrations();
+    bed.world().take_migrations();
     // No task is placed on the drained host, even if the spawn names it.
     bed.world().spawn(1, &request(4));
     bed.settle();
     assert!(
         bed.world()
-            .took_execs()
+            .take_start_orders()
             .iter()
-            .all(|exec| exec.host != h(2))
+            .all(|exec| exec.host != host_id(2))
     );
     bed.world().spawn(
         2,
@@ -80,12 +88,12 @@ fn drained_host_is_emptied_and_reusable() {
     );
     bed.settle();
     assert_eq!(
-        bed.world().answer(2),
+        bed.world().spawn_reply(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
     // A task that a user migrates to the drained host is evicted again.
-    bed.world().moved(
-        t(2, 1),
+    bed.world().migrated(
+        task_id(2, 1),
         1,
         2,
         MigrationCause::Requested {
@@ -93,8 +101,8 @@ fn drained_host_is_emptied_and_reusable() {
         },
     );
     bed.settle();
-    assert_eq!(bed.world().took_migrations().len(), 1);
-    let RmReply::Drain { drained, .. } = ask(&mut bed, &RmQuery::Undrain { host: "h2".into() })
+    assert_eq!(bed.world().take_migrations().len(), 1);
+    let RmReply::Drain { drained, .. } = query(&mut bed, &RmQuery::Undrain { host: "h2".into() })
     else {
         panic!("no")
     };
@@ -108,9 +116,9 @@ fn drained_host_is_emptied_and_reusable() {
         },
     );
     bed.settle();
-    assert_eq!(bed.world().took_execs()[0].host, h(2));
+    assert_eq!(bed.world().take_start_orders()[0].host, host_id(2));
     assert_eq!(
-        ask(
+        query(
             &mut bed,
             &RmQuery::Drain {
                 host: "h9".into(),
@@ -125,13 +133,15 @@ fn drained_host_is_emptied_and_reusable() {
 #[test]
 fn tasks_that_stay_on_drained_host_are_reported() {
     let vm = world(2);
-    vm.0.borrow_mut().tasks.push(spawned(t(2, 1), 2));
-    let mut bed = Bed::quiet(&vm);
-    bed.owner_comes(1);
+    vm.0.borrow_mut()
+        .tasks
+        .push(spawned_task_info(task_id(2, 1), 2));
+    let mut bed = TestBed::quiet(&vm);
+    bed.report_owner_present(1);
     let tasks = drain(&mut bed, Some(Micros::from_secs(3)));
     let why = tasks[0].1.clone().expect("nobody takes it");
     assert_eq!(why, "no host to go to (h1: owner present (alice on pts/0))");
-    bed.pass(Micros::from_secs(4));
+    bed.advance(Micros::from_secs(4));
     let notes = bed.world().notes();
     assert!(
         notes
@@ -145,24 +155,24 @@ fn tasks_that_stay_on_drained_host_are_reported() {
         .count();
     assert_eq!(late, 1, "{notes:?}");
     // After a failed migration the task migrates to another host, or to the same one later.
-    bed.owner_leaves(1);
-    assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
+    bed.report_owner_absent(1);
+    assert_eq!(bed.world().take_migrations(), [(task_id(2, 1), 1)]);
     bed.world()
-        .move_failed(t(2, 1), 2, 1, Failure::Killed { signal: 9 });
+        .migration_failed(task_id(2, 1), 2, 1, Failure::Killed { signal: 9 });
     bed.settle();
-    assert!(left(&mut bed)[0].1.is_some());
-    bed.pass(Micros::from_secs(3));
-    assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
+    assert!(remaining_tasks(&mut bed)[0].1.is_some());
+    bed.advance(Micros::from_secs(3));
+    assert_eq!(bed.world().take_migrations(), [(task_id(2, 1), 1)]);
 }
 
 /// A host is still drained after an owner has arrived and left.
 #[test]
 fn drain_outlasts_owner_visit() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let mut bed = TestBed::quiet(&vm);
     drain(&mut bed, None);
-    bed.owner_comes(2);
-    bed.owner_leaves(2);
+    bed.report_owner_present(2);
+    bed.report_owner_absent(2);
     bed.world().spawn(
         2,
         &SpawnRequest {
@@ -173,10 +183,11 @@ fn drain_outlasts_owner_visit() {
     );
     bed.settle();
     assert_eq!(
-        bed.world().answer(2),
+        bed.world().spawn_reply(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("no reason")
     };
@@ -192,31 +203,31 @@ fn drain_outlasts_owner_visit() {
 fn restarted_rm_keeps_drained_hosts() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
-    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    let mut bed = TestBed::with(&vm, options_with_history(dir.path())).expect("no other");
     drain(&mut bed, Some(Micros::from_secs(60)));
-    bed.pass(Micros::from_secs(1));
+    bed.advance(Micros::from_secs(1));
     drop(bed);
-    vm.0.borrow_mut().forget_mail();
-    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    vm.0.borrow_mut().clear_inbox();
+    let mut bed = TestBed::with(&vm, options_with_history(dir.path())).expect("no other");
     bed.world().spawn(1, &request(2));
     bed.settle();
     assert!(
         bed.world()
-            .took_execs()
+            .take_start_orders()
             .iter()
-            .all(|exec| exec.host == h(1))
+            .all(|exec| exec.host == host_id(1))
     );
-    ask(&mut bed, &RmQuery::Undrain { host: "h2".into() });
-    bed.pass(Micros::from_secs(1));
+    query(&mut bed, &RmQuery::Undrain { host: "h2".into() });
+    bed.advance(Micros::from_secs(1));
     drop(bed);
-    vm.0.borrow_mut().forget_mail();
-    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    vm.0.borrow_mut().clear_inbox();
+    let mut bed = TestBed::with(&vm, options_with_history(dir.path())).expect("no other");
     bed.world().spawn(2, &request(2));
     bed.settle();
     assert!(
         bed.world()
-            .took_execs()
+            .take_start_orders()
             .iter()
-            .any(|exec| exec.host == h(2))
+            .any(|exec| exec.host == host_id(2))
     );
 }

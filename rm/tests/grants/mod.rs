@@ -1,12 +1,14 @@
 //! Placement leases: tasks that spawn repeatedly get hosts for their next spawns in advance.
 
-use crate::common::{Bed, client, h, info, request, rm as own, spawned, t, world};
-use crate::{ask, ended, with_conduct};
-use pvm_rm::decide::{Limits, Policy};
-use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX, REVIEW_PAUSE};
-use pvm_rm::policy::Conduct;
+use crate::common::{
+    TestBed, client, host_id, request, rm_tid as own, spawned_task_info, task_id, task_info, world,
+};
+use crate::{options_with_policy, query, task_ended};
+use pvm_rm::decide::{Limits, PlacementPolicy};
+use pvm_rm::grants::{GRANT_WINDOW, GRANTED_SLOTS_MAX, REVIEW_INTERVAL};
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::TAG_POLICY;
-use pvm_rm::spawns::Rules;
+use pvm_rm::spawns::SpawnRules;
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::rm::{CTX_RM, DecisionKind, PlacementRule, RmQuery, RmReply};
 use sempa_proto::sm::{
@@ -18,19 +20,20 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// Lets every host carry out its orders to start tasks. Returns all started tasks.
-fn serve(bed: &mut Bed) -> Vec<Tid> {
+fn carry_out_orders(bed: &mut TestBed) -> Vec<Tid> {
     bed.settle();
     let mut all = Vec::new();
     loop {
-        let execs = bed.world().took_execs();
+        let execs = bed.world().take_start_orders();
         if execs.is_empty() {
             return all;
         }
         for exec in execs {
             let tids = bed.world().ack(&exec);
-            bed.world()
-                .tasks
-                .extend(tids.iter().map(|tid| spawned(*tid, exec.host.index())));
+            bed.world().tasks.extend(
+                tids.iter()
+                    .map(|tid| spawned_task_info(*tid, exec.host.index())),
+            );
             all.extend(tids);
         }
         bed.settle();
@@ -38,16 +41,20 @@ fn serve(bed: &mut Bed) -> Vec<Tid> {
 }
 
 /// Sends the same spawn of the client once for each wait id. Returns the started tasks.
-fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnRequest) -> Vec<Tid> {
+fn spawn_repeatedly(
+    bed: &mut TestBed,
+    wids: std::ops::RangeInclusive<i32>,
+    request: &SpawnRequest,
+) -> Vec<Tid> {
     wids.flat_map(|wid| {
         bed.world().spawn(wid, request);
-        serve(bed)
+        carry_out_orders(bed)
     })
     .collect()
 }
 
 /// Returns the leases that were sent to a task, each with the wait id of its request.
-fn given(bed: &Bed, task: Tid) -> Vec<(i32, PlacementLease)> {
+fn leases_of(bed: &TestBed, task: Tid) -> Vec<(i32, PlacementLease)> {
     let world = bed.world();
     let to_it = world
         .sent
@@ -59,22 +66,27 @@ fn given(bed: &Bed, task: Tid) -> Vec<(i32, PlacementLease)> {
 }
 
 /// Reports that the client has used a lease to start this task.
-fn taken(bed: &mut Bed, wid: i32, host: u16, tid: Tid) {
-    all_taken(bed, wid, &[(host, tid)]);
+fn report_use(bed: &mut TestBed, wid: i32, host: u16, tid: Tid) {
+    report_uses(bed, wid, &[(host, tid)]);
 }
 
 /// Reports that the client has used a lease to start several tasks in one request.
-fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
-    bed.world()
-        .tasks
-        .extend(tasks.iter().map(|(host, tid)| spawned(*tid, *host)));
-    let tasks = tasks.iter().map(|(host, tid)| (h(*host), *tid)).collect();
+fn report_uses(bed: &mut TestBed, wid: i32, tasks: &[(u16, Tid)]) {
+    bed.world().tasks.extend(
+        tasks
+            .iter()
+            .map(|(host, tid)| spawned_task_info(*tid, *host)),
+    );
+    let tasks = tasks
+        .iter()
+        .map(|(host, tid)| (host_id(*host), *tid))
+        .collect();
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner: client(),
         tasks,
     });
     bed.world().post(
-        h(1).daemon_tid(),
+        host_id(1).daemon_tid(),
         CTX_BASE,
         SM_PLACEMENT_LEASE_USED,
         wid,
@@ -87,10 +99,10 @@ fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
 #[test]
 fn second_equal_spawn_gets_lease() {
     let vm = world(3);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=1, &request(1));
-    assert_eq!(given(&bed, client()), [], "once is not a habit");
-    spawns(&mut bed, 2..=2, &request(1));
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=1, &request(1));
+    assert_eq!(leases_of(&bed, client()), [], "once is not a habit");
+    spawn_repeatedly(&mut bed, 2..=2, &request(1));
     let [
         (
             wid,
@@ -99,11 +111,14 @@ fn second_equal_spawn_gets_lease() {
                 valid_for: span,
             },
         ),
-    ] = &given(&bed, client())[..]
+    ] = &leases_of(&bed, client())[..]
     else {
-        panic!("{:?}", given(&bed, client()))
+        panic!("{:?}", leases_of(&bed, client()))
     };
-    assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, LEASE_HOSTS_MAX));
+    assert_eq!(
+        (*wid, *span, hosts.len()),
+        (2, GRANT_WINDOW, LEASE_HOSTS_MAX)
+    );
     // Two of the three hosts run one task each. As with single placements, the third host comes
     // first, and no host is used more often than its share allows.
     assert_eq!(
@@ -115,7 +130,7 @@ fn second_equal_spawn_gets_lease() {
         2
     );
     for host in 1..=3 {
-        assert!(hosts.contains(&h(host)), "{hosts:?}");
+        assert!(hosts.contains(&host_id(host)), "{hosts:?}");
     }
 }
 
@@ -123,17 +138,21 @@ fn second_equal_spawn_gets_lease() {
 #[test]
 fn task_started_by_lease_is_known_and_explained() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let mut bed = TestBed::quiet(&vm);
     let named = SpawnRequest {
         flags: SPAWN_HOST,
         place: "h2".into(),
         ..request(1)
     };
-    spawns(&mut bed, 1..=2, &named);
-    assert_eq!(given(&bed, client())[0].1.hosts, [h(2); LEASE_HOSTS_MAX]);
-    taken(&mut bed, 2, 2, t(2, 900));
-    assert!(bed.service.model().is_guest(t(2, 900)));
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(t(2, 900)))
+    spawn_repeatedly(&mut bed, 1..=2, &named);
+    assert_eq!(
+        leases_of(&bed, client())[0].1.hosts,
+        [host_id(2); LEASE_HOSTS_MAX]
+    );
+    report_use(&mut bed, 2, 2, task_id(2, 900));
+    assert!(bed.service.model().is_guest(task_id(2, 900)));
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(2, 900)))
     else {
         panic!("nothing is known")
     };
@@ -147,7 +166,7 @@ fn task_started_by_lease_is_known_and_explained() {
         } => {
             let why = (&attempts[0].rule, attempts[0].reason.as_str());
             *by == client()
-                && started[..] == [(t(2, 900), "h2".to_string())]
+                && started[..] == [(task_id(2, 900), "h2".to_string())]
                 && why
                     == (
                         &PlacementRule::HostRequested,
@@ -158,19 +177,19 @@ fn task_started_by_lease_is_known_and_explained() {
     };
     assert!(decisions.iter().any(|d| spawn(&d.kind)), "{decisions:?}");
     // Three tasks run on h2. All of them are evicted when its owner arrives.
-    bed.owner_comes(2);
-    assert_eq!(bed.world().took_migrations().len(), 3);
+    bed.report_owner_present(2);
+    assert_eq!(bed.world().take_migrations().len(), 3);
 }
 
 /// A task that repeatedly spawns several tasks in one request gets a lease.
 #[test]
 fn repeated_group_spawns_get_lease() {
     let vm = world(3);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(3));
-    let (wid, grant) = given(&bed, client()).pop().expect("a grant");
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(3));
+    let (wid, grant) = leases_of(&bed, client()).pop().expect("a grant");
     assert_eq!(
-        (given(&bed, client()).len(), wid, grant.hosts.len()),
+        (leases_of(&bed, client()).len(), wid, grant.hosts.len()),
         (1, 2, LEASE_HOSTS_MAX)
     );
     for host in 1..=3 {
@@ -185,11 +204,15 @@ fn repeated_group_spawns_get_lease() {
             "as those before: {grant:?}"
         );
     }
-    let tids = [(1, t(1, 900)), (2, t(2, 900)), (3, t(3, 900))];
-    all_taken(&mut bed, 2, &tids);
+    let tids = [
+        (1, task_id(1, 900)),
+        (2, task_id(2, 900)),
+        (3, task_id(3, 900)),
+    ];
+    report_uses(&mut bed, 2, &tids);
     for (_, tid) in tids {
         assert!(bed.service.model().is_guest(tid));
-        let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(tid))
+        let RmReply::Decisions { decisions, .. } = query(&mut bed, &RmQuery::TaskDecisions(tid))
         else {
             panic!("nothing is known")
         };
@@ -217,47 +240,49 @@ fn repeated_group_spawns_get_lease() {
 #[test]
 fn lease_follows_host_changes_while_used() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
-    let places = |bed: &Bed| given(bed, client()).pop().expect("a grant").1.hosts;
-    assert!(places(&bed).contains(&h(1)) && places(&bed).contains(&h(2)));
-    bed.pass(REVIEW_PAUSE);
-    assert_eq!(given(&bed, client()).len(), 1, "nothing has changed");
-    bed.owner_comes(1);
-    bed.pass(REVIEW_PAUSE);
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
+    let places = |bed: &TestBed| leases_of(bed, client()).pop().expect("a grant").1.hosts;
+    assert!(places(&bed).contains(&host_id(1)) && places(&bed).contains(&host_id(2)));
+    bed.advance(REVIEW_INTERVAL);
+    assert_eq!(leases_of(&bed, client()).len(), 1, "nothing has changed");
+    bed.report_owner_present(1);
+    bed.advance(REVIEW_INTERVAL);
     assert_eq!(
-        (given(&bed, client()).len(), places(&bed)),
-        (2, vec![h(2); LEASE_HOSTS_MAX])
+        (leases_of(&bed, client()).len(), places(&bed)),
+        (2, vec![host_id(2); LEASE_HOSTS_MAX])
     );
     for n in 0..5 {
-        bed.pass(Micros(GRANT_SPAN.0 / 2));
-        let before = given(&bed, client()).len();
-        taken(&mut bed, 2, 2, t(2, 900 + n));
-        assert_eq!(given(&bed, client()).len(), before, "it holds");
+        bed.advance(Micros(GRANT_WINDOW.0 / 2));
+        let before = leases_of(&bed, client()).len();
+        report_use(&mut bed, 2, 2, task_id(2, 900 + n));
+        assert_eq!(leases_of(&bed, client()).len(), before, "it holds");
     }
     // The task spawns nothing more, so its lease is not renewed.
-    bed.pass(GRANT_SPAN + REVIEW_PAUSE);
-    let before = given(&bed, client()).len();
-    bed.owner_leaves(1);
-    bed.pass(Micros(3 * REVIEW_PAUSE.0));
-    assert_eq!(given(&bed, client()).len(), before);
+    bed.advance(GRANT_WINDOW + REVIEW_INTERVAL);
+    let before = leases_of(&bed, client()).len();
+    bed.report_owner_absent(1);
+    bed.advance(Micros(3 * REVIEW_INTERVAL.0));
+    assert_eq!(leases_of(&bed, client()).len(), before);
 }
 
 /// Tasks that have ended, or that spawn nothing more, do not reduce the number of slots for others.
 #[test]
 fn unused_leases_are_released() {
     let vm = world(3);
-    let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
-    vm.0.borrow_mut()
-        .tasks
-        .extend(others.iter().map(|tid| info(*tid, 1, TASK_CONNECTED, "")));
-    let mut bed = Bed::quiet(&vm);
-    let twice = |bed: &mut Bed, task: Tid| {
+    let others: Vec<Tid> = (20..24).map(|n| task_id(1, n)).collect();
+    vm.0.borrow_mut().tasks.extend(
+        others
+            .iter()
+            .map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")),
+    );
+    let mut bed = TestBed::quiet(&vm);
+    let twice = |bed: &mut TestBed, task: Tid| {
         for wid in 1..=2 {
             bed.world().spawn_by(task, wid, &request(1));
-            serve(bed);
+            carry_out_orders(bed);
         }
-        given(bed, task)
+        leases_of(bed, task)
             .pop()
             .map_or(0, |(_, grant)| grant.hosts.len())
     };
@@ -265,15 +290,15 @@ fn unused_leases_are_released() {
         [0, 1, 2].map(|n| twice(&mut bed, others[n])),
         [LEASE_HOSTS_MAX, LEASE_HOSTS_MAX, 0]
     );
-    bed.world().event(h(1), ended(others[0]));
+    bed.world().event(host_id(1), task_ended(others[0]));
     bed.settle();
     assert_eq!(twice(&mut bed, others[2]), LEASE_HOSTS_MAX);
     assert_eq!(twice(&mut bed, others[3]), 0);
-    bed.pass(REVIEW_PAUSE);
+    bed.advance(REVIEW_INTERVAL);
     assert_eq!(twice(&mut bed, others[3]), LEASE_HOSTS_MAX);
     for idle in [others[1], others[2]] {
         assert_eq!(
-            given(&bed, idle).pop().map(|(_, grant)| grant.hosts),
+            leases_of(&bed, idle).pop().map(|(_, grant)| grant.hosts),
             Some(vec![]),
             "it is told"
         );
@@ -284,24 +309,32 @@ fn unused_leases_are_released() {
 #[test]
 fn half_used_lease_is_renewed() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
-    let hosts = given(&bed, client())[0].1.hosts.clone();
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
+    let hosts = leases_of(&bed, client())[0].1.hosts.clone();
     let last = LEASE_HOSTS_MAX / 2 - 1;
     for (n, host) in hosts.iter().take(last).enumerate() {
-        taken(&mut bed, 2, host.index(), t(host.index(), 900 + n as u32));
+        report_use(
+            &mut bed,
+            2,
+            host.index(),
+            task_id(host.index(), 900 + n as u32),
+        );
     }
-    assert_eq!(given(&bed, client()).len(), 1);
-    bed.owner_comes(1);
-    taken(
+    assert_eq!(leases_of(&bed, client()).len(), 1);
+    bed.report_owner_present(1);
+    report_use(
         &mut bed,
         2,
         hosts[last].index(),
-        t(hosts[last].index(), 950),
+        task_id(hosts[last].index(), 950),
     );
-    let (wid, grant) = given(&bed, client()).pop().expect("more");
-    assert_eq!((given(&bed, client()).len(), wid), (2, 2));
-    assert!(grant.hosts.iter().all(|host| *host == h(2)), "{grant:?}");
+    let (wid, grant) = leases_of(&bed, client()).pop().expect("more");
+    assert_eq!((leases_of(&bed, client()).len(), wid), (2, 2));
+    assert!(
+        grant.hosts.iter().all(|host| *host == host_id(2)),
+        "{grant:?}"
+    );
 }
 
 /// With round robin, task limits or waiting requests there are no leases, because each request must
@@ -313,30 +346,30 @@ fn no_leases_with_round_robin_limits_or_waiting() {
         job_tasks: None,
     };
     let conducts = [
-        Conduct {
-            placing: Policy::RoundRobin,
-            ..Conduct::default()
+        EffectivePolicy {
+            placing: PlacementPolicy::RoundRobin,
+            ..EffectivePolicy::default()
         },
-        Conduct {
-            rules: Rules {
+        EffectivePolicy {
+            rules: SpawnRules {
                 limits,
-                ..Rules::default()
+                ..SpawnRules::default()
             },
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         },
-        Conduct {
-            rules: Rules {
+        EffectivePolicy {
+            rules: SpawnRules {
                 wait: Micros::from_secs(60),
-                ..Rules::default()
+                ..SpawnRules::default()
             },
-            ..Conduct::default()
+            ..EffectivePolicy::default()
         },
     ];
     for conduct in conducts {
         let vm = world(2);
-        let mut bed = Bed::quiet_with(&vm, with_conduct(conduct));
-        assert_eq!(spawns(&mut bed, 1..=5, &request(1)).len(), 5);
-        assert_eq!(given(&bed, client()), [], "{conduct}");
+        let mut bed = TestBed::quiet_with(&vm, options_with_policy(conduct));
+        assert_eq!(spawn_repeatedly(&mut bed, 1..=5, &request(1)).len(), 5);
+        assert_eq!(leases_of(&bed, client()), [], "{conduct}");
     }
 }
 
@@ -345,51 +378,55 @@ fn no_leases_with_round_robin_limits_or_waiting() {
 #[test]
 fn unsuitable_requests_get_no_lease() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let mut bed = TestBed::quiet(&vm);
     let other = SpawnRequest {
         file: "other".into(),
         ..request(1)
     };
     for n in 0..3 {
-        spawns(&mut bed, 10 * n..=10 * n, &request(1));
-        spawns(&mut bed, 10 * n + 1..=10 * n + 1, &other);
+        spawn_repeatedly(&mut bed, 10 * n..=10 * n, &request(1));
+        spawn_repeatedly(&mut bed, 10 * n + 1..=10 * n + 1, &other);
     }
-    spawns(&mut bed, 40..=44, &request(LEASE_TASKS_MAX as u32 + 1));
+    spawn_repeatedly(&mut bed, 40..=44, &request(LEASE_TASKS_MAX as u32 + 1));
     let nowhere = SpawnRequest {
         flags: SPAWN_HOST,
         place: "nowhere".into(),
         ..request(1)
     };
-    spawns(&mut bed, 50..=54, &nowhere);
+    spawn_repeatedly(&mut bed, 50..=54, &nowhere);
     assert_eq!(
-        bed.world().answer(54),
+        bed.world().spawn_reply(54),
         Some(Ok(vec![Err(PvmError::NoHost)]))
     );
-    bed.world().memory = 1 << 40;
-    bed.owner_leaves(1);
+    bed.world().available_bytes = 1 << 40;
+    bed.report_owner_absent(1);
     for wants in ["?same-host", "?rank = speed", "?spread", "?memory >= 1K"] {
         let ranked = SpawnRequest {
             place: wants.into(),
             ..request(1)
         };
-        assert_eq!(spawns(&mut bed, 60..=63, &ranked).len(), 4, "{wants}");
+        assert_eq!(
+            spawn_repeatedly(&mut bed, 60..=63, &ranked).len(),
+            4,
+            "{wants}"
+        );
     }
     for n in 70..75 {
-        spawns(&mut bed, n..=n, &request(1));
-        bed.pass(GRANT_SPAN);
+        spawn_repeatedly(&mut bed, n..=n, &request(1));
+        bed.advance(GRANT_WINDOW);
     }
-    assert_eq!(given(&bed, client()), []);
+    assert_eq!(leases_of(&bed, client()), []);
 }
 
 /// Leases are revoked when one of their hosts is drained or the policy changes.
 #[test]
 fn drain_or_policy_change_revokes_leases() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
-    assert!(given(&bed, client())[0].1.hosts.contains(&h(2)));
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
+    assert!(leases_of(&bed, client())[0].1.hosts.contains(&host_id(2)));
     assert!(matches!(
-        ask(
+        query(
             &mut bed,
             &RmQuery::Drain {
                 host: "h2".into(),
@@ -398,23 +435,26 @@ fn drain_or_policy_change_revokes_leases() {
         ),
         RmReply::Drain { .. }
     ));
-    let (wid, grant) = given(&bed, client()).pop().expect("another word");
+    let (wid, grant) = leases_of(&bed, client()).pop().expect("another word");
     assert_eq!(
-        (given(&bed, client()).len(), wid, grant.hosts),
+        (leases_of(&bed, client()).len(), wid, grant.hosts),
         (2, 2, vec![])
     );
     // The lease for the task's next request contains only the other host.
-    spawns(&mut bed, 3..=3, &request(1));
-    assert_eq!(given(&bed, client())[2].1.hosts, [h(1); LEASE_HOSTS_MAX]);
+    spawn_repeatedly(&mut bed, 3..=3, &request(1));
+    assert_eq!(
+        leases_of(&bed, client())[2].1.hosts,
+        [host_id(1); LEASE_HOSTS_MAX]
+    );
     // A lease that counts as used up is revoked, too, because it may have unused slots.
-    let before = given(&bed, client()).len();
-    bed.owner_comes(1);
+    let before = leases_of(&bed, client()).len();
+    bed.report_owner_present(1);
     for first in [700, 750, 800] {
-        let tids = (first..).take(LEASE_TASKS_MAX).map(|n| (1, t(1, n)));
-        all_taken(&mut bed, 3, &tids.collect::<Vec<_>>());
+        let tids = (first..).take(LEASE_TASKS_MAX).map(|n| (1, task_id(1, n)));
+        report_uses(&mut bed, 3, &tids.collect::<Vec<_>>());
     }
     assert!(matches!(
-        ask(
+        query(
             &mut bed,
             &RmQuery::Drain {
                 host: "h1".into(),
@@ -424,117 +464,119 @@ fn drain_or_policy_change_revokes_leases() {
         RmReply::Drain { .. }
     ));
     assert_eq!(
-        given(&bed, client())[before..],
+        leases_of(&bed, client())[before..],
         [(
             3,
             PlacementLease {
                 hosts: vec![],
-                valid_for: GRANT_SPAN
+                valid_for: GRANT_WINDOW
             }
         )]
     );
     for host in ["h1", "h2"] {
         assert!(matches!(
-            ask(&mut bed, &RmQuery::Undrain { host: host.into() }),
+            query(&mut bed, &RmQuery::Undrain { host: host.into() }),
             RmReply::Drain { .. }
         ));
     }
-    bed.owner_leaves(1);
-    spawns(&mut bed, 20..=20, &request(1));
-    let before = given(&bed, client()).len();
+    bed.report_owner_absent(1);
+    spawn_repeatedly(&mut bed, 20..=20, &request(1));
+    let before = leases_of(&bed, client()).len();
     let content = bytes::Bytes::from_static(b"user_tasks = 50");
     bed.world().post(own(), CTX_RM, TAG_POLICY, 0, content);
     bed.settle();
     assert_eq!(
-        given(&bed, client())[before..],
+        leases_of(&bed, client())[before..],
         [(
             20,
             PlacementLease {
                 hosts: vec![],
-                valid_for: GRANT_SPAN
+                valid_for: GRANT_WINDOW
             }
         )]
     );
-    spawns(&mut bed, 21..=26, &request(1));
-    assert_eq!(given(&bed, client()).len(), before + 1);
+    spawn_repeatedly(&mut bed, 21..=26, &request(1));
+    assert_eq!(leases_of(&bed, client()).len(), before + 1);
 }
 
 /// A job that is being killed loses its leases and gets no new one.
 #[test]
 fn job_being_killed_gets_no_lease() {
     let vm = world(2);
-    let spawner = t(1, 20);
+    let spawner = task_id(1, 20);
     vm.0.borrow_mut()
         .tasks
-        .push(info(spawner, 1, TASK_CONNECTED, ""));
-    let mut bed = Bed::quiet(&vm);
+        .push(task_info(spawner, 1, TASK_CONNECTED, ""));
+    let mut bed = TestBed::quiet(&vm);
     for wid in 1..=2 {
         bed.world().spawn_by(spawner, wid, &request(1));
-        serve(&mut bed);
+        carry_out_orders(&mut bed);
     }
-    assert_eq!(given(&bed, spawner).len(), 1);
+    assert_eq!(leases_of(&bed, spawner).len(), 1);
     assert!(matches!(
-        ask(&mut bed, &RmQuery::Kill(spawner)),
+        query(&mut bed, &RmQuery::Kill(spawner)),
         RmReply::KillProgress { left: 1.., .. }
     ));
     assert_eq!(
-        given(&bed, spawner)[1..],
+        leases_of(&bed, spawner)[1..],
         [(
             2,
             PlacementLease {
                 hosts: vec![],
-                valid_for: GRANT_SPAN
+                valid_for: GRANT_WINDOW
             }
         )]
     );
     // A report of tasks that were started before the revocation arrives after it.
-    bed.world().tasks.push(spawned(t(2, 900), 2));
+    bed.world()
+        .tasks
+        .push(spawned_task_info(task_id(2, 900), 2));
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner,
-        tasks: vec![(h(2), t(2, 900))],
+        tasks: vec![(host_id(2), task_id(2, 900))],
     });
     bed.world().post(
-        h(1).daemon_tid(),
+        host_id(1).daemon_tid(),
         CTX_BASE,
         SM_PLACEMENT_LEASE_USED,
         2,
         body,
     );
     bed.settle();
-    assert!(bed.service.model().knows(t(2, 900)));
-    assert_eq!(given(&bed, spawner).len(), 2);
+    assert!(bed.service.model().has_task(task_id(2, 900)));
+    assert_eq!(leases_of(&bed, spawner).len(), 2);
 }
 
 /// Used slots that are reported after the end of the task are counted, and cause no new lease.
 #[test]
 fn lease_use_after_exit_is_counted() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
-    bed.world().event(h(1), ended(client()));
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
+    bed.world().event(host_id(1), task_ended(client()));
     bed.settle();
     for n in 0..LEASE_HOSTS_MAX as u32 {
-        taken(&mut bed, 2, 2, t(2, 900 + n));
+        report_use(&mut bed, 2, 2, task_id(2, 900 + n));
         assert!(
-            bed.service.model().is_guest(t(2, 900 + n)),
+            bed.service.model().is_guest(task_id(2, 900 + n)),
             "it is known all the same"
         );
     }
-    assert_eq!(given(&bed, client()).len(), 1);
+    assert_eq!(leases_of(&bed, client()).len(), 1);
 }
 
 /// A task gets no lease if it ends while its request is carried out.
 #[test]
 fn exited_requester_gets_no_lease() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=1, &request(1));
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=1, &request(1));
     bed.world().spawn(2, &request(1));
     bed.settle();
-    bed.world().event(h(1), ended(client()));
+    bed.world().event(host_id(1), task_ended(client()));
     bed.settle();
-    assert_eq!(serve(&mut bed).len(), 1);
-    assert_eq!(given(&bed, client()), []);
+    assert_eq!(carry_out_orders(&mut bed).len(), 1);
+    assert_eq!(leases_of(&bed, client()), []);
 }
 
 /// A different request of the task closes its lease.
@@ -543,67 +585,69 @@ fn different_request_gives_up_lease() {
     let vm = world(3);
     vm.0.borrow_mut()
         .tasks
-        .push(info(t(1, 20), 1, TASK_CONNECTED, ""));
-    let mut bed = Bed::quiet(&vm);
+        .push(task_info(task_id(1, 20), 1, TASK_CONNECTED, ""));
+    let mut bed = TestBed::quiet(&vm);
     let other = SpawnRequest {
         file: "other".into(),
         ..request(1)
     };
-    spawns(&mut bed, 1..=2, &request(1));
-    spawns(&mut bed, 3..=4, &other);
-    assert_eq!(given(&bed, client()).len(), 2);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
+    spawn_repeatedly(&mut bed, 3..=4, &other);
+    assert_eq!(leases_of(&bed, client()).len(), 2);
     for wid in 1..=2 {
-        bed.world().spawn_by(t(1, 20), wid, &request(1));
-        serve(&mut bed);
+        bed.world().spawn_by(task_id(1, 20), wid, &request(1));
+        carry_out_orders(&mut bed);
     }
     assert_eq!(
-        given(&bed, t(1, 20))[0].1.hosts.len(),
+        leases_of(&bed, task_id(1, 20))[0].1.hosts.len(),
         LEASE_HOSTS_MAX,
         "nobody has to give any back"
     );
-    assert_eq!(given(&bed, client()).len(), 2);
+    assert_eq!(leases_of(&bed, client()).len(), 2);
 }
 
 /// A request with a large environment is not remembered and gets no lease.
 #[test]
 fn large_request_gets_no_lease() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let mut bed = TestBed::quiet(&vm);
     let large = SpawnRequest {
         env: vec![vec![b'x'; 1 << 20]],
         ..request(1)
     };
-    assert_eq!(spawns(&mut bed, 1..=4, &large).len(), 4);
-    assert_eq!(given(&bed, client()), []);
+    assert_eq!(spawn_repeatedly(&mut bed, 1..=4, &large).len(), 4);
+    assert_eq!(leases_of(&bed, client()), []);
 }
 
 /// The total of leased slots is bounded until leases expire.
 #[test]
 fn total_of_leased_slots_is_bounded() {
     let vm = world(3);
-    let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
-    vm.0.borrow_mut()
-        .tasks
-        .extend(others.iter().map(|tid| info(*tid, 1, TASK_CONNECTED, "")));
-    let mut bed = Bed::quiet(&vm);
+    let others: Vec<Tid> = (20..24).map(|n| task_id(1, n)).collect();
+    vm.0.borrow_mut().tasks.extend(
+        others
+            .iter()
+            .map(|tid| task_info(*tid, 1, TASK_CONNECTED, "")),
+    );
+    let mut bed = TestBed::quiet(&vm);
     for wid in 1..=2 {
         for task in &others {
             bed.world().spawn_by(*task, wid, &request(1));
-            serve(&mut bed);
+            carry_out_orders(&mut bed);
         }
     }
-    let places = |bed: &Bed| {
+    let places = |bed: &TestBed| {
         others
             .iter()
-            .flat_map(|task| given(bed, *task))
+            .flat_map(|task| leases_of(bed, *task))
             .map(|(_, g)| g.hosts.len())
             .sum::<usize>()
     };
-    assert_eq!(places(&bed), GRANTED_MAX);
-    bed.pass(GRANT_SPAN);
-    spawns(&mut bed, 1..=2, &request(1));
+    assert_eq!(places(&bed), GRANTED_SLOTS_MAX);
+    bed.advance(GRANT_WINDOW);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
     assert_eq!(
-        given(&bed, client()).len(),
+        leases_of(&bed, client()).len(),
         1,
         "what nobody took holds no more"
     );
@@ -613,13 +657,13 @@ fn total_of_leased_slots_is_bounded() {
 #[test]
 fn invalid_lease_reports_are_ignored() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
+    let mut bed = TestBed::quiet(&vm);
+    spawn_repeatedly(&mut bed, 1..=2, &request(1));
     let before = bed.world().records.len();
-    taken(&mut bed, 77, 2, t(2, 900));
-    assert!(!bed.service.model().knows(t(2, 900)));
+    report_use(&mut bed, 77, 2, task_id(2, 900));
+    assert!(!bed.service.model().has_task(task_id(2, 900)));
     bed.world().post(
-        h(1).daemon_tid(),
+        host_id(1).daemon_tid(),
         CTX_BASE,
         SM_PLACEMENT_LEASE_USED,
         2,
@@ -627,11 +671,14 @@ fn invalid_lease_reports_are_ignored() {
     );
     let body = pack_placement_lease_use(&PlacementLeaseUse {
         spawner: client(),
-        tasks: vec![(h(2), t(2, 901))],
+        tasks: vec![(host_id(2), task_id(2, 901))],
     });
     bed.world()
-        .post(t(2, 50), CTX_BASE, SM_PLACEMENT_LEASE_USED, 2, body);
+        .post(task_id(2, 50), CTX_BASE, SM_PLACEMENT_LEASE_USED, 2, body);
     bed.settle();
     assert_eq!(bed.world().records.len(), before);
-    assert!(!bed.service.model().knows(t(2, 901)), "only daemons say so");
+    assert!(
+        !bed.service.model().has_task(task_id(2, 901)),
+        "only daemons say so"
+    );
 }

@@ -1,44 +1,44 @@
 //! Ending of whole jobs on request of a user.
 
-use crate::ask;
-use crate::common::{Bed, client, h, request, spawned, t, world};
-use pvm_rm::service::TERM_TIME;
+use crate::common::{TestBed, client, host_id, request, spawned_task_info, task_id, world};
+use crate::query;
+use pvm_rm::service::TERM_TIMEOUT;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{RmQuery, RmReply};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{Micros, PvmError, Tid};
 
-const ALL: u32 = 1500;
+const TASK_COUNT: u32 = 1500;
 
-/// Returns a service with a job of [`ALL`] tasks and another job, and the top task of the first
+/// Returns a service with a job of [`TASK_COUNT`] tasks and another job, and the top task of the first
 /// job.
-fn large() -> (Bed, Tid) {
+fn large_job() -> (TestBed, Tid) {
     let vm = world(2);
-    let top = t(1, 7);
+    let top = task_id(1, 7);
     let mut world = vm.0.borrow_mut();
     world.tasks.push(TaskInfo {
         parent: Tid::NONE,
-        ..spawned(top, 1)
+        ..spawned_task_info(top, 1)
     });
-    world.tasks.extend((1..ALL).map(|n| TaskInfo {
+    world.tasks.extend((1..TASK_COUNT).map(|n| TaskInfo {
         parent: top,
-        ..spawned(t(2, 100 + n), 2)
+        ..spawned_task_info(task_id(2, 100 + n), 2)
     }));
     world.tasks.push(TaskInfo {
         parent: Tid::NONE,
-        ..spawned(t(2, 9000), 2)
+        ..spawned_task_info(task_id(2, 9000), 2)
     });
     drop(world);
-    let mut bed = Bed::start(&vm, false).expect("no other resource manager");
+    let mut bed = TestBed::try_start(&vm, false).expect("no other resource manager");
     bed.settle();
     (bed, top)
 }
 
-fn ended(bed: &mut Bed, tid: Tid) {
+fn report_ended(bed: &mut TestBed, tid: Tid) {
     bed.world().tasks.retain(|task| task.tid != tid);
     bed.world().event(
-        h(2),
+        host_id(2),
         EventKind::TaskEnded {
             tid,
             status: 15,
@@ -51,76 +51,78 @@ fn ended(bed: &mut Bed, tid: Tid) {
 /// left.
 #[test]
 fn large_job_is_terminated_then_killed() {
-    let (mut bed, top) = large();
+    let (mut bed, top) = large_job();
     // The request may name any task of the job.
     let RmReply::KillProgress {
         job,
         left,
         forced: 0,
         ..
-    } = ask(&mut bed, &RmQuery::Kill(t(2, 1000)))
+    } = query(&mut bed, &RmQuery::Kill(task_id(2, 1000)))
     else {
         panic!()
     };
-    assert_eq!((job, left), (top, ALL));
-    bed.pass(Micros::from_secs(1));
+    assert_eq!((job, left), (top, TASK_COUNT));
+    bed.advance(Micros::from_secs(1));
     let asked: Vec<(Tid, i32)> = std::mem::take(&mut bed.world().signals);
-    assert_eq!(asked.len() as u32, ALL, "each once");
+    assert_eq!(asked.len() as u32, TASK_COUNT, "each once");
     assert!(
         asked
             .iter()
-            .all(|(tid, signal)| *signal == 15 && *tid != t(2, 9000)),
+            .all(|(tid, signal)| *signal == 15 && *tid != task_id(2, 9000)),
         "and no other job's"
     );
     // The job spawns one more task, which is refused. A task that was being started begins to run.
-    bed.world().spawn_by(t(2, 600), 5, &request(1));
+    bed.world().spawn_by(task_id(2, 600), 5, &request(1));
     bed.settle();
     assert!(
-        bed.world().took_execs().is_empty(),
+        bed.world().take_start_orders().is_empty(),
         "it starts nothing any more"
     );
     let why = format!(
         "worker was not started for {}: Permission denied (job {top}, which it belongs to,",
-        t(2, 600)
+        task_id(2, 600)
     );
     let notes = bed.world().notes();
     assert!(notes.iter().any(|note| note.starts_with(&why)), "{notes:?}");
-    let late = t(1, 8000);
+    let late = task_id(1, 8000);
     let kind = EventKind::TaskStarted {
         tid: late,
         parent: top,
         name: "worker".into(),
         user: 0,
     };
-    bed.world().event(h(1), kind);
+    bed.world().event(host_id(1), kind);
     // All but three tasks end.
-    let stubborn = [top, t(2, 101), t(2, 102)];
+    let stubborn = [top, task_id(2, 101), task_id(2, 102)];
     asked
         .iter()
         .map(|(tid, _)| *tid)
         .filter(|tid| !stubborn.contains(tid))
-        .for_each(|tid| ended(&mut bed, tid));
+        .for_each(|tid| report_ended(&mut bed, tid));
     bed.settle();
-    bed.pass(Micros::from_secs(1));
+    bed.advance(Micros::from_secs(1));
     assert_eq!(std::mem::take(&mut bed.world().signals), [(late, 15)]);
-    ended(&mut bed, late);
-    bed.pass(TERM_TIME);
+    report_ended(&mut bed, late);
+    bed.advance(TERM_TIMEOUT);
     let mut forced = std::mem::take(&mut bed.world().signals);
     forced.sort_unstable();
     assert_eq!(forced, stubborn.map(|tid| (tid, 9)));
-    let RmReply::KillProgress { left: 3, .. } = ask(&mut bed, &RmQuery::KillStatus(top)) else {
+    let RmReply::KillProgress { left: 3, .. } = query(&mut bed, &RmQuery::KillStatus(top)) else {
         panic!()
     };
-    stubborn.into_iter().for_each(|tid| ended(&mut bed, tid));
-    bed.pass(Micros::from_secs(1));
+    stubborn
+        .into_iter()
+        .for_each(|tid| report_ended(&mut bed, tid));
+    bed.advance(Micros::from_secs(1));
     let done = RmReply::KillProgress {
         job: top,
-        asked: ALL + 1,
+        asked: TASK_COUNT + 1,
         forced: 3,
         left: 0,
         failed: Vec::new(),
     };
-    assert_eq!(ask(&mut bed, &RmQuery::KillStatus(top)), done);
+    assert_eq!(query(&mut bed, &RmQuery::KillStatus(top)), done);
     let notes = bed.world().notes();
     assert!(
         notes
@@ -128,40 +130,40 @@ fn large_job_is_terminated_then_killed() {
             .any(|note| note.contains("was ended with 1501 tasks, 3 of them by SIGKILL")),
         "{notes:?}"
     );
-    bed.pass(Micros::from_secs(30));
+    bed.advance(Micros::from_secs(30));
     assert!(bed.world().signals.is_empty());
     // A task whose start took very long is also ended.
     let kind = EventKind::TaskStarted {
-        tid: t(1, 8001),
+        tid: task_id(1, 8001),
         parent: top,
         name: "worker".into(),
         user: 0,
     };
-    bed.world().event(h(1), kind);
+    bed.world().event(host_id(1), kind);
     bed.settle();
-    assert_eq!(bed.world().signals, [(t(1, 8001), 15)]);
+    assert_eq!(bed.world().signals, [(task_id(1, 8001), 15)]);
 }
 
 /// Tasks that are being started for a job are ended as soon as they run.
 #[test]
 fn tasks_being_started_are_ended_too() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let mut bed = TestBed::quiet(&vm);
     let tids = crate::answers::two_workers(&mut bed);
     bed.world().spawn_by(tids[0], 6, &request(2));
     bed.settle();
-    let execs = bed.world().took_execs();
+    let execs = bed.world().take_start_orders();
     assert!(!execs.is_empty());
     // The client, which is the top task of the job, sends the request. So it is not ended.
-    let RmReply::KillProgress { job, left, .. } = ask(&mut bed, &RmQuery::Kill(tids[1])) else {
+    let RmReply::KillProgress { job, left, .. } = query(&mut bed, &RmQuery::Kill(tids[1])) else {
         panic!()
     };
     assert_eq!((job, left), (client(), 3), "two tasks and a request");
     for tid in tids {
-        ended(&mut bed, tid);
+        report_ended(&mut bed, tid);
     }
-    bed.pass(Micros::from_secs(1));
-    let RmReply::KillProgress { left: 1, .. } = ask(&mut bed, &RmQuery::KillStatus(client()))
+    bed.advance(Micros::from_secs(1));
+    let RmReply::KillProgress { left: 1, .. } = query(&mut bed, &RmQuery::KillStatus(client()))
     else {
         panic!()
     };
@@ -170,17 +172,17 @@ fn tasks_being_started_are_ended_too() {
         .flat_map(|exec| bed.vm.0.borrow_mut().ack(exec))
         .collect();
     bed.settle();
-    bed.pass(Micros::from_secs(1));
+    bed.advance(Micros::from_secs(1));
     let signals = bed.world().signals.clone();
     assert!(
         started.iter().all(|tid| signals.contains(&(*tid, 15))),
         "{started:?} {signals:?}"
     );
     for tid in started {
-        ended(&mut bed, tid);
+        report_ended(&mut bed, tid);
     }
-    bed.pass(Micros::from_secs(1));
-    let answer = ask(&mut bed, &RmQuery::KillStatus(client()));
+    bed.advance(Micros::from_secs(1));
+    let answer = query(&mut bed, &RmQuery::KillStatus(client()));
     assert!(
         matches!(
             answer,
@@ -198,19 +200,25 @@ fn tasks_being_started_are_ended_too() {
 /// The reply names a task that cannot be signalled. For an unknown job the reply is `NotFound`.
 #[test]
 fn unsignalled_task_is_named() {
-    let (mut bed, top) = large();
-    assert_eq!(ask(&mut bed, &RmQuery::Kill(t(1, 4999))), RmReply::NotFound);
-    assert_eq!(ask(&mut bed, &RmQuery::KillStatus(top)), RmReply::NotFound);
+    let (mut bed, top) = large_job();
+    assert_eq!(
+        query(&mut bed, &RmQuery::Kill(task_id(1, 4999))),
+        RmReply::NotFound
+    );
+    assert_eq!(
+        query(&mut bed, &RmQuery::KillStatus(top)),
+        RmReply::NotFound
+    );
     bed.world()
-        .refuses_signals
-        .insert(t(2, 300), PvmError::DSysErr);
-    drop(ask(&mut bed, &RmQuery::Kill(top)));
-    bed.pass(Micros::from_secs(1));
-    let RmReply::KillProgress { failed, .. } = ask(&mut bed, &RmQuery::KillStatus(top)) else {
+        .refused_signals
+        .insert(task_id(2, 300), PvmError::DSysErr);
+    drop(query(&mut bed, &RmQuery::Kill(top)));
+    bed.advance(Micros::from_secs(1));
+    let RmReply::KillProgress { failed, .. } = query(&mut bed, &RmQuery::KillStatus(top)) else {
         panic!()
     };
     assert_eq!(
         failed.iter().map(|(tid, _)| *tid).collect::<Vec<_>>(),
-        [t(2, 300)]
+        [task_id(2, 300)]
     );
 }

@@ -1,10 +1,11 @@
 //! Snapshots of large virtual machines in which half of the hosts have an owner, and all decisions
 //! that can be made about them.
 
-use crate::desktop::{desktop, h};
+use crate::desktop::{desktop, host_id};
 use pvm_rm::decide::{
-    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Snapshot, TaskView, UpDown, Wants, balance,
-    give_way, go_on, moves, place,
+    Constraints, EvictionPlan, FairShare, HostList, HostView, OwnerState, PlacementPolicy,
+    PlacementRequest, Snapshot, TaskView, UpDownRates, place, plan_evictions, plan_rebalances,
+    select_resumable, select_victims,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -21,35 +22,35 @@ pub(crate) const HOSTS_MAX: u16 = 10_000;
 pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
 /// Returns the tid of the task with this number on this host.
-fn t(host: u16, number: u32) -> Tid {
+fn task_id(host: u16, number: u32) -> Tid {
     Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
 }
 
 /// Returns a task that has run for an hour.
-fn old(host: u16, number: u32) -> TaskView {
+fn long_running_task(host: u16, number: u32) -> TaskView {
     TaskView {
-        done: Micros::from_secs(3600),
+        work_done: Micros::from_secs(3600),
         user: 1,
         name: "worker".into(),
-        ..TaskView::new(t(host, number), Micros(0))
+        ..TaskView::new(task_id(host, number), Micros(0))
     }
 }
 
-fn present() -> Owner {
-    Owner::Present {
+fn present() -> OwnerState {
+    OwnerState::Present {
         why: "at the keyboard".into(),
     }
 }
 
 /// Returns a snapshot. Half of the hosts have an owner and pinned tasks. Nearly all hosts have one
 /// task that has run for an hour.
-pub(crate) fn large(hosts: u16) -> Snapshot {
+pub(crate) fn large_snapshot(hosts: u16) -> Snapshot {
     let view = |i: u16| {
         let pinned = i.is_multiple_of(2);
         let owner = if pinned {
             present()
         } else {
-            Owner::Absent { left: None }
+            OwnerState::Absent { left_at: None }
         };
         // Some hosts have several tasks and some have none, so that rebalancing finds migrations.
         let tasks = match i % 50 {
@@ -60,7 +61,7 @@ pub(crate) fn large(hosts: u16) -> Snapshot {
         let tasks = (1..=tasks)
             .map(|n| TaskView {
                 pinned,
-                ..old(i, n)
+                ..long_running_task(i, n)
             })
             .collect();
         HostView {
@@ -69,8 +70,8 @@ pub(crate) fn large(hosts: u16) -> Snapshot {
             ..desktop(i, owner)
         }
     };
-    let hosts: Hosts = (1..=hosts).map(view).collect();
-    Snapshot::new(Micros::from_secs(7200), Policy::Load, hosts)
+    let hosts: HostList = (1..=hosts).map(view).collect();
+    Snapshot::new(Micros::from_secs(7200), PlacementPolicy::Load, hosts)
 }
 
 /// Changes these hosts of a snapshot by `act`, and refreshes the index.
@@ -80,7 +81,7 @@ fn change(
     act: impl Fn(u16, &mut HostView),
 ) {
     for i in hosts {
-        act(i, snapshot.hosts.edit(h(i)).expect("a host"));
+        act(i, snapshot.hosts.edit(host_id(i)).expect("a host"));
     }
     snapshot.hosts.refresh(snapshot.now);
 }
@@ -103,16 +104,16 @@ fn request(count: u32, wants: &str) -> SpawnRequest {
     }
 }
 
-fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask {
+fn ask(request: &SpawnRequest) -> PlacementRequest<'_> {
+    PlacementRequest {
         peers: &[HostId::MASTER],
-        ..Ask::of(2, request, request.count, HostId::MASTER)
+        ..PlacementRequest::new(2, request, request.count, HostId::MASTER)
     }
 }
 
-/// Returns a decision that places `count` tasks with these constraints. It asserts that all tasks
-/// are placed if `fits` is true, and none otherwise.
-fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
+/// Returns a decision that places `event_count` tasks with these constraints. It asserts that all tasks
+/// are placed if `targets_accept` is true, and none otherwise.
+fn decide_placement(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
     move |_| {
         assert!(
@@ -124,104 +125,107 @@ fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMu
     }
 }
 
-fn balances(snapshot: &Snapshot) -> impl FnMut(usize) {
-    |_| assert!(!balance(snapshot).is_empty())
+fn decide_balancing(snapshot: &Snapshot) -> impl FnMut(usize) {
+    |_| assert!(!plan_rebalances(snapshot).is_empty())
 }
 
 /// Returns a decision for the arrival of an owner on a host with a guest, and for the owner's
 /// departure. It asserts that the guest migrates if `goes` is true, and stays otherwise.
-fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
+fn decide_owner_visit(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     move |_| {
         change(snapshot, [3], |_, host| host.owner = present());
-        let decided = moves(snapshot);
+        let decided = plan_evictions(snapshot);
         assert_eq!(
-            (decided.go.len(), decided.stay.len()),
+            (decided.evictions.len(), decided.staying.len()),
             if goes { (1, 0) } else { (0, 1) }
         );
         change(snapshot, [3], |_, host| {
-            host.owner = Owner::Absent { left: None }
+            host.owner = OwnerState::Absent { left_at: None }
         });
-        assert_eq!(moves(snapshot), Moves::default());
+        assert_eq!(plan_evictions(snapshot), EvictionPlan::default());
     }
 }
 
 /// Visits the decisions that examine only some hosts, independent of the size of the virtual
 /// machine: the changed hosts and the best ones.
-pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
-    let mut free = large(hosts);
+pub(crate) fn visit_local_decisions(hosts: u16, visit: &mut Visit<'_>) {
+    let mut free = large_snapshot(hosts);
     visit("update", &mut |n| {
         let (host, speed) = (1 + n % usize::from(hosts / 2) * 2, 1000 + (n % 101) as i32);
         change(&mut free, [host as u16], |_, host| host.speed = speed);
     });
-    visit("place 1", &mut places(&free, 1, "", true));
-    visit("place 61", &mut places(&free, 61, "", true));
+    visit("place 1", &mut decide_placement(&free, 1, "", true));
+    visit("place 61", &mut decide_placement(&free, 61, "", true));
     visit(
         "an owner comes and goes",
-        &mut comes_and_goes(&mut free, true),
+        &mut decide_owner_visit(&mut free, true),
     );
-    visit("balance", &mut balances(&free));
+    visit("balance", &mut decide_balancing(&free));
     let mut waits = free.clone();
-    waits.barriers = waits
+    waits.barrier_jobs = waits
         .hosts
         .iter()
         .flat_map(|host| &host.tasks)
         .map(|task| task.job)
         .collect();
-    visit("balance jobs that wait", &mut balances(&waits));
+    visit("balance jobs that wait", &mut decide_balancing(&waits));
 }
 
 /// Visits the planning of migrations for jobs with declared work. The number of simulated hosts
 /// does not grow with the virtual machine. First each task is a job; then all tasks are one job.
-pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
-    let mut free = large(hosts);
-    let work = Arc::new(Wants::parse("work = 2h").expect("it says so"));
-    change_tasks(&mut free, |_, task| task.wants = Some(work.clone()));
-    visit("plan for jobs that tell", &mut balances(&free));
-    change_tasks(&mut free, |_, task| task.job = t(1, 1));
-    visit("plan for one that tells", &mut balances(&free));
+pub(crate) fn visit_work_plans(hosts: u16, visit: &mut Visit<'_>) {
+    let mut free = large_snapshot(hosts);
+    let work = Arc::new(Constraints::parse("work = 2h").expect("it says so"));
+    change_tasks(&mut free, |_, task| task.constraints = Some(work.clone()));
+    visit("plan for jobs that tell", &mut decide_balancing(&free));
+    change_tasks(&mut free, |_, task| task.job = task_id(1, 1));
+    visit("plan for one that tells", &mut decide_balancing(&free));
 }
 
 /// Visits the decisions that examine every host, or every task of a job.
-pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
-    let free = large(hosts);
+pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut Visit<'_>) {
+    let free = large_snapshot(hosts);
     visit(
         "place 61 by speed",
-        &mut places(&free, 61, "?rank = speed", true),
+        &mut decide_placement(&free, 61, "?rank = speed", true),
     );
     visit(
         "place 61 on one host",
-        &mut places(&free, 61, "?same-host", true),
+        &mut decide_placement(&free, 61, "?same-host", true),
     );
     let in_turn = Snapshot {
-        policy: Policy::RoundRobin,
+        policy: PlacementPolicy::RoundRobin,
         ..free.clone()
     };
-    visit("place 61 in turn", &mut places(&in_turn, 61, "", true));
+    visit(
+        "place 61 in turn",
+        &mut decide_placement(&in_turn, 61, "", true),
+    );
     visit(
         "refuse by number",
-        &mut places(&free, 1, "?cores > 99", false),
+        &mut decide_placement(&free, 1, "?cores > 99", false),
     );
     visit(
         "refuse by name",
-        &mut places(&free, 1, "?host = nobody", false),
+        &mut decide_placement(&free, 1, "?host = nobody", false),
     );
-    all_come(&free, visit);
+    visit_owner_arrivals(&free, visit);
     let mut unknown = free.clone();
     change_all(&mut unknown, |_, host| host.sample = None);
     visit("balance what nobody knows", &mut |_| {
-        assert_eq!(balance(&unknown), [])
+        assert_eq!(plan_rebalances(&unknown), [])
     });
     let mut one_waits = free.clone();
-    change_tasks(&mut one_waits, |_, task| task.job = t(1, 1));
-    one_waits.barriers = [t(1, 1)].into();
+    change_tasks(&mut one_waits, |_, task| task.job = task_id(1, 1));
+    one_waits.barrier_jobs = [task_id(1, 1)].into();
     visit("balance one that waits", &mut |_| {
-        black_box(balance(&one_waits));
+        black_box(plan_rebalances(&one_waits));
     });
-    users_take_turns(&free, visit);
+    visit_preemption(&free, visit);
 }
 
 /// Visits the decision after owners have arrived on all hosts.
-fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
+fn visit_owner_arrivals(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut full = free.clone();
     change_all(&mut full, |i, host| {
@@ -235,39 +239,42 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
         host.owner = present();
         host.tasks.iter_mut().for_each(|task| task.pinned = false);
     });
-    visit("refuse by owners", &mut places(&stuck, 1, "", false));
+    visit(
+        "refuse by owners",
+        &mut decide_placement(&stuck, 1, "", false),
+    );
     visit(
         "he comes, there is no place, he goes",
-        &mut comes_and_goes(&mut full, false),
+        &mut decide_owner_visit(&mut full, false),
     );
     let guests: usize = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
     visit("all have come", &mut |_| {
-        assert_eq!(moves(&stuck).stay.len(), guests)
+        assert_eq!(plan_evictions(&stuck).staying.len(), guests)
     });
     let mut rush = free.clone();
     change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| {
         host.owner = present()
     });
     visit("many have come", &mut |_| {
-        assert!(!moves(&rush).go.is_empty())
+        assert!(!plan_evictions(&rush).evictions.is_empty())
     });
 }
 
 /// Visits the preemption decisions in which one user has a task on each processor and a high index,
 /// and another user requests hosts.
-fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
+fn visit_preemption(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut greedy = free.clone();
     change_all(&mut greedy, |i, host| {
-        host.tasks = vec![old(i, 1)];
-        host.owner = Owner::Absent { left: None };
+        host.tasks = vec![long_running_task(i, 1)];
+        host.owner = OwnerState::Absent { left_at: None };
     });
-    let mut fair = Fair::new(UpDown::default());
-    fair.takes(Micros(0), 1, u32::from(hosts));
-    fair.recall(greedy.now, 1, 100.0, Micros(0));
+    let mut fair = FairShare::new(UpDownRates::default());
+    fair.acquire(Micros(0), 1, u32::from(hosts));
+    fair.restore_index(greedy.now, 1, 100.0, Micros(0));
     let wide = request(61, "?free >= 1; spread");
     visit("give way", &mut |_| {
-        assert_eq!(give_way(&greedy, &fair, &ask(&wide)).len(), 61)
+        assert_eq!(select_victims(&greedy, &fair, &ask(&wide)).len(), 61)
     });
     let mut quiet = greedy.clone();
     change_all(&mut quiet, |_, host| host.tasks[0].suspended = true);
@@ -278,6 +285,6 @@ fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
         .map(|host| (host.tasks[0].tid, Micros(0)))
         .collect();
     visit("go on", &mut |_| {
-        assert!(!go_on(&quiet, &since, &BTreeSet::new()).is_empty())
+        assert!(!select_resumable(&quiet, &since, &BTreeSet::new()).is_empty())
     });
 }

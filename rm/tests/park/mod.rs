@@ -1,9 +1,11 @@
 //! Vacated jobs: if the owners request it, jobs that no host accepts are checkpointed and ended.
 //! They are restarted when there is room.
 
-use crate::common::{Bed, failed, h, info, spawned, t, world};
-use crate::{ask, with_books};
-use pvm_rm::service::{KEEP_AFTER, Options};
+use crate::common::{
+    TestBed, host_id, migrate_error, spawned_task_info, task_id, task_info, world,
+};
+use crate::{options_with_history, query};
+use pvm_rm::service::{Options, VACATED_RESERVE_AFTER};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, MigrationCause};
@@ -13,26 +15,26 @@ use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
 /// Returns a job: a top task on h1 with a child on h2 and a child on h3.
-fn family() -> [TaskInfo; 3] {
+fn job_tasks() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
-        ..spawned(tid, host)
+        ..spawned_task_info(tid, host)
     };
     [
-        child(Tid::NONE, t(1, 7), 1),
-        child(t(1, 7), t(2, 7), 2),
-        child(t(1, 7), t(3, 7), 3),
+        child(Tid::NONE, task_id(1, 7), 1),
+        child(task_id(1, 7), task_id(2, 7), 2),
+        child(task_id(1, 7), task_id(3, 7), 3),
     ]
 }
 
-fn pool() -> Bed {
+fn pool() -> TestBed {
     let vm = world(3);
-    vm.0.borrow_mut().tasks.extend(family());
-    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
-    Bed::quiet(&vm)
+    vm.0.borrow_mut().tasks.extend(job_tasks());
+    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
+    TestBed::quiet(&vm)
 }
 
-fn checkpointed(bed: &mut Bed, job: Tid) {
+fn report_vacated(bed: &mut TestBed, job: Tid) {
     let kind = EventKind::Checkpointed {
         checkpoint: "s1".into(),
         job,
@@ -41,8 +43,8 @@ fn checkpointed(bed: &mut Bed, job: Tid) {
         frozen: Micros(5),
         vacated: true,
     };
-    bed.world().event(h(1), kind);
-    for info in family() {
+    bed.world().event(host_id(1), kind);
+    for info in job_tasks() {
         let used = Default::default();
         bed.world().event(
             info.host,
@@ -55,22 +57,22 @@ fn checkpointed(bed: &mut Bed, job: Tid) {
     }
     bed.world()
         .tasks
-        .retain(|task| family().iter().all(|member| member.tid != task.tid));
+        .retain(|task| job_tasks().iter().all(|member| member.tid != task.tid));
     bed.settle();
 }
 
 /// Lets the owners of all hosts arrive one after the other. Tasks that can migrate do so.
-fn crowd(bed: &mut Bed) {
+fn present_owners_everywhere(bed: &mut TestBed) {
     for host in 1..=3 {
-        bed.owner_comes(host);
-        arrive(bed);
+        bed.report_owner_present(host);
+        complete_migrations(bed);
     }
 }
 
 /// Completes all migrations that have been requested.
-fn arrive(bed: &mut Bed) {
+fn complete_migrations(bed: &mut TestBed) {
     loop {
-        let going = bed.world().took_migrations();
+        let going = bed.world().take_migrations();
         if going.is_empty() {
             return;
         }
@@ -80,8 +82,8 @@ fn arrive(bed: &mut Bed) {
                 .tasks
                 .iter_mut()
                 .filter(|task| task.tid == tid)
-                .for_each(|task| task.host = h(to));
-            bed.world().moved(
+                .for_each(|task| task.host = host_id(to));
+            bed.world().migrated(
                 tid,
                 from.index(),
                 to,
@@ -98,8 +100,8 @@ fn arrive(bed: &mut Bed) {
 #[test]
 fn task_with_a_target_only_migrates() {
     let mut bed = pool();
-    bed.owner_comes(2);
-    assert_eq!(bed.world().took_migrations().len(), 1);
+    bed.report_owner_present(2);
+    assert_eq!(bed.world().take_migrations().len(), 1);
     assert!(bed.world().checkpoints.is_empty());
 }
 
@@ -107,46 +109,48 @@ fn task_with_a_target_only_migrates() {
 #[test]
 fn unplaceable_job_is_vacated_and_restarted() {
     let mut bed = pool();
-    crowd(&mut bed);
+    present_owners_everywhere(&mut bed);
     assert_eq!(
         bed.world().checkpoints,
-        [t(1, 7)],
+        [task_id(1, 7)],
         "the first of it that daemons have started, once"
     );
-    checkpointed(&mut bed, t(1, 7));
-    bed.pass(Micros::from_secs(30));
+    report_vacated(&mut bed, task_id(1, 7));
+    bed.advance(Micros::from_secs(30));
     assert!(bed.world().restarts.is_empty(), "there is no room");
-    bed.owner_leaves(3);
-    bed.pass(Micros::from_secs(12));
+    bed.report_owner_absent(3);
+    bed.advance(Micros::from_secs(12));
     assert_eq!(
         bed.world().restarts,
         [("s1".to_string(), vec!["h3".to_string(); 3])]
     );
-    let tasks = family().map(|task| (task.tid, h(3))).to_vec();
-    bed.world()
-        .tasks
-        .extend(family().map(|task| TaskInfo { host: h(3), ..task }));
+    let tasks = job_tasks().map(|task| (task.tid, host_id(3))).to_vec();
+    bed.world().tasks.extend(job_tasks().map(|task| TaskInfo {
+        host: host_id(3),
+        ..task
+    }));
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::Restarted {
             checkpoint: "s1".into(),
-            job: t(1, 7),
+            job: task_id(1, 7),
             tasks,
             why: "asked".into(),
         },
     );
-    bed.signs_of_life(&[3]);
-    bed.pass(Micros::from_secs(60));
+    bed.report_absent_owners(&[3]);
+    bed.advance(Micros::from_secs(60));
     assert_eq!(bed.world().checkpoints.len(), 1);
     assert_eq!(bed.world().restarts.len(), 1);
-    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(t(1, 7)))
+    let RmReply::Decisions { decisions, .. } =
+        query(&mut bed, &RmQuery::TaskDecisions(task_id(1, 7)))
     else {
         panic!("nothing is known")
     };
     assert!(
         decisions
             .iter()
-            .any(|d| matches!(d.kind, DecisionKind::Vacated { job, .. } if job == t(1, 7))),
+            .any(|d| matches!(d.kind, DecisionKind::Vacated { job, .. } if job == task_id(1, 7))),
         "{decisions:?}"
     );
 }
@@ -155,52 +159,58 @@ fn unplaceable_job_is_vacated_and_restarted() {
 #[test]
 fn ended_vacated_job_is_not_restarted() {
     let mut bed = pool();
-    crowd(&mut bed);
-    checkpointed(&mut bed, t(1, 7));
+    present_owners_everywhere(&mut bed);
+    report_vacated(&mut bed, task_id(1, 7));
     assert_eq!(
-        ask(&mut bed, &RmQuery::CancelVacated(t(2, 9))),
+        query(&mut bed, &RmQuery::CancelVacated(task_id(2, 9))),
         RmReply::NotFound
     );
     // The request may name any task of the job.
     let gone = RmReply::VacatedCancelled {
-        job: t(1, 7),
+        job: task_id(1, 7),
         checkpoint: "s1".into(),
         starting: false,
     };
-    assert_eq!(ask(&mut bed, &RmQuery::CancelVacated(t(3, 7))), gone);
     assert_eq!(
-        ask(&mut bed, &RmQuery::CancelVacated(t(3, 7))),
+        query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
+        gone
+    );
+    assert_eq!(
+        query(&mut bed, &RmQuery::CancelVacated(task_id(3, 7))),
         RmReply::NotFound
     );
-    bed.owner_leaves(3);
-    bed.pass(Micros::from_secs(12));
+    bed.report_owner_absent(3);
+    bed.advance(Micros::from_secs(12));
     assert_eq!(bed.world().restarts, []);
-    checkpointed(&mut bed, t(1, 7));
-    bed.signs_of_life(&[3]);
-    bed.pass(Micros::from_secs(12));
+    report_vacated(&mut bed, task_id(1, 7));
+    bed.report_absent_owners(&[3]);
+    bed.advance(Micros::from_secs(12));
     assert_eq!(bed.world().restarts.len(), 1);
     let starting = RmReply::VacatedCancelled {
-        job: t(1, 7),
+        job: task_id(1, 7),
         checkpoint: "s1".into(),
         starting: true,
     };
-    assert_eq!(ask(&mut bed, &RmQuery::CancelVacated(t(1, 7))), starting);
+    assert_eq!(
+        query(&mut bed, &RmQuery::CancelVacated(task_id(1, 7))),
+        starting
+    );
 }
 
 /// A job that is being vacated is not restarted if a user cancels it.
 #[test]
 fn job_ended_while_vacating_is_not_restarted() {
     let mut bed = pool();
-    crowd(&mut bed);
-    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+    present_owners_everywhere(&mut bed);
+    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
     assert_eq!(
-        ask(&mut bed, &RmQuery::CancelVacated(t(2, 7))),
+        query(&mut bed, &RmQuery::CancelVacated(task_id(2, 7))),
         RmReply::NotFound,
         "not yet"
     );
-    checkpointed(&mut bed, t(1, 7));
-    bed.owner_leaves(3);
-    bed.pass(Micros::from_secs(12));
+    report_vacated(&mut bed, task_id(1, 7));
+    bed.report_owner_absent(3);
+    bed.advance(Micros::from_secs(12));
     assert_eq!(bed.world().restarts, []);
 }
 
@@ -208,25 +218,27 @@ fn job_ended_while_vacating_is_not_restarted() {
 #[test]
 fn refusals_are_retried_before_vacating() {
     let mut bed = pool();
-    bed.owner_comes(3);
-    arrive(&mut bed);
-    for tid in [t(2, 7), t(3, 7)] {
-        bed.world()
-            .refuse
-            .insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
-        bed.world()
-            .refuse
-            .insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
+    bed.report_owner_present(3);
+    complete_migrations(&mut bed);
+    for tid in [task_id(2, 7), task_id(3, 7)] {
+        bed.world().refused_migrations.insert(
+            (tid, host_id(1)),
+            migrate_error(Failure::Engine("a hiccup".into())),
+        );
+        bed.world().refused_migrations.insert(
+            (tid, host_id(3)),
+            migrate_error(Failure::Engine("a hiccup".into())),
+        );
     }
-    bed.owner_comes(2);
+    bed.report_owner_present(2);
     assert!(bed.world().checkpoints.is_empty());
     for _ in 0..3 {
-        bed.pass(Micros::from_secs(10));
-        bed.signs_of_life(&[1]);
-        bed.owner_comes(3);
-        bed.owner_comes(2);
+        bed.advance(Micros::from_secs(10));
+        bed.report_absent_owners(&[1]);
+        bed.report_owner_present(3);
+        bed.report_owner_present(2);
     }
-    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
 }
 
 /// Only a checkpoint after which the job was ended marks the job as vacated.
@@ -235,35 +247,35 @@ fn only_final_checkpoint_vacates_job() {
     let mut bed = pool();
     let periodic = EventKind::Checkpointed {
         checkpoint: "s0".into(),
-        job: t(1, 7),
+        job: task_id(1, 7),
         tasks: 3,
         bytes: 9,
         frozen: Micros(5),
         vacated: false,
     };
-    crowd(&mut bed);
-    bed.world().event(h(1), periodic);
+    present_owners_everywhere(&mut bed);
+    bed.world().event(host_id(1), periodic);
     bed.settle();
     for host in 1..=3 {
-        bed.owner_leaves(host);
+        bed.report_owner_absent(host);
     }
-    bed.pass(Micros::from_secs(30));
+    bed.advance(Micros::from_secs(30));
     assert!(bed.world().restarts.is_empty(), "it lives");
-    crowd(&mut bed);
-    checkpointed(&mut bed, t(1, 7));
+    present_owners_everywhere(&mut bed);
+    report_vacated(&mut bed, task_id(1, 7));
     // A user restarts the job from another checkpoint. Then the vacated one must not be restarted.
-    let tasks = family().map(|task| (task.tid, h(1))).to_vec();
+    let tasks = job_tasks().map(|task| (task.tid, host_id(1))).to_vec();
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::Restarted {
             checkpoint: "s0".into(),
-            job: t(1, 7),
+            job: task_id(1, 7),
             tasks,
             why: "asked".into(),
         },
     );
-    bed.signs_of_life(&[1, 2, 3]);
-    bed.pass(Micros::from_secs(30));
+    bed.report_absent_owners(&[1, 2, 3]);
+    bed.advance(Micros::from_secs(30));
     assert!(
         bed.world().restarts.is_empty(),
         "it has begun again already"
@@ -274,7 +286,7 @@ fn only_final_checkpoint_vacates_job() {
 #[test]
 fn vacated_job_restarts_within_owner_limits() {
     let mut bed = pool();
-    for task in family() {
+    for task in job_tasks() {
         let started = EventKind::TaskStarted {
             tid: task.tid,
             parent: task.parent,
@@ -283,14 +295,14 @@ fn vacated_job_restarts_within_owner_limits() {
         };
         bed.world().event(task.host, started);
     }
-    crowd(&mut bed);
-    checkpointed(&mut bed, t(1, 7));
+    present_owners_everywhere(&mut bed);
+    report_vacated(&mut bed, task_id(1, 7));
     bed.world().limits = GuestLimits {
         programs: vec!["work*".into()],
         ..GuestLimits::default()
     };
-    bed.owner_leaves(1);
-    bed.pass(Micros::from_secs(20));
+    bed.report_owner_absent(1);
+    bed.advance(Micros::from_secs(20));
     assert!(
         bed.world().restarts.is_empty(),
         "workers are not let in there"
@@ -299,32 +311,32 @@ fn vacated_job_restarts_within_owner_limits() {
         guests_max: Some(1),
         ..GuestLimits::default()
     };
-    bed.owner_leaves(2);
-    bed.pass(Micros::from_secs(8));
+    bed.report_owner_absent(2);
+    bed.advance(Micros::from_secs(8));
     assert!(bed.world().restarts.is_empty(), "there is one place");
     bed.world().limits = GuestLimits {
         guests_max: Some(2),
         ..GuestLimits::default()
     };
-    bed.owner_leaves(3);
-    bed.pass(Micros::from_secs(6));
+    bed.report_owner_absent(3);
+    bed.advance(Micros::from_secs(6));
     let on = ["h2", "h3", "h3"].map(String::from).to_vec();
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
 /// Vacates a job of three tasks, then a job of one task. Every owner allows one guest. All owners
-/// are present for the time `wait`.
-fn large_and_small(wait: Micros) -> Bed {
+/// are present for the time `enqueue`.
+fn large_and_small(wait: Micros) -> TestBed {
     let mut bed = pool();
     bed.world().limits = GuestLimits {
         guests_max: Some(1),
         ..GuestLimits::default()
     };
-    crowd(&mut bed);
-    checkpointed(&mut bed, t(1, 7));
-    let (set, job, frozen) = ("s2".into(), t(2, 50), Micros(5));
+    present_owners_everywhere(&mut bed);
+    report_vacated(&mut bed, task_id(1, 7));
+    let (set, job, frozen) = ("s2".into(), task_id(2, 50), Micros(5));
     bed.world().event(
-        h(2),
+        host_id(2),
         EventKind::Checkpointed {
             checkpoint: set,
             job,
@@ -336,12 +348,12 @@ fn large_and_small(wait: Micros) -> Bed {
     );
     bed.settle();
     for _ in 0..wait.0 / 10_000_000 {
-        bed.pass(Micros::from_secs(10));
+        bed.advance(Micros::from_secs(10));
         // The load watchers report.
-        (1..=3).for_each(|host| bed.owner_comes(host));
+        (1..=3).for_each(|host| bed.report_owner_present(host));
     }
-    bed.owner_leaves(3);
-    bed.pass(Micros::from_secs(12));
+    bed.report_owner_absent(3);
+    bed.advance(Micros::from_secs(12));
     bed
 }
 
@@ -355,14 +367,14 @@ fn small_vacated_job_may_overtake_large_one() {
     );
 }
 
-/// After [`KEEP_AFTER`], free hosts are reserved for the job that has waited longest.
+/// After [`VACATED_RESERVE_AFTER`], free hosts are reserved for the job that has waited longest.
 #[test]
 fn free_slots_are_kept_for_oldest_vacated_job() {
-    let mut bed = large_and_small(KEEP_AFTER + Micros::from_secs(30));
+    let mut bed = large_and_small(VACATED_RESERVE_AFTER + Micros::from_secs(30));
     assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
     // The watcher of h3 sends one more report.
-    (1..=3).for_each(|host| bed.owner_leaves(host));
-    bed.pass(Micros::from_secs(8));
+    (1..=3).for_each(|host| bed.report_owner_absent(host));
+    bed.advance(Micros::from_secs(8));
     let on = ["h1", "h2", "h3"].map(String::from).to_vec();
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
@@ -371,10 +383,10 @@ fn free_slots_are_kept_for_oldest_vacated_job() {
 #[test]
 fn job_is_not_vacated_during_migration() {
     let mut bed = pool();
-    bed.owner_comes(3);
-    assert_eq!(bed.world().took_migrations().len(), 1);
-    bed.owner_comes(1);
-    bed.owner_comes(2);
+    bed.report_owner_present(3);
+    assert_eq!(bed.world().take_migrations().len(), 1);
+    bed.report_owner_present(1);
+    bed.report_owner_present(2);
     assert!(bed.world().checkpoints.is_empty(), "one is on its way");
 }
 
@@ -383,8 +395,8 @@ fn job_is_not_vacated_during_migration() {
 fn only_checkpoint_mode_vacates_jobs() {
     for then in [EvictionMode::Move, EvictionMode::Kill] {
         let mut bed = pool();
-        bed.world().then = then;
-        crowd(&mut bed);
+        bed.world().leave_mode = then;
+        present_owners_everywhere(&mut bed);
         assert!(bed.world().checkpoints.is_empty(), "{then}");
     }
 }
@@ -393,23 +405,23 @@ fn only_checkpoint_mode_vacates_jobs() {
 #[test]
 fn failed_vacating_is_retried_later() {
     let mut bed = pool();
-    crowd(&mut bed);
+    present_owners_everywhere(&mut bed);
     bed.world().event(
-        h(1),
+        host_id(1),
         EventKind::CheckpointFailed {
-            job: t(1, 7),
+            job: task_id(1, 7),
             why: "the disk is full".into(),
         },
     );
     bed.settle();
     for _ in 0..5 {
-        crowd(&mut bed);
-        bed.pass(Micros::from_secs(10));
+        present_owners_everywhere(&mut bed);
+        bed.advance(Micros::from_secs(10));
     }
     assert_eq!(bed.world().checkpoints.len(), 1);
     for _ in 0..3 {
-        crowd(&mut bed);
-        bed.pass(Micros::from_secs(10));
+        present_owners_everywhere(&mut bed);
+        bed.advance(Micros::from_secs(10));
     }
     assert_eq!(bed.world().checkpoints.len(), 2);
 }
@@ -418,17 +430,17 @@ fn failed_vacating_is_retried_later() {
 #[test]
 fn failed_restarts_back_off() {
     let mut bed = pool();
-    crowd(&mut bed);
-    checkpointed(&mut bed, t(1, 7));
+    present_owners_everywhere(&mut bed);
+    report_vacated(&mut bed, task_id(1, 7));
     let mut failed = 0;
     for _ in 0..60 {
-        bed.signs_of_life(&[1, 2, 3]);
-        bed.pass(Micros::from_secs(5));
+        bed.report_absent_owners(&[1, 2, 3]);
+        bed.advance(Micros::from_secs(5));
         if bed.world().restarts.len() > failed {
             failed += 1;
             let (set, cause, why) = ("s1".into(), "asked".into(), "no host takes it".into());
             bed.world().event(
-                h(1),
+                host_id(1),
                 EventKind::RestartFailed {
                     checkpoint: set,
                     cause,
@@ -450,18 +462,18 @@ fn failed_restarts_back_off() {
 fn jobs_without_spawned_root_are_not_vacated() {
     let vm = world(2);
     let orphan = TaskInfo {
-        parent: t(1, 99),
-        ..spawned(t(2, 7), 2)
+        parent: task_id(1, 99),
+        ..spawned_task_info(task_id(2, 7), 2)
     };
-    let by_hand = info(t(2, 8), 2, TASK_CONNECTED, "");
+    let by_hand = task_info(task_id(2, 8), 2, TASK_CONNECTED, "");
     let alone = TaskInfo {
-        parent: t(2, 8),
-        ..info(t(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker")
+        parent: task_id(2, 8),
+        ..task_info(task_id(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker")
     };
     vm.0.borrow_mut().tasks.extend([orphan, by_hand, alone]);
-    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
-    let mut bed = Bed::quiet(&vm);
-    (1..=2).for_each(|host| bed.owner_comes(host));
+    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
+    let mut bed = TestBed::quiet(&vm);
+    (1..=2).for_each(|host| bed.report_owner_present(host));
     assert_eq!(bed.world().checkpoints, []);
 }
 
@@ -470,20 +482,20 @@ fn jobs_without_spawned_root_are_not_vacated() {
 fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(3);
-    vm.0.borrow_mut().tasks.extend(family());
-    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
+    vm.0.borrow_mut().tasks.extend(job_tasks());
+    vm.0.borrow_mut().leave_mode = EvictionMode::Checkpoint;
     let options = || Options {
         watchers: true,
-        ..with_books(dir.path())
+        ..options_with_history(dir.path())
     };
-    let mut bed = Bed::quiet_with(&vm, options());
-    crowd(&mut bed);
-    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+    let mut bed = TestBed::quiet_with(&vm, options());
+    present_owners_everywhere(&mut bed);
+    assert_eq!(bed.world().checkpoints, [task_id(1, 7)]);
     // The resource manager is killed before the checkpoint is complete.
-    bed.pass(Micros::from_secs(2));
+    bed.advance(Micros::from_secs(2));
     drop(bed);
     let mut world = vm.0.borrow_mut();
-    let (set, job, frozen) = ("s1".into(), t(1, 7), Micros(5));
+    let (set, job, frozen) = ("s1".into(), task_id(1, 7), Micros(5));
     let kind = EventKind::Checkpointed {
         checkpoint: set,
         job,
@@ -492,13 +504,13 @@ fn restarted_rm_restarts_vacated_jobs() {
         frozen,
         vacated: true,
     };
-    world.event(h(1), kind);
-    world.forget_mail();
+    world.event(host_id(1), kind);
+    world.clear_inbox();
     world
         .tasks
-        .retain(|task| family().iter().all(|member| member.tid != task.tid));
+        .retain(|task| job_tasks().iter().all(|member| member.tid != task.tid));
     drop(world);
-    let mut bed = Bed::quiet_with(&vm, options());
-    bed.pass(Micros::from_secs(12));
+    let mut bed = TestBed::quiet_with(&vm, options());
+    bed.advance(Micros::from_secs(12));
     assert_eq!(bed.world().restarts.len(), 1);
 }

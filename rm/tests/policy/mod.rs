@@ -1,35 +1,35 @@
 //! The policy file when a resource manager is restarted.
 
-use crate::common::{Bed, FakeVm, rm as own, world};
-use crate::with_books;
+use crate::common::{FakeVm, TestBed, rm_tid as own, world};
+use crate::options_with_history;
 use bytes::Bytes;
-use pvm_rm::policy::Conduct;
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::{Options, ServiceError, TAG_POLICY};
-use pvm_rm::spawns::Rules;
+use pvm_rm::spawns::SpawnRules;
 use sempa_proto::Micros;
 use sempa_proto::rm::CTX_RM;
 use std::path::Path;
 
 /// The content of the policy file at a start, or the error that occurred while it was read.
-type Found = Result<&'static str, &'static str>;
+type FileContent = Result<&'static str, &'static str>;
 
-/// Starts a resource manager with this policy file. `wait`: waiting time of spawns on the command
+/// Starts a resource manager with this policy file. `enqueue`: waiting time of spawns on the command
 /// line, in seconds.
 fn start(
     vm: &FakeVm,
     dir: &Path,
     file: &str,
-    found: Found,
+    found: FileContent,
     wait: u64,
-) -> Result<Bed, ServiceError> {
-    vm.0.borrow_mut().forget_mail();
+) -> Result<TestBed, ServiceError> {
+    vm.0.borrow_mut().clear_inbox();
     vm.0.borrow_mut().records.clear();
-    let given = Conduct {
-        rules: Rules {
+    let given = EffectivePolicy {
+        rules: SpawnRules {
             wait: Micros::from_secs(wait),
-            ..Rules::default()
+            ..SpawnRules::default()
         },
-        ..Conduct::default()
+        ..EffectivePolicy::default()
     };
     let policy_read = Some(
         found
@@ -37,20 +37,20 @@ fn start(
             .map_err(str::to_string),
     );
     let options = Options {
-        conduct: given,
-        given,
+        policy: given,
+        command_line_policy: given,
         policy_file: file.into(),
-        policy_read,
-        ..with_books(dir)
+        policy_content: policy_read,
+        ..options_with_history(dir)
     };
-    Bed::with(vm, options)
+    TestBed::with(vm, options)
 }
 
 /// Kills the resource manager after it has written its history. Returns the limit on tasks per user
 /// that was in force.
-fn killed(mut bed: Bed) -> Option<u32> {
-    bed.pass(Micros::from_secs(1));
-    bed.service.conduct().rules.limits.user_tasks
+fn kill(mut bed: TestBed) -> Option<u32> {
+    bed.advance(Micros::from_secs(1));
+    bed.service.policy().rules.limits.user_tasks
 }
 
 /// A policy file that has become invalid or is missing does not prevent a restart; the last valid
@@ -59,7 +59,7 @@ fn killed(mut bed: Bed) -> Option<u32> {
 fn invalid_policy_file_does_not_prevent_restart() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));
     let again = |found| start(&vm, dir.path(), "rm.toml", found, 5).expect("it begins");
-    assert_eq!(killed(again(Ok("user_tasks = 2\n"))), Some(2));
+    assert_eq!(kill(again(Ok("user_tasks = 2\n"))), Some(2));
     for (found, said) in [
         (
             Ok("user_tasks = 3\nuser_task = 3\n"),
@@ -80,7 +80,7 @@ fn invalid_policy_file_does_not_prevent_restart() {
             note.starts_with(said) && note.ends_with("and the policy stays as it was")
         };
         assert_eq!(notes.iter().filter(told).count(), 1, "{notes:?}");
-        assert_eq!(killed(bed), Some(2), "{said}");
+        assert_eq!(kill(bed), Some(2), "{said}");
     }
     // The history stores a change of the file while the resource manager runs. The command line may
     // differ at the next start.
@@ -100,10 +100,10 @@ fn invalid_policy_file_does_not_prevent_restart() {
         Bytes::from_static(b"user_tasks = many\n"),
     );
     bed.settle();
-    assert_eq!(killed(bed), Some(7));
+    assert_eq!(kill(bed), Some(7));
     let bed = start(&vm, dir.path(), "rm.toml", Ok("user_tasks = many\n"), 9).expect("it begins");
-    assert_eq!(bed.service.conduct().rules.wait, Micros::from_secs(9));
-    assert_eq!(killed(bed), Some(7));
+    assert_eq!(bed.service.policy().rules.wait, Micros::from_secs(9));
+    assert_eq!(kill(bed), Some(7));
 }
 
 /// If no valid content of the policy file is stored, an invalid file prevents the start.
@@ -119,7 +119,7 @@ fn new_policy_file_must_be_valid() {
     let line = "rm.toml, line 1: unknown field `user_task`";
     assert!(refused("rm.toml", Ok("user_task = 3\n")).starts_with(line));
     assert_eq!(
-        killed(start(&vm, dir.path(), "rm.toml", Ok("user_tasks = 2\n"), 0).expect("it begins")),
+        kill(start(&vm, dir.path(), "rm.toml", Ok("user_tasks = 2\n"), 0).expect("it begins")),
         Some(2)
     );
     let other = "other.toml, line 1: unknown field `user_task`";

@@ -4,11 +4,11 @@
 //! The durations of migrations are drawn from measurements, independent of the predictions in the
 //! decisions. The seed determines the whole run.
 
-use crate::desktop::{desktop, h};
-use crate::random::Random;
+use crate::desktop::{desktop, host_id};
+use crate::random::Rng;
 use pvm_rm::decide::{
-    Ask, Fair, Hosts, Limits, Owner, Policy, Snapshot, TaskView, UpDown, Waiting, balance,
-    give_way, moves, place,
+    FairShare, HostList, Limits, OwnerState, PlacementPolicy, PlacementRequest, QueuedRequest,
+    Snapshot, TaskView, UpDownRates, place, plan_evictions, plan_rebalances, select_victims,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -19,12 +19,12 @@ use std::sync::Arc;
 pub(crate) const HOUR: f64 = 3600.0;
 pub(crate) const DAY: f64 = 24.0 * HOUR;
 /// Interval between two rebalancing decisions, in seconds.
-const BALANCE: f64 = 300.0;
+const BALANCE_INTERVAL_S: f64 = 300.0;
 /// Memory size of a process in bytes.
-const BYTES: u64 = 64 << 20;
+const PROCESS_BYTES: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+enum PoolEvent {
     Owner(u16),
     Ends { task: Tid, version: u64 },
     Arrives { task: Tid },
@@ -33,10 +33,10 @@ enum Event {
     Job(usize),
 }
 
-struct Task {
+struct PoolTask {
     host: u16,
-    left: f64,
-    at: f64,
+    remaining: f64,
+    updated_at: f64,
     rate: f64,
     version: u64,
     job: usize,
@@ -50,7 +50,7 @@ struct Task {
 
 /// A job of equal processes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Job {
+pub(crate) struct PoolJob {
     pub(crate) user: u32,
     pub(crate) arrives: f64,
     pub(crate) processes: u32,
@@ -61,9 +61,9 @@ pub(crate) struct Job {
     running: u32,
 }
 
-impl Job {
-    pub(crate) fn new(user: u32, arrives: f64, processes: u32, work: f64) -> Job {
-        Job {
+impl PoolJob {
+    pub(crate) fn new(user: u32, arrives: f64, processes: u32, work: f64) -> PoolJob {
+        PoolJob {
             user,
             arrives,
             processes,
@@ -77,7 +77,7 @@ impl Job {
 
 /// Durations measured on real hosts, in seconds. The simulation draws from them at random.
 #[derive(Clone, Debug)]
-pub(crate) struct Times {
+pub(crate) struct MeasuredTimes {
     /// Time from the record of an owner's login until a guest is stopped.
     pub(crate) stops: Vec<f64>,
     /// Time from the record of an owner's login until no guest is left on the host.
@@ -90,51 +90,51 @@ pub(crate) struct Times {
 
 /// Statistics of a run.
 #[derive(Default)]
-pub(crate) struct Seen {
+pub(crate) struct Statistics {
     /// Time for which each guest ran after its host's owner had arrived, in seconds.
-    pub(crate) stalls: Vec<f64>,
+    pub(crate) runs_beside_owner: Vec<f64>,
     /// Time from an owner's first activity until the eviction of each guest, in seconds.
-    pub(crate) untold: Vec<f64>,
+    pub(crate) eviction_delays: Vec<f64>,
     /// Time from an owner's first activity until the last guest had left, for each host with
     /// guests, in seconds.
-    pub(crate) clean: Vec<f64>,
+    pub(crate) clear_times: Vec<f64>,
     pub(crate) evictions: usize,
-    pub(crate) shifts: usize,
+    pub(crate) rebalances: usize,
     /// Total time for which tasks were paused by migrations, in seconds.
-    pub(crate) standing: f64,
+    pub(crate) paused_seconds: f64,
     /// Total time for which tasks were paused because of owners before a migration began, because
     /// no host had room, in seconds.
-    pub(crate) stuck: f64,
+    pub(crate) stuck_seconds: f64,
     /// Completed work in seconds.
-    pub(crate) work: f64,
+    pub(crate) work_seconds: f64,
     /// Total time for which hosts had no owner present, in seconds: an upper bound of the work.
-    pub(crate) free: f64,
+    pub(crate) free_seconds: f64,
     pub(crate) free_max: usize,
     pub(crate) moves_by_hour: BTreeMap<u64, usize>,
     /// (mean number of free hosts, mean number of running tasks), by hour.
     pub(crate) by_hour: BTreeMap<u64, (f64, f64)>,
 }
 
-pub(crate) struct Pool {
+pub(crate) struct DesktopPool {
     pub(crate) now: f64,
     pub(crate) snapshot: Snapshot,
-    pub(crate) jobs: Vec<Job>,
-    pub(crate) fair: Fair,
-    pub(crate) seen: Seen,
-    random: Random,
-    tasks: BTreeMap<Tid, Task>,
-    on: Vec<Vec<Tid>>,
+    pub(crate) jobs: Vec<PoolJob>,
+    pub(crate) fair: FairShare,
+    pub(crate) statistics: Statistics,
+    rng: Rng,
+    tasks: BTreeMap<Tid, PoolTask>,
+    tasks_on: Vec<Vec<Tid>>,
     owned_since: Vec<Option<f64>>,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    count: u64,
-    free: usize,
-    empty: usize,
-    running: usize,
+    events: BinaryHeap<Reverse<(u64, u64, PoolEvent)>>,
+    event_count: u64,
+    free_hosts: usize,
+    empty_hosts: usize,
+    running_tasks: usize,
     last_tid: u32,
     /// Probability that the owner of a host is present at a time. `None` means that the owner is
     /// always present.
     presence: fn(u16, f64) -> Option<f64>,
-    times: Times,
+    times: MeasuredTimes,
 }
 
 fn micros(seconds: f64) -> Micros {
@@ -142,64 +142,64 @@ fn micros(seconds: f64) -> Micros {
 }
 
 /// Mean duration of an owner's presence in seconds.
-const VISIT: f64 = 75.0 * 60.0;
+const VISIT_MEAN_S: f64 = 75.0 * 60.0;
 
-impl Pool {
+impl DesktopPool {
     pub(crate) fn new(
         hosts: u16,
         seed: u64,
         presence: fn(u16, f64) -> Option<f64>,
-        jobs: Vec<Job>,
-        times: Times,
-    ) -> Pool {
-        let mut random = Random::new(seed);
+        jobs: Vec<PoolJob>,
+        times: MeasuredTimes,
+    ) -> DesktopPool {
+        let mut random = Rng::new(seed);
         let here: Vec<bool> = (1..=hosts)
-            .map(|i| presence(i, 0.0).is_none_or(|p| random.unit() < p))
+            .map(|i| presence(i, 0.0).is_none_or(|p| random.uniform() < p))
             .collect();
         let owner = |here: bool| match here {
-            true => Owner::Present {
+            true => OwnerState::Present {
                 why: "at the keyboard".into(),
             },
-            false => Owner::Absent { left: None },
+            false => OwnerState::Absent { left_at: None },
         };
-        let views: Hosts = (1..=hosts)
+        let views: HostList = (1..=hosts)
             .zip(&here)
             .map(|(i, here)| desktop(i, owner(*here)))
             .collect();
         let free = here.iter().filter(|here| !**here).count();
-        let mut pool = Pool {
+        let mut pool = DesktopPool {
             now: 0.0,
-            snapshot: Snapshot::new(Micros(0), Policy::Load, views),
+            snapshot: Snapshot::new(Micros(0), PlacementPolicy::Load, views),
             jobs,
-            fair: Fair::new(UpDown::default()),
-            seen: Seen::default(),
-            random,
+            fair: FairShare::new(UpDownRates::default()),
+            statistics: Statistics::default(),
+            rng: random,
             tasks: BTreeMap::new(),
-            on: vec![Vec::new(); usize::from(hosts) + 1],
+            tasks_on: vec![Vec::new(); usize::from(hosts) + 1],
             owned_since: here.iter().map(|here| here.then_some(0.0)).collect(),
             events: BinaryHeap::new(),
-            count: 0,
-            free,
-            empty: free,
-            running: 0,
+            event_count: 0,
+            free_hosts: free,
+            empty_hosts: free,
+            running_tasks: 0,
             last_tid: 0,
             presence,
             times,
         };
         for host in 1..=hosts {
-            pool.next_visit(host);
+            pool.schedule_owner_change(host);
         }
         for job in 0..pool.jobs.len() {
-            pool.at(pool.jobs[job].arrives, Event::Job(job));
+            pool.schedule(pool.jobs[job].arrives, PoolEvent::Job(job));
         }
-        pool.at(BALANCE, Event::Balance);
+        pool.schedule(BALANCE_INTERVAL_S, PoolEvent::Balance);
         pool
     }
 
-    fn at(&mut self, time: f64, event: Event) {
-        self.count += 1;
+    fn schedule(&mut self, time: f64, event: PoolEvent) {
+        self.event_count += 1;
         self.events
-            .push(Reverse((micros(time).0, self.count, event)));
+            .push(Reverse((micros(time).0, self.event_count, event)));
     }
 
     fn is_owned(&self, host: u16) -> bool {
@@ -215,42 +215,45 @@ impl Pool {
     }
 
     /// Schedules the next arrival or departure of a host's owner.
-    fn next_visit(&mut self, host: u16) {
+    fn schedule_owner_change(&mut self, host: u16) {
         let Some(present) = (self.presence)(host, self.now) else {
             return;
         };
         let mean = if self.is_owned(host) {
-            VISIT
+            VISIT_MEAN_S
         } else {
-            VISIT * (1.0 - present) / present.max(0.01)
+            VISIT_MEAN_S * (1.0 - present) / present.max(0.01)
         };
         // The next event is at most one hour later, because the probability depends on the time of
         // day.
-        let wait = self.random.waits(mean);
+        let wait = self.rng.exponential(mean);
         let at = self.now + wait.min(HOUR);
-        self.at(
+        self.schedule(
             at,
-            Event::Owner(if wait > HOUR { host | 1 << 15 } else { host }),
+            PoolEvent::Owner(if wait > HOUR { host | 1 << 15 } else { host }),
         );
     }
 
     /// Updates the progress and the rates of the tasks of a host, after its tasks have changed.
-    fn settle(&mut self, host: u16) {
+    fn update_host(&mut self, host: u16) {
         self.resume(host);
         let works = |t: &&Tid| self.tasks[*t].moving.is_none() && !self.tasks[*t].suspended;
-        let working = self.on[usize::from(host)].iter().filter(works).count();
+        let working = self.tasks_on[usize::from(host)]
+            .iter()
+            .filter(works)
+            .count();
         let rate = if self.is_owned(host) {
             0.0
         } else {
             1.0 / working.max(1) as f64
         };
-        for tid in self.on[usize::from(host)].clone() {
+        for tid in self.tasks_on[usize::from(host)].clone() {
             let now = self.now;
             let task = self.tasks.get_mut(&tid).expect("on a host");
-            let done = task.rate * (now - task.at);
-            task.left -= done;
-            self.seen.work += done;
-            (task.at, task.rate) = (
+            let done = task.rate * (now - task.updated_at);
+            task.remaining -= done;
+            self.statistics.work_seconds += done;
+            (task.updated_at, task.rate) = (
                 now,
                 if task.moving.is_some() || task.suspended {
                     0.0
@@ -261,29 +264,29 @@ impl Pool {
             task.version += 1;
             if task.rate > 0.0 {
                 let (ends, event) = (
-                    now + task.left.max(0.0) / task.rate,
-                    Event::Ends {
+                    now + task.remaining.max(0.0) / task.rate,
+                    PoolEvent::Ends {
                         task: tid,
                         version: task.version,
                     },
                 );
-                self.at(ends, event);
+                self.schedule(ends, event);
             }
         }
-        let views = self.on[usize::from(host)]
+        let views = self.tasks_on[usize::from(host)]
             .iter()
             .map(|tid| self.view(*tid))
             .collect();
         self.snapshot
             .hosts
-            .edit(h(host))
+            .edit(host_id(host))
             .expect("a host of the pool")
             .tasks = views;
     }
 
     /// Resumes a preempted task on a host when no other task runs there.
     fn resume(&mut self, host: u16) {
-        let tasks = &self.on[usize::from(host)];
+        let tasks = &self.tasks_on[usize::from(host)];
         if tasks.iter().any(|t| !self.tasks[t].suspended) {
             return;
         }
@@ -291,23 +294,23 @@ impl Pool {
             let task = self.tasks.get_mut(tid).expect("on a host");
             task.suspended = false;
             self.fair
-                .takes(micros(self.now), self.jobs[task.job].user, 1);
+                .acquire(micros(self.now), self.jobs[task.job].user, 1);
         }
     }
 
     /// Preempts tasks of users with a higher index so that a request gets slots. Returns true if
     /// tasks were preempted.
-    fn make_room(&mut self, ask: &Ask<'_>) -> bool {
-        let gives = give_way(&self.snapshot, &self.fair, ask);
+    fn preempt_for(&mut self, ask: &PlacementRequest<'_>) -> bool {
+        let gives = select_victims(&self.snapshot, &self.fair, ask);
         for tid in gives.iter().map(|gives| gives.tid) {
             let task = self.tasks.get_mut(&tid).expect("it runs");
             task.suspended = true;
             self.fair
-                .gives(micros(self.now), self.jobs[task.job].user, 1);
+                .release(micros(self.now), self.jobs[task.job].user, 1);
             let host = self
                 .snapshot
                 .hosts
-                .edit(h(task.host))
+                .edit(host_id(task.host))
                 .expect("a host of the pool");
             host.tasks
                 .iter_mut()
@@ -321,48 +324,48 @@ impl Pool {
 
     fn view(&self, tid: Tid) -> TaskView {
         let task = &self.tasks[&tid];
-        let job = Tid::task(h(1), task.job as u32 + 1).expect("few jobs");
+        let job = Tid::task(host_id(1), task.job as u32 + 1).expect("few jobs");
         let before = self
             .snapshot
-            .host(h(task.host))
+            .host(host_id(task.host))
             .and_then(|h| h.tasks.iter().find(|t| t.tid == tid))
             .cloned();
         let fresh = TaskView {
             job,
             name: Arc::from("worker"),
-            bytes: BYTES,
+            memory_bytes: PROCESS_BYTES,
             ..TaskView::new(tid, micros(self.now))
         };
-        let moving = task.moving.map(|to| Some(h(to)));
+        let moving = task.moving.map(|to| Some(host_id(to)));
         let (done, user, suspended) = (
-            micros(task.work - task.left),
+            micros(task.work - task.remaining),
             self.jobs[task.job].user,
             task.suspended,
         );
         TaskView {
-            moving,
-            done,
+            migrating: moving,
+            work_done: done,
             user,
             suspended,
             ..before.unwrap_or(fresh)
         }
     }
 
-    fn put(&mut self, tid: Tid, host: u16) {
-        let on = &mut self.on[usize::from(host)];
+    fn add_task(&mut self, tid: Tid, host: u16) {
+        let on = &mut self.tasks_on[usize::from(host)];
         if on.is_empty() && self.owned_since[usize::from(host) - 1].is_none() {
-            self.empty -= 1;
+            self.empty_hosts -= 1;
         }
         on.push(tid);
     }
 
-    fn take(&mut self, tid: Tid, host: u16) {
-        let on = &mut self.on[usize::from(host)];
+    fn remove_task(&mut self, tid: Tid, host: u16) {
+        let on = &mut self.tasks_on[usize::from(host)];
         on.retain(|other| *other != tid);
         if on.is_empty() {
             match self.owned_since[usize::from(host) - 1] {
-                None => self.empty += 1,
-                Some(since) => self.seen.clean.push(self.now - since),
+                None => self.empty_hosts += 1,
+                Some(since) => self.statistics.clear_times.push(self.now - since),
             }
         }
     }
@@ -371,35 +374,35 @@ impl Pool {
         let i = usize::from(host) - 1;
         let owned = self.owned_since[i].is_none();
         self.owned_since[i] = owned.then_some(self.now);
-        let empty = usize::from(self.on[usize::from(host)].is_empty());
+        let empty = usize::from(self.tasks_on[usize::from(host)].is_empty());
         let owner = if owned {
-            (self.free, self.empty) = (self.free - 1, self.empty - empty);
-            Owner::Present {
+            (self.free_hosts, self.empty_hosts) = (self.free_hosts - 1, self.empty_hosts - empty);
+            OwnerState::Present {
                 why: "at the keyboard".into(),
             }
         } else {
-            (self.free, self.empty) = (self.free + 1, self.empty + empty);
-            Owner::Absent {
-                left: Some(micros(self.now)),
+            (self.free_hosts, self.empty_hosts) = (self.free_hosts + 1, self.empty_hosts + empty);
+            OwnerState::Absent {
+                left_at: Some(micros(self.now)),
             }
         };
         self.snapshot
             .hosts
-            .edit(h(host))
+            .edit(host_id(host))
             .expect("a host of the pool")
             .owner = owner;
-        self.settle(host);
+        self.update_host(host);
     }
 
     /// Returns a randomly drawn measurement.
-    fn draw(&mut self, of: fn(&Times) -> &Vec<f64>) -> f64 {
-        let at = self.random.unit();
+    fn draw(&mut self, of: fn(&MeasuredTimes) -> &Vec<f64>) -> f64 {
+        let at = self.rng.uniform();
         let all = of(&self.times);
         all[((all.len() as f64 * at) as usize).min(all.len() - 1)]
     }
 
     /// Begins the migration of a task, because of an owner or for rebalancing.
-    fn begin_move(&mut self, tid: Tid, to: HostId) {
+    fn begin_migration(&mut self, tid: Tid, to: HostId) {
         let task = self
             .tasks
             .get_mut(&tid)
@@ -410,29 +413,31 @@ impl Pool {
             Some(since) => {
                 let (clear, stop) = (self.draw(|t| &t.clears), self.draw(|t| &t.stops));
                 // A preempted task was already paused, so it did not run after the owner's arrival.
-                self.seen.stalls.extend(runs.then_some(stop));
-                self.seen.stuck += self.now - since;
-                self.seen.untold.push(self.now - since);
+                self.statistics
+                    .runs_beside_owner
+                    .extend(runs.then_some(stop));
+                self.statistics.stuck_seconds += self.now - since;
+                self.statistics.eviction_delays.push(self.now - since);
                 // The task counts as paused until the end of the migration, although a real task
                 // resumes slightly earlier.
-                self.seen.standing += (clear - stop).max(0.0);
+                self.statistics.paused_seconds += (clear - stop).max(0.0);
                 clear
             }
             None => {
-                self.seen.standing += self.draw(|t| &t.freezes);
+                self.statistics.paused_seconds += self.draw(|t| &t.freezes);
                 self.draw(|t| &t.moves)
             }
         };
         *self
-            .seen
+            .statistics
             .moves_by_hour
             .entry((self.now / HOUR) as u64)
             .or_default() += 1;
-        self.settle(host);
-        self.at(self.now + span, Event::Arrives { task: tid });
+        self.update_host(host);
+        self.schedule(self.now + span, PoolEvent::Arrives { task: tid });
     }
 
-    fn arrives(&mut self, tid: Tid) {
+    fn end_migration(&mut self, tid: Tid) {
         let task = self
             .tasks
             .get_mut(&tid)
@@ -440,55 +445,55 @@ impl Pool {
         let (from, to) = (task.host, task.moving.take().expect("it was on its way"));
         if std::mem::take(&mut self.tasks.get_mut(&tid).expect("as before").suspended) {
             self.fair
-                .takes(micros(self.now), self.jobs[self.tasks[&tid].job].user, 1);
+                .acquire(micros(self.now), self.jobs[self.tasks[&tid].job].user, 1);
         }
         let mut view = self.view(tid);
-        view.moving = None;
-        view.moves
+        view.migrating = None;
+        view.recent_migrations
             .retain(|at| micros(self.now).since(*at) < Micros::from_secs(60));
-        view.moves.push(micros(self.now));
+        view.recent_migrations.push(micros(self.now));
         self.tasks.get_mut(&tid).expect("as before").host = to;
-        self.take(tid, from);
-        self.put(tid, to);
+        self.remove_task(tid, from);
+        self.add_task(tid, to);
         self.snapshot
             .hosts
-            .edit(h(to))
+            .edit(host_id(to))
             .expect("a host of the pool")
             .tasks
             .push(view);
-        self.settle(from);
-        self.settle(to);
+        self.update_host(from);
+        self.update_host(to);
     }
 
-    fn ends(&mut self, tid: Tid) {
+    fn end_task(&mut self, tid: Tid) {
         let host = self.tasks[&tid].host;
-        self.settle(host);
+        self.update_host(host);
         let task = self.tasks.remove(&tid).expect("it was running");
-        self.take(tid, host);
-        self.settle(host);
-        self.running -= 1;
+        self.remove_task(tid, host);
+        self.update_host(host);
+        self.running_tasks -= 1;
         let job = &mut self.jobs[task.job];
         job.running -= 1;
         let user = job.user;
         if job.running == 0 {
             job.ended = Some(self.now);
         }
-        self.fair.gives(micros(self.now), user, 1);
+        self.fair.release(micros(self.now), user, 1);
     }
 
     /// Starts waiting jobs in the order of service, as long as there is a free host for each
     /// process. `may_stop`: tasks may be preempted for them.
     fn start_jobs(&mut self, may_stop: bool) {
-        while self.fair.waiting() > 0 {
+        while self.fair.queue_len() > 0 {
             let now = micros(self.now);
             let turn = self
                 .fair
-                .turns(now)
+                .next_per_user(now)
                 .first()
                 .map(|(_, waiting)| *waiting)
                 .expect("somebody waits");
             let number = turn.number as usize;
-            let Job {
+            let PoolJob {
                 processes, user, ..
             } = self.jobs[number];
             let request = SpawnRequest {
@@ -496,8 +501,8 @@ impl Pool {
                 place: "?spread; free >= 1".into(),
                 ..SpawnRequest::default()
             };
-            let ask = Ask::of(user, &request, processes, h(1));
-            if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
+            let ask = PlacementRequest::new(user, &request, processes, host_id(1));
+            if self.empty_hosts < processes as usize && !(may_stop && self.preempt_for(&ask)) {
                 return;
             }
             let placed = place(&self.snapshot, &ask).hosts;
@@ -509,25 +514,25 @@ impl Pool {
                 return;
             }
             let hosts: Vec<u16> = placed.into_iter().flatten().map(HostId::index).collect();
-            self.start(number, turn.number, &hosts);
+            self.start_job(number, turn.number, &hosts);
         }
     }
 
     /// Starts a job on these hosts.
-    fn start(&mut self, number: usize, waiting: u64, hosts: &[u16]) {
-        let Job { work, user, .. } = self.jobs[number];
+    fn start_job(&mut self, number: usize, waiting: u64, hosts: &[u16]) {
+        let PoolJob { work, user, .. } = self.jobs[number];
         let now = micros(self.now);
-        self.fair.leave(now, user, waiting);
-        self.fair.takes(now, user, hosts.len() as u32);
+        self.fair.dequeue(now, user, waiting);
+        self.fair.acquire(now, user, hosts.len() as u32);
         for host in hosts.iter().copied() {
             self.last_tid += 1;
-            let tid = Tid::task(h(1), self.last_tid).expect("few tasks");
-            let work = work * (0.75 + 0.5 * self.random.unit());
+            let tid = Tid::task(host_id(1), self.last_tid).expect("few tasks");
+            let work = work * (0.75 + 0.5 * self.rng.uniform());
             let (job, at) = (number, self.now);
-            let task = Task {
+            let task = PoolTask {
                 host,
-                left: work,
-                at,
+                remaining: work,
+                updated_at: at,
                 rate: 0.0,
                 version: 0,
                 job,
@@ -536,44 +541,44 @@ impl Pool {
                 suspended: false,
             };
             self.tasks.insert(tid, task);
-            self.put(tid, host);
-            self.settle(host);
+            self.add_task(tid, host);
+            self.update_host(host);
         }
-        self.running += hosts.len();
+        self.running_tasks += hosts.len();
         (self.jobs[number].started, self.jobs[number].running) =
             (Some(self.now), hosts.len() as u32);
         self.snapshot.hosts.refresh(now);
     }
 
     fn decide(&mut self) {
-        let decided = moves(&self.snapshot);
-        if let Some(again) = decided.again() {
-            self.at(again.0 as f64 / 1e6, Event::Decide);
+        let decided = plan_evictions(&self.snapshot);
+        if let Some(again) = decided.retry_at() {
+            self.schedule(again.0 as f64 / 1e6, PoolEvent::Decide);
         }
-        self.seen.evictions += decided.go.len();
-        for step in decided.go {
-            self.begin_move(step.tid, step.to);
+        self.statistics.evictions += decided.evictions.len();
+        for step in decided.evictions {
+            self.begin_migration(step.tid, step.to);
         }
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: PoolEvent) {
         match event {
-            Event::Owner(host) => {
+            PoolEvent::Owner(host) => {
                 let (host, same) = (host & !(1 << 15), host >> 15 == 1);
                 if !same {
                     self.owner_changes(host);
                 }
-                self.next_visit(host);
+                self.schedule_owner_change(host);
             }
-            Event::Ends { task, version } => {
+            PoolEvent::Ends { task, version } => {
                 if self.tasks.get(&task).is_some_and(|t| t.version == version) {
-                    self.ends(task);
+                    self.end_task(task);
                 }
             }
-            Event::Arrives { task } => self.arrives(task),
-            Event::Balance => {
-                self.at(self.now + BALANCE, Event::Balance);
-                for shift in balance(&self.snapshot) {
+            PoolEvent::Arrives { task } => self.end_migration(task),
+            PoolEvent::Balance => {
+                self.schedule(self.now + BALANCE_INTERVAL_S, PoolEvent::Balance);
+                for shift in plan_rebalances(&self.snapshot) {
                     let host = self
                         .snapshot
                         .hosts
@@ -584,23 +589,23 @@ impl Pool {
                         .iter_mut()
                         .find(|t| t.tid == shift.tid)
                         .expect("it runs there");
-                    task.shifts.push(micros(self.now));
-                    self.seen.shifts += 1;
-                    self.begin_move(shift.tid, shift.to);
+                    task.recent_rebalances.push(micros(self.now));
+                    self.statistics.rebalances += 1;
+                    self.begin_migration(shift.tid, shift.to);
                 }
             }
-            Event::Decide => {}
-            Event::Job(number) => {
+            PoolEvent::Decide => {}
+            PoolEvent::Job(number) => {
                 let user = self.jobs[number].user;
-                let job = Tid::task(h(1), number as u32 + 1).expect("few jobs");
-                let waiting = Waiting {
+                let job = Tid::task(host_id(1), number as u32 + 1).expect("few jobs");
+                let waiting = QueuedRequest {
                     number: number as u64,
                     user,
                     job,
                     since: micros(self.now),
                 };
                 self.fair
-                    .wait(micros(self.now), waiting)
+                    .enqueue(micros(self.now), waiting)
                     .expect("there is room in the queue");
             }
         }
@@ -611,22 +616,22 @@ impl Pool {
         while let Some(Reverse((at, _, event))) = self.events.pop() {
             let at = (at as f64 / 1e6).min(end);
             let span = at - self.now;
-            self.seen.free += span * self.free as f64;
-            self.seen.free_max = self.seen.free_max.max(self.free);
+            self.statistics.free_seconds += span * self.free_hosts as f64;
+            self.statistics.free_max = self.statistics.free_max.max(self.free_hosts);
             let hour = self
-                .seen
+                .statistics
                 .by_hour
                 .entry((self.now / HOUR) as u64)
                 .or_default();
             (hour.0, hour.1) = (
-                hour.0 + span * self.free as f64 / HOUR,
-                hour.1 + span * self.running as f64 / HOUR,
+                hour.0 + span * self.free_hosts as f64 / HOUR,
+                hour.1 + span * self.running_tasks as f64 / HOUR,
             );
             self.now = at;
             if self.now >= end {
                 return;
             }
-            let may_stop = matches!(event, Event::Job(_) | Event::Balance);
+            let may_stop = matches!(event, PoolEvent::Job(_) | PoolEvent::Balance);
             self.handle(event);
             self.snapshot.now = micros(self.now);
             self.snapshot.hosts.refresh(self.snapshot.now);

@@ -1,12 +1,12 @@
 //! Spawns that wait for a long time while smaller ones are placed before them.
 
-use crate::common::{Bed, client, request, rm as own, world};
-use crate::{ask, with_conduct};
+use crate::common::{TestBed, client, request, rm_tid as own, world};
+use crate::{options_with_policy, query};
 use bytes::Bytes;
 use pvm_rm::decide::{Limits, RESERVE_AFTER};
-use pvm_rm::policy::Conduct;
+use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::TAG_POLICY;
-use pvm_rm::spawns::Rules;
+use pvm_rm::spawns::SpawnRules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
@@ -17,50 +17,50 @@ use std::collections::VecDeque;
 
 /// Two hosts with room for two tasks each, which are full of small tasks. One small task ends every
 /// ten seconds; the next one is requested shortly before.
-struct Busy {
-    bed: Bed,
+struct BusyHosts {
+    bed: TestBed,
     running: VecDeque<Tid>,
-    last: i32,
-    small: u32,
+    last_wait_id: i32,
+    small_started: u32,
 }
 
-impl Busy {
-    fn new(limits: Limits, guests: GuestLimits) -> Busy {
+impl BusyHosts {
+    fn new(limits: Limits, guests: GuestLimits) -> BusyHosts {
         let vm = world(2);
         vm.0.borrow_mut().limits = guests;
-        let rules = Rules {
+        let rules = SpawnRules {
             wait: Micros::from_secs(3600),
             limits,
         };
-        let bed = Bed::quiet_with(
+        let bed = TestBed::quiet_with(
             &vm,
-            with_conduct(Conduct {
+            options_with_policy(EffectivePolicy {
                 rules,
                 give_way: false,
-                ..Conduct::default()
+                ..EffectivePolicy::default()
             }),
         );
-        let mut busy = Busy {
+        let mut busy = BusyHosts {
             bed,
             running: VecDeque::new(),
-            last: 1000,
-            small: 0,
+            last_wait_id: 1000,
+            small_started: 0,
         };
-        (0..4).for_each(|_| busy.ask_small());
+        (0..4).for_each(|_| busy.request_small());
         assert_eq!(busy.running.len(), 4);
         busy
     }
 
-    fn ask_small(&mut self) {
-        self.last += 1;
-        self.bed.world().spawn(self.last, &request(1));
+    fn request_small(&mut self) {
+        self.last_wait_id += 1;
+        self.bed.world().spawn(self.last_wait_id, &request(1));
         self.bed.settle();
         self.start();
     }
 
     /// Lets the hosts carry out all orders to start tasks.
     fn start(&mut self) {
-        let execs = self.bed.world().took_execs();
+        let execs = self.bed.world().take_start_orders();
         for exec in &execs {
             let tids = self.bed.world().ack(exec);
             for tid in &tids {
@@ -74,7 +74,7 @@ impl Busy {
             }
             if exec.request.count == 1 {
                 self.running.extend(&tids);
-                self.small += 1;
+                self.small_started += 1;
             }
         }
         self.bed.settle();
@@ -82,7 +82,7 @@ impl Busy {
 
     /// Simulates ten seconds: a small task is requested, then another one ends.
     fn round(&mut self) {
-        self.ask_small();
+        self.request_small();
         if let Some(tid) = self.running.pop_front() {
             let host = tid.birth_host().expect("a task");
             self.bed.world().event(
@@ -94,9 +94,9 @@ impl Busy {
                 },
             );
         }
-        self.bed.signs_of_life(&[1, 2]);
+        self.bed.report_absent_owners(&[1, 2]);
         self.start();
-        self.bed.pass(Micros::from_secs(10));
+        self.bed.advance(Micros::from_secs(10));
         self.start();
     }
 }
@@ -111,22 +111,22 @@ fn two_each() -> GuestLimits {
 /// Asserts that the request `large` waits while small ones are placed, until hosts are reserved for
 /// it, and is then placed. `said`: text of the log entry about the reservation, which must occur
 /// once.
-fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
+fn check_reservation(mut busy: BusyHosts, large: &SpawnRequest, expected_note: &str) {
     busy.bed.world().spawn(7, large);
     busy.bed.settle();
-    let before = busy.small;
+    let before = busy.small_started;
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 - 1 {
         busy.round();
     }
     assert_eq!(
-        busy.bed.world().answer(7),
+        busy.bed.world().spawn_reply(7),
         None,
         "small ones always came first"
     );
     assert!(
-        busy.small > before + 5,
+        busy.small_started > before + 5,
         "and they have got their places: {}",
-        busy.small - before
+        busy.small_started - before
     );
     for _ in 0..8 {
         busy.round();
@@ -134,7 +134,7 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
     let answer = busy
         .bed
         .world()
-        .answer(7)
+        .spawn_reply(7)
         .unwrap_or_else(|| panic!("{:?}", busy.bed.world().notes()));
     assert!(answer.expect("good").iter().all(Result::is_ok));
     assert_eq!(
@@ -142,17 +142,17 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
             .world()
             .notes()
             .iter()
-            .filter(|note| note.contains(said))
+            .filter(|note| note.contains(expected_note))
             .count(),
         1,
         "said once"
     );
-    let (behind, waiting) = (busy.small, busy.last);
+    let (behind, waiting) = (busy.small_started, busy.last_wait_id);
     for _ in 0..6 {
         busy.round();
     }
     assert!(
-        busy.small > behind && busy.last > waiting,
+        busy.small_started > behind && busy.last_wait_id > waiting,
         "small ones go on"
     );
 }
@@ -165,8 +165,8 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
         place: "?same-host".into(),
         ..request(2)
     };
-    waits_and_gets(
-        Busy::new(Limits::default(), two_each()),
+    check_reservation(
+        BusyHosts::new(Limits::default(), two_each()),
         &large,
         "hosts are kept for it",
     );
@@ -176,7 +176,7 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
 /// long time.
 #[test]
 fn host_query_reports_reservation() {
-    let mut busy = Busy::new(Limits::default(), two_each());
+    let mut busy = BusyHosts::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
         &SpawnRequest {
@@ -185,8 +185,8 @@ fn host_query_reports_reservation() {
         },
     );
     busy.bed.settle();
-    let kept = |busy: &mut Busy| -> Vec<String> {
-        let of = |host: &str| match ask(&mut busy.bed, &RmQuery::HostDecisions(host.into())) {
+    let kept = |busy: &mut BusyHosts| -> Vec<String> {
+        let of = |host: &str| match query(&mut busy.bed, &RmQuery::HostDecisions(host.into())) {
             RmReply::Decisions {
                 host_state: Some(HostState::Used(but)),
                 ..
@@ -219,7 +219,7 @@ fn host_query_reports_reservation() {
         "{said:?}"
     );
     assert!(
-        busy.bed.world().answer(7).is_some() && kept(&mut busy).is_empty(),
+        busy.bed.world().spawn_reply(7).is_some() && kept(&mut busy).is_empty(),
         "it has its place"
     );
 }
@@ -231,8 +231,8 @@ fn limited_spawn_precedes_later_ones_of_user() {
         user_tasks: Some(4),
         job_tasks: None,
     };
-    waits_and_gets(
-        Busy::new(limits, GuestLimits::default()),
+    check_reservation(
+        BusyHosts::new(limits, GuestLimits::default()),
         &request(3),
         "others wait until it is",
     );
@@ -246,12 +246,12 @@ fn spawn_above_limit_is_refused_at_once() {
         user_tasks: Some(4),
         job_tasks: None,
     };
-    let mut busy = Busy::new(limits, GuestLimits::default());
+    let mut busy = BusyHosts::new(limits, GuestLimits::default());
     busy.bed.world().spawn(7, &request(5));
     busy.bed.world().spawn(8, &request(3));
     busy.bed.settle();
     assert_eq!(
-        busy.bed.world().answer(7),
+        busy.bed.world().spawn_reply(7),
         Some(Ok(vec![Err(PvmError::OutOfRes); 5]))
     );
     let why = busy.bed.world().notes().pop().expect("a note says why");
@@ -260,10 +260,10 @@ fn spawn_above_limit_is_refused_at_once() {
         "{why}"
     );
     // Three more tasks are allowed when two of the four have ended, or when the limit changes.
-    assert_eq!(busy.bed.world().answer(8), None);
+    assert_eq!(busy.bed.world().spawn_reply(8), None);
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 1 {
-        busy.bed.signs_of_life(&[1, 2]);
-        busy.bed.pass(Micros::from_secs(10));
+        busy.bed.report_absent_owners(&[1, 2]);
+        busy.bed.advance(Micros::from_secs(10));
     }
     let notes = busy.bed.world().notes();
     assert!(
@@ -281,10 +281,10 @@ fn spawn_above_limit_is_refused_at_once() {
     );
     busy.bed.settle();
     assert_eq!(
-        busy.bed.world().answer(8),
+        busy.bed.world().spawn_reply(8),
         Some(Ok(vec![Err(PvmError::OutOfRes); 3]))
     );
-    let (ended, small) = (std::mem::take(&mut busy.running), busy.small);
+    let (ended, small) = (std::mem::take(&mut busy.running), busy.small_started);
     for tid in ended {
         let host = tid.birth_host().expect("a task");
         busy.bed.world().event(
@@ -297,14 +297,18 @@ fn spawn_above_limit_is_refused_at_once() {
         );
     }
     busy.bed.settle();
-    busy.ask_small();
-    assert_eq!(busy.small, small + 1, "later ones do not wait for it");
+    busy.request_small();
+    assert_eq!(
+        busy.small_started,
+        small + 1,
+        "later ones do not wait for it"
+    );
 }
 
 /// No host is reserved for a spawn that no host could take.
 #[test]
 fn no_reservation_for_impossible_spawn() {
-    let mut busy = Busy::new(Limits::default(), two_each());
+    let mut busy = BusyHosts::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
         &SpawnRequest {
@@ -315,8 +319,12 @@ fn no_reservation_for_impossible_spawn() {
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 6 {
         busy.round();
     }
-    assert_eq!(busy.bed.world().answer(7), None);
-    assert!(busy.small > 15, "the others go on: {}", busy.small);
+    assert_eq!(busy.bed.world().spawn_reply(7), None);
+    assert!(
+        busy.small_started > 15,
+        "the others go on: {}",
+        busy.small_started
+    );
     assert!(
         !busy
             .bed
@@ -332,8 +340,8 @@ fn no_reservation_for_impossible_spawn() {
 #[test]
 fn promised_memory_is_not_promised_twice() {
     let vm = world(1);
-    vm.0.borrow_mut().memory = 5 << 30;
-    let mut bed = Bed::quiet(&vm);
+    vm.0.borrow_mut().available_bytes = 5 << 30;
+    let mut bed = TestBed::quiet(&vm);
     let large = |count| SpawnRequest {
         place: "?memory >= 2G".into(),
         ..request(count)
@@ -341,10 +349,10 @@ fn promised_memory_is_not_promised_twice() {
     // Three requests arrive before the host has started any task.
     (1..=3).for_each(|wid| bed.world().spawn(wid, &large(1)));
     bed.settle();
-    let execs = bed.world().took_execs();
+    let execs = bed.world().take_start_orders();
     assert_eq!(execs.len(), 2, "five gigabytes are enough for two");
     assert_eq!(
-        bed.world().answer(3).expect("refused").expect("tried"),
+        bed.world().spawn_reply(3).expect("refused").expect("tried"),
         [Err(PvmError::OutOfRes)]
     );
     let notes = bed.world().notes();
@@ -356,16 +364,16 @@ fn promised_memory_is_not_promised_twice() {
     );
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
     // This report may be older than the tasks, so the promise remains.
-    bed.pass(Micros::from_secs(20));
-    bed.signs_of_life(&[1]);
+    bed.advance(Micros::from_secs(20));
+    bed.report_absent_owners(&[1]);
     bed.world().spawn(4, &large(1));
     bed.settle();
-    assert!(bed.world().took_execs().is_empty());
+    assert!(bed.world().take_start_orders().is_empty());
     // The tasks have not used the memory, and reports of this time would include its use. So the
     // promise ends.
-    bed.pass(Micros::from_secs(11));
-    bed.signs_of_life(&[1]);
+    bed.advance(Micros::from_secs(11));
+    bed.report_absent_owners(&[1]);
     bed.world().spawn(5, &large(2));
     bed.settle();
-    assert_eq!(bed.world().took_execs()[0].request.count, 2);
+    assert_eq!(bed.world().take_start_orders()[0].request.count, 2);
 }

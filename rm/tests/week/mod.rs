@@ -1,15 +1,15 @@
 //! Simulates a week of a thousand desktop machines and computes its statistics.
 
-use crate::pool::{DAY, HOUR, Job, Pool, Times};
+use crate::pool::{DAY, DesktopPool, HOUR, MeasuredTimes, PoolJob};
 use serde::Serialize;
 use std::fmt::Write;
 
 const HOSTS: u16 = 1000;
 const DAYS: f64 = 7.0;
 /// Number of jobs that arrive in the week. Nearly all of them finish.
-const JOBS: u32 = 600;
+const JOB_COUNT: u32 = 600;
 /// Interval between the arrivals of two jobs in hours.
-const PAUSE_H: f64 = 0.28;
+const ARRIVAL_INTERVAL_H: f64 = 0.28;
 const USERS: u32 = 5;
 /// Number of processes per job.
 const PROCESSES: u32 = 61;
@@ -21,7 +21,7 @@ const WORK_H: f64 = 2.0;
 ///
 /// 186 of 1,000 hosts always have an owner. About half of the others have no owner at a time, more
 /// at night and on Sundays.
-fn office(host: u16, now: f64) -> Option<f64> {
+fn owner_presence(host: u16, now: f64) -> Option<f64> {
     if host > 814 {
         return None;
     }
@@ -39,7 +39,7 @@ fn office(host: u16, now: f64) -> Option<f64> {
 
 /// Distribution of durations in seconds.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct Spread {
+pub(crate) struct Distribution {
     pub(crate) count: usize,
     pub(crate) median: f64,
     pub(crate) p99: f64,
@@ -48,8 +48,8 @@ pub(crate) struct Spread {
     pub(crate) hundredths: Vec<f64>,
 }
 
-impl Spread {
-    pub(crate) fn of(mut values: Vec<f64>) -> Spread {
+impl Distribution {
+    pub(crate) fn of(mut values: Vec<f64>) -> Distribution {
         values.sort_by(f64::total_cmp);
         let last = values.len().saturating_sub(1);
         let at = |part: f64| {
@@ -59,7 +59,7 @@ impl Spread {
                 .unwrap_or(0.0)
         };
         let hundredths = (0..=100).map(|n| at(f64::from(n) / 100.0)).collect();
-        Spread {
+        Distribution {
             count: values.len(),
             median: at(0.5),
             p99: at(0.99),
@@ -71,7 +71,7 @@ impl Spread {
 
 /// Results of the week.
 #[derive(Debug, Serialize)]
-pub(crate) struct Week {
+pub(crate) struct WeekResults {
     pub(crate) hosts: u16,
     pub(crate) seed: u64,
     /// Mean number of hosts without an owner.
@@ -80,12 +80,12 @@ pub(crate) struct Week {
     pub(crate) jobs_ended: usize,
     pub(crate) jobs_waiting: usize,
     /// Time from an owner's login until no guest is left, for each host with guests.
-    pub(crate) clean_s: Spread,
+    pub(crate) clean_s: Distribution,
     /// Time for which each guest ran after its host's owner had arrived. Drawn from measurements on
     /// real hosts, where guests stop without a decision of the resource manager.
-    pub(crate) stall_s: Spread,
+    pub(crate) stall_s: Distribution,
     /// Time from an owner's first activity until the eviction of each guest.
-    pub(crate) untold_s: Spread,
+    pub(crate) untold_s: Distribution,
     /// Number of guests at the end of the week that were not evicted although their host's owner
     /// was present.
     pub(crate) left_beside: usize,
@@ -108,43 +108,49 @@ pub(crate) struct Week {
     pub(crate) by_hour: Vec<(f64, f64)>,
 }
 
-impl Week {
+impl WeekResults {
     /// Simulates the week with this seed.
-    pub(crate) fn of(seed: u64, times: Times) -> Week {
+    pub(crate) fn simulate(seed: u64, times: MeasuredTimes) -> WeekResults {
         let job = |n: u32| {
-            Job::new(
+            PoolJob::new(
                 n % USERS,
-                f64::from(n) * PAUSE_H * HOUR,
+                f64::from(n) * ARRIVAL_INTERVAL_H * HOUR,
                 PROCESSES,
                 WORK_H * HOUR,
             )
         };
-        let mut pool = Pool::new(HOSTS, seed, office, (0..JOBS).map(job).collect(), times);
+        let mut pool = DesktopPool::new(
+            HOSTS,
+            seed,
+            owner_presence,
+            (0..JOB_COUNT).map(job).collect(),
+            times,
+        );
         pool.run(DAYS * DAY);
         let left_beside = pool.left_beside_owners();
-        let seen = &mut pool.seen;
+        let seen = &mut pool.statistics;
         let hours = (DAYS * 24.0) as u64;
-        Week {
+        WeekResults {
             hosts: HOSTS,
             seed,
-            free_mean: seen.free / (DAYS * DAY),
+            free_mean: seen.free_seconds / (DAYS * DAY),
             free_max: seen.free_max,
             jobs_ended: pool.jobs.iter().filter(|job| job.ended.is_some()).count(),
-            jobs_waiting: pool.fair.waiting(),
-            clean_s: Spread::of(std::mem::take(&mut seen.clean)),
-            stall_s: Spread::of(std::mem::take(&mut seen.stalls)),
-            untold_s: Spread::of(std::mem::take(&mut seen.untold)),
+            jobs_waiting: pool.fair.queue_len(),
+            clean_s: Distribution::of(std::mem::take(&mut seen.clear_times)),
+            stall_s: Distribution::of(std::mem::take(&mut seen.runs_beside_owner)),
+            untold_s: Distribution::of(std::mem::take(&mut seen.eviction_delays)),
             left_beside,
             moves_owner: seen.evictions,
-            moves_load: seen.shifts,
+            moves_load: seen.rebalances,
             moves_by_hour: (0..hours)
                 .map(|hour| seen.moves_by_hour.get(&hour).copied().unwrap_or(0))
                 .collect(),
-            work_h: seen.work / HOUR,
-            standing_h: seen.standing / HOUR,
-            stuck_h: seen.stuck / HOUR,
-            lost: seen.standing / seen.work,
-            work: seen.work / seen.free,
+            work_h: seen.work_seconds / HOUR,
+            standing_h: seen.paused_seconds / HOUR,
+            stuck_h: seen.stuck_seconds / HOUR,
+            lost: seen.paused_seconds / seen.work_seconds,
+            work: seen.work_seconds / seen.free_seconds,
             by_hour: (0..hours)
                 .map(|hour| seen.by_hour.get(&hour).copied().unwrap_or_default())
                 .collect(),
@@ -154,11 +160,11 @@ impl Week {
     /// Formats the results as text.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
-        let mut line = |what: &str, said: String| {
-            let _ = writeln!(text, "{what:34}{said}");
+        let mut line = |label: &str, said: String| {
+            let _ = writeln!(text, "{label:34}{said}");
         };
         let ms = |s: f64| format!("{:.0} ms", s * 1e3);
-        let spread = |s: &Spread| {
+        let spread = |s: &Distribution| {
             format!(
                 "{} (median), {} (99 %), {} (worst), {} times",
                 ms(s.median),

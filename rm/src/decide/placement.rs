@@ -1,10 +1,13 @@
 //! Places the tasks of one spawn (`pvm_spawn`): which hosts the request allows, and how the policy
 //! distributes the tasks among them.
 
-use super::choice::Choice;
-use super::load::{Load, Loads, full, why_unknown};
-use super::placing::{Placing, nowhere};
-use super::{Excluded, HostView, Owner, Policy, Rank, Reason, Snapshot, Wants, WantsError};
+use super::chooser::Chooser;
+use super::load::{HostLoad, WorkingLoads, limit_exclusion, unknown_reason};
+use super::placement_run::{PlacementRun, failed_placement};
+use super::{
+    Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView, OwnerState,
+    PlacementPolicy, Rank, Snapshot,
+};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
@@ -18,7 +21,7 @@ pub const EXPLAINED_HOSTS_MAX: usize = 64;
 
 /// Input of a placement decision, in addition to the snapshot.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
+pub struct PlacementRequest<'a> {
     pub user: u32,
     pub request: &'a SpawnRequest,
     /// Number of tasks of the request that need a host.
@@ -28,42 +31,47 @@ pub struct Ask<'a> {
     /// Hosts of tasks with which the new tasks will communicate. Hosts near them are preferred.
     pub peers: &'a [HostId],
     /// Hosts that were lost while the request was carried out. They are excluded.
-    pub without: &'a [HostId],
+    pub lost_hosts: &'a [HostId],
     /// Hosts that declined tasks of this request shortly before. They are excluded: their daemons
     /// may know of an owner whom the load watcher has not reported yet.
-    pub declined: &'a [HostId],
+    pub declined_by: &'a [HostId],
     /// Hosts that are reserved for another request.
-    pub kept: &'a [HostId],
+    pub reserved_hosts: &'a [HostId],
 }
 
-impl<'a> Ask<'a> {
-    /// Creates a request for `count` tasks without peers and without excluded hosts.
-    pub fn of(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> Ask<'a> {
-        Ask {
+impl<'a> PlacementRequest<'a> {
+    /// Creates a request for `event_count` tasks without peers and without excluded hosts.
+    pub fn new(
+        user: u32,
+        request: &'a SpawnRequest,
+        count: u32,
+        caller: HostId,
+    ) -> PlacementRequest<'a> {
+        PlacementRequest {
             user,
             request,
             count,
             caller,
             peers: &[],
-            without: &[],
-            declined: &[],
-            kept: &[],
+            lost_hosts: &[],
+            declined_by: &[],
+            reserved_hosts: &[],
         }
     }
 }
 
 /// Why a placement has its hosts, or why there is no placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum PlacementReason {
     /// The request names the host.
-    Asked { host: String },
+    HostNamed { host: String },
     /// The tasks were distributed round robin.
-    InTurn {
+    RoundRobin {
         /// Number of hosts among which the tasks were distributed.
         hosts: usize,
     },
     /// Each task was placed on the host with the largest processor share for it.
-    Load {
+    LargestShare {
         /// Host of the first task.
         host: String,
         /// Share on that host, in thousandths of an ordinary processor.
@@ -78,51 +86,53 @@ pub enum Why {
     /// All tasks were placed on the one host where they get the largest share together.
     SameHost { host: String },
     /// An external chooser selected the hosts.
-    Chosen {
+    ChooserSelected {
         /// Name of the external chooser.
         by: String,
     },
     /// The external chooser failed or made an invalid choice.
-    NotChosen {
+    ChooserFailed {
         /// Name of the external chooser.
         by: String,
         why: String,
     },
     /// The constraints text is invalid.
-    NotUnderstood(WantsError),
+    InvalidConstraints(ConstraintsError),
     /// No host of the virtual machine matches the request.
     NoSuchHost,
     /// All hosts that match the request are excluded or full.
-    NoneFree,
+    NoneAvailable,
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for PlacementReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Why::Asked { host } => write!(f, "{host} was asked for"),
-            Why::InTurn { hosts: 1 } => f.write_str("in turn over one host"),
-            Why::InTurn { hosts } => write!(f, "in turn over {hosts} hosts"),
-            Why::Load { host, usable } => {
+            PlacementReason::HostNamed { host } => write!(f, "{host} was asked for"),
+            PlacementReason::RoundRobin { hosts: 1 } => f.write_str("in turn over one host"),
+            PlacementReason::RoundRobin { hosts } => write!(f, "in turn over {hosts} hosts"),
+            PlacementReason::LargestShare { host, usable } => {
                 write!(
                     f,
                     "largest share of a processor, {:.2} on {host}",
                     *usable as f64 / 1e3
                 )
             }
-            Why::Rank { rank, host } => {
+            PlacementReason::Rank { rank, host } => {
                 write!(
                     f,
                     "{} {}, first {host}",
-                    if rank.least { "least" } else { "most" },
+                    if rank.ascending { "least" } else { "most" },
                     rank.by
                 )
             }
-            Why::SameHost { host } => write!(f, "all on one host, and {host} gives them most"),
-            Why::Chosen { by } => write!(f, "chosen by {by}"),
-            Why::NotChosen { by, why } => write!(f, "{by} chose no place: {why}"),
-            Why::NotUnderstood(error) => error.fmt(f),
-            Why::NoSuchHost => f.write_str("no host is what the request names"),
-            Why::NoneFree => f.write_str("no host is free"),
+            PlacementReason::SameHost { host } => {
+                write!(f, "all on one host, and {host} gives them most")
+            }
+            PlacementReason::ChooserSelected { by } => write!(f, "chosen by {by}"),
+            PlacementReason::ChooserFailed { by, why } => write!(f, "{by} chose no place: {why}"),
+            PlacementReason::InvalidConstraints(error) => error.fmt(f),
+            PlacementReason::NoSuchHost => f.write_str("no host is what the request names"),
+            PlacementReason::NoneAvailable => f.write_str("no host is free"),
         }
     }
 }
@@ -132,21 +142,24 @@ impl fmt::Display for Why {
 pub struct Placement {
     /// Host or error of each task, in task order.
     pub hosts: Vec<Result<HostId, PvmError>>,
-    pub why: Why,
+    pub reason: PlacementReason,
     /// Hosts that were not used, with the reason for each.
-    pub excluded: Excluded,
+    pub excluded: Exclusions,
     /// Examined hosts with unknown load, each as a text with the reason.
-    pub unknown: Vec<String>,
+    pub unknown_load: Vec<String>,
     /// Last host used by round robin, including this placement.
-    pub rotation: HostId,
+    pub round_robin_last: HostId,
 }
 
 impl Placement {
     /// Describes the placement in one sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let failed = matches!(self.why, Why::NoneFree | Why::NoSuchHost);
-        let told = snapshot.tell(&self.excluded);
-        let mut text = self.why.to_string();
+        let failed = matches!(
+            self.reason,
+            PlacementReason::NoneAvailable | PlacementReason::NoSuchHost
+        );
+        let told = snapshot.describe_exclusions(&self.excluded);
+        let mut text = self.reason.to_string();
         let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
         if placed > 0 && placed < self.hosts.len() {
             text = format!("{text}; room for {placed} of {}", self.hosts.len());
@@ -156,21 +169,24 @@ impl Placement {
         } else if !told.is_empty() {
             text = format!("{text}; not used: {told}");
         }
-        if !self.unknown.is_empty() {
-            text = format!("{text}; load unknown: {}", self.unknown.join(", "));
+        if !self.unknown_load.is_empty() {
+            text = format!("{text}; load unknown: {}", self.unknown_load.join(", "));
         }
         text
     }
 }
 
 /// Returns the part of a `where` argument before the first colon. A directory follows the colon.
-pub(super) fn named(place: &str) -> &str {
+pub(super) fn host_part(place: &str) -> &str {
     place.split(':').next().unwrap_or_default()
 }
 
 /// Returns the reason why the request does not match this host; `None` if it matches.
-pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<&'a str>> {
-    let (flags, name) = (ask.request.flags, named(&ask.request.place));
+pub(super) fn request_exclusion<'a>(
+    ask: &PlacementRequest<'_>,
+    host: &'a HostView,
+) -> Option<ExclusionReason<&'a str>> {
+    let (flags, name) = (ask.request.flags, host_part(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
         if name == "." {
@@ -185,62 +201,73 @@ pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<
     };
     match (chosen, complement) {
         (true, false) | (false, true) => None,
-        (true, true) => Some(Reason::Complement),
-        (false, false) if flags & SPAWN_HOST != 0 => Some(Reason::OtherHost),
-        (false, false) => Some(Reason::OtherArch { has: &host.arch }),
+        (true, true) => Some(ExclusionReason::Complement),
+        (false, false) if flags & SPAWN_HOST != 0 => Some(ExclusionReason::OtherHost),
+        (false, false) => Some(ExclusionReason::OtherArch { has: &host.arch }),
     }
 }
 
 /// Returns the reason why a host that matches the request cannot be used; `None` if it can.
-pub(super) fn not_fit<'a>(
-    ask: &Ask<'_>,
-    wants: &Wants,
+pub(super) fn fit_exclusion<'a>(
+    ask: &PlacementRequest<'_>,
+    wants: &Constraints,
     host: &'a HostView,
     now: Micros,
-    load: impl Fn() -> Load,
-) -> Option<Reason<&'a str>> {
-    if ask.without.contains(&host.id) {
-        return Some(Reason::NoAnswer);
+    load: impl Fn() -> HostLoad,
+) -> Option<ExclusionReason<&'a str>> {
+    if ask.lost_hosts.contains(&host.id) {
+        return Some(ExclusionReason::NoAnswer);
     }
-    if ask.declined.contains(&host.id) {
-        return Some(Reason::Declined);
+    if ask.declined_by.contains(&host.id) {
+        return Some(ExclusionReason::Declined);
     }
-    if ask.kept.contains(&host.id) {
-        return Some(Reason::Kept);
+    if ask.reserved_hosts.contains(&host.id) {
+        return Some(ExclusionReason::Reserved);
     }
-    if let Some((condition, has)) = wants.unmet(host, now, &load) {
-        return Some(Reason::Unmet { condition, has });
+    if let Some((condition, has)) = wants.first_unmet(host, now, &load) {
+        return Some(ExclusionReason::Unmet { condition, has });
     }
-    let blocks = || host.terms.blocks(ask.user, &ask.request.file);
+    let blocks = || host.guest_policy.block_reason(ask.user, &ask.request.file);
     // Also excludes a host that the spawn names, because the host's daemon starts no guest while
     // the owner accepts none.
     host.owner
-        .keeps_out()
+        .exclusion_reason()
         .or_else(blocks)
-        .or_else(|| full(host, now, 0, load))
+        .or_else(|| limit_exclusion(host, now, 0, load))
 }
 
 /// Returns the reason why a host is excluded for every request; `None` if it is not.
-pub fn left_out(snapshot: &Snapshot, id: HostId) -> Option<Reason> {
+pub fn general_exclusion(snapshot: &Snapshot, id: HostId) -> Option<ExclusionReason> {
     let host = snapshot.host(id)?;
-    let full = || full(host, snapshot.now, 0, || Loads::of(snapshot).load(id));
-    host.owner.keeps_out().or_else(full).map(Reason::own)
+    let full = || {
+        limit_exclusion(host, snapshot.now, 0, || {
+            WorkingLoads::of(snapshot).load(id)
+        })
+    };
+    host.owner
+        .exclusion_reason()
+        .or_else(full)
+        .map(ExclusionReason::into_owned)
 }
 
 /// Returns sentences about the restrictions that apply to a host although it is not excluded.
-pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
+pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
     };
     let mut all = Vec::new();
-    if let Owner::Maybe { why, idle: true } = &host.owner {
+    if let OwnerState::PossiblyPresent {
+        why,
+        idle_login: true,
+    } = &host.owner
+    {
         all.push(format!(
             "tasks go to others first, because its owner may be there ({why})"
         ));
     }
-    let limits = &host.terms.limits;
+    let limits = &host.guest_policy.limits;
     let programs = limits.programs.iter().map(|pattern| {
-        Reason::Program {
+        ExclusionReason::ProgramBlocked {
             pattern: pattern.as_str(),
         }
         .to_string()
@@ -248,31 +275,39 @@ pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let users = limits
         .users
         .iter()
-        .map(|user| Reason::<&str>::User { user: *user }.to_string());
+        .map(|user| ExclusionReason::<&str>::UserBlocked { user: *user }.to_string());
     all.extend(programs.chain(users));
-    let unknown = why_unknown(host, snapshot.now).filter(|_| snapshot.policy == Policy::Load);
+    let unknown =
+        unknown_reason(host, snapshot.now).filter(|_| snapshot.policy == PlacementPolicy::Load);
     all.extend(unknown.map(|why| format!("its load is not known ({why})")));
-    let moves = host.no_moves.as_ref().filter(|no| no.at > snapshot.now);
-    all.extend(moves.map(|no| format!("no running task moves there ({})", no.why)));
+    let moves = host
+        .migration_obstacle
+        .as_ref()
+        .filter(|no| no.until > snapshot.now);
+    all.extend(moves.map(|no| format!("no running task moves there ({})", no.reason)));
     all
 }
 
 /// Places all tasks of a request by the snapshot's policy.
-pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
-    place_by(snapshot, ask, None)
+pub fn place(snapshot: &Snapshot, ask: &PlacementRequest<'_>) -> Placement {
+    place_with_chooser(snapshot, ask, None)
 }
 
-/// Places all tasks of a request. If `choice` is given, that external chooser selects among the
+/// Places all tasks of a request. If `chooser` is given, that external chooser selects among the
 /// suitable hosts.
-pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
-    match Wants::of(ask.request) {
-        Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),
-        Err(error) => nowhere(
+pub fn place_with_chooser(
+    snapshot: &Snapshot,
+    ask: &PlacementRequest<'_>,
+    chooser: Option<&dyn Chooser>,
+) -> Placement {
+    match Constraints::from_request(ask.request) {
+        Ok(wants) => PlacementRun::new(snapshot, ask, wants).decide(chooser),
+        Err(error) => failed_placement(
             snapshot,
             ask,
             PvmError::BadParam,
-            Why::NotUnderstood(error),
-            Excluded::default(),
+            PlacementReason::InvalidConstraints(error),
+            Exclusions::default(),
         ),
     }
 }

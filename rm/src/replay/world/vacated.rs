@@ -1,26 +1,26 @@
 //! Vacated jobs in the simulation: their tasks are checkpointed and ended, and restarted when the
 //! service requests it.
 
-use super::{IMAGE_BYTES, MOVE_TIME, Running, State};
+use super::{IMAGE_BYTES, MIGRATION_DURATION, ReplayTask, WorldState};
 use libpvm::Error;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
 use sempa_proto::{HostId, PvmError, Tid};
 
-impl State {
+impl WorldState {
     /// Ends the tasks of jobs whose checkpoint is complete, and stores them for a restart. The
     /// checkpoint fails if a task of the job migrates.
-    pub(super) fn park(&mut self) {
+    pub(super) fn complete_vacates(&mut self) {
         let due: Vec<Tid> = self
-            .parking
+            .vacates_due
             .iter()
             .filter(|(_, at)| **at <= self.now)
             .map(|(job, _)| *job)
             .collect();
         for job in due {
-            self.parking.remove(&job);
-            let family = self.family(job);
-            if family.iter().any(|tid| self.tasks[tid].moving.is_some()) || family.is_empty() {
+            self.vacates_due.remove(&job);
+            let family = self.job_tasks(job);
+            if family.iter().any(|tid| self.tasks[tid].migrating.is_some()) || family.is_empty() {
                 let why = "a task of it moves, or it has ended".to_string();
                 self.event(HostId::MASTER, EventKind::CheckpointFailed { job, why });
                 continue;
@@ -33,7 +33,7 @@ impl State {
                 job,
                 tasks,
                 bytes,
-                frozen: MOVE_TIME,
+                frozen: MIGRATION_DURATION,
                 vacated: true,
             };
             self.event(HostId::MASTER, kind);
@@ -52,12 +52,12 @@ impl State {
                 );
                 stored.push((tid, task));
             }
-            self.sets.insert(set, stored);
+            self.checkpoints.insert(set, stored);
         }
     }
 
     /// Returns the tasks of the job with the top task `head`, `head` first.
-    fn family(&self, head: Tid) -> Vec<Tid> {
+    fn job_tasks(&self, head: Tid) -> Vec<Tid> {
         let mut all: Vec<Tid> = self.tasks.get(&head).map(|_| head).into_iter().collect();
         let mut at = 0;
         while let Some(parent) = all.get(at).copied() {
@@ -73,7 +73,7 @@ impl State {
     }
 
     /// Restarts the tasks of a checkpoint on the hosts with these names, one host per task.
-    pub(super) fn restart(&mut self, set: &str, on: &[String]) -> Result<(), Error> {
+    pub(super) fn restart(&mut self, set: &str, host_names: &[String]) -> Result<(), Error> {
         let refused = |why: &str| Error::new(PvmError::BadParam, why);
         let host_of = |name: &String| {
             self.table
@@ -82,15 +82,15 @@ impl State {
                 .find(|host| host.name == *name)
                 .map(|host| host.id)
         };
-        let hosts: Vec<HostId> = on.iter().filter_map(host_of).collect();
+        let hosts: Vec<HostId> = host_names.iter().filter_map(host_of).collect();
         let stored = self
-            .sets
+            .checkpoints
             .get(set)
             .ok_or_else(|| refused("there is no such set"))?;
         if hosts.len() != stored.len() {
             return Err(refused("some of these hosts are not there"));
         }
-        let stored = self.sets.remove(set).unwrap_or_default();
+        let stored = self.checkpoints.remove(set).unwrap_or_default();
         let job = stored.first().map_or(Tid::NONE, |(tid, _)| *tid);
         let tasks = stored
             .iter()
@@ -100,7 +100,7 @@ impl State {
         let back = stored
             .into_iter()
             .zip(hosts)
-            .map(|((tid, task), host)| (tid, Running { host, ..task }));
+            .map(|((tid, task), host)| (tid, ReplayTask { host, ..task }));
         self.tasks.extend(back);
         let why = "there is room".to_string();
         self.event(

@@ -1,66 +1,70 @@
 //! Connects the history with its file, if there is one: decides when changes are written, and
 //! stores a batch that the writer thread has not accepted.
 
-use super::books::{Batch, Books};
-use super::file::{Opened, Store};
+use super::file::{HistoryFile, OpenedHistory};
+use super::history::{Batch, History};
 use sempa_proto::{Micros, Tid};
 use std::path::PathBuf;
 
 /// Delay between a change and the write, so that several changes are written in one batch.
-pub const WRITE_PAUSE: Micros = Micros::from_millis(300);
+pub const WRITE_DELAY: Micros = Micros::from_millis(300);
 
 /// Location of the history file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shelf {
+pub struct StoreLocation {
     pub dir: PathBuf,
     /// Name of the file within the directory.
-    pub name: String,
+    pub file_name: String,
 }
 
-impl Shelf {
+impl StoreLocation {
     /// True if the file exists.
-    pub fn is_there(&self) -> bool {
-        self.dir.join(&self.name).exists()
+    pub fn exists(&self) -> bool {
+        self.dir.join(&self.file_name).exists()
     }
 }
 
 /// The history and, if it is stored, its file.
 #[derive(Debug, Default)]
-pub struct Ledger {
-    pub books: Books,
-    store: Option<Store>,
+pub struct HistoryWriter {
+    pub history: History,
+    store: Option<HistoryFile>,
     /// A batch that the writer thread has not accepted yet.
-    batch: Option<Batch>,
+    pending_batch: Option<Batch>,
     write_at: Option<Micros>,
 }
 
-impl Ledger {
+impl HistoryWriter {
     /// Opens the history. Without a location, or if the file cannot be used, the history exists in
     /// memory only. Also returns notes about problems for the event log.
-    pub fn open(shelf: Option<&Shelf>, user: u32, task: Tid) -> (Ledger, Vec<String>) {
+    pub fn open(
+        shelf: Option<&StoreLocation>,
+        user: u32,
+        task: Tid,
+    ) -> (HistoryWriter, Vec<String>) {
         let Some(shelf) = shelf else {
             return (
-                Ledger {
-                    books: Books::new(user, task),
-                    ..Ledger::default()
+                HistoryWriter {
+                    history: History::new(user, task),
+                    ..HistoryWriter::default()
                 },
                 Vec::new(),
             );
         };
-        match Store::open(&shelf.dir, &shelf.name) {
+        match HistoryFile::open(&shelf.dir, &shelf.file_name) {
             Err(error) => (
-                Ledger {
-                    books: Books::new(user, task),
-                    ..Ledger::default()
+                HistoryWriter {
+                    history: History::new(user, task),
+                    ..HistoryWriter::default()
                 },
                 vec![error.to_string()],
             ),
-            Ok(Opened {
+            Ok(OpenedHistory {
                 store,
                 entries,
                 moved_aside,
             }) => {
-                let (books, bad) = Books::read(user, task, entries);
+                let (books, bad) = History::read(user, task, entries);
                 let mut notes: Vec<String> = moved_aside.into_iter().collect();
                 if bad > 0 {
                     notes.push(format!(
@@ -68,10 +72,10 @@ impl Ledger {
                     ));
                 }
                 (
-                    Ledger {
-                        books,
+                    HistoryWriter {
+                        history: books,
                         store: Some(store),
-                        ..Ledger::default()
+                        ..HistoryWriter::default()
                     },
                     notes,
                 )
@@ -79,7 +83,7 @@ impl Ledger {
         }
     }
 
-    /// Returns when [`Ledger::write`] is due.
+    /// Returns when [`HistoryWriter::write`] is due.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.write_at
     }
@@ -89,10 +93,10 @@ impl Ledger {
         self.write_at.is_some_and(|at| at <= now)
     }
 
-    /// Schedules a write after [`WRITE_PAUSE`] if there are changes and no write is scheduled.
-    pub fn plan(&mut self, now: Micros) {
-        if self.write_at.is_none() && self.books.is_dirty() {
-            self.write_at = Some(now + WRITE_PAUSE);
+    /// Schedules a write after [`WRITE_DELAY`] if there are changes and no write is scheduled.
+    pub fn schedule_write(&mut self, now: Micros) {
+        if self.write_at.is_none() && self.history.is_dirty() {
+            self.write_at = Some(now + WRITE_DELAY);
         }
     }
 
@@ -101,17 +105,20 @@ impl Ledger {
     pub fn write(&mut self, now: Micros) -> Option<String> {
         self.write_at = None;
         let Some(store) = &self.store else {
-            self.books.batch();
+            self.history.take_batch();
             return None;
         };
         // A batch that the writer thread has not accepted is passed first, because a later batch
         // may change the same entries.
-        let batch = self.batch.take().unwrap_or_else(|| self.books.batch());
+        let batch = self
+            .pending_batch
+            .take()
+            .unwrap_or_else(|| self.history.take_batch());
         if let Err(batch) = store.write(batch) {
-            self.batch = Some(batch);
-            self.write_at = Some(now + WRITE_PAUSE);
+            self.pending_batch = Some(batch);
+            self.write_at = Some(now + WRITE_DELAY);
         }
-        let error = store.error()?;
+        let error = store.take_error()?;
         Some(format!(
             "what the resource manager remembers cannot be written: {error}; it works on without"
         ))
@@ -122,8 +129,8 @@ impl Ledger {
         let Some(store) = self.store.take() else {
             return;
         };
-        let mut last = self.batch.take().unwrap_or_default();
-        last.extend(self.books.batch());
+        let mut last = self.pending_batch.take().unwrap_or_default();
+        last.extend(self.history.take_batch());
         store.close(last);
     }
 }

@@ -2,9 +2,9 @@
 //! batch system that has reserved hosts.
 //!
 //! The resource manager checks each selection and explains it like its own decisions. The policy
-//! names the chooser ([`super::Policy::Choice`]).
+//! names the chooser ([`super::PlacementPolicy::Choice`]).
 
-use super::{HostView, Policy, Share};
+use super::{HostView, PlacementPolicy, ProcessorShare};
 use sempa_proto::task::SpawnRequest;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -13,49 +13,49 @@ use thiserror::Error;
 
 /// A host that a chooser may select for a request.
 #[derive(Clone, Copy, Debug)]
-pub struct Offer<'a> {
+pub struct HostOffer<'a> {
     pub host: &'a HostView,
     /// Processor share that one more task would get on the host.
-    pub share: Share,
+    pub share: ProcessorShare,
     /// Maximum number of tasks that the host can take.
     pub capacity: u32,
 }
 
 /// Selects hosts for spawns in place of the built-in policies.
-pub trait Choice {
+pub trait Chooser {
     /// Returns the name by which policies and explanations refer to the chooser.
     fn name(&self) -> &str;
-    /// Selects hosts for the tasks of one spawn. Returns indices into `offers`: one per task, in
-    /// task order. If there are fewer indices than `count`, the last tasks get no host.
+    /// Selects hosts for the tasks of one spawn. Returns indices into `moves`: one per task, in
+    /// task order. If there are fewer indices than `event_count`, the last tasks get no host.
     ///
     /// # Errors
     /// A text that says why no host was selected. No task is placed then.
     fn choose(
         &self,
         request: &SpawnRequest,
-        offers: &[Offer<'_>],
+        offers: &[HostOffer<'_>],
         count: usize,
     ) -> Result<Vec<usize>, String>;
 }
 
 /// Name of a chooser in a policy.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChoiceName([u8; CHOICE_NAME_MAX]);
+pub struct ChooserName([u8; CHOOSER_NAME_MAX]);
 
 /// Maximum length of a chooser's name, in bytes.
-pub const CHOICE_NAME_MAX: usize = 32;
+pub const CHOOSER_NAME_MAX: usize = 32;
 
-impl ChoiceName {
-    /// Returns `None` unless the name consists of 1 to [`CHOICE_NAME_MAX`] letters, digits, `-` and
+impl ChooserName {
+    /// Returns `None` unless the name consists of 1 to [`CHOOSER_NAME_MAX`] letters, digits, `-` and
     /// `_`.
-    pub fn new(name: &str) -> Option<ChoiceName> {
+    pub fn new(name: &str) -> Option<ChooserName> {
         let is_word = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-        if name.is_empty() || name.len() > CHOICE_NAME_MAX || !name.bytes().all(is_word) {
+        if name.is_empty() || name.len() > CHOOSER_NAME_MAX || !name.bytes().all(is_word) {
             return None;
         }
-        let mut bytes = [0; CHOICE_NAME_MAX];
+        let mut bytes = [0; CHOOSER_NAME_MAX];
         bytes[..name.len()].copy_from_slice(name.as_bytes());
-        Some(ChoiceName(bytes))
+        Some(ChooserName(bytes))
     }
 
     pub fn as_str(&self) -> &str {
@@ -63,12 +63,12 @@ impl ChoiceName {
             .0
             .iter()
             .position(|byte| *byte == 0)
-            .unwrap_or(CHOICE_NAME_MAX);
+            .unwrap_or(CHOOSER_NAME_MAX);
         std::str::from_utf8(&self.0[..end]).unwrap_or_default()
     }
 }
 
-impl fmt::Debug for ChoiceName {
+impl fmt::Debug for ChooserName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
@@ -77,38 +77,41 @@ impl fmt::Debug for ChoiceName {
 /// The policy names a chooser that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the policy has places chosen by {name:?}, and {there}: use load or round-robin, or a pvm-rm that has it"
+    "the policy has places chosen by {name:?}, and {available}: use load or round-robin, or a pvm-rm that has it"
 )]
-pub struct NoSuchChoice {
+pub struct UnknownChooser {
     pub name: String,
     /// Text that lists the available choosers.
-    pub there: String,
+    pub available: String,
 }
 
 /// Choosers available to the resource manager.
 #[derive(Clone, Default)]
-pub struct Choices(Vec<Arc<dyn Choice>>);
+pub struct Choosers(Vec<Arc<dyn Chooser>>);
 
-impl Choices {
+impl Choosers {
     /// Creates the list. If two choosers have the same name, the first one is used.
-    pub fn new(choices: impl IntoIterator<Item = Arc<dyn Choice>>) -> Choices {
-        Choices(choices.into_iter().collect())
+    pub fn new(choices: impl IntoIterator<Item = Arc<dyn Chooser>>) -> Choosers {
+        Choosers(choices.into_iter().collect())
     }
 
     /// Returns the chooser that the policy names; `None` if the policy names none.
     ///
     /// # Errors
     /// The named chooser does not exist.
-    pub fn of(&self, policy: Policy) -> Result<Option<&dyn Choice>, NoSuchChoice> {
-        let Policy::Choice(name) = policy else {
+    pub fn for_policy(
+        &self,
+        policy: PlacementPolicy,
+    ) -> Result<Option<&dyn Chooser>, UnknownChooser> {
+        let PlacementPolicy::Choice(name) = policy else {
             return Ok(None);
         };
         let found = self.0.iter().find(|choice| choice.name() == name.as_str());
         found
             .map(|choice| Some(&**choice))
-            .ok_or_else(|| NoSuchChoice {
+            .ok_or_else(|| UnknownChooser {
                 name: name.as_str().to_string(),
-                there: match self.0.is_empty() {
+                available: match self.0.is_empty() {
                     true => "this resource manager has nobody who chooses".to_string(),
                     false => format!(
                         "there are {}",
@@ -123,7 +126,7 @@ impl Choices {
     }
 }
 
-impl fmt::Debug for Choices {
+impl fmt::Debug for Choosers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list()
             .entries(self.0.iter().map(|choice| choice.name()))
@@ -140,20 +143,20 @@ mod tests {
     #[test]
     fn chooser_names_are_checked_and_unknown_reported() {
         assert_eq!(
-            ChoiceName::new("slurm-2_x").map(|name| name.as_str().to_string()),
+            ChooserName::new("slurm-2_x").map(|name| name.as_str().to_string()),
             Some("slurm-2_x".into())
         );
-        for name in ["", "a b", "x:y", &"x".repeat(CHOICE_NAME_MAX + 1)] {
-            assert_eq!(ChoiceName::new(name), None, "{name:?}");
+        for name in ["", "a b", "x:y", &"x".repeat(CHOOSER_NAME_MAX + 1)] {
+            assert_eq!(ChooserName::new(name), None, "{name:?}");
         }
-        let longest = "x".repeat(CHOICE_NAME_MAX);
+        let longest = "x".repeat(CHOOSER_NAME_MAX);
         assert_eq!(
-            ChoiceName::new(&longest).expect("it fits").as_str(),
+            ChooserName::new(&longest).expect("it fits").as_str(),
             longest
         );
-        let policy = Policy::Choice(ChoiceName::new("slurm").expect("a name"));
-        let error = Choices::default()
-            .of(policy)
+        let policy = PlacementPolicy::Choice(ChooserName::new("slurm").expect("a name"));
+        let error = Choosers::default()
+            .for_policy(policy)
             .map(|_| ())
             .expect_err("nobody is there")
             .to_string();
@@ -162,8 +165,8 @@ mod tests {
             "{error}"
         );
         assert!(
-            Choices::default()
-                .of(Policy::Load)
+            Choosers::default()
+                .for_policy(PlacementPolicy::Load)
                 .is_ok_and(|choice| choice.is_none())
         );
     }

@@ -14,21 +14,21 @@ pub const PAIRS_MAX: usize = 4096;
 const BYTES_PER_SECOND: f64 = 200e6;
 /// Range of plausible speeds in bytes per second. Measurements outside it are reduced or raised to
 /// its ends.
-const SPEEDS: std::ops::RangeInclusive<f64> = 1e3..=1e12;
+const SPEED_RANGE: std::ops::RangeInclusive<f64> = 1e3..=1e12;
 /// Minimum weight of the newest observation.
-const NEWEST: f64 = 0.2;
+const NEWEST_WEIGHT: f64 = 0.2;
 
 /// The two hosts of a migration with their zones, without regard to the direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct HostPair {
     hosts: (HostId, HostId),
     zones: (u32, u32),
 }
 
-impl Way {
-    pub fn between(a: &HostView, b: &HostView) -> Way {
+impl HostPair {
+    pub fn between(a: &HostView, b: &HostView) -> HostPair {
         let zones = (a.zone.min(b.zone), a.zone.max(b.zone));
-        Way {
+        HostPair {
             hosts: (a.id.min(b.id), a.id.max(b.id)),
             zones,
         }
@@ -37,24 +37,24 @@ impl Way {
 
 /// Observed speed of one pair.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Speed {
+struct LinkSpeed {
     moves: u32,
     /// Mean of the natural logarithm of the speed in bytes per second.
     log: f64,
     heard: u64,
 }
 
-impl Speed {
-    fn and(before: Option<Speed>, log: f64, heard: u64) -> Speed {
-        let Speed {
+impl LinkSpeed {
+    fn updated(previous: Option<LinkSpeed>, log: f64, heard: u64) -> LinkSpeed {
+        let LinkSpeed {
             moves, log: mean, ..
-        } = before.unwrap_or(Speed {
+        } = previous.unwrap_or(LinkSpeed {
             moves: 0,
             log,
             heard,
         });
-        let weight = NEWEST.max(1.0 / (f64::from(moves) + 1.0));
-        Speed {
+        let weight = NEWEST_WEIGHT.max(1.0 / (f64::from(moves) + 1.0));
+        LinkSpeed {
             moves: moves.saturating_add(1),
             log: mean + weight * (log - mean),
             heard,
@@ -64,40 +64,40 @@ impl Speed {
 
 /// Transfer speeds by host pair, by zone pair, and over all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Links {
-    hosts: BTreeMap<(HostId, HostId), Speed>,
-    zones: BTreeMap<(u32, u32), Speed>,
-    all: Option<Speed>,
+pub(super) struct LinkSpeeds {
+    hosts: BTreeMap<(HostId, HostId), LinkSpeed>,
+    zones: BTreeMap<(u32, u32), LinkSpeed>,
+    all: Option<LinkSpeed>,
     heard: u64,
 }
 
-impl Links {
+impl LinkSpeeds {
     /// Records a transfer of `bytes` in `seconds`.
-    pub(super) fn carried(&mut self, way: Option<Way>, bytes: u64, seconds: f64) {
+    pub(super) fn record_transfer(&mut self, pair: Option<HostPair>, bytes: u64, seconds: f64) {
         let log = (bytes as f64 / seconds.max(1e-6))
-            .clamp(*SPEEDS.start(), *SPEEDS.end())
+            .clamp(*SPEED_RANGE.start(), *SPEED_RANGE.end())
             .ln();
         self.heard += 1;
-        if let Some(way) = way {
-            learn(&mut self.hosts, way.hosts, log, self.heard);
-            learn(&mut self.zones, way.zones, log, self.heard);
+        if let Some(pair) = pair {
+            update_pair(&mut self.hosts, pair.hosts, log, self.heard);
+            update_pair(&mut self.zones, pair.zones, log, self.heard);
         }
-        self.all = Some(Speed::and(self.all, log, self.heard));
+        self.all = Some(LinkSpeed::updated(self.all, log, self.heard));
     }
 
     /// Returns the expected speed in bytes per second. `way` is `None` if the target is not known
     /// yet.
-    pub(super) fn bytes_per_second(&self, way: Option<Way>) -> f64 {
-        let of_hosts = way.and_then(|way| self.hosts.get(&way.hosts));
-        let of_zones = || way.and_then(|way| self.zones.get(&way.zones));
+    pub(super) fn bytes_per_second(&self, pair: Option<HostPair>) -> f64 {
+        let of_hosts = pair.and_then(|pair| self.hosts.get(&pair.hosts));
+        let of_zones = || pair.and_then(|pair| self.zones.get(&pair.zones));
         let known = of_hosts.or_else(of_zones).or(self.all.as_ref());
         known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
     }
 
-    /// Returns the relative speed of the fastest link between a zone and one of the zones `peers`:
+    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
     /// compared with the faster of the links within the two zones. `None` until migrations have
     /// measured these links.
-    pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
+    pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
         let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
         let beside = peers
@@ -112,19 +112,24 @@ impl Links {
     }
 
     /// True if the stored values are finite and not too many.
-    pub(super) fn is_sound(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         let all = self
             .hosts
             .values()
             .chain(self.zones.values())
             .chain(&self.all);
-        let few = self.hosts.len() <= PAIRS_MAX && self.zones.len() <= PAIRS_MAX;
-        few && all.map(|speed| speed.log).all(f64::is_finite)
+        let within_limits = self.hosts.len() <= PAIRS_MAX && self.zones.len() <= PAIRS_MAX;
+        within_limits && all.map(|speed| speed.log).all(f64::is_finite)
     }
 }
 
-fn learn<K: Copy + Ord + Hash>(all: &mut BTreeMap<K, Speed>, key: K, log: f64, heard: u64) {
-    let speed = Speed::and(all.get(&key).copied(), log, heard);
+fn update_pair<K: Copy + Ord + Hash>(
+    all: &mut BTreeMap<K, LinkSpeed>,
+    key: K,
+    log: f64,
+    heard: u64,
+) {
+    let speed = LinkSpeed::updated(all.get(&key).copied(), log, heard);
     all.insert(key, speed);
     if all.len() > PAIRS_MAX {
         let oldest = all
@@ -139,9 +144,9 @@ fn learn<K: Copy + Ord + Hash>(all: &mut BTreeMap<K, Speed>, key: K, log: f64, h
 mod tests {
     use super::*;
 
-    fn way(a: u16, b: u16, zones: (u32, u32)) -> Option<Way> {
+    fn way(a: u16, b: u16, zones: (u32, u32)) -> Option<HostPair> {
         let host = |n| HostId::new(n).expect("an index");
-        Some(Way {
+        Some(HostPair {
             hosts: (host(a), host(b)),
             zones,
         })
@@ -151,15 +156,15 @@ mod tests {
     /// migrations.
     #[test]
     fn pair_speed_falls_back_to_zones_then_all() {
-        let mut links = Links::default();
-        let near = |links: &Links, way, mb: f64| {
+        let mut links = LinkSpeeds::default();
+        let near = |links: &LinkSpeeds, way, mb: f64| {
             let speed = links.bytes_per_second(way) / 1e6;
             assert!((speed / mb - 1.0).abs() < 0.01, "{speed} and not {mb}");
         };
         near(&links, way(1, 2, (0, 0)), 200.0);
-        links.carried(way(1, 2, (0, 0)), 100_000_000, 0.1);
+        links.record_transfer(way(1, 2, (0, 0)), 100_000_000, 0.1);
         near(&links, way(1, 2, (0, 0)), 1000.0);
-        links.carried(way(1, 3, (0, 7)), 100_000_000, 10.0);
+        links.record_transfer(way(1, 3, (0, 7)), 100_000_000, 10.0);
         near(&links, way(1, 3, (0, 7)), 10.0);
         near(&links, way(2, 3, (0, 7)), 10.0);
         near(&links, way(4, 5, (0, 0)), 1000.0);
@@ -176,12 +181,12 @@ mod tests {
     /// Beyond the maximum, the pair that was updated longest ago is dropped.
     #[test]
     fn least_recently_updated_pairs_are_dropped() {
-        let mut links = Links::default();
+        let mut links = LinkSpeeds::default();
         for n in 0..=PAIRS_MAX as u32 {
-            links.carried(way(1, 2, (n, n)), 1 << 30, 1.0);
+            links.record_transfer(way(1, 2, (n, n)), 1 << 30, 1.0);
         }
         assert!(
-            links.is_sound()
+            links.is_valid()
                 && links.zones.len() == PAIRS_MAX
                 && !links.zones.contains_key(&(0, 0))
         );

@@ -1,38 +1,38 @@
 //! Applies entries of the event log to the history. One function handles each subject: hosts,
 //! tasks, suspensions, migrations, failures.
 
-use super::{Books, Place, Sheet};
+use super::{History, LogPosition, Table};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::MigrationCause;
 use sempa_proto::rm::{DecisionKind, TaskOutcome, TaskUsage};
 
-impl Books {
+impl History {
     /// Applies the next entry of the event log. An entry that was applied before is ignored.
-    pub fn event(&mut self, event: &Event) {
-        if event.number <= self.place.number {
+    pub fn apply_event(&mut self, event: &Event) {
+        if event.number <= self.log_position.number {
             return;
         }
-        self.place = Place::behind(event);
-        self.dirty.insert((Sheet::Place, 0));
-        self.parked_event(&event.kind);
-        self.host_event(event);
-        self.task_event(event);
-        self.suspension_event(event);
-        self.move_event(event);
-        self.failure_event(event);
+        self.log_position = LogPosition::after(event);
+        self.dirty.insert((Table::LogPosition, 0));
+        self.apply_vacate_event(&event.kind);
+        self.apply_host_event(event);
+        self.apply_task_event(event);
+        self.apply_suspension_event(event);
+        self.apply_migration_event(event);
+        self.apply_failure_event(event);
     }
 
     /// Applies an event about a host: it joined or left, is drained, or its owner's state changed.
-    fn host_event(&mut self, event: &Event) {
+    fn apply_host_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
             EventKind::HostAdded { host, name } => {
-                self.know_host(*host, name);
-                self.decided(at, DecisionKind::HostJoined { host: name.clone() });
+                self.set_host_name(*host, name);
+                self.record_decision(at, DecisionKind::HostJoined { host: name.clone() });
             }
             EventKind::HostGone { host, name, why } => {
-                self.know_host(*host, name);
-                self.decided(
+                self.set_host_name(*host, name);
+                self.record_decision(
                     at,
                     DecisionKind::HostGone {
                         host: name.clone(),
@@ -40,18 +40,18 @@ impl Books {
                     },
                 );
                 self.host_gone(at, name);
-                self.drain(*host, None);
+                self.set_drain(*host, None);
             }
             EventKind::DrainStarted {
                 host,
                 requested_by: by,
                 deadline: until,
             } => {
-                self.drain(*host, Some((*by, *until)));
-                self.decided(
+                self.set_drain(*host, Some((*by, *until)));
+                self.record_decision(
                     at,
                     DecisionKind::Drain {
-                        host: self.host(*host),
+                        host: self.host_name(*host),
                         started: true,
                         requested_by: *by,
                     },
@@ -61,19 +61,19 @@ impl Books {
                 host,
                 requested_by: by,
             } => {
-                self.drain(*host, None);
-                self.decided(
+                self.set_drain(*host, None);
+                self.record_decision(
                     at,
                     DecisionKind::Drain {
-                        host: self.host(*host),
+                        host: self.host_name(*host),
                         started: false,
                         requested_by: *by,
                     },
                 );
             }
             EventKind::OwnerPresent { host, why, .. } => {
-                let host = self.host(*host);
-                self.decided(
+                let host = self.host_name(*host);
+                self.record_decision(
                     at,
                     DecisionKind::OwnerReturned {
                         host,
@@ -82,8 +82,8 @@ impl Books {
                 );
             }
             EventKind::OwnerAbsent { host, why } => {
-                let host = self.host(*host);
-                self.decided(
+                let host = self.host_name(*host);
+                self.record_decision(
                     at,
                     DecisionKind::OwnerLeft {
                         host,
@@ -92,8 +92,8 @@ impl Books {
                 );
             }
             EventKind::HostClosed { host, why } => {
-                let host = self.host(*host);
-                self.decided(
+                let host = self.host_name(*host);
+                self.record_decision(
                     at,
                     DecisionKind::HostClosed {
                         host,
@@ -101,16 +101,16 @@ impl Books {
                     },
                 );
             }
-            EventKind::HostOpened { host } => self.decided(
+            EventKind::HostOpened { host } => self.record_decision(
                 at,
                 DecisionKind::HostOpened {
-                    host: self.host(*host),
+                    host: self.host_name(*host),
                 },
             ),
             EventKind::GuestsEnded { host, guests, why } if !guests.is_empty() => {
-                guests.iter().for_each(|tid| self.evicted(*tid));
-                let (host, tasks) = (self.host(*host), guests.clone());
-                self.decided(
+                guests.iter().for_each(|tid| self.record_eviction(*tid));
+                let (host, tasks) = (self.host_name(*host), guests.clone());
+                self.record_decision(
                     at,
                     DecisionKind::GuestsEnded {
                         host,
@@ -124,7 +124,7 @@ impl Books {
     }
 
     /// Applies an event about the start, the restart or the end of a task.
-    fn task_event(&mut self, event: &Event) {
+    fn apply_task_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
             EventKind::TaskStarted {
@@ -141,12 +141,12 @@ impl Books {
                 tasks,
                 why,
             } => {
-                self.restarted(at, *job, tasks);
+                self.merge_restarted(at, *job, tasks);
                 let tasks = tasks
                     .iter()
-                    .map(|(tid, host)| (*tid, self.host(*host)))
+                    .map(|(tid, host)| (*tid, self.host_name(*host)))
                     .collect();
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::Restarted {
                         job: *job,
@@ -157,9 +157,9 @@ impl Books {
                 );
             }
             EventKind::TaskEnded { tid, status, used } => {
-                self.no_loner(*tid);
+                self.remove_childless(*tid);
                 if let Some(number) = self.task_numbers.get(tid).copied() {
-                    self.end(number, at, TaskOutcome::Status(*status), *used);
+                    self.end_task(number, at, TaskOutcome::Status(*status), *used);
                 }
             }
             _ => {}
@@ -167,13 +167,13 @@ impl Books {
     }
 
     /// Applies an event about a suspension or a resume.
-    fn suspension_event(&mut self, event: &Event) {
+    fn apply_suspension_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
             EventKind::Suspended { tid, cause } => {
-                self.suspended(*tid, at, Some(cause.clone()));
+                self.set_suspended(*tid, at, Some(cause.clone()));
                 let host = self.host_of(*tid);
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::Suspended {
                         tid: *tid,
@@ -183,9 +183,9 @@ impl Books {
                 );
             }
             EventKind::Resumed { tid, cause } => {
-                self.suspended(*tid, at, None);
+                self.set_suspended(*tid, at, None);
                 let host = self.host_of(*tid);
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::Resumed {
                         tid: *tid,
@@ -197,17 +197,17 @@ impl Books {
             EventKind::JobSuspended {
                 job,
                 requested_by: by,
-            } => self.job_suspended(at, *job, *by, true),
+            } => self.set_job_suspended(at, *job, *by, true),
             EventKind::JobResumed {
                 job,
                 requested_by: by,
-            } => self.job_suspended(at, *job, *by, false),
+            } => self.set_job_suspended(at, *job, *by, false),
             _ => {}
         }
     }
 
     /// Applies an event about a migration or a failed one.
-    fn move_event(&mut self, event: &Event) {
+    fn apply_migration_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
             EventKind::Migrated {
@@ -219,13 +219,13 @@ impl Books {
                 frozen,
                 ..
             } => {
-                self.moved(
+                self.record_migration(
                     *tid,
-                    self.host(*to),
+                    self.host_name(*to),
                     matches!(cause, MigrationCause::Owner { .. }),
                 );
-                let (from, to, cause) = (self.host(*from), self.host(*to), cause.clone());
-                self.decided(
+                let (from, to, cause) = (self.host_name(*from), self.host_name(*to), cause.clone());
+                self.record_decision(
                     at,
                     DecisionKind::Migrated {
                         tid: *tid,
@@ -247,12 +247,12 @@ impl Books {
                 ..
             } => {
                 let (from, to, cause, why) = (
-                    self.host(*from),
-                    self.host(*to),
+                    self.host_name(*from),
+                    self.host_name(*to),
                     cause.clone(),
                     why.to_string(),
                 );
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::MigrationFailed {
                         tid: *tid,
@@ -269,11 +269,11 @@ impl Books {
     }
 
     /// Applies an event about a failure of a checkpoint, a restart, a tasker or a host.
-    fn failure_event(&mut self, event: &Event) {
+    fn apply_failure_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
             EventKind::CheckpointFailed { job, why } => {
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::CheckpointFailed {
                         job: *job,
@@ -286,8 +286,8 @@ impl Books {
                 cause,
                 why,
             } => {
-                let (job, set) = (self.job_of_set(set), set.clone());
-                self.decided(
+                let (job, set) = (self.job_of_checkpoint(set), set.clone());
+                self.record_decision(
                     at,
                     DecisionKind::RestartFailed {
                         job,
@@ -298,12 +298,12 @@ impl Books {
                 );
             }
             EventKind::TaskerGone { host, why } => {
-                let host = self.host(*host);
+                let host = self.host_name(*host);
                 // Programs from a command line are not children of the tasker, so they are not
                 // affected.
                 let had = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::TaskerGone {
                         host,
@@ -313,7 +313,7 @@ impl Books {
                 );
             }
             EventKind::HostRefused { name, why } => {
-                self.decided(
+                self.record_decision(
                     at,
                     DecisionKind::HostRefused {
                         host: name.clone(),

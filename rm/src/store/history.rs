@@ -1,6 +1,6 @@
 //! The history in memory: usage, decisions and learned values.
 //!
-//! The history applies each entry of the event log exactly once. [`Books::batch`] returns the
+//! The history applies each entry of the event log exactly once. [`History::take_batch`] returns the
 //! changes since the last batch, including the position up to which the event log was applied. A
 //! batch is written completely or not at all. After a crash, reading continues in the event log at
 //! the stored position, so no entry is applied twice or skipped.
@@ -9,12 +9,11 @@
 //! users include dropped entries.
 
 mod events;
-pub mod parked;
-mod room;
+mod size_limits;
+pub mod vacated;
 
-pub use room::{ATTEMPTS_MAX, DECISIONS_BYTES_MAX, PROGRAM_BYTES_MAX};
+pub use size_limits::{ATTEMPTS_MAX, DECISIONS_BYTES_MAX, PROGRAM_BYTES_MAX};
 
-use parked::Parked;
 use sempa_proto::event::Event;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
@@ -26,6 +25,7 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, Tid, frame};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use vacated::VacatedJob;
 
 /// Maximum number of users with totals. Beyond it, the user with the oldest change is dropped.
 pub const USERS_MAX: usize = 16_384;
@@ -36,17 +36,17 @@ pub const TASKS_MAX: usize = 65_536;
 /// Maximum number of decisions.
 pub const DECISIONS_MAX: usize = 20_000;
 /// Tolerance for differing clocks of hosts.
-const SLACK: Micros = Micros::from_secs(1);
+const CLOCK_TOLERANCE: Micros = Micros::from_secs(1);
 /// Maximum number of tasks that were started from a command line and have no children. Such a task
 /// is not a job yet. Beyond it, the oldest is dropped.
-const LONERS_MAX: usize = 4_096;
+const CHILDLESS_MAX: usize = 4_096;
 
 /// A table of the history. The keys are consecutive numbers for jobs, tasks, decisions and vacated
 /// jobs. For the other tables they are ids of users, hosts or tasks, unless noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Sheet {
+pub enum Table {
     /// The position in the event log. The only key is 0.
-    Place,
+    LogPosition,
     Users,
     Jobs,
     Tasks,
@@ -55,32 +55,32 @@ pub enum Sheet {
     Learned,
     Hosts,
     /// Tasks from a command line without children: start time and user, by tid.
-    Loners,
+    Childless,
     /// Hosts that are being drained.
     Drains,
     /// Vacated jobs: checkpointed and ended, to be restarted when there is room.
-    Parked,
+    Vacated,
 }
 
-impl Sheet {
-    pub const ALL: [Sheet; 10] = [
-        Sheet::Place,
-        Sheet::Users,
-        Sheet::Jobs,
-        Sheet::Tasks,
-        Sheet::Decisions,
-        Sheet::Learned,
-        Sheet::Hosts,
-        Sheet::Loners,
-        Sheet::Drains,
-        Sheet::Parked,
+impl Table {
+    pub const ALL: [Table; 10] = [
+        Table::LogPosition,
+        Table::Users,
+        Table::Jobs,
+        Table::Tasks,
+        Table::Decisions,
+        Table::Learned,
+        Table::Hosts,
+        Table::Childless,
+        Table::Drains,
+        Table::Vacated,
     ];
 }
 
 /// One change that must be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    pub sheet: Sheet,
+    pub table: Table,
     pub key: u64,
     /// The new value. `None` deletes the entry.
     pub value: Option<Vec<u8>>,
@@ -92,17 +92,17 @@ pub type Batch = Vec<Change>;
 /// Position up to which the event log was applied: number, time and host of the last entry. Time
 /// and host show whether an event log belongs to the same virtual machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct LogPosition {
     /// Number of the last entry; 0 if no entry was applied.
     pub number: u64,
     pub at: Micros,
     pub host: u16,
 }
 
-impl Place {
+impl LogPosition {
     /// Returns the position after `event`.
-    pub fn behind(event: &Event) -> Place {
-        Place {
+    pub fn after(event: &Event) -> LogPosition {
+        LogPosition {
             number: event.number,
             at: event.at,
             host: event.host.index(),
@@ -112,25 +112,25 @@ impl Place {
 
 /// Totals of a user, and the user's Up-Down index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct User {
+struct UserSums {
     sums: UsageTotals,
     /// Time of the last change of the totals.
-    changed: Micros,
-    /// The user's Up-Down index at the time `indexed`.
+    changed_at: Micros,
+    /// The user's Up-Down index at the time `indexed_at`.
     index: f64,
-    indexed: Micros,
+    indexed_at: Micros,
 }
 
 /// The history: usage, decisions and learned values.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Books {
-    place: Place,
-    users: BTreeMap<u32, User>,
+pub struct History {
+    log_position: LogPosition,
+    users: BTreeMap<u32, UserSums>,
     jobs: BTreeMap<u64, JobUsage>,
     tasks: BTreeMap<u64, TaskUsage>,
     decisions: BTreeMap<u64, Decision>,
     learned: BTreeMap<u64, Vec<u8>>,
-    last: u64,
+    last_number: u64,
     /// Number of the newest job with each tid. A tid may occur several times, because virtual
     /// machines reuse tids.
     job_numbers: HashMap<Tid, u64>,
@@ -138,24 +138,24 @@ pub struct Books {
     task_numbers: HashMap<Tid, u64>,
     hosts: BTreeMap<HostId, String>,
     /// Start time and user of each task from a command line without children.
-    loners: BTreeMap<Tid, (Micros, u32)>,
+    childless: BTreeMap<Tid, (Micros, u32)>,
     /// Hosts that are being drained, with the requesting task and the deadline as time of day.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
-    parked: BTreeMap<u64, Parked>,
-    room: room::Room,
-    dirty: BTreeSet<(Sheet, u64)>,
+    vacated: BTreeMap<u64, VacatedJob>,
+    decision_bytes: size_limits::DecisionSizes,
+    dirty: BTreeSet<(Table, u64)>,
     /// User to whom tasks belong if their user is not known.
     own_user: u32,
     own_task: Tid,
 }
 
-impl Books {
+impl History {
     /// Creates an empty history. `own_user`, `own_task`: user and task of the resource manager.
-    pub fn new(own_user: u32, own_task: Tid) -> Books {
-        Books {
+    pub fn new(own_user: u32, own_task: Tid) -> History {
+        History {
             own_user,
             own_task,
-            ..Books::default()
+            ..History::default()
         }
     }
 
@@ -164,9 +164,9 @@ impl Books {
     pub fn read(
         own_user: u32,
         own_task: Tid,
-        entries: impl IntoIterator<Item = (Sheet, u64, Vec<u8>)>,
-    ) -> (Books, usize) {
-        let (mut books, mut bad) = (Books::new(own_user, own_task), 0);
+        entries: impl IntoIterator<Item = (Table, u64, Vec<u8>)>,
+    ) -> (History, usize) {
+        let (mut books, mut bad) = (History::new(own_user, own_task), 0);
         for (sheet, key, value) in entries {
             if books.read_one(sheet, key, &value).is_none() {
                 bad += 1;
@@ -182,11 +182,11 @@ impl Books {
             .iter()
             .map(|(number, task)| (task.tid, *number))
             .collect();
-        let Books {
+        let History {
             jobs,
             tasks,
             decisions,
-            parked,
+            vacated: parked,
             ..
         } = &books;
         let keys = [
@@ -195,44 +195,44 @@ impl Books {
             decisions.keys().last(),
             parked.keys().last(),
         ];
-        books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
+        books.last_number = keys.into_iter().flatten().copied().max().unwrap_or(0);
         (books, bad)
     }
 
-    fn read_one(&mut self, sheet: Sheet, key: u64, value: &[u8]) -> Option<()> {
+    fn read_one(&mut self, sheet: Table, key: u64, value: &[u8]) -> Option<()> {
         match sheet {
-            Sheet::Place => self.place = frame::from_bytes(value).ok()?,
-            Sheet::Users => drop(
+            Table::LogPosition => self.log_position = frame::from_bytes(value).ok()?,
+            Table::Users => drop(
                 self.users
                     .insert(u32::try_from(key).ok()?, frame::from_bytes(value).ok()?),
             ),
-            Sheet::Jobs => drop(self.jobs.insert(key, frame::from_bytes(value).ok()?)),
-            Sheet::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
-            Sheet::Decisions => {
+            Table::Jobs => drop(self.jobs.insert(key, frame::from_bytes(value).ok()?)),
+            Table::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
+            Table::Decisions => {
                 self.decisions.insert(key, frame::from_bytes(value).ok()?);
-                self.room.put(key, Some(value.len()));
+                self.decision_bytes.set(key, Some(value.len()));
             }
-            Sheet::Learned => drop(self.learned.insert(key, value.to_vec())),
-            Sheet::Hosts => {
+            Table::Learned => drop(self.learned.insert(key, value.to_vec())),
+            Table::Hosts => {
                 self.hosts
                     .insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
             }
-            Sheet::Loners => drop(
-                self.loners
-                    .insert(tid_of(key)?, frame::from_bytes(value).ok()?),
+            Table::Childless => drop(
+                self.childless
+                    .insert(tid_of_key(key)?, frame::from_bytes(value).ok()?),
             ),
-            Sheet::Drains => drop(
+            Table::Drains => drop(
                 self.drains
                     .insert(host_of(key)?, frame::from_bytes(value).ok()?),
             ),
-            Sheet::Parked => drop(self.parked.insert(key, frame::from_bytes(value).ok()?)),
+            Table::Vacated => drop(self.vacated.insert(key, frame::from_bytes(value).ok()?)),
         }
         Some(())
     }
 
     /// Returns the position up to which the event log was applied.
-    pub fn place(&self) -> Place {
-        self.place
+    pub fn log_position(&self) -> LogPosition {
+        self.log_position
     }
 
     /// True if there are changes to write.
@@ -241,50 +241,50 @@ impl Books {
     }
 
     /// Returns the changes since the last call, and drops decisions that exceed the size limit.
-    pub fn batch(&mut self) -> Batch {
+    pub fn take_batch(&mut self) -> Batch {
         let dirty = std::mem::take(&mut self.dirty);
         let changes = dirty.into_iter().map(|(sheet, key)| Change {
-            sheet,
+            table: sheet,
             key,
-            value: self.value(sheet, key),
+            value: self.encode_entry(sheet, key),
         });
         let mut batch = changes.collect();
-        self.make_room(&mut batch);
+        self.drop_oldest_decisions(&mut batch);
         batch
     }
 
-    fn value(&self, sheet: Sheet, key: u64) -> Option<Vec<u8>> {
+    fn encode_entry(&self, sheet: Table, key: u64) -> Option<Vec<u8>> {
         let bytes = match sheet {
-            Sheet::Place => frame::to_bytes(&self.place),
-            Sheet::Users => frame::to_bytes(self.users.get(&u32::try_from(key).ok()?)?),
-            Sheet::Jobs => frame::to_bytes(self.jobs.get(&key)?),
-            Sheet::Tasks => frame::to_bytes(self.tasks.get(&key)?),
-            Sheet::Decisions => frame::to_bytes(self.decisions.get(&key)?),
-            Sheet::Learned => return self.learned.get(&key).cloned(),
-            Sheet::Hosts => {
+            Table::LogPosition => frame::to_bytes(&self.log_position),
+            Table::Users => frame::to_bytes(self.users.get(&u32::try_from(key).ok()?)?),
+            Table::Jobs => frame::to_bytes(self.jobs.get(&key)?),
+            Table::Tasks => frame::to_bytes(self.tasks.get(&key)?),
+            Table::Decisions => frame::to_bytes(self.decisions.get(&key)?),
+            Table::Learned => return self.learned.get(&key).cloned(),
+            Table::Hosts => {
                 return self
                     .hosts
                     .get(&host_of(key)?)
                     .map(|name| name.clone().into_bytes());
             }
-            Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
-            Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
-            Sheet::Parked => frame::to_bytes(self.parked.get(&key)?),
+            Table::Childless => frame::to_bytes(self.childless.get(&tid_of_key(key)?)?),
+            Table::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
+            Table::Vacated => frame::to_bytes(self.vacated.get(&key)?),
         };
         // Encoding cannot fail: these are plain records of numbers and short texts.
         bytes.ok()
     }
 
-    fn number(&mut self) -> u64 {
-        self.last += 1;
-        self.last
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
     }
 
     /// Stores a learned value of this kind. The caller chooses the encoding.
-    pub fn learn(&mut self, kind: u64, value: Vec<u8>) {
+    pub fn set_learned(&mut self, kind: u64, value: Vec<u8>) {
         if self.learned.get(&kind) != Some(&value) {
             self.learned.insert(kind, value);
-            self.dirty.insert((Sheet::Learned, kind));
+            self.dirty.insert((Table::Learned, kind));
         }
     }
 
@@ -294,32 +294,32 @@ impl Books {
     }
 
     /// Records the names of hosts from the host table.
-    pub fn know_hosts<'a>(&mut self, hosts: impl IntoIterator<Item = (HostId, &'a str)>) {
+    pub fn set_host_names<'a>(&mut self, hosts: impl IntoIterator<Item = (HostId, &'a str)>) {
         hosts
             .into_iter()
-            .for_each(|(id, name)| self.know_host(id, name));
+            .for_each(|(id, name)| self.set_host_name(id, name));
     }
 
-    fn know_host(&mut self, id: HostId, name: &str) {
+    fn set_host_name(&mut self, id: HostId, name: &str) {
         if self.hosts.get(&id).is_none_or(|known| known != name) {
             self.hosts.insert(id, name.to_string());
-            self.dirty.insert((Sheet::Hosts, u64::from(id.index())));
+            self.dirty.insert((Table::Hosts, u64::from(id.index())));
         }
     }
 
-    fn loner(&mut self, tid: Tid, began: Micros, user: u32) {
-        self.loners.insert(tid, (began, user));
-        self.dirty.insert((Sheet::Loners, key_of(tid)));
+    fn add_childless(&mut self, tid: Tid, began: Micros, user: u32) {
+        self.childless.insert(tid, (began, user));
+        self.dirty.insert((Table::Childless, key_of_tid(tid)));
     }
 
-    fn no_loner(&mut self, tid: Tid) -> Option<(Micros, u32)> {
-        let known = self.loners.remove(&tid)?;
-        self.dirty.insert((Sheet::Loners, key_of(tid)));
+    fn remove_childless(&mut self, tid: Tid) -> Option<(Micros, u32)> {
+        let known = self.childless.remove(&tid)?;
+        self.dirty.insert((Table::Childless, key_of_tid(tid)));
         Some(known)
     }
 
     /// Returns the name of a host, or its number if it is unknown.
-    pub fn host(&self, id: HostId) -> String {
+    pub fn host_name(&self, id: HostId) -> String {
         self.hosts
             .get(&id)
             .cloned()
@@ -327,62 +327,64 @@ impl Books {
     }
 
     /// Adds a decision. Beyond the maximum number, drops the oldest.
-    pub fn decided(&mut self, at: Micros, what: DecisionKind) {
-        let number = self.number();
+    pub fn record_decision(&mut self, at: Micros, what: DecisionKind) {
+        let number = self.next_number();
         self.decisions.insert(
             number,
             Decision {
                 number,
                 at,
-                kind: room::shortened(what),
+                kind: size_limits::limit_attempts(what),
             },
         );
-        self.dirty.insert((Sheet::Decisions, number));
+        self.dirty.insert((Table::Decisions, number));
         while self.decisions.len() > DECISIONS_MAX {
             let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
-            self.dirty.insert((Sheet::Decisions, oldest));
+            self.dirty.insert((Table::Decisions, oldest));
         }
     }
 
     /// Prepares for the event log of another virtual machine: marks running tasks as lost, and
     /// forgets tids, hosts, drains and vacated jobs of the former one.
-    pub fn begin_anew(&mut self) {
+    pub fn start_new_vm(&mut self) {
         let running: Vec<u64> = self
             .tasks
             .iter()
             .filter(|(_, t)| t.ended.is_none())
             .map(|(n, _)| *n)
             .collect();
-        let at = self.place.at;
+        let at = self.log_position.at;
         running
             .into_iter()
-            .for_each(|number| self.end(number, at, TaskOutcome::Lost, Usage::default()));
-        self.place = Place::default();
-        self.dirty.insert((Sheet::Place, 0));
+            .for_each(|number| self.end_task(number, at, TaskOutcome::Lost, Usage::default()));
+        self.log_position = LogPosition::default();
+        self.dirty.insert((Table::LogPosition, 0));
         for map in [&mut self.job_numbers, &mut self.task_numbers] {
             map.clear();
         }
-        let loners: Vec<Tid> = self.loners.keys().copied().collect();
+        let loners: Vec<Tid> = self.childless.keys().copied().collect();
         for tid in loners {
-            self.no_loner(tid);
+            self.remove_childless(tid);
         }
         self.dirty.extend(
             self.hosts
                 .keys()
-                .map(|host| (Sheet::Hosts, u64::from(host.index()))),
+                .map(|host| (Table::Hosts, u64::from(host.index()))),
         );
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
-        drains.into_iter().for_each(|host| self.drain(host, None));
+        drains
+            .into_iter()
+            .for_each(|host| self.set_drain(host, None));
         // The checkpoints remain in their store. A user can restart them in this virtual machine.
-        self.unpark(|_| true);
+        self.remove_vacated(|_| true);
     }
 
     /// Compares the history with a list of all tasks. Marks a task as lost if it runs according to
     /// the history but is not in the list. Corrects the hosts of the others.
     pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
-        let there: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
-        let gone = |t: &TaskUsage| t.ended.is_none() && !there.contains(&t.tid);
+        let running_tids: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
+        let gone = |t: &TaskUsage| t.ended.is_none() && !running_tids.contains(&t.tid);
         let gone: Vec<u64> = self
             .tasks
             .iter()
@@ -390,14 +392,14 @@ impl Books {
             .map(|(n, _)| *n)
             .collect();
         gone.into_iter()
-            .for_each(|number| self.end(number, now, TaskOutcome::Lost, Usage::default()));
+            .for_each(|number| self.end_task(number, now, TaskOutcome::Lost, Usage::default()));
         for info in list {
-            let host = self.host(info.host);
+            let host = self.host_name(info.host);
             if let Some(number) = self.task_numbers.get(&info.tid).copied() {
                 let task = self.tasks.get_mut(&number).expect("numbered");
                 if task.host != host {
                     task.host = host;
-                    self.dirty.insert((Sheet::Tasks, number));
+                    self.dirty.insert((Table::Tasks, number));
                 }
             }
         }
@@ -412,7 +414,7 @@ impl Books {
             .map(|(n, _)| *n)
             .collect();
         lost.into_iter()
-            .for_each(|number| self.end(number, at, TaskOutcome::Lost, Usage::default()));
+            .for_each(|number| self.end_task(number, at, TaskOutcome::Lost, Usage::default()));
     }
 
     fn task_started(
@@ -430,38 +432,38 @@ impl Books {
         if serves {
             return;
         }
-        if self.known(tid).is_some_and(|t| t.ended.is_none()) {
-            return self.described(tid, name, host);
+        if self.task(tid).is_some_and(|t| t.ended.is_none()) {
+            return self.set_program(tid, name, host);
         }
         if name.is_empty() && !parent.is_task() {
-            self.loner(tid, at, user);
-            if self.loners.len() > LONERS_MAX {
+            self.add_childless(tid, at, user);
+            if self.childless.len() > CHILDLESS_MAX {
                 let oldest = self
-                    .loners
+                    .childless
                     .iter()
                     .min_by_key(|(_, (at, _))| *at)
                     .map(|(tid, _)| *tid);
-                self.no_loner(oldest.expect("more than the limit"));
+                self.remove_childless(oldest.expect("more than the limit"));
             }
             return;
         }
-        if parent.is_task() && self.known(parent).is_none() {
+        if parent.is_task() && self.task(parent).is_none() {
             // If the start of the parent was not recorded, the start of the child is used.
-            let (began, user) = self.no_loner(parent).unwrap_or((at, self.own_user));
+            let (began, user) = self.remove_childless(parent).unwrap_or((at, self.own_user));
             let home = parent
                 .birth_host()
-                .map(|home| self.host(home))
+                .map(|home| self.host_name(home))
                 .unwrap_or_default();
-            self.take_up(began, parent, (parent, user), "", home);
+            self.insert_task(began, parent, (parent, user), "", home);
         }
-        let job = self.known(parent).map_or(tid, |p| p.job);
-        let host = self.host(host);
-        self.take_up(at, tid, (job, user), name, host);
+        let job = self.task(parent).map_or(tid, |p| p.job);
+        let host = self.host_name(host);
+        self.insert_task(at, tid, (job, user), name, host);
     }
 
     /// Sets program and host of a task that was known only as a parent.
-    fn described(&mut self, tid: Tid, name: &str, host: HostId) {
-        let host = self.host(host);
+    fn set_program(&mut self, tid: Tid, name: &str, host: HostId) {
+        let host = self.host_name(host);
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -472,20 +474,20 @@ impl Books {
         else {
             return;
         };
-        (task.program, task.host) = (room::program(name), host);
-        self.dirty.insert((Sheet::Tasks, number));
+        (task.program, task.host) = (size_limits::limit_program_name(name), host);
+        self.dirty.insert((Table::Tasks, number));
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.program = room::program(name);
-            self.dirty.insert((Sheet::Jobs, number));
+            job.program = size_limits::limit_program_name(name);
+            self.dirty.insert((Table::Jobs, number));
         }
     }
 
     /// Merges the tasks of a restarted job into one job. Each host has reported its tasks
     /// separately, and some children before their parents. Such tasks were counted for an earlier
     /// run of the job or as separate jobs.
-    fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
+    fn merge_restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
         let numbers: Vec<u64> = tasks
             .iter()
             .filter_map(|(tid, _)| self.task_numbers.get(tid).copied())
@@ -500,12 +502,12 @@ impl Books {
         };
         // A task outside the checkpoint may have spawned the first task. The job is then that
         // task's job.
-        let job = self.known(job).map_or(job, |first| first.job);
+        let job = self.task(job).map_or(job, |first| first.job);
         let Some(to) = self.job_numbers.get(&job).copied() else {
             return;
         };
         for number in numbers {
-            let Some(from) = self.counted_to(number).filter(|from| *from != to) else {
+            let Some(from) = self.job_number_of(number).filter(|from| *from != to) else {
                 continue;
             };
             let Some(mut task) = self.tasks.remove(&number) else {
@@ -514,16 +516,16 @@ impl Books {
             task.job = job;
             let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
             // The task gets a new number, because it must be greater than the number of its job.
-            let behind = self.number();
-            self.tasks.insert(behind, task);
-            self.task_numbers.insert(tid, behind);
+            let new_number = self.next_number();
+            self.tasks.insert(new_number, task);
+            self.task_numbers.insert(tid, new_number);
             self.dirty
-                .extend([(Sheet::Tasks, number), (Sheet::Tasks, behind)]);
-            self.recount(from, at, |sums| {
+                .extend([(Table::Tasks, number), (Table::Tasks, new_number)]);
+            self.change_job_sums(from, at, |sums| {
                 sums.tasks = sums.tasks.saturating_sub(1);
                 sums.running = sums.running.saturating_sub(running);
             });
-            self.recount(to, at, |sums| {
+            self.change_job_sums(to, at, |sums| {
                 sums.tasks += 1;
                 sums.running += running;
             });
@@ -534,7 +536,7 @@ impl Books {
     }
 
     /// Changes the totals of a job. Deletes the job if it has no tasks.
-    fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut UsageTotals)) {
+    fn change_job_sums(&mut self, number: u64, at: Micros, change: impl Fn(&mut UsageTotals)) {
         let Some(job) = self.jobs.get_mut(&number) else {
             return;
         };
@@ -547,19 +549,19 @@ impl Books {
                 self.job_numbers.remove(&tid);
             }
         }
-        self.dirty.insert((Sheet::Jobs, number));
+        self.dirty.insert((Table::Jobs, number));
     }
 
     /// Returns the name of a task's last known host, according to the event log; empty if the task
     /// is unknown.
     fn host_of(&self, tid: Tid) -> String {
-        self.known(tid)
+        self.task(tid)
             .map(|task| task.host.clone())
             .unwrap_or_default()
     }
 
     /// Records that a task was suspended with this cause, or resumed (`None`).
-    fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::SuspendCause>) {
+    fn set_suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::SuspendCause>) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -570,10 +572,10 @@ impl Books {
         task.suspended_total = task.suspended_total
             + before.map_or(Micros::default(), |before| at.since(before.since));
         task.suspended = cause.map(|cause| SuspensionInfo { since: at, cause });
-        self.dirty.insert((Sheet::Tasks, number));
+        self.dirty.insert((Table::Tasks, number));
     }
 
-    fn job_suspended(&mut self, at: Micros, tid: Tid, by: Tid, suspend: bool) {
+    fn set_job_suspended(&mut self, at: Micros, tid: Tid, by: Tid, suspend: bool) {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
@@ -581,9 +583,9 @@ impl Books {
                 since: at,
                 cause: suspend::SuspendCause::JobRequested { requested_by: by },
             });
-            self.dirty.insert((Sheet::Jobs, number));
+            self.dirty.insert((Table::Jobs, number));
         }
-        self.decided(
+        self.record_decision(
             at,
             DecisionKind::JobSuspended {
                 job: tid,
@@ -593,19 +595,19 @@ impl Books {
         );
     }
 
-    fn drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
+    fn set_drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
         let before = match drain {
             Some(drain) => self.drains.insert(host, drain),
             None => self.drains.remove(&host),
         };
         if before != drain {
-            self.dirty.insert((Sheet::Drains, u64::from(host.index())));
+            self.dirty.insert((Table::Drains, u64::from(host.index())));
         }
     }
 
     /// Returns the hosts that are being drained, each with the requesting task and the deadline as
     /// time of day.
-    pub fn drained(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
+    pub fn draining_hosts(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
         self.drains
             .iter()
             .map(|(host, (by, until))| (*host, *by, *until))
@@ -614,19 +616,19 @@ impl Books {
 
     /// Returns the job of a task. An unknown task is looked up as the top task of a job.
     pub fn job_of(&self, tid: Tid) -> Option<&JobUsage> {
-        self.job(self.known(tid).map_or(tid, |task| task.job))
+        self.job(self.task(tid).map_or(tid, |task| task.job))
     }
 
     /// True if a task is suspended according to the event log.
     pub fn is_suspended(&self, tid: Tid) -> bool {
-        self.known(tid).is_some_and(|task| task.suspended.is_some())
+        self.task(tid).is_some_and(|task| task.suspended.is_some())
     }
 
     /// Returns the suspended jobs, each with the task that requested its suspension.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
         let current =
             |(number, job): &(&u64, &JobUsage)| self.job_numbers.get(&job.job) == Some(*number);
-        let who = |job: &JobUsage| match job
+        let requester = |job: &JobUsage| match job
             .suspended
             .as_ref()
             .filter(|_| job.ended.is_none())?
@@ -639,10 +641,10 @@ impl Books {
         self.jobs
             .iter()
             .filter(current)
-            .filter_map(move |(_, job)| who(job))
+            .filter_map(move |(_, job)| requester(job))
     }
 
-    fn known(&self, tid: Tid) -> Option<&TaskUsage> {
+    fn task(&self, tid: Tid) -> Option<&TaskUsage> {
         self.task_numbers
             .get(&tid)
             .and_then(|number| self.tasks.get(number))
@@ -650,7 +652,7 @@ impl Books {
 
     /// Adds a task, and its job if the job is new. If the job exists, its user is also the user of
     /// the task.
-    fn take_up(
+    fn insert_task(
         &mut self,
         began: Micros,
         tid: Tid,
@@ -660,11 +662,11 @@ impl Books {
     ) {
         let user = self.job(job).map_or(user, |j| j.user);
         if tid == job || self.job(job).is_none() {
-            let number = self.number();
+            let number = self.next_number();
             let (sums, program) = (
                 UsageTotals::default(),
                 if tid == job {
-                    room::program(program)
+                    size_limits::limit_program_name(program)
                 } else {
                     String::new()
                 },
@@ -683,8 +685,8 @@ impl Books {
             );
             self.job_numbers.insert(job, number);
         }
-        let number = self.number();
-        let (used, program) = (Usage::default(), room::program(program));
+        let number = self.next_number();
+        let (used, program) = (Usage::default(), size_limits::limit_program_name(program));
         let task = TaskUsage {
             tid,
             job,
@@ -702,12 +704,12 @@ impl Books {
         };
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
-        self.dirty.insert((Sheet::Tasks, number));
-        self.sum(self.job_numbers.get(&job).copied(), user, began, |sums| {
+        self.dirty.insert((Table::Tasks, number));
+        self.change_sums(self.job_numbers.get(&job).copied(), user, began, |sums| {
             sums.tasks += 1;
             sums.running += 1;
         });
-        self.trim();
+        self.enforce_limits();
     }
 
     fn job(&self, job: Tid) -> Option<&JobUsage> {
@@ -719,7 +721,7 @@ impl Books {
     /// Returns the number of the job in whose totals a task was counted. Of the jobs with the same
     /// tid this is the last one with a smaller number than the task, because a restarted job gets a
     /// new number.
-    fn counted_to(&self, number: u64) -> Option<u64> {
+    fn job_number_of(&self, number: u64) -> Option<u64> {
         let job = self.tasks.get(&number)?.job;
         self.jobs
             .range(..number)
@@ -729,28 +731,34 @@ impl Books {
     }
 
     /// Changes the totals of a user and of a job.
-    fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut UsageTotals)) {
+    fn change_sums(
+        &mut self,
+        job: Option<u64>,
+        user: u32,
+        at: Micros,
+        change: impl Fn(&mut UsageTotals),
+    ) {
         let entry = self.users.entry(user).or_default();
-        entry.changed = entry.changed.max(at);
+        entry.changed_at = entry.changed_at.max(at);
         change(&mut entry.sums);
-        self.dirty.insert((Sheet::Users, u64::from(user)));
+        self.dirty.insert((Table::Users, u64::from(user)));
         if let Some(number) = job
             && let Some(job) = self.jobs.get_mut(&number)
         {
             change(&mut job.totals);
             job.ended = (job.totals.running == 0).then_some(at);
-            self.dirty.insert((Sheet::Jobs, number));
+            self.dirty.insert((Table::Jobs, number));
         }
     }
 
-    fn end(&mut self, number: u64, at: Micros, how: TaskOutcome, used: Usage) {
+    fn end_task(&mut self, number: u64, at: Micros, how: TaskOutcome, used: Usage) {
         if let Some(tid) = self
             .tasks
             .get(&number)
             .filter(|t| t.suspended.is_some())
             .map(|t| t.tid)
         {
-            self.suspended(tid, at, None);
+            self.set_suspended(tid, at, None);
         }
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
             return;
@@ -762,8 +770,8 @@ impl Books {
                 .saturating_sub(task.suspended_total.0),
         );
         let user = task.user;
-        self.dirty.insert((Sheet::Tasks, number));
-        self.sum(self.counted_to(number), user, at, |sums| {
+        self.dirty.insert((Table::Tasks, number));
+        self.change_sums(self.job_number_of(number), user, at, |sums| {
             sums.running = sums.running.saturating_sub(1);
             sums.failed += u64::from(!how.is_success());
             sums.used = sums.used.plus(used);
@@ -771,7 +779,7 @@ impl Books {
         });
     }
 
-    fn moved(&mut self, tid: Tid, to: String, eviction: bool) {
+    fn record_migration(&mut self, tid: Tid, to: String, eviction: bool) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -782,15 +790,15 @@ impl Books {
         task.evictions += u32::from(eviction);
         task.host = to;
         let (user, began) = (task.user, task.started);
-        self.dirty.insert((Sheet::Tasks, number));
-        self.sum(self.counted_to(number), user, began, |sums| {
+        self.dirty.insert((Table::Tasks, number));
+        self.change_sums(self.job_number_of(number), user, began, |sums| {
             sums.migrations += 1;
             sums.evictions += u64::from(eviction);
         });
     }
 
     /// Counts the eviction of a task that was ended instead of migrated.
-    fn evicted(&mut self, tid: Tid) {
+    fn record_eviction(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -799,14 +807,14 @@ impl Books {
         };
         task.evictions += 1;
         let (user, began) = (task.user, task.started);
-        self.dirty.insert((Sheet::Tasks, number));
-        self.sum(self.counted_to(number), user, began, |sums| {
+        self.dirty.insert((Table::Tasks, number));
+        self.change_sums(self.job_number_of(number), user, began, |sums| {
             sums.evictions += 1
         });
     }
 
     /// Marks a task as counted against the limits of its user and job.
-    pub fn counts(&mut self, tid: Tid) {
+    pub fn mark_counted(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -816,7 +824,7 @@ impl Books {
             .filter(|t| !t.counts_toward_limits)
         {
             task.counts_toward_limits = true;
-            self.dirty.insert((Sheet::Tasks, number));
+            self.dirty.insert((Table::Tasks, number));
         }
     }
 
@@ -830,8 +838,8 @@ impl Books {
         for (user, index) in indices {
             let entry = self.users.entry(user).or_default();
             if entry.index != index {
-                (entry.index, entry.indexed) = (index, at);
-                self.dirty.insert((Sheet::Users, u64::from(user)));
+                (entry.index, entry.indexed_at) = (index, at);
+                self.dirty.insert((Table::Users, u64::from(user)));
             }
         }
     }
@@ -840,12 +848,12 @@ impl Books {
     pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
         self.users
             .iter()
-            .map(|(user, u)| (*user, u.index, u.indexed))
+            .map(|(user, u)| (*user, u.index, u.indexed_at))
     }
 
     /// Drops entries beyond the maximum sizes of the tables. Ended tasks and jobs are dropped
     /// before running ones, the oldest first.
-    fn trim(&mut self) {
+    fn enforce_limits(&mut self) {
         while self.tasks.len() > TASKS_MAX {
             let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some())
             else {
@@ -854,7 +862,7 @@ impl Books {
             if self.task_numbers.get(&task.tid) == Some(&number) {
                 self.task_numbers.remove(&task.tid);
             }
-            self.dirty.insert((Sheet::Tasks, number));
+            self.dirty.insert((Table::Tasks, number));
         }
         while self.jobs.len() > JOBS_MAX {
             let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended.is_some()) else {
@@ -863,17 +871,17 @@ impl Books {
             if self.job_numbers.get(&job.job) == Some(&number) {
                 self.job_numbers.remove(&job.job);
             }
-            self.dirty.insert((Sheet::Jobs, number));
+            self.dirty.insert((Table::Jobs, number));
         }
         while self.users.len() > USERS_MAX {
             let oldest = self
                 .users
                 .iter()
-                .min_by_key(|(_, u)| (u.sums.running > 0, u.changed))
+                .min_by_key(|(_, u)| (u.sums.running > 0, u.changed_at))
                 .map(|(id, _)| *id);
             let user = oldest.expect("more than the limit");
             self.users.remove(&user);
-            self.dirty.insert((Sheet::Users, u64::from(user)));
+            self.dirty.insert((Table::Users, u64::from(user)));
         }
     }
 
@@ -881,12 +889,12 @@ impl Books {
     pub fn answer(&self, question: &RmQuery) -> RmReply {
         match question {
             RmQuery::TaskDecisions(tid) => {
-                let task = self.known(*tid).cloned();
-                let members = self.members(*tid);
+                let task = self.task(*tid).cloned();
+                let members = self.tasks_of_job(*tid);
                 let about = |what: &DecisionKind| {
                     what.concerns_task(|one| one == *tid || members.contains(&one))
                 };
-                let decisions = self.decisions_about(about, self.began(*tid));
+                let decisions = self.decisions_about(about, self.first_start(*tid));
                 let unknown = task.is_none() && decisions.is_empty();
                 if unknown {
                     RmReply::NotFound
@@ -917,7 +925,7 @@ impl Books {
                     .users
                     .iter()
                     .filter(|(id, _)| user.is_none_or(|user| user == **id));
-                let one = |(id, u): (&u32, &User)| UserUsage {
+                let one = |(id, u): (&u32, &UserSums)| UserUsage {
                     user: *id,
                     totals: u.sums,
                     index: u.index,
@@ -929,13 +937,13 @@ impl Books {
                     .jobs
                     .values()
                     .filter(|j| user.is_none_or(|user| user == j.user));
-                RmReply::Jobs(newest(wanted))
+                RmReply::Jobs(newest_entries(wanted))
             }
             RmQuery::Job(tid) => {
                 let Some(job) = self.job_of(*tid).cloned() else {
                     return RmReply::NotFound;
                 };
-                let tasks = newest(
+                let tasks = newest_entries(
                     self.tasks
                         .values()
                         .filter(|t| t.job == job.job && t.started >= job.started),
@@ -954,10 +962,10 @@ impl Books {
         }
     }
 
-    /// Returns the tasks of the job whose top task is `tid`; empty if there is no such job.
-    fn members(&self, tid: Tid) -> BTreeSet<Tid> {
+    /// Returns the tasks of the job whose top task is `task_id`; empty if there is no such job.
+    fn tasks_of_job(&self, tid: Tid) -> BTreeSet<Tid> {
         let job = self.job(tid).map(|job| job.started);
-        let since = job.filter(|_| self.known(tid).is_none_or(|task| task.job == tid));
+        let since = job.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));
         let Some(since) = since else {
             return BTreeSet::new();
         };
@@ -970,24 +978,27 @@ impl Books {
 
     /// Returns the start time of the newest task with this tid. For a task that was restarted from
     /// a checkpoint, returns the time of its first start.
-    fn began(&self, tid: Tid) -> Option<Micros> {
-        let mut lives = self
+    fn first_start(&self, tid: Tid) -> Option<Micros> {
+        let mut starts = self
             .tasks
             .values()
             .rev()
             .filter(|task| task.tid == tid)
             .map(|task| task.started);
-        let mut began = lives.next()?;
-        let again = |what: &DecisionKind| matches!(what, DecisionKind::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
-        let again: Vec<Micros> = self
+        let mut began = starts.next()?;
+        let restarts = |what: &DecisionKind| matches!(what, DecisionKind::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let restarts: Vec<Micros> = self
             .decisions
             .values()
-            .filter(|d| again(&d.kind))
+            .filter(|d| restarts(&d.kind))
             .map(|d| d.at)
             .collect();
         let mut until = Micros(u64::MAX);
-        for before in lives {
-            if !again.iter().any(|at| *at + SLACK >= began && *at < until) {
+        for before in starts {
+            if !restarts
+                .iter()
+                .any(|at| *at + CLOCK_TOLERANCE >= began && *at < until)
+            {
                 break;
             }
             (until, began) = (began, before);
@@ -1002,8 +1013,8 @@ impl Books {
         wanted: impl Fn(&DecisionKind) -> bool,
         since: Option<Micros>,
     ) -> Vec<Decision> {
-        let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
-        newest(
+        let new = |d: &&Decision| since.is_none_or(|since| d.at + CLOCK_TOLERANCE >= since);
+        newest_entries(
             self.decisions
                 .values()
                 .filter(|d| wanted(&d.kind))
@@ -1012,7 +1023,7 @@ impl Books {
     }
 }
 
-fn key_of(tid: Tid) -> u64 {
+fn key_of_tid(tid: Tid) -> u64 {
     u64::from(tid.raw().cast_unsigned())
 }
 
@@ -1020,14 +1031,14 @@ fn host_of(key: u64) -> Option<HostId> {
     HostId::new(u16::try_from(key).ok()?)
 }
 
-fn tid_of(key: u64) -> Option<Tid> {
+fn tid_of_key(key: u64) -> Option<Tid> {
     u32::try_from(key)
         .ok()
         .map(|raw| Tid::from_raw(raw.cast_signed()))
 }
 
 /// Returns the newest entries up to the maximum of a reply, in ascending order of time.
-fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
+fn newest_entries<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
     let mut list: Vec<T> = all.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
     list.reverse();
     list

@@ -2,7 +2,7 @@
 //! They restart when there is room. A job counts as vacated when the event log reports its
 //! checkpoint, whichever resource manager ordered it.
 
-use super::{Books, Sheet};
+use super::{History, Table};
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::{DecisionKind, TaskUsage};
 use sempa_proto::{Micros, Tid};
@@ -10,29 +10,29 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 /// Maximum number of vacated jobs. Beyond it, tasks that must leave stay paused on their hosts.
-pub const PARKED_MAX: usize = 1024;
+pub const VACATED_MAX: usize = 1024;
 /// Maximum number of (user, program) pairs that are stored per job. They determine which owners
 /// admit the job.
-const KINDS_MAX: usize = 64;
+const PROGRAMS_MAX: usize = 64;
 
 /// A vacated job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Parked {
+pub struct VacatedJob {
     /// The job's first task.
     pub job: Tid,
     /// Name of the checkpoint.
-    pub set: String,
+    pub checkpoint: String,
     /// Number of tasks in the checkpoint.
     pub tasks: u32,
     /// Users and programs of the tasks.
-    pub kinds: Vec<(u32, String)>,
+    pub programs: Vec<(u32, String)>,
 }
 
-impl Books {
-    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave, and its host.
-    /// `why`: why the task cannot migrate.
-    pub fn parks(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
-        self.decided(
+impl History {
+    /// Records the decision to vacate a job. `task_id`, `host_name`: the task that must leave, and its host.
+    /// `unusable`: why the task cannot migrate.
+    pub fn record_vacate(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
+        self.record_decision(
             at,
             DecisionKind::Vacated {
                 job,
@@ -44,44 +44,45 @@ impl Books {
     }
 
     /// Returns the vacated jobs, the longest waiting first.
-    pub fn parked(&self) -> impl Iterator<Item = &Parked> {
-        self.parked.values()
+    pub fn vacated_jobs(&self) -> impl Iterator<Item = &VacatedJob> {
+        self.vacated.values()
     }
 
     /// Returns the vacated job that contains this task.
-    pub fn parked_with(&self, tid: Tid) -> Option<&Parked> {
-        let family = |tid: Tid| self.known(tid).map_or(tid, |task| task.job);
-        self.parked()
-            .find(|parked| parked.job == tid || family(parked.job) == family(tid))
+    pub fn vacated_job_of(&self, tid: Tid) -> Option<&VacatedJob> {
+        let job_of = |tid: Tid| self.task(tid).map_or(tid, |task| task.job);
+        self.vacated_jobs()
+            .find(|parked| parked.job == tid || job_of(parked.job) == job_of(tid))
     }
 
     /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid is
     /// taken from the checkpoint's name.
-    pub(super) fn job_of_set(&self, set: &str) -> Option<Tid> {
-        let waits = self
-            .parked()
-            .find(|parked| parked.set == set)
+    pub(super) fn job_of_checkpoint(&self, checkpoint: &str) -> Option<Tid> {
+        let vacated = self
+            .vacated_jobs()
+            .find(|parked| parked.checkpoint == checkpoint)
             .map(|parked| parked.job);
-        let named = || u32::from_str_radix(set.strip_prefix('t')?.split('-').next()?, 16).ok();
-        waits.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
+        let named =
+            || u32::from_str_radix(checkpoint.strip_prefix('t')?.split('-').next()?, 16).ok();
+        vacated.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
     }
 
     /// Removes vacated jobs from the history, so that they are not restarted.
-    pub fn unpark(&mut self, which: impl Fn(&Parked) -> bool) {
+    pub fn remove_vacated(&mut self, which: impl Fn(&VacatedJob) -> bool) {
         let gone: Vec<u64> = self
-            .parked
+            .vacated
             .iter()
             .filter(|(_, parked)| which(parked))
             .map(|(number, _)| *number)
             .collect();
         for number in gone {
-            self.parked.remove(&number);
-            self.dirty.insert((Sheet::Parked, number));
+            self.vacated.remove(&number);
+            self.dirty.insert((Table::Vacated, number));
         }
     }
 
     /// Applies an event about checkpoints and restarts.
-    pub(super) fn parked_event(&mut self, kind: &EventKind) {
+    pub(super) fn apply_vacate_event(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Checkpointed {
                 checkpoint: set,
@@ -90,32 +91,36 @@ impl Books {
                 vacated: true,
                 ..
             } => {
-                self.unpark(|parked| parked.job == *job);
-                let family = self.known(*job).map_or(*job, |first| first.job);
+                self.remove_vacated(|parked| parked.job == *job);
+                let parent_job = self.task(*job).map_or(*job, |first| first.job);
                 // All spawned tasks of the job count as evicted, because one of them had to leave.
                 // Events of their ends follow. Tasks started by hand continue to run.
-                let goes = |task: &&TaskUsage| task.job == family && !task.program.is_empty();
+                let goes = |task: &&TaskUsage| task.job == parent_job && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
-                go.into_iter().for_each(|tid| self.evicted(tid));
-                let all = self.tasks.values().rev().filter(|task| task.job == family);
+                go.into_iter().for_each(|tid| self.record_eviction(tid));
+                let all = self
+                    .tasks
+                    .values()
+                    .rev()
+                    .filter(|task| task.job == parent_job);
                 let kinds: BTreeSet<(u32, String)> =
                     all.map(|task| (task.user, task.program.clone())).collect();
-                let kinds = kinds.into_iter().take(KINDS_MAX).collect();
-                let number = self.number();
-                self.parked.insert(
+                let kinds = kinds.into_iter().take(PROGRAMS_MAX).collect();
+                let number = self.next_number();
+                self.vacated.insert(
                     number,
-                    Parked {
+                    VacatedJob {
                         job: *job,
-                        set: set.clone(),
+                        checkpoint: set.clone(),
                         tasks: *tasks,
-                        kinds,
+                        programs: kinds,
                     },
                 );
-                self.dirty.insert((Sheet::Parked, number));
+                self.dirty.insert((Table::Vacated, number));
             }
             // The job runs again, so it is not vacated, whichever of its checkpoints was used.
             EventKind::Restarted { job, tasks, .. } => {
-                self.unpark(|parked| {
+                self.remove_vacated(|parked| {
                     parked.job == *job || tasks.iter().any(|(tid, _)| *tid == parked.job)
                 });
             }

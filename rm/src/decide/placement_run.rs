@@ -1,63 +1,73 @@
 //! Distributes the tasks of one spawn among the suitable hosts: the state and the strategies of one
 //! placement decision. Also counts slots for preemption decisions.
 
-use super::choice::{Choice, Offer};
-use super::excluded::Excluding;
-use super::load::{Load, Loads, Near, unknown};
-use super::place::{Ask, EXPLAINED_HOSTS_MAX, Placement, Why, named, not_asked, not_fit};
-use super::{Excluded, HostView, Policy, Rank, Reason, Snapshot, Together, Wants, WantsError};
+use super::chooser::{Chooser, HostOffer};
+use super::exclusions::ExclusionsBuilder;
+use super::load::{HostLoad, WeightedShare, WorkingLoads, unknown_loads};
+use super::placement::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, fit_exclusion, host_part,
+    request_exclusion,
+};
+use super::{
+    Colocation, Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView,
+    PlacementPolicy, Rank, Snapshot,
+};
 use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// Maximum number of excluded hosts in a search by descending share. If there are more, a scan of
 /// all hosts by id is faster.
-const UNFIT_MAX: usize = 256;
+const EXCLUDED_SCAN_MAX: usize = 256;
 
 /// Returns a placement in which no task gets a host.
-pub(super) fn nowhere(
+pub(super) fn failed_placement(
     snapshot: &Snapshot,
-    ask: &Ask<'_>,
+    ask: &PlacementRequest<'_>,
     error: PvmError,
-    why: Why,
-    excluded: Excluded,
+    why: PlacementReason,
+    excluded: Exclusions,
 ) -> Placement {
     let hosts = vec![Err(error); ask.count as usize];
     Placement {
         hosts,
-        why,
+        reason: why,
         excluded,
-        unknown: Vec::new(),
-        rotation: snapshot.rotation,
+        unknown_load: Vec::new(),
+        round_robin_last: snapshot.round_robin_last,
     }
 }
 
 /// State of one placement decision.
-pub(super) struct Placing<'a> {
+pub(super) struct PlacementRun<'a> {
     snapshot: &'a Snapshot,
-    ask: &'a Ask<'a>,
-    wants: Wants,
-    loads: Loads<'a>,
+    request: &'a PlacementRequest<'a>,
+    constraints: Constraints,
+    loads: WorkingLoads<'a>,
     /// Zones of the request's peers.
-    zones: BTreeSet<u32>,
-    excluded: Excluding,
+    peer_zones: BTreeSet<u32>,
+    excluded: ExclusionsBuilder,
 }
 
-impl<'a> Placing<'a> {
-    pub(super) fn new(snapshot: &'a Snapshot, ask: &'a Ask<'a>, wants: Wants) -> Placing<'a> {
+impl<'a> PlacementRun<'a> {
+    pub(super) fn new(
+        snapshot: &'a Snapshot,
+        ask: &'a PlacementRequest<'a>,
+        wants: Constraints,
+    ) -> PlacementRun<'a> {
         let zones = ask
             .peers
             .iter()
             .filter_map(|id| snapshot.host(*id))
             .map(|h| h.zone)
             .collect();
-        Placing {
+        PlacementRun {
             snapshot,
-            ask,
-            wants,
-            loads: Loads::of(snapshot),
-            zones,
-            excluded: Excluding::default(),
+            request: ask,
+            constraints: wants,
+            loads: WorkingLoads::of(snapshot),
+            peer_zones: zones,
+            excluded: ExclusionsBuilder::default(),
         }
     }
 
@@ -65,40 +75,51 @@ impl<'a> Placing<'a> {
     ///
     /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load first
     /// searches by descending share. It scans all hosts only if that search places no task.
-    pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
-        let plain = choice.is_none()
-            && self.wants.rank.is_none()
-            && self.wants.together != Together::SameHost;
-        let by_load =
-            plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_one_host();
+    pub(super) fn decide(mut self, chooser: Option<&dyn Chooser>) -> Placement {
+        let plain = chooser.is_none()
+            && self.constraints.rank.is_none()
+            && self.constraints.colocation != Colocation::SameHost;
+        let by_load = plain
+            && self.snapshot.policy == PlacementPolicy::Load
+            && !self.request.request.names_one_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
-            let quick = self.by_load(None);
+            let quick = self.place_by_share(None);
             if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
-                self.add_owners();
-                let unknown = unknown(self.snapshot, looked_at.into_iter());
-                let (why, rotation) = (self.why_load(hosts.first()), self.snapshot.rotation);
-                return self.done(hosts, unknown, why, rotation);
+                self.record_closed_hosts();
+                let unknown = unknown_loads(self.snapshot, looked_at.into_iter());
+                let (why, rotation) = (
+                    self.share_reason(hosts.first()),
+                    self.snapshot.round_robin_last,
+                );
+                return self.finish(hosts, unknown, why, rotation);
             }
-            self.excluded = Excluding::default();
+            self.excluded = ExclusionsBuilder::default();
         }
-        self.among_all(choice, by_load)
+        self.place_after_scan(chooser, by_load)
     }
 
-    fn exclusion<'h>(&self, host: &'h HostView) -> Option<Reason<&'h str>> {
+    fn exclusion<'h>(&self, host: &'h HostView) -> Option<ExclusionReason<&'h str>> {
         let load = || self.loads.load(host.id);
-        not_asked(self.ask, host)
-            .or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
+        request_exclusion(self.request, host).or_else(|| {
+            fit_exclusion(
+                self.request,
+                &self.constraints,
+                host,
+                self.snapshot.now,
+                load,
+            )
+        })
     }
 
     /// Returns how many tasks of this spawn the host can take.
     fn capacity(&self, host: &HostView) -> u32 {
-        self.wants
+        self.constraints
             .capacity(host, self.snapshot.now)
-            .min(self.loads.load(host.id).left())
+            .min(self.loads.load(host.id).remaining_slots())
     }
 
     /// Checks every host, then places the tasks on the suitable hosts.
-    fn among_all(mut self, choice: Option<&dyn Choice>, by_load: bool) -> Placement {
+    fn place_after_scan(mut self, chooser: Option<&dyn Chooser>, by_load: bool) -> Placement {
         let snapshot = self.snapshot;
         let mut fit = Vec::new();
         for host in &snapshot.hosts {
@@ -108,121 +129,132 @@ impl<'a> Placing<'a> {
             }
         }
         if fit.is_empty() {
-            return self.none();
+            return self.no_placement();
         }
-        let mut rotation = snapshot.rotation;
-        let (hosts, why) = if let Some(choice) = choice {
-            match self.chosen(choice, &fit) {
+        let mut rotation = snapshot.round_robin_last;
+        let (hosts, why) = if let Some(chooser) = chooser {
+            match self.place_by_chooser(chooser, &fit) {
                 Ok(hosts) => (
                     hosts,
-                    Why::Chosen {
-                        by: choice.name().to_string(),
+                    PlacementReason::ChooserSelected {
+                        by: chooser.name().to_string(),
                     },
                 ),
                 Err(why) => {
-                    let why = Why::NotChosen {
-                        by: choice.name().to_string(),
+                    let why = PlacementReason::ChooserFailed {
+                        by: chooser.name().to_string(),
                         why,
                     };
-                    return nowhere(
+                    return failed_placement(
                         snapshot,
-                        self.ask,
+                        self.request,
                         PvmError::OutOfRes,
                         why,
-                        self.excluded.done(),
+                        self.excluded.build(),
                     );
                 }
             }
-        } else if self.wants.together == Together::SameHost {
-            let Some(host) = self.same_host(&fit) else {
-                return self.none();
+        } else if self.constraints.colocation == Colocation::SameHost {
+            let Some(host) = self.best_single_host(&fit) else {
+                return self.no_placement();
             };
             (
-                vec![host.id; self.ask.count as usize],
-                Why::SameHost {
+                vec![host.id; self.request.count as usize],
+                PlacementReason::SameHost {
                     host: host.name.clone(),
                 },
             )
-        } else if let Some(rank) = self.wants.rank {
-            let hosts = self.ranked(rank, &fit);
+        } else if let Some(rank) = self.constraints.rank {
+            let hosts = self.place_by_rank(rank, &fit);
             let host = hosts
                 .first()
-                .map(|id| snapshot.name(*id))
+                .map(|id| snapshot.host_name(*id))
                 .unwrap_or_default();
-            (hosts, Why::Rank { rank, host })
+            (hosts, PlacementReason::Rank { rank, host })
         } else if by_load {
             let already = std::mem::take(&mut self.excluded);
             let hosts = self
-                .by_load(Some(&fit))
+                .place_by_share(Some(&fit))
                 .map(|(hosts, _)| hosts)
                 .unwrap_or_default();
             self.excluded = already;
-            let why = self.why_load(hosts.first());
+            let why = self.share_reason(hosts.first());
             (hosts, why)
         } else {
             // A host with an idle login gets a task only if no other host has room for it.
-            let (calm, others): (Vec<_>, Vec<_>) = fit
+            let (unattended, others): (Vec<_>, Vec<_>) = fit
                 .iter()
                 .copied()
-                .partition(|host: &&HostView| host.owner.is_calm());
-            let mut hosts = self.in_turn(&calm, self.ask.count as usize);
-            let left = self.ask.count as usize - hosts.len();
-            hosts.extend(self.in_turn(&others, left));
-            if snapshot.policy == Policy::RoundRobin {
+                .partition(|host: &&HostView| host.owner.is_unattended());
+            let mut hosts = self.place_round_robin(&unattended, self.request.count as usize);
+            let left = self.request.count as usize - hosts.len();
+            hosts.extend(self.place_round_robin(&others, left));
+            if snapshot.policy == PlacementPolicy::RoundRobin {
                 rotation = hosts.last().copied().unwrap_or(rotation);
             }
-            let among = if left == 0 { calm.len() } else { fit.len() };
-            let asked = Why::Asked {
-                host: named(&self.ask.request.place).to_string(),
+            let among = if left == 0 {
+                unattended.len()
+            } else {
+                fit.len()
+            };
+            let asked = PlacementReason::HostNamed {
+                host: host_part(&self.request.request.place).to_string(),
             };
             (
                 hosts,
-                if self.ask.request.names_one_host() {
+                if self.request.request.names_one_host() {
                     asked
                 } else {
-                    Why::InTurn { hosts: among }
+                    PlacementReason::RoundRobin { hosts: among }
                 },
             )
         };
         if hosts.is_empty() {
-            return self.none();
+            return self.no_placement();
         }
-        let of_load = snapshot.policy == Policy::Load && !self.ask.request.names_one_host();
+        let of_load =
+            snapshot.policy == PlacementPolicy::Load && !self.request.request.names_one_host();
         let unknown = if of_load {
-            unknown(snapshot, fit.iter().map(|h| h.id))
+            unknown_loads(snapshot, fit.iter().map(|h| h.id))
         } else {
             Vec::new()
         };
-        self.done(hosts, unknown, why, rotation)
+        self.finish(hosts, unknown, why, rotation)
     }
 
     /// Returns a placement without hosts. The error is `OutOfRes` if a later attempt may succeed.
-    fn none(self) -> Placement {
-        let (error, why) = if !self.excluded.asked_for && !self.has_fit() {
-            (PvmError::NoHost, Why::NoSuchHost)
-        } else if self.excluded.no_answer {
-            (PvmError::HostFail, Why::NoneFree)
-        } else if self.excluded.may_pass || self.has_fit() {
-            (PvmError::OutOfRes, Why::NoneFree)
+    fn no_placement(self) -> Placement {
+        let (error, why) = if !self.excluded.any_requested && !self.has_fitting_host() {
+            (PvmError::NoHost, PlacementReason::NoSuchHost)
+        } else if self.excluded.any_unanswered {
+            (PvmError::HostFail, PlacementReason::NoneAvailable)
+        } else if self.excluded.any_temporary || self.has_fitting_host() {
+            (PvmError::OutOfRes, PlacementReason::NoneAvailable)
         } else {
-            (PvmError::NoHost, Why::NoneFree)
+            (PvmError::NoHost, PlacementReason::NoneAvailable)
         };
-        nowhere(self.snapshot, self.ask, error, why, self.excluded.done())
+        failed_placement(
+            self.snapshot,
+            self.request,
+            error,
+            why,
+            self.excluded.build(),
+        )
     }
 
     /// True if at least one host is not excluded, whether or not it has room.
-    fn has_fit(&self) -> bool {
+    fn has_fitting_host(&self) -> bool {
         self.excluded.count() < self.snapshot.hosts.len()
     }
 
-    fn done(
+    fn finish(
         self,
         mut hosts: Vec<HostId>,
         unknown: Vec<String>,
-        why: Why,
+        why: PlacementReason,
         rotation: HostId,
     ) -> Placement {
-        let count = self.ask.count as usize;
+        let count = self.request.count as usize;
         hosts.truncate(count);
         let missing = count - hosts.len();
         let placed = hosts.into_iter().map(Ok);
@@ -231,25 +263,25 @@ impl<'a> Placing<'a> {
             .collect();
         Placement {
             hosts,
-            why,
-            excluded: self.excluded.done(),
-            unknown,
-            rotation,
+            reason: why,
+            excluded: self.excluded.build(),
+            unknown_load: unknown,
+            round_robin_last: rotation,
         }
     }
 
-    fn why_load(&self, first: Option<&HostId>) -> Why {
-        let index = Loads::of(self.snapshot);
-        let told = first.map(|id| (self.snapshot.name(*id), index.share(*id).usable));
+    fn share_reason(&self, first: Option<&HostId>) -> PlacementReason {
+        let index = WorkingLoads::of(self.snapshot);
+        let told = first.map(|id| (self.snapshot.host_name(*id), index.share(*id).usable));
         let (host, usable) = told.unwrap_or_default();
-        Why::Load { host, usable }
+        PlacementReason::LargestShare { host, usable }
     }
 
     /// Adds some of the hosts that accept no guests to the explanation.
-    fn add_owners(&mut self) {
+    fn record_closed_hosts(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let owned = index
-            .with_owner()
+            .closed_hosts()
             .iter()
             .take(EXPLAINED_HOSTS_MAX)
             .filter_map(|id| self.snapshot.host(*id));
@@ -263,10 +295,10 @@ impl<'a> Placing<'a> {
 
     /// Distributes tasks as PVM does: each host gets a consecutive block of tasks. The first host
     /// is the one after the last host used.
-    fn in_turn(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
+    fn place_round_robin(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
         let start = fit
             .iter()
-            .position(|h| h.id > self.snapshot.rotation)
+            .position(|h| h.id > self.snapshot.round_robin_last)
             .unwrap_or(0);
         let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
         let mut room: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
@@ -285,22 +317,23 @@ impl<'a> Placing<'a> {
     ///
     /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks, and
     /// the suitable hosts that were examined. Returns `None` if a search among all hosts finds more
-    /// than [`UNFIT_MAX`] excluded ones.
-    fn by_load(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
-        let count = self.ask.count as usize;
-        let mut unfit = 0;
+    /// than [`EXCLUDED_SCAN_MAX`] excluded ones.
+    fn place_by_share(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
+        let count = self.request.count as usize;
+        let mut excluded_count = 0;
         let (mut hosts, mut looked_at) = (Vec::with_capacity(count), Vec::new());
         let mut room = BTreeMap::<HostId, u32>::new();
-        let mut heap = BinaryHeap::<Near>::new();
-        let untouched = Loads::of(self.snapshot);
-        let near = |host: &&HostView| untouched.near(untouched.share(host.id), &self.zones);
-        let mut some: BinaryHeap<Near> = fit.into_iter().flatten().map(near).collect();
+        let mut heap = BinaryHeap::<WeightedShare>::new();
+        let untouched = WorkingLoads::of(self.snapshot);
+        let near =
+            |host: &&HostView| untouched.weighted(untouched.share(host.id), &self.peer_zones);
+        let mut given: BinaryHeap<WeightedShare> = fit.into_iter().flatten().map(near).collect();
         let all = fit
             .is_none()
-            .then(|| untouched.best(&self.zones))
+            .then(|| untouched.best_first(&self.peer_zones))
             .into_iter()
             .flatten();
-        let mut best = all.chain(std::iter::from_fn(|| some.pop())).peekable();
+        let mut best = all.chain(std::iter::from_fn(|| given.pop())).peekable();
         while hosts.len() < count {
             // Examine every host that may be better than the best examined one.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
@@ -308,8 +341,8 @@ impl<'a> Placing<'a> {
                     continue;
                 };
                 let exclusion = self.exclusion(host);
-                unfit += usize::from(exclusion.is_some());
-                if unfit > UNFIT_MAX {
+                excluded_count += usize::from(exclusion.is_some());
+                if excluded_count > EXCLUDED_SCAN_MAX {
                     return None;
                 }
                 match exclusion {
@@ -331,9 +364,9 @@ impl<'a> Placing<'a> {
             };
             *left -= 1;
             hosts.push(host);
-            let next = self.loads.add(host);
+            let next = self.loads.add_task(host);
             if *left > 0 {
-                heap.push(self.loads.near(next, &self.zones));
+                heap.push(self.loads.weighted(next, &self.peer_zones));
             }
         }
         Some((hosts, looked_at))
@@ -341,65 +374,71 @@ impl<'a> Placing<'a> {
 
     /// Returns the host on which all tasks together get the largest share; `None` if no host has
     /// room for all of them.
-    fn same_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
-        let count = self.ask.count;
+    fn best_single_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
+        let count = self.request.count;
         let room = fit.iter().filter(|h| self.capacity(h) >= count);
         let last = |h: &HostView| {
             let load = self.loads.load(h.id);
-            let last = Load {
-                own: load.own + count.saturating_sub(1),
+            let last = HostLoad {
+                own_tasks: load.own_tasks + count.saturating_sub(1),
                 ..load
             };
-            self.loads.near(last.share(), &self.zones)
+            self.loads.weighted(last.share(), &self.peer_zones)
         };
         room.max_by_key(|h| last(h)).copied()
     }
 
     /// Places tasks by the requested rank: gives the first host one task per processor, then the
     /// next host. After the last host, continues with the first one.
-    fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
+    fn place_by_rank(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
-            let number = rank.by.of(h, self.snapshot.now, || self.loads.load(h.id));
-            let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
-            (!h.owner.is_calm(), Reverse(order), h.id)
+            let number = rank
+                .by
+                .value_on(h, self.snapshot.now, || self.loads.load(h.id));
+            let order = number.map(|n| if rank.ascending { u64::MAX - n } else { n });
+            (!h.owner.is_unattended(), Reverse(order), h.id)
         };
         // A heap is cheaper than sorting, because the order of hosts that get no task is not
         // needed.
-        let mut behind: BinaryHeap<_> = fit
+        let mut unfilled: BinaryHeap<_> = fit
             .iter()
             .enumerate()
             .map(|(i, host)| Reverse((key(host), i)))
             .collect();
-        let count = self.ask.count as usize;
-        let (mut hosts, mut before) = (Vec::with_capacity(count), Vec::new());
+        let count = self.request.count as usize;
+        let (mut hosts, mut filled) = (Vec::with_capacity(count), Vec::new());
         while hosts.len() < count {
-            let Some(Reverse((_, i))) = behind.pop() else {
+            let Some(Reverse((_, i))) = unfilled.pop() else {
                 break;
             };
             let room = self.capacity(fit[i]);
-            before.push((fit[i], room - fill(&mut hosts, fit[i], room, count)));
+            filled.push((fit[i], room - fill_host(&mut hosts, fit[i], room, count)));
         }
-        while hosts.len() < count && before.iter().any(|(_, room)| *room > 0) {
-            before
+        while hosts.len() < count && filled.iter().any(|(_, room)| *room > 0) {
+            filled
                 .iter_mut()
-                .for_each(|(host, room)| *room -= fill(&mut hosts, host, *room, count));
+                .for_each(|(host, room)| *room -= fill_host(&mut hosts, host, *room, count));
         }
         hosts
     }
 
     /// Returns the hosts that the external chooser has selected, or the error in its selection.
-    fn chosen(&self, choice: &dyn Choice, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
+    fn place_by_chooser(
+        &self,
+        chooser: &dyn Chooser,
+        fit: &[&HostView],
+    ) -> Result<Vec<HostId>, String> {
         let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
-        let offers: Vec<Offer<'_>> = fit
+        let offers: Vec<HostOffer<'_>> = fit
             .iter()
             .map(|host| (*host, offer(host)))
-            .map(|(host, (share, capacity))| Offer {
+            .map(|(host, (share, capacity))| HostOffer {
                 host,
                 share,
                 capacity,
             })
             .collect();
-        let chosen = choice.choose(self.ask.request, &offers, self.ask.count as usize)?;
+        let chosen = chooser.choose(self.request.request, &offers, self.request.count as usize)?;
         let mut room: Vec<u32> = offers.iter().map(|o| o.capacity).collect();
         for i in &chosen {
             let room = room
@@ -415,7 +454,7 @@ impl<'a> Placing<'a> {
 
 /// Gives a host one task per processor, up to its room and the number of remaining tasks. Returns
 /// the number of slots counted as used, which may exceed the number of tasks placed.
-fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
+fn fill_host(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
     let share = host.cores.max(1).min(room);
     hosts.extend(std::iter::repeat_n(
         host.id,
@@ -426,87 +465,94 @@ fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u3
 
 /// Counts the tasks of a spawn that would get hosts if some running tasks were paused. The count
 /// equals that of [`super::place()`], and only the changed host is recomputed.
-pub(super) struct Places<'a> {
-    placing: Placing<'a>,
+pub(super) struct SlotCounter<'a> {
+    run: PlacementRun<'a>,
     count: u64,
-    room: Room,
+    slots: SlotTotals,
 }
 
 /// Number of slots, summed over all hosts.
 #[derive(Clone, Copy, Default)]
-struct Room {
+struct SlotTotals {
     /// Number of slots for tasks of the spawn.
     tasks: u64,
     /// Number of hosts with slots for all tasks of the spawn.
-    for_all: u64,
+    hosts_for_all: u64,
 }
 
-impl<'a> Places<'a> {
+impl<'a> SlotCounter<'a> {
     /// Counts the slots of the unchanged snapshot.
     ///
     /// # Errors
-    /// Those of [`Wants::of`].
-    pub(super) fn of(snapshot: &'a Snapshot, ask: &'a Ask<'a>) -> Result<Places<'a>, WantsError> {
-        let placing = Placing::new(snapshot, ask, Wants::of(ask.request)?);
-        let mut places = Places {
-            placing,
+    /// Those of [`Constraints::from_request`].
+    pub(super) fn new(
+        snapshot: &'a Snapshot,
+        ask: &'a PlacementRequest<'a>,
+    ) -> Result<SlotCounter<'a>, ConstraintsError> {
+        let placing = PlacementRun::new(snapshot, ask, Constraints::from_request(ask.request)?);
+        let mut places = SlotCounter {
+            run: placing,
             count: u64::from(ask.count),
-            room: Room::default(),
+            slots: SlotTotals::default(),
         };
         for host in &snapshot.hosts {
-            places.add(places.room_on(host));
+            places.add(places.slots_on(host));
         }
         Ok(places)
     }
 
     /// Returns the number of slots on a host; 0 if it is excluded.
-    fn room_on(&self, host: &HostView) -> u64 {
-        if self.placing.exclusion(host).is_some() {
+    fn slots_on(&self, host: &HostView) -> u64 {
+        if self.run.exclusion(host).is_some() {
             return 0;
         }
-        u64::from(self.placing.capacity(host)).min(self.count)
+        u64::from(self.run.capacity(host)).min(self.count)
     }
 
     fn add(&mut self, tasks: u64) {
-        self.room.tasks += tasks;
-        self.room.for_all += u64::from(tasks == self.count);
+        self.slots.tasks += tasks;
+        self.slots.hosts_for_all += u64::from(tasks == self.count);
     }
 
     fn sub(&mut self, tasks: u64) {
-        self.room.tasks -= tasks;
-        self.room.for_all -= u64::from(tasks == self.count);
+        self.slots.tasks -= tasks;
+        self.slots.hosts_for_all -= u64::from(tasks == self.count);
     }
 
-    fn tasks(&self) -> u64 {
-        if self.placing.wants.together == Together::SameHost {
-            return if self.room.for_all > 0 { self.count } else { 0 };
+    fn placeable_tasks(&self) -> u64 {
+        if self.run.constraints.colocation == Colocation::SameHost {
+            return if self.slots.hosts_for_all > 0 {
+                self.count
+            } else {
+                0
+            };
         }
-        self.room.tasks.min(self.count)
+        self.slots.tasks.min(self.count)
     }
 
     /// True if all tasks of the spawn get hosts.
-    pub(super) fn are_enough(&self) -> bool {
-        self.tasks() == self.count
+    pub(super) fn suffice(&self) -> bool {
+        self.placeable_tasks() == self.count
     }
 
     /// Assumes that `several` tasks on this host are paused. Keeps the assumption and returns true
     /// if more tasks of the spawn get hosts by it; otherwise undoes it and returns false.
-    pub(super) fn gain_without(&mut self, id: HostId, several: u32) -> bool {
-        let Some(host) = self.placing.snapshot.host(id) else {
+    pub(super) fn try_pausing(&mut self, id: HostId, count: u32) -> bool {
+        let Some(host) = self.run.snapshot.host(id) else {
             return false;
         };
         let (tasks, before, own) = (
-            self.tasks(),
-            self.room_on(host),
-            self.placing.loads.load(id).own,
+            self.placeable_tasks(),
+            self.slots_on(host),
+            self.run.loads.load(id).own_tasks,
         );
-        self.placing.loads.put(id, own.saturating_sub(several));
-        let after = self.room_on(host);
+        self.run.loads.set_own_tasks(id, own.saturating_sub(count));
+        let after = self.slots_on(host);
         self.sub(before);
         self.add(after);
-        let gains = self.tasks() > tasks;
+        let gains = self.placeable_tasks() > tasks;
         if !gains {
-            self.placing.loads.put(id, own);
+            self.run.loads.set_own_tasks(id, own);
             self.sub(after);
             self.add(before);
         }

@@ -1,7 +1,7 @@
 //! The guests on hosts that accept no guests, grouped into classes. The same targets are possible
 //! for all guests of a class, so one search serves the whole class when many owners return at once.
 
-use super::{HostView, Leaving, Owner, TaskView};
+use super::{HostView, LeaveTime, OwnerState, TaskView};
 use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 /// Properties that determine the possible targets of a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Kind {
+struct GuestClass {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
     /// Base-2 logarithm of the guest's memory in bytes, rounded down, because a host may have room
     /// for a small guest only. `None` if the guest needs no more than the memory reserved for every
     /// task.
-    size: Option<u32>,
+    size_log2: Option<u32>,
 }
 
 /// A guest that is not migrating.
@@ -24,108 +24,108 @@ struct Kind {
 pub(super) struct Guest {
     pub(super) tid: Tid,
     /// Index of the guest's class.
-    pub(super) kind: usize,
+    pub(super) class: usize,
     /// True if only the class determines the decision: the guest must leave immediately, and no
     /// host has refused it.
-    pub(super) is_plain: bool,
+    pub(super) class_decides: bool,
 }
 
 /// The guests of all hosts that accept no guests.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Guests {
+pub(super) struct EvictableGuests {
     /// The guests, by host and position in the host's task list.
-    all: BTreeMap<(HostId, usize), Guest>,
-    numbers: HashMap<Kind, usize>,
+    guests: BTreeMap<(HostId, usize), Guest>,
+    class_indices: HashMap<GuestClass, usize>,
     /// Classes with the number of their guests, by class index.
-    kinds: Vec<Option<(Kind, usize)>>,
+    classes: Vec<Option<(GuestClass, usize)>>,
     /// Class indices that are not in use.
-    free: Vec<usize>,
+    free_indices: Vec<usize>,
 }
 
-impl Guests {
+impl EvictableGuests {
     /// Returns the guests as (host, position in the host's task list, guest), in ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
-        self.all
+        self.guests
             .iter()
             .map(|((host, at), guest)| (*host, *at, *guest))
     }
 
     /// Returns a number that is greater than every class index.
-    pub(super) fn kinds(&self) -> usize {
-        self.kinds.len()
+    pub(super) fn class_bound(&self) -> usize {
+        self.classes.len()
     }
 
     /// Adds the guests of a host that accepts no guests. The host must not have been added already.
-    pub(super) fn learn(&mut self, host: &HostView) {
-        let leave_now =
-            matches!(host.owner, Owner::Drained { .. }) || host.terms.leaving == Leaving::Now;
+    pub(super) fn insert_host(&mut self, host: &HostView) {
+        let leave_now = matches!(host.owner, OwnerState::Drained { .. })
+            || host.guest_policy.leave_time == LeaveTime::Now;
         for (at, task) in host
             .tasks
             .iter()
             .enumerate()
-            .filter(|(_, task)| task.is_settled_guest())
+            .filter(|(_, task)| task.is_evictable())
         {
-            let is_plain = leave_now && task.held.is_none() && task.refused.is_empty();
-            let kind = self.number(host, task);
-            self.all.insert(
+            let is_plain = leave_now && task.obstacle.is_none() && task.refused_by.is_empty();
+            let class = self.count_in_class(host, task);
+            self.guests.insert(
                 (host.id, at),
                 Guest {
                     tid: task.tid,
-                    kind,
-                    is_plain,
+                    class: class,
+                    class_decides: is_plain,
                 },
             );
         }
     }
 
     /// Counts one more guest of the task's class. Returns the index of the class.
-    fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
-        let size = (task.bytes > HEADROOM_BYTES_PER_TASK).then(|| task.bytes.ilog2());
+    fn count_in_class(&mut self, host: &HostView, task: &TaskView) -> usize {
+        let size = (task.memory_bytes > HEADROOM_BYTES_PER_TASK).then(|| task.memory_bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
-        let kind = Kind {
+        let class = GuestClass {
             arch: host.arch.as_str().into(),
             user,
             program,
-            size,
+            size_log2: size,
         };
-        if let Some(number) = self.numbers.get(&kind) {
-            self.kinds[*number]
+        if let Some(number) = self.class_indices.get(&class) {
+            self.classes[*number]
                 .as_mut()
                 .expect("a kind has its number as long as there are guests of it")
                 .1 += 1;
             return *number;
         }
-        let number = self.free.pop().unwrap_or(self.kinds.len());
-        if number == self.kinds.len() {
-            self.kinds.push(None);
+        let number = self.free_indices.pop().unwrap_or(self.classes.len());
+        if number == self.classes.len() {
+            self.classes.push(None);
         }
-        self.kinds[number] = Some((kind.clone(), 1));
-        self.numbers.insert(kind, number);
+        self.classes[number] = Some((class.clone(), 1));
+        self.class_indices.insert(class, number);
         number
     }
 
     /// Removes the guests of a host.
-    pub(super) fn forget(&mut self, host: HostId) {
+    pub(super) fn remove_host(&mut self, host: HostId) {
         while let Some((key, guest)) = self
-            .all
+            .guests
             .range((host, 0)..=(host, usize::MAX))
             .next()
             .map(|(k, g)| (*k, *g))
         {
-            self.all.remove(&key);
-            self.leaves(guest.kind);
+            self.guests.remove(&key);
+            self.leave_class(guest.class);
         }
     }
 
-    fn leaves(&mut self, number: usize) {
-        let (kind, guests) = self.kinds[number]
+    fn leave_class(&mut self, number: usize) {
+        let (class, guests) = self.classes[number]
             .as_mut()
             .expect("there was a guest of this kind");
         *guests -= 1;
         if *guests == 0 {
-            self.numbers.remove(kind);
-            self.kinds[number] = None;
-            self.free.push(number);
+            self.class_indices.remove(class);
+            self.classes[number] = None;
+            self.free_indices.push(number);
         }
     }
 }
@@ -133,7 +133,7 @@ impl Guests {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::Terms;
+    use crate::decide::GuestPolicy;
     use sempa_proto::Micros;
 
     fn host(index: u16, programs: &[&str]) -> HostView {
@@ -152,14 +152,14 @@ mod tests {
             speed: 1000,
             cores: 1,
             sample: None,
-            foreign_mean: None,
-            owner: Owner::Present {
+            external_mean: None,
+            owner: OwnerState::Present {
                 why: "at the keyboard".into(),
             },
-            promised: 0,
-            terms: Terms::default(),
-            no_moves: None,
-            starting: 0,
+            promised_bytes: 0,
+            guest_policy: GuestPolicy::default(),
+            migration_obstacle: None,
+            starting_tasks: 0,
             tasks: programs.iter().enumerate().map(task).collect(),
         }
     }
@@ -168,25 +168,31 @@ mod tests {
     /// reuses its index.
     #[test]
     fn empty_guest_class_frees_its_index() {
-        let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);
-        guests.learn(&host(1, &names));
-        guests.learn(&host(2, &["b"]));
-        let kinds = |guests: &Guests| {
+        let (mut guests, names) = (EvictableGuests::default(), ["a", "b", "a"]);
+        guests.insert_host(&host(1, &names));
+        guests.insert_host(&host(2, &["b"]));
+        let kinds = |guests: &EvictableGuests| {
             guests
                 .iter()
-                .map(|(.., guest)| guest.kind)
+                .map(|(.., guest)| guest.class)
                 .collect::<Vec<_>>()
         };
-        assert_eq!((kinds(&guests), guests.kinds()), (vec![0, 1, 0, 1], 2));
-        guests.forget(HostId::new(1).expect("a host"));
+        assert_eq!(
+            (kinds(&guests), guests.class_bound()),
+            (vec![0, 1, 0, 1], 2)
+        );
+        guests.remove_host(HostId::new(1).expect("a host"));
         assert_eq!(kinds(&guests), [1]);
-        guests.learn(&host(3, &["c", "d", "b"]));
-        assert_eq!((kinds(&guests), guests.kinds()), (vec![1, 0, 2, 1], 3));
-        (2..4).for_each(|index| guests.forget(HostId::new(index).expect("a host")));
+        guests.insert_host(&host(3, &["c", "d", "b"]));
+        assert_eq!(
+            (kinds(&guests), guests.class_bound()),
+            (vec![1, 0, 2, 1], 3)
+        );
+        (2..4).for_each(|index| guests.remove_host(HostId::new(index).expect("a host")));
         assert!(
-            guests.all.is_empty()
-                && guests.numbers.is_empty()
-                && guests.kinds.iter().all(Option::is_none)
+            guests.guests.is_empty()
+                && guests.class_indices.is_empty()
+                && guests.classes.iter().all(Option::is_none)
         );
     }
 }

@@ -7,29 +7,29 @@
 //! the correction fades over some hours, and migrations are tried again.
 
 use super::predict::Estimates;
-use super::{HostId, Shift};
+use super::{HostId, Rebalance};
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Maximum number of migrations that are tracked at once. Further ones are not tracked.
-pub const PROMISES_MAX: usize = 4096;
+pub const PENDING_PREDICTIONS_MAX: usize = 4096;
 /// Range of the factor by which computed gains are multiplied.
-pub const TRUST: std::ops::RangeInclusive<f64> = 0.1..=1.5;
+pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
 /// Half-life of the correction if no new observation confirms it.
-pub const TRUST_HALF: Micros = Micros::from_secs(2 * 3600);
+pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
 /// Time between the arrival of a task at its target and the measurement of its rate.
-const LOOK_AFTER: Micros = Micros::from_secs(30);
+const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
 /// Minimum time at the target for a measurement of the rate, if the task ends before
-/// [`LOOK_AFTER`].
-const RATE_AFTER: Micros = Micros::from_secs(5);
+/// [`RATE_CHECK_DELAY`].
+const RATE_MEASURE_MIN: Micros = Micros::from_secs(5);
 /// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
 /// predicted work times this factor.
-const MORE: f64 = 2.0;
+const RATIO_MAX: f64 = 2.0;
 /// Minimum weight of the newest observation.
-const NEWEST: f64 = 0.1;
+const NEWEST_WEIGHT: f64 = 0.1;
 /// Weight of the initial ratio 1, as a number of migrations.
-const PRIOR: f64 = 3.0;
+const PRIOR_WEIGHT: f64 = 3.0;
 
 /// Mean ratio of actual to predicted values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -45,16 +45,16 @@ impl Default for Ratio {
 }
 
 impl Ratio {
-    fn came(&mut self, ratio: f64) {
+    fn record(&mut self, ratio: f64) {
         self.seen += 1;
-        let weight = NEWEST.max(1.0 / (self.seen as f64 + PRIOR));
+        let weight = NEWEST_WEIGHT.max(1.0 / (self.seen as f64 + PRIOR_WEIGHT));
         self.mean += weight * (ratio - self.mean);
     }
 }
 
 /// Learned corrections of predicted gains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Gains {
+pub(super) struct GainFeedback {
     /// Ratio of the actual to the predicted gain in rate at the target.
     rate: Ratio,
     /// Ratios of the actual to the predicted remaining work: index 0 for estimated work, 1 for
@@ -64,218 +64,233 @@ pub(super) struct Gains {
     heard: Micros,
 }
 
-impl Gains {
+impl GainFeedback {
     /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
     /// from declared work.
-    pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
-        let learned = (self.rate.mean * self.work[usize::from(told)].mean)
-            .clamp(*TRUST.start(), *TRUST.end());
-        let age = now.since(self.heard).0 as f64 / TRUST_HALF.0 as f64;
+    pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
+        let learned = (self.rate.mean * self.work[usize::from(declared)].mean)
+            .clamp(*CONFIDENCE_RANGE.start(), *CONFIDENCE_RANGE.end());
+        let age = now.since(self.heard).0 as f64 / CONFIDENCE_HALF_LIFE.0 as f64;
         learned.powf(0.5_f64.powf(age))
     }
 
     /// Returns the same corrections, with the time of the last observation set to the start of a
     /// new clock.
-    pub(super) fn on_new_clock(self) -> Gains {
-        Gains {
+    pub(super) fn on_new_clock(self) -> GainFeedback {
+        GainFeedback {
             heard: Micros::default(),
             ..self
         }
     }
 
     /// Returns a counter that rises with every observation.
-    pub(super) fn lessons(&self) -> u64 {
+    pub(super) fn observations(&self) -> u64 {
         self.rate.seen + self.work.iter().map(|work| work.seen).sum::<u64>()
     }
 
-    pub(super) fn is_sound(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         [self.rate, self.work[0], self.work[1]]
             .iter()
             .all(|ratio| ratio.mean.is_finite())
     }
 
-    pub(super) fn rate_came(&mut self, now: Micros, ratio: f64) {
+    pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
         self.heard = now;
-        self.rate.came(ratio);
+        self.rate.record(ratio);
     }
 
-    pub(super) fn work_came(&mut self, now: Micros, told: bool, ratio: f64) {
+    pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
         self.heard = now;
-        self.work[usize::from(told)].came(ratio);
+        self.work[usize::from(declared)].record(ratio);
     }
 }
 
 /// Prediction about a migration that is tracked.
 #[derive(Clone, Copy, Debug)]
-struct Promise {
+struct PendingPrediction {
     from: HostId,
     to: HostId,
     /// Rate at the source, in thousandths of an ordinary processor.
-    has: f64,
+    source_rate: f64,
     /// Predicted rate at the target, in thousandths of an ordinary processor.
-    gets: f64,
+    target_rate: f64,
     /// Predicted remaining work, in seconds of an ordinary processor.
-    left: f64,
-    told: bool,
+    work_left: f64,
+    declared: bool,
     /// Computed gain, before the correction by experience.
-    reckoned: Micros,
+    computed_gain: Micros,
     /// Gain after the correction by experience.
     gain: Micros,
     cost: Micros,
-    arrived: Option<Arrived>,
+    arrived: Option<Arrival>,
     /// Ratio of the actual to the predicted gain in rate; `None` until it was measured.
-    rate: Option<f64>,
+    rate_ratio: Option<f64>,
 }
 
 /// Arrival of a task at its target.
 #[derive(Clone, Copy, Debug)]
-struct Arrived {
+struct Arrival {
     at: Micros,
     /// Work that the task had done before its arrival.
-    done: Micros,
+    work_done: Micros,
     /// Actual cost of the migration.
     cost: Micros,
 }
 
 /// Result of a rebalancing migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct PredictionOutcome {
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
     /// Predicted (gain, cost).
-    pub expected: (Micros, Micros),
+    pub predicted: (Micros, Micros),
     /// Actual (gain, cost). The gain is computed from the observed rate and work of the task.
-    pub came: (Micros, Micros),
+    pub actual: (Micros, Micros),
 }
 
 /// Rebalancing migrations whose actual gain is not known yet.
 #[derive(Clone, Debug, Default)]
-pub struct Promises {
-    open: BTreeMap<Tid, Promise>,
+pub struct PendingPredictions {
+    pending: BTreeMap<Tid, PendingPrediction>,
 }
 
-impl Promise {
+impl PendingPrediction {
     /// Returns the ratio of the actual to the predicted time saved per unit of work. The task has
-    /// done `work` seconds of work in `span` seconds.
-    fn rate(&self, work: f64, span: f64) -> f64 {
-        let sooner = |rate: f64| 1.0 / self.has.max(1.0) - 1.0 / rate.max(1.0);
-        (sooner(1e3 * work / span.max(1e-6)) / sooner(self.gets)).clamp(0.0, MORE)
+    /// done `work` seconds of work in `last_entry_time` seconds.
+    fn measured_rate_ratio(&self, work: f64, span: f64) -> f64 {
+        let time_saved = |rate: f64| 1.0 / self.source_rate.max(1.0) - 1.0 / rate.max(1.0);
+        (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate))
+            .clamp(0.0, RATIO_MAX)
     }
 
-    fn outcome(&self, tid: Tid, arrived: &Arrived, work: f64) -> Outcome {
-        let saved = self.reckoned.0 as f64 * self.rate.unwrap_or(1.0) * work;
+    fn outcome(&self, tid: Tid, arrived: &Arrival, work: f64) -> PredictionOutcome {
+        let saved = self.computed_gain.0 as f64 * self.rate_ratio.unwrap_or(1.0) * work;
         let came = (Micros(saved as u64), arrived.cost);
-        Outcome {
+        PredictionOutcome {
             tid,
             from: self.from,
             to: self.to,
-            expected: (self.gain, self.cost),
-            came,
+            predicted: (self.gain, self.cost),
+            actual: came,
         }
     }
 }
 
-impl Promises {
+impl PendingPredictions {
     /// Starts tracking an ordered migration. A task that becomes slower, because it makes room for
     /// another one, is not tracked.
-    pub fn made(&mut self, shift: &Shift) {
-        let why = &shift.why;
-        let (has, gets, left) = (why.has as f64, why.gets as f64, why.left.0 as f64 / 1e6);
-        if gets <= has || left <= 0.0 || self.open.len() >= PROMISES_MAX {
-            return self.dropped(shift.tid);
+    pub fn follow(&mut self, rebalance: &Rebalance) {
+        let why = &rebalance.reason;
+        let (has, gets, left) = (
+            why.source_rate as f64,
+            why.target_rate as f64,
+            why.work_left.0 as f64 / 1e6,
+        );
+        if gets <= has || left <= 0.0 || self.pending.len() >= PENDING_PREDICTIONS_MAX {
+            return self.discard(rebalance.tid);
         }
-        let (from, to, told) = (shift.from, shift.to, why.told);
-        let (reckoned, gain, cost) = (why.reckoned, why.gain, why.cost);
-        let promise = Promise {
+        let (from, to, told) = (rebalance.from, rebalance.to, why.declared);
+        let (reckoned, gain, cost) = (why.computed_gain, why.gain, why.cost);
+        let promise = PendingPrediction {
             from,
             to,
-            has,
-            gets,
-            left,
-            told,
-            reckoned,
+            source_rate: has,
+            target_rate: gets,
+            work_left: left,
+            declared: told,
+            computed_gain: reckoned,
             gain,
             cost,
             arrived: None,
-            rate: None,
+            rate_ratio: None,
         };
-        self.open.insert(shift.tid, promise);
+        self.pending.insert(rebalance.tid, promise);
     }
 
-    /// Records the arrival of a task at `to`. `done`: work done before the arrival; `cost`: cost of
-    /// the migration. Discards the prediction if `to` is not the predicted target or the task had
+    /// Records the arrival of a task at `target`. `done`: work done before the arrival; `measure`: cost of
+    /// the migration. Discards the prediction if `target` is not the predicted target or the task had
     /// arrived before, because the gain of that migration cannot be determined.
-    pub fn arrived(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
-        match self.open.get_mut(&tid) {
+    pub fn record_arrival(
+        &mut self,
+        at: Micros,
+        tid: Tid,
+        to: HostId,
+        (done, cost): (Micros, Micros),
+    ) {
+        match self.pending.get_mut(&tid) {
             Some(promise) if promise.to == to && promise.arrived.is_none() => {
-                promise.arrived = Some(Arrived { at, done, cost });
+                promise.arrived = Some(Arrival {
+                    at,
+                    work_done: done,
+                    cost,
+                });
             }
-            _ => self.dropped(tid),
+            _ => self.discard(tid),
         }
     }
 
     /// Discards the prediction about a task, because it did not migrate, was suspended, or has left
     /// the virtual machine.
-    pub fn dropped(&mut self, tid: Tid) {
-        self.open.remove(&tid);
+    pub fn discard(&mut self, tid: Tid) {
+        self.pending.remove(&tid);
     }
 
     /// Returns the tasks whose migrations are tracked.
     pub fn tasks(&self) -> Vec<Tid> {
-        self.open.keys().copied().collect()
+        self.pending.keys().copied().collect()
     }
 
     /// Measures the rate of a running task that has done `done` work. Returns the result of its
     /// migration when tracking ends.
-    pub fn look(
+    pub fn check(
         &mut self,
         now: Micros,
         tid: Tid,
         done: Micros,
         estimates: &mut Estimates,
-    ) -> Option<Outcome> {
-        let promise = self.open.get_mut(&tid)?;
+    ) -> Option<PredictionOutcome> {
+        let promise = self.pending.get_mut(&tid)?;
         let arrived = promise
             .arrived
-            .filter(|arrived| now.since(arrived.at) >= LOOK_AFTER)?;
-        let work = done.since(arrived.done).0 as f64 / 1e6;
-        if promise.rate.is_none() {
-            let rate = promise.rate(work, now.since(arrived.at).0 as f64 / 1e6);
-            promise.rate = Some(rate);
-            estimates.rate_came(now, rate);
+            .filter(|arrived| now.since(arrived.at) >= RATE_CHECK_DELAY)?;
+        let work = done.since(arrived.work_done).0 as f64 / 1e6;
+        if promise.rate_ratio.is_none() {
+            let rate = promise.measured_rate_ratio(work, now.since(arrived.at).0 as f64 / 1e6);
+            promise.rate_ratio = Some(rate);
+            estimates.record_rate(now, rate);
         }
-        if work < MORE * promise.left {
+        if work < RATIO_MAX * promise.work_left {
             return None;
         }
-        estimates.work_came(now, promise.told, MORE);
-        let outcome = promise.outcome(tid, &arrived, MORE);
-        self.dropped(tid);
+        estimates.record_work(now, promise.declared, RATIO_MAX);
+        let outcome = promise.outcome(tid, &arrived, RATIO_MAX);
+        self.discard(tid);
         Some(outcome)
     }
 
     /// Ends tracking of a task that ended after `done` work. Returns the result of its migration,
     /// if the task had arrived at the target.
-    pub fn ended(
+    pub fn conclude(
         &mut self,
         now: Micros,
         tid: Tid,
         done: Micros,
         estimates: &mut Estimates,
-    ) -> Option<Outcome> {
-        let mut promise = self.open.remove(&tid)?;
+    ) -> Option<PredictionOutcome> {
+        let mut promise = self.pending.remove(&tid)?;
         let arrived = promise.arrived?;
         let (work, span) = (
-            done.since(arrived.done).0 as f64 / 1e6,
+            done.since(arrived.work_done).0 as f64 / 1e6,
             now.since(arrived.at),
         );
-        if promise.rate.is_none() && span >= RATE_AFTER {
-            let rate = promise.rate(work, span.0 as f64 / 1e6);
-            promise.rate = Some(rate);
-            estimates.rate_came(now, rate);
+        if promise.rate_ratio.is_none() && span >= RATE_MEASURE_MIN {
+            let rate = promise.measured_rate_ratio(work, span.0 as f64 / 1e6);
+            promise.rate_ratio = Some(rate);
+            estimates.record_rate(now, rate);
         }
-        let ratio = (work / promise.left).min(MORE);
-        estimates.work_came(now, promise.told, ratio);
+        let ratio = (work / promise.work_left).min(RATIO_MAX);
+        estimates.record_work(now, promise.declared, ratio);
         Some(promise.outcome(tid, &arrived, ratio))
     }
 }
@@ -283,7 +298,7 @@ impl Promises {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::ShiftWhy;
+    use crate::decide::RebalanceReason;
     use proptest::prelude::*;
 
     fn tid() -> Tid {
@@ -294,37 +309,42 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with `left`
+    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with `remaining_tasks`
     /// seconds of remaining work.
-    fn shift(left: u64) -> Shift {
+    fn shift(left: u64) -> Rebalance {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
-        let why = ShiftWhy {
-            has: 500,
-            gets: 1000,
+        let why = RebalanceReason {
+            source_rate: 500,
+            target_rate: 1000,
             gain: reckoned,
             cost,
             barrier: false,
-            sooner: None,
-            left,
-            told: false,
-            reckoned,
+            job_ends_sooner_by: None,
+            work_left: left,
+            declared: false,
+            computed_gain: reckoned,
         };
-        Shift {
+        Rebalance {
             tid: tid(),
             from: host(1),
             to: host(2),
-            why,
+            reason: why,
         }
     }
 
     /// Tracks a migration with 100 seconds of predicted remaining work and returns its result. The
     /// task does `work` seconds of work at the rate `rate`, in thousandths of an ordinary
     /// processor.
-    fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<Outcome> {
-        let (mut promises, at) = (Promises::default(), Micros::from_secs(at));
-        promises.made(&shift(100));
-        promises.arrived(
+    fn follow(
+        estimates: &mut Estimates,
+        at: u64,
+        rate: u64,
+        work: u64,
+    ) -> Option<PredictionOutcome> {
+        let (mut promises, at) = (PendingPredictions::default(), Micros::from_secs(at));
+        promises.follow(&shift(100));
+        promises.record_arrival(
             at,
             tid(),
             host(2),
@@ -332,11 +352,16 @@ mod tests {
         );
         let span = Micros(work * 1_000_000 * 1000 / rate);
         let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
-        if span > LOOK_AFTER {
-            let looked = promises.look(at + LOOK_AFTER, tid(), done(LOOK_AFTER), estimates);
+        if span > RATE_CHECK_DELAY {
+            let looked = promises.check(
+                at + RATE_CHECK_DELAY,
+                tid(),
+                done(RATE_CHECK_DELAY),
+                estimates,
+            );
             assert_eq!(looked, None);
         }
-        promises.ended(at + span, tid(), done(span), estimates)
+        promises.conclude(at + span, tid(), done(span), estimates)
     }
 
     /// A result that equals the prediction is reported and leaves the factor at 1.
@@ -346,10 +371,10 @@ mod tests {
         let outcome = follow(&mut estimates, 0, 1000, 100).expect("it has ended");
         let seconds = |pair: (Micros, Micros)| (pair.0.0 / 1_000_000, pair.1.0 / 1_000_000);
         assert_eq!(
-            (seconds(outcome.expected), seconds(outcome.came)),
+            (seconds(outcome.predicted), seconds(outcome.actual)),
             ((100, 1), (100, 2))
         );
-        assert!((estimates.trust(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
+        assert!((estimates.confidence(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
     /// Predicted gains are multiplied by the ratio learned from earlier migrations. The correction
@@ -362,21 +387,22 @@ mod tests {
                 follow(&mut estimates, n * 1000, rate, work).expect("it has ended");
             }
             let now = Micros::from_secs(60_000);
-            let trust = estimates.trust(now, false);
+            let trust = estimates.confidence(now, false);
             assert!(
                 (0.28..0.40).contains(&trust),
                 "a third of what was expected came: {trust}"
             );
-            let later = |n: u64| estimates.trust(now + Micros(n * TRUST_HALF.0), false);
+            let later =
+                |n: u64| estimates.confidence(now + Micros(n * CONFIDENCE_HALF_LIFE.0), false);
             assert!(
                 later(1) > trust && later(4) > 0.9 && later(4) < 1.0,
                 "{} {}",
                 later(1),
                 later(4)
             );
-            let kept = Estimates::recall(estimates.lessons());
+            let kept = Estimates::restore(estimates.to_learned_costs());
             assert!(
-                (kept.trust(Micros(0), false) - trust).abs() < 0.05,
+                (kept.confidence(Micros(0), false) - trust).abs() < 0.05,
                 "it outlives its keeper"
             );
         }
@@ -386,31 +412,31 @@ mod tests {
     /// nothing is learned from it.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
-        let (mut promises, mut estimates) = (Promises::default(), Estimates::default());
+        let (mut promises, mut estimates) = (PendingPredictions::default(), Estimates::default());
         let far = Micros::from_secs(1000);
-        promises.made(&Shift {
-            why: ShiftWhy {
-                gets: 400,
-                ..shift(9).why
+        promises.follow(&Rebalance {
+            reason: RebalanceReason {
+                target_rate: 400,
+                ..shift(9).reason
             },
             ..shift(9)
         });
         assert!(promises.tasks().is_empty());
-        promises.made(&shift(9));
+        promises.follow(&shift(9));
         assert_eq!(
-            promises.ended(far, tid(), far, &mut estimates),
+            promises.conclude(far, tid(), far, &mut estimates),
             None,
             "it never arrived"
         );
-        promises.made(&shift(9));
-        promises.arrived(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
-        promises.arrived(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
+        promises.follow(&shift(9));
+        promises.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
+        promises.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
         assert_eq!(
-            promises.ended(far, tid(), far, &mut estimates),
+            promises.conclude(far, tid(), far, &mut estimates),
             None,
             "an owner came"
         );
-        assert_eq!(estimates.trust(far, false), 1.0);
+        assert_eq!(estimates.confidence(far, false), 1.0);
     }
 
     proptest! {
@@ -421,10 +447,10 @@ mod tests {
             let mut estimates = Estimates::default();
             for n in 0..80 {
                 if let Some(outcome) = follow(&mut estimates, n, rate, work) {
-                    prop_assert!(outcome.came.0.0 <= outcome.expected.0.0 * 4);
+                    prop_assert!(outcome.actual.0.0 <= outcome.predicted.0.0 * 4);
                 }
-                let trust = estimates.trust(Micros::from_secs(n), told);
-                prop_assert!((*TRUST.start() - 1e-9..=*TRUST.end() + 1e-9).contains(&trust), "{}", trust);
+                let trust = estimates.confidence(Micros::from_secs(n), told);
+                prop_assert!((*CONFIDENCE_RANGE.start() - 1e-9..=*CONFIDENCE_RANGE.end() + 1e-9).contains(&trust), "{}", trust);
             }
         }
     }

@@ -16,7 +16,7 @@
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
-//! Names are `host`, `arch`, `memory` (available bytes for each task), `cores`, `speed` (1000 is an
+//! Names are `host_name`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000 is an
 //! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
 //! may end in K, M, G or T.
 //!
@@ -25,8 +25,8 @@
 //! The text contains no colon, because in `where` a directory follows the first colon.
 
 use super::HostView;
-use super::load::Load;
-use super::predict::LEFT_MAX;
+use super::load::HostLoad;
+use super::predict::WORK_LEFT_MAX;
 use sempa_proto::Micros;
 pub use sempa_proto::job::CONSTRAINTS_ENV;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
@@ -36,21 +36,21 @@ use std::sync::Arc;
 use thiserror::Error;
 
 /// Maximum length of a constraints text, in bytes.
-pub const WANTS_BYTES_MAX: usize = 4096;
+pub const CONSTRAINTS_BYTES_MAX: usize = 4096;
 
 /// Host attribute that a condition compares.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Name {
+pub enum Attribute {
     Host,
     Arch,
-    Figure(Figure),
+    Metric(Metric),
     /// Label that the administrator gave the host.
     Label(String),
 }
 
 /// Numeric attribute of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Figure {
+pub enum Metric {
     /// Memory that is available without swapping, in bytes.
     Memory,
     Cores,
@@ -62,11 +62,11 @@ pub enum Figure {
 
 /// Comparison operator of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+pub enum Operator {
     /// Equal to one of the values.
-    Is,
+    OneOf,
     /// Equal to none of the values.
-    IsNot,
+    NoneOf,
     AtLeast,
     AtMost,
     Above,
@@ -76,9 +76,9 @@ pub enum Op {
 /// One condition of a spawn; all of them must hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condition {
-    pub name: Name,
-    pub op: Op,
-    /// Right-hand sides as written. There is exactly one, except with [`Op::Is`] and [`Op::IsNot`].
+    pub attribute: Attribute,
+    pub op: Operator,
+    /// Right-hand sides as written. There is exactly one, except with [`Operator::OneOf`] and [`Operator::NoneOf`].
     pub values: Vec<String>,
     /// The parsed `values` if the attribute is numeric.
     numbers: Vec<u64>,
@@ -86,7 +86,7 @@ pub struct Condition {
 
 /// How the tasks of one spawn share hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Together {
+pub enum Colocation {
     #[default]
     Any,
     /// All tasks on one host.
@@ -98,16 +98,16 @@ pub enum Together {
 /// Preferred order of the hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
-    pub by: Figure,
+    pub by: Metric,
     /// True if hosts with the smallest value are preferred; false for the largest value.
-    pub least: bool,
+    pub ascending: bool,
 }
 
 /// Constraints and preferences of a spawn.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Wants {
+pub struct Constraints {
     pub conditions: Vec<Arc<Condition>>,
-    pub together: Together,
+    pub colocation: Colocation,
     /// Preferred order; without one, hosts are chosen by load.
     pub rank: Option<Rank>,
     /// The tasks of the job wait for each other at barriers: the job is as fast as its slowest
@@ -119,48 +119,53 @@ pub struct Wants {
 
 /// Error in a constraints text. A spawn with such a text fails.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum WantsError {
+pub enum ConstraintsError {
     /// The part is neither a condition nor a keyword.
     #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
-    Part(String),
+    InvalidPart(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
-    Number { name: String, value: String },
-    /// An attribute without an order, such as `host` or `arch`, is compared with an operator other
+    NotANumber { name: String, value: String },
+    /// An attribute without an order, such as `host_name` or `arch`, is compared with an operator other
     /// than `=` and `!=`.
     #[error("{0} can only be compared with '=' or '!='")]
-    NoOrder(String),
-    #[error("the requirements are longer than {WANTS_BYTES_MAX} bytes")]
+    NotOrdered(String),
+    #[error("the requirements are longer than {CONSTRAINTS_BYTES_MAX} bytes")]
     TooLong,
 }
 
-impl Figure {
-    fn named(name: &str) -> Option<Figure> {
+impl Metric {
+    fn from_name(name: &str) -> Option<Metric> {
         Some(match name {
-            "memory" => Figure::Memory,
-            "cores" => Figure::Cores,
-            "speed" => Figure::Speed,
-            "free" => Figure::Free,
+            "memory" => Metric::Memory,
+            "cores" => Metric::Cores,
+            "speed" => Metric::Speed,
+            "free" => Metric::Free,
             _ => return None,
         })
     }
 
     /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
-    /// too old. `load` is called only for [`Figure::Free`].
-    pub(super) fn of(self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<u64> {
+    /// too old. `load_for_one_more` is called only for [`Metric::Free`].
+    pub(super) fn value_on(
+        self,
+        host: &HostView,
+        now: Micros,
+        load: impl Fn() -> HostLoad,
+    ) -> Option<u64> {
         let fresh = || host.fresh_sample(now);
         match self {
-            Figure::Memory => fresh().and_then(|_| host.available_bytes()),
-            Figure::Cores => fresh().map(|s| u64::from(s.sample.cores)),
-            Figure::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
-            Figure::Free => fresh().map(|_| load().free_percent()),
+            Metric::Memory => fresh().and_then(|_| host.available_bytes()),
+            Metric::Cores => fresh().map(|s| u64::from(s.sample.cores)),
+            Metric::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
+            Metric::Free => fresh().map(|_| load().free_percent()),
         }
     }
 
     /// Formats a value with a readable unit.
-    pub(super) fn text(self, value: u64) -> String {
+    pub(super) fn format_value(self, value: u64) -> String {
         match self {
-            Figure::Memory => {
+            Metric::Memory => {
                 let units = [
                     (1_u64 << 40, "T"),
                     (1 << 30, "G"),
@@ -172,14 +177,14 @@ impl Figure {
                     format!("{:.1}{name}", value as f64 / *size as f64)
                 })
             }
-            Figure::Free => format!("{:.2}", value as f64 / 100.0),
-            Figure::Cores | Figure::Speed => value.to_string(),
+            Metric::Free => format!("{:.2}", value as f64 / 100.0),
+            Metric::Cores | Metric::Speed => value.to_string(),
         }
     }
 
-    fn number(self, text: &str) -> Option<u64> {
+    fn parse_value(self, text: &str) -> Option<u64> {
         match self {
-            Figure::Memory => {
+            Metric::Memory => {
                 let (digits, shift) = split_memory_size(text)?;
                 let value: f64 = digits
                     .parse()
@@ -188,72 +193,72 @@ impl Figure {
                 let bytes = value * (1_u64 << shift) as f64;
                 (bytes < u64::MAX as f64).then_some(bytes as u64)
             }
-            Figure::Free => {
+            Metric::Free => {
                 let value: f64 = text
                     .parse()
                     .ok()
                     .filter(|v: &f64| v.is_finite() && (0.0..1e9).contains(v))?;
                 Some((value * 100.0).round() as u64)
             }
-            Figure::Cores | Figure::Speed => text.parse().ok(),
+            Metric::Cores | Metric::Speed => text.parse().ok(),
         }
     }
 }
 
-impl fmt::Display for Figure {
+impl fmt::Display for Metric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Figure::Memory => "memory",
-            Figure::Cores => "cores",
-            Figure::Speed => "speed",
-            Figure::Free => "free",
+            Metric::Memory => "memory",
+            Metric::Cores => "cores",
+            Metric::Speed => "speed",
+            Metric::Free => "free",
         })
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for Attribute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Name::Host => f.write_str("host"),
-            Name::Arch => f.write_str("arch"),
-            Name::Figure(figure) => figure.fmt(f),
-            Name::Label(label) => f.write_str(label),
+            Attribute::Host => f.write_str("host"),
+            Attribute::Arch => f.write_str("arch"),
+            Attribute::Metric(figure) => figure.fmt(f),
+            Attribute::Label(label) => f.write_str(label),
         }
     }
 }
 
-impl Op {
+impl Operator {
     /// Operators in the order in which the parser tries them. Longer ones come first, because
     /// shorter ones are their prefixes.
-    const ALL: [(&'static str, Op); 6] = [
-        ("!=", Op::IsNot),
-        (">=", Op::AtLeast),
-        ("<=", Op::AtMost),
-        ("=", Op::Is),
-        (">", Op::Above),
-        ("<", Op::Below),
+    const ALL: [(&'static str, Operator); 6] = [
+        ("!=", Operator::NoneOf),
+        (">=", Operator::AtLeast),
+        ("<=", Operator::AtMost),
+        ("=", Operator::OneOf),
+        (">", Operator::Above),
+        ("<", Operator::Below),
     ];
 
-    fn has_order(self) -> bool {
-        !matches!(self, Op::Is | Op::IsNot)
+    fn is_ordering(self) -> bool {
+        !matches!(self, Operator::OneOf | Operator::NoneOf)
     }
 
     fn holds<T: PartialOrd>(self, has: &T, values: &[T]) -> bool {
         match self {
-            Op::Is => values.contains(has),
-            Op::IsNot => !values.contains(has),
-            Op::AtLeast => values.iter().all(|v| has >= v),
-            Op::AtMost => values.iter().all(|v| has <= v),
-            Op::Above => values.iter().all(|v| has > v),
-            Op::Below => values.iter().all(|v| has < v),
+            Operator::OneOf => values.contains(has),
+            Operator::NoneOf => !values.contains(has),
+            Operator::AtLeast => values.iter().all(|v| has >= v),
+            Operator::AtMost => values.iter().all(|v| has <= v),
+            Operator::Above => values.iter().all(|v| has > v),
+            Operator::Below => values.iter().all(|v| has < v),
         }
     }
 }
 
-impl fmt::Display for Op {
+impl fmt::Display for Operator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
-            Op::ALL
+            Operator::ALL
                 .iter()
                 .find(|(_, op)| op == self)
                 .map_or("", |(text, _)| text),
@@ -263,14 +268,20 @@ impl fmt::Display for Op {
 
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} {}", self.name, self.op, self.values.join("|"))
+        write!(
+            f,
+            "{} {} {}",
+            self.attribute,
+            self.op,
+            self.values.join("|")
+        )
     }
 }
 
 /// Actual value of an attribute on a host that does not meet a condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Has<S = String> {
-    Number(Figure, u64),
+pub enum ActualValue<S = String> {
+    Number(Metric, u64),
     /// A host name, architecture or label.
     Text(S),
     /// The host has not reported the value, or its sample is too old.
@@ -279,55 +290,56 @@ pub enum Has<S = String> {
     NoLabel,
 }
 
-impl Has<&str> {
+impl ActualValue<&str> {
     /// Converts borrowed text to owned text.
-    pub(super) fn own(self) -> Has {
+    pub(super) fn into_owned(self) -> ActualValue {
         match self {
-            Has::Number(figure, value) => Has::Number(figure, value),
-            Has::Text(text) => Has::Text(text.into()),
-            Has::Unknown => Has::Unknown,
-            Has::NoLabel => Has::NoLabel,
+            ActualValue::Number(figure, value) => ActualValue::Number(figure, value),
+            ActualValue::Text(text) => ActualValue::Text(text.into()),
+            ActualValue::Unknown => ActualValue::Unknown,
+            ActualValue::NoLabel => ActualValue::NoLabel,
         }
     }
 }
 
-impl<S: fmt::Display> fmt::Display for Has<S> {
+impl<S: fmt::Display> fmt::Display for ActualValue<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Has::Number(figure, value) => f.write_str(&figure.text(*value)),
-            Has::Text(text) => text.fmt(f),
-            Has::Unknown => f.write_str("unknown"),
-            Has::NoLabel => f.write_str("no such label"),
+            ActualValue::Number(figure, value) => f.write_str(&figure.format_value(*value)),
+            ActualValue::Text(text) => text.fmt(f),
+            ActualValue::Unknown => f.write_str("unknown"),
+            ActualValue::NoLabel => f.write_str("no such label"),
         }
     }
 }
 
 /// Returns the host's actual value if the host does not meet the condition; `None` if it meets it.
-fn lacks<'a>(
+fn actual_if_unmet<'a>(
     condition: &Condition,
     host: &'a HostView,
     now: Micros,
-    load: impl Fn() -> Load,
-) -> Option<Has<&'a str>> {
+    load: impl Fn() -> HostLoad,
+) -> Option<ActualValue<&'a str>> {
     let Condition {
-        name,
+        attribute: name,
         op,
         values,
         numbers,
     } = condition;
-    let text = |has: &'a String| (!op.holds(has, values)).then_some(Has::Text(has.as_str()));
+    let text =
+        |has: &'a String| (!op.holds(has, values)).then_some(ActualValue::Text(has.as_str()));
     match name {
-        Name::Host => text(&host.name),
-        Name::Arch => text(&host.arch),
-        Name::Figure(figure) => match figure.of(host, now, load) {
-            None => Some(Has::Unknown),
-            Some(has) => (!op.holds(&has, numbers)).then_some(Has::Number(*figure, has)),
+        Attribute::Host => text(&host.name),
+        Attribute::Arch => text(&host.arch),
+        Attribute::Metric(figure) => match figure.value_on(host, now, load) {
+            None => Some(ActualValue::Unknown),
+            Some(has) => (!op.holds(&has, numbers)).then_some(ActualValue::Number(*figure, has)),
         },
-        Name::Label(label) => match host.labels.get(label) {
-            None => (*op != Op::IsNot).then_some(Has::NoLabel),
-            Some(has) if op.has_order() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
+        Attribute::Label(label) => match host.labels.get(label) {
+            None => (*op != Operator::NoneOf).then_some(ActualValue::NoLabel),
+            Some(has) if op.is_ordering() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
                 (Ok(has), Ok(wanted)) if op.holds(&has, &[wanted]) => None,
-                _ => Some(Has::Text(has)),
+                _ => Some(ActualValue::Text(has)),
             },
             Some(has) => text(has),
         },
@@ -335,14 +347,14 @@ fn lacks<'a>(
 }
 
 impl Condition {
-    fn parse(part: &str) -> Result<Condition, WantsError> {
+    fn parse(part: &str) -> Result<Condition, ConstraintsError> {
         let found = part.char_indices().find_map(|(at, _)| {
-            Op::ALL
+            Operator::ALL
                 .iter()
                 .find(|(text, _)| part[at..].starts_with(text))
                 .map(|(text, op)| (at, at + text.len(), *op))
         });
-        let wrong = || WantsError::Part(part.to_string());
+        let wrong = || ConstraintsError::InvalidPart(part.to_string());
         let (end, begin, op) = found.ok_or_else(wrong)?;
         let (name, rest) = (part[..end].trim(), part[begin..].trim());
         let is_word = |c: char| c.is_alphanumeric() || "_-.".contains(c);
@@ -350,32 +362,34 @@ impl Condition {
             return Err(wrong());
         }
         let values: Vec<String> = rest.split('|').map(|v| v.trim().to_string()).collect();
-        if values.iter().any(String::is_empty) || (op.has_order() && values.len() > 1) {
+        if values.iter().any(String::is_empty) || (op.is_ordering() && values.len() > 1) {
             return Err(wrong());
         }
-        let number = |figure: Figure| {
+        let number = |figure: Metric| {
             let one = |v: &String| {
-                figure.number(v).ok_or_else(|| WantsError::Number {
-                    name: name.to_string(),
-                    value: v.clone(),
-                })
+                figure
+                    .parse_value(v)
+                    .ok_or_else(|| ConstraintsError::NotANumber {
+                        name: name.to_string(),
+                        value: v.clone(),
+                    })
             };
             values
                 .iter()
                 .map(one)
-                .collect::<Result<Vec<u64>, WantsError>>()
+                .collect::<Result<Vec<u64>, ConstraintsError>>()
         };
-        let (name, numbers) = match (name, Figure::named(name)) {
-            ("host" | "arch", _) if op.has_order() => {
-                return Err(WantsError::NoOrder(name.to_string()));
+        let (name, numbers) = match (name, Metric::from_name(name)) {
+            ("host" | "arch", _) if op.is_ordering() => {
+                return Err(ConstraintsError::NotOrdered(name.to_string()));
             }
-            ("host", _) => (Name::Host, Vec::new()),
-            ("arch", _) => (Name::Arch, Vec::new()),
-            (_, Some(figure)) => (Name::Figure(figure), number(figure)?),
-            (label, None) => (Name::Label(label.to_string()), Vec::new()),
+            ("host", _) => (Attribute::Host, Vec::new()),
+            ("arch", _) => (Attribute::Arch, Vec::new()),
+            (_, Some(figure)) => (Attribute::Metric(figure), number(figure)?),
+            (label, None) => (Attribute::Label(label.to_string()), Vec::new()),
         };
         Ok(Condition {
-            name,
+            attribute: name,
             op,
             values,
             numbers,
@@ -383,53 +397,53 @@ impl Condition {
     }
 }
 
-/// Parses a number of seconds, or a number with the suffix `s`, `m` or `h`. Longer durations than
-/// [`LEFT_MAX`] are reduced to it.
-fn work(text: &str) -> Option<Micros> {
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `host_id`. Longer durations than
+/// [`WORK_LEFT_MAX`] are reduced to it.
+fn parse_duration(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units
         .iter()
         .find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
     let (digits, seconds) = unit.unwrap_or((text, 1.0));
     let span = digits.trim().parse::<f64>().ok()? * seconds;
-    (span.is_finite() && span > 0.0).then(|| Micros((span * 1e6) as u64).min(LEFT_MAX))
+    (span.is_finite() && span > 0.0).then(|| Micros((span * 1e6) as u64).min(WORK_LEFT_MAX))
 }
 
-impl Wants {
+impl Constraints {
     /// Parses a constraints text.
     ///
     /// # Errors
-    /// [`WantsError`] names the invalid part.
-    pub fn parse(text: &str) -> Result<Wants, WantsError> {
-        if text.len() > WANTS_BYTES_MAX {
-            return Err(WantsError::TooLong);
+    /// [`ConstraintsError`] names the invalid part.
+    pub fn parse(text: &str) -> Result<Constraints, ConstraintsError> {
+        if text.len() > CONSTRAINTS_BYTES_MAX {
+            return Err(ConstraintsError::TooLong);
         }
-        let mut wants = Wants::default();
+        let mut wants = Constraints::default();
         for part in text
             .split([';', ','])
             .map(str::trim)
             .filter(|p| !p.is_empty())
         {
-            let wrong = || WantsError::Part(part.to_string());
+            let wrong = || ConstraintsError::InvalidPart(part.to_string());
             let (word, value) = part
                 .split_once('=')
                 .map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
             match (word, value) {
                 ("barrier", None) => wants.barrier = true,
-                ("same-host", None) => wants.together = Together::SameHost,
-                ("work", Some(span)) => wants.work = Some(work(span).ok_or_else(wrong)?),
-                ("spread", None) => wants.together = Together::Spread(1),
+                ("same-host", None) => wants.colocation = Colocation::SameHost,
+                ("work", Some(span)) => wants.work = Some(parse_duration(span).ok_or_else(wrong)?),
+                ("spread", None) => wants.colocation = Colocation::Spread(1),
                 ("spread", Some(most)) => {
                     let most = most.parse().ok().filter(|n| *n > 0).ok_or_else(wrong)?;
-                    wants.together = Together::Spread(most);
+                    wants.colocation = Colocation::Spread(most);
                 }
                 ("rank", Some(by)) => {
                     let (least, by) = by
                         .strip_prefix('-')
                         .map_or((false, by), |by| (true, by.trim()));
                     wants.rank = Some(Rank {
-                        by: Figure::named(by).ok_or_else(wrong)?,
-                        least,
+                        by: Metric::from_name(by).ok_or_else(wrong)?,
+                        ascending: least,
                     });
                 }
                 _ => wants.conditions.push(Arc::new(Condition::parse(part)?)),
@@ -441,13 +455,13 @@ impl Wants {
     /// Returns the constraints of a spawn, combined from its environment and its `where` argument.
     ///
     /// # Errors
-    /// [`WantsError`] if one of the texts is invalid.
-    pub fn of(request: &SpawnRequest) -> Result<Wants, WantsError> {
+    /// [`ConstraintsError`] if one of the texts is invalid.
+    pub fn from_request(request: &SpawnRequest) -> Result<Constraints, ConstraintsError> {
         let of_env = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
             text.strip_prefix(CONSTRAINTS_ENV)?
                 .strip_prefix('=')
-                .map(Wants::parse)
+                .map(Constraints::parse)
         };
         // If the environment contains an entry twice, the last one counts, as for the spawned
         // program.
@@ -463,13 +477,13 @@ impl Wants {
             .strip_prefix('?')
             .filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0)
         {
-            let more = Wants::parse(text)?;
+            let more = Constraints::parse(text)?;
             wants.conditions.extend(more.conditions);
             wants.rank = more.rank.or(wants.rank);
             wants.barrier |= more.barrier;
             wants.work = more.work.or(wants.work);
-            if more.together != Together::Any {
-                wants.together = more.together;
+            if more.colocation != Colocation::Any {
+                wants.colocation = more.colocation;
             }
         }
         Ok(wants)
@@ -477,37 +491,41 @@ impl Wants {
 
     /// Returns the first condition that the host does not meet at `now`, with the host's actual
     /// value.
-    pub(super) fn unmet<'a>(
+    pub(super) fn first_unmet<'a>(
         &self,
         host: &'a HostView,
         now: Micros,
-        load: impl Fn() -> Load,
-    ) -> Option<(Arc<Condition>, Has<&'a str>)> {
+        load: impl Fn() -> HostLoad,
+    ) -> Option<(Arc<Condition>, ActualValue<&'a str>)> {
         self.conditions
             .iter()
-            .find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
+            .find_map(|c| Some((c.clone(), actual_if_unmet(c, host, now, &load)?)))
     }
 
     /// True if the host could not meet the conditions even without any task. Conditions on memory
     /// and idle processors are ignored, because their values change when tasks leave the host.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
-        let passes =
-            |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
+        let passes = |c: &&Arc<Condition>| {
+            !matches!(
+                c.attribute,
+                Attribute::Metric(Metric::Memory | Metric::Free)
+            )
+        };
         let no_load = || unreachable!("only free processors depend on the load");
         self.conditions
             .iter()
             .filter(passes)
-            .any(|c| lacks(c, host, now, no_load).is_some())
+            .any(|c| actual_if_unmet(c, host, now, no_load).is_some())
     }
 
     /// Returns the memory in bytes that each task needs; `None` if no condition states a minimum.
-    pub fn memory(&self) -> Option<u64> {
+    pub fn memory_bytes(&self) -> Option<u64> {
         let wanted = self
             .conditions
             .iter()
-            .filter(|c| c.name == Name::Figure(Figure::Memory));
+            .filter(|c| c.attribute == Attribute::Metric(Metric::Memory));
         wanted
-            .filter(|c| matches!(c.op, Op::AtLeast | Op::Above))
+            .filter(|c| matches!(c.op, Operator::AtLeast | Operator::Above))
             .filter_map(|c| c.numbers.first().copied())
             .max()
     }
@@ -515,16 +533,16 @@ impl Wants {
     /// Returns the maximum number of tasks of this spawn that the memory of the host and the spread
     /// allow at `now`.
     pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
-        let spread = match self.together {
-            Together::Spread(most) => most,
-            Together::Any | Together::SameHost => u32::MAX,
+        let spread = match self.colocation {
+            Colocation::Spread(most) => most,
+            Colocation::Any | Colocation::SameHost => u32::MAX,
         };
         let available = host
             .fresh_sample(now)
             .and_then(|_| host.available_bytes())
             .unwrap_or(0);
         let by_memory = self
-            .memory()
+            .memory_bytes()
             .and_then(|bytes| available.checked_div(bytes))
             .unwrap_or(u64::MAX);
         spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
@@ -540,7 +558,7 @@ mod tests {
     #[test]
     fn parses_conditions_rank_and_spread() {
         let wants =
-            Wants::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
+            Constraints::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
                 .expect("good");
         let told: Vec<String> = wants.conditions.iter().map(|c| c.to_string()).collect();
         assert_eq!(
@@ -553,32 +571,35 @@ mod tests {
             ]
         );
         assert_eq!(wants.conditions[0].numbers, [3 << 29]);
-        assert_eq!(wants.conditions[3].name, Name::Label("disk".into()));
         assert_eq!(
-            (wants.together, wants.rank),
+            wants.conditions[3].attribute,
+            Attribute::Label("disk".into())
+        );
+        assert_eq!(
+            (wants.colocation, wants.rank),
             (
-                Together::Spread(2),
+                Colocation::Spread(2),
                 Some(Rank {
-                    by: Figure::Speed,
-                    least: true
+                    by: Metric::Speed,
+                    ascending: true
                 })
             )
         );
         assert_eq!(
-            Wants::parse(" ;, ").expect("nothing is asked"),
-            Wants::default()
+            Constraints::parse(" ;, ").expect("nothing is asked"),
+            Constraints::default()
         );
-        let work = |text: &str| Wants::parse(text).expect("good").work;
+        let work = |text: &str| Constraints::parse(text).expect("good").work;
         assert_eq!(
             (work("work = 90"), work("spread; work=1.5 m")),
             (Some(Micros::from_secs(90)), Some(Micros::from_secs(90)))
         );
         assert_eq!(
             (work("work = 1000h"), work("barrier")),
-            (Some(LEFT_MAX), None)
+            (Some(WORK_LEFT_MAX), None)
         );
         assert_eq!(
-            Wants::parse("free>=0.5").expect("good").conditions[0].numbers,
+            Constraints::parse("free>=0.5").expect("good").conditions[0].numbers,
             [50]
         );
     }
@@ -599,10 +620,13 @@ mod tests {
             ("work = -1", "\"work = -1\" is not"),
             (" = 3", "is not a requirement"),
         ] {
-            let error = Wants::parse(text).expect_err(text).to_string();
+            let error = Constraints::parse(text).expect_err(text).to_string();
             assert!(error.contains(says), "{text}: {error}");
         }
-        assert_eq!(Wants::parse(&"x".repeat(5000)), Err(WantsError::TooLong));
+        assert_eq!(
+            Constraints::parse(&"x".repeat(5000)),
+            Err(ConstraintsError::TooLong)
+        );
     }
 
     /// The constraints in `where` and in the environment are combined; flags of `where` keep their
@@ -616,13 +640,14 @@ mod tests {
             env: env.clone(),
             ..SpawnRequest::default()
         };
-        let both = Wants::of(&request(0, "?memory >= 1G; rank = memory:/tmp")).expect("good");
+        let both = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
+            .expect("good");
         assert_eq!(both.conditions.len(), 2);
         assert_eq!(
             both.rank,
             Some(Rank {
-                by: Figure::Memory,
-                least: false
+                by: Metric::Memory,
+                ascending: false
             })
         );
         for (flags, place) in [
@@ -632,7 +657,7 @@ mod tests {
             (0, ""),
         ] {
             assert_eq!(
-                Wants::of(&request(flags, place))
+                Constraints::from_request(&request(flags, place))
                     .expect("good")
                     .conditions
                     .len(),
@@ -647,7 +672,7 @@ mod tests {
         /// condition.
         #[test]
         fn any_text_parses_safely_and_round_trips(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
-            if let Ok(wants) = Wants::parse(&text) {
+            if let Ok(wants) = Constraints::parse(&text) {
                 for condition in &wants.conditions {
                     prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition.as_ref());
                 }
