@@ -21,7 +21,7 @@ use pvmd_machine::pair_streams::{
 };
 use quinn::congestion::CubicConfig;
 use quinn::{
-    ClientConfig, Connection, Endpoint, EndpointConfig, SpawnIncoming, MtuDiscoveryConfig, ServerConfig,
+    ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,
     TransportConfig, VarInt,
 };
 use rustc_hash::FxHashMap;
@@ -804,7 +804,7 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
     }
 }
 
-async fn complete_handshake(incoming: SpawnIncoming, vm: &str) -> Result<(HostId, Connection), String> {
+async fn complete_handshake(incoming: Incoming, vm: &str) -> Result<(HostId, Connection), String> {
     let connecting = incoming.accept().map_err(|e| e.to_string())?;
     let connection = timeout(HANDSHAKE_TIMEOUT, connecting)
         .await
