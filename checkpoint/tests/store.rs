@@ -192,7 +192,7 @@ proptest! {
     }
 
     #[test]
-    fn changed_byte_is_detected(files in any_files(), part: bool, at: prop::sample::HostIndex, flip in 1u8..) {
+    fn changed_byte_is_detected(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
         let scratch = Scratch::new();
         let store = scratch.store(StoreLimits::default());
         let info = scratch.write_checkpoint(&store, JOB, 1, &files);
