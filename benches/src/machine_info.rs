@@ -8,13 +8,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Load averages of the kernel over one, five and fifteen minutes, as text.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Load(String);
+pub(crate) struct LoadAverages(String);
 
-impl Load {
+impl LoadAverages {
     /// Reads the current load averages.
-    fn now() -> Load {
+    fn now() -> LoadAverages {
         let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-        Load(
+        LoadAverages(
             text.split_whitespace()
                 .take(3)
                 .collect::<Vec<_>>()
@@ -38,9 +38,9 @@ pub(crate) struct MachineInfo {
     /// Versions of the measured systems, by package name.
     pub(crate) versions: BTreeMap<String, String>,
     /// Load before the first measurement.
-    pub(crate) load_before: Load,
+    pub(crate) load_before: LoadAverages,
     /// Load after the last measurement. The measurement itself is a part of this load.
-    pub(crate) load_after: Load,
+    pub(crate) load_after: LoadAverages,
     /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,
     /// True if the run used fewer repetitions or rounds than a full run.
@@ -81,8 +81,8 @@ impl MachineInfo {
                 .trim()
                 .to_string(),
             versions,
-            load_before: Load::now(),
-            load_after: Load::now(),
+            load_before: LoadAverages::now(),
+            load_after: LoadAverages::now(),
             repetitions,
             quick,
         }
@@ -90,7 +90,7 @@ impl MachineInfo {
 
     /// Sets [`MachineInfo::load_after`] to the current load.
     pub(crate) fn update_load(&mut self) {
-        self.load_after = Load::now();
+        self.load_after = LoadAverages::now();
     }
 
     /// Formats the facts as text.

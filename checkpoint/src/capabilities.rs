@@ -124,10 +124,10 @@ mod tests {
         let seen = std::thread::spawn(|| {
             // SAFETY: gettid takes no arguments and cannot fail.
             let thread = unsafe { libc::gettid() };
-            let before = ProcStatus::of(thread).expect("it runs");
+            let before = ProcStatus::read(thread).expect("it runs");
             let kept = capability_set(&[Capability::KILL, Capability::SYS_PTRACE]);
             drop_capabilities_except(kept).expect("rights can always be given up");
-            let after = ProcStatus::of(thread).expect("it runs");
+            let after = ProcStatus::read(thread).expect("it runs");
             let child = std::process::Command::new("cat")
                 .arg("/proc/self/status")
                 .output()
@@ -142,15 +142,15 @@ mod tests {
         let (before, kept, after, child) = seen.join().expect("no panic");
         for name in ["CapPrm", "CapEff"] {
             assert_eq!(
-                after.capabilities(name),
-                before.capabilities(name) & kept,
+                after.capability_set(name),
+                before.capability_set(name) & kept,
                 "{name}"
             );
         }
         for name in ["CapBnd", "CapInh", "CapAmb"] {
             assert_eq!(
-                after.capabilities(name),
-                before.capabilities(name),
+                after.capability_set(name),
+                before.capability_set(name),
                 "{name}"
             );
         }

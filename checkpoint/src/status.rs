@@ -6,7 +6,7 @@ pub struct ProcStatus(String);
 
 impl ProcStatus {
     /// Reads the status of the process or thread with the id `id`; `None` if it does not exist.
-    pub fn of(id: i32) -> Option<ProcStatus> {
+    pub fn read(id: i32) -> Option<ProcStatus> {
         std::fs::read_to_string(format!("/proc/{id}/status"))
             .ok()
             .map(ProcStatus)
@@ -37,12 +37,12 @@ impl ProcStatus {
     }
 
     /// Returns the capability set in the field `name` (`CapEff`, …): bit 0 is capability 0.
-    pub fn capabilities(&self, name: &str) -> u64 {
-        self.signals(name)
+    pub fn capability_set(&self, name: &str) -> u64 {
+        self.signal_set(name)
     }
 
     /// Returns the signal set in the field `name` (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
-    pub fn signals(&self, name: &str) -> u64 {
+    pub fn signal_set(&self, name: &str) -> u64 {
         self.field(name)
             .and_then(|hex| u64::from_str_radix(hex, 16).ok())
             .unwrap_or(0)
@@ -65,7 +65,7 @@ mod tests {
             (Some(12), Some(344))
         );
         assert_eq!(
-            (status.signals("SigPnd"), status.signals("SigBlk")),
+            (status.signal_set("SigPnd"), status.signal_set("SigBlk")),
             (0x10, 0)
         );
         assert_eq!(
@@ -96,11 +96,11 @@ mod tests {
 
     #[test]
     fn status_exists_for_running_process() {
-        let own = ProcStatus::of(std::process::id() as i32).expect("it runs");
+        let own = ProcStatus::read(std::process::id() as i32).expect("it runs");
         assert_eq!(
             own.number::<u32>("PPid"),
             Some(std::os::unix::process::parent_id())
         );
-        assert!(ProcStatus::of(-1).is_none());
+        assert!(ProcStatus::read(-1).is_none());
     }
 }

@@ -296,7 +296,7 @@ pub(crate) fn checkpoints(
         return list_checkpoints(machine);
     };
     match machine.ask(Request::RemoveCheckpoints {
-        which: which.clone(),
+        selection: which.clone(),
         include_foreign: *include_foreign,
     })? {
         Reply::CheckpointsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
@@ -414,7 +414,7 @@ pub(crate) fn restart(
     } = command;
     match machine.ask(Request::Restart {
         checkpoint: set.clone(),
-        on: hosts.clone(),
+        host_names: hosts.clone(),
         wait: true,
     })? {
         Reply::Restarted(Ok(report)) => {

@@ -44,7 +44,7 @@ pub(crate) enum StartError {
     Io(#[from] std::io::Error),
 }
 
-/// Returns the daemon's program: in the folder of this one, or from `PATH`.
+/// Returns the daemon's program: in the folder of this one, or from `KDAT_PATH`.
 fn program() -> PathBuf {
     let sibling = std::env::current_exe()
         .ok()

@@ -7,8 +7,8 @@
 
 use sempa_proto::body::Unpacker;
 use sempa_proto::trace::{
-    DATA_IDS, DESCRIBED_MARKERS, EVENT_ENTRY, EVENT_EXIT, GROUP_MARKERS, ITEM_TABLE_MARKERS,
-    USER_EVENT_END_MARKER, VALUES_MARKERS,
+    EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, GROUP_MARKERS, ITEM_NAMES, ITEM_TABLE_MARKERS,
+    SELF_DESCRIBING_MARKERS, USER_EVENT_END_MARKER, VALUES_MARKERS,
 };
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
@@ -66,7 +66,7 @@ impl RecordPrinter {
             match body.int()? {
                 marker if GROUP_MARKERS.contains(&marker) => {}
                 marker if marker == ITEM_TABLE_MARKERS[0] => self.read_item_names(body)?,
-                marker if marker == DESCRIBED_MARKERS[0] => {
+                marker if marker == SELF_DESCRIBING_MARKERS[0] => {
                     self.read_described_record(body, out)?
                 }
                 marker if marker == VALUES_MARKERS[0] => self.read_record(body, out)?,
@@ -99,7 +99,7 @@ impl RecordPrinter {
         let mut values = Vec::new();
         loop {
             let item = body.int()?;
-            if item == DESCRIBED_MARKERS[1] {
+            if item == SELF_DESCRIBING_MARKERS[1] {
                 break;
             }
             let number = body.int()?;
@@ -256,7 +256,7 @@ impl RecordPrinter {
 fn default_names(id: i32) -> (String, String) {
     let short = usize::try_from(id)
         .ok()
-        .and_then(|at| DATA_IDS.get(at))
+        .and_then(|at| ITEM_NAMES.get(at))
         .and_then(|name| name.to_str().ok());
     short.map_or_else(
         || (id.to_string(), String::new()),
@@ -315,7 +315,7 @@ fn common_items() -> Vec<ItemDescription> {
 /// Returns the description with the name used in its records, which has a suffix for entry and
 /// exit.
 fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
-    let suffix = match id & (EVENT_ENTRY | EVENT_EXIT) {
+    let suffix = match id & (EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET) {
         EVENT_ENTRY => "(0.0)",
         EVENT_EXIT => "(1.1)",
         _ => "(0)",
@@ -328,8 +328,8 @@ fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
 
 /// Returns the number of an event's records in the text.
 fn record_number(id: i32) -> i32 {
-    let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
-    if id & EVENT_EXIT != 0 {
+    let event = (id & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET)).rem_euclid(EVENT_ENTRY_OFFSET);
+    if id & EVENT_EXIT_OFFSET != 0 {
         2001 + 2 * event
     } else {
         1000 + 2 * event
@@ -441,19 +441,9 @@ mod tests {
             out.int(id).str(short.as_bytes()).str(long.as_bytes());
         }
         out.int(-4);
-        out.items([-5, 52 | EVENT_EXIT]).str(b"spawn").items([
-            10,
-            INT,
-            5,
-            11,
-            INT,
-            1,
-            12,
-            INT | ARRAY_BIT,
-            1,
-            262_147,
-            -6,
-        ]);
+        out.items([-5, 52 | EVENT_EXIT_OFFSET])
+            .str(b"spawn")
+            .items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY_BIT, 1, 262_147, -6]);
     }
 
     fn read(records: &mut RecordPrinter, packer: Packer) -> (String, PvmResult<()>) {
@@ -476,7 +466,7 @@ mod tests {
              \tint \"CC\";\n\t// \"STL\" \"Tids\"\n\tint \"STL\"[];\n};;\n\n\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
         );
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-1, -7, 52 | EVENT_EXIT, 6, 0, 0, -8, -2]);
+        body.items([-1, -7, 52 | EVENT_EXIT_OFFSET, 6, 0, 0, -8, -2]);
         assert_eq!(
             read(&mut records, body),
             ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(()))

@@ -8,7 +8,7 @@ use std::process::Command;
 
 const PROGRAM: &str = "pvm-rm";
 
-/// Returns the resource manager's program: in the folder of this one, or from `PATH`.
+/// Returns the resource manager's program: in the folder of this one, or from `KDAT_PATH`.
 fn program() -> PathBuf {
     let sibling = std::env::current_exe()
         .ok()

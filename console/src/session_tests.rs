@@ -193,7 +193,7 @@ impl VirtualMachine for FakeVm {
                     migrations: 0,
                     evictions: 0,
                     counts_toward_limits: true,
-                    suspended: (n == 1).then(suspended),
+                    suspension: (n == 1).then(suspended),
                     suspended_total: Micros(0),
                 };
                 let tasks = (0..=1).map(used).collect();
@@ -207,7 +207,7 @@ impl VirtualMachine for FakeVm {
                         started: began,
                         ended: None,
                         totals: sums,
-                        suspended,
+                        suspension: suspended,
                     },
                     tasks,
                 }

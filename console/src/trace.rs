@@ -1,7 +1,7 @@
 //! The command `trace`: selects the events that tasks of a traced job record. Pure.
 
 use crate::parse::ParseError;
-use libpvm::trace_events::{EVENTS, EventMask};
+use libpvm::trace_events::{EVENT_NAMES, EventMask};
 use serde_json::{Value, json};
 
 /// Events that no call makes. They are always recorded and cannot be selected.
@@ -99,7 +99,7 @@ pub(crate) fn argument_words() -> impl Iterator<Item = &'static str> {
 
 /// Returns number and name of the events that can be selected.
 fn selectable_events() -> impl Iterator<Item = (usize, &'static str)> {
-    let named = EVENTS
+    let named = EVENT_NAMES
         .iter()
         .enumerate()
         .map(|(event, name)| (event, name.to_str().expect("names are ASCII")));

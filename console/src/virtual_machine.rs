@@ -173,7 +173,7 @@ pub(crate) fn unexpected_reply() -> Error {
 /// Fails if the connection to the daemon is lost; the error gives the reason.
 pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
-    match runtime.inbox_wait(None, &mut |inbox| {
+    match runtime.wait_for_inbox(None, &mut |inbox| {
         inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)
     }) {
         Ok(Some(message)) => Ok(message),

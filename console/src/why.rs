@@ -136,7 +136,10 @@ fn host_state(subject: &str, now: &HostState) -> String {
         HostState::Gone => {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
         }
-        HostState::Excluded { why, drained } => {
+        HostState::Excluded {
+            why,
+            drain_requested_by: drained,
+        } => {
             let drained = drained.map(|by| {
                 format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it")
             });
@@ -235,7 +238,7 @@ mod tests {
         let left_out = |why: &Option<RejectionReason>, drained| {
             last(&HostState::Excluded {
                 why: why.clone(),
-                drained,
+                drain_requested_by: drained,
             })
         };
         let nothing = "now: nothing is placed on h2: ";

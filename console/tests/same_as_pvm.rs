@@ -5,9 +5,9 @@
 mod common;
 
 use common::{PATIENCE, Terminal, lab, script, started};
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
-use sempa_tests::needs::require_program;
+use sempa_tests::private_vm::PrivateVm;
+use sempa_tests::requirements::require_program;
+use sempa_tests::wait_for;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -245,7 +245,7 @@ const DIFFERENT: [(&str, &str); 13] = [
 
 /// PVM's daemon with its own folders.
 struct Real {
-    lab: Lab,
+    lab: PrivateVm,
     daemon: Child,
 }
 
@@ -271,7 +271,7 @@ impl Real {
                 Err("PVM's daemon gives no address".to_string())
             }
         };
-        eventually(PATIENCE, up).expect("it comes up");
+        wait_for(PATIENCE, up).expect("it comes up");
         real
     }
 }
@@ -285,7 +285,7 @@ impl Drop for Real {
 }
 
 /// A program with PVM's own library.
-fn real(lab: &Lab, program: &str) -> Command {
+fn real(lab: &PrivateVm, program: &str) -> Command {
     let mut command = lab.command(program);
     command
         .env_remove("LD_LIBRARY_PATH")
@@ -388,7 +388,7 @@ fn both_consoles_answer_alike_on_both_daemons() {
 /// Waits for texts on the screen of PVM's console. It reads messages when it gets a command.
 #[track_caller]
 fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
-    let shown = eventually(PATIENCE, || {
+    let shown = wait_for(PATIENCE, || {
         terminal.keys("id\n");
         let shown = terminal.shown();
         match texts.iter().find(|text| !shown.contains(**text)) {
@@ -425,13 +425,13 @@ fn pvms_console_shows_output_and_traces() {
     terminal.keys("halt\n");
     terminal.end();
     let gone = || {
-        if lab.place().exists() {
+        if lab.daemon_folder().exists() {
             Err("it is there".to_string())
         } else {
             Ok(())
         }
     };
-    eventually(PATIENCE, gone).expect("the virtual machine has ended");
+    wait_for(PATIENCE, gone).expect("the virtual machine has ended");
 }
 
 /// The last command of a script needs no newline, and runs once.
@@ -494,7 +494,7 @@ fn console_shows_output_with_trace_of_debian_program() {
         &format!("-@{}", trace.display()),
         "hello.pvm",
     ]);
-    let done = done.expect_good("spawn").expect("it ran");
+    let done = done.expect_success("spawn").expect("it ran");
     let lines: Vec<&str> = done.out.lines().collect();
     assert_eq!(lines[..2], ["[1]", "1 successful"], "{done:?}");
     assert!(

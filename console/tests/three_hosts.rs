@@ -4,10 +4,10 @@
 mod common;
 
 use common::{PATIENCE, PROMPT, read_all};
-use sempa_tests::needs::require_program;
-use sempa_tests::real::RealVm;
+use sempa_tests::real_pvm::RealVm;
+use sempa_tests::requirements::require_program;
 use sempa_tests::vm::{Settings, Vm};
-use sempa_tests::{Testbed, eventually, needs};
+use sempa_tests::{Testbed, requirements, wait_for};
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -65,7 +65,7 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
             text if text.matches(PROMPT).count() >= count => Ok(text),
             text => Err(format!("no prompt: {text}")),
         };
-        eventually(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
+        wait_for(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
         // In one write: PVM's console takes each read for a line.
         input
             .write_all(format!("{line}\n").as_bytes())
@@ -79,11 +79,11 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
                     .flatten()
                     .ok_or_else(|| "it does not end".to_string())
             };
-            eventually(PATIENCE, ended).map_err(|error| error.to_string())?;
+            wait_for(PATIENCE, ended).map_err(|error| error.to_string())?;
         }
         let prompts = given + usize::from(line != "quit");
         let text =
-            eventually(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
+            wait_for(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
         let answer = text
             .split(PROMPT)
             .nth(given)
@@ -98,7 +98,7 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
     for (at, line) in COMMANDS.lines().enumerate() {
         // A console that never answers ends with its host.
         let answer =
-            eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
+            wait_for(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
         all.push((line.to_string(), answer));
     }
     // The last command is `quit`.
@@ -177,8 +177,8 @@ fn host_of(word: &str) -> String {
 fn commands_about_hosts_print_what_pvm_prints() {
     require_program(CONSOLE, "pvm");
     let wanted = wanted();
-    let bed = needs::testbed(3);
-    let inside = needs::prefix_in_bed();
+    let bed = requirements::testbed(3);
+    let inside = requirements::prefix_in_bed();
     for console in [inside.join("bin/pvm"), CONSOLE.into()] {
         let vm = Vm::start(&bed, Settings::default()).expect("ours");
         let mut command = vm.command(bed.host(1), &console);

@@ -9,10 +9,10 @@ use std::path::PathBuf;
 pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
     // A process that has ended cannot be killed by the signal.
-    let Some(status) = ProcStatus::of(pid) else {
+    let Some(status) = ProcStatus::read(pid) else {
         return true;
     };
-    let has = |set| status.signals(set) & bit != 0;
+    let has = |set| status.signal_set(set) & bit != 0;
     // A blocked signal is not sufficient: a new process has all signals blocked for a short time.
     has("SigCgt")
         || has("SigIgn")
@@ -20,7 +20,7 @@ pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
         || has("SigBlk") && reads_by_signalfd(pid, bit)
 }
 
-fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
+fn proc_entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
     let folder = fs::read_dir(format!("/proc/{pid}/{folder}"));
     folder
         .into_iter()
@@ -32,7 +32,7 @@ fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
 /// True if the process reads this signal from a signalfd. `bit` is the signal's bit in a signal
 /// mask.
 fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
-    entries(pid, "fdinfo").any(|path| {
+    proc_entries(pid, "fdinfo").any(|path| {
         let text = fs::read_to_string(path).unwrap_or_default();
         let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
         mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
@@ -60,7 +60,7 @@ fn waits_in_sigwait(pid: i32, bit: u64) -> bool {
             .ok()?;
         Some(u64::from_ne_bytes(set))
     };
-    entries(pid, "task")
+    proc_entries(pid, "task")
         .filter_map(waited_for)
         .any(|set| set & bit != 0)
 }
@@ -134,7 +134,7 @@ mod tests {
         );
         let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
         let until = Instant::now() + Duration::from_secs(60);
-        while ProcStatus::of(pid).is_none_or(|status| status.signals("SigBlk") & bit == 0) {
+        while ProcStatus::read(pid).is_none_or(|status| status.signal_set("SigBlk") & bit == 0) {
             assert!(Instant::now() < until, "it never blocks it");
             sleep(Duration::from_millis(5));
         }

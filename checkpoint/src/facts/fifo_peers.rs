@@ -16,7 +16,7 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
 /// there is none. Processes that cannot be inspected are skipped.
 pub(super) fn pipe_open_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
-    own: &[i32],
+    task_processes: &[i32],
 ) -> Option<PathBuf> {
     if pipes.is_empty() {
         return None;
@@ -24,7 +24,7 @@ pub(super) fn pipe_open_elsewhere(
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     numbers
-        .filter(|pid| !own.contains(pid))
+        .filter(|pid| !task_processes.contains(pid))
         .find_map(|pid| pipe_open_in(pid, pipes))
 }
 

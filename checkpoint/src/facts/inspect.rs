@@ -4,7 +4,7 @@
 use super::descriptors::{
     DescriptorMeaning, is_library_socket, is_open_for_writing, read_descriptor,
 };
-use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, is_users_file};
+use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, belongs_to_this_user};
 use super::hash::HashCache;
 use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
 use crate::status::ProcStatus;
@@ -43,7 +43,7 @@ const FILE_ENTRY_OVERHEAD: u64 = 256;
 #[derive(Clone, Default)]
 struct InspectionFindings {
     /// How open files of the task are treated.
-    policy: FilePolicy,
+    file_policy: FilePolicy,
     files: BTreeMap<PathBuf, (u64, FileNeed)>,
     /// Size in bytes of the file list.
     list_bytes: u64,
@@ -65,9 +65,9 @@ enum FileNeed {
     ExistsOrCopied,
     MinimumLength,
     MinimumLengthOrCopied,
-    Length,
-    LengthOrCopied,
-    Content,
+    EqualLength,
+    EqualLengthOrCopied,
+    EqualContent,
 }
 
 impl InspectionFindings {
@@ -102,18 +102,18 @@ impl InspectionFindings {
         let is_program = self
             .files
             .get(path)
-            .is_some_and(|(_, need)| *need == FileNeed::Content);
-        let need = match (self.policy, need) {
-            _ if is_program => FileNeed::Content,
+            .is_some_and(|(_, need)| *need == FileNeed::EqualContent);
+        let need = match (self.file_policy, need) {
+            _ if is_program => FileNeed::EqualContent,
             (FilePolicy::Refuse, _) => return Err(Refusal::OpenFilesRefused { path: path.into() }),
-            (FilePolicy::Copy, FileNeed::Exists) if is_users_file(&meta) => {
+            (FilePolicy::Copy, FileNeed::Exists) if belongs_to_this_user(&meta) => {
                 FileNeed::ExistsOrCopied
             }
-            (FilePolicy::Copy, FileNeed::MinimumLength) if is_users_file(&meta) => {
+            (FilePolicy::Copy, FileNeed::MinimumLength) if belongs_to_this_user(&meta) => {
                 FileNeed::MinimumLengthOrCopied
             }
-            (FilePolicy::Copy, FileNeed::Length) if is_users_file(&meta) => {
-                FileNeed::LengthOrCopied
+            (FilePolicy::Copy, FileNeed::EqualLength) if belongs_to_this_user(&meta) => {
+                FileNeed::EqualLengthOrCopied
             }
             _ => need,
         };
@@ -127,7 +127,7 @@ impl InspectionFindings {
                 need,
                 FileNeed::ExistsOrCopied
                     | FileNeed::MinimumLengthOrCopied
-                    | FileNeed::LengthOrCopied
+                    | FileNeed::EqualLengthOrCopied
             )
         };
         let copied_sizes = self
@@ -159,19 +159,19 @@ fn unsupported(what: impl Into<String>) -> Refusal {
 /// # Errors
 /// The reason why the task cannot migrate to any host: a resource, or its exit.
 pub fn inspect(
-    subject: &TaskProcesses,
+    task: &TaskProcesses,
     engine: String,
     hashes: &HashCache,
 ) -> Result<TaskFacts, Refusal> {
-    check_process_tree(subject)?;
+    check_process_tree(task)?;
     let mut findings = InspectionFindings {
-        policy: FilePolicy::of(subject.root)?,
+        file_policy: FilePolicy::of_task(task.root)?,
         ..InspectionFindings::default()
     };
-    for &pid in &subject.processes {
-        inspect_process_until_stable(pid, subject.root, &mut findings)?;
+    for &pid in &task.processes {
+        inspect_process_until_stable(pid, task.root, &mut findings)?;
     }
-    check_connections(subject.root, &findings)?;
+    check_connections(task.root, &findings)?;
     findings.check_copied_files()?;
     if let Some(number) = findings
         .terminals
@@ -182,20 +182,20 @@ pub fn inspect(
             "the terminal /dev/pts/{number}, whose other end is elsewhere"
         )));
     }
-    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &subject.processes) {
+    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &task.processes) {
         return Err(unsupported(format!(
             "the named pipe {}, which another process has open",
             path.display()
         )));
     }
-    if let Some(what) = sysv::used_by(&subject.processes) {
+    if let Some(what) = sysv::object_used_by(&task.processes) {
         return Err(unsupported(what));
     }
-    let uid = ProcStatus::of(subject.root)
+    let uid = ProcStatus::read(task.root)
         .and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
         program: Box::default(),
-        resident_bytes: subject
+        resident_bytes: task
             .processes
             .iter()
             .filter_map(|pid| resident_bytes(*pid))
@@ -205,10 +205,10 @@ pub fn inspect(
         kernel_features: kernel::kernel_features(),
         kernel: this_host::kernel_release().into(),
         engine,
-        threads: subject
+        threads: task
             .processes
             .iter()
-            .filter_map(|pid| ProcStatus::of(*pid)?.number::<u32>("Threads"))
+            .filter_map(|pid| ProcStatus::read(*pid)?.number::<u32>("Threads"))
             .sum(),
         files: file_facts(findings.files, hashes)?,
         launch: None,
@@ -221,7 +221,7 @@ const PREHASHED_BYTES_MAX: u64 = 128 << 20;
 
 /// Hashes the program and the libraries of a process in advance, so that a later inspection need
 /// not wait for the disk. Read errors are ignored; the inspection reports them.
-pub fn prehash(pid: i32, hashes: &HashCache) {
+pub fn hash_program_files(pid: i32, hashes: &HashCache) {
     let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
         return;
     };
@@ -241,7 +241,7 @@ pub fn prehash(pid: i32, hashes: &HashCache) {
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
 /// not exist.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
-    ProcStatus::of(pid)?.memory_bytes()
+    ProcStatus::read(pid)?.memory_bytes()
 }
 
 /// Maximum number of attempts to inspect a process that seems to be exiting. Attempts are one
@@ -284,7 +284,7 @@ fn inspect_process_until_stable(
 fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
     // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
-        ProcStatus::of(pid)?
+        ProcStatus::read(pid)?
             .number::<i32>("PPid")
             .filter(|parent| *parent != 0)
     };
@@ -320,7 +320,7 @@ fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Resul
         let mut ancestor = pid;
         while ancestor != subject.root {
             let Some(&parent) = parents.get(&ancestor) else {
-                let status = ProcStatus::of(pid);
+                let status = ProcStatus::read(pid);
                 let name = status
                     .as_ref()
                     .and_then(|status| status.field("Name"))
@@ -337,7 +337,7 @@ fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Resul
 
 fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
     let threads = thread_ids(pid);
-    let status = ProcStatus::of(pid);
+    let status = ProcStatus::read(pid);
     if status
         .as_ref()
         .and_then(|status| status.field("State"))
@@ -358,7 +358,7 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
     let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
     if threads
         .into_iter()
-        .filter_map(ProcStatus::of)
+        .filter_map(ProcStatus::read)
         .any(|status| status.field("TracerPid").is_some_and(traces))
     {
         return Err(unsupported("a debugger"));
@@ -383,10 +383,10 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
 fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
     const SYS_ADMIN: u64 = 1 << 21;
     const SYS_RESOURCE: u64 = 1 << 24;
-    let (Some(status), Some(own)) = (status, ProcStatus::of(std::process::id() as i32)) else {
+    let (Some(status), Some(own)) = (status, ProcStatus::read(std::process::id() as i32)) else {
         return Ok(());
     };
-    let has_capability = |status: &ProcStatus, what| status.capabilities("CapEff") & what != 0;
+    let has_capability = |status: &ProcStatus, what| status.capability_set("CapEff") & what != 0;
     let ids = |of: &ProcStatus, name| -> Vec<String> {
         of.field(name)
             .unwrap_or_default()
@@ -471,11 +471,11 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
     let text = std::fs::read(format!("/proc/{pid}/maps")).map_err(|_| Refusal::NoSuchTask)?;
     for mapping in memory_map::parse_maps(&String::from_utf8_lossy(&text)) {
         let (path, need) = match mapping {
-            memory_map::Mapping::Private(path) => (path, FileNeed::Content),
-            memory_map::Mapping::Shared(path) if findings.policy == FilePolicy::Refuse => {
+            memory_map::Mapping::Private(path) => (path, FileNeed::EqualContent),
+            memory_map::Mapping::Shared(path) if findings.file_policy == FilePolicy::Refuse => {
                 return Err(Refusal::OpenFilesRefused { path });
             }
-            memory_map::Mapping::Shared(path) => (path, FileNeed::Length),
+            memory_map::Mapping::Shared(path) => (path, FileNeed::EqualLength),
             memory_map::Mapping::Unsupported(what) => return Err(unsupported(what)),
         };
         if !findings.files.contains_key(&path) {
@@ -507,7 +507,7 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
                 findings.library_sockets.insert(inode);
             }
             DescriptorMeaning::SameLength(path, _) => {
-                findings.require_open_file(&path, &entry.path(), FileNeed::Length)?
+                findings.require_open_file(&path, &entry.path(), FileNeed::EqualLength)?
             }
             DescriptorMeaning::MinimumLength(path) => {
                 findings.require_open_file(&path, &entry.path(), FileNeed::MinimumLength)?
@@ -629,9 +629,9 @@ fn file_facts(
                 FileNeed::ExistsOrCopied | FileNeed::MinimumLengthOrCopied => {
                     FileRequirement::ExistsOrCopied
                 }
-                FileNeed::Length => FileRequirement::Length,
-                FileNeed::LengthOrCopied => FileRequirement::LengthOrCopied,
-                FileNeed::Content => {
+                FileNeed::EqualLength => FileRequirement::Length,
+                FileNeed::EqualLengthOrCopied => FileRequirement::LengthOrCopied,
+                FileNeed::EqualContent => {
                     FileRequirement::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
                 }
             };
@@ -663,7 +663,7 @@ mod tests {
         let long = "x".repeat(4000);
         let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
         let refused =
-            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::Content).err());
+            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::EqualContent).err());
         let Some(Refusal::FilesTooMany { files, limit }) = refused else {
             panic!("{refused:?}")
         };
@@ -672,14 +672,18 @@ mod tests {
             "{files}"
         );
         assert_eq!(
-            findings.require(&path(0), 1, FileNeed::Content),
+            findings.require(&path(0), 1, FileNeed::EqualContent),
             Ok(()),
             "what is known is not named again"
         );
         let mut short = InspectionFindings::default();
         (0..65_530).for_each(|n| {
             short
-                .require(&PathBuf::from(format!("/data/{n}")), 1, FileNeed::Length)
+                .require(
+                    &PathBuf::from(format!("/data/{n}")),
+                    1,
+                    FileNeed::EqualLength,
+                )
                 .expect("there is room")
         });
     }
@@ -690,7 +694,7 @@ mod tests {
         let needs = [
             FileNeed::ExistsOrCopied,
             FileNeed::MinimumLengthOrCopied,
-            FileNeed::LengthOrCopied,
+            FileNeed::EqualLengthOrCopied,
         ];
         for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
             findings
@@ -741,8 +745,8 @@ mod tests {
             FileNeed::Directory,
             FileNeed::Exists,
             FileNeed::MinimumLength,
-            FileNeed::Length,
-            FileNeed::Content,
+            FileNeed::EqualLength,
+            FileNeed::EqualContent,
         ];
         for (n, need) in stay.into_iter().enumerate() {
             findings
@@ -753,7 +757,7 @@ mod tests {
         // A file that is also mapped as a program is not copied.
         let mut findings = findings_with_copied_files(1, 1 << 40);
         findings
-            .require(Path::new("/data/0"), 1 << 40, FileNeed::Content)
+            .require(Path::new("/data/0"), 1 << 40, FileNeed::EqualContent)
             .expect("it is known");
         assert_eq!(findings.check_copied_files(), Ok(()));
     }

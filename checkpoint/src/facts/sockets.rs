@@ -27,10 +27,16 @@ pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// Describes the first Unix socket of the task that is connected to another process; `None` if
 /// there is none. `own` are the inode numbers of the task's sockets.
-pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
-    let outside = own
-        .iter()
-        .find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
+pub(super) fn foreign_unix_connection(
+    task_sockets: &BTreeSet<u64>,
+    table: &UnixTable,
+) -> Option<String> {
+    let outside = task_sockets.iter().find_map(|inode| {
+        table
+            .get(inode)?
+            .peer
+            .filter(|peer| !task_sockets.contains(peer))
+    })?;
     let name = table
         .get(&outside)
         .and_then(|socket| socket.name.as_deref())
@@ -43,8 +49,8 @@ pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) ->
 
 /// Returns how many sockets of the library are connected to a daemon; each task has one such
 /// connection. `table` does not contain direct routes, which are no Unix sockets.
-pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
-    library
+pub(super) fn daemon_connection_count(library_sockets: &BTreeSet<u64>, table: &UnixTable) -> usize {
+    library_sockets
         .iter()
         .filter(|inode| table.contains_key(inode))
         .count()
@@ -53,13 +59,13 @@ pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable
 /// Describes the first TCP connection of the task in `table`, the text of /proc/PID/net/tcp or
 /// tcp6; `None` if there is none. `own` are the inode numbers of the task's sockets. Listening and
 /// unconnected sockets can be migrated.
-pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String> {
+pub(super) fn tcp_connection(task_sockets: &BTreeSet<u64>, table: &str) -> Option<String> {
     const CLOSED: &str = "07";
     const LISTENING: &str = "0A";
     table.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let inode: u64 = fields.get(9)?.parse().ok()?;
-        let connected = own.contains(&inode) && !matches!(fields[3], CLOSED | LISTENING);
+        let connected = task_sockets.contains(&inode) && !matches!(fields[3], CLOSED | LISTENING);
         connected.then(|| format!("a TCP connection to {}", parse_address(fields[2])))
     })
 }

@@ -3,8 +3,8 @@
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
 use nix::sys::termios::{Termios, tcgetattr};
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
+use sempa_tests::private_vm::PrivateVm;
+use sempa_tests::wait_for;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -21,13 +21,13 @@ const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
 /// Makes the folders of a virtual machine with this console; starts nothing.
-pub(crate) fn lab() -> Lab {
-    Lab::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
+pub(crate) fn lab() -> PrivateVm {
+    PrivateVm::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
 /// As [`lab`], and starts a daemon.
-pub(crate) fn started() -> Lab {
-    Lab::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
+pub(crate) fn started() -> PrivateVm {
+    PrivateVm::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
 /// Writes commands to a console through a pipe, each at its prompt. Returns all output, with
@@ -46,7 +46,7 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     let mut waiting = lines.split_inclusive('\n').peekable();
     let mut given = 0;
     let mut text = String::new();
-    let ended = eventually(PATIENCE, || {
+    let ended = wait_for(PATIENCE, || {
         text = read_all(&output);
         if text.matches(PROMPT).count() > given
             && let Some(line) = waiting.next()
@@ -146,7 +146,7 @@ impl Terminal {
     /// between.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
-        let found = eventually(PATIENCE, || {
+        let found = wait_for(PATIENCE, || {
             let shown = self.shown.lock().expect("no panic");
             let new = &shown[self.seen..];
             match new
@@ -174,7 +174,7 @@ impl Terminal {
     /// Waits until both texts have appeared, in any order, at any place.
     #[track_caller]
     pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
-        let found = eventually(PATIENCE, || {
+        let found = wait_for(PATIENCE, || {
             let shown = self.shown();
             let missing: Vec<&str> = [one, other]
                 .into_iter()
@@ -201,7 +201,7 @@ impl Terminal {
     /// Waits until the program ends, and returns its status.
     #[track_caller]
     pub(crate) fn end(&mut self) -> ExitStatus {
-        let ended = eventually(PATIENCE, || match self.child.try_wait() {
+        let ended = wait_for(PATIENCE, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
             _ => Err(format!("it does not end; it showed {:?}", self.shown())),
         });

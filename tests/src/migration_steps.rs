@@ -3,13 +3,13 @@
 //! A round holds several migrations at breakpoints, each between another pair of hosts. Then it
 //! injects one fault and judges the outcome for every task.
 
-use crate::faults::{self, Breakpoint, Fault, Point, Role, StepEdge, Targets, edges, is_full};
-use crate::faults::{leftovers, signal};
+use crate::faults::{self, Breakpoint, Fault, FaultTargets, Point, Role, StepEdge, edges, is_full};
+use crate::faults::{leftovers, send_signal};
 use crate::oracle::Oracle;
 use crate::rng::seed;
-use crate::run::{Running, eventually};
+use crate::run::{RunningCommand, wait_for};
 use crate::testbed::Host;
-use crate::vm::{Entry, Vm};
+use crate::vm::{EventEntry, Vm};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 
 /// Time limit for a migration to reach a step, for a migration to end, and for the virtual machine
 /// to notice a lost host.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of migrations that are held at the same time.
-const PAIRS: usize = 4;
+const HELD_MIGRATIONS_MAX: usize = 4;
 /// Hosts of the testbed: the master's host, and two for each held migration.
-pub const HOSTS: usize = 1 + 2 * PAIRS;
+pub const HOST_COUNT: usize = 1 + 2 * HELD_MIGRATIONS_MAX;
 
 /// The process that a fault hits, by its role in the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +46,7 @@ pub enum Victim {
 }
 
 impl Victim {
-    fn host(self, held: &HeldMove) -> usize {
+    fn host(self, held: &HeldMigration) -> usize {
         match self {
             Victim::Source | Victim::SourceTasker => held.source,
             Victim::Target | Victim::TargetTasker | Victim::TargetEngine => held.target,
@@ -94,13 +94,13 @@ fn steps(pre_copies: bool) -> impl Iterator<Item = Step> {
     early_steps(pre_copies).chain(late_steps())
 }
 
-/// Distributes cases to rounds: up to [`PAIRS`] cases with early steps in one round, and one round
+/// Distributes cases to rounds: up to [`HELD_MIGRATIONS_MAX`] cases with early steps in one round, and one round
 /// for each case with a late step.
 fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
     let (early, late): (Vec<Case>, Vec<Case>) = cases
         .into_iter()
         .partition(|((step, _), _)| *step < Step::Commit);
-    let early = early.chunks(PAIRS).map(<[Case]>::to_vec);
+    let early = early.chunks(HELD_MIGRATIONS_MAX).map(<[Case]>::to_vec);
     early
         .chain(late.into_iter().map(|case| vec![case]))
         .collect()
@@ -119,7 +119,7 @@ fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
 fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool) -> Vec<Case> {
     let case = |(i, step): (usize, Step)| {
         let number = turn + i;
-        let edge = StepEdge::of(number / victims.len());
+        let edge = StepEdge::from_parity(number / victims.len());
         ((step, edge), victims[number % victims.len()])
     };
     // If the choice of steps and the choice of victims rotated in step, some combinations would
@@ -148,10 +148,10 @@ pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
 
 /// A migration that is held at a breakpoint, or has ended since.
 #[derive(Debug)]
-pub struct HeldMove {
+pub struct HeldMigration {
     pub point: Point,
     /// The name by which the oracle knows the task.
-    pub name: String,
+    pub task_name: String,
     pub tid: String,
     /// Number of its source host.
     pub source: usize,
@@ -159,8 +159,8 @@ pub struct HeldMove {
     pub target: usize,
     breakpoint: Breakpoint,
     /// The daemon that is stopped at the breakpoint; `None` before the breakpoint is reached.
-    stopped: Option<Pid>,
-    console: Option<Running>,
+    stopped_daemon: Option<Pid>,
+    console: Option<RunningCommand>,
     /// Output of the console; empty until the migration has ended.
     output: String,
 }
@@ -170,7 +170,7 @@ pub type MayBeLost = fn(Fault, Victim, Point) -> bool;
 
 /// Injects faults into migrations on one virtual machine, and judges the outcomes.
 #[derive(Debug)]
-pub struct MoveFaults<'a> {
+pub struct MigrationFaults<'a> {
     pub vm: &'a Vm<'a>,
     /// The director process that checks the tasks.
     pub oracle: Oracle,
@@ -183,34 +183,34 @@ pub struct MoveFaults<'a> {
     /// Selects the sample of the next fault; incremented by each fault.
     turn: usize,
     /// Number of engine processes that faults have hit so far.
-    engines: usize,
+    engines_hit: usize,
     /// Number of the first event of the current round.
-    from: u64,
+    first_event: u64,
     /// Number of the host that is the source of all migrations; `None` if each migration has
     /// another source.
-    home: Option<usize>,
+    fixed_source: Option<usize>,
 }
 
-impl<'a> MoveFaults<'a> {
+impl<'a> MigrationFaults<'a> {
     /// Prepares faults on a virtual machine. Its testbed must have its own engine.
-    pub fn new(vm: &'a Vm<'a>, may_be_lost: MayBeLost) -> Result<MoveFaults<'a>> {
-        MoveFaults::with(vm, Oracle::start(vm)?, may_be_lost, None)
+    pub fn new(vm: &'a Vm<'a>, may_be_lost: MayBeLost) -> Result<MigrationFaults<'a>> {
+        MigrationFaults::with_oracle(vm, Oracle::start(vm)?, may_be_lost, None)
     }
 
-    /// As [`MoveFaults::new`], with another oracle. With `home`, all tasks migrate from this host,
+    /// As [`MigrationFaults::new`], with another oracle. With `home`, all tasks migrate from this host,
     /// and only one migration at a time can be held.
-    pub fn with(
+    pub fn with_oracle(
         vm: &'a Vm<'a>,
         oracle: Oracle,
         may_be_lost: MayBeLost,
         home: Option<usize>,
-    ) -> Result<MoveFaults<'a>> {
+    ) -> Result<MigrationFaults<'a>> {
         let breakpoints = vm
             .bed()
-            .steps()
+            .breakpoints_folder()
             .context("a testbed with breakpoints")?
             .to_path_buf();
-        Ok(MoveFaults {
+        Ok(MigrationFaults {
             vm,
             oracle,
             pre_copies: false,
@@ -218,15 +218,15 @@ impl<'a> MoveFaults<'a> {
             breakpoints,
             round: 0,
             turn: usize::try_from(seed())?,
-            engines: 0,
-            from: 0,
-            home,
+            engines_hit: 0,
+            first_event: 0,
+            fixed_source: home,
         })
     }
 
     /// Returns the number of engine processes that faults have hit so far.
     pub fn engines(&self) -> usize {
-        self.engines
+        self.engines_hit
     }
 
     /// Injects one fault into a sample of migrations. With [`is_full`], injects the fault at every
@@ -238,7 +238,7 @@ impl<'a> MoveFaults<'a> {
             sample(self.turn, sampling, victims, self.pre_copies)
         };
         self.turn += 1;
-        let rounds = if self.home.is_some() {
+        let rounds = if self.fixed_source.is_some() {
             cases.into_iter().map(|case| vec![case]).collect()
         } else {
             rounds(cases)
@@ -251,7 +251,7 @@ impl<'a> MoveFaults<'a> {
     /// Injects one fault into all of these cases at the same time.
     ///
     /// # Panics
-    /// As [`MoveFaults::run`].
+    /// As [`MigrationFaults::run`].
     pub fn run_round(&mut self, cases: &[Case], fault: Fault) {
         let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
@@ -283,28 +283,28 @@ impl<'a> MoveFaults<'a> {
     ///
     /// # Errors
     /// A point is not reached.
-    pub fn hold(&mut self, points: &[Point]) -> Result<Vec<HeldMove>> {
+    pub fn hold(&mut self, points: &[Point]) -> Result<Vec<HeldMigration>> {
         self.round += 1;
         ensure!(
-            self.home.is_none() || points.len() == 1,
+            self.fixed_source.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
         // A daemon delays the second restart of a tasker, so the next round uses other hosts.
         let first = if points.len() == 1 {
-            self.round % PAIRS
+            self.round % HELD_MIGRATIONS_MAX
         } else {
             0
         };
-        let home = self.home;
+        let home = self.fixed_source;
         let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
         let hosts = self.vm.bed().hosts();
         let needed = (0..points.len()).flat_map(|i| <[usize; 2]>::from(pair(i)));
         let needed: Vec<&Host> = needed.map(|number| &hosts[number - 1]).collect();
-        self.vm.take_in(&needed)?;
+        self.vm.add_missing(&needed)?;
         // A master that is stopped at a breakpoint cannot answer, so the events are read before the
         // migrations start.
         let events = self.vm.events()?;
-        self.from = events.last().map_or(0, |entry| entry.number + 1);
+        self.first_event = events.last().map_or(0, |entry| entry.number + 1);
         let named = |(i, (step, _)): (usize, &Point)| {
             (format!("h{}", pair(i).0), format!("r{}-{step}", self.round))
         };
@@ -315,14 +315,14 @@ impl<'a> MoveFaults<'a> {
             let (source, target) = pair(i);
             let breakpoint = Breakpoint::new(&self.breakpoints, &tid, points[i])?;
             let console = self.vm.start_migrate(&tid, &format!("h{target}"))?;
-            moves.push(HeldMove {
+            moves.push(HeldMigration {
                 point: points[i],
-                name,
+                task_name: name,
                 tid,
                 source,
                 target,
                 breakpoint,
-                stopped: None,
+                stopped_daemon: None,
                 console: Some(console),
                 output: String::new(),
             });
@@ -333,16 +333,16 @@ impl<'a> MoveFaults<'a> {
         Ok(moves)
     }
 
-    fn wait_until_held(&self, held: &mut HeldMove) -> Result<()> {
+    fn wait_until_held(&self, held: &mut HeldMigration) -> Result<()> {
         let hosts = [held.source, held.target, 1].map(|i| self.vm.bed().host(i));
-        let pid = eventually(TIMEOUT, || {
+        let pid = wait_for(STEP_TIMEOUT, || {
             held.breakpoint.stopped_daemon(&hosts)?.ok_or_else(|| {
                 let console = held.console.as_mut();
                 let ended = console.and_then(|console| console.poll().ok().flatten());
                 format!("{} has not reached {:?}: {ended:?}", held.tid, held.point)
             })
         })?;
-        held.stopped = Some(pid);
+        held.stopped_daemon = Some(pid);
         Ok(())
     }
 
@@ -350,13 +350,13 @@ impl<'a> MoveFaults<'a> {
     /// over.
     pub fn inject(
         &mut self,
-        moves: &mut [HeldMove],
+        moves: &mut [HeldMigration],
         victims: &[Victim],
         fault: Fault,
     ) -> Result<()> {
-        let from = self.from;
+        let from = self.first_event;
         let each = || moves.iter().zip(victims);
-        let targets = Targets {
+        let targets = FaultTargets {
             roles: each()
                 .map(|(held, victim)| (victim.host(held), victim.role()))
                 .collect(),
@@ -365,29 +365,33 @@ impl<'a> MoveFaults<'a> {
                 .map(|held| (held.source, held.target))
                 .collect(),
         };
-        let stopped: Vec<Pid> = moves.iter().filter_map(|held| held.stopped).collect();
+        let stopped: Vec<Pid> = moves
+            .iter()
+            .filter_map(|held| held.stopped_daemon)
+            .collect();
         let resume = |hit: &[Pid]| {
             let others = stopped.iter().filter(|pid| !hit.contains(pid));
             others
                 .into_iter()
-                .try_for_each(|pid| signal(*pid, Signal::SIGCONT))
+                .try_for_each(|pid| send_signal(*pid, Signal::SIGCONT))
         };
         let (vm, bed, begun) = (self.vm, self.vm.bed(), Instant::now());
         let noticed = || {
             if victims.contains(&Victim::Master) {
-                return all_others_have_ended(vm);
+                return slaves_have_ended(vm);
             }
             for (held, victim) in moves.iter_mut().zip(victims) {
-                let is_host = victim.role() == Role::Daemon && !matches!(fault, Fault::Part(_));
+                let is_host =
+                    victim.role() == Role::Daemon && !matches!(fault, Fault::Partition(_));
                 if is_host {
-                    is_lost(vm, from, victim.host(held))?;
-                } else if begun.elapsed() < outlasting() {
+                    host_is_lost(vm, from, victim.host(held))?;
+                } else if begun.elapsed() < beyond_leases() {
                     has_ended(held)?;
                 }
             }
             Ok(())
         };
-        self.engines += faults::inject(bed, fault, &targets, resume, noticed)?;
+        self.engines_hit += faults::inject(bed, fault, &targets, resume, noticed)?;
         Ok(())
     }
 
@@ -395,11 +399,11 @@ impl<'a> MoveFaults<'a> {
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn resume(&self, moves: &[HeldMove]) -> Result<()> {
+    pub fn resume(&self, moves: &[HeldMigration]) -> Result<()> {
         moves
             .iter()
-            .filter_map(|held| held.stopped)
-            .try_for_each(|pid| signal(pid, Signal::SIGCONT))
+            .filter_map(|held| held.stopped_daemon)
+            .try_for_each(|pid| send_signal(pid, Signal::SIGCONT))
     }
 
     /// Waits for the end of all migrations of a round and judges them. Then ends the tasks. Returns
@@ -414,8 +418,8 @@ impl<'a> MoveFaults<'a> {
     /// A migration had another outcome; the error describes the first one.
     pub fn judge(
         &mut self,
-        moves: Vec<HeldMove>,
-        may_be_lost: impl Fn(&HeldMove) -> bool,
+        moves: Vec<HeldMigration>,
+        may_be_lost: impl Fn(&HeldMigration) -> bool,
     ) -> Result<usize> {
         let ended = self.wait_for_end(moves)?;
         self.judge_ended(ended, may_be_lost)
@@ -425,29 +429,29 @@ impl<'a> MoveFaults<'a> {
     ///
     /// # Errors
     /// A migration does not end.
-    pub fn wait_for_end(&self, mut moves: Vec<HeldMove>) -> Result<Vec<HeldMove>> {
+    pub fn wait_for_end(&self, mut moves: Vec<HeldMigration>) -> Result<Vec<HeldMigration>> {
         for held in &mut moves {
             let console = held.console.take().context("a move")?;
-            let done = console.finish(TIMEOUT)?;
+            let done = console.finish(STEP_TIMEOUT)?;
             held.output = format!("{:?} {:?}", done.out, done.err);
         }
         Ok(moves)
     }
 
-    /// As [`MoveFaults::judge`], for migrations that have ended.
+    /// As [`MigrationFaults::judge`], for migrations that have ended.
     ///
     /// # Errors
-    /// As [`MoveFaults::judge`].
+    /// As [`MigrationFaults::judge`].
     pub fn judge_ended(
         &mut self,
-        moves: Vec<HeldMove>,
-        may_be_lost: impl Fn(&HeldMove) -> bool,
+        moves: Vec<HeldMigration>,
+        may_be_lost: impl Fn(&HeldMigration) -> bool,
     ) -> Result<usize> {
         let mut alive = Vec::new();
         for held in moves {
-            let HeldMove {
+            let HeldMigration {
                 point,
-                name,
+                task_name: name,
                 tid,
                 output,
                 ..
@@ -461,20 +465,24 @@ impl<'a> MoveFaults<'a> {
             }
         }
         for held in &alive {
-            self.oracle.stop(&held.tid)?;
-            self.oracle.ran_once(&held.name)?;
+            self.oracle.end_task(&held.tid)?;
+            self.oracle.check_ran_once(&held.task_name)?;
         }
-        self.nothing_is_left()?;
+        self.check_nothing_is_left()?;
         Ok(alive.len())
     }
 
     /// Judges one migration. Returns true if its task has survived.
-    fn judge_one(&mut self, held: &HeldMove, may_be_lost: bool) -> Result<bool> {
+    fn judge_one(&mut self, held: &HeldMigration, may_be_lost: bool) -> Result<bool> {
         let (oracle, vm) = (&mut self.oracle, self.vm);
-        let lives = eventually(TIMEOUT, || {
+        let lives = wait_for(STEP_TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| error.to_string())?;
-            let processes = oracle.processes().get(&held.name).copied().unwrap_or(0);
-            let notified = oracle.has_gone(&held.tid)?;
+            let processes = oracle
+                .process_counts()
+                .get(&held.task_name)
+                .copied()
+                .unwrap_or(0);
+            let notified = oracle.was_notified_of_end(&held.tid)?;
             let listed = tasks.iter().find(|task| task.tid == held.tid);
             match (listed, processes, notified) {
                 (Some(task), 1, false) if !task.moving => Ok(true),
@@ -483,44 +491,45 @@ impl<'a> MoveFaults<'a> {
             }
         })?;
         if lives {
-            self.oracle.talks(&held.tid)?;
+            self.oracle.wait_for_messages(&held.tid)?;
         }
-        self.oracle.ran_once(&held.name)?;
+        self.oracle.check_ran_once(&held.task_name)?;
         let account = self.oracle.account(&held.tid)?;
         ensure!(account.faults == 0, "{account:?}");
-        self.end_is_logged(held, lives)?;
+        self.check_end_is_logged(held, lives)?;
         Ok(lives)
     }
 
     /// Checks that the event log has the end of the migration and, if the task has not survived,
     /// the end of the task or of its host.
-    fn end_is_logged(&self, held: &HeldMove, lives: bool) -> Result<()> {
-        let move_ended = |entry: &Entry| match &entry.kind {
+    fn check_end_is_logged(&self, held: &HeldMigration, lives: bool) -> Result<()> {
+        let move_ended = |entry: &EventEntry| match &entry.kind {
             EventKind::Migrated { tid, .. } | EventKind::MigrationFailed { tid, .. } => {
                 tid.to_string() == held.tid
             }
             _ => false,
         };
-        self.vm.event(TIMEOUT, "end of the move", move_ended)?;
+        self.vm
+            .wait_for_event(STEP_TIMEOUT, "end of the move", move_ended)?;
         if lives {
             return Ok(());
         }
         let ends = [held.source, held.target].map(|i| self.vm.bed().host(i).name());
-        let task_ended = |entry: &Entry| match &entry.kind {
+        let task_ended = |entry: &EventEntry| match &entry.kind {
             EventKind::TaskEnded { tid, .. } => tid.to_string() == held.tid,
             EventKind::HostGone { name, .. } => ends.contains(&name.as_str()),
             _ => false,
         };
         self.vm
-            .event(TIMEOUT, "end of the task, or of its host", task_ended)
+            .wait_for_event(STEP_TIMEOUT, "end of the task, or of its host", task_ended)
             .map(drop)
     }
 
     /// Checks that no host has images, resume tokens or a process of a task.
-    fn nothing_is_left(&self) -> Result<()> {
-        eventually(TIMEOUT, || {
+    fn check_nothing_is_left(&self) -> Result<()> {
+        wait_for(STEP_TIMEOUT, || {
             let here = self.vm.hosts().map_err(|error| error.to_string())?;
-            let mut left: Vec<String> = self.oracle.processes().into_keys().collect();
+            let mut left: Vec<String> = self.oracle.process_counts().into_keys().collect();
             let hosts = self
                 .vm
                 .bed()
@@ -540,10 +549,10 @@ impl<'a> MoveFaults<'a> {
     ///
     /// # Errors
     /// A process remains; the error names it.
-    pub fn all_has_ended(&self) -> Result<()> {
-        self.vm.is_gone(TIMEOUT)?;
-        eventually(TIMEOUT, || {
-            let left = self.oracle.processes();
+    pub fn wait_until_all_ended(&self) -> Result<()> {
+        self.vm.wait_until_gone(STEP_TIMEOUT)?;
+        wait_for(STEP_TIMEOUT, || {
+            let left = self.oracle.process_counts();
             if left.is_empty() {
                 Ok(())
             } else {
@@ -555,12 +564,12 @@ impl<'a> MoveFaults<'a> {
 
 /// Returns a duration that exceeds two short leases. No migration waits longer for a process that
 /// no lease guards.
-fn outlasting() -> Duration {
+fn beyond_leases() -> Duration {
     Duration::from_secs(if is_full() { 30 } else { 7 })
 }
 
 /// Succeeds if the console that migrates the task has ended.
-fn has_ended(held: &mut HeldMove) -> Result<(), String> {
+fn has_ended(held: &mut HeldMigration) -> Result<(), String> {
     let console = held.console.as_mut().ok_or("no move")?;
     match console.poll() {
         Ok(Some(_)) => Ok(()),
@@ -569,10 +578,10 @@ fn has_ended(held: &mut HeldMove) -> Result<(), String> {
 }
 
 /// Succeeds if the master has lost the host since event number `from`.
-fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
+fn host_is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     let name = vm.bed().host(host).name();
     let events = vm.events_from(from).map_err(|error| error.to_string())?;
-    let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::HostGone { name: gone, .. } if gone == name);
+    let is_it = |entry: &EventEntry| matches!(&entry.kind, EventKind::HostGone { name: gone, .. } if gone == name);
     if events.iter().any(is_it) {
         Ok(())
     } else {
@@ -581,7 +590,7 @@ fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
 }
 
 /// Succeeds if all daemons except the master's have ended.
-pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
+pub fn slaves_have_ended(vm: &Vm<'_>) -> Result<(), String> {
     let others = vm.bed().hosts()[1..].iter();
     match others
         .clone()
@@ -594,7 +603,7 @@ pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
 
 /// True while only the source has the whole task. The master may learn that the source is lost
 /// before it learns that the target has the task.
-pub fn only_source_has_it(point: Point) -> bool {
+pub fn only_source_has_task(point: Point) -> bool {
     point < (Step::Restore, StepEdge::After)
 }
 
@@ -608,8 +617,8 @@ pub fn not_committed(point: Point) -> bool {
 pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
-        (_, Fault::Part(_)) => false,
-        (Victim::Source, _) => only_source_has_it(point),
+        (_, Fault::Partition(_)) => false,
+        (Victim::Source, _) => only_source_has_task(point),
         (Victim::Target, _) => !not_committed(point),
         (Victim::SourceTasker, Fault::Kill) => not_committed(point),
         (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
@@ -649,7 +658,11 @@ mod tests {
             assert_eq!(rounds.concat().len(), cases.len());
             let distinct: BTreeSet<Case> = rounds.concat().into_iter().collect();
             assert_eq!(distinct, all(pre_copies, &VICTIMS));
-            assert!(rounds.iter().all(|round| round.len() <= PAIRS));
+            assert!(
+                rounds
+                    .iter()
+                    .all(|round| round.len() <= HELD_MIGRATIONS_MAX)
+            );
         }
     }
 

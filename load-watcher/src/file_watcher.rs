@@ -5,7 +5,7 @@
 //! or replaced is noticed.
 
 use crate::owner::LoginRecords;
-use crate::utmp::{FILE_BYTES_MAX, logins};
+use crate::utmp::{FILE_BYTES_MAX, parse_logins};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
@@ -38,7 +38,7 @@ pub fn read_login_records(path: &Path) -> LoginRecords {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
     match read {
-        Ok(_) => LoginRecords::Logins(logins(&bytes)),
+        Ok(_) => LoginRecords::Logins(parse_logins(&bytes)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => LoginRecords::Missing,
         Err(e) => LoginRecords::Unreadable(e.to_string()),
     }
@@ -60,8 +60,8 @@ enum WatchKind {
 pub struct WatchedPath {
     path: PathBuf,
     kind: WatchKind,
-    file: Option<WatchDescriptor>,
-    dir: Option<WatchDescriptor>,
+    file_watch: Option<WatchDescriptor>,
+    dir_watch: Option<WatchDescriptor>,
     /// True if the directory that must be watched does not exist.
     folder_missing: bool,
     /// Number of consecutive failed attempts to set a watch since the directory is missing.
@@ -73,8 +73,8 @@ impl WatchedPath {
         WatchedPath {
             path,
             kind: what,
-            file: None,
-            dir: None,
+            file_watch: None,
+            dir_watch: None,
             folder_missing: false,
             failed_attempts: 0,
         }
@@ -108,11 +108,11 @@ impl WatchedPath {
     }
 
     fn matches(&self, event: &InotifyEvent) -> bool {
-        if Some(event.wd) == self.file {
+        if Some(event.wd) == self.file_watch {
             return true;
         }
         let name = event.name.as_deref();
-        Some(event.wd) == self.dir
+        Some(event.wd) == self.dir_watch
             && match self.kind {
                 // An event without a file name concerns the directory itself.
                 WatchKind::File | WatchKind::Settings => {
@@ -138,25 +138,25 @@ const IDLE_TERMINAL_BIT: u32 = 1 << 31;
 /// The reasons for which [`FileWatcher::wait`] returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WakeReasons {
-    changed: u32,
+    changed_bits: u32,
     /// True if the additional descriptor is readable.
     pub other_ready: bool,
 }
 
 impl WakeReasons {
     /// True if the path with this index may have changed.
-    pub fn path_changed(self, spot: usize) -> bool {
-        self.changed & (1 << spot) != 0
+    pub fn path_changed(self, index: usize) -> bool {
+        self.changed_bits & (1 << index) != 0
     }
 
     /// True if there was input at a terminal that was idle.
     pub fn terminal_used(self) -> bool {
-        self.changed & IDLE_TERMINAL_BIT != 0
+        self.changed_bits & IDLE_TERMINAL_BIT != 0
     }
 
     /// True if a path may have changed or there was input at an idle terminal.
     pub fn any_change(self) -> bool {
-        self.changed != 0
+        self.changed_bits != 0
     }
 }
 
@@ -186,40 +186,40 @@ impl FileWatcher {
         watch
     }
 
-    pub fn path(&self, spot: usize) -> &Path {
-        &self.paths[spot].path
+    pub fn path(&self, index: usize) -> &Path {
+        &self.paths[index].path
     }
 
     /// True if neither the file nor its directory could be watched, so that the path must be read
     /// periodically.
-    pub fn is_unwatched(&self, spot: usize) -> bool {
-        self.paths[spot].file.is_none() && self.paths[spot].dir.is_none()
+    pub fn is_unwatched(&self, index: usize) -> bool {
+        self.paths[index].file_watch.is_none() && self.paths[index].dir_watch.is_none()
     }
 
     /// Tries again to watch a path that could not be watched; must be called periodically. Returns
     /// true if the path must be read now. Returns false if the path is already watched, or if its
     /// directory was missing in several attempts.
-    pub fn retry_watch(&mut self, spot: usize) -> bool {
-        if !self.is_unwatched(spot) {
+    pub fn retry_watch(&mut self, index: usize) -> bool {
+        if !self.is_unwatched(index) {
             return false;
         }
-        self.arm(spot);
-        let spot = &mut self.paths[spot];
-        spot.failed_attempts = if spot.folder_missing {
-            spot.failed_attempts.saturating_add(1)
+        self.arm(index);
+        let index = &mut self.paths[index];
+        index.failed_attempts = if index.folder_missing {
+            index.failed_attempts.saturating_add(1)
         } else {
             0
         };
-        spot.failed_attempts <= MISSING_FOLDER_READS_MAX
+        index.failed_attempts <= MISSING_FOLDER_READS_MAX
     }
 
     /// Sets the missing watches of the path with index `i`. Must be called before the path is read,
     /// so that no change between watch and read is missed. A file that has replaced another file of
     /// the same name gets a new watch.
-    pub fn arm(&mut self, i: usize) {
+    pub fn arm(&mut self, index: usize) {
         let Some(inotify) = &self.inotify else { return };
-        let spot = &mut self.paths[i];
-        if spot.dir.is_none() {
+        let spot = &mut self.paths[index];
+        if spot.dir_watch.is_none() {
             let flags = AddWatchFlags::IN_CREATE
                 | AddWatchFlags::IN_MOVED_TO
                 | AddWatchFlags::IN_MOVED_FROM
@@ -230,7 +230,7 @@ impl FileWatcher {
                 | AddWatchFlags::IN_ONLYDIR;
             let set = inotify.add_watch(spot.folder_path(), flags);
             spot.folder_missing = set == Err(Errno::ENOENT);
-            spot.dir = set.ok();
+            spot.dir_watch = set.ok();
         }
         if matches!(spot.kind, WatchKind::Folder(_)) {
             return;
@@ -246,11 +246,11 @@ impl FileWatcher {
         } else {
             inotify.add_watch(&spot.path, flags).ok()
         };
-        if let Some(old) = spot.file.filter(|old| Some(*old) != now) {
+        if let Some(old) = spot.file_watch.filter(|old| Some(*old) != now) {
             // Fails if the kernel has already removed the watch together with the file.
             let _ = inotify.rm_watch(old);
         }
-        spot.file = now;
+        spot.file_watch = now;
     }
 
     /// Watches exactly these terminals until there is input. The watch requires read permission for
@@ -310,7 +310,7 @@ impl FileWatcher {
             let changed = if inotify_ready { self.read_events() } else { 0 };
             if changed != 0 || other_ready || Instant::now() >= until {
                 return WakeReasons {
-                    changed,
+                    changed_bits: changed,
                     other_ready,
                 };
             }
@@ -334,8 +334,8 @@ impl FileWatcher {
                     if all || spot.matches(&event) {
                         changed |= 1 << i;
                     }
-                    if lost && spot.dir == Some(event.wd) {
-                        (spot.dir, drop_watch) = (None, true);
+                    if lost && spot.dir_watch == Some(event.wd) {
+                        (spot.dir_watch, drop_watch) = (None, true);
                         changed |= 1 << i;
                     }
                 }

@@ -1,9 +1,9 @@
 //! Starts virtual machines for the test program `hold`, which allocates memory and checks that it
 //! stays unchanged.
 
-use crate::needs::testbed_with_env;
-use crate::run::must;
-use crate::vm::{Settings, Sure};
+use crate::requirements::testbed_with_env;
+use crate::run::run_ok;
+use crate::vm::{OrPanicWithLogs, Settings};
 use crate::{Testbed, Vm};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -38,7 +38,7 @@ pub fn with_changed_hosts(
         .map(|host| host.name())
         .collect();
     vm.add(&names).expect("the others join");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     test(&vm);
     vm.halt().expect("halts");
 }
@@ -48,10 +48,10 @@ pub fn with_changed_hosts(
 ///
 /// # Panics
 /// The task does not answer, or its memory is damaged.
-pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
+pub fn check_memory(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, TIMEOUT).sure(vm);
+    let done = run_ok(command, TIMEOUT).or_panic_with_logs(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     let count = done.out.split_whitespace().nth(1);
     count
@@ -63,11 +63,11 @@ pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
 ///
 /// # Panics
 /// The step is not completed within the time limit.
-pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
+pub fn wait_for_step(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
         EventKind::MigrationStep { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
         _ => false,
     };
-    vm.event(TIMEOUT, "the step", |entry| is(&entry.kind))
-        .sure(vm);
+    vm.wait_for_event(TIMEOUT, "the step", |entry| is(&entry.kind))
+        .or_panic_with_logs(vm);
 }

@@ -1,7 +1,7 @@
 //! Builds PVM's examples from Debian's copy of their sources, with our headers and libraries.
 
-use crate::needs::find_in_path;
-use crate::run::must;
+use crate::requirements::find_in_path;
+use crate::run::run_ok;
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Folder in which Debian's package installs the archives.
-const PLACE: &str = "/usr/share/doc/pvm-examples";
+const ARCHIVE_FOLDER: &str = "/usr/share/doc/pvm-examples";
 /// The archives; each contains one folder.
 const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
 
@@ -19,7 +19,7 @@ const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
 type Program = (&'static str, &'static str, &'static [&'static str]);
 
 /// Source file that all examples of the mailbox need in addition to their own.
-const HELPER: &[&str] = &["examples/taskf.c"];
+const MAILBOX_SOURCE: &[&str] = &["examples/taskf.c"];
 
 /// All examples. Debian has no binaries of the last two, so tests only build these two.
 const PROGRAMS: [Program; 44] = [
@@ -35,12 +35,12 @@ const PROGRAMS: [Program; 44] = [
     ("inherit1", "examples/inherit1.c", &[]),
     ("inherit2", "examples/inherit2.c", &[]),
     ("inherit3", "examples/inherit3.c", &[]),
-    ("task0", "examples/task0.c", HELPER),
-    ("task1", "examples/task1.c", HELPER),
-    ("task_end", "examples/task_end.c", HELPER),
-    ("rme", "examples/rme.c", HELPER),
-    ("lmbi", "examples/lmbi.c", HELPER),
-    ("gmbi", "examples/gmbi.c", HELPER),
+    ("task0", "examples/task0.c", MAILBOX_SOURCE),
+    ("task1", "examples/task1.c", MAILBOX_SOURCE),
+    ("task_end", "examples/task_end.c", MAILBOX_SOURCE),
+    ("rme", "examples/rme.c", MAILBOX_SOURCE),
+    ("lmbi", "examples/lmbi.c", MAILBOX_SOURCE),
+    ("gmbi", "examples/gmbi.c", MAILBOX_SOURCE),
     ("mhf_server", "examples/mhf_server.c", &[]),
     ("mhf_tickle", "examples/mhf_tickle.c", &[]),
     ("fmaster1", "examples/master1.f", &[]),
@@ -89,7 +89,7 @@ pub fn lacks() -> Option<String> {
     if let Some(name) = compiler {
         return Some(format!("{name} is missing: install {name}"));
     }
-    let archives = ARCHIVES.map(|name| Path::new(PLACE).join(format!("{name}.tar.gz")));
+    let archives = ARCHIVES.map(|name| Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")));
     let missing = archives.iter().find(|path| !path.exists());
     missing.map(|path| format!("{} is missing: install pvm-examples", path.display()))
 }
@@ -101,10 +101,10 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
     for name in ARCHIVES {
         let mut tar = Command::new("tar");
         tar.arg("-xzf")
-            .arg(Path::new(PLACE).join(format!("{name}.tar.gz")))
+            .arg(Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")))
             .arg("-C")
             .arg(&sources);
-        must(tar, COMPILE_TIMEOUT)?;
+        run_ok(tar, COMPILE_TIMEOUT)?;
     }
     // The Fortran sources search for the header next to their own folder.
     std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
@@ -144,7 +144,7 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
         compiler
             .args(fortran.then_some("-lfpvm3"))
             .args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
-        must(compiler, COMPILE_TIMEOUT)
+        run_ok(compiler, COMPILE_TIMEOUT)
             .with_context(|| format!("building {name} from {source}"))?;
     }
     Ok(())

@@ -1,15 +1,15 @@
 //! Checks the width and length of comments, and the length of files and functions.
 
-use super::lexer::{Kind, Piece};
+use super::lexer::{PieceKind, SourcePiece};
 use super::{COMMENT_WIDTH_MAX, COMMENT_WORDS_MIN, FILE_LINES_MAX, FUNCTION_LINES_MAX};
 
 /// Beginning of the comment that gives the reason for a long function.
-const REASON: &str = "tidy: long because ";
+const LONG_REASON_PREFIX: &str = "tidy: long because ";
 
 /// Returns the findings in one file, as (line number, message).
-pub(super) fn check(text: &str, pieces: &[Piece]) -> Vec<(usize, String)> {
+pub(super) fn check(text: &str, pieces: &[SourcePiece]) -> Vec<(usize, String)> {
     let lines: Vec<&str> = text.lines().collect();
-    let mut found = widths(&lines, pieces);
+    let mut found = wide_comments(&lines, pieces);
     found.extend(short_comments(pieces));
     let code = lines.iter().filter(|line| is_code(line)).count();
     if code > FILE_LINES_MAX {
@@ -27,11 +27,11 @@ fn is_code(line: &str) -> bool {
     !line.is_empty() && !line.starts_with("//")
 }
 
-fn widths(lines: &[&str], pieces: &[Piece]) -> Vec<(usize, String)> {
+fn wide_comments(lines: &[&str], pieces: &[SourcePiece]) -> Vec<(usize, String)> {
     let comments = pieces
         .iter()
-        .filter(|piece| piece.kind == Kind::Comment && piece.begins_line);
-    let wide = |piece: &&Piece| {
+        .filter(|piece| piece.kind == PieceKind::Comment && piece.begins_line);
+    let wide = |piece: &&SourcePiece| {
         let line = lines[piece.line - 1];
         let is_table = piece
             .text
@@ -48,9 +48,9 @@ fn widths(lines: &[&str], pieces: &[Piece]) -> Vec<(usize, String)> {
 
 /// Returns the findings about documentation comments with too few words. Safety comments and
 /// directives are not checked.
-fn short_comments(pieces: &[Piece]) -> Vec<(usize, String)> {
+fn short_comments(pieces: &[SourcePiece]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
-    let docs: Vec<&Piece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
+    let docs: Vec<&SourcePiece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
     for block in docs.chunk_by(|a, b| b.line == a.line + 1) {
         let text: Vec<&str> = block
             .iter()
@@ -67,8 +67,8 @@ fn short_comments(pieces: &[Piece]) -> Vec<(usize, String)> {
     found
 }
 
-fn is_doc(piece: &Piece) -> bool {
-    piece.kind == Kind::Comment && piece.begins_line && piece.text.starts_with(['/', '!'])
+fn is_doc(piece: &SourcePiece) -> bool {
+    piece.kind == PieceKind::Comment && piece.begins_line && piece.text.starts_with(['/', '!'])
 }
 
 fn long_functions(lines: &[&str]) -> Vec<(usize, String)> {
@@ -127,5 +127,5 @@ fn function_name(line: &str) -> Option<&str> {
 fn has_reason(lines: &[&str], at: usize) -> bool {
     let above = lines[..at].iter().rev().map(|line| line.trim());
     let mut head = above.take_while(|line| line.starts_with("//") || line.starts_with("#["));
-    head.any(|line| line.contains(REASON))
+    head.any(|line| line.contains(LONG_REASON_PREFIX))
 }

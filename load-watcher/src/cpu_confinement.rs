@@ -15,7 +15,7 @@ use std::path::PathBuf;
 #[derive(Debug)]
 pub struct CpuConfinement {
     /// Processors that this process may use, in ascending order. Guests never get other processors.
-    available: Vec<usize>,
+    available_processors: Vec<usize>,
     /// Each number of processors to which guests were confined since they last had all processors.
     past_limits: BTreeSet<usize>,
     /// File in which `past_limits` is recorded for the load watcher that replaces this process;
@@ -42,7 +42,7 @@ impl CpuConfinement {
             .filter(|count| (1..all.len()).contains(count))
             .collect();
         Ok(CpuConfinement {
-            available: all,
+            available_processors: all,
             past_limits: kept,
             record_path: note,
         })
@@ -56,10 +56,10 @@ impl CpuConfinement {
     /// Confines these processes to `cores` processors, or to all available ones if `cores` is
     /// `None`. A thread that has itself selected a subset of these processors keeps its selection.
     pub fn apply(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
-        let count = cores.map_or(self.available.len(), |cores| {
-            (cores.max(1) as usize).min(self.available.len())
+        let count = cores.map_or(self.available_processors.len(), |cores| {
+            (cores.max(1) as usize).min(self.available_processors.len())
         });
-        if count < self.available.len() && self.past_limits.insert(count) {
+        if count < self.available_processors.len() && self.past_limits.insert(count) {
             // Must be recorded before the change, because this process may be killed at any moment.
             self.write_record();
         }
@@ -73,14 +73,14 @@ impl CpuConfinement {
         {
             let _ = self.apply_to_thread(Pid::from_raw(thread), &now);
         }
-        if count == self.available.len() && !self.past_limits.is_empty() {
+        if count == self.available_processors.len() && !self.past_limits.is_empty() {
             self.past_limits.clear();
             self.write_record();
         }
     }
 
     fn last_processors(&self, count: usize) -> &[usize] {
-        &self.available[self.available.len() - count..]
+        &self.available_processors[self.available_processors.len() - count..]
     }
 
     /// Records `past_limits`. Errors are ignored: the next load watcher then does not know these
@@ -140,8 +140,8 @@ mod tests {
         let pid = child.id().cast_signed();
         let has = || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
         let (all, last) = (
-            confine.available.clone(),
-            confine.available[confine.available.len() - 1..].to_vec(),
+            confine.available_processors.clone(),
+            confine.available_processors[confine.available_processors.len() - 1..].to_vec(),
         );
         confine.apply(Some(1), [pid]);
         let one = has();
@@ -172,7 +172,7 @@ mod tests {
         let has = || processor_ids(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
         let mut killed = CpuConfinement::new(Some(note.clone())).expect("the system says it");
         killed.apply(Some(1), [pid]);
-        let all = killed.available.clone();
+        let all = killed.available_processors.clone();
         let mut next = CpuConfinement::new(Some(note.clone())).expect("the system says it");
         let (one, needed) = (has(), next.is_needed(None));
         next.apply(None, [pid]);
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn own_affinity_of_thread_is_kept() {
         let mut confine = CpuConfinement::new(None).expect("the system says it");
-        let last = confine.available[confine.available.len() - 1];
+        let last = confine.available_processors[confine.available_processors.len() - 1];
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = Pid::from_raw(child.id().cast_signed());
         let mut set = CpuSet::new();

@@ -23,7 +23,7 @@ pub fn lacks() -> Option<String> {
     if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
     }
-    if let Some(why) = no_namespaces() {
+    if let Some(why) = lacks_namespaces() {
         return Some(format!(
             "root may not make hosts of their own here ({why}): a container has to be privileged"
         ));
@@ -45,7 +45,7 @@ pub fn lacks_disk() -> Option<String> {
 }
 
 /// Returns why the kernel refuses namespaces to root; `None` if it permits them.
-fn no_namespaces() -> Option<String> {
+fn lacks_namespaces() -> Option<String> {
     match Command::new("unshare")
         .args(["--mount", "--net", "--uts", "--pid", "--fork", "true"])
         .output()
@@ -116,7 +116,7 @@ pub fn engine() -> Option<PathBuf> {
 /// The programs are not installed.
 pub fn prefix_in_bed() -> PathBuf {
     let prefix = prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
-    crate::testbed::place_of(&prefix)
+    crate::testbed::prefix_in_hosts(&prefix)
 }
 
 /// Stops a test if the machine lacks what the test needs. `lack` is what is missing.
@@ -150,21 +150,21 @@ pub fn require_program(name: &str, package: &str) {
 /// # Panics
 /// The machine lacks something, the programs are not installed, or a host does not start.
 pub fn testbed(count: usize) -> Testbed {
-    make(|prefix| Testbed::new(count, Some(prefix), &[]))
+    require_and_make(|prefix| Testbed::new(count, Some(prefix), &[]))
 }
 
 /// As [`testbed`], with a testbed that has its own engine ([`Testbed::with_own_engine`]).
 pub fn testbed_with_own_engine(count: usize) -> Testbed {
-    make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
+    require_and_make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
 }
 
 /// As [`testbed`], with additional environment variables for all daemons except the first one
 /// ([`Testbed::with_env`]).
 pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Testbed {
-    make(|prefix| Testbed::with_env(count, Some(prefix), env))
+    require_and_make(|prefix| Testbed::with_env(count, Some(prefix), env))
 }
 
-fn make(new: impl FnOnce(&Path) -> Result<Testbed>) -> Testbed {
+fn require_and_make(new: impl FnOnce(&Path) -> Result<Testbed>) -> Testbed {
     require(lacks());
     prefix()
         .and_then(|prefix| new(&prefix))

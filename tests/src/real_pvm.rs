@@ -1,8 +1,8 @@
 //! Runs Debian's PVM 3.4.6 on the hosts of a testbed, for comparisons with Sempa.
 
-use crate::run::{Running, eventually, run};
+use crate::run::{RunningCommand, run, wait_for};
 use crate::ssh;
-use crate::testbed::{Host, Testbed, gone};
+use crate::testbed::{Host, Testbed, wait_until_no_process};
 use anyhow::{Context, Result};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +23,7 @@ const LOG: &str = "/tmp/pvml.0";
 pub struct RealVm<'a> {
     bed: &'a Testbed,
     rsh: PathBuf,
-    daemon: Running,
+    daemon: RunningCommand,
 }
 
 impl<'a> RealVm<'a> {
@@ -42,13 +42,13 @@ impl<'a> RealVm<'a> {
             ),
         )?;
         fs::set_permissions(&rsh, fs::Permissions::from_mode(0o755))?;
-        let daemon = Running::start(
+        let daemon = RunningCommand::start(
             in_host(bed.host(1), &rsh, Path::new("/usr/bin/pvmd")),
             Stdio::null(),
         )?;
         let vm = RealVm { bed, rsh, daemon };
-        eventually(STARTUP_TIMEOUT, || {
-            if vm.bed.host(1).path(ADDRESS).exists() {
+        wait_for(STARTUP_TIMEOUT, || {
+            if vm.bed.host(1).machine_path(ADDRESS).exists() {
                 return Ok(());
             }
             Err(format!(
@@ -73,7 +73,7 @@ impl<'a> RealVm<'a> {
 
     /// Returns the master's log.
     pub fn log(&self) -> String {
-        fs::read_to_string(self.bed.host(1).path(LOG)).unwrap_or_default()
+        fs::read_to_string(self.bed.host(1).machine_path(LOG)).unwrap_or_default()
     }
 
     /// Ends the virtual machine. Kills every process that remains on the hosts, because PVM's own
@@ -88,12 +88,12 @@ impl<'a> RealVm<'a> {
         run(end, STARTUP_TIMEOUT)?;
         for host in self.bed.hosts() {
             // The master requests the slaves to end. Those that do not end are killed.
-            let asked = gone(host, "pvm", Duration::from_secs(3));
+            let asked = wait_until_no_process(host, "pvm", Duration::from_secs(3));
             if asked.is_err() {
                 host.kill_all();
-                gone(host, "pvm", STARTUP_TIMEOUT)?;
+                wait_until_no_process(host, "pvm", STARTUP_TIMEOUT)?;
             }
-            for entry in fs::read_dir(host.path("/tmp"))
+            for entry in fs::read_dir(host.machine_path("/tmp"))
                 .context("/tmp of a host")?
                 .flatten()
             {

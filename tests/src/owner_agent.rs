@@ -1,7 +1,7 @@
 //! Runs an owner agent on a host: a program that directs the guests on behalf of the owner, like a
 //! load watcher.
 
-use crate::run::{Running, eventually, run};
+use crate::run::{RunningCommand, run, wait_for};
 use crate::testbed::{Host, OLGA_UID, Testbed};
 use crate::vm::{COMMAND_TIMEOUT, Vm};
 use serde_json::Value;
@@ -10,34 +10,34 @@ use std::process::{ChildStdin, Stdio};
 
 /// The running program `owner-speaks` on a host. Its last directive applies until the program ends.
 #[derive(Debug)]
-pub struct Speaker {
-    session: Running,
+pub struct OwnerAgent {
+    session: RunningCommand,
     input: Option<ChildStdin>,
-    said: usize,
+    directives_sent: usize,
 }
 
-impl Speaker {
+impl OwnerAgent {
     /// Starts the program on a host. `built` is the path of the program.
-    pub fn new(vm: &Vm, host: &Host, built: &str) -> Speaker {
+    pub fn new(vm: &Vm, host: &Host, built: &str) -> OwnerAgent {
         let program = vm.home().join("owner-speaks");
         if !program.exists() {
             std::fs::copy(built, &program).expect("copied");
         }
         let mut session =
-            Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+            RunningCommand::start(vm.command(host, program), Stdio::piped()).expect("it starts");
         let input = session.take_stdin();
-        let speaker = Speaker {
+        let speaker = OwnerAgent {
             session,
             input,
-            said: 0,
+            directives_sent: 0,
         };
-        speaker.hear(0);
+        speaker.wait_for_answer(0);
         speaker
     }
 
     /// Waits for the program's answer number `number`. Returns the time in the answer.
-    fn hear(&self, number: usize) -> u64 {
-        let heard = eventually(COMMAND_TIMEOUT, || {
+    fn wait_for_answer(&self, number: usize) -> u64 {
+        let heard = wait_for(COMMAND_TIMEOUT, || {
             let out = self
                 .session
                 .out_so_far()
@@ -59,13 +59,13 @@ impl Speaker {
 
     /// Passes a directive to the program and waits until the daemon has received it. Returns the
     /// time of the directive in microseconds since 1970.
-    pub fn say(&mut self, word: &str) -> u64 {
-        self.said += 1;
+    pub fn direct(&mut self, word: &str) -> u64 {
+        self.directives_sent += 1;
         let mut input = self.input.as_ref().expect("it listens");
         input
             .write_all(format!("{word}\n").as_bytes())
             .expect("it listens");
-        self.hear(self.said)
+        self.wait_for_answer(self.directives_sent)
     }
 
     /// Kills the program.
@@ -78,13 +78,13 @@ impl Speaker {
 }
 
 /// Runs `pvm owner ...` on a host as olga, who has no virtual machine. Returns the output as JSON.
-pub fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
+pub fn run_owner_command(bed: &Testbed, host: usize, words: &[&str]) -> Value {
     let home = bed.folder().join("olga");
     let mut command = bed
         .host(host)
         .command_as(Some(("olga", OLGA_UID, &home)), "pvm");
     command.arg("--json").arg("owner").args(words);
     let done = run(command, COMMAND_TIMEOUT).expect("the console runs");
-    assert!(done.good(), "pvm owner {words:?}: {done:?}");
+    assert!(done.succeeded(), "pvm owner {words:?}: {done:?}");
     serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{error}: {done:?}"))
 }

@@ -1,8 +1,8 @@
 //! A virtual machine of one host in private folders, without namespaces and without root, for tests
 //! of one program.
 
-use crate::needs;
-use crate::run::{Done, must, run};
+use crate::requirements;
+use crate::run::{CommandResult, run, run_ok};
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 /// Time for one command on a loaded machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 /// Environment variables of the calling process that must not reach the virtual machine.
-const FOREIGN: [&str; 8] = [
+const REMOVED_VARIABLES: [&str; 8] = [
     "PVM_RM",
     "PVMSOCK",
     "PVMEPID",
@@ -26,21 +26,22 @@ const FOREIGN: [&str; 8] = [
 
 /// Folders, programs and environment of a private virtual machine.
 #[derive(Debug)]
-pub struct Lab {
+pub struct PrivateVm {
     folder: TempDir,
     lib: PathBuf,
 }
 
-impl Lab {
+impl PrivateVm {
     /// Makes the folders and copies the programs, and starts nothing. `console` replaces the
     /// installed console.
-    pub fn new(console: Option<&Path>) -> Lab {
-        let prefix = needs::prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
-        Lab::fill(&prefix, console)
+    pub fn new(console: Option<&Path>) -> PrivateVm {
+        let prefix =
+            requirements::prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
+        PrivateVm::make_folders(&prefix, console)
             .unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}"))
     }
 
-    fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
+    fn make_folders(prefix: &Path, console: Option<&Path>) -> Result<PrivateVm> {
         // The path of a socket is limited in length, so the folder's path is short.
         let folder = tempfile::Builder::new()
             .prefix("sempa-lab")
@@ -62,21 +63,21 @@ impl Lab {
             // inherit the open file, and a program that is open for writing cannot be executed.
             let mut copy = Command::new("cp");
             copy.arg(from).arg(bin.join(name));
-            must(copy, COMMAND_TIMEOUT).with_context(|| format!("copying {}", from.display()))?;
+            run_ok(copy, COMMAND_TIMEOUT).with_context(|| format!("copying {}", from.display()))?;
         }
-        Ok(Lab {
+        Ok(PrivateVm {
             folder,
             lib: prefix.join("lib"),
         })
     }
 
-    /// As [`Lab::new`], and starts a daemon.
+    /// As [`PrivateVm::new`], and starts a daemon.
     ///
     /// # Panics
-    /// As [`Lab::new`], or the daemon does not start.
-    pub fn started(console: Option<&Path>) -> Lab {
-        let lab = Lab::new(console);
-        if let Err(error) = lab.pvm(&["start"]).expect_good("pvm start") {
+    /// As [`PrivateVm::new`], or the daemon does not start.
+    pub fn started(console: Option<&Path>) -> PrivateVm {
+        let lab = PrivateVm::new(console);
+        if let Err(error) = lab.pvm(&["start"]).expect_success("pvm start") {
             panic!("{error:#}");
         }
         lab
@@ -93,7 +94,7 @@ impl Lab {
     }
 
     /// Returns the folder of the daemon's files.
-    pub fn place(&self) -> PathBuf {
+    pub fn daemon_folder(&self) -> PathBuf {
         self.path("tmp")
             .join(format!("sempa-{}", nix::unistd::geteuid()))
             .join("pvm")
@@ -101,7 +102,7 @@ impl Lab {
 
     /// Returns the path of the daemon's socket.
     pub fn socket(&self) -> PathBuf {
-        self.place().join("pvmd.sock")
+        self.daemon_folder().join("pvmd.sock")
     }
 
     /// Returns a command that runs `program` with the environment of this virtual machine.
@@ -119,7 +120,7 @@ impl Lab {
             "PATH",
             format!("{}:/usr/bin:/bin", self.path("bin").display()),
         );
-        for name in FOREIGN {
+        for name in REMOVED_VARIABLES {
             command.env_remove(name);
         }
         command.current_dir(self.folder.path());
@@ -132,7 +133,7 @@ impl Lab {
     }
 
     /// Runs the console with one command.
-    pub fn pvm(&self, words: &[&str]) -> Done {
+    pub fn pvm(&self, words: &[&str]) -> CommandResult {
         let mut command = self.console();
         command.args(words);
         run(command, COMMAND_TIMEOUT)
@@ -140,8 +141,8 @@ impl Lab {
     }
 
     /// Returns the daemon's process number; `None` if no daemon runs.
-    pub fn daemon(&self) -> Option<i32> {
-        fs::read_to_string(self.place().join("pvmd.lock"))
+    pub fn daemon_pid(&self) -> Option<i32> {
+        fs::read_to_string(self.daemon_folder().join("pvmd.lock"))
             .ok()?
             .trim()
             .parse()
@@ -149,9 +150,9 @@ impl Lab {
     }
 }
 
-impl Drop for Lab {
+impl Drop for PrivateVm {
     fn drop(&mut self) {
-        if self.daemon().is_some() {
+        if self.daemon_pid().is_some() {
             let mut halt = self.console();
             let _ = halt
                 .arg("halt")

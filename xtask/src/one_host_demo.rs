@@ -1,17 +1,17 @@
 //! The part of the demo that needs no testbed: a virtual machine that consists only of this host
 //! and runs a PVM program.
 
-use crate::demo::say;
+use crate::demo::print_demo_line;
 use anyhow::{Context, Result, bail};
 use sempa_tests::programs;
-use sempa_tests::run::{Done, run as run_to_end};
+use sempa_tests::run::{CommandResult, run as run_to_end};
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Path of one of Debian's examples. If it is not installed, a program of the tests is run instead.
-const EXAMPLE: &str = "/usr/bin/master1";
+const EXAMPLE_PROGRAM: &str = "/usr/bin/master1";
 
 /// Starts, uses and halts a virtual machine whose files are in a temporary folder. Returns false if
 /// a check fails.
@@ -36,34 +36,36 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         );
         command
     };
-    let pvm = |words: &[&str]| -> Result<Done> {
+    let pvm = |words: &[&str]| -> Result<CommandResult> {
         let mut command = command(&prefix.join("bin/pvm"));
         command.args(words);
-        run_to_end(command, SOON)
+        run_to_end(command, WAIT_TIMEOUT)
     };
     let good = (|| -> Result<bool> {
-        pvm(&["start"])?.expect_good("starting the virtual machine")?;
-        say("the virtual machine runs on this host");
-        let done = if Path::new(EXAMPLE).exists() {
-            say("Debian's example master1, as it is, and its slaves:");
-            run_to_end(command(Path::new(EXAMPLE)), SOON)?
+        pvm(&["start"])?.expect_success("starting the virtual machine")?;
+        print_demo_line("the virtual machine runs on this host");
+        let done = if Path::new(EXAMPLE_PROGRAM).exists() {
+            print_demo_line("Debian's example master1, as it is, and its slaves:");
+            run_to_end(command(Path::new(EXAMPLE_PROGRAM)), WAIT_TIMEOUT)?
         } else {
-            say("a small program of our own, because Debian's pvm-examples is not installed:");
+            print_demo_line(
+                "a small program of our own, because Debian's pvm-examples is not installed:",
+            );
             let mut own = command(&programs::compile("pingpong", prefix, &folder)?);
             own.arg(name_of_this_host(&pvm(&["--json", "conf"])?)?);
-            run_to_end(own, SOON)?
+            run_to_end(own, WAIT_TIMEOUT)?
         };
         print!("{}{}", done.out, done.err);
-        Ok(done.good())
+        Ok(done.succeeded())
     })();
     let halted = pvm(&["halt"]);
     let removed = std::fs::remove_dir_all(&folder);
     let good = good?;
-    if !halted?.good() {
+    if !halted?.succeeded() {
         bail!("the virtual machine does not halt");
     }
     removed.with_context(|| folder.display().to_string())?;
-    say(if good {
+    print_demo_line(if good {
         "what can be shown on one host held"
     } else {
         "NOT GOOD: the example failed"
@@ -71,7 +73,7 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
     Ok(good)
 }
 
-fn name_of_this_host(conf: &Done) -> Result<String> {
+fn name_of_this_host(conf: &CommandResult) -> Result<String> {
     let value: serde_json::Value =
         serde_json::from_str(conf.out.trim()).context("pvm --json conf")?;
     Ok(value["hosts"][0]["name"]
