@@ -3,8 +3,9 @@
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
+use sempa_proto::body::Packer;
 use sempa_proto::event::Event;
-use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::MigrationTargets;
 use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
 use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
@@ -183,7 +184,7 @@ pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
 
 /// Returns the mailbox classes that match `pattern`.
 pub(crate) fn mailbox_classes(
-    machine: &impl VirtualMachine,
+    machine: &dyn VirtualMachine,
     pattern: &str,
 ) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
     match machine.ask(Request::Mailbox(MailboxRequest::List {
@@ -192,4 +193,31 @@ pub(crate) fn mailbox_classes(
         Reply::MailboxClasses(classes) => Ok(classes),
         _ => Err(unexpected_reply()),
     }
+}
+
+/// Inserts an entry with the contents `body` into the mailbox class `name`.
+pub(crate) fn put_mailbox_entry(
+    machine: &dyn VirtualMachine,
+    name: &str,
+    flags: i32,
+    body: Packer,
+) -> Result<(), Error> {
+    let me = machine.tid();
+    let message = Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    };
+    let name = name.to_string();
+    machine
+        .ask(Request::Mailbox(MailboxRequest::Put {
+            name,
+            flags,
+            message,
+        }))
+        .map(|_| ())
 }

@@ -1,0 +1,253 @@
+//! Runs a drain that may checkpoint jobs in a process of its own.
+//!
+//! The process is this program with `--apart`. It outlives the command that the user typed, and its
+//! terminal. The command copies the process's output and ends with its exit status; the process
+//! needs neither the command nor its terminal to continue.
+
+use super::order::DrainOrder;
+use crate::detach::detach;
+use crate::outcome::Outcome;
+use crate::output::terminal::Terminal;
+use nix::sys::signal::{SigSet, Signal};
+use sempa_proto::Tid;
+use std::io::{self, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+
+/// Size of the buffer for copied output.
+const CHUNK_BYTES: usize = 16 << 10;
+/// A shell reports death by signal N as exit status 128 + N.
+const SIGNAL_EXIT_BASE: u8 = 128;
+
+/// Returns the path of this program. `/proc/self/exe` is used if the file was removed or replaced.
+fn own_program() -> PathBuf {
+    let own = std::env::current_exe().ok().filter(|path| path.is_file());
+    own.unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
+}
+
+/// Starts the drain process.
+///
+/// `console` is the console that requested the drain, or [`Tid::NONE`] for a shell. The children of
+/// that console are checkpointed although the console is alive.
+fn spawn_drain_process(
+    program: PathBuf,
+    console: Tid,
+    what: &DrainOrder,
+    json: bool,
+) -> io::Result<Child> {
+    let mut command = Command::new(program);
+    command
+        .args(["--apart", &console.to_string()])
+        .args(json.then_some("--json"))
+        .args(what.to_words());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let spawned = detach(&mut command).spawn();
+    spawned.map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("drain: nobody can be started to carry it out: {error}"),
+        )
+    })
+}
+
+/// Runs a drain that was requested from a shell and prints its progress.
+///
+/// # Errors
+/// Fails if the process could not be started. If standard output cannot be written, fails after the
+/// drain has ended.
+pub(super) fn run_from_shell(drain: &DrainOrder, json: bool) -> io::Result<Outcome> {
+    let mut interrupts = SigSet::empty();
+    interrupts.add(Signal::SIGINT);
+    interrupts.add(Signal::SIGTERM);
+    // Later threads inherit the signal mask.
+    interrupts.thread_block()?;
+    let mut child = match spawn_drain_process(own_program(), Tid::NONE, drain, json) {
+        Ok(child) => child,
+        Err(error) => {
+            return Ok(Outcome::error(error));
+        }
+    };
+    let host = drain.host.clone();
+    thread::spawn(move || detach_on_signal(interrupts, &host));
+    let complaints = child
+        .stderr
+        .take()
+        .map(|from| thread::spawn(move || copy_output(from, io::stderr())));
+    let shown = child
+        .stdout
+        .take()
+        .map_or(Ok(()), |from| copy_output(from, io::stdout()));
+    // Errors of standard error are ignored.
+    let _ = complaints.map(thread::JoinHandle::join);
+    let status = child.wait()?;
+    shown?;
+    let (good, signal_error) = exit_result(status);
+    Ok(Outcome {
+        errors: signal_error.into_iter().collect(),
+        failed: !good,
+        ..Outcome::default()
+    })
+}
+
+/// Waits for one of the signals, reports that the drain continues, and exits.
+fn detach_on_signal(interrupts: SigSet, host: &str) {
+    let Ok(signal) = interrupts.wait() else {
+        return;
+    };
+    // A second signal ends this process the usual way, in case printing blocks.
+    let _ = interrupts.thread_unblock();
+    Terminal.print_error(&format!(
+        "drain: {host} goes on being emptied; 'undrain {host}' calls it off"
+    ));
+    let number = u8::try_from(signal as i32).unwrap_or_default();
+    std::process::exit(i32::from(SIGNAL_EXIT_BASE + number));
+}
+
+/// Copies all output. A broken pipe at the target does not stop reading, because the writer would
+/// then block forever.
+///
+/// # Errors
+/// Fails if some of it could not be read or written.
+fn copy_output(mut from: impl Read, mut target: impl Write) -> io::Result<()> {
+    let (mut chunk, mut result) = (vec![0; CHUNK_BYTES], Ok(()));
+    loop {
+        let bytes = match from.read(&mut chunk) {
+            Ok(0) => return result,
+            Ok(bytes) => &chunk[..bytes],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        if result.is_ok() {
+            result = target.write_all(bytes).and_then(|()| target.flush());
+        }
+    }
+}
+
+/// Returns whether the drain succeeded, and an error line if a signal killed its process.
+fn exit_result(status: ExitStatus) -> (bool, Option<String>) {
+    let by = status.signal().map(|signal| {
+        format!(
+            "drain: whoever carried it out was ended by signal {signal}: what was not written by then is not written"
+        )
+    });
+    (status.success(), by)
+}
+
+/// Runs a drain that was requested in this interactive console and waits for its end.
+pub(super) fn run_from_console(console: Tid, drain: &DrainOrder, json: bool) -> Outcome {
+    run_program_from_console(own_program(), console, drain, json)
+}
+
+fn run_program_from_console(
+    program: PathBuf,
+    console: Tid,
+    drain: &DrainOrder,
+    json: bool,
+) -> Outcome {
+    let done = match spawn_drain_process(program, console, drain, json)
+        .and_then(Child::wait_with_output)
+    {
+        Ok(done) => done,
+        Err(error) => return Outcome::error(error),
+    };
+    let (good, signal_error) = exit_result(done.status);
+    let (out, err) = (
+        String::from_utf8_lossy(&done.stdout),
+        String::from_utf8_lossy(&done.stderr),
+    );
+    let values = if json {
+        out.lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect()
+    } else {
+        Vec::new()
+    };
+    let complaints = err.lines().map(String::from).chain(signal_error).collect();
+    let text = if json {
+        String::new()
+    } else {
+        out.into_owned()
+    };
+    Outcome {
+        text,
+        json: values,
+        errors: complaints,
+        failed: !good,
+        ..Outcome::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A writer whose reader has closed the pipe.
+    struct BrokenPipeWriter;
+
+    impl Write for BrokenPipeWriter {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::BrokenPipe.into())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// All output of the process is read even if it cannot be written.
+    #[test]
+    fn output_is_drained_after_broken_pipe() {
+        let text = vec![b'x'; 3 * CHUNK_BYTES + 1];
+        let (mut from, mut to) = (&text[..], Vec::new());
+        copy_output(&mut from, &mut to).expect("it is written");
+        assert_eq!((from.len(), to.len()), (0, text.len()));
+        let mut from = &text[..];
+        let error = copy_output(&mut from, BrokenPipeWriter).expect_err("nobody reads it");
+        assert_eq!((from.len(), error.kind()), (0, io::ErrorKind::BrokenPipe));
+    }
+
+    /// Output, errors and exit status of the process become those of the command.
+    #[test]
+    fn outcome_has_process_output_and_status() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = folder.path().join("pvm");
+        let what = DrainOrder {
+            host: "h2".into(),
+            deadline: None,
+            checkpoint: true,
+        };
+        let run = |script: &str, json| {
+            fs::write(&place, format!("#!/bin/sh\n{script}\n")).expect("written");
+            fs::set_permissions(&place, fs::Permissions::from_mode(0o755)).expect("ours");
+            run_program_from_console(place.clone(), Tid::from_raw(0x40001), &what, json)
+        };
+        let done = run("echo \"$@\"; echo not all >&2; exit 1", false);
+        assert_eq!(done.text, "--apart t40001 drain h2 --checkpoint\n");
+        assert_eq!(
+            (done.failed, done.errors),
+            (true, vec!["not all".to_string()])
+        );
+        let done = run("echo '{\"left\":[]}'", true);
+        assert_eq!(
+            (done.failed, done.text.as_str(), done.json),
+            (false, "", vec![serde_json::json!({ "left": [] })])
+        );
+        let killed = run("kill -9 $$", false);
+        assert!(
+            killed.failed && killed.errors[0].contains("ended by signal 9"),
+            "{killed:?}"
+        );
+        let none = run_program_from_console(folder.path().join("none"), Tid::NONE, &what, false);
+        assert!(
+            none.failed && none.errors[0].starts_with("drain: nobody can be started"),
+            "{none:?}"
+        );
+    }
+}
