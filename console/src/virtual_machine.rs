@@ -16,7 +16,7 @@ use std::time::Duration;
 /// Time limit for an answer of the resource manager.
 const RM_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error text for a question to the resource manager when none is running.
-const NO_RM_RUNNING: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
+const NO_RM_RUNNING: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
 /// The virtual machine as seen by the console's task.
 pub(crate) trait VirtualMachine {
@@ -80,7 +80,7 @@ impl VirtualMachine for Vm {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
                 let reason = format!(
-                    "the move {id} has begun, but the daemon did not wait for its end; see 'events'"
+                    "migration {id} has begun, but the daemon did not wait for its end; see 'events'"
                 );
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
@@ -153,7 +153,7 @@ impl VirtualMachine for Vm {
 /// Error for a resource manager that speaks another protocol version.
 fn version_mismatch(rm: Tid, other: u16) -> Error {
     let reason = format!(
-        "resource manager {rm} speaks version {other} of questions and answers, this console {}: use programs of one version",
+        "resource manager {rm} speaks protocol version {other}, this console version {}: use programs of one version",
         rm::RM_VERSION
     );
     Error::new(PvmError::Mismatch, reason)
@@ -163,7 +163,7 @@ fn version_mismatch(rm: Tid, other: u16) -> Error {
 pub(crate) fn unexpected_reply() -> Error {
     Error::new(
         PvmError::BadMsg,
-        "the daemon gave an answer to another question: console and daemon are of different versions",
+        "the daemon sent an unexpected reply: console and daemon are of different versions",
     )
 }
 

@@ -70,17 +70,14 @@ fn can_migrate_tells_which_hosts_take_a_task() {
         let nobody = pvm(vm, &["can-migrate", &tid]);
         let missing = "no: /tmp/only-there: it does not exist on the target";
         assert!(
-            !nobody.good() && nobody.out.ends_with("no host would take it\n"),
+            !nobody.good() && nobody.out.ends_with("no host accepts it\n"),
             "{nobody:?}"
         );
         assert_eq!(nobody.out.matches(missing).count(), 2, "{nobody:?}");
         std::fs::create_dir(place(3)).expect("made");
         let one = pvm(vm, &["can-migrate", &tid]);
         assert!(
-            one.good()
-                && one
-                    .out
-                    .ends_with("the nearest host that would take it: h3\n"),
+            one.good() && one.out.ends_with("nearest host that accepts it: h3\n"),
             "{one:?}"
         );
         let values = vm.json(&["can-migrate", &tid, "h1"]);
@@ -129,7 +126,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let done = pvm(vm, &["drain", "h2", "--deadline", "50s"]);
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         assert!(
-            done.out.starts_with("h2 takes no tasks; 2 are to leave\n")
+            done.out.starts_with("h2 accepts no tasks; 2 must leave\n")
                 && done.out.contains("\nh2 is empty after ")
         );
         for tid in &tids {
@@ -145,7 +142,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let why = pvm(vm, &["why", "h2"]);
         assert!(
             why.out
-                .contains("now: nothing is placed on h2: it is being emptied, or kept empty"),
+                .contains("now: nothing is placed on h2: it is drained at the request of"),
             "{why:?}"
         );
         let before = registered(vm);
@@ -175,7 +172,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let again = pvm(vm, &["undrain", "h2"]);
         assert_eq!(
             (again.good(), again.out.as_str()),
-            (true, "h2 takes tasks\n"),
+            (true, "h2 accepts tasks\n"),
             "{again:?}"
         );
         let tid = vm.spawn(&["-h2", "hold", "1"]).sure(vm);
@@ -302,7 +299,7 @@ fn a_stuck_job_is_stored_by_the_deadline() {
         let done = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         let set = word_after(&done.out, &format!("job {tid} is in the store as "));
         let set = set.unwrap_or_else(|| panic!("{done:?}\n{}", vm.logs()));
-        let told = format!("job {tid} loses what it has done since {set} if h2 leaves now\n");
+        let told = format!("job {tid} loses its work since {set} if h2 leaves now\n");
         assert!(!done.good() && done.out.contains(&told), "{done:?}");
         assert!(
             done.out
@@ -363,12 +360,12 @@ fn a_drain_writes_no_second_checkpoint() {
         vm.json(&["checkpoint", "--every", "1h", &tid]).sure(vm);
         let done = pvm(vm, &["drain", "h2", "--deadline", "9s"]);
         assert!(
-            !done.good() && !done.out.contains("is being written"),
+            !done.good() && !done.out.contains("is being checkpointed"),
             "{done:?}"
         );
         assert!(
             done.out
-                .contains(&format!("job {tid} loses what it has done since ")),
+                .contains(&format!("job {tid} loses its work since ")),
             "{done:?}"
         );
         assert_eq!(drain_and_sets(vm).1.len(), 1, "{done:?}\n{}", vm.logs());
@@ -423,7 +420,7 @@ fn spawn_what_stays(vm: &Vm) -> String {
 fn begin(vm: &Vm, words: &[&str]) -> Running {
     let drain = vm.start_pvm(words).sure(vm);
     let told = || match drain.out_so_far() {
-        Ok(out) if out.contains(" takes no tasks; ") => Ok(()),
+        Ok(out) if out.contains(" accepts no tasks; ") => Ok(()),
         other => Err(format!("{other:?} {:?}", drain.err_so_far())),
     };
     eventually(TIMEOUT, told).sure(vm);
@@ -479,7 +476,7 @@ fn a_drain_survives_its_command() {
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
         let killed = killed.finish(TIMEOUT).sure(vm);
         assert!(
-            !killed.good() && !killed.out.contains("is being written"),
+            !killed.good() && !killed.out.contains("is being checkpointed"),
             "it was before: {killed:?}"
         );
         is_written_and_goes_on(vm, &tid);
@@ -490,7 +487,7 @@ fn a_drain_survives_its_command() {
         assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
         assert_eq!(
             interrupted.err,
-            "drain: h2 goes on being emptied; 'undrain h2' calls it off\n"
+            "drain: h2 is still being drained; 'undrain h2' cancels it\n"
         );
         is_written_and_goes_on(vm, &tid);
     });
@@ -554,14 +551,11 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
         );
         let earlier = earlier.finish(TIMEOUT).sure(vm);
         assert!(
-            !earlier.good()
-                && earlier
-                    .out
-                    .contains("a later order to empty h2 counts, that of "),
+            !earlier.good() && earlier.out.contains("a later drain of h2 by "),
             "{earlier:?}"
         );
         let looked_on = looks_on.finish(TIMEOUT).sure(vm);
-        assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
+        assert!(!looked_on.out.contains("a later drain"), "{looked_on:?}");
         is_written_and_goes_on(vm, &tid);
     });
 }
@@ -597,7 +591,7 @@ fn a_drain_outlives_its_console() {
         };
         let out = eventually(TIMEOUT, written).sure(vm);
         assert!(
-            out.contains("h2 takes no tasks; 1 is to leave\n")
+            out.contains("h2 accepts no tasks; 1 must leave\n")
                 && out.contains(" is still there: no host"),
             "{out}"
         );

@@ -83,7 +83,7 @@ fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
     );
     let moved = vm.migrate_when_ready(tid, host).expect("ends");
     assert!(
-        moved.good() && moved.out.contains(&format!("moved to {host} by {by}")),
+        moved.good() && moved.out.contains(&format!("migrated to {host} by {by}")),
         "{moved:?}\n{}",
         vm.logs()
     );

@@ -220,12 +220,12 @@ fn lying_engines_harm_no_job() {
             let good = job.good_checkpoint();
             for (what, words) in sample(LIES, 1, seed) {
                 behave(bed, "h2", what);
-                job.fails(what, &["the job goes on", words]);
+                job.fails(what, &["the job continues", words]);
                 behave(bed, "h2", "");
             }
             for kind in sample(IMAGES, 2, seed) {
                 behave(bed, "h2", &format!("cut {kind}*.img"));
-                let words = ["the job goes on", "images: ", kind];
+                let words = ["the job continues", "images: ", kind];
                 job.fails(&format!("{kind} cut"), &words);
                 behave(bed, "h2", "");
             }
@@ -234,7 +234,7 @@ fn lying_engines_harm_no_job() {
             for (what, words) in sample(LIES, 1, seed + 1) {
                 behave(bed, "h1", what);
                 behave(bed, "h2", what);
-                job.is_not_started(&good, what, &["nothing of it runs", words]);
+                job.is_not_started(&good, what, &["none of its tasks is running", words]);
                 behave(bed, "h1", "");
                 behave(bed, "h2", "");
             }
@@ -309,7 +309,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             ));
             job.fails(
                 &format!("room for {part} of a set"),
-                &["the disk is full", "the job goes on"],
+                &["the disk is full", "the job continues"],
             );
             let left = eventually(TIMEOUT, || {
                 let now = in_store();
@@ -384,19 +384,19 @@ fn an_unusable_store_key_is_named() {
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("its mode");
         job.fails(
             "a short key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::write(&key, [7; 32]).expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).expect("its mode");
         job.fails(
             "a key that others can read",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_file(&key).expect("removed");
         fs::create_dir(&key).expect("made");
         job.fails(
             "a folder for a key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_dir(&key).expect("removed");
         let set = job.good_checkpoint();

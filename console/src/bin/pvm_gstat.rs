@@ -41,7 +41,7 @@ fn run(option: Option<&str>, name: &str) -> Result<String, String> {
         }
         Some(other) => {
             return Err(format!(
-                "{other} is no option; it takes none but --help and --version"
+                "{other} is not an option; only --help and --version are"
             ));
         }
     }

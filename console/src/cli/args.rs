@@ -8,11 +8,11 @@ use sempa_proto::Tid;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves
-/// and ends tasks.
+/// Console of a Sempa virtual machine: starts it if none is running, adds hosts, and starts, lists,
+/// migrates and ends tasks.
 ///
-/// Without a command it reads commands from its input. With one it carries it out and ends: `pvm
-/// conf`, `pvm add h2 h3`, `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME`
+/// Without a command, reads commands from its input. With one, executes it and exits: `pvm conf`,
+/// `pvm add h2 h3`, `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME`
 /// explains one.
 #[derive(Debug, Parser)]
 #[command(
@@ -126,7 +126,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
 }
 
 fn tid(word: &str) -> Result<Tid, String> {
-    parse_tid(word).ok_or_else(|| "it is not a tid".to_string())
+    parse_tid(word).ok_or_else(|| "not a tid".to_string())
 }
 
 fn no_json(command: Option<&str>) -> ArgsError {

@@ -26,7 +26,7 @@ pub(crate) const ALIAS: CommandSpec = CommandSpec {
 
 pub(crate) const UNALIAS: CommandSpec = CommandSpec {
     name: "unalias",
-    summary: "Forget aliases",
+    summary: "Remove aliases",
     detail: "Syntax:  unalias name ...\n",
     parse: |args| {
         let names = one_or_more("unalias", args)?;

@@ -15,10 +15,11 @@ use serde_json::{Value, json};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "can-migrate",
-    summary: "Tell which hosts would take a running task, and what the others have against it",
-    detail: "Syntax:  can-migrate tid [ host ]\nAsks all hosts, or only this one; nothing is moved and nothing stands still.\n\
-                 The hosts come in the order of their distance. The answer holds for now: a move asks again.\n\
-                 Where it would not go by CRIU, the way is said: its own checkpoint, or restart (SEMPA_ENGINE).\n",
+    summary: "List the hosts that accept a running task, and why the others refuse it",
+    detail: "Syntax:  can-migrate tid [ host ]\n\
+             Asks all hosts, or only this one. The task is neither migrated nor paused.\n\
+             The hosts are listed by distance. A migration asks again, because the answer may change.\n\
+             If the task would not migrate by CRIU, the engine is shown: its own checkpoint, or restart (SEMPA_ENGINE).\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::ByWords(|args, _| match args {
         [] => (0, WordKind::Tid),
@@ -86,9 +87,9 @@ fn text(table: &HostTable, targets: &MigrationTargets) -> String {
         }
     }
     out + &match targets.nearest() {
-        Some(host) => format!("the nearest host that would take it: {}\n", name(host)),
-        None if targets.verdicts.is_empty() => "no other host was asked about\n".to_string(),
-        None => "no host would take it\n".to_string(),
+        Some(host) => format!("nearest host that accepts it: {}\n", name(host)),
+        None if targets.verdicts.is_empty() => "no other host was asked\n".to_string(),
+        None => "no host accepts it\n".to_string(),
     }
 }
 

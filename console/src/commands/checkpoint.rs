@@ -19,11 +19,16 @@ const INTERVAL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "checkpoint",
-    summary: "Write all tasks of a job to the store, as they are at one moment",
-    detail: "Syntax:  checkpoint [ --every time | --loss time | --stop | --end ] tid\nThe job is this task and everything that it and its \
-                 descendants have spawned. Its tasks stand still\nwhile they are written; all others go on. With --every (as \
-                 30s, 5m) it is done again and again, and the\njob goes back to its newest checkpoint when a host is lost that \
-                 had tasks of it. With --loss it is done so often that no more work than\nthat is lost then.\nWith --end the job ends when its checkpoint is complete; 'restart' starts it again.\nTasks that CRIU cannot write may write themselves (SEMPA_ENGINE=own, SEMPA_STATE).\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
+    summary: "Write a consistent checkpoint of a job to the store",
+    detail: "Syntax:  checkpoint [ --every time | --loss time | --stop | --end ] tid\n\
+             The job is this task and everything that it and its descendants have spawned. Its tasks are frozen while\n\
+             they are written; other tasks continue.\n\
+             With --every (such as 30s, 5m) checkpoints are repeated, and the job rolls back to its newest checkpoint\n\
+             when a host with some of its tasks is lost. With --loss they are repeated so that at most this much work\n\
+             is lost. --stop ends the repetition.\n\
+             With --end the job ends when its checkpoint is complete; 'restart' restarts it.\n\
+             Tasks that CRIU cannot dump may write their own state (SEMPA_ENGINE=own, SEMPA_STATE).\n\
+             The store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
@@ -108,7 +113,7 @@ impl VmCommand for CheckpointCommand {
         })? {
             Reply::Done => {
                 let text = format!(
-                    "no more checkpoints of {job} by themselves; those that were made stay\n"
+                    "periodic checkpoints of {job} are stopped; existing checkpoints are kept\n"
                 );
                 Ok(Outcome::with_values(
                     text,
@@ -168,16 +173,16 @@ impl CheckpointCommand {
         );
         if let Some(every) = every {
             text.push_str(&format!(
-                "and again every {every} s, until 'checkpoint --stop {job}'\n"
+                "repeated every {every} s until 'checkpoint --stop {job}'\n"
             ));
         }
         if let Some(bound) = loss {
             text.push_str(&format!(
-                "and again so often that {bound} s of work are lost at most, until 'checkpoint --stop {job}'\n"
+                "repeated so that at most {bound} s of work are lost, until 'checkpoint --stop {job}'\n"
             ));
         }
         if *ends_job {
-            text.push_str(&format!("and ended; 'restart {set}' starts it again\n"));
+            text.push_str(&format!("and ended; 'restart {set}' restarts it\n"));
         }
         let value = json!({
             "set": set, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": bytes,
@@ -193,9 +198,9 @@ pub(crate) fn job_after_failure(why: &CheckpointFailure, job_word: &str) -> Stri
     match why {
         CheckpointFailure::NoSuchJob(_) => String::new(),
         CheckpointFailure::HostLost(_) => format!(
-            "; with its tasks there; {job_word} goes back to its newest checkpoint by itself, if it has one and is checkpointed again and again"
+            "; with its tasks there; {job_word} rolls back to its newest checkpoint, if it has one and is checkpointed periodically"
         ),
-        _ => format!("; {job_word} goes on"),
+        _ => format!("; {job_word} continues"),
     }
 }
 
@@ -306,11 +311,11 @@ mod tests {
         );
         assert_eq!(
             job_after_failure(&CheckpointFailure::InProgress, "the job"),
-            "; the job goes on"
+            "; the job continues"
         );
         let lost = job_after_failure(&CheckpointFailure::HostLost(HostId::MASTER), "it");
         assert!(
-            lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"),
+            lost.contains("it rolls back to its newest checkpoint") && !lost.contains("continues"),
             "{lost}"
         );
     }

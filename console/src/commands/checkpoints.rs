@@ -15,10 +15,11 @@ use serde_json::{Value, json};
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "checkpoints",
     summary: "List the checkpoints in the store, or remove some",
-    detail: "Syntax:  checkpoints [ --remove set ... | --remove-job tid ] [ --any ]\nOldest first. When the store is full those of \
-                 jobs that came to a good end or were killed go first, then the\noldest ones, but never the newest of \
-                 a job that may still be wanted.\n--remove removes these, and --remove-job all of a job, but for one that is being started, and \
-                 one that a job\nwould go back to. With --any also those that other virtual machines of yours have made.\n",
+    detail: "Syntax:  checkpoints [ --remove checkpoint ... | --remove-job tid ] [ --any ]\n\
+             Lists the oldest first. When the store is full, checkpoints of jobs that finished or were killed are\n\
+             removed first, then the oldest ones, but never the newest one of a job that may still need it.\n\
+             --remove removes the named checkpoints, --remove-job all of a job, except those that are being restarted\n\
+             and those that a job would roll back to. --any includes checkpoints of your other virtual machines.\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     ..CommandSpec::DEFAULT
 };
@@ -117,7 +118,7 @@ fn removal_outcome(which: &RemovalSelection, all: &RemovalResults) -> Outcome {
                 removed.push(json!({ "set": set, "bytes": bytes }));
             }
             Err(why) => {
-                text.push_str(&format!("{set} stays: {why}\n"));
+                text.push_str(&format!("{set} is kept: {why}\n"));
                 kept.push(json!({ "set": set, "why": why.to_string() }));
             }
         }
@@ -152,6 +153,9 @@ fn entry_value(checkpoint: &CheckpointEntry) -> Value {
     }
 }
 
+/// Heading of the column with the names of checkpoints.
+const NAME_HEADER: &str = "CHECKPOINT";
+
 fn list_text(checkpoints: &[CheckpointEntry]) -> String {
     if checkpoints.is_empty() {
         return "no checkpoints\n".into();
@@ -160,10 +164,11 @@ fn list_text(checkpoints: &[CheckpointEntry]) -> String {
         .iter()
         .map(|set| set.name.len())
         .max()
-        .unwrap_or_default();
+        .unwrap_or_default()
+        .max(NAME_HEADER.len());
     let mut text = format!(
-        "{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n",
-        "SET", "JOB", "MADE", "TASKS", "BYTES"
+        "{NAME_HEADER:width$}  {:>8}  {:24}  {:>5}  {:>12}\n",
+        "JOB", "MADE", "TASKS", "BYTES"
     );
     for CheckpointEntry {
         name: set,
@@ -249,11 +254,11 @@ mod tests {
             "{text}"
         );
         assert!(
-            lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z")
+            lines[1].starts_with("a-1           t40002  1970-01-01T00:00:00.000Z")
                 && lines[1].ends_with("4096"),
             "{text}"
         );
-        assert_eq!(lines[2], "b    cannot be used: another key");
+        assert_eq!(lines[2], "b           cannot be used: another key");
     }
 
     /// Checkpoints to remove are selected by name or by job.
@@ -318,7 +323,7 @@ mod tests {
             outcome.failed
                 && outcome
                     .text
-                    .starts_with("a removed, 7 bytes\nb stays: job t40002 goes back to it")
+                    .starts_with("a removed, 7 bytes\nb is kept: job t40002 goes back to it")
         );
         assert_eq!(
             outcome.json[0]["removed"],

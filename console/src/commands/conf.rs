@@ -13,8 +13,13 @@ use serde_json::{Value, json};
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "conf",
     summary: "List the hosts of the virtual machine",
-    detail: "Syntax:  conf\nOutput fields:\n  HOST    name of the host\n  DTID    its tid\n  ARCH    its architecture\n  \
-                 SPEED   its relative speed, as given when it was added\n  DSIG    how its machine lays out numbers\n",
+    detail: "Syntax:  conf\n\
+             Output fields:\n  \
+             HOST    name of the host\n  \
+             DTID    its tid\n  \
+             ARCH    its architecture\n  \
+             SPEED   its relative speed, as given when it was added\n  \
+             DSIG    its data format\n",
     parse: |args| no_args("conf", args, ParsedCommand::on_vm(ConfCommand)),
     ..CommandSpec::DEFAULT
 };

@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "delete",
-    summary: "Take hosts out of the virtual machine",
-    detail: "Syntax:  delete host ...\nTasks that run there are ended.\n",
+    summary: "Remove hosts from the virtual machine",
+    detail: "Syntax:  delete host ...\n\
+             Tasks that run there are ended.\n",
     parse: |args| {
         one_or_more("delete", args).map(|names| ParsedCommand::on_vm(DeleteCommand { names }))
     },

@@ -21,7 +21,7 @@ pub(crate) const EXPORT: CommandSpec = CommandSpec {
 
 pub(crate) const UNEXPORT: CommandSpec = CommandSpec {
     name: "unexport",
-    summary: "Take variables out of the environment of tasks spawned from here",
+    summary: "Remove variables from the environment of tasks spawned from here",
     detail: "Syntax:  unexport variable ...\n",
     parse: |args| {
         let names = args.to_vec();

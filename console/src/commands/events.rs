@@ -24,8 +24,9 @@ const EVENTS_BATCH_MAX: u32 = 1000;
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "events",
     summary: "Show what happened in the virtual machine, and why",
-    detail: "Syntax:  events [ --from number ] [ --follow ]\nOne line for each event: time (UTC), host, what happened.\n\
-                 --follow goes on until it is interrupted (only as `pvm events --follow`).\n",
+    detail: "Syntax:  events [ --from number ] [ --follow ]\n\
+             One line for each event: time (UTC), host, what happened.\n\
+             --follow continues until it is interrupted (only as `pvm events --follow`).\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     ..CommandSpec::DEFAULT
 };
@@ -56,7 +57,7 @@ impl VmCommand for EventsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         if self.follow {
             return Ok(Outcome::error(
-                "events: --follow does not end by itself: use it from a shell, as 'pvm events --follow'",
+                "events: --follow runs until it is interrupted: use it from a shell, as 'pvm events --follow'",
             ));
         }
         let mut names = HostNames::default();

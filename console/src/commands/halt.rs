@@ -9,7 +9,8 @@ use libpvm::Error;
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "halt",
     summary: "End the virtual machine: all tasks, all daemons",
-    detail: "Syntax:  halt\nReturns when the daemon of this host is gone.\n",
+    detail: "Syntax:  halt\n\
+             Returns when the daemon of this host has exited.\n",
     parse: |args| no_args("halt", args, ParsedCommand::on_vm(HaltCommand)),
     has_json: false,
     ..CommandSpec::DEFAULT

@@ -25,14 +25,17 @@ const KILL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "job",
     summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
-    detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
-                 job suspend [ --task ] tid\n         job resume [ --task ] tid\n\
-                 A job is named by any of its tasks. 'list' shows spawns, too, that wait for a place, since when and why.\n\
-                 'status' shows how each task ended and what it used; 'kill' ends\n\
-                 all of them, after ten seconds by SIGKILL, or takes a job out of the queue that waits in the store for room.\n\
-                 Tasks of a suspended job stand still, those included that it spawns meanwhile, and can still be moved.\n\
-                 Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
-                 The resource manager knows the jobs.\n",
+    detail: "Syntax:  job list [ --user user ]\n         \
+             job status tid\n         \
+             job kill tid\n         \
+             job suspend [ --task ] tid\n         \
+             job resume [ --task ] tid\n\
+             Any task of a job selects it. 'list' also shows waiting spawns, since when and why they wait.\n\
+             'status' shows how each task ended and what it used. 'kill' ends all tasks, after ten seconds by SIGKILL,\n\
+             or cancels the restart of a job that waits in the store.\n\
+             Tasks of a suspended job are paused, including those that it spawns meanwhile, and can still be migrated.\n\
+             Tasks started from a command line continue. With '--task' only this task is suspended or resumed.\n\
+             The resource manager knows the jobs.\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::ByWords(|args, _| {
         let kind = if args.len() == 1 || args.last() == Some(&"--task") {
@@ -132,7 +135,7 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
     };
     let RmReply::WaitingSpawns(waiting) = machine.ask_rm(&RmQuery::WaitingSpawns { user })? else {
         return Ok(Outcome::error(
-            "job list: the resource manager does not tell which spawns wait",
+            "job list: the resource manager does not report waiting spawns",
         ));
     };
     let lines = jobs
@@ -333,7 +336,11 @@ fn suspend_job(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<
         return Ok(unknown_job(&format!("job {word}"), tid));
     };
     let list: Vec<String> = tasks.iter().map(Tid::to_string).collect();
-    let verb = if suspend { "are suspended" } else { "go on" };
+    let verb = if suspend {
+        "are suspended"
+    } else {
+        "are resumed"
+    };
     let mut text = format!(
         "{} tasks of job {job} {verb}: {}\n",
         list.len(),
@@ -348,7 +355,7 @@ fn suspend_job(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<
     text.extend(
         others
             .iter()
-            .map(|(tid, why)| format!("{tid} is as it was: {why}\n")),
+            .map(|(tid, why)| format!("{tid} is unchanged: {why}\n")),
     );
     let others: Vec<Value> = others
         .iter()
@@ -368,7 +375,11 @@ fn suspend_task(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result
     })?;
     let text = format!(
         "{tid} {}\n",
-        if suspend { "is suspended" } else { "goes on" }
+        if suspend {
+            "is suspended"
+        } else {
+            "is resumed"
+        }
     );
     Ok(Outcome::with_values(
         text,
@@ -418,7 +429,7 @@ fn kill_outcome(
 ) -> Outcome {
     let mut text = match asked_to_exit {
         0 => format!("job {job} has no tasks\n"),
-        _ => format!("{asked_to_exit} tasks of job {job} were told to end"),
+        _ => format!("{asked_to_exit} tasks of job {job} were asked to end"),
     };
     if asked_to_exit > 0 {
         text += &match (remaining, killed_by_signal) {
@@ -458,13 +469,11 @@ fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outco
     let mut value = json!({ "job": job.to_string(), "set": set, "parked": false });
     let text = if starting {
         value["parked"] = json!(true);
-        format!(
-            "job {job} is just being started again from checkpoint {set}: kill it when it runs\n"
-        )
+        format!("job {job} is being restarted from checkpoint {set}: kill it when it runs\n")
     } else {
         format!(
-            "job {job} had been ended and waited in checkpoint {set} for room: it is not started again\n\
-             pvm restart {set} starts it all the same; pvm checkpoints --remove {set} removes it\n"
+            "job {job} was vacated to checkpoint {set} and waited for hosts: its restart is cancelled\n\
+             pvm restart {set} restarts it; pvm checkpoints --remove {set} removes it\n"
         )
     };
     Ok(Some(Outcome::with_values(text, value, starting)))

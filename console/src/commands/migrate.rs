@@ -13,9 +13,10 @@ use serde_json::json;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "migrate",
-    summary: "Move a running task to another host",
-    detail: "Syntax:  migrate tid host\nReturns when the task runs there and all of its memory is there, or says which step\n\
-                 failed and why; the task then goes on where it was.\n",
+    summary: "Migrate a running task to another host",
+    detail: "Syntax:  migrate tid host\n\
+             Returns when the task runs there with all its memory, or reports the step that failed and why.\n\
+             After a failure the task continues where it was.\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::ByWords(|args, _| match args {
         [] => (0, WordKind::Tid),
@@ -88,7 +89,7 @@ impl MigrateCommand {
             }) => {
                 format!("the virtual machine ended before {tid} was on {to}: {reason}")
             }
-            _ => format!("{tid} was not moved to {to}: {error}"),
+            _ => format!("{tid} was not migrated to {to}: {error}"),
         };
         Outcome {
             json: vec![value],
@@ -101,10 +102,10 @@ fn text(tid: Tid, to: &str, report: &MigrationReport) -> String {
     let ms = (report.frozen.0 + 500) / 1000;
     match report.engine {
         Engine::Criu => format!(
-            "{tid} moved to {to}: {} bytes, frozen {ms} ms\n",
+            "{tid} migrated to {to}: {} bytes, frozen {ms} ms\n",
             report.bytes
         ),
-        engine => format!("{tid} moved to {to} by {engine}: away {ms} ms\n"),
+        engine => format!("{tid} migrated to {to} by {engine}: interrupted {ms} ms\n"),
     }
 }
 
@@ -125,7 +126,7 @@ mod tests {
         };
         assert_eq!(
             text(Tid::from_raw(0x40002), "h3", &report),
-            "t40002 moved to h3: 1234 bytes, frozen 98 ms\n"
+            "t40002 migrated to h3: 1234 bytes, frozen 98 ms\n"
         );
         let report = MigrationReport {
             bytes: 0,
@@ -134,7 +135,7 @@ mod tests {
         };
         assert_eq!(
             text(Tid::from_raw(0x40002), "h3", &report),
-            "t40002 moved to h3 by restart: away 98 ms\n"
+            "t40002 migrated to h3 by restart: interrupted 98 ms\n"
         );
     }
 }

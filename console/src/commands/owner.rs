@@ -27,20 +27,23 @@ use std::time::Duration;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "owner",
-    summary: "Say what guests may do on your machine, and see who uses it",
-    detail: "Syntax:  owner [ status ]\n         owner away | here [ --for time ]\n         owner auto\n         \
-                 owner never hours [ and hours ... ] | none\n         owner limit number [ cores ] | none\n         \
-                 owner policy [ file | none ]\n\
-                 Run it on your machine; it needs no virtual machine of yours.\n\
-                 status  who uses this machine, since when, and why they may or may not\n\
-                 away    you do not need it: guests are welcome although you are logged in\n\
-                 here    you need it: guests stop and leave\n        \
-                 both end with --for (as 30m, 2h, 1d), else with the next login or logout, or after 12 hours\n\
-                 auto    judge by logins and other signs again\n\
-                 never   no guests at these times, as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
-                 limit   so many of their tasks at most, on as many processors\n\
-                 policy  all that a file says, as docs/owner.toml does, counts as your rules; alone it shows them\n\
-                 A virtual machine of your own reads ~/.config/sempa/owner.toml besides.\n",
+    summary: "Set what guests may do on your machine, and show who uses it",
+    detail: "Syntax:  owner [ status ]\n         \
+             owner away | here [ --for time ]\n         \
+             owner auto\n         \
+             owner never hours [ and hours ... ] | none\n         \
+             owner limit number [ cores ] | none\n         \
+             owner policy [ file | none ]\n\
+             Run it on your machine; it needs no virtual machine of yours.\n\
+             status  who uses this machine, since when, and why they may or may not\n\
+             away    you do not need it: guests are welcome although you are logged in\n\
+             here    you need it: guests stop and leave\n        \
+             both end with --for (such as 30m, 2h, 1d), else with the next login or logout, or after 12 hours\n\
+             auto    detect your presence by logins and other signs again\n\
+             never   no guests at these times, such as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
+             limit   at most this number of their tasks, on as many processors\n\
+             policy  use the rules in a file, such as docs/owner.toml; without a file, show them\n\
+             Your own virtual machines also read ~/.config/sempa/owner.toml.\n",
     parse: |args| parse(args).map(ParsedCommand::local),
     ..CommandSpec::DEFAULT
 };
@@ -207,7 +210,7 @@ fn describe_override(directives: &OwnerOverride) -> String {
             .map(|cores| format!("at most {cores} of their tasks")),
     );
     if parts.is_empty() {
-        "nothing; the signs of life count".into()
+        "none; your presence is detected".into()
     } else {
         parts.join("; ")
     }
@@ -272,7 +275,7 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
             }
             Err(PolicyRejection::Malformed(error)) => {
                 return Outcome::refused(format!(
-                    "owner: {error}; load watchers keep to what it said before, and let no guest in if that was nothing"
+                    "owner: {error}; load watchers keep the previous policy, and admit no guests if there was none"
                 ));
             }
         },
@@ -285,7 +288,7 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
     let changes = *action != PolicyAction::Show;
     if changes && let Err(error) = published_policy::write(dir, uid, text.as_deref()) {
         let advice = format!(
-            "nothing has changed; look at the file, or have another folder by {OVERRIDES_DIR_VAR}"
+            "nothing has changed; check the file, or set another folder with {OVERRIDES_DIR_VAR}"
         );
         return Outcome::refused(format!(
             "owner: {place} cannot be written: {error}; {advice}"
@@ -293,9 +296,9 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
     }
     let json = json!({ "policy": text, "file": path });
     let text_out = match text {
-        Some(text) if changes => format!("your policy counts ({place}):\n{text}"),
+        Some(text) if changes => format!("your policy is in force ({place}):\n{text}"),
         Some(text) => text,
-        None => "you have no policy here; 'owner policy FILE' has one count\n".into(),
+        None => "you have no policy here; 'owner policy FILE' publishes one\n".into(),
     };
     Outcome::with_values(text_out, json, false)
 }
@@ -309,14 +312,14 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
     );
     match owner_override::write(dir, uid, &updated) {
         Ok(()) => Outcome::with_values(
-            format!("you said: {}\n", describe_override(&updated)),
+            format!("your directives: {}\n", describe_override(&updated)),
             override_json(&updated),
             false,
         ),
         Err(error) => {
             let path = owner_override::override_file(dir, uid);
             let advice = format!(
-                "nothing has changed; look at the file, or set {OVERRIDES_DIR_VAR} for you and the load watchers"
+                "nothing has changed; check the file, or set {OVERRIDES_DIR_VAR} for you and the load watchers"
             );
             Outcome::refused(format!(
                 "owner: {} cannot be written: {error}; {advice}",
@@ -339,7 +342,7 @@ fn status(dir: &Path, uid: u32) -> Outcome {
     };
     let mut text = String::new();
     if !said.is_empty() {
-        text.push_str(&format!("you said: {}\n", describe_override(&said)));
+        text.push_str(&format!("your directives: {}\n", describe_override(&said)));
     }
     all.iter()
         .for_each(|status| text.push_str(&status_text(status)));
@@ -377,7 +380,7 @@ fn status_text(status: &Status) -> String {
     let leave = match (status.leave_at_us, status.then.as_deref()) {
         (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
         (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
-        (None, Some(_)) => "; they wait until they are wanted again".into(),
+        (None, Some(_)) => "; they are paused until guests are welcome again".into(),
         (None, None) => String::new(),
     };
     let why = if status.guests_why.is_empty() {
@@ -527,7 +530,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
         let say = |line: &str| write_override(dir.path(), uid, &words(line).expect(line)).text;
-        assert!(say("never mon-fri 9-17").starts_with("you said: no guests mon-fri 9:00-17:00"));
+        assert!(
+            say("never mon-fri 9-17").starts_with("your directives: no guests mon-fri 9:00-17:00")
+        );
         assert!(
             say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks")
         );
@@ -541,7 +546,7 @@ mod tests {
         say("never none");
         assert_eq!(
             say("limit none"),
-            "you said: nothing; the signs of life count\n"
+            "your directives: none; your presence is detected\n"
         );
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
@@ -562,7 +567,7 @@ mod tests {
         let done = publish("leave_after = 30\n");
         assert!(
             !done.failed
-                && done.text.starts_with("your policy counts (")
+                && done.text.starts_with("your policy is in force (")
                 && done.text.contains("leave_after = 30")
         );
         let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");

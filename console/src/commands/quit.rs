@@ -8,7 +8,7 @@ use libpvm::Error;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "quit",
-    summary: "Leave the console; the virtual machine goes on",
+    summary: "Leave the console; the virtual machine keeps running",
     detail: "Syntax:  quit\n",
     parse: |args| no_args("quit", args, ParsedCommand::on_vm(QuitCommand)),
     has_json: false,

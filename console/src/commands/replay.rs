@@ -12,7 +12,7 @@ const PROGRAM: &str = "pvm-rm";
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "replay",
-    summary: "Run what a resource manager has recorded under another policy, and compare",
+    summary: "Simulate a resource manager's recorded log under another policy, and compare",
     detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
     parse: |args| match args {
         [] => Err(ParseError::WrongArgs("replay")),
@@ -54,7 +54,7 @@ fn replay(words: &[String], json: bool) -> Outcome {
     }
     match command.output() {
         Err(error) => Outcome::error(format!(
-            "replay: {PROGRAM} cannot be run: {error}; is it installed beside pvm?"
+            "replay: {PROGRAM} cannot be run: {error}; is it installed next to pvm?"
         )),
         Ok(output) => {
             let complaints = String::from_utf8_lossy(&output.stderr)

@@ -11,7 +11,7 @@ use sempa_proto::task::{MailboxRequest, Request};
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "reset",
     summary: "End all tasks and clean the mailbox",
-    detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\n\
+    detail: "Syntax:  reset\n\nreset info    only remove mailbox entries without an owner\n\
                  Syntax:  reset info [ class [ index ] ]\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     has_json: false,

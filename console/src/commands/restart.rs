@@ -13,9 +13,10 @@ use serde_json::{Value, json};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "restart",
-    summary: "Start the tasks of a checkpoint again",
-    detail: "Syntax:  restart set [ --on host[,host ...] ]\nThey keep their tids and go on where they were when the checkpoint \
-                 was made, also in a new virtual machine.\nAll of them are started, or none.\n",
+    summary: "Restart the tasks of a checkpoint",
+    detail: "Syntax:  restart checkpoint [ --on host[,host ...] ]\n\
+             They keep their tids and continue from the checkpoint, also in a new virtual machine.\n\
+             All of them are restarted, or none.\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::ByWords(|args, _| {
         let kind = if args.last() == Some(&"--on") {
@@ -93,7 +94,9 @@ impl VmCommand for RestartCommand {
                 let value = json!({ "set": set, "failed": why.to_string() });
                 Ok(Outcome {
                     json: vec![value],
-                    ..Outcome::error(format!("{set} was not started: {why}; nothing of it runs"))
+                    ..Outcome::error(format!(
+                        "{set} was not restarted: {why}; none of its tasks is running"
+                    ))
                 })
             }
             _ => Err(unexpected_reply()),

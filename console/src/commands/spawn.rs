@@ -29,14 +29,14 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  -(host):(wd)   there, in directory wd\n          \
                  -:(wd)         anywhere, in directory wd\n          \
                  --host=(name)  as -(host), for names that start with a digit\n          \
-                 -~             anywhere but there\n          \
+                 -~             on any host except that one\n          \
                  -?             under the debugger\n          \
                  ->             show the output here, as a job\n          \
                  ->(file)       write the output to a new file\n          \
                  ->>(file)      append the output to a file\n          \
                  -@             trace the job, show the records here\n          \
                  -@(file)       trace the job, write the records to a new file\n          \
-                 --job (file)   a job file says what is not said here: program, arguments, count, wants ...\n",
+                 --job (file)   take what is not given here from a job file: program, arguments, count, constraints ...\n",
     parse: |args| {
         if args.is_empty() {
             return Err(ParseError::WrongArgs("spawn"));
@@ -250,7 +250,7 @@ impl VmCommand for SpawnCommand {
             self.output == Output::Console || self.trace == Some(TraceOutput::Console);
         Ok((options.json && shows_output).then(|| {
             Outcome::error(
-                "spawn: output and records of tasks are no JSON: write them to files with ->FILE and -@FILE",
+                "spawn: output and records of tasks are not JSON: write them to files with ->FILE and -@FILE",
             )
         }))
     }
@@ -370,9 +370,9 @@ fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
             "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
              adding the host"
         }
-        PvmError::NoHost => "no host fits what was asked for; 'conf' lists them",
+        PvmError::NoHost => "no host matches the request; 'conf' lists the hosts",
         PvmError::OutOfRes => {
-            "no host takes it now: each is full or has its owner there; 'events' tells the reason for each"
+            "no host accepts it now: each is full or its owner is present; 'events' shows the reason for each"
         }
         other => other.text(),
     };

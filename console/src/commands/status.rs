@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 pub(crate) const MSTAT: CommandSpec = CommandSpec {
     name: "mstat",
-    summary: "Tell whether hosts are up",
+    summary: "Show whether hosts are up",
     detail: "Syntax:  mstat host ...\n",
     parse: |args| {
         one_or_more("mstat", args).map(|hosts| ParsedCommand::on_vm(MstatCommand { hosts }))
@@ -24,7 +24,7 @@ pub(crate) const MSTAT: CommandSpec = CommandSpec {
 
 pub(crate) const PSTAT: CommandSpec = CommandSpec {
     name: "pstat",
-    summary: "Tell whether tasks run",
+    summary: "Show whether tasks run",
     detail: "Syntax:  pstat tid ...\n",
     parse: |args| parse_pstat(args).map(ParsedCommand::on_vm),
     completion: Completion::EveryWord(WordKind::Tid),

@@ -12,11 +12,11 @@ use serde_json::json;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "tickle",
-    summary: "Ask the daemon about itself",
+    summary: "Send a debug query to the daemon",
     detail: "Syntax:  tickle how [ arg ... ]\nHow:\n  0        memory, into the log\n  1        host table, into the log\n  \
-                 2        local tasks, into the log\n  3        what is waited for, into the log\n  \
+                 2        local tasks, into the log\n  3        pending requests, into the log\n  \
                  4        mailbox, into the log\n  5        show the debug mask\n  6 mask   set the debug mask\n  \
-                 7 num    accepted, without effect\n  8 dtid   give up the host with this tid\n  \
+                 7 num    accepted, without effect\n  8 dtid   declare the host with this tid lost\n  \
                  9        statistics, into the log\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     is_listed: false,

@@ -17,7 +17,7 @@ const DETAIL_LEVELS: [&str; 3] = ["full", "time", "count"];
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "trace",
-    summary: "Choose the events that tasks spawned with -@ record",
+    summary: "Select the events that tasks spawned with -@ record",
     detail: "Syntax:  trace\n         trace [+] name ...\n         trace - name ...\n         trace [+] *\n         \
                  trace - *\n         trace xpvm (what XPVM displays, the default)\n         trace buf [ bytes ]\n         \
                  trace opt [ full | time | count ]\n",

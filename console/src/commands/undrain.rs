@@ -11,7 +11,7 @@ use serde_json::json;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "undrain",
-    summary: "Let a host take tasks again",
+    summary: "Let a host accept tasks again",
     detail: "Syntax:  undrain host\n",
     parse: |args| match args {
         [host] => Ok(ParsedCommand::on_vm(UndrainCommand { host: host.clone() })),
@@ -34,7 +34,7 @@ impl VmCommand for UndrainCommand {
             return Ok(unknown_host("undrain", host));
         };
         Ok(Outcome::with_values(
-            format!("{host} takes tasks\n"),
+            format!("{host} accepts tasks\n"),
             json!({ "host": host, "drained": drained }),
             false,
         ))

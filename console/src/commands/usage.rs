@@ -15,10 +15,13 @@ use serde_json::{Value, json};
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "usage",
     summary: "Show what users or jobs have used",
-    detail: "Syntax:  usage [ --user user ] [ --job tid ]\nOutput fields:\n  CPU S    processor time of tasks that have ended\n  \
-                 WALL S   time from their begin to their end, all together\n  MOVED    moves\n  \
-                 EVICTED  how often one had to go because of an owner: by a move, by its end, or with its checkpointed job\n  \
-                 INDEX    who has taken less has a lower one, and is served first\n",
+    detail: "Syntax:  usage [ --user user ] [ --job tid ]\n\
+             Output fields:\n  \
+             CPU S    processor time of tasks that have ended\n  \
+             WALL S   sum of their run times\n  \
+             MOVED    migrations\n  \
+             EVICTED  evictions for an owner: by a migration, by its end, or with its checkpointed job\n  \
+             INDEX    users with less usage have a lower index and are served first\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     ..CommandSpec::DEFAULT
 };
@@ -57,7 +60,7 @@ impl VmCommand for UsageCommand {
         }
         let RmReply::Users(users) = session.vm.ask_rm(&RmQuery::Users { user: self.user })? else {
             return Ok(Outcome::error(
-                "usage: the resource manager has counted nothing",
+                "usage: the resource manager has recorded no usage",
             ));
         };
         let text = users.iter().map(user_line).collect::<String>();

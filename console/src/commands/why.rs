@@ -16,9 +16,11 @@ const DECISIONS_SHOWN_MAX: usize = 20;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "why",
-    summary: "Tell why a task is where it is, or why a host is not used",
-    detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; of the task \
-                 at the top\nof a job about all of its tasks; and of a host what holds of it now.\nOptions:  -a   all of them\n",
+    summary: "Explain why a task is where it is, or why a host is not used",
+    detail: "Syntax:  why [ -a ] tid | host\n\
+             Shows the newest decisions of the resource manager about it, with reasons. For the first task of a job\n\
+             they include all its tasks; for a host, its present state is added.\n\
+             Options:  -a   all decisions\n",
     parse: |args| parse(args).map(ParsedCommand::on_vm),
     completion: Completion::ByWords(|_, word| {
         let kind = if word.starts_with('t') {
@@ -157,9 +159,8 @@ fn host_state(subject: &str, now: &HostState) -> String {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
         }
         HostState::Excluded { why, drained } => {
-            let drained = drained.map(|by| {
-                format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it")
-            });
+            let drained = drained
+                .map(|by| format!("it is drained at the request of {by}; 'undrain' ends that"));
             let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
             format!("now: nothing is placed on {subject}: {}", why.join("; "))
         }
@@ -259,7 +260,7 @@ mod tests {
             })
         };
         let nothing = "now: nothing is placed on h2: ";
-        let drained = "it is being emptied, or kept empty (t40001 asked for it); 'undrain' ends it";
+        let drained = "it is drained at the request of t40001; 'undrain' ends that";
         let present = "its owner is there (olga on pts/1)";
         assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
         assert_eq!(

@@ -31,7 +31,7 @@ pub(crate) fn await_hosts(vm: &Vm) -> bool {
             Ok(events) => events,
             Err(error) => {
                 Terminal.print_error(&format!(
-                    "pvm: what became of the host file is not known: {error}"
+                    "pvm: the result of the host file is unknown: {error}"
                 ));
                 return false;
             }

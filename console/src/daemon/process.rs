@@ -26,7 +26,7 @@ const STDERR_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
     /// The daemon's program could not be executed.
-    #[error("{} cannot be started: {source}; it belongs next to pvm, or into PATH", program.display())]
+    #[error("{} cannot be started: {source}; install it next to pvm or in PATH", program.display())]
     NoProgram {
         program: PathBuf,
         source: std::io::Error,
@@ -35,10 +35,12 @@ pub(crate) enum StartError {
     #[error("{0}")]
     Reported(String),
     /// The daemon exited without printing an address or an error.
-    #[error("the daemon ended at once ({0}) and did not say why: see its log with SEMPA_LOG=FILE")]
+    #[error(
+        "the daemon exited at once ({0}) without an error message: see its log with SEMPA_LOG=FILE"
+    )]
     Silent(std::process::ExitStatus),
     /// The daemon printed nothing in time and was killed.
-    #[error("the daemon did not begin to listen within {} s and was ended", START_TIMEOUT.as_secs())]
+    #[error("the daemon did not begin to listen within {} s and was killed", START_TIMEOUT.as_secs())]
     TimedOut,
     #[error("the daemon cannot be started: {0}")]
     Io(#[from] std::io::Error),

@@ -23,7 +23,7 @@ const NOT_RUNNING: &str = "no virtual machine is running here: start one with `p
 pub(crate) fn refuse_root() -> Result<(), String> {
     if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
         return Err(
-            "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it".into()
+            "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it".into()
         );
     }
     Ok(())

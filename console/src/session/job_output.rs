@@ -351,7 +351,7 @@ fn write_records(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> St
 }
 
 fn write_error_line(job: u32, stream: &str, error: &std::io::Error) -> Vec<u8> {
-    format!("[{job}] its {stream} cannot be written into the file any more: {error}\n").into_bytes()
+    format!("[{job}] cannot write its {stream} to the file any more: {error}\n").into_bytes()
 }
 
 fn time_now() -> Timestamp {

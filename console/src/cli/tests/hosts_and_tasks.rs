@@ -149,7 +149,7 @@ fn can_migrate_lists_hosts_and_refusals() {
                     ha2  no: /data: it does not exist on the target\n         \
                     it needs 9 bytes of memory, the target has 8\n\
                     ha3  yes\n\
-                    the nearest host that would take it: ha3\n";
+                    nearest host that accepts it: ha3\n";
     assert_eq!(
         (String::from_utf8(all.text.into()).as_deref(), all.failed),
         (Ok(expected), false)
@@ -163,7 +163,7 @@ fn can_migrate_lists_hosts_and_refusals() {
     assert!(
         one.failed
             && String::from_utf8(one.text.into())
-                .is_ok_and(|text| text.ends_with("no host would take it\n"))
+                .is_ok_and(|text| text.ends_with("no host accepts it\n"))
     );
     let none = run_line(&mut session, "can-migrate tc0001");
     assert_eq!(
@@ -178,18 +178,18 @@ fn migrate_reports_cost_or_failed_step() {
     let mut session = session();
     assert_eq!(
         run_ok(&mut session, "migrate t40002 ha2"),
-        "t40002 moved to ha2: 4096 bytes, frozen 98 ms\n"
+        "t40002 migrated to ha2: 4096 bytes, frozen 98 ms\n"
     );
     let failed = run_line(&mut session, "migrate t40002 ha3");
     assert_eq!(
         failed.errors,
-        ["t40002 was not moved to ha3: dump failed: the engine was killed by signal 9"]
+        ["t40002 was not migrated to ha3: dump failed: the engine was killed by signal 9"]
     );
     assert_eq!(failed.json[0]["step"], "dump");
     let refused = run_line(&mut session, "migrate t40002 hx");
     assert_eq!(
         refused.errors,
-        ["t40002 was not moved to hx: moving t40002: no host hx"]
+        ["t40002 was not migrated to hx: moving t40002: no host hx"]
     );
     assert!(refused.failed && refused.json[0]["step"].is_null());
 }

@@ -9,7 +9,7 @@ fn job_kill_waits_for_end() {
     let outcome = run_line(&mut session, "job kill t40002");
     assert_eq!(
         outcome.text,
-        "1500 tasks of job t40002 were told to end, and have ended, 3 of them by SIGKILL\n"
+        "1500 tasks of job t40002 were asked to end, and have ended, 3 of them by SIGKILL\n"
     );
     assert_eq!((outcome.failed, outcome.errors.len()), (false, 0));
     assert_eq!(outcome.json[0]["forced"], 3);
@@ -22,7 +22,7 @@ fn job_kill_waits_for_end() {
         !some.failed
             && some
                 .text
-                .starts_with("2 tasks of job t40003 were told to end, and have ended"),
+                .starts_with("2 tasks of job t40003 were asked to end, and have ended"),
         "{some:?}"
     );
 }
@@ -33,9 +33,9 @@ fn job_kill_cancels_vacated_job() {
     let outcome = run_line(&mut session(), "job kill t40009");
     assert!(
         !outcome.failed
-            && outcome
-                .text
-                .contains("waited in checkpoint c7 for room: it is not started again"),
+            && outcome.text.contains(
+                "was vacated to checkpoint c7 and waited for hosts: its restart is cancelled"
+            ),
         "{outcome:?}"
     );
     let nobody = run_line(&mut session(), "job kill t4000a");
@@ -76,11 +76,14 @@ fn unknown_to_rm_is_failure() {
 fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
     let mut session = session();
     let outcome = run_line(&mut session, "job suspend t40003");
-    let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is as it was: no daemon has started it\n";
+    let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is unchanged: no daemon has started it\n";
     assert_eq!((outcome.text.as_str(), outcome.failed), (text, false));
     assert_eq!(outcome.json[0]["others"][0]["tid"], "t40002");
     let outcome = run_line(&mut session, "job resume t40003");
-    assert_eq!(outcome.text, "2 tasks of job t40002 go on: t40003 t40004\n");
+    assert_eq!(
+        outcome.text,
+        "2 tasks of job t40002 are resumed: t40003 t40004\n"
+    );
     let outcome = run_line(&mut session, "job suspend --task t40003");
     assert_eq!(
         (outcome.text.as_str(), outcome.failed),

@@ -50,7 +50,7 @@ fn spawn_drain_process(
     spawned.map_err(|error| {
         io::Error::new(
             error.kind(),
-            format!("drain: nobody can be started to carry it out: {error}"),
+            format!("drain: the drain process cannot be started: {error}"),
         )
     })
 }
@@ -102,7 +102,7 @@ fn detach_on_signal(interrupts: SigSet, host: &str) {
     // A second signal ends this process the usual way, in case printing blocks.
     let _ = interrupts.thread_unblock();
     Terminal.print_error(&format!(
-        "drain: {host} goes on being emptied; 'undrain {host}' calls it off"
+        "drain: {host} is still being drained; 'undrain {host}' cancels it"
     ));
     let number = u8::try_from(signal as i32).unwrap_or_default();
     std::process::exit(i32::from(SIGNAL_EXIT_BASE + number));
@@ -132,7 +132,7 @@ fn copy_output(mut from: impl Read, mut target: impl Write) -> io::Result<()> {
 fn exit_result(status: ExitStatus) -> (bool, Option<String>) {
     let by = status.signal().map(|signal| {
         format!(
-            "drain: whoever carried it out was ended by signal {signal}: what was not written by then is not written"
+            "drain: the drain process was killed by signal {signal}: remaining jobs were not checkpointed"
         )
     });
     (status.success(), by)
@@ -241,12 +241,12 @@ mod tests {
         );
         let killed = run("kill -9 $$", false);
         assert!(
-            killed.failed && killed.errors[0].contains("ended by signal 9"),
+            killed.failed && killed.errors[0].contains("killed by signal 9"),
             "{killed:?}"
         );
         let none = run_program_from_console(folder.path().join("none"), Tid::NONE, &what, false);
         assert!(
-            none.failed && none.errors[0].starts_with("drain: nobody can be started"),
+            none.failed && none.errors[0].starts_with("drain: the drain process cannot be started"),
             "{none:?}"
         );
     }

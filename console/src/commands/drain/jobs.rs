@@ -159,12 +159,12 @@ pub(super) fn loss_line(
         .iter()
         .filter(|set| set.job == job && set.unusable_reason.is_none())
         .max_by_key(|set| set.created);
-    let lost = newest.map_or("all that it has done".into(), |set| {
-        format!("what it has done since {}", set.name)
+    let lost = newest.map_or("all its work".into(), |set| {
+        format!("its work since {}", set.name)
     });
     let more = match newest.is_some_and(|set| Some(&set.name) == kept) {
         true => String::new(),
-        false => format!("; 'drain {host} --checkpoint' writes it"),
+        false => format!("; 'drain {host} --checkpoint' checkpoints it"),
     };
     format!("job {job} loses {lost} if {host} leaves now{more}\n")
 }
@@ -302,12 +302,12 @@ mod tests {
         ];
         assert_eq!(
             loss_line("h2", job, &sets, None),
-            "job t40001 loses what it has done since b if h2 leaves now; 'drain h2 --checkpoint' writes it\n"
+            "job t40001 loses its work since b if h2 leaves now; 'drain h2 --checkpoint' checkpoints it\n"
         );
         let kept = |set: &str| loss_line("h2", job, &sets, Some(&set.into()));
         assert_eq!(
             kept("b"),
-            "job t40001 loses what it has done since b if h2 leaves now\n"
+            "job t40001 loses its work since b if h2 leaves now\n"
         );
         assert_eq!(
             kept("c"),
@@ -315,7 +315,7 @@ mod tests {
             "it is not whole"
         );
         let all = loss_line("h2", other, &sets, None);
-        assert!(all.starts_with("job t40002 loses all that it has done if h2 leaves now;"));
+        assert!(all.starts_with("job t40002 loses all its work if h2 leaves now;"));
     }
 
     /// The first task of a job is the topmost ancestor that was spawned.

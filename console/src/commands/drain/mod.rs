@@ -37,14 +37,16 @@ pub(super) use self::run::{unknown_host, unpack_answer};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "drain",
-    summary: "Have all tasks leave a host, and keep others away",
-    detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
-                 nothing has left for 10 s,\nwith what is still there and why; the order stands until 'undrain'.\n\
-                 With a deadline the jobs that still have tasks there are checkpointed when the time that is left is\njust enough, and go on; \
-                 with --checkpoint they are ended as well, and in the end those of all that are\nstill there, but for those whose first task \
-                 was started by hand and is alive.\n\
-                 Of tasks that leave together the smallest go first.\n\
-                 Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
+    summary: "Migrate all tasks away from a host and place no others there",
+    detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\n\
+             Returns when the host is empty, at the deadline (such as 30s, 5m), or when no task has left for 10 s,\n\
+             and lists remaining tasks with reasons. The host stays drained until 'undrain'.\n\
+             With a deadline, jobs that still have tasks there are checkpointed when just enough time is left, and\n\
+             continue. With --checkpoint they are also ended, and in the end all remaining jobs, except those whose\n\
+             first task was started by hand and is running.\n\
+             Of tasks that leave together the smallest leave first.\n\
+             Tasks that were started by hand and tasks that belong to the host stay.\n\
+             The resource manager migrates the tasks.\n",
     parse: |args| parse(args).map(|order| ParsedCommand::on_vm(DrainCommand { order })),
     completion: Completion::FirstWord(WordKind::Host),
     ..CommandSpec::DEFAULT

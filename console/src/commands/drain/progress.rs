@@ -158,10 +158,10 @@ impl Progress {
     /// Describes the progress of a task that can leave.
     pub(super) fn migration_text(&self, tid: Tid) -> String {
         match self.steps.get(&tid) {
-            None => "it is on its way".into(),
+            None => "it is migrating".into(),
             // The coordinator limits concurrent migrations, so the task is queued.
-            Some(Step::Inspect) => "it waits for its turn; the smallest go first".into(),
-            Some(step) => format!("it is on its way, {step} done"),
+            Some(Step::Inspect) => "it is queued; the smallest tasks migrate first".into(),
+            Some(step) => format!("it is migrating, {step} done"),
         }
     }
 
@@ -207,17 +207,17 @@ mod tests {
                 heard.migration_text(tid).as_str(),
                 heard.size_text(tid).as_str()
             ),
-            ("it is on its way", "")
+            ("it is migrating", "")
         );
         heard.apply_event(Micros(1), &moving(Step::Inspect));
         assert_eq!(
             heard.migration_text(tid),
-            "it waits for its turn; the smallest go first"
+            "it is queued; the smallest tasks migrate first"
         );
         heard.apply_event(Micros(1), &moving(Step::Dump));
         assert_eq!(
             heard.migration_text(tid),
-            format!("it is on its way, {} done", Step::Dump)
+            format!("it is migrating, {} done", Step::Dump)
         );
         let (cause, frozen) = (MigrationCause::Drain { requested_by: tid }, Micros(1));
         heard.apply_event(
@@ -239,7 +239,7 @@ mod tests {
                 heard.migration_text(tid).as_str(),
                 heard.size_text(tid).as_str()
             ),
-            ("it is on its way", ", 12.3 MB")
+            ("it is migrating", ", 12.3 MB")
         );
     }
 

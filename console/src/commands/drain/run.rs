@@ -131,10 +131,10 @@ impl DrainRun<'_> {
         };
         match over {
             Some(DrainEnd::Cancelled) => (self.show)(&format!(
-                "{host} takes tasks again: somebody has called it off\n"
+                "{host} accepts tasks again: the drain was cancelled\n"
             )),
             Some(DrainEnd::Superseded(by)) => (self.show)(&format!(
-                "a later order to empty {host} counts, that of {by}\n"
+                "a later drain of {host} by {by} replaces this one\n"
             )),
             None => {}
         }
@@ -273,7 +273,7 @@ impl DrainRun<'_> {
         }
         if !self.attempts.contains_key(&job) {
             (self.show)(&format!(
-                "job {job} is being written, {}\n",
+                "job {job} is being checkpointed, {}\n",
                 megabytes(remaining_job.bytes)
             ));
         }
@@ -289,7 +289,7 @@ impl DrainRun<'_> {
         match result {
             Ok(report) if ends => {
                 (self.show)(&format!(
-                    "job {job} has ended; 'restart {}' starts it again\n",
+                    "job {job} has ended; 'restart {}' restarts it\n",
                     report.name
                 ));
                 self.remaining.retain(|tid, _| !report.tasks.contains(tid));
@@ -297,9 +297,9 @@ impl DrainRun<'_> {
                 self.ended_checkpoints.push(report.name);
             }
             Ok(CheckpointReport { name: set, .. }) => {
-                let text = format!("job {job} is in the store as {set} and goes on; ");
+                let text = format!("job {job} is in the store as {set} and continues; ");
                 (self.show)(&format!(
-                    "{text}'restart {set}' starts it again if {host} leaves\n"
+                    "{text}'restart {set}' restarts it if {host} leaves\n"
                 ));
                 self.continued_checkpoints.insert(job, set);
             }
@@ -308,7 +308,7 @@ impl DrainRun<'_> {
                 // failure is not permanent.
                 attempts.is_hopeless = !why.is_transient() && why != CheckpointFailure::InProgress;
                 let again = if again && !attempts.is_hopeless {
-                    ", and is tried again while there is time"
+                    ", and will be tried again while there is time"
                 } else {
                     ""
                 };
@@ -384,7 +384,7 @@ impl DrainRun<'_> {
         }
         if stay > 0 {
             text.push_str(&format!(
-                "{stay} that belong to the host, or were started there by hand, stay until they end\n"
+                "{stay} tasks that belong to the host or were started there by hand stay until they end\n"
             ));
         }
         let names =
@@ -426,10 +426,7 @@ pub(super) fn drain(
         return Ok(unknown_host("drain", host));
     };
     let all = tasks.len();
-    show(&format!(
-        "{host} takes no tasks; {all} {} to leave\n",
-        if all == 1 { "is" } else { "are" }
-    ));
+    show(&format!("{host} accepts no tasks; {all} must leave\n"));
     let (departed, ended_checkpoints, continued_checkpoints, attempts, writing) =
         Default::default();
     let (started, progress) = (Instant::now(), Progress::new(machine.tid()));
