@@ -30,7 +30,7 @@ pub(crate) struct Outcome {
     pub(crate) errors: Vec<String>,
     /// True if any part of the request failed.
     pub(crate) failed: bool,
-    pub(crate) next: AfterCommand,
+    pub(crate) after_command: AfterCommand,
 }
 
 impl Outcome {

@@ -41,9 +41,9 @@ pub(crate) trait VirtualMachine {
     /// Sends a message. A message to a task that has exited is dropped.
     fn send(&self, message: Message) -> Result<(), Error>;
     /// Sends a question to the resource manager and waits for its answer.
-    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error>;
+    fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error>;
     /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
-    fn ask(&self, what: Request) -> Result<Reply, Error>;
+    fn ask(&self, request: Request) -> Result<Reply, Error>;
 }
 
 impl VirtualMachine for Vm {
@@ -99,15 +99,15 @@ impl VirtualMachine for Vm {
         self.send_message(message)
     }
 
-    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error> {
+    fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error> {
         let rm = Vm::tasks(self, Tid::NONE)?
             .into_iter()
             .find(|task| task.flags & TASK_RM != 0);
         let rm = rm
             .map(|task| task.tid)
             .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_RUNNING))?;
-        let body = rm::encode(question)
-            .map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let body =
+            rm::encode(query).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
         let wid = std::process::id().cast_signed();
         let (src, body) = (Vm::tid(self), Bytes::from(body));
         self.send_message(Message {
@@ -141,8 +141,8 @@ impl VirtualMachine for Vm {
         }
     }
 
-    fn ask(&self, what: Request) -> Result<Reply, Error> {
-        match self.runtime().request(what) {
+    fn ask(&self, request: Request) -> Result<Reply, Error> {
+        match self.runtime().request(request) {
             Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
             Reply::Failed { error, reason } => Err(Error::new(error, reason)),
             reply => Ok(reply),

@@ -20,7 +20,7 @@ pub(crate) trait NameSource {
 
 /// Returns where the last word of `line` begins, and its completions, sorted. A single complete
 /// word is followed by a space.
-pub(crate) fn complete(line: &str, world: &impl NameSource) -> (usize, Vec<String>) {
+pub(crate) fn complete(line: &str, source: &impl NameSource) -> (usize, Vec<String>) {
     let begin = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
     let word = &line[begin..];
     let before: Vec<&str> = line[..begin].split_whitespace().collect();
@@ -35,15 +35,15 @@ pub(crate) fn complete(line: &str, world: &impl NameSource) -> (usize, Vec<Strin
         WordKind::Command => {
             let names = COMMANDS.iter().map(|entry| entry.name.to_string());
             names
-                .chain(world.session_names().aliases.iter().cloned())
+                .chain(source.session_names().aliases.iter().cloned())
                 .collect()
         }
-        WordKind::Alias => world.session_names().aliases.clone(),
-        WordKind::Variable => world.session_names().variables.clone(),
-        WordKind::Host => world.hosts(),
-        WordKind::Tid => world.tids(),
+        WordKind::Alias => source.session_names().aliases.clone(),
+        WordKind::Variable => source.session_names().variables.clone(),
+        WordKind::Host => source.hosts(),
+        WordKind::Tid => source.tids(),
         WordKind::OneOf(words) => words(),
-        WordKind::File => return (begin, complete_files(prefix, stem, world)),
+        WordKind::File => return (begin, complete_files(prefix, stem, source)),
     };
     candidates.retain(|name| name.starts_with(stem));
     (begin, finish_candidates(candidates, prefix, " "))
@@ -61,7 +61,7 @@ fn finish_candidates(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<Str
     found
 }
 
-fn complete_files(prefix: &str, stem: &str, world: &impl NameSource) -> Vec<String> {
+fn complete_files(prefix: &str, stem: &str, source: &impl NameSource) -> Vec<String> {
     let (dir, name) = stem
         .rsplit_once('/')
         .map_or(("", stem), |(dir, name)| (dir, name));
@@ -71,7 +71,7 @@ fn complete_files(prefix: &str, stem: &str, world: &impl NameSource) -> Vec<Stri
         (dir, _) => dir,
     };
     let path = &stem[..stem.len() - name.len()];
-    let names = world
+    let names = source
         .folder_entries(Path::new(folder))
         .into_iter()
         .filter(|(entry, _)| entry.starts_with(name));

@@ -50,51 +50,51 @@ pub(crate) struct LineEditor {
 }
 
 impl LineEditor {
-    /// Starts the editor, which passes input to `typed`. Returns `None` if standard input is not a
+    /// Starts the editor, which passes input to `on_input`. Returns `None` if standard input is not a
     /// terminal that supports editing.
     pub(crate) fn open(
         vm: &Vm,
         history: Option<PathBuf>,
         prompt: &'static str,
-        typed: impl FnMut(EditorInput) -> bool + Send + 'static,
+        on_input: impl FnMut(EditorInput) -> bool + Send + 'static,
     ) -> Option<LineEditor> {
-        let before = tcgetattr(io::stdin()).ok()?;
-        let above = Arc::new(AsyncOutput::default());
-        let mut editor = new_editor(vm, above.clone()).ok()?;
+        let original_modes = tcgetattr(io::stdin()).ok()?;
+        let async_output = Arc::new(AsyncOutput::default());
+        let mut editor = new_editor(vm, async_output.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
         if let Some(path) = &history {
             // A missing history file is created later.
             let _ = editor.load_history(path);
         }
-        restore_on_signal(before.clone());
+        restore_on_signal(original_modes.clone());
         tcsetattr(
             io::stdin(),
             SetArg::TCSANOW,
-            &modes_between_prompts(before.clone()),
+            &modes_between_prompts(original_modes.clone()),
         )
         .ok()?;
-        let (go, known) = channel();
+        let (prompt_requests, requests) = channel();
         let reader = Reader {
             editor,
             history,
             prompt,
-            async_output: above.clone(),
+            async_output: async_output.clone(),
         };
-        thread::spawn(move || reader.run(&known, typed));
-        let rung = above.clone();
-        thread::spawn(move || rung.run_waker(printer));
+        thread::spawn(move || reader.run(&requests, on_input));
+        let waker = async_output.clone();
+        thread::spawn(move || waker.run_waker(printer));
         Some(LineEditor {
-            async_output: above,
-            prompt_requests: go,
-            original_modes: before,
+            async_output,
+            prompt_requests,
+            original_modes,
         })
     }
 
     /// Lets the editor read the next line.
-    pub(crate) fn prompt(&self, known: CompletionNames) {
+    pub(crate) fn prompt(&self, names: CompletionNames) {
         self.async_output.begin_prompt();
         // The reader thread ends only with the process.
-        let _ = self.prompt_requests.send(known);
+        let _ = self.prompt_requests.send(names);
     }
 
     /// Shows whole lines of output, above the prompt if there is one.
@@ -147,7 +147,7 @@ fn modes_between_prompts(mut modes: Termios) -> Termios {
 
 /// Restores the terminal modes when a signal ends the console. Later threads inherit the mask, so
 /// only the thread started here receives these signals.
-fn restore_on_signal(before: Termios) {
+fn restore_on_signal(original_modes: Termios) {
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
         signals.add(signal);
@@ -155,7 +155,7 @@ fn restore_on_signal(before: Termios) {
     if signals.thread_block().is_ok() {
         thread::spawn(move || {
             let signal = signals.wait();
-            let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &before);
+            let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &original_modes);
             std::process::exit(signal.map_or(1, |signal| SIGNAL_EXIT_BASE + signal as i32));
         });
     }
@@ -163,7 +163,7 @@ fn restore_on_signal(before: Termios) {
 
 fn new_editor(
     vm: &Vm,
-    above: Arc<AsyncOutput>,
+    async_output: Arc<AsyncOutput>,
 ) -> rustyline::Result<Editor<EditorHelper, FileHistory>> {
     let config = Config::builder()
         .max_history_size(HISTORY_LINES_MAX)?
@@ -177,8 +177,8 @@ fn new_editor(
     let mut editor = Editor::with_config(config)?;
     editor.set_helper(Some(EditorHelper {
         vm: vm.clone(),
-        known: CompletionNames::default(),
-        async_output: above,
+        session_names: CompletionNames::default(),
+        async_output,
     }));
     Ok(editor)
 }
@@ -193,17 +193,17 @@ struct Reader {
 impl Reader {
     fn run(
         mut self,
-        known: &Receiver<CompletionNames>,
-        mut typed: impl FnMut(EditorInput) -> bool,
+        requests: &Receiver<CompletionNames>,
+        mut on_input: impl FnMut(EditorInput) -> bool,
     ) {
-        while let Ok(known) = known.recv() {
+        while let Ok(names) = requests.recv() {
             if let Some(helper) = self.editor.helper_mut() {
-                helper.known = known;
+                helper.session_names = names;
             }
             let read = self.read();
             self.async_output.end_prompt();
             let end = read == EditorInput::End;
-            if !typed(read) || end {
+            if !on_input(read) || end {
                 return;
             }
         }
@@ -235,13 +235,13 @@ impl Reader {
 /// The editor's helper: supplies completion candidates and hints.
 struct EditorHelper {
     vm: Vm,
-    known: CompletionNames,
+    session_names: CompletionNames,
     async_output: Arc<AsyncOutput>,
 }
 
 impl NameSource for EditorHelper {
     fn session_names(&self) -> &CompletionNames {
-        &self.known
+        &self.session_names
     }
 
     fn hosts(&self) -> Vec<String> {

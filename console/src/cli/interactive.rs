@@ -128,29 +128,29 @@ fn run_commands(
     session: &mut Session,
     home: Option<&Path>,
 ) -> io::Result<Option<AfterCommand>> {
-    let (face, inputs) = start_inputs(vm, home);
-    face.prompt(session)?;
+    let (frontend, inputs) = start_inputs(vm, home);
+    frontend.prompt(session)?;
     // Both senders live as long as their threads, and each sends the reason before it ends.
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
-                face.flush_pending()?;
-                match run_line(session, &line, face.echo())? {
-                    AfterCommand::ReadLine => face.prompt(session)?,
+                frontend.flush_pending()?;
+                match run_line(session, &line, frontend.echo())? {
+                    AfterCommand::ReadLine => frontend.prompt(session)?,
                     end => {
-                        face.close()?;
+                        frontend.close()?;
                         return Ok(Some(end));
                     }
                 }
             }
             Input::End => {
-                face.close()?;
+                frontend.close()?;
                 Terminal.print(b"quit\n")?;
                 return Ok(Some(AfterCommand::Quit));
             }
-            Input::Message(message) => face.show(&session.handle_message(&message))?,
+            Input::Message(message) => frontend.show(&session.handle_message(&message))?,
             Input::Lost(why) => {
-                face.close()?;
+                frontend.close()?;
                 Terminal.print_error(&format!("\npvm: the virtual machine has ended: {why}"));
                 return Ok(None);
             }
@@ -167,14 +167,14 @@ fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<AfterCo
     }
     let outcome = execute::run_line(session, line.strip_suffix('\n').unwrap_or(line));
     Terminal.print_interactive(&outcome)?;
-    Ok(outcome.next)
+    Ok(outcome.after_command)
 }
 
 /// Starts the threads that read lines from standard input and messages from the virtual machine.
 /// The receiver yields both in order of arrival.
 fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
     let (sender, receiver) = sync_channel(INPUT_QUEUE_MAX);
-    let face = open_frontend(vm, home, &sender);
+    let frontend = open_frontend(vm, home, &sender);
     let (vm, messages) = (vm.clone(), sender);
     thread::spawn(move || {
         loop {
@@ -187,7 +187,7 @@ fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
             }
         }
     });
-    (face, receiver)
+    (frontend, receiver)
 }
 
 /// Selects the frontend for standard input and output. Typed lines go to `sender`.

@@ -86,7 +86,7 @@ fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), String> {
             Some(child),
         ),
     };
-    if child.is_some() && host_file::is_given(args) {
+    if child.is_some() && host_file::has_host_file(args) {
         host_file::await_hosts(&vm);
     }
     Ok((

@@ -97,7 +97,7 @@ fn run_on_vm(
     let session: &mut Session = &mut Session::new(vm.clone(), env);
     let outcome = execute::run_command(session, name, command);
     Terminal.print_oneshot(&outcome, options.json)?;
-    if outcome.next == AfterCommand::Halt {
+    if outcome.after_command == AfterCommand::Halt {
         return Ok(halt(vm, &mut daemon));
     }
     while session.has_jobs() {

@@ -40,7 +40,7 @@ struct CheckpointCommand {
     /// The first task of the job.
     job: Tid,
     /// Changes the periodic checkpoints of the job, if given.
-    pace: Option<CheckpointSchedule>,
+    schedule: Option<CheckpointSchedule>,
     /// Ends the job when its checkpoint is complete.
     ends_job: bool,
 }
@@ -49,7 +49,7 @@ struct CheckpointCommand {
 fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
     const COMMAND: &str = "checkpoint";
     let wrong = || ParseError::WrongArgs(COMMAND);
-    let (mut job, mut pace, mut end) = (None, None, false);
+    let (mut job, mut schedule, mut end) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         let mut timed = None;
@@ -74,9 +74,9 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
                 let span = parse_duration(value)
                     .filter(|span| *span <= INTERVAL_MAX)
                     .ok_or_else(not)?;
-                pace = Some(kind(Micros(span.as_micros() as u64)));
+                schedule = Some(kind(Micros(span.as_micros() as u64)));
             }
-            None if arg == "--stop" => pace = Some(CheckpointSchedule::Never),
+            None if arg == "--stop" => schedule = Some(CheckpointSchedule::Never),
             None if arg == "--end" => end = true,
             None if arg.starts_with('-') => {
                 return Err(unknown_option(arg));
@@ -92,12 +92,12 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
             None => return Err(wrong()),
         }
     }
-    if end && pace.is_some() {
+    if end && schedule.is_some() {
         return Err(wrong());
     }
     Ok(CheckpointCommand {
         job: job.ok_or_else(wrong)?,
-        pace,
+        schedule,
         ends_job: end,
     })
 }
@@ -107,7 +107,7 @@ impl VmCommand for CheckpointCommand {
         let job = self.job;
         match session.vm.ask(Request::Checkpoint {
             job,
-            schedule: self.pace,
+            schedule: self.schedule,
             end_job: self.ends_job,
             wait: true,
         })? {
@@ -142,10 +142,10 @@ impl CheckpointCommand {
     fn success(&self, report: &CheckpointReport) -> Outcome {
         let CheckpointCommand {
             job,
-            pace,
+            schedule,
             ends_job,
         } = self;
-        let (every, loss) = match pace {
+        let (every, loss) = match schedule {
             Some(CheckpointSchedule::Every(every)) => (Some(every.0 / 1_000_000), None),
             Some(CheckpointSchedule::MaxLoss(bound)) => (None, Some(bound.0 / 1_000_000)),
             Some(CheckpointSchedule::Never) | None => (None, None),
@@ -226,7 +226,7 @@ mod tests {
             read("t40002"),
             Ok(CheckpointCommand {
                 job,
-                pace: None,
+                schedule: None,
                 ends_job: false
             })
         );
@@ -234,7 +234,7 @@ mod tests {
             read("--every 5m t40002"),
             Ok(CheckpointCommand {
                 job,
-                pace: every(300),
+                schedule: every(300),
                 ends_job: false
             })
         );
@@ -242,7 +242,7 @@ mod tests {
             read("t40002 --every=2h"),
             Ok(CheckpointCommand {
                 job,
-                pace: every(7200),
+                schedule: every(7200),
                 ends_job: false
             })
         );
@@ -250,7 +250,7 @@ mod tests {
             read("t40002 --stop"),
             Ok(CheckpointCommand {
                 job,
-                pace: Some(CheckpointSchedule::Never),
+                schedule: Some(CheckpointSchedule::Never),
                 ends_job: false
             })
         );
@@ -259,7 +259,7 @@ mod tests {
             read("t40002 --loss 1m"),
             Ok(CheckpointCommand {
                 job,
-                pace: loss,
+                schedule: loss,
                 ends_job: false
             })
         );
@@ -267,7 +267,7 @@ mod tests {
             read("--end t40002"),
             Ok(CheckpointCommand {
                 job,
-                pace: None,
+                schedule: None,
                 ends_job: true
             })
         );

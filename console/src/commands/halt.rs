@@ -22,7 +22,7 @@ struct HaltCommand;
 impl VmCommand for HaltCommand {
     fn run(&self, _session: &mut Session) -> Result<Outcome, Error> {
         Ok(Outcome {
-            next: AfterCommand::Halt,
+            after_command: AfterCommand::Halt,
             ..Outcome::default()
         })
     }

@@ -5,7 +5,7 @@
 use crate::arguments::{option_value, parse_task_tid, parse_user};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
-use crate::output::tables::{SUMS_HEADER, sums_columns, sums_value};
+use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_value};
 use crate::output::time::time;
 use crate::parse_error::ParseError;
 use crate::session::Session;
@@ -80,7 +80,7 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
     let Some((what, args)) = args.split_first() else {
         return wrong;
     };
-    let one = || match args {
+    let only_tid = || match args {
         [job] => parse_task_tid("job", job),
         _ => Err(ParseError::WrongArgs("job")),
     };
@@ -95,8 +95,8 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
             }
             Ok(JobCommand::List { user })
         }
-        "status" => one().map(JobCommand::Status),
-        "kill" => one().map(JobCommand::Kill),
+        "status" => only_tid().map(JobCommand::Status),
+        "kill" => only_tid().map(JobCommand::Kill),
         word @ ("suspend" | "resume") => {
             let suspend = word == "suspend";
             match args {
@@ -105,7 +105,7 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
                     suspend,
                 }),
                 _ => Ok(JobCommand::Suspend {
-                    job: one()?,
+                    job: only_tid()?,
                     suspend,
                 }),
             }
@@ -155,7 +155,7 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
 
 /// Returns a line such as "waiting: 3 of worker for job t40002, user 1000, since
 /// 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
-fn waiting_line(waits: &WaitingSpawn) -> String {
+fn waiting_line(spawn: &WaitingSpawn) -> String {
     let WaitingSpawn {
         program,
         count,
@@ -164,29 +164,29 @@ fn waiting_line(waits: &WaitingSpawn) -> String {
         queue_position: turn,
         why,
         ..
-    } = waits;
-    let since = time(waits.since);
+    } = spawn;
+    let since = time(spawn.since);
     format!(
         "waiting: {count} of {program} for job {job}, user {user}, since {since}, number {turn} in turn: {why}\n"
     )
 }
 
-fn waiting_value(waits: &WaitingSpawn) -> Value {
+fn waiting_value(spawn: &WaitingSpawn) -> Value {
     json!({
-        "program": waits.program,
-        "count": waits.count,
-        "by": waits.requested_by.to_string(),
-        "job": waits.job.to_string(),
-        "user": waits.user,
-        "since_us": waits.since.0,
-        "turn": waits.queue_position,
-        "why": waits.why,
+        "program": spawn.program,
+        "count": spawn.count,
+        "by": spawn.requested_by.to_string(),
+        "job": spawn.job.to_string(),
+        "user": spawn.user,
+        "since_us": spawn.since.0,
+        "turn": spawn.queue_position,
+        "why": spawn.why,
     })
 }
 
 fn jobs_header() -> String {
     format!(
-        "{:>9} {:>8} {SUMS_HEADER} {:24} {:9} PROGRAM\n",
+        "{:>9} {:>8} {TOTALS_HEADER} {:24} {:9} PROGRAM\n",
         "JOB", "USER", "BEGAN", "STATE"
     )
 }
@@ -206,7 +206,7 @@ fn job_line(job: &JobUsage) -> String {
     format!(
         "{tid:>9} {:>8} {} {began:24} {state:9} {program}\n",
         job.user,
-        sums_columns(&job.totals)
+        totals_columns(&job.totals)
     )
 }
 
@@ -229,7 +229,7 @@ fn job_value(job: &JobUsage) -> Value {
         "program": job.program,
         "began_us": job.started.0,
         "ended_us": job.ended.map(|at| at.0),
-        "sums": sums_value(&job.totals),
+        "sums": totals_value(&job.totals),
         "suspended": suspended_value(job.suspended.as_ref()),
     })
 }

@@ -77,7 +77,7 @@ enum PolicyAction {
     Withdraw,
 }
 
-fn not_a(word: &str, wanted: &'static str) -> ParseError {
+fn wrong_type(word: &str, wanted: &'static str) -> ParseError {
     ParseError::WrongType {
         command: "owner",
         word: word.to_string(),
@@ -99,7 +99,7 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
         parse_duration(text)
             .filter(|span| *span <= DURATION_MAX)
             .map(Some)
-            .ok_or_else(|| not_a(text, "a time such as 2h or 30m, up to 7d"))
+            .ok_or_else(|| wrong_type(text, "a time such as 2h or 30m, up to 7d"))
     };
     match words[..] {
         [] | ["status"] => Ok(OwnerCommand::Status),
@@ -125,7 +125,7 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
                 .map(|part| part.join(" "));
             let hours = |part: String| {
                 part.parse().map_err(|_| {
-                    not_a(
+                    wrong_type(
                         &part,
                         "a time of the week such as 9-17, 'mon-fri 9-17:30' or always",
                     )
@@ -140,7 +140,7 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
         ["limit", number] | ["limit", number, "core" | "cores"] => number
             .parse()
             .map(|number| OwnerCommand::TaskLimit(Some(number)))
-            .map_err(|_| not_a(number, "a number of cores")),
+            .map_err(|_| wrong_type(number, "a number of cores")),
         ["policy"] => Ok(OwnerCommand::Policy(PolicyAction::Show)),
         ["policy", "none"] => Ok(OwnerCommand::Policy(PolicyAction::Withdraw)),
         ["policy", file] => Ok(OwnerCommand::Policy(PolicyAction::Publish(file.into()))),
@@ -330,7 +330,7 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
 }
 
 fn status(dir: &Path, uid: u32) -> Outcome {
-    let (all, silent) = match query_all() {
+    let (all, unanswered) = match query_all() {
         Ok(answers) => answers,
         Err(error) => {
             return Outcome::refused(format!("owner: load watchers cannot be found: {error}"));
@@ -346,11 +346,11 @@ fn status(dir: &Path, uid: u32) -> Outcome {
     }
     all.iter()
         .for_each(|status| text.push_str(&status_text(status)));
-    if all.is_empty() && silent.is_empty() {
+    if all.is_empty() && unanswered.is_empty() {
         text.push_str("no virtual machine with a load watcher uses this machine\n");
     }
-    let failed = !silent.is_empty();
-    let complaints = silent
+    let failed = !unanswered.is_empty();
+    let complaints = unanswered
         .into_iter()
         .chain(wrong)
         .map(|line| format!("owner: {line}"))

@@ -21,7 +21,7 @@ struct QuitCommand;
 impl VmCommand for QuitCommand {
     fn run(&self, _session: &mut Session) -> Result<Outcome, Error> {
         Ok(Outcome {
-            next: AfterCommand::Quit,
+            after_command: AfterCommand::Quit,
             ..Outcome::default()
         })
     }

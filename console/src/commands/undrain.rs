@@ -1,6 +1,6 @@
 //! `undrain`: lets a host accept tasks again.
 
-use super::drain::{unknown_host, unpack_answer};
+use super::drain::{unknown_host, unpack_drain_reply};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
@@ -30,7 +30,7 @@ impl VmCommand for UndrainCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let host = &self.host;
         let query = RmQuery::Undrain { host: host.clone() };
-        let Some((drained, ..)) = unpack_answer(session.vm.ask_rm(&query)?)? else {
+        let Some((drained, ..)) = unpack_drain_reply(session.vm.ask_rm(&query)?)? else {
             return Ok(unknown_host("undrain", host));
         };
         Ok(Outcome::with_values(

@@ -4,7 +4,7 @@ use super::job::job_status;
 use crate::arguments::{option_value, parse_task_tid, parse_user, unknown_option};
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
-use crate::output::tables::{SUMS_HEADER, sums_columns, sums_value};
+use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_value};
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::Error;
@@ -64,7 +64,7 @@ impl VmCommand for UsageCommand {
             ));
         };
         let text = users.iter().map(user_line).collect::<String>();
-        let head = format!("{:>8} {SUMS_HEADER} {:>8}\n", "USER", "INDEX");
+        let head = format!("{:>8} {TOTALS_HEADER} {:>8}\n", "USER", "INDEX");
         let value = json!({ "users": users.iter().map(user_value).collect::<Vec<_>>() });
         Ok(Outcome::with_values(head + &text, value, false))
     }
@@ -74,13 +74,13 @@ fn user_line(user: &UserUsage) -> String {
     format!(
         "{:>8} {} {:>8.2}\n",
         user.user,
-        sums_columns(&user.totals),
+        totals_columns(&user.totals),
         user.index
     )
 }
 
 fn user_value(user: &UserUsage) -> Value {
-    json!({ "user": user.user, "index": user.index, "sums": sums_value(&user.totals) })
+    json!({ "user": user.user, "index": user.index, "sums": totals_value(&user.totals) })
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct WhyCommand {
     /// The task or host as it was typed.
     subject: String,
-    question: RmQuery,
+    query: RmQuery,
     show_all: bool,
 }
 
@@ -55,13 +55,13 @@ fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
     // a digit.
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
-    let question = tid.map_or_else(
+    let query = tid.map_or_else(
         || RmQuery::HostDecisions(subject.clone()),
         RmQuery::TaskDecisions,
     );
     Ok(WhyCommand {
         subject: subject.clone(),
-        question,
+        query,
         show_all: !all.is_empty(),
     })
 }
@@ -73,7 +73,7 @@ impl VmCommand for WhyCommand {
             task,
             decisions,
             host_state: now,
-        } = session.vm.ask_rm(&self.question)?
+        } = session.vm.ask_rm(&self.query)?
         else {
             return Ok(Outcome::error(format!(
                 "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
@@ -207,17 +207,17 @@ mod tests {
     /// Words for tasks and names of hosts are distinguished.
     #[test]
     fn tasks_are_distinguished_from_hosts() {
-        let question = |line: &str| words(line).expect(line).question;
+        let query = |line: &str| words(line).expect(line).query;
         assert_eq!(
-            question("t40001"),
+            query("t40001"),
             RmQuery::TaskDecisions(Tid::from_raw(0x40001))
         );
         assert_eq!(
-            question("40001"),
+            query("40001"),
             RmQuery::TaskDecisions(Tid::from_raw(0x40001))
         );
         for host in ["beef", "h2", "t40000", "tea"] {
-            assert_eq!(question(host), RmQuery::HostDecisions(host.into()));
+            assert_eq!(query(host), RmQuery::HostDecisions(host.into()));
         }
         assert!(words("-a h2").expect("good").show_all);
         assert_eq!(words("a b"), Err(ParseError::WrongArgs("why")));

@@ -17,7 +17,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const EVENTS_BATCH_MAX: u32 = 1000;
 
 /// True if a daemon started with these arguments reads a host file.
-pub(crate) fn is_given(args: &[OsString]) -> bool {
+pub(crate) fn has_host_file(args: &[OsString]) -> bool {
     args.iter().any(|arg| !arg.as_bytes().starts_with(b"-"))
         || std::env::var_os("PVMHOSTFILE").is_some_and(|path| !path.is_empty())
 }
@@ -65,7 +65,7 @@ mod tests {
     /// An argument that is not an option is a host file.
     #[test]
     fn non_option_argument_is_host_file() {
-        assert!(is_given(&["-d0".into(), "hosts".into()]));
-        assert!(!is_given(&["-d0".into(), "-nh1".into()]));
+        assert!(has_host_file(&["-d0".into(), "hosts".into()]));
+        assert!(!has_host_file(&["-d0".into(), "-nh1".into()]));
     }
 }

@@ -42,11 +42,11 @@ fn socket_path() -> Result<PathBuf, String> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
-    let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
+    let paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
         std::env::var(name).ok()
     });
-    place
-        .map(|place| place.daemon_socket())
+    paths
+        .map(|paths| paths.daemon_socket())
         .map_err(|error| format!("pvm: {error}"))
 }
 
@@ -102,11 +102,11 @@ pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> 
 pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, String> {
     let (vm, is_new) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, false),
-        RunningDaemon::Started(_) if !host_file::is_given(args) => return Ok(true),
+        RunningDaemon::Started(_) if !host_file::has_host_file(args) => return Ok(true),
         RunningDaemon::Started(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
     };
-    let good = !is_new || host_file::await_hosts(&vm);
+    let all_joined = !is_new || host_file::await_hosts(&vm);
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
-    Ok(good)
+    Ok(all_joined)
 }

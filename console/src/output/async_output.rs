@@ -167,10 +167,10 @@ impl AsyncOutput {
             }
             (state.wake_pending, state.wake_in_progress) = (true, true);
             drop(state);
-            let rung = printer.print(WAKE_SEQUENCE.to_string());
+            let printed = printer.print(WAKE_SEQUENCE.to_string());
             self.lock().wake_in_progress = false;
             self.changed.notify_all();
-            if rung.is_err() {
+            if printed.is_err() {
                 return;
             }
         }

@@ -109,12 +109,12 @@ fn flags(flags: i32) -> String {
     out
 }
 
-/// Headings of the columns that [`sums_columns`] writes.
-pub(crate) const SUMS_HEADER: &str =
+/// Headings of the columns that [`totals_columns`] writes.
+pub(crate) const TOTALS_HEADER: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
 /// Returns usage sums as columns.
-pub(crate) fn sums_columns(sums: &UsageTotals) -> String {
+pub(crate) fn totals_columns(sums: &UsageTotals) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let UsageTotals {
         tasks,
@@ -134,7 +134,7 @@ pub(crate) fn sums_columns(sums: &UsageTotals) -> String {
 }
 
 /// Returns usage sums as JSON.
-pub(crate) fn sums_value(sums: &UsageTotals) -> Value {
+pub(crate) fn totals_value(sums: &UsageTotals) -> Value {
     json!({
         "tasks": sums.tasks,
         "running": sums.running,

@@ -168,7 +168,7 @@ impl Session {
         [
             [
                 b"PVMTMASK=",
-                trace_events::with_always_recorded(&self.event_mask).as_bytes(),
+                trace_events::with_unselectable_events(&self.event_mask).as_bytes(),
             ]
             .concat(),
             format!("PVMTRCBUF={}", self.options.value(TRACE_BUFFER)).into_bytes(),

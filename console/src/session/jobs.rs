@@ -69,7 +69,7 @@ struct Job {
 
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
-    newest: u32,
+    newest_number: u32,
     jobs: BTreeMap<u32, Job>,
 }
 
@@ -100,9 +100,9 @@ pub(crate) struct JobUpdate {
 impl Jobs {
     /// Creates a job before its tasks are spawned. Returns its number; numbers start at 1.
     pub(crate) fn open(&mut self) -> u32 {
-        self.newest += 1;
-        self.jobs.insert(self.newest, Job::default());
-        self.newest
+        self.newest_number += 1;
+        self.jobs.insert(self.newest_number, Job::default());
+        self.newest_number
     }
 
     /// Records the tasks of a job's spawn. A job without any is removed. Returns true if the job is
@@ -119,12 +119,12 @@ impl Jobs {
             self.jobs.remove(&number);
             return false;
         }
-        self.close_if_done(number)
+        self.remove_if_finished(number)
     }
 
     /// Handles a message about a task of a job.
     pub(crate) fn handle(&mut self, number: u32, tid: Tid, output: TaskOutput) -> JobUpdate {
-        if number == 0 || number > self.newest {
+        if number == 0 || number > self.newest_number {
             return JobUpdate::default();
         }
         let job = match self.jobs.entry(number) {
@@ -136,34 +136,34 @@ impl Jobs {
                 tasks: BTreeMap::new(),
             }),
         };
-        let member = job.tasks.entry(tid).or_default();
+        let task = job.tasks.entry(tid).or_default();
         let mut events = Vec::new();
-        if !member.seen {
-            member.seen = true;
+        if !task.seen {
+            task.seen = true;
             events.push(TaskEvent::FirstSeen);
         }
         match output {
             TaskOutput::Spawned => events.push(TaskEvent::Spawned),
             TaskOutput::Created => events.push(TaskEvent::Created),
-            TaskOutput::Data(bytes) => member.add_output(&bytes, &mut events),
-            TaskOutput::End if !member.ended => {
-                if !member.partial.is_empty() {
-                    events.push(TaskEvent::Line(std::mem::take(&mut member.partial)));
+            TaskOutput::Data(bytes) => task.add_output(&bytes, &mut events),
+            TaskOutput::End if !task.ended => {
+                if !task.partial.is_empty() {
+                    events.push(TaskEvent::Line(std::mem::take(&mut task.partial)));
                 }
-                member.ended = true;
+                task.ended = true;
                 events.push(TaskEvent::Ended);
             }
             TaskOutput::End => {}
         }
         JobUpdate {
             events,
-            finished: self.close_if_done(number),
+            finished: self.remove_if_finished(number),
         }
     }
 
     /// Removes the job if all its tasks have ended, and returns true then.
-    fn close_if_done(&mut self, number: u32) -> bool {
-        let done = |job: &Job| job.spawn_replied && job.tasks.values().all(|member| member.ended);
+    fn remove_if_finished(&mut self, number: u32) -> bool {
+        let done = |job: &Job| job.spawn_replied && job.tasks.values().all(|task| task.ended);
         let finished = self.jobs.get(&number).is_some_and(done);
         if finished {
             self.jobs.remove(&number);
@@ -187,7 +187,7 @@ impl Jobs {
                 *number,
                 job.tasks
                     .iter()
-                    .filter(|(_, member)| !member.ended)
+                    .filter(|(_, task)| !task.ended)
                     .map(|(tid, _)| *tid)
                     .collect(),
             )

@@ -3,7 +3,7 @@
 use libpvm::trace_events::{EVENTS, EventMask};
 
 /// Events that no call makes. They are always recorded and cannot be selected.
-const ALWAYS_RECORDED: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
+const UNSELECTABLE_EVENTS: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
 
 /// Events selected by `trace xpvm` and in a new console: those that the display program XPVM shows.
 const XPVM_EVENTS: [&str; 24] = [
@@ -39,13 +39,13 @@ pub(crate) fn selectable_events() -> impl Iterator<Item = (usize, &'static str)>
         .iter()
         .enumerate()
         .map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
-    named.filter(|(_, name)| !ALWAYS_RECORDED.contains(name))
+    named.filter(|(_, name)| !UNSELECTABLE_EVENTS.contains(name))
 }
 
 /// Returns the mask for a traced task: the selected events and those that are always recorded.
-pub(crate) fn with_always_recorded(mask: &EventMask) -> EventMask {
+pub(crate) fn with_unselectable_events(mask: &EventMask) -> EventMask {
     let mut mask_with_always = *mask;
-    ALWAYS_RECORDED
+    UNSELECTABLE_EVENTS
         .into_iter()
         .filter_map(EventMask::event_number)
         .for_each(|event| mask_with_always.set(event, true));
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(selected(&mask), 104);
         select(&mut mask, false, "*");
         assert_eq!(mask, EventMask::none());
-        let told = with_always_recorded(&mask);
+        let told = with_unselectable_events(&mask);
         assert!(
             told.contains(75) && told.contains(76) && told.contains(77),
             "begin and end of tasks are always in it"

@@ -67,8 +67,14 @@ fn simple_commands_answer_as_in_pvm() {
         run_ok(&mut session, "jobs -l"),
         "                    HOST      TID   FLAG 0x COMMAND\n"
     );
-    assert_eq!(run_line(&mut session, "quit").next, AfterCommand::Quit);
-    assert_eq!(run_line(&mut session, "halt").next, AfterCommand::Halt);
+    assert_eq!(
+        run_line(&mut session, "quit").after_command,
+        AfterCommand::Quit
+    );
+    assert_eq!(
+        run_line(&mut session, "halt").after_command,
+        AfterCommand::Halt
+    );
 }
 
 /// Every command that prints something has JSON output.

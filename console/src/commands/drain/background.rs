@@ -34,14 +34,14 @@ fn own_program() -> PathBuf {
 fn spawn_drain_process(
     program: PathBuf,
     console: Tid,
-    what: &DrainOrder,
+    order: &DrainOrder,
     json: bool,
 ) -> io::Result<Child> {
     let mut command = Command::new(program);
     command
         .args(["--apart", &console.to_string()])
         .args(json.then_some("--json"))
-        .args(what.to_words());
+        .args(order.to_words());
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -60,21 +60,21 @@ fn spawn_drain_process(
 /// # Errors
 /// Fails if the process could not be started. If standard output cannot be written, fails after the
 /// drain has ended.
-pub(super) fn run_from_shell(drain: &DrainOrder, json: bool) -> io::Result<Outcome> {
+pub(super) fn run_from_shell(order: &DrainOrder, json: bool) -> io::Result<Outcome> {
     let mut interrupts = SigSet::empty();
     interrupts.add(Signal::SIGINT);
     interrupts.add(Signal::SIGTERM);
     // Later threads inherit the signal mask.
     interrupts.thread_block()?;
-    let mut child = match spawn_drain_process(own_program(), Tid::NONE, drain, json) {
+    let mut child = match spawn_drain_process(own_program(), Tid::NONE, order, json) {
         Ok(child) => child,
         Err(error) => {
             return Ok(Outcome::error(error));
         }
     };
-    let host = drain.host.clone();
+    let host = order.host.clone();
     thread::spawn(move || detach_on_signal(interrupts, &host));
-    let complaints = child
+    let error_lines = child
         .stderr
         .take()
         .map(|from| thread::spawn(move || copy_output(from, io::stderr())));
@@ -83,13 +83,13 @@ pub(super) fn run_from_shell(drain: &DrainOrder, json: bool) -> io::Result<Outco
         .take()
         .map_or(Ok(()), |from| copy_output(from, io::stdout()));
     // Errors of standard error are ignored.
-    let _ = complaints.map(thread::JoinHandle::join);
+    let _ = error_lines.map(thread::JoinHandle::join);
     let status = child.wait()?;
     shown?;
-    let (good, signal_error) = exit_result(status);
+    let (succeeded, signal_error) = exit_result(status);
     Ok(Outcome {
         errors: signal_error.into_iter().collect(),
-        failed: !good,
+        failed: !succeeded,
         ..Outcome::default()
     })
 }
@@ -139,23 +139,23 @@ fn exit_result(status: ExitStatus) -> (bool, Option<String>) {
 }
 
 /// Runs a drain that was requested in this interactive console and waits for its end.
-pub(super) fn run_from_console(console: Tid, drain: &DrainOrder, json: bool) -> Outcome {
-    run_program_from_console(own_program(), console, drain, json)
+pub(super) fn run_from_console(console: Tid, order: &DrainOrder, json: bool) -> Outcome {
+    run_program_from_console(own_program(), console, order, json)
 }
 
 fn run_program_from_console(
     program: PathBuf,
     console: Tid,
-    drain: &DrainOrder,
+    order: &DrainOrder,
     json: bool,
 ) -> Outcome {
-    let done = match spawn_drain_process(program, console, drain, json)
+    let done = match spawn_drain_process(program, console, order, json)
         .and_then(Child::wait_with_output)
     {
         Ok(done) => done,
         Err(error) => return Outcome::error(error),
     };
-    let (good, signal_error) = exit_result(done.status);
+    let (succeeded, signal_error) = exit_result(done.status);
     let (out, err) = (
         String::from_utf8_lossy(&done.stdout),
         String::from_utf8_lossy(&done.stderr),
@@ -167,7 +167,7 @@ fn run_program_from_console(
     } else {
         Vec::new()
     };
-    let complaints = err.lines().map(String::from).chain(signal_error).collect();
+    let error_lines = err.lines().map(String::from).chain(signal_error).collect();
     let text = if json {
         String::new()
     } else {
@@ -176,8 +176,8 @@ fn run_program_from_console(
     Outcome {
         text,
         json: values,
-        errors: complaints,
-        failed: !good,
+        errors: error_lines,
+        failed: !succeeded,
         ..Outcome::default()
     }
 }

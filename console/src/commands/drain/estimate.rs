@@ -27,7 +27,7 @@ pub(super) struct WriteEstimate {
     /// Memory of tasks that answered a query, in bytes.
     memory: BTreeMap<Tid, u64>,
     /// When the estimate was computed, and its result.
-    pub(super) computed: Option<(Instant, Duration)>,
+    pub(super) last_result: Option<(Instant, Duration)>,
 }
 
 impl WriteEstimate {

@@ -37,7 +37,7 @@ pub(super) struct RemainingJob {
 
 impl RemainingJob {
     /// Returns the microseconds of work saved per second of checkpointing.
-    fn saved_per_second(&self, moved: TransferTotals) -> u64 {
+    fn work_saved_per_second(&self, moved: TransferTotals) -> u64 {
         (self.unsaved_work.0 as f64 / write_seconds(1, self.bytes, moved)) as u64
     }
 }
@@ -46,18 +46,16 @@ impl RemainingJob {
 #[derive(Debug)]
 pub(super) struct Attempts {
     pub(super) count: u32,
-    pub(super) last: Instant,
+    pub(super) last_at: Instant,
     /// Another attempt would fail, too.
-    pub(super) is_hopeless: bool,
+    pub(super) is_permanent: bool,
     /// The error line that was printed last.
     pub(super) last_error: String,
 }
 
 /// Returns the state of a job with these tasks on the host.
 pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
-    let stuck = states
-        .iter()
-        .find(|standing| **standing == DepartureState::Stuck);
+    let stuck = states.iter().find(|state| **state == DepartureState::Stuck);
     stuck
         .or(states.iter().max())
         .copied()
@@ -68,26 +66,26 @@ pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
 ///
 /// Jobs that no host accepts come first, the one that saves most work per second of writing before
 /// the others. Queued jobs follow, the largest first, because it would leave last; they are left
-/// out if `leave` says that they leave in time. Jobs with failed attempts come after those without.
+/// out if `queued_leave_in_time` is true. Jobs with failed attempts come after those without.
 pub(super) fn select_job(
     mut jobs: Vec<RemainingJob>,
-    leave: bool,
+    queued_leave_in_time: bool,
     rate: TransferTotals,
     attempts: &BTreeMap<Tid, Attempts>,
 ) -> Option<RemainingJob> {
     jobs.retain(|rest| match rest.state {
         DepartureState::Stuck => true,
-        DepartureState::Queued => !leave,
+        DepartureState::Queued => !queued_leave_in_time,
         DepartureState::Migrating => false,
     });
     jobs.retain(|rest| {
         attempts
             .get(&rest.job)
-            .is_none_or(|attempts| attempts.last.elapsed() >= ESTIMATE_MAX_AGE)
+            .is_none_or(|attempts| attempts.last_at.elapsed() >= ESTIMATE_MAX_AGE)
     });
     jobs.into_iter().min_by_key(|rest| {
         let worth = if rest.state == DepartureState::Stuck {
-            rest.saved_per_second(rate)
+            rest.work_saved_per_second(rate)
         } else {
             rest.bytes
         };
@@ -178,12 +176,12 @@ mod tests {
     #[test]
     fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, bytes, standing| RemainingJob {
+        let rest = |n, tasks, bytes, state| RemainingJob {
             job: tid(n),
             task_count: tasks,
             unsaved_work: Micros(9),
             bytes,
-            state: standing,
+            state,
         };
         use DepartureState::{Migrating, Queued, Stuck};
         let rests = || {
@@ -216,8 +214,8 @@ mod tests {
                 tid(n),
                 Attempts {
                     count: 1,
-                    last: at,
-                    is_hopeless: false,
+                    last_at: at,
+                    is_permanent: false,
                     last_error: String::new(),
                 },
             );

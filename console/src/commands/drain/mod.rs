@@ -33,7 +33,7 @@ use std::io;
 use std::sync::mpsc;
 use std::thread;
 
-pub(super) use self::run::{unknown_host, unpack_answer};
+pub(super) use self::run::{unknown_host, unpack_drain_reply};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "drain",

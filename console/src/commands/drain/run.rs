@@ -37,7 +37,9 @@ pub(crate) fn unknown_host(command: &str, host: &str) -> Outcome {
 
 /// Unpacks an answer about a drain: whether the host is drained, the remaining tasks, and the
 /// number of tasks that cannot leave. `None` means that the host is unknown.
-pub(crate) fn unpack_answer(answer: RmReply) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
+pub(crate) fn unpack_drain_reply(
+    answer: RmReply,
+) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
     match answer {
         RmReply::Drain {
             drained,
@@ -52,13 +54,13 @@ pub(crate) fn unpack_answer(answer: RmReply) -> Result<Option<(bool, RemainingTa
 /// State of a running drain.
 struct DrainRun<'a> {
     machine: &'a dyn VirtualMachine,
-    command: &'a DrainOrder,
+    order: &'a DrainOrder,
     /// The console that requested the drain. Its children are checkpointed although it is alive.
     console: Tid,
     show: &'a mut dyn FnMut(&str),
     started: Instant,
     /// Number of tasks at the start.
-    initial_count: usize,
+    initial_task_count: usize,
     remaining: RemainingTasks,
     departed: Vec<Tid>,
     /// Checkpoints of jobs that were ended.
@@ -74,7 +76,7 @@ impl DrainRun<'_> {
     /// Waits until the host is empty or the time is over. Returns false if the drain was cancelled
     /// or superseded.
     fn wait_until_empty(&mut self) -> Result<bool, Error> {
-        let deadline = self.command.deadline;
+        let deadline = self.order.deadline;
         let mut until = self.started + deadline.unwrap_or(PROGRESS_TIMEOUT);
         while !self.remaining.is_empty() && Instant::now() < until {
             std::thread::sleep(POLL_INTERVAL);
@@ -86,9 +88,10 @@ impl DrainRun<'_> {
                 until = Instant::now() + PROGRESS_TIMEOUT;
             }
             if deadline.is_some()
-                && let Some(rest) = self.due_job(until.saturating_duration_since(Instant::now()))?
+                && let Some(job) =
+                    self.next_due_job(until.saturating_duration_since(Instant::now()))?
             {
-                self.checkpoint_job(&rest, true)?;
+                self.checkpoint_job(&job, true)?;
             }
         }
         Ok(true)
@@ -97,15 +100,15 @@ impl DrainRun<'_> {
     /// Polls the resource manager and prints progress. Returns false if the drain was cancelled or
     /// superseded.
     fn poll(&mut self) -> Result<bool, Error> {
-        let host = &self.command.host;
-        let question = RmQuery::DrainStatus { host: host.clone() };
-        let (drained, mut now) = match self.machine.ask_rm(&question) {
+        let host = &self.order.host;
+        let query = RmQuery::DrainStatus { host: host.clone() };
+        let (drained, mut now) = match self.machine.ask_rm(&query) {
             // The drain continues without a resource manager: its successor knows the order, and
             // checkpoints cannot wait for it.
-            Err(error) if self.command.may_checkpoint() && is_rm_unavailable(&error) => {
+            Err(error) if self.order.may_checkpoint() && is_rm_unavailable(&error) => {
                 (true, self.remaining_without_rm()?)
             }
-            answer => match unpack_answer(answer?)? {
+            answer => match unpack_drain_reply(answer?)? {
                 Some((drained, now, _)) => (drained, now),
                 None => return Ok(false),
             },
@@ -115,7 +118,7 @@ impl DrainRun<'_> {
         self.progress.read_events(self.machine)?;
         for tid in self.remaining.keys().filter(|tid| !now.contains_key(tid)) {
             self.departed.push(*tid);
-            let (gone, all) = (self.departed.len(), self.initial_count);
+            let (gone, all) = (self.departed.len(), self.initial_task_count);
             (self.show)(&format!(
                 "{tid} has left ({gone} of {all}{})\n",
                 self.progress.size_text(*tid)
@@ -126,7 +129,7 @@ impl DrainRun<'_> {
             _ if !drained => Some(DrainEnd::Cancelled),
             // A drain that does not checkpoint only prints progress, so a later order does not end
             // it.
-            Some(DrainEnd::Superseded(_)) if !self.command.may_checkpoint() => None,
+            Some(DrainEnd::Superseded(_)) if !self.order.may_checkpoint() => None,
             over => over,
         };
         match over {
@@ -174,13 +177,13 @@ impl DrainRun<'_> {
         }
         // A job that continues is checkpointed once. A checkpoint made by the daemons counts.
         let is_over = |job: &Tid| {
-            !self.command.checkpoint
+            !self.order.checkpoint
                 && (self.continued_checkpoints.contains_key(job)
                     || self.progress.checkpoints.contains_key(job))
                 || self
                     .attempts
                     .get(job)
-                    .is_some_and(|tried| tried.is_hopeless)
+                    .is_some_and(|tried| tried.is_permanent)
         };
         let jobs: Vec<Tid> = jobs_of(self.console, &all, &self.remaining)
             .into_iter()
@@ -191,7 +194,7 @@ impl DrainRun<'_> {
             // After the time limit, further tasks are not queried.
             true => Some(
                 machine
-                    .can_migrate(tid, Some(&self.command.host))
+                    .can_migrate(tid, Some(&self.order.host))
                     .ok()?
                     .resident_bytes,
             ),
@@ -221,10 +224,10 @@ impl DrainRun<'_> {
     }
 
     /// Returns the job to checkpoint next, if no more than the time for checkpoints is left.
-    fn due_job(&mut self, left: Duration) -> Result<Option<RemainingJob>, Error> {
+    fn next_due_job(&mut self, left: Duration) -> Result<Option<RemainingJob>, Error> {
         if self
             .estimate
-            .computed
+            .last_result
             .is_some_and(|(at, time)| at.elapsed() < ESTIMATE_MAX_AGE && left > time)
         {
             return Ok(None);
@@ -232,7 +235,7 @@ impl DrainRun<'_> {
         let jobs = self.remaining_jobs()?;
         let bytes = jobs
             .iter()
-            .fold(0, |sum: u64, rest| sum.saturating_add(rest.bytes));
+            .fold(0, |sum: u64, job| sum.saturating_add(job.bytes));
         let time = write_time_with_margin(jobs.len(), bytes, self.progress.transferred);
         let mut next = None;
         if left <= time {
@@ -243,29 +246,34 @@ impl DrainRun<'_> {
                 .map(|(tid, _)| *tid)
                 .collect();
             let bytes = self.estimate.bytes(&movable, |_| None);
-            let leave = can_leave_in_time(
+            let queued_leave_in_time = can_leave_in_time(
                 self.started.elapsed(),
                 self.progress.departed_bytes,
                 bytes,
                 left,
             );
-            next = select_job(jobs, leave, self.progress.transferred, &self.attempts);
+            next = select_job(
+                jobs,
+                queued_leave_in_time,
+                self.progress.transferred,
+                &self.attempts,
+            );
         }
         // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]: jobs whose checkpoint
         // failed and tasks that may still leave are examined again after that.
         let time = if left <= time { Duration::ZERO } else { time };
-        self.estimate.computed = next.is_none().then(|| (Instant::now(), time));
+        self.estimate.last_result = next.is_none().then(|| (Instant::now(), time));
         Ok(next)
     }
 
-    /// Checkpoints a job and, with `--checkpoint`, ends it. `again` is true if a temporary failure
+    /// Checkpoints a job and, with `--checkpoint`, ends it. `retry_later` is true if a temporary failure
     /// is tried again later.
-    fn checkpoint_job(&mut self, remaining_job: &RemainingJob, again: bool) -> Result<(), Error> {
-        let (job, host, ends) = (
-            remaining_job.job,
-            &self.command.host,
-            self.command.checkpoint,
-        );
+    fn checkpoint_job(
+        &mut self,
+        remaining_job: &RemainingJob,
+        retry_later: bool,
+    ) -> Result<(), Error> {
+        let (job, host, ends) = (remaining_job.job, &self.order.host, self.order.checkpoint);
         // The daemons may have checkpointed the job during the estimate.
         self.progress.read_events(self.machine)?;
         if !ends && self.progress.checkpoints.contains_key(&job) {
@@ -280,12 +288,12 @@ impl DrainRun<'_> {
         let result = request_checkpoint(self.machine, job, ends)?;
         let attempts = Attempts {
             count: 0,
-            last: self.started,
-            is_hopeless: false,
+            last_at: self.started,
+            is_permanent: false,
             last_error: String::new(),
         };
         let attempts = self.attempts.entry(job).or_insert(attempts);
-        (attempts.count, attempts.last) = (attempts.count + 1, Instant::now());
+        (attempts.count, attempts.last_at) = (attempts.count + 1, Instant::now());
         match result {
             Ok(report) if ends => {
                 (self.show)(&format!(
@@ -306,14 +314,14 @@ impl DrainRun<'_> {
             Err(why) => {
                 // Another checkpoint or restart of the job that is in progress will end; that
                 // failure is not permanent.
-                attempts.is_hopeless = !why.is_transient() && why != CheckpointFailure::InProgress;
-                let again = if again && !attempts.is_hopeless {
+                attempts.is_permanent = !why.is_transient() && why != CheckpointFailure::InProgress;
+                let retry_text = if retry_later && !attempts.is_permanent {
                     ", and will be tried again while there is time"
                 } else {
                     ""
                 };
                 let error_text = format!(
-                    "no checkpoint of job {job}: {why}{}{again}\n",
+                    "no checkpoint of job {job}: {why}{}{retry_text}\n",
                     job_after_failure(&why, "it")
                 );
                 if attempts.last_error != error_text {
@@ -331,21 +339,21 @@ impl DrainRun<'_> {
         self.attempts.clear();
         // Continues even if progress cannot be read.
         while self.poll().unwrap_or(true) {
-            let rests = self.remaining_jobs()?;
-            let Some(rest) = rests
+            let jobs = self.remaining_jobs()?;
+            let Some(job) = jobs
                 .iter()
-                .find(|rest| !self.attempts.contains_key(&rest.job))
+                .find(|job| !self.attempts.contains_key(&job.job))
             else {
                 break;
             };
-            self.checkpoint_job(rest, false)?;
+            self.checkpoint_job(job, false)?;
         }
         Ok(())
     }
 
     /// Prints what each remaining job would lose if the host left at this moment.
     fn warn_of_losses(&mut self) -> Result<(), Error> {
-        if self.remaining.is_empty() || self.command.checkpoint {
+        if self.remaining.is_empty() || self.order.checkpoint {
             return Ok(());
         }
         // A store that cannot be read counts as empty.
@@ -355,7 +363,7 @@ impl DrainRun<'_> {
         };
         for job in jobs_of(self.console, &parents(self.machine)?, &self.remaining) {
             (self.show)(&loss_line(
-                &self.command.host,
+                &self.order.host,
                 job,
                 &checkpoints,
                 self.continued_checkpoints
@@ -368,7 +376,7 @@ impl DrainRun<'_> {
 
     /// Prints what remains and returns the outcome.
     fn into_outcome(self, stay: u32) -> Outcome {
-        let (host, tasks) = (&self.command.host, &self.remaining);
+        let (host, tasks) = (&self.order.host, &self.remaining);
         let mut text = String::new();
         for (tid, why) in tasks {
             let why = why
@@ -408,7 +416,7 @@ impl DrainRun<'_> {
 /// progress.
 pub(super) fn drain(
     machine: &dyn VirtualMachine,
-    command: &DrainOrder,
+    order: &DrainOrder,
     console: Tid,
     show: &mut dyn FnMut(&str),
 ) -> Result<Outcome, Error> {
@@ -416,9 +424,9 @@ pub(super) fn drain(
         host,
         deadline,
         checkpoint,
-    } = command;
+    } = order;
     let micros = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
-    let Some((_, tasks, stay)) = unpack_answer(machine.ask_rm(&RmQuery::Drain {
+    let Some((_, tasks, stay)) = unpack_drain_reply(machine.ask_rm(&RmQuery::Drain {
         host: host.clone(),
         within: micros,
     })?)?
@@ -427,23 +435,23 @@ pub(super) fn drain(
     };
     let all = tasks.len();
     show(&format!("{host} accepts no tasks; {all} must leave\n"));
-    let (departed, ended_checkpoints, continued_checkpoints, attempts, writing) =
+    let (departed, ended_checkpoints, continued_checkpoints, attempts, estimate) =
         Default::default();
     let (started, progress) = (Instant::now(), Progress::new(machine.tid()));
     let mut run = DrainRun {
         machine,
-        command,
+        order,
         console,
         show,
         started,
-        initial_count: all,
+        initial_task_count: all,
         remaining: tasks,
         departed,
         ended_checkpoints,
         continued_checkpoints,
         attempts,
         progress,
-        estimate: writing,
+        estimate,
     };
     if run.wait_until_empty()? && *checkpoint {
         run.checkpoint_all()?;
