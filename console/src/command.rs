@@ -14,7 +14,7 @@ use std::io;
 /// The list of all commands.
 pub(crate) type CommandTable = &'static [&'static CommandSpec];
 
-/// Everything that parser, help and completion know about a command.
+/// An entry of the table of commands: all that parser, help and completion need.
 pub(crate) struct CommandSpec {
     /// The name as typed.
     pub(crate) name: &'static str,
@@ -36,7 +36,8 @@ pub(crate) struct CommandSpec {
 }
 
 impl CommandSpec {
-    /// The values that most commands have. Name, texts and parser must be replaced.
+    /// Default values for the fields that are alike in most commands. Each command must set name,
+    /// texts and parser.
     pub(crate) const DEFAULT: CommandSpec = CommandSpec {
         name: "",
         summary: "",
@@ -62,7 +63,7 @@ pub(crate) enum Completion {
     ByWords(fn(&[&str], &str) -> (usize, WordKind)),
 }
 
-/// What kind of name a word is.
+/// The kind of name that a word of a command is.
 #[derive(Clone, Copy)]
 pub(crate) enum WordKind {
     Unknown,

@@ -23,8 +23,8 @@ pub(crate) struct Outcome {
     pub(crate) json: Vec<Value>,
     /// True if the line requested JSON.
     pub(crate) as_json: bool,
-    /// Why nothing was done, without newline. The interactive console prints it on standard output,
-    /// as PVM does; a command from a shell prints it on standard error.
+    /// Reason why the command was not executed, without newline. The interactive console prints the
+    /// reason on standard output, as PVM does; a command from a shell prints it on standard error.
     pub(crate) refusal: Option<String>,
     /// Lines for standard error, without newlines.
     pub(crate) errors: Vec<String>,

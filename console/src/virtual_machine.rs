@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// Time limit for an answer of the resource manager.
 const RM_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Error text for a question to the resource manager when none is running.
+/// Error text for a query to the resource manager when none is running.
 const NO_RM_RUNNING: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
 /// The virtual machine as seen by the console's task.
@@ -25,7 +25,8 @@ pub(crate) trait VirtualMachine {
     /// Returns the console's host.
     fn local_host(&self) -> HostId;
     fn hosts(&self) -> Result<HostTable, Error>;
-    /// Returns all tasks ([`Tid::NONE`]), those of a host, or one.
+    /// Returns all tasks if `selector` is [`Tid::NONE`]. Otherwise `selector` is the tid of a host,
+    /// or of one task.
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
     /// Adds hosts, one per host-file line.
@@ -34,15 +35,15 @@ pub(crate) trait VirtualMachine {
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Migrates a task and waits for the end of the migration.
     fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError>;
-    /// Returns the hosts that would accept a task, or whether `to` would.
+    /// Returns which hosts would accept a task. If `to` is given, only that host is asked.
     fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message. A message to a task that has exited is dropped.
     fn send(&self, message: Message) -> Result<(), Error>;
-    /// Sends a question to the resource manager and waits for its answer.
+    /// Sends a query to the resource manager and waits for the reply.
     fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error>;
-    /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
+    /// Sends a request to the daemon and waits for the reply. [`Reply::Failed`] becomes an error.
     fn ask(&self, request: Request) -> Result<Reply, Error>;
 }
 
@@ -150,7 +151,7 @@ impl VirtualMachine for Vm {
     }
 }
 
-/// Error for a resource manager that speaks another protocol version.
+/// Returns the error for a resource manager with another protocol version.
 fn version_mismatch(rm: Tid, other: u16) -> Error {
     let reason = format!(
         "resource manager {rm} speaks protocol version {other}, this console version {}: use programs of one version",
@@ -159,7 +160,7 @@ fn version_mismatch(rm: Tid, other: u16) -> Error {
     Error::new(PvmError::Mismatch, reason)
 }
 
-/// Error for a reply of an unexpected kind.
+/// Returns the error for a reply that does not belong to the request.
 pub(crate) fn unexpected_reply() -> Error {
     Error::new(
         PvmError::BadMsg,
@@ -167,8 +168,9 @@ pub(crate) fn unexpected_reply() -> Error {
     )
 }
 
-/// Waits for a message for the console. Skips negative tags, which the library uses for its own
-/// replies, and answers of the resource manager, which their callers wait for.
+/// Waits for a message to the console. Leaves two kinds of messages in the inbox: messages with
+/// negative tags, which are replies to the library, and replies of the resource manager, for which
+/// [`VirtualMachine::ask_rm`] waits.
 ///
 /// # Errors
 /// Fails if the connection to the daemon is lost; the error gives the reason.

@@ -21,30 +21,31 @@ use std::path::PathBuf;
     override_usage = "pvm [-dMASK] [-nNAME] [HOSTFILE]\n       pvm [--json] COMMAND [ARG ...]\n       pvm [-dMASK] [-nNAME] start [HOSTFILE]"
 )]
 struct Cli {
-    /// Debug mask for the daemon, when one is started
+    /// Debug mask for a daemon that is started
     #[arg(short = 'd', value_name = "MASK")]
     debug: Option<String>,
-    /// Name or address of this host, when a daemon is started
+    /// Name or address of this host for a daemon that is started
     #[arg(short = 'n', value_name = "NAME")]
     name: Option<String>,
-    /// Print values for programs, one a line, with every command that prints anything
+    /// Print JSON, one value per line, for every command that prints something
     #[arg(long)]
     json: bool,
-    /// Internal: runs a drain in a process that is detached from the command the user typed, which
-    /// may be interrupted. The value is the tid of the requesting console, or `t0` for a shell.
+    /// Internal option of the detached drain process, which outlives the command that the user
+    /// typed. The value is the tid of the console that requested the drain, or `t0` for a shell.
     #[arg(long, hide = true, value_name = "TID", value_parser = tid)]
     apart: Option<Tid>,
-    /// A command with its arguments, or a host file (as ./NAME when a command has its name)
+    /// A command with its arguments, or a host file (written as ./NAME if a command has the same
+    /// name)
     #[arg(trailing_var_arg = true, value_name = "COMMAND | HOSTFILE")]
     words: Vec<String>,
 }
 
-/// What the program does.
+/// The mode that the command line selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Reads commands. The arguments are for the daemon, in case one must be started.
+    /// Reads commands. The value contains the arguments for a daemon, if one must be started.
     Console(Vec<OsString>),
-    /// Only starts a daemon, with these arguments, if none is running.
+    /// Starts a daemon with these arguments, if none is running, and exits.
     Start(Vec<OsString>),
     /// Executes one command and exits.
     OneShot {
@@ -57,16 +58,17 @@ pub(crate) enum Mode {
 /// Why the command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArgsError {
-    /// Wrong options, or a request for help or the version. clap prints all of them.
+    /// Wrong options, or a request for help or the version. In all of these cases clap prints the
+    /// text.
     #[error(transparent)]
     Clap(#[from] clap::Error),
-    #[error("{0}: not found")]
     /// The word is neither a command nor a file.
+    #[error("{0}: not found")]
     NotFound(String),
-    #[error("{0}: one host file is enough")]
     /// Words follow the host file.
+    #[error("{0}: one host file is enough")]
     ExtraWords(String),
-    /// The command has no JSON output.
+    /// `--json` is given for a command without JSON output, or without a command.
     #[error("--json belongs to a command that prints something; {0}")]
     NoJson(String),
 }
@@ -144,8 +146,8 @@ mod tests {
         parse(line.split(' ').map(OsString::from)).map_err(|error| error.to_string())
     }
 
-    /// A command name on the command line selects one-shot mode, and `--json` is taken from it
-    /// where it belongs to the command.
+    /// A command name selects one-shot mode. `--json` is removed from the words of the command
+    /// where it is an option of the command itself.
     #[test]
     fn command_name_selects_oneshot_mode() {
         let by = |words: &[&str], json, apart| {

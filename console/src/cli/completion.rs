@@ -1,25 +1,26 @@
 //! Completes words of a command line. Pure except for the queries of [`NameSource`].
 //!
-//! The table of commands says which kind of name each word of a command is.
+//! Which kind of name a word is follows from the table of commands.
 
 use crate::command::{Completion, WordKind};
 use crate::commands::{COMMANDS, find};
 use crate::session::CompletionNames;
 use std::path::Path;
 
-/// Source of names for completion.
+/// Source of the names that exist now, for completion.
 pub(crate) trait NameSource {
     /// Returns the session's names as of the last prompt.
     fn session_names(&self) -> &CompletionNames;
     fn hosts(&self) -> Vec<String>;
     /// Returns the tids of all tasks except the console.
     fn tids(&self) -> Vec<String>;
-    /// Returns the names in a folder, each with true if it is a folder.
+    /// Returns the names of the entries of a folder. The bool is true if the entry is a folder
+    /// itself.
     fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)>;
 }
 
-/// Returns where the last word of `line` begins, and its completions, sorted. A single complete
-/// word is followed by a space.
+/// Returns the byte position where the last word of `line` begins, and the sorted completions of
+/// that word. A single completion ends with a space, unless it is a folder.
 pub(crate) fn complete(line: &str, source: &impl NameSource) -> (usize, Vec<String>) {
     let begin = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
     let word = &line[begin..];
@@ -81,7 +82,8 @@ fn complete_files(prefix: &str, stem: &str, source: &impl NameSource) -> Vec<Str
     finish_candidates(found.collect(), prefix, " ")
 }
 
-/// Returns what kind of name the word after `before` is, and the prefix in front of the name.
+/// Returns the prefix of `word` that belongs to an option, and the kind of the name after the
+/// prefix. `before` contains the words in front of `word`.
 fn word_kind<'a>(before: &[&str], word: &'a str) -> (&'a str, WordKind) {
     let [command, args @ ..] = before else {
         return ("", WordKind::Command);
@@ -162,7 +164,7 @@ mod tests {
         assert_eq!(words("# delete ha"), [""; 0]);
     }
 
-    /// `spawn` completes hosts in options and files elsewhere.
+    /// `spawn` completes hosts in options, and files in options for files, programs and arguments.
     #[test]
     fn spawn_completes_hosts_and_files() {
         assert_eq!(words("spawn -hb"), ["-hb1 "]);
@@ -180,7 +182,7 @@ mod tests {
         assert_eq!(words("spawn ."), [".hidden "]);
     }
 
-    /// A completion replaces the unfinished word from its beginning.
+    /// A completion starts at the beginning of the unfinished word.
     #[test]
     fn completion_replaces_whole_word() {
         assert_eq!(

@@ -1,7 +1,7 @@
 //! Reads lines at a terminal, with editing, history and completion.
 //!
-//! The editor runs in its own thread and is at the prompt only between two commands. Output of
-//! tasks that arrives during that time is shown [above] the prompt.
+//! The editor runs in its own thread and reads a line only between two commands. Output of tasks
+//! that arrives while the editor reads is shown [above] the prompt.
 //!
 //! [above]: crate::output::async_output
 
@@ -50,8 +50,9 @@ pub(crate) struct LineEditor {
 }
 
 impl LineEditor {
-    /// Starts the editor, which passes input to `on_input`. Returns `None` if standard input is not a
-    /// terminal that supports editing.
+    /// Starts the editor, which calls `on_input` for each line and for the end of the input, until
+    /// `on_input` returns false. Returns `None` if standard input is not a terminal that supports
+    /// editing.
     pub(crate) fn open(
         vm: &Vm,
         history: Option<PathBuf>,
@@ -90,7 +91,7 @@ impl LineEditor {
         })
     }
 
-    /// Lets the editor read the next line.
+    /// Requests that the editor read the next line. `names` are offered for completion.
     pub(crate) fn prompt(&self, names: CompletionNames) {
         self.async_output.begin_prompt();
         // The reader thread ends only with the process.
@@ -105,7 +106,8 @@ impl LineEditor {
         self.async_output.show(bytes)
     }
 
-    /// Shows output that arrived before the line that was read.
+    /// Shows queued output. Must be called before a line that was read is executed, because the
+    /// output arrived before the line.
     ///
     /// # Errors
     /// Fails as [`LineEditor::show`] does.
@@ -113,7 +115,7 @@ impl LineEditor {
         self.async_output.flush_pending()
     }
 
-    /// Ends the reading of lines and restores the terminal.
+    /// Restores the terminal and shows queued output. No more lines are read after this call.
     ///
     /// # Errors
     /// Fails as [`LineEditor::show`] does.
@@ -122,7 +124,7 @@ impl LineEditor {
         self.async_output.flush_pending()
     }
 
-    /// Restores the terminal modes, even while the editor is at its prompt: no more lines are read.
+    /// Restores the terminal modes, also while the editor reads a line.
     fn restore(&self) {
         let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.original_modes);
     }
@@ -134,8 +136,8 @@ impl Drop for LineEditor {
     }
 }
 
-/// Returns the terminal modes between two prompts. Echo and line mode are off: keys typed ahead
-/// wait for the editor, which shows them when it reads them instead of in the middle of output.
+/// Returns the terminal modes between two prompts. Echo and line mode are off, so that keys typed
+/// ahead do not appear in the middle of output; the editor shows them when it reads them.
 fn modes_between_prompts(mut modes: Termios) -> Termios {
     modes
         .local_flags

@@ -6,7 +6,7 @@ use crate::commands::{COMMANDS, parse, take_json};
 use crate::outcome::Outcome;
 use crate::session::Session;
 
-/// Alias replacements per line; more of them mean a loop.
+/// Maximum number of alias replacements per line. More of them mean that aliases form a loop.
 const ALIAS_DEPTH_MAX: usize = 100;
 
 /// Executes one line of input.
@@ -57,7 +57,7 @@ fn replace_alias(session: &Session, mut words: Vec<String>) -> Option<Vec<String
         let Some(meaning) = words.first().and_then(|first| session.aliases.get(first)) else {
             return Some(words);
         };
-        // An alias that begins with its own name only adds words.
+        // An alias such as `ps = ps -a` only adds words to the command with the same name.
         let is_recursive = meaning.first() == words.first();
         words.splice(..1, meaning.iter().cloned());
         if is_recursive {

@@ -19,17 +19,17 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 const PROMPT: &str = "pvm> ";
-/// Lines and messages that are queued for the console.
+/// Maximum number of lines and messages that are queued for the console.
 const INPUT_QUEUE_MAX: usize = 256;
 
-/// An event that the console handles.
+/// An input of the console: from the user, or from the virtual machine.
 enum Input {
     /// A line, with its newline if it has one.
     Line(String),
     /// The end of the input.
     End,
     Message(Message),
-    /// The daemon is lost; the text is the reason.
+    /// The connection to the daemon is lost, for this reason.
     Lost(String),
 }
 
@@ -37,8 +37,8 @@ enum Input {
 enum Frontend {
     /// A terminal with line editing.
     LineEditor(LineEditor),
-    /// A file, a pipe, or a terminal without line editing. If `echo` is true, lines are repeated in
-    /// the output.
+    /// A file, a pipe, or a terminal without line editing. If `echo` is true, the console prints
+    /// each line before it executes the line.
     Plain { echo: bool },
 }
 
@@ -53,7 +53,7 @@ impl Frontend {
         }
     }
 
-    /// Shows output that no command caused.
+    /// Shows output of jobs and announcements, which arrive at any time.
     fn show(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Frontend::LineEditor(terminal) => terminal.show(bytes),
@@ -61,7 +61,8 @@ impl Frontend {
         }
     }
 
-    /// Shows output that arrived before a line was read, before the line is executed.
+    /// Shows queued output. Must be called before a line that was read is executed, because the
+    /// output arrived before the line.
     fn flush_pending(&self) -> io::Result<()> {
         match self {
             Frontend::LineEditor(terminal) => terminal.flush_pending(),
@@ -73,7 +74,7 @@ impl Frontend {
         matches!(self, Frontend::Plain { echo: true })
     }
 
-    /// Ends the reading of commands.
+    /// Restores the terminal; no more commands are read.
     fn close(&self) -> io::Result<()> {
         match self {
             Frontend::LineEditor(terminal) => terminal.close(),
@@ -122,7 +123,8 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads commands until one ends the console. Returns `None` if the daemon is lost.
+/// Reads and executes commands until one of them ends the console. Returns `None` if the connection
+/// to the daemon is lost.
 fn run_commands(
     vm: &Vm,
     session: &mut Session,
@@ -130,7 +132,8 @@ fn run_commands(
 ) -> io::Result<Option<AfterCommand>> {
     let (frontend, inputs) = start_inputs(vm, home);
     frontend.prompt(session)?;
-    // Both senders live as long as their threads, and each sends the reason before it ends.
+    // The loop never ends because of a closed channel: each thread sends the reason of its end
+    // first.
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
@@ -159,8 +162,8 @@ fn run_commands(
     Ok(Some(AfterCommand::Quit))
 }
 
-/// Executes a line. With `echo`, prints it first, as PVM's console does, provided it ended with a
-/// newline.
+/// Executes a line. If `echo` is true and the line ends with a newline, prints the line first, as
+/// PVM's console does.
 fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<AfterCommand> {
     if echo && line.ends_with('\n') {
         Terminal.print(line.as_bytes())?;
@@ -171,7 +174,7 @@ fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<AfterCo
 }
 
 /// Starts the threads that read lines from standard input and messages from the virtual machine.
-/// The receiver yields both in order of arrival.
+/// The receiver yields lines and messages in order of arrival.
 fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
     let (sender, receiver) = sync_channel(INPUT_QUEUE_MAX);
     let frontend = open_frontend(vm, home, &sender);
@@ -210,14 +213,14 @@ fn open_frontend(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Fr
     }
     let lines = sender.clone();
     thread::spawn(move || read_lines(&mut io::stdin().lock(), &lines));
-    // A terminal has already shown the line.
+    // A terminal has shown the line when it was typed.
     Frontend::Plain {
         echo: !stdin_is_terminal,
     }
 }
 
-/// Sends the lines of `from`, then [`Input::End`]. A line over the limit is cut slightly after it,
-/// so that it is refused as a whole instead of executed in pieces.
+/// Sends the lines of `from`, then [`Input::End`]. A line over the limit is cut, but stays longer
+/// than the limit, so that the whole line is refused and no part of it is executed.
 fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
     let limit = LINE_BYTES_MAX as u64 + 2;
     loop {

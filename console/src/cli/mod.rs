@@ -36,7 +36,7 @@ pub(crate) fn main() -> ExitCode {
         Err(error) => return fail(&format!("pvm: {error}")),
     };
     run(mode).unwrap_or_else(|error| {
-        // A closed pipe ends the program silently, as it does any other command.
+        // A closed pipe ends the program without a message, like other commands.
         if error.kind() != io::ErrorKind::BrokenPipe {
             Terminal.print_error(&format!("pvm: standard output cannot be written: {error}"));
         }
@@ -73,7 +73,8 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
     }
 }
 
-/// Joins the virtual machine, and starts it if it does not run. `args` are for its daemon.
+/// Joins the virtual machine, and starts it if it does not run. `args` are the arguments for its
+/// daemon.
 ///
 /// # Errors
 /// Fails if the virtual machine cannot be started or joined; the text is for the user.

@@ -78,8 +78,8 @@ fn exit_code(good: bool) -> ExitCode {
     }
 }
 
-/// Executes a command, given with its name, and waits for the end of a job whose output it
-/// collects.
+/// Executes a command, given with its name. If the command starts a job whose output is collected
+/// here, waits for the end of the job.
 ///
 /// # Errors
 /// Fails if standard output cannot be written.

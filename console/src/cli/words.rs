@@ -9,7 +9,7 @@ pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 /// Why a line cannot be split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LineError {
-    /// An unclosed quote, or a backslash at the end.
+    /// The line has an unclosed quote, or ends with a backslash.
     #[error("unmatched {0}")]
     Unmatched(char),
     /// The line is longer than [`LINE_BYTES_MAX`].

@@ -39,7 +39,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct CheckpointCommand {
     /// The first task of the job.
     job: Tid,
-    /// Changes the periodic checkpoints of the job, if given.
+    /// New schedule of the job's periodic checkpoints. `None` keeps the present schedule.
     schedule: Option<CheckpointSchedule>,
     /// Ends the job when its checkpoint is complete.
     ends_job: bool,
@@ -192,8 +192,8 @@ impl CheckpointCommand {
     }
 }
 
-/// Returns what happens to a job whose checkpoint failed, as a clause. The last argument is the
-/// word for the job in that clause.
+/// Returns a clause that says what happens to a job whose checkpoint failed. `job_word` stands for
+/// the job in that clause, such as "the job" or "it".
 pub(crate) fn job_after_failure(why: &CheckpointFailure, job_word: &str) -> String {
     match why {
         CheckpointFailure::NoSuchJob(_) => String::new(),

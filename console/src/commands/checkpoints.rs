@@ -61,7 +61,7 @@ fn parse(args: &[String]) -> Result<CheckpointsCommand, ParseError> {
         } else if arg.starts_with('-') {
             return Err(unknown_option(arg));
         } else {
-            // Further names for an earlier `--remove`.
+            // A name after an earlier `--remove` selects a further checkpoint.
             names.as_mut().ok_or_else(wrong)?.push(arg.clone());
         }
     }
@@ -216,7 +216,7 @@ mod tests {
             .collect()
     }
 
-    /// The list shows usable checkpoints, and why others cannot be used.
+    /// The list shows usable checkpoints, and the reason for each checkpoint that cannot be used.
     #[test]
     fn list_shows_usable_and_broken_checkpoints() {
         let job = Tid::from_raw(0x40002);
@@ -310,7 +310,7 @@ mod tests {
         assert_eq!(read("--all"), Err(ParseError::UnknownFlag("all".into())));
     }
 
-    /// Removal reports each checkpoint that was removed or kept.
+    /// The report of a removal lists the removed checkpoints, and the kept ones with reasons.
     #[test]
     fn removal_reports_each_checkpoint() {
         let job = Tid::from_raw(0x40002);

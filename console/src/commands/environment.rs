@@ -147,7 +147,7 @@ impl VmCommand for SetenvCommand {
     }
 }
 
-/// Returns variables as JSON.
+/// Returns variables as JSON, values by name.
 fn variables<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> Value {
     let variables: Map<String, Value> = variables
         .into_iter()

@@ -35,7 +35,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct EventsCommand {
     /// Number of the first event to show.
     from: u64,
-    /// Waits for further events.
+    /// Prints further events as they occur, until interrupted.
     follow: bool,
 }
 
@@ -102,8 +102,10 @@ struct EventFollower<'a> {
 }
 
 impl EventFollower<'_> {
-    /// Runs until the virtual machine fails, and returns its error. The outer error is one of
-    /// standard output.
+    /// Runs until the virtual machine fails, and returns its error.
+    ///
+    /// # Errors
+    /// Fails if standard output cannot be written.
     fn run(mut self) -> io::Result<Error> {
         // Subscribes before it reads the log, so that no event is missed in between.
         if let Err(error) = self.vm.subscribe_events(CTX_BASE, TAG_EVENTS) {
@@ -126,7 +128,8 @@ impl EventFollower<'_> {
         }
     }
 
-    /// Prints all logged events from `next` on.
+    /// Prints all logged events from `next` on. The outer error is one of standard output, the
+    /// inner error one of the virtual machine.
     fn print_backlog(&mut self) -> io::Result<Result<(), Error>> {
         loop {
             let events = match self.vm.events(self.next, EVENTS_BATCH_MAX) {
@@ -200,7 +203,7 @@ fn text(names: &HostNames, event: &Event) -> String {
     )
 }
 
-/// Returns the value of an event. `kind` is the event record in the virtual machine's own form.
+/// Returns the value of an event. The key `kind` has the event record as daemons exchange it.
 fn value(names: &HostNames, event: &Event) -> Value {
     json!({
         "number": event.number,

@@ -53,7 +53,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 enum JobCommand {
     /// Lists jobs and waiting spawns.
     List {
-        /// Only this user's jobs.
+        /// Lists only jobs of the user with this id.
         user: Option<u32>,
     },
     /// Shows a job and its tasks.
@@ -366,7 +366,7 @@ fn suspend_job(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<
     Ok(Outcome::with_values(text, value, false))
 }
 
-/// Suspends or resumes one task. The daemon does it; no resource manager is needed.
+/// Suspends or resumes one task through the daemon. No resource manager is needed.
 fn suspend_task(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     machine.ask(Request::Suspend {
         tid,
@@ -391,7 +391,7 @@ fn suspend_task(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result
 /// Kills all tasks of a job, including those it spawns meanwhile, and waits until none is left.
 fn kill_job(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
     let (mut answer, started) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
-    // Also covers a job that is being vacated at this moment.
+    // Asked after the kill, so that a job that is being vacated at this moment is found, too.
     let vacated = cancel_vacated(machine, tid)?;
     loop {
         match answer {
@@ -414,14 +414,14 @@ fn kill_job(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
         std::thread::sleep(KILL_POLL_INTERVAL);
         answer = machine.ask_rm(&RmQuery::KillStatus(tid))?;
         if answer == RmReply::NotFound {
-            // Another resource manager has taken over and must be asked to continue.
+            // A new resource manager does not know about the kill, so the kill is requested again.
             answer = machine.ask_rm(&RmQuery::Kill(tid))?;
         }
     }
 }
 
-/// Returns the outcome of a kill from the numbers of tasks that were asked to exit, killed by
-/// SIGKILL, and left.
+/// Returns the outcome of a kill. The numbers count the tasks that were asked to exit, were sent
+/// SIGKILL, and still exist. `failed` lists tasks whose kill failed, with reasons.
 fn kill_outcome(
     job: Tid,
     (asked_to_exit, killed_by_signal, remaining): (u32, u32, u32),
@@ -455,8 +455,8 @@ fn kill_outcome(
     }
 }
 
-/// Cancels the restart of a vacated job, which waits in the store for free hosts. Returns `None` if
-/// the job does not wait.
+/// Cancels the restart of a vacated job that waits in the store for free hosts. Returns `None` if
+/// the job is not vacated.
 fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outcome>, Error> {
     let RmReply::VacatedCancelled {
         job,

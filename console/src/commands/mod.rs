@@ -103,7 +103,8 @@ pub(crate) fn parse(words: &[String]) -> Result<Option<ParsedCommand>, ParseErro
     }
 }
 
-/// True if the command supports JSON output, or is unknown.
+/// True if the command has JSON output. Also true for an unknown command, whose error is reported
+/// later.
 pub(crate) fn has_json(command: &str) -> bool {
     find(command).is_none_or(|spec| spec.has_json)
 }

@@ -1,8 +1,9 @@
 //! `owner`: records the directives of this machine's owner for all virtual machines on it, and
 //! shows who uses it.
 //!
-//! Needs neither a virtual machine nor rights in one. Directives are files that only this user can
-//! write, so load watchers trust them; load watchers answer status queries of any user.
+//! The command needs neither a virtual machine nor rights in one. Directives are files that only
+//! this user can write, so load watchers trust them. Load watchers answer status queries of any
+//! user.
 
 use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
@@ -56,7 +57,7 @@ enum OwnerCommand {
         state: Presence,
         duration: Option<Duration>,
     },
-    /// Removes that declaration: load watchers detect the owner's presence again.
+    /// Removes the declared presence. Load watchers detect the owner's presence again.
     DetectPresence,
     /// Admits no guests at these times. An empty list removes the rule.
     ClosedHours(Vec<Hours>),
@@ -148,7 +149,7 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     }
 }
 
-/// Returns the owner's directives as changed by the command at time `now`.
+/// Returns the directives `current` as changed by the command at time `now`.
 fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) -> OwnerOverride {
     let OwnerOverride {
         presence: mut said,
@@ -237,7 +238,7 @@ fn override_json(directives: &OwnerOverride) -> serde_json::Value {
 }
 
 impl LocalCommand for OwnerCommand {
-    /// Executes the command as the user who runs the console.
+    /// Executes the command for the user who runs the console.
     fn run(&self, _context: &LocalContext) -> Outcome {
         let dir = overrides_dir(std::env::var_os(OVERRIDES_DIR_VAR).map(Into::into));
         let uid = nix::unistd::geteuid().as_raw();
@@ -304,7 +305,7 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
 }
 
 fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
-    // Directives that cannot be trusted are replaced.
+    // A file that cannot be trusted counts as empty and is replaced.
     let updated = apply_command(
         owner_override::read(dir, uid).unwrap_or_default(),
         command,

@@ -100,8 +100,8 @@ impl VmCommand for PsCommand {
         };
         let console = session.vm.tid();
         let mut tasks = session.vm.tasks(selector)?;
-        // A task may run on another host than its home, and its home may have left the virtual
-        // machine.
+        // Explains an empty table: the birth host in the tid may have left the virtual machine,
+        // also if the task still runs on another host.
         if tasks.is_empty()
             && selector
                 .birth_host()

@@ -63,7 +63,7 @@ struct SpawnCommand {
     count: Option<u32>,
     /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
     flags: i32,
-    /// Host or architecture. Empty for any.
+    /// Name of a host or an architecture, as `flags` says. Empty if any host may be used.
     location: String,
     /// Working directory. Empty for the host's default.
     directory: String,
@@ -84,8 +84,8 @@ fn option_count(args: &[String]) -> usize {
     at.min(args.len())
 }
 
-/// Returns what kind of name an option of `spawn`, or its program, contains: the number of bytes in
-/// front of the name, and its kind.
+/// Returns the kind of the name in an option of `spawn`, or in the program, and the number of bytes
+/// in front of the name.
 fn option_or_program_kind(word: &str) -> (usize, WordKind) {
     let prefixes = [
         ("->>", WordKind::File),
@@ -180,7 +180,8 @@ impl SpawnCommand {
         Ok(())
     }
 
-    /// Sets the location from `place` or `place:directory`. Returns `None` if the place is empty.
+    /// Sets the location from `place`, which may have the form `place:directory`. Returns `None` if
+    /// the location is empty.
     fn set_location(&mut self, flag: i32, place: &str) -> Option<()> {
         let (place, directory) = place.split_once(':').unwrap_or((place, ""));
         self.location = nonempty(place)?;
@@ -214,7 +215,8 @@ impl SpawnCommand {
         Ok((spawn, job))
     }
 
-    /// Builds the request. `env` is added to the environment.
+    /// Builds the request. `job` supplies what this command does not set. `env` has environment
+    /// entries as `NAME=VALUE`; they precede those of the job file.
     fn request(&self, job: &JobFile, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
         let place = if self.directory.is_empty() {
             self.location.clone()
@@ -285,8 +287,8 @@ impl VmCommand for SpawnCommand {
             text.push_str(&format!("[{job}]\n"));
             text.push_str(&session.start_trace(job));
             let tids = results.iter().flatten().flatten().copied();
-            // Messages are handled between commands, so no output has been seen yet and no task can
-            // have finished.
+            // Messages are handled between commands, so no output has been handled yet and no task
+            // has finished.
             session.jobs.record_spawn(job, tids);
             if !session.jobs.contains(job) {
                 session.job_outputs.remove(&job);

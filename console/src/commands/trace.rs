@@ -10,7 +10,7 @@ use libpvm::Error;
 use libpvm::trace_events::EventMask;
 use serde_json::{Value, json};
 
-/// Columns of the list of events.
+/// Number of columns of the list of events.
 const COLUMNS: usize = 4;
 /// Levels of detail, numbered from 1.
 const DETAIL_LEVELS: [&str; 3] = ["full", "time", "count"];
@@ -94,7 +94,7 @@ fn argument_words() -> Vec<String> {
 }
 
 impl VmCommand for TraceCommand {
-    /// Executes every part of one `trace` line.
+    /// Executes all requests. A refused request does not prevent the others.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let (mut outcome, mut refusals) = (Outcome::default(), Vec::new());
         for request in &self.requests {

@@ -29,7 +29,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 /// A parsed `usage` command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct UsageCommand {
-    /// Only this user's usage.
+    /// Shows only the usage of the user with this id.
     user: Option<u32>,
     /// Shows this job and its tasks.
     job: Option<Tid>,
@@ -53,7 +53,7 @@ fn parse(args: &[String]) -> Result<UsageCommand, ParseError> {
 }
 
 impl VmCommand for UsageCommand {
-    /// Asks the resource manager and formats its answer.
+    /// Queries the resource manager and formats its reply.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         if let Some(tid) = self.job {
             return job_status(&session.vm, "usage", tid);

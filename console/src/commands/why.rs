@@ -11,7 +11,7 @@ use libpvm::Error;
 use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
-/// Number of newest decisions that are shown without `-a`.
+/// Number of decisions that are shown without `-a`, the newest ones.
 const DECISIONS_SHOWN_MAX: usize = 20;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -67,7 +67,7 @@ fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
 }
 
 impl VmCommand for WhyCommand {
-    /// Asks the resource manager and formats its answer.
+    /// Queries the resource manager and formats its reply.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let RmReply::Decisions {
             task,

@@ -9,7 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time limit for all hosts of a host file to join. Each host has its own, shorter limits.
+/// Time limit for all hosts of a host file to join. The time limits for each single host are
+/// shorter.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(300);
 /// Interval for polling the event log.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the daemon to print its socket address.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for the daemon to exit after a halt. It waits for the other hosts, which have their
-/// own limits.
+/// Time limit for the daemon to exit after a halt. The daemon waits for the other hosts first, for
+/// which it has its own time limits.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval for polling the process table.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Bytes of the daemon's error output that are read.
+/// Maximum bytes that are read of the daemon's output and of its error output.
 const STDERR_BYTES_MAX: u64 = 64 << 10;
 
 /// Why no daemon was started.
@@ -31,7 +31,7 @@ pub(crate) enum StartError {
         program: PathBuf,
         source: std::io::Error,
     },
-    /// The daemon exited without printing an address; its own error line.
+    /// The daemon exited without printing an address, but printed this error line.
     #[error("{0}")]
     Reported(String),
     /// The daemon exited without printing an address or an error.
@@ -60,7 +60,7 @@ fn program() -> PathBuf {
 /// when it exits.
 ///
 /// # Errors
-/// Fails if no daemon is running afterwards.
+/// Fails if the daemon cannot be executed, exits, or does not listen in time.
 pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
     run(&program(), args)
 }
@@ -118,8 +118,8 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     }
 }
 
-/// Returns the line with the reason. For a wrong command line it precedes the advice; otherwise it
-/// is the last line.
+/// Returns the line with the reason why the daemon did not start: a line that begins with `error:
+/// `, which precedes further advice, or else the last line.
 fn error_line(stderr_text: &str) -> Option<&str> {
     let mut lines = stderr_text
         .lines()
@@ -163,8 +163,8 @@ impl DaemonProcess {
         }
     }
 
-    /// True if the daemon was running, broke off the enrollment and then exits: it was shutting
-    /// down. Waits up to [`EXIT_TIMEOUT`].
+    /// True if a failed enrollment shows that the daemon was shutting down: the daemon was running,
+    /// closed the connection, and exits within [`EXIT_TIMEOUT`]. Waits for the exit.
     pub(crate) fn is_shutting_down(&self, error: &EnrollError) -> bool {
         let broken_off = matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
         self.process.is_some() && broken_off && self.wait_for_exit(None)
@@ -195,7 +195,8 @@ fn wait_until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// Returns state letter and start time of a process from `/proc/PID/stat`.
+/// Returns the state letter and the start time of a process from `/proc/PID/stat`. `None` if the
+/// process does not exist.
 fn process_stat(pid: i32) -> Option<(char, String)> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may contain any character, so fields are counted from its closing
@@ -230,7 +231,7 @@ mod tests {
         child.wait().expect("ours");
     }
 
-    /// The error of a daemon that fails to start quotes the daemon's own line.
+    /// If the daemon fails to start, the error is the line that the daemon has printed.
     #[test]
     fn failed_daemon_is_quoted() {
         let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")

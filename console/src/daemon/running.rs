@@ -10,10 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// Time to wait for a killed daemon to disappear.
+/// Time limit for the socket of a killed daemon to be closed.
 ///
-/// Until the kernel has torn it down, its socket still accepts connections, which are never
-/// answered.
+/// Until the kernel has closed the socket, connections to it succeed but are never answered.
 const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Error text for a command that needs a virtual machine when none is running.
@@ -65,7 +64,10 @@ pub(crate) enum RunningDaemon {
     Started(Child),
 }
 
-/// Starts a daemon if none is running.
+/// Joins a running daemon, or starts one with these arguments.
+///
+/// # Errors
+/// Fails if no daemon accepts tasks; the text is for the user.
 pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> {
     let socket = socket_path()?;
     let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();

@@ -1,5 +1,5 @@
-//! Shows output that arrives while a line is being edited: above the prompt, in order, without
-//! disturbing the line.
+//! Shows output that arrives while a line is being edited: above the prompt, in order, and without
+//! a change of the line.
 //!
 //! All output passes through one queue under one lock. At the prompt the editor's thread writes it,
 //! otherwise the console's thread. The editor has a printer for such output, but text given to that
@@ -27,8 +27,8 @@ const PENDING_BYTES_MAX: usize = 1 << 20;
 /// Wakes the editor. Its printer ends every text with a newline; the cursor-up sequence compensates
 /// for it.
 const WAKE_SEQUENCE: &str = "\x1b[A\n";
-/// Time to wait for a wake in progress, in milliseconds. One that takes longer is queued after
-/// another wake, and cannot reach the screen outside the editor.
+/// Time limit for a wake in progress, in milliseconds. A wake that takes longer is queued after
+/// another wake, so its sequence cannot reach the screen outside the editor.
 const WAKE_TIMEOUT_MS: u64 = 100;
 
 /// The output queue, and the state of the editor.
@@ -47,11 +47,11 @@ struct OutputState {
     /// True while the editor has the terminal. Only then a wake reaches it; otherwise the printer
     /// writes to the screen.
     has_terminal: bool,
-    /// A wake was sent and no redraw has followed yet.
+    /// True if a wake was sent and no redraw has followed yet.
     wake_pending: bool,
-    /// A wake is being sent.
+    /// True while a wake is being sent.
     wake_in_progress: bool,
-    /// The next redraw is caused by a list of candidates, not by a wake.
+    /// True if a list of candidates causes the next redraw, not a wake.
     listing_candidates: bool,
 }
 
@@ -128,7 +128,7 @@ impl AsyncOutput {
         self.changed.notify_all();
     }
 
-    /// The editor is about to list candidates.
+    /// Must be called before the editor lists candidates.
     pub(crate) fn on_list_candidates(&self) {
         self.lock().listing_candidates = true;
     }
@@ -145,7 +145,7 @@ impl AsyncOutput {
         }
     }
 
-    /// The editor redraws its line on cleared rows.
+    /// Writes queued output to the rows that the editor has cleared for a redraw.
     fn on_redraw(&self) {
         let mut state = self.lock();
         state.wake_pending = false;
@@ -177,7 +177,8 @@ impl AsyncOutput {
     }
 }
 
-/// A hint that shows nothing. See the module description for how it writes output.
+/// A hint without text. It writes queued output when the editor asks for its text; see the module
+/// description.
 pub(crate) struct RedrawHint {
     output: Arc<AsyncOutput>,
     display_calls: Cell<u8>,

@@ -23,7 +23,7 @@ pub(crate) fn host(entry: &HostEntry) -> Value {
     })
 }
 
-/// Combines one value per requested item.
+/// Combines the values of all requested items into one value.
 pub(crate) fn results(values: Vec<Value>) -> Value {
     json!({ "results": values })
 }

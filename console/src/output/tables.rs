@@ -1,4 +1,5 @@
-//! Tables of hosts and tasks that several commands print, in the columns of PVM.
+//! Parts of tables that several commands print: hosts and tasks in the columns of PVM, and usage
+//! totals.
 
 use sempa_proto::rm::UsageTotals;
 use sempa_proto::table::{
@@ -19,7 +20,7 @@ const FLAG_LETTERS: [(i32, char); 8] = [
     (TASK_TASKER, 'T'),
 ];
 
-/// Returns the ending of a noun that follows this number.
+/// Returns the plural ending of a noun after this number: empty for 1, otherwise `s`.
 pub(crate) fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
@@ -31,7 +32,7 @@ pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
         .map_or_else(|| host.to_string(), |entry| entry.name.clone())
 }
 
-/// Formats the announcement of hosts that others have added.
+/// Formats the announcement of hosts that another console or task has added.
 pub(crate) fn new_hosts(table: &HostTable, added: &[HostId]) -> String {
     let mut out = format!(
         "\nConsole: {} new host{} added\n",
@@ -113,7 +114,7 @@ fn flags(flags: i32) -> String {
 pub(crate) const TOTALS_HEADER: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
-/// Returns usage sums as columns.
+/// Returns usage totals as columns under [`TOTALS_HEADER`].
 pub(crate) fn totals_columns(sums: &UsageTotals) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let UsageTotals {
@@ -133,7 +134,7 @@ pub(crate) fn totals_columns(sums: &UsageTotals) -> String {
     )
 }
 
-/// Returns usage sums as JSON.
+/// Returns usage totals as JSON, times in microseconds.
 pub(crate) fn totals_value(sums: &UsageTotals) -> Value {
     json!({
         "tasks": sums.tasks,

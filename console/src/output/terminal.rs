@@ -1,5 +1,5 @@
-//! Prints results. If the reader of standard output is gone, the program ends silently, as other
-//! commands do.
+//! Prints results on standard output and standard error. A closed pipe is an error that ends the
+//! program without a message.
 
 use crate::outcome::Outcome;
 use std::io::{self, Write};

@@ -1,7 +1,8 @@
 //! Jobs: spawned tasks and their descendants whose output comes to the console.
 //!
-//! The daemons send messages about each task: that its spawn was requested, that it was created,
-//! pieces of its output, and its end. Pieces may end anywhere; this module reassembles lines.
+//! Daemons send messages about each task: that its spawn was requested, that it was created, pieces
+//! of its output, and its end. A piece may end in the middle of a line; this module reassembles
+//! lines.
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
@@ -14,11 +15,11 @@ pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
 /// Content of a message about a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TaskOutput {
-    /// Its spawn was requested.
+    /// The spawn of the task was requested.
     Spawned,
     /// The task was created.
     Created,
-    /// A piece of its output.
+    /// A piece of the task's output.
     Data(Vec<u8>),
     /// No more output follows.
     End,
@@ -78,7 +79,7 @@ pub(crate) struct Jobs {
 pub(crate) enum TaskEvent {
     /// The first message about the task arrived.
     FirstSeen,
-    /// Its spawn was requested ([`TaskOutput::Spawned`]).
+    /// The spawn of the task was requested ([`TaskOutput::Spawned`]).
     Spawned,
     /// The task was created ([`TaskOutput::Created`]).
     Created,
@@ -88,7 +89,7 @@ pub(crate) enum TaskEvent {
     Ended,
 }
 
-/// Result of a message for its job.
+/// What a message about a task changed in the task's job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct JobUpdate {
     /// Events in order of occurrence.
@@ -105,8 +106,8 @@ impl Jobs {
         self.newest_number
     }
 
-    /// Records the tasks of a job's spawn. A job without any is removed. Returns true if the job is
-    /// finished already.
+    /// Records the tasks of a job's spawn. A job without tasks is removed. Returns true if the job
+    /// is finished already.
     pub(crate) fn record_spawn(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
         let Some(job) = self.jobs.get_mut(&number) else {
             return false;

@@ -34,7 +34,8 @@ pub(crate) struct CompletionNames {
 
 /// State that lasts between commands.
 ///
-/// A session with a known kind of virtual machine coerces to a `Session`, on which commands work.
+/// Commands work on `Session`, whose virtual machine is any implementation. A reference to
+/// `Session<Vm>`, or to a session with a fake in tests, coerces to it.
 pub(crate) struct Session<M: ?Sized = dyn VirtualMachine> {
     pub(crate) aliases: BTreeMap<String, Vec<String>>,
     pub(crate) options: Options,
@@ -90,11 +91,12 @@ impl Session {
         self.announced_hosts.insert(host);
     }
 
-    /// Prepares an interactive console: `reset` must spare it, it is notified of new hosts, and
-    /// drains run in another process.
+    /// Prepares an interactive console: protects it from `reset`, requests notifications of new
+    /// hosts, and makes drains run in another process.
     ///
     /// # Errors
-    /// Fails if the host table cannot be read. Errors of the two registrations are ignored.
+    /// Fails if the host table cannot be read. Errors of the protection and of the notifications
+    /// are ignored.
     pub(crate) fn register_interactive(&mut self) -> Result<(), Error> {
         self.is_interactive = true;
         self.announced_hosts = self.vm.hosts()?.hosts.iter().map(|host| host.id).collect();

@@ -18,13 +18,12 @@ use std::fmt::Write;
 const USER_EVENT_BEGIN: i32 = -9;
 /// Bit set in the type of an array.
 const ARRAY_BIT: i32 = 0x80;
-/// Limit for both event descriptions and item names per job.
+/// Maximum number of event descriptions, and of item names, per job.
 const DESCRIPTIONS_MAX: usize = 4096;
 /// Event numbers of the records that the console itself makes.
 const HOST_ADD_EVENT: i32 = 401;
 const OUTPUT_EVENT: i32 = 404;
-/// Items at the beginning of every record: seconds, microseconds, task. Each with short and long
-/// name.
+/// Short and long name of the items at the beginning of every record: seconds, microseconds, task.
 const COMMON_ITEMS: [(&str, &str); 3] = [
     ("TS", "Time Seconds"),
     ("TU", "Time Microseconds"),
@@ -168,7 +167,7 @@ impl RecordPrinter {
                 type_code: number,
             });
         }
-        // Every such event may have other items, so each prints its description.
+        // Each event of a program may have other items, so the description is printed each time.
         self.printed.remove(&record_number(id));
         self.print(&with_suffix(&kind, id), record_number(id), &values, out);
         Ok(())
@@ -251,8 +250,8 @@ impl RecordPrinter {
     }
 }
 
-/// Returns names for an item whose names were not sent. A task sends them once, possibly with an
-/// earlier job.
+/// Returns short and long name of an item whose names are unknown. A task sends names once,
+/// possibly to an earlier job.
 fn default_names(id: i32) -> (String, String) {
     let short = usize::try_from(id)
         .ok()
@@ -278,7 +277,7 @@ impl Timestamp {
     }
 }
 
-/// Properties of a host for its record.
+/// Properties of a host that its trace record contains.
 pub(crate) struct HostProperties<'a> {
     pub(crate) tid: Tid,
     pub(crate) name: &'a str,
@@ -312,8 +311,8 @@ fn common_items() -> Vec<ItemDescription> {
         .collect()
 }
 
-/// Returns the description with the name used in its records, which has a suffix for entry and
-/// exit.
+/// Returns the description with the name that records have: the event's name with a suffix for
+/// entry or exit.
 fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
     let suffix = match id & (EVENT_ENTRY | EVENT_EXIT) {
         EVENT_ENTRY => "(0.0)",
@@ -326,7 +325,7 @@ fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
     }
 }
 
-/// Returns the number of an event's records in the text.
+/// Returns the number by which the text identifies the records of an event.
 fn record_number(id: i32) -> i32 {
     let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
     if id & EVENT_EXIT != 0 {
@@ -344,7 +343,7 @@ const FLOAT: i32 = 5;
 const INT: i32 = 6;
 const STRING: i32 = 12;
 
-/// Returns the name of a type in the text.
+/// Returns the name by which the text identifies a type.
 fn type_name(kind: i32) -> &'static str {
     match kind & !ARRAY_BIT {
         BYTE | STRING => "char",
@@ -381,7 +380,7 @@ fn read_value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
         };
     }
     let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
-    // Every item takes at least one byte, so a larger count is invalid.
+    // Every item has at least one byte, so a count above the remaining bytes is invalid.
     if count > body.remaining() {
         return Err(PvmError::NoData);
     }
@@ -430,7 +429,7 @@ mod tests {
         micros: 720_903,
     };
 
-    /// Writes the table of names and one record of `spawn`, as a task sends them.
+    /// Writes the table of item names and one record of `spawn`, as a task sends them.
     fn spawn_exit(out: &mut Packer) {
         out.int(-3);
         for (id, short, long) in [

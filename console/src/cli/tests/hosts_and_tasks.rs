@@ -79,7 +79,7 @@ fn only_sig_signals_the_console() {
     );
 }
 
-/// The status commands show what does not exist.
+/// `mstat` and `pstat` show errors for hosts and tasks that do not exist.
 #[test]
 fn status_tables_show_errors() {
     let mut session = session();
@@ -140,7 +140,7 @@ fn foreign_hosts_are_announced_once() {
     );
 }
 
-/// `can-migrate` lists the hosts that accept a task and the reasons of the others.
+/// `can-migrate` lists the hosts that accept a task, and why the other hosts refuse it.
 #[test]
 fn can_migrate_lists_hosts_and_refusals() {
     let mut session = session();
@@ -172,7 +172,7 @@ fn can_migrate_lists_hosts_and_refusals() {
     );
 }
 
-/// `migrate` reports the cost of a migration or the step that failed.
+/// `migrate` reports the bytes and the freeze time of a migration, or the step that failed.
 #[test]
 fn migrate_reports_cost_or_failed_step() {
     let mut session = session();
@@ -194,7 +194,8 @@ fn migrate_reports_cost_or_failed_step() {
     assert!(refused.failed && refused.json[0]["step"].is_null());
 }
 
-/// A migration that the end of the virtual machine interrupts is not reported as failed.
+/// If the virtual machine ends during a migration, the error does not claim that the migration
+/// failed.
 #[test]
 fn migration_cut_off_by_halt_is_not_failed() {
     let outcome = run_line(&mut session(), "migrate t40002 gone");
@@ -217,7 +218,7 @@ fn log_is_fetched_in_batches() {
     assert!(run_line(&mut session, "events --follow").failed);
 }
 
-/// A mailbox reset selects the entries to remove.
+/// `reset info` removes all entries without an owner, those of a class, or one.
 #[test]
 fn mailbox_reset_selects_entries() {
     let mut session = session();

@@ -118,7 +118,7 @@ fn spawned_tasks_receive_siblings() {
     assert_eq!((body.int(), body.int()), (Ok(1), Ok(0x80001)));
 }
 
-/// Messages of other tasks are not mistaken for output.
+/// Only daemons report output: a message from a task is ignored, even with the tag of a job.
 #[test]
 fn forged_output_is_ignored() {
     let mut session = session();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// `job kill` goes through the resource manager and waits for the end of the job.
+/// `job kill` requests the kill from the resource manager and waits for the end of the job.
 #[test]
 fn job_kill_waits_for_end() {
     let mut session = session();
@@ -42,7 +42,7 @@ fn job_kill_cancels_vacated_job() {
     assert!(nobody.failed, "{nobody:?}");
 }
 
-/// A command about something the resource manager does not know fails and says so.
+/// A command about a job, task or host that the resource manager does not know fails with an error.
 #[test]
 fn unknown_to_rm_is_failure() {
     for (line, said) in [

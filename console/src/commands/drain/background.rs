@@ -1,8 +1,8 @@
 //! Runs a drain that may checkpoint jobs in a process of its own.
 //!
-//! The process is this program with `--apart`. It outlives the command that the user typed, and its
-//! terminal. The command copies the process's output and ends with its exit status; the process
-//! needs neither the command nor its terminal to continue.
+//! The drain process is this program with `--apart`. The process outlives the command that the user
+//! typed, and the terminal. As long as the command runs, it copies the output of the drain process;
+//! it ends with the exit status of the drain process.
 
 use super::order::DrainOrder;
 use crate::detach::detach;
@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 
-/// Size of the buffer for copied output.
+/// Bytes of output that are copied at a time.
 const CHUNK_BYTES: usize = 16 << 10;
 /// A shell reports death by signal N as exit status 128 + N.
 const SIGNAL_EXIT_BASE: u8 = 128;
@@ -58,8 +58,7 @@ fn spawn_drain_process(
 /// Runs a drain that was requested from a shell and prints its progress.
 ///
 /// # Errors
-/// Fails if the process could not be started. If standard output cannot be written, fails after the
-/// drain has ended.
+/// Fails after the end of the drain if standard output cannot be written.
 pub(super) fn run_from_shell(order: &DrainOrder, json: bool) -> io::Result<Outcome> {
     let mut interrupts = SigSet::empty();
     interrupts.add(Signal::SIGINT);
@@ -94,12 +93,12 @@ pub(super) fn run_from_shell(order: &DrainOrder, json: bool) -> io::Result<Outco
     })
 }
 
-/// Waits for one of the signals, reports that the drain continues, and exits.
+/// Waits for one of the signals, reports that the drain continues, and exits this process.
 fn detach_on_signal(interrupts: SigSet, host: &str) {
     let Ok(signal) = interrupts.wait() else {
         return;
     };
-    // A second signal ends this process the usual way, in case printing blocks.
+    // A second signal ends this process at once, also if the report blocks.
     let _ = interrupts.thread_unblock();
     Terminal.print_error(&format!(
         "drain: {host} is still being drained; 'undrain {host}' cancels it"
@@ -108,11 +107,11 @@ fn detach_on_signal(interrupts: SigSet, host: &str) {
     std::process::exit(i32::from(SIGNAL_EXIT_BASE + number));
 }
 
-/// Copies all output. A broken pipe at the target does not stop reading, because the writer would
-/// then block forever.
+/// Copies output until its end. Reading continues when the target cannot be written, because the
+/// drain process would otherwise block on a full pipe.
 ///
 /// # Errors
-/// Fails if some of it could not be read or written.
+/// Fails if a part of the output could not be read or written.
 fn copy_output(mut from: impl Read, mut target: impl Write) -> io::Result<()> {
     let (mut chunk, mut result) = (vec![0; CHUNK_BYTES], Ok(()));
     loop {
@@ -213,7 +212,8 @@ mod tests {
         assert_eq!((from.len(), error.kind()), (0, io::ErrorKind::BrokenPipe));
     }
 
-    /// Output, errors and exit status of the process become those of the command.
+    /// The outcome of the command has the output, the errors and the exit status of the drain
+    /// process.
     #[test]
     fn outcome_has_process_output_and_status() {
         let folder = tempfile::tempdir().expect("a folder");

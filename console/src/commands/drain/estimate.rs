@@ -4,21 +4,23 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Seconds a checkpoint of a job takes in addition to the time for its bytes.
+/// Seconds for a checkpoint of a job, in addition to the time for its bytes.
 const JOB_OVERHEAD_SECONDS: f64 = 2.0;
-/// Largest rate at which memory is written to the store: to disk, encrypted and flushed. Slower if
-/// migrations are slower.
+/// Maximum rate that is assumed for writing memory to the store: to disk, encrypted and flushed. If
+/// the measured migrations are slower, their rate is used.
 const WRITE_BYTES_PER_SECOND_MAX: f64 = 50e6;
-/// Factor on the estimated write time, because disks are shared, and lower limit of the result.
+/// Margin on the estimated write time, because disks are shared.
 const WRITE_TIME_FACTOR: f64 = 1.5;
+/// Minimum of the estimated time for checkpoints.
 const WRITE_TIME_MIN: Duration = Duration::from_secs(5);
-/// Age at which the estimate is computed again. It queries all hosts.
+/// Age at which the estimate is computed again; a computation sends queries to all hosts.
 pub(super) const ESTIMATE_MAX_AGE: Duration = Duration::from_secs(1);
-/// Number of tasks whose memory is queried, and time limit for the queries of one estimate.
+/// Maximum number of tasks whose memory is queried during a drain.
 const MEMORY_QUERIES_MAX: usize = 256;
+/// Time limit for the memory queries of one estimate.
 pub(super) const MEMORY_QUERIES_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Total bytes migrated, and total duration of these migrations.
+/// Sums over the measured migrations: bytes, and duration.
 pub(super) type TransferTotals = (u64, Micros);
 
 /// Estimate of the time for checkpoints.
@@ -31,8 +33,9 @@ pub(super) struct WriteEstimate {
 }
 
 impl WriteEstimate {
-    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`MEMORY_QUERIES_MAX`]
-    /// tasks in total; those that stay unknown count with the mean of the others.
+    /// Returns the bytes of memory of these tasks. Calls `ask` for tasks whose memory is unknown,
+    /// up to [`MEMORY_QUERIES_MAX`] tasks in total. A task that stays unknown counts with the mean
+    /// of the known tasks.
     pub(super) fn bytes(&mut self, tasks: &[Tid], ask: impl Fn(Tid) -> Option<u64>) -> u64 {
         for tid in tasks {
             if self.memory.len() < MEMORY_QUERIES_MAX && !self.memory.contains_key(tid) {
@@ -63,7 +66,8 @@ pub(super) fn write_seconds(jobs: usize, bytes: u64, transferred: TransferTotals
     JOB_OVERHEAD_SECONDS * jobs as f64 + bytes as f64 / rate
 }
 
-/// Returns the same time with the margin for shared disks.
+/// Returns the time for checkpoints of this number of jobs, with the margin for shared disks and at
+/// least [`WRITE_TIME_MIN`].
 pub(super) fn write_time_with_margin(jobs: usize, bytes: u64, rate: TransferTotals) -> Duration {
     // Limits the result to a year, which exceeds any deadline.
     let time =
@@ -71,8 +75,9 @@ pub(super) fn write_time_with_margin(jobs: usize, bytes: u64, rate: TransferTota
     time.max(WRITE_TIME_MIN)
 }
 
-/// True if `bytes` can leave in the time `left` at the rate of those that have left so far. If none
-/// has left yet, true during the first quarter of the whole time.
+/// True if tasks with `bytes` of memory can migrate in the time `left`, at the rate of the tasks
+/// that have left so far. Before the first task has left, true during the first quarter of the
+/// whole time.
 pub(super) fn can_leave_in_time(
     elapsed: Duration,
     departed_bytes: u64,
@@ -141,7 +146,7 @@ mod tests {
         assert_eq!(WriteEstimate::default().bytes(&[], ask), 0);
     }
 
-    /// Whether tasks leave in time is extrapolated from those that have left.
+    /// Whether tasks leave in time is extrapolated from the rate of the tasks that have left.
     #[test]
     fn leave_in_time_extrapolates_rate() {
         let leave = |over, gone, bytes, left| {

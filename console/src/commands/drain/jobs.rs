@@ -13,11 +13,11 @@ pub(super) type RemainingTasks = BTreeMap<Tid, Option<String>>;
 /// State of a task that is still on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum DepartureState {
-    /// No other host accepts it.
+    /// No other host accepts the task.
     Stuck,
-    /// It is queued for migration.
+    /// The task is queued for migration.
     Queued,
-    /// It is migrating. Its job cannot be checkpointed meanwhile.
+    /// The task is migrating, and its job cannot be checkpointed before the end of the migration.
     Migrating,
 }
 
@@ -25,12 +25,12 @@ pub(super) enum DepartureState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RemainingJob {
     pub(super) job: Tid,
-    /// Number of its tasks on the host.
+    /// Number of tasks of the job on the host.
     pub(super) task_count: usize,
-    /// Work that would be lost with the job: the time that its tasks, on all hosts, have run since
-    /// its newest checkpoint, summed.
+    /// Work that the job would lose: the sum of the times that its tasks, on all hosts, have run
+    /// since its newest checkpoint.
     pub(super) unsaved_work: Micros,
-    /// Bytes of memory of all its tasks, on all hosts.
+    /// Bytes of memory of all tasks of the job, on all hosts.
     pub(super) bytes: u64,
     pub(super) state: DepartureState,
 }
@@ -42,18 +42,19 @@ impl RemainingJob {
     }
 }
 
-/// Attempts to checkpoint a job.
+/// The attempts of this drain to checkpoint a job.
 #[derive(Debug)]
 pub(super) struct Attempts {
     pub(super) count: u32,
     pub(super) last_at: Instant,
-    /// Another attempt would fail, too.
+    /// True if another attempt would fail, too.
     pub(super) is_permanent: bool,
     /// The error line that was printed last.
     pub(super) last_error: String,
 }
 
-/// Returns the state of a job with these tasks on the host.
+/// Returns the state of a job whose tasks on the host have these states. One stuck task makes the
+/// job stuck; otherwise one migrating task makes it migrating.
 pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
     let stuck = states.iter().find(|state| **state == DepartureState::Stuck);
     stuck
@@ -64,9 +65,9 @@ pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
 
 /// Selects the job to checkpoint next.
 ///
-/// Jobs that no host accepts come first, the one that saves most work per second of writing before
-/// the others. Queued jobs follow, the largest first, because it would leave last; they are left
-/// out if `queued_leave_in_time` is true. Jobs with failed attempts come after those without.
+/// Stuck jobs come first, ordered by the work that is saved per second of writing. Queued jobs
+/// follow, the largest first, because the largest would leave last. If `queued_leave_in_time` is
+/// true, queued jobs are not selected. Jobs with failed attempts come after all others.
 pub(super) fn select_job(
     mut jobs: Vec<RemainingJob>,
     queued_leave_in_time: bool,
@@ -98,7 +99,8 @@ pub(super) fn select_job(
     })
 }
 
-/// Returns the job of a task. Tasks on the host count as spawned even if their parent is gone.
+/// Returns the first task of the job of a task. A task on the host counts as spawned even if its
+/// parent has exited.
 pub(super) fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTasks) -> Tid {
     let spawned = |tid: &Tid| {
         tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task())
@@ -106,8 +108,8 @@ pub(super) fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTa
     topmost_spawned(tid, parents, spawned)
 }
 
-/// Returns the jobs of these tasks, the one with most tasks first, because one checkpoint covers
-/// all of them. The first argument is the console.
+/// Returns the jobs of these tasks. The job with most tasks comes first, because one checkpoint
+/// covers all its tasks. `console` is the console that requested the drain.
 pub(super) fn jobs_of(
     console: Tid,
     parents: &BTreeMap<Tid, Tid>,
@@ -117,8 +119,8 @@ pub(super) fn jobs_of(
     for tid in tasks.keys() {
         *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
     }
-    // Leaves out jobs whose parent was started by hand and is alive: it cannot be checkpointed
-    // itself and would see its children end.
+    // Omits jobs whose parent was started by hand and is alive: the parent cannot be checkpointed,
+    // and would notice that its children end.
     jobs.retain(|job, _| {
         parents
             .get(job)
@@ -145,7 +147,7 @@ fn topmost_spawned(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid
     top
 }
 
-/// Returns the line about what a job loses if the host leaves. The last argument is the checkpoint
+/// Returns the line about what a job loses if the host leaves. `kept` is the checkpoint of the job
 /// that this drain caused, if there is one.
 pub(super) fn loss_line(
     host: &str,
@@ -171,8 +173,7 @@ pub(super) fn loss_line(
 mod tests {
     use super::*;
 
-    /// Jobs that no host accepts are checkpointed before queued ones; migrating ones are not
-    /// checkpointed.
+    /// Stuck jobs are checkpointed before queued ones; migrating jobs are not checkpointed.
     #[test]
     fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
@@ -244,8 +245,7 @@ mod tests {
         );
     }
 
-    /// Of the jobs that no host accepts, the one that saves most work per second of writing comes
-    /// first.
+    /// Of the stuck jobs, the one that saves most work per second of writing comes first.
     #[test]
     fn job_saving_most_work_per_second_is_first() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
@@ -279,7 +279,7 @@ mod tests {
         );
     }
 
-    /// A job would lose its work since its newest checkpoint that is usable.
+    /// The loss of a job is its work since its newest usable checkpoint.
     #[test]
     fn loss_counts_from_newest_usable_checkpoint() {
         let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));

@@ -86,8 +86,8 @@ impl VmCommand for DrainCommand {
     /// Drains a host and prints progress.
     fn run_for_shell(&self, vm: &Vm, options: ShellOptions) -> io::Result<Option<Outcome>> {
         let (lines, printed) = mpsc::channel::<String>();
-        // A separate thread prints: a reader that has stopped or closed the pipe must not leave the
-        // host half drained.
+        // A separate thread prints: a reader that has stopped or closed the pipe must not stop the
+        // drain.
         let printer = thread::spawn(move || {
             printed
                 .iter()
@@ -108,7 +108,7 @@ impl VmCommand for DrainCommand {
             let _ = vm.exit();
         }
         drop(lines);
-        // The thread contains nothing that can panic.
+        // Fails only if the thread panicked; printing does not panic.
         let _ = printer.join();
         Ok(Some(result.unwrap_or_else(|error| {
             Outcome::error(format!("drain: {error}"))

@@ -1,4 +1,4 @@
-//! What the user of `drain` requests.
+//! The parsed request of a `drain` command, and its words for the drain process.
 
 use std::time::Duration;
 
@@ -11,18 +11,18 @@ pub(super) struct DrainOrder {
     pub(super) host: String,
     /// Time within which the host must be empty.
     pub(super) deadline: Option<Duration>,
-    /// True if checkpointed jobs end, and all jobs that remain at the end are checkpointed and
-    /// ended. False if checkpointed jobs continue.
+    /// True if a checkpointed job ends, and if all jobs that remain at the end of the drain are
+    /// checkpointed and ended. False if checkpointed jobs continue.
     pub(super) checkpoint: bool,
 }
 
 impl DrainOrder {
-    /// True if the drain may checkpoint jobs. Only the process that runs the drain does so.
+    /// True if the drain may checkpoint jobs. Such a drain runs in a process of its own.
     pub(super) fn may_checkpoint(&self) -> bool {
         self.deadline.is_some() || self.checkpoint
     }
 
-    /// Returns the words of the command.
+    /// Returns the words that parse to this request, starting with `drain`.
     pub(super) fn to_words(&self) -> Vec<String> {
         let mut words = vec!["drain".to_string(), self.host.clone()];
         words.extend(

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 /// Events fetched by one request.
 const EVENTS_BATCH_MAX: u32 = 4096;
-/// Smaller migrations are not used to measure the rate.
+/// Minimum bytes of a migration that is used to measure the rate.
 const RATE_SAMPLE_BYTES_MIN: u64 = 16 << 20;
 
 /// Why a drain ended or was superseded.
@@ -20,7 +20,8 @@ const RATE_SAMPLE_BYTES_MIN: u64 = 16 << 20;
 pub(super) enum DrainEnd {
     /// The drain was cancelled.
     Cancelled,
-    /// A later order with its own deadline replaced it; the tid of its console.
+    /// A later drain with a deadline replaced this one. The tid is the console that requested the
+    /// later drain.
     Superseded(Tid),
 }
 
@@ -33,24 +34,26 @@ pub(super) struct Progress {
     next_event: u64,
     /// Last completed step of each running migration.
     steps: BTreeMap<Tid, Step>,
-    /// Bytes of the newest image of each task.
+    /// Bytes of the last migration of each task.
     image_bytes: BTreeMap<Tid, u64>,
-    /// Total of all migrations that are large enough for the rate.
+    /// Sums over all migrations with at least [`RATE_SAMPLE_BYTES_MIN`].
     pub(super) transferred: TransferTotals,
     /// The host that is being drained.
     pub(super) host: Option<HostId>,
     /// Bytes of the tasks that have left the host since the drain started.
     pub(super) departed_bytes: u64,
-    /// Newest checkpoint of each job that was completed since the drain started.
+    /// Name of the newest checkpoint of each job, if it was completed since the drain started.
     pub(super) checkpoints: BTreeMap<Tid, String>,
-    /// End of this drain. The host may still be drained by another order.
+    /// Why this drain ended; `None` while it lasts. After the end the host may still be drained by
+    /// another request.
     pub(super) end: Option<DrainEnd>,
     /// Time of the oldest event in the log, in microseconds since the Unix epoch.
     log_start: Option<Micros>,
-    /// Start times of running tasks, as far as the log reaches back; the same clock.
+    /// Start time of each running task whose start is in the log, in microseconds since the Unix
+    /// epoch.
     started_at: BTreeMap<Tid, Micros>,
-    /// Completion time of each job's newest checkpoint, including those before the drain; the same
-    /// clock.
+    /// Completion time of each job's newest checkpoint, also if it is older than the drain, in
+    /// microseconds since the Unix epoch.
     checkpointed_at: BTreeMap<Tid, Micros>,
 }
 
@@ -88,7 +91,7 @@ impl Progress {
                 (self.host, self.departed_bytes, self.checkpoints, self.end) =
                     (Some(*host), 0, BTreeMap::new(), None);
             }
-            // The resource manager keeps one deadline per host, the newest.
+            // The resource manager keeps only the newest deadline of a host.
             EventKind::DrainStarted {
                 host,
                 requested_by: by,
@@ -136,8 +139,8 @@ impl Progress {
         }
     }
 
-    /// Returns the work that a job with these tasks would lose at this time: the sum of the times
-    /// since each task's start or the job's newest checkpoint.
+    /// Returns the work that a job with these tasks would lose at time `now`: the sum, over the
+    /// tasks, of the time since the later of the task's start and the job's newest checkpoint.
     pub(super) fn unsaved_work(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
         let (first, written) = (
             self.log_start.unwrap_or(now),
@@ -155,7 +158,7 @@ impl Progress {
         }))
     }
 
-    /// Describes the progress of a task that can leave.
+    /// Returns a clause about the migration of a task that can leave.
     pub(super) fn migration_text(&self, tid: Tid) -> String {
         match self.steps.get(&tid) {
             None => "it is migrating".into(),
@@ -174,7 +177,8 @@ impl Progress {
         }
     }
 
-    /// Returns the size of a migration for the progress line, or nothing if it is unknown.
+    /// Returns the size of the last migration of a task for the progress line. Empty if the size is
+    /// unknown.
     pub(super) fn size_text(&self, tid: Tid) -> String {
         self.image_bytes
             .get(&tid)
@@ -189,7 +193,7 @@ mod tests {
     use sempa_proto::MigrationId;
     use sempa_proto::migration::{MigrationCause, Usage};
 
-    /// The text about a migrating task follows from the event log.
+    /// The clause about a migrating task follows from the event log.
     #[test]
     fn progress_text_follows_log() {
         let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
@@ -243,7 +247,7 @@ mod tests {
         );
     }
 
-    /// Bytes that left and checkpoints count from the start of the drain.
+    /// Departed bytes and checkpoints count from the start of the drain.
     #[test]
     fn totals_count_from_start_of_drain() {
         let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));

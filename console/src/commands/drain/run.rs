@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 /// Interval for polling the resource manager.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Without a deadline, time to wait for the first task to leave, and for each further one.
+/// Without a deadline, the time limit for the first task to leave, and then for each further task.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) fn unknown_host(command: &str, host: &str) -> Outcome {
@@ -35,8 +35,9 @@ pub(crate) fn unknown_host(command: &str, host: &str) -> Outcome {
     ))
 }
 
-/// Unpacks an answer about a drain: whether the host is drained, the remaining tasks, and the
-/// number of tasks that cannot leave. `None` means that the host is unknown.
+/// Unpacks a reply about a drain: true if the host is drained, the remaining tasks, and the number
+/// of tasks that stay because they belong to the host or were started by hand. `None` means that
+/// the host is unknown.
 pub(crate) fn unpack_drain_reply(
     answer: RmReply,
 ) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
@@ -55,17 +56,18 @@ pub(crate) fn unpack_drain_reply(
 struct DrainRun<'a> {
     machine: &'a dyn VirtualMachine,
     order: &'a DrainOrder,
-    /// The console that requested the drain. Its children are checkpointed although it is alive.
+    /// The console that requested the drain. Its children are checkpointed although the console is
+    /// alive.
     console: Tid,
     show: &'a mut dyn FnMut(&str),
     started: Instant,
-    /// Number of tasks at the start.
+    /// Number of tasks to migrate at the start of the drain.
     initial_task_count: usize,
     remaining: RemainingTasks,
     departed: Vec<Tid>,
-    /// Checkpoints of jobs that were ended.
+    /// Names of the checkpoints of jobs that this drain has ended.
     ended_checkpoints: Vec<String>,
-    /// Checkpoints of jobs that continue.
+    /// Name of the checkpoint of each job that continues.
     continued_checkpoints: BTreeMap<Tid, String>,
     attempts: BTreeMap<Tid, Attempts>,
     progress: Progress,
@@ -73,8 +75,8 @@ struct DrainRun<'a> {
 }
 
 impl DrainRun<'_> {
-    /// Waits until the host is empty or the time is over. Returns false if the drain was cancelled
-    /// or superseded.
+    /// Waits until the host is empty or the time is over, and checkpoints jobs that are due.
+    /// Returns false if the drain was cancelled or superseded.
     fn wait_until_empty(&mut self) -> Result<bool, Error> {
         let deadline = self.order.deadline;
         let mut until = self.started + deadline.unwrap_or(PROGRESS_TIMEOUT);
@@ -103,8 +105,8 @@ impl DrainRun<'_> {
         let host = &self.order.host;
         let query = RmQuery::DrainStatus { host: host.clone() };
         let (drained, mut now) = match self.machine.ask_rm(&query) {
-            // The drain continues without a resource manager: its successor knows the order, and
-            // checkpoints cannot wait for it.
+            // The drain continues without a resource manager: the next resource manager learns of
+            // the drain, and checkpoints cannot wait for that.
             Err(error) if self.order.may_checkpoint() && is_rm_unavailable(&error) => {
                 (true, self.remaining_without_rm()?)
             }
@@ -127,7 +129,7 @@ impl DrainRun<'_> {
         self.remaining = now;
         let over = match self.progress.end {
             _ if !drained => Some(DrainEnd::Cancelled),
-            // A drain that does not checkpoint only prints progress, so a later order does not end
+            // A drain that does not checkpoint only prints progress, so a later drain does not end
             // it.
             Some(DrainEnd::Superseded(_)) if !self.order.may_checkpoint() => None,
             over => over,
@@ -144,7 +146,8 @@ impl DrainRun<'_> {
         Ok(over.is_none())
     }
 
-    /// Returns the last known tasks that are still on the host, while no resource manager answers.
+    /// Returns the tasks of the last poll that are still on the host. For the time in which no
+    /// resource manager answers.
     fn remaining_without_rm(&self) -> Result<RemainingTasks, Error> {
         let all = self.machine.tasks(Tid::NONE)?;
         let is_there = |tid: &Tid| {
@@ -223,7 +226,8 @@ impl DrainRun<'_> {
         Ok(remaining)
     }
 
-    /// Returns the job to checkpoint next, if no more than the time for checkpoints is left.
+    /// Returns the job to checkpoint next, if the time `left` before the deadline does not exceed
+    /// the time for checkpoints of all jobs.
     fn next_due_job(&mut self, left: Duration) -> Result<Option<RemainingJob>, Error> {
         if self
             .estimate
@@ -259,22 +263,22 @@ impl DrainRun<'_> {
                 &self.attempts,
             );
         }
-        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]: jobs whose checkpoint
-        // failed and tasks that may still leave are examined again after that.
+        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]. Then jobs whose
+        // checkpoint failed and tasks that may still leave are examined again.
         let time = if left <= time { Duration::ZERO } else { time };
         self.estimate.last_result = next.is_none().then(|| (Instant::now(), time));
         Ok(next)
     }
 
-    /// Checkpoints a job and, with `--checkpoint`, ends it. `retry_later` is true if a temporary failure
-    /// is tried again later.
+    /// Checkpoints a job and, with `--checkpoint`, ends it. `retry_later` is true if the caller
+    /// tries again after a temporary failure.
     fn checkpoint_job(
         &mut self,
         remaining_job: &RemainingJob,
         retry_later: bool,
     ) -> Result<(), Error> {
         let (job, host, ends) = (remaining_job.job, &self.order.host, self.order.checkpoint);
-        // The daemons may have checkpointed the job during the estimate.
+        // The job may have got a checkpoint from its schedule during the estimate.
         self.progress.read_events(self.machine)?;
         if !ends && self.progress.checkpoints.contains_key(&job) {
             return Ok(());
@@ -312,8 +316,8 @@ impl DrainRun<'_> {
                 self.continued_checkpoints.insert(job, set);
             }
             Err(why) => {
-                // Another checkpoint or restart of the job that is in progress will end; that
-                // failure is not permanent.
+                // [`CheckpointFailure::InProgress`] is temporary: the other checkpoint or restart
+                // of the job will end.
                 attempts.is_permanent = !why.is_transient() && why != CheckpointFailure::InProgress;
                 let retry_text = if retry_later && !attempts.is_permanent {
                     ", and will be tried again while there is time"
@@ -333,8 +337,8 @@ impl DrainRun<'_> {
         Ok(())
     }
 
-    /// Checkpoints and ends all remaining jobs. Each gets one more attempt, because earlier
-    /// obstacles may be gone.
+    /// Checkpoints and ends all remaining jobs. Jobs with failed attempts get one more attempt,
+    /// because the cause may be gone.
     fn checkpoint_all(&mut self) -> Result<(), Error> {
         self.attempts.clear();
         // Continues even if progress cannot be read.
@@ -374,7 +378,8 @@ impl DrainRun<'_> {
         Ok(())
     }
 
-    /// Prints what remains and returns the outcome.
+    /// Prints the remaining tasks and returns the outcome. `stay` is the number of tasks that stay
+    /// because they belong to the host or were started by hand.
     fn into_outcome(self, stay: u32) -> Outcome {
         let (host, tasks) = (&self.order.host, &self.remaining);
         let mut text = String::new();
@@ -413,7 +418,7 @@ impl DrainRun<'_> {
 }
 
 /// Drains a host and waits until it is empty or the time is over. Calls `show` with each line of
-/// progress.
+/// progress. `console` is the console that requested the drain.
 pub(super) fn drain(
     machine: &dyn VirtualMachine,
     order: &DrainOrder,
@@ -460,7 +465,7 @@ pub(super) fn drain(
     Ok(run.into_outcome(stay))
 }
 
-/// True if no resource manager is running, or it does not answer.
+/// True if no resource manager is running, or if it does not answer.
 fn is_rm_unavailable(error: &Error) -> bool {
     matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
@@ -474,13 +479,13 @@ fn parents(machine: &dyn VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Error> {
         .collect())
 }
 
-/// Checkpoints a job; with `ends`, the job ends after it.
+/// Checkpoints a job and waits for the end of the checkpoint. If `ends` is true, the job then ends.
 fn request_checkpoint(
     machine: &dyn VirtualMachine,
     job: Tid,
     ends: bool,
 ) -> Result<Result<CheckpointReport, CheckpointFailure>, Error> {
-    // Must wait: without waiting, the resource manager would be responsible for restarting the job.
+    // `wait` must be true. Otherwise the resource manager would be responsible for the restart.
     match machine.ask(Request::Checkpoint {
         job,
         schedule: None,
