@@ -160,7 +160,11 @@ mod tests {
         assert_eq!(words("ps -nhb"), ["-nhb1 "]);
         assert_eq!(words("trace joing"), ["joingroup "]);
         assert_eq!(words("echo x"), [""; 0]);
-        assert_eq!(words("delete 'ha"), [""; 0], "quoted words are left alone");
+        assert_eq!(
+            words("delete 'ha"),
+            [""; 0],
+            "quoted words are not completed"
+        );
         assert_eq!(words("# delete ha"), [""; 0]);
     }
 

@@ -333,7 +333,7 @@ mod tests {
         assert!(!removal_outcome(&RemovalSelection::Job(job), &all[..1].to_vec()).failed);
         assert!(
             removal_outcome(&RemovalSelection::Job(job), &Vec::new()).failed,
-            "none of it"
+            "no checkpoint of the job exists"
         );
     }
 }

@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(
             spawn("->> hello").output,
             Output::Console,
-            "as PVM's console takes it"
+            "as in PVM's console"
         );
         assert_eq!(spawn("hello").trace, None);
         assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
@@ -480,7 +480,10 @@ mod tests {
             let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
             let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
             let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
-            assert_eq!(exported.env, exports, "what is exported goes first");
+            assert_eq!(
+                exported.env, exports,
+                "exported variables precede those of the job file"
+            );
             let words: Vec<String> = all
                 .args
                 .iter()

@@ -43,7 +43,7 @@ pub(crate) enum OptionError {
     #[error("PVM Option \"{0}\" Unknown.")]
     Unknown(String),
     /// The value is out of range; the option keeps its value.
-    #[error("setopt: {name} takes {min} to {max}")]
+    #[error("setopt: {name} must be from {min} to {max}")]
     Range {
         name: &'static str,
         min: i32,

@@ -229,7 +229,7 @@ fn traced_job_shows_records() {
     assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSE_JOB + 1));
     assert!(
         as_session(&mut session).has_jobs(),
-        "the last records come behind the end of the output"
+        "the last records arrive after the end of the output"
     );
     let forged = Message {
         src: Tid::from_raw(0x40009),

@@ -208,7 +208,7 @@ mod tests {
         copy_output(&mut from, &mut to).expect("it is written");
         assert_eq!((from.len(), to.len()), (0, text.len()));
         let mut from = &text[..];
-        let error = copy_output(&mut from, BrokenPipeWriter).expect_err("nobody reads it");
+        let error = copy_output(&mut from, BrokenPipeWriter).expect_err("the pipe is closed");
         assert_eq!((from.len(), error.kind()), (0, io::ErrorKind::BrokenPipe));
     }
 

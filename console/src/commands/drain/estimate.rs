@@ -114,7 +114,7 @@ mod tests {
         assert_eq!(
             seconds(2, 1_000_000_000, (900_000_000, Micros::from_secs(1))),
             36,
-            "a disk is not as fast as a network"
+            "the rate of a disk is the limit"
         );
         assert_eq!(
             seconds(2, 1_000_000_000, (30_000_000, Micros::from_secs(3))),
@@ -133,12 +133,12 @@ mod tests {
         assert_eq!(
             (writing.bytes(&tids(4), ask), asked.get()),
             (40, 4),
-            "each is asked for once"
+            "each task is queried once"
         );
         assert_eq!(
             writing.bytes(&tids(6), |_| None),
             60,
-            "who says nothing is taken for one of them"
+            "an unknown task counts with the mean"
         );
         let many = 2 * MEMORY_QUERIES_MAX as i32;
         assert_eq!(writing.bytes(&tids(many), ask), 10 * many as u64);
@@ -159,7 +159,7 @@ mod tests {
         };
         assert!(
             leave(9, 0, 1 << 40, 30) && !leave(10, 0, 1, 30),
-            "as long as none has left nobody knows"
+            "before the first task has left there is no rate"
         );
         assert!(leave(10, 50, 100, 20) && !leave(10, 50, 101, 20));
         assert!(!leave(u64::from(u32::MAX), 1, u64::MAX, 1) && leave(1, 1, 0, 0));

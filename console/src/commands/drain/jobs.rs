@@ -205,11 +205,7 @@ mod tests {
             next.collect()
         };
         assert_eq!(order(false, &mut tried), [5, 4, 3, 2]);
-        assert_eq!(
-            order(true, &mut tried),
-            [5, 4],
-            "the others get there by themselves"
-        );
+        assert_eq!(order(true, &mut tried), [5, 4], "the others leave in time");
         let mut failed = |n, at| {
             tried.insert(
                 tid(n),
@@ -228,12 +224,12 @@ mod tests {
         assert_eq!(
             failed(5, before),
             [4, 3, 2, 5],
-            "nobody waits for one that cannot be written yet"
+            "a job that cannot be checkpointed yet does not delay others"
         );
         assert_eq!(
             failed(4, Instant::now()),
             [3, 2, 5],
-            "nor is it tried at once"
+            "a failed job is not tried again at once"
         );
         assert_eq!(
             [
@@ -310,7 +306,7 @@ mod tests {
         assert_eq!(
             kept("c"),
             loss_line("h2", job, &sets, None),
-            "it is not whole"
+            "an unusable checkpoint does not count"
         );
         let all = loss_line("h2", other, &sets, None);
         assert!(all.starts_with("job t40002 loses all its work if h2 leaves now;"));

@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(
             (parse(&both.to_words()[1..]), both.may_checkpoint()),
             (Ok(both.clone()), true),
-            "so it is said once more"
+            "the words parse to the same request"
         );
         assert_eq!(
             words("--deadline=5m h2"),

@@ -369,7 +369,7 @@ mod tests {
         assert_eq!(
             stake(&heard, &[job, child]),
             1800,
-            "of the first one nobody knows when it began: as long as the log goes back"
+            "a task whose start is not in the log counts from the oldest event"
         );
         heard.apply_event(Micros(300), &start(other));
         heard.apply_event(Micros(400), &written);
