@@ -219,58 +219,34 @@ mod tests {
     /// Job and options of `checkpoint` are accepted in any order.
     #[test]
     fn checkpoint_arguments_parse_in_any_order() {
-        let job = Tid::from_raw(0x40002);
-        let read = |line: &str| parse(&words(line));
+        let command = |schedule, ends_job| {
+            Ok(CheckpointCommand {
+                job: Tid::from_raw(0x40002),
+                schedule,
+                ends_job,
+            })
+        };
         let every = |seconds| Some(CheckpointSchedule::Every(Micros::from_secs(seconds)));
-        assert_eq!(
-            read("t40002"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: None,
-                ends_job: false
-            })
-        );
-        assert_eq!(
-            read("--every 5m t40002"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: every(300),
-                ends_job: false
-            })
-        );
-        assert_eq!(
-            read("t40002 --every=2h"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: every(7200),
-                ends_job: false
-            })
-        );
-        assert_eq!(
-            read("t40002 --stop"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: Some(CheckpointSchedule::Never),
-                ends_job: false
-            })
-        );
         let loss = Some(CheckpointSchedule::MaxLoss(Micros::from_secs(60)));
-        assert_eq!(
-            read("t40002 --loss 1m"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: loss,
-                ends_job: false
-            })
-        );
-        assert_eq!(
-            read("--end t40002"),
-            Ok(CheckpointCommand {
-                job,
-                schedule: None,
-                ends_job: true
-            })
-        );
+        for (line, parsed) in [
+            ("t40002", command(None, false)),
+            ("--every 5m t40002", command(every(300), false)),
+            ("t40002 --every=2h", command(every(7200), false)),
+            (
+                "t40002 --stop",
+                command(Some(CheckpointSchedule::Never), false),
+            ),
+            ("t40002 --loss 1m", command(loss, false)),
+            ("--end t40002", command(None, true)),
+        ] {
+            assert_eq!(parse(&words(line)), parsed, "{line}");
+        }
+    }
+
+    /// Errors of `checkpoint` name what is wrong: the number of words, a value or an option.
+    #[test]
+    fn wrong_checkpoint_arguments_are_refused() {
+        let read = |line: &str| parse(&words(line));
         for line in [
             "",
             "t40002 t40003",

@@ -378,26 +378,7 @@ fn status_text(status: &Status) -> String {
     out.push_str(&format!(
         "  owner     {owner}, {confidence} % sure: {why}\n"
     ));
-    let leave = match (status.leave_at_us, status.then.as_deref()) {
-        (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
-        (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
-        (None, Some(_)) => "; they are paused until guests are welcome again".into(),
-        (None, None) => String::new(),
-    };
-    let why = if status.guests_why.is_empty() {
-        String::new()
-    } else {
-        format!(": {}", status.guests_why)
-    };
-    out.push_str(&format!("  guests    {}{why}{leave}\n", status.guests));
-    if !status.stopped_by.is_empty() {
-        let why = if status.stopped_by_why.is_empty() {
-            String::new()
-        } else {
-            format!(": {}", status.stopped_by_why)
-        };
-        out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
-    }
+    out.push_str(&guests_text(status));
     let line = |GuestStatus {
                     tid,
                     program,
@@ -440,6 +421,31 @@ fn status_text(status: &Status) -> String {
             .iter()
             .map(|(name, says)| format!("  source    {name}: {says}\n")),
     );
+    out
+}
+
+/// Formats the lines of a report about what guests may do, and how they are stopped.
+fn guests_text(status: &Status) -> String {
+    let leave = match (status.leave_at_us, status.then.as_deref()) {
+        (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
+        (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
+        (None, Some(_)) => "; they are paused until guests are welcome again".into(),
+        (None, None) => String::new(),
+    };
+    let why = if status.guests_why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", status.guests_why)
+    };
+    let mut out = format!("  guests    {}{why}{leave}\n", status.guests);
+    if !status.stopped_by.is_empty() {
+        let why = if status.stopped_by_why.is_empty() {
+            String::new()
+        } else {
+            format!(": {}", status.stopped_by_why)
+        };
+        out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
+    }
     out
 }
 
