@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::process::Stdio;
 
-/// The console reports output that it cannot write, and fails.
+/// A console that cannot write its output reports the error and fails.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn unwritable_output_is_reported() {
@@ -76,7 +76,7 @@ fn concurrent_halts_all_succeed() {
     assert!(!lab.daemon_folder().exists(), "nothing is left");
     assert!(done.iter().any(|done| done.succeeded()), "{done:?}");
     for done in done {
-        // A console that comes last finds nothing to halt.
+        // The last console may find that the virtual machine has ended.
         let late = done
             .err
             .starts_with("pvm: no virtual machine is running here");
@@ -118,7 +118,7 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     .expect("ours");
     let none = sempa_tests::wait_for(PATIENCE, || {
         let done = lab.pvm(&["conf"]);
-        // While it ends it may still accept a connection, and close it.
+        // A daemon that is being killed may still accept a connection and close it.
         if done.err.contains("no virtual machine") {
             Ok(done)
         } else {
@@ -149,7 +149,7 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     assert!(!lab.daemon_folder().exists(), "nothing is left");
 }
 
-/// A daemon that is started while another one ends works.
+/// A daemon that is started while the previous daemon ends is usable.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_during_a_halt_gives_a_working_daemon() {
@@ -268,7 +268,7 @@ fn json_output_is_one_value_per_line() {
     );
 }
 
-/// The commands of the start file run before all others.
+/// The commands in `.pvmrc` run before all other commands.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_file_runs_before_other_commands() {

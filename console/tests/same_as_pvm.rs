@@ -1,6 +1,6 @@
-//! Compares consoles: PVM's on PVM's daemon, ours on our daemon, and Debian's unmodified one on our
-//! daemon. All print the same lines. Intended differences are listed with their reason, and the
-//! test checks that they differ.
+//! Compares consoles: PVM's console on PVM's daemon, our console on our daemon, and PVM's console,
+//! from Debian, on our daemon. All print the same lines. Intended differences are listed with their
+//! reasons, and the test checks that they exist.
 
 mod common;
 
@@ -12,14 +12,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
-/// Debian's console and daemon.
+/// PVM's console and daemon, from Debian.
 const CONSOLE: &str = "/usr/bin/pvm";
 const DAEMON: &str = "/usr/bin/pvmd";
 /// A program of Debian's examples that spawns another one and prints.
 const HELLO: &str = "/usr/bin/hello.pvm";
 
-/// Commands with their arguments, in this order. Commands that end tasks come last: no system
-/// promises when tasks are gone.
+/// Commands with their arguments, in this order. Commands that end tasks come last, because the
+/// time at which a task has ended is not defined.
 const COMMANDS: &str = r#"version
 id
 conf
@@ -243,7 +243,7 @@ const DIFFERENT: [(&str, &str); 13] = [
     ("put c 1", "the third word is not needed"),
 ];
 
-/// PVM's daemon with its own folders.
+/// A running daemon of PVM with folders of its own.
 struct Real {
     lab: PrivateVm,
     daemon: Child,
@@ -284,7 +284,7 @@ impl Drop for Real {
     }
 }
 
-/// A program with PVM's own library.
+/// Returns the command for a program that uses PVM's own library and daemon.
 fn real(lab: &PrivateVm, program: &str) -> Command {
     let mut command = lab.command(program);
     command
@@ -294,9 +294,10 @@ fn real(lab: &PrivateVm, program: &str) -> Command {
     command
 }
 
-/// Returns what each command printed on standard output, in the order of the commands.
+/// Returns each command with its standard output, in the order of the commands.
 fn answers(command: Command) -> Vec<(String, String)> {
-    // Standard error has messages of the library and explanations of our console.
+    // Standard error is not compared: it has messages of PVM's library and explanations of our
+    // console.
     let text = script(command, COMMANDS, false);
     let text = text
         .strip_prefix("pvmd already running.\n")
@@ -310,7 +311,8 @@ fn answers(command: Command) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Removes what differs from run to run: pids, and how many tids were used before.
+/// Replaces what differs from run to run: process ids, and tids, which depend on the number of
+/// earlier tasks.
 fn plain(command: &str, answer: &str) -> String {
     let mut tids = BTreeMap::new();
     let lines = answer.lines().map(|line| {
@@ -345,7 +347,8 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
     word.replace(digits, &format!("task{number}"))
 }
 
-/// Our console answers as PVM's does, and PVM's console answers on our daemon as on its own.
+/// Our console prints the same as PVM's console, and PVM's console prints the same on our daemon as
+/// on PVM's daemon.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn both_consoles_answer_alike_on_both_daemons() {
@@ -353,7 +356,8 @@ fn both_consoles_answer_alike_on_both_daemons() {
     let pvm = Real::start();
     let ours = started();
     let mixed = started();
-    // The consoles wait for each other system's time-outs, not for the processor.
+    // The consoles run at the same time: they mostly wait for time limits and need little processor
+    // time.
     let commands = [
         real(&pvm.lab, CONSOLE),
         ours.console(),
@@ -385,7 +389,8 @@ fn both_consoles_answer_alike_on_both_daemons() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
 }
 
-/// Waits for texts on the screen of PVM's console. It reads messages when it gets a command.
+/// Waits for texts on the screen of PVM's console. Sends it commands meanwhile, because PVM's
+/// console reads messages only when it gets a command.
 #[track_caller]
 fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
     let shown = wait_for(PATIENCE, || {

@@ -50,7 +50,8 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
-/// The history is there in the next console, and only its user may read the file.
+/// The next console has the history of the previous one, and only the user may read the history
+/// file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn history_is_kept_and_private() {
@@ -134,13 +135,13 @@ fn task_output_appears_above_the_prompt() {
     terminal.wait_for("\r\n<half>\r\n");
 }
 
-/// Keys that are typed ahead mean the same as at the prompt.
+/// Keys that are typed before the prompt appears have the same effect as at the prompt.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn keys_typed_ahead_work_as_at_the_prompt() {
     let lab = started();
     let mut terminal = console(&lab);
-    // A stopped daemon keeps the console in its command.
+    // The console waits for the stopped daemon, so its prompt does not appear.
     let daemon = Pid::from_raw(lab.daemon_pid().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
     terminal.keys("conf\r");
@@ -172,7 +173,8 @@ fn output_waits_for_completion_and_history() {
         "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
     )
     .expect("written");
-    // States of the editor: a second tabulator, a list, a search; with the keys that lead back.
+    // Keys that bring the editor into a state (completion, list of candidates, search), and the
+    // keys that leave the state.
     let kinds = [
         ("s\t", LEFT),
         ("s\t\t", LEFT),

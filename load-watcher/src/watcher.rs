@@ -718,7 +718,7 @@ impl Watcher {
                 .map(setting)
                 .collect(),
             wrong: self.host_policy.errors(),
-            tasks
+            tasks: tasks
                 .iter()
                 .filter(|task| is_guest(task))
                 .take(STATUS_TASKS_MAX)

@@ -807,7 +807,7 @@ impl Spawns {
                 job,
                 user,
                 count: started.len() as u32,
-                started
+                started: started
                     .into_iter()
                     .map(|one| (one.tid, one.host_name))
                     .collect(),

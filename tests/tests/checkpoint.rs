@@ -131,7 +131,7 @@ fn checkpoints_are_listed_and_removed() {
     );
     assert!(
         one.out
-            .contains("t40001-20000101T000000-1 stays: there is no such checkpoint"),
+            .contains("t40001-20000101T000000-1 is kept: there is no such checkpoint"),
         "{one:?}"
     );
     let all = pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
@@ -139,7 +139,7 @@ fn checkpoints_are_listed_and_removed() {
         !all.succeeded() && all.out.contains(&format!("{second} removed, ")),
         "{all:?}"
     );
-    let stays = format!("{newest} stays: job {} goes back to it", job.tid);
+    let stays = format!("{newest} is kept: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.wait_for_event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::CheckpointsRemoved {
@@ -434,7 +434,7 @@ fn a_changed_checkpoint_is_not_restarted() {
     std::fs::write(path, &bad).expect("written");
     let refused = pvm(&vm, &["restart", &set]);
     assert!(
-        !refused.succeeded() && refused.err.contains("nothing of it runs"),
+        !refused.succeeded() && refused.err.contains("none of its tasks is running"),
         "{refused:?}"
     );
     std::fs::write(path, &good).expect("written");

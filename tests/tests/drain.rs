@@ -71,17 +71,14 @@ fn can_migrate_lists_accepting_hosts() {
         let nobody = pvm(vm, &["can-migrate", &tid]);
         let missing = "no: /tmp/only-there: it does not exist on the target";
         assert!(
-            !nobody.succeeded() && nobody.out.ends_with("no host would take it\n"),
+            !nobody.succeeded() && nobody.out.ends_with("no host accepts it\n"),
             "{nobody:?}"
         );
         assert_eq!(nobody.out.matches(missing).count(), 2, "{nobody:?}");
         std::fs::create_dir(place(3)).expect("made");
         let one = pvm(vm, &["can-migrate", &tid]);
         assert!(
-            one.succeeded()
-                && one
-                    .out
-                    .ends_with("the nearest host that would take it: h3\n"),
+            one.succeeded() && one.out.ends_with("nearest host that accepts it: h3\n"),
             "{one:?}"
         );
         let values = vm.json(&["can-migrate", &tid, "h1"]);
@@ -131,7 +128,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let done = pvm(vm, &["drain", "h2", "--deadline", "50s"]);
         assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
         assert!(
-            done.out.starts_with("h2 takes no tasks; 2 are to leave\n")
+            done.out.starts_with("h2 accepts no tasks; 2 must leave\n")
                 && done.out.contains("\nh2 is empty after ")
         );
         for tid in &tids {
@@ -147,7 +144,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let why = pvm(vm, &["why", "h2"]);
         assert!(
             why.out
-                .contains("now: nothing is placed on h2: it is being emptied, or kept empty"),
+                .contains("now: nothing is placed on h2: it is drained at the request of"),
             "{why:?}"
         );
         let before = rm_registration_count(vm);
@@ -177,7 +174,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let again = pvm(vm, &["undrain", "h2"]);
         assert_eq!(
             (again.succeeded(), again.out.as_str()),
-            (true, "h2 takes tasks\n"),
+            (true, "h2 accepts tasks\n"),
             "{again:?}"
         );
         let tid = vm.spawn(&["-h2", "hold", "1"]).or_panic_with_logs(vm);
@@ -307,7 +304,7 @@ fn unmigratable_job_has_checkpoint_by_deadline() {
         let done = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         let set = word_after(&done.out, &format!("job {tid} is in the store as "));
         let set = set.unwrap_or_else(|| panic!("{done:?}\n{}", vm.logs()));
-        let told = format!("job {tid} loses what it has done since {set} if h2 leaves now\n");
+        let told = format!("job {tid} loses its work since {set} if h2 leaves now\n");
         assert!(!done.succeeded() && done.out.contains(&told), "{done:?}");
         assert!(
             done.out
@@ -369,12 +366,12 @@ fn a_drain_writes_no_second_checkpoint() {
             .or_panic_with_logs(vm);
         let done = pvm(vm, &["drain", "h2", "--deadline", "9s"]);
         assert!(
-            !done.succeeded() && !done.out.contains("is being written"),
+            !done.succeeded() && !done.out.contains("is being checkpointed"),
             "{done:?}"
         );
         assert!(
             done.out
-                .contains(&format!("job {tid} loses what it has done since ")),
+                .contains(&format!("job {tid} loses its work since ")),
             "{done:?}"
         );
         assert_eq!(
@@ -437,7 +434,7 @@ fn spawn_unmigratable(vm: &Vm) -> String {
 fn start_drain(vm: &Vm, words: &[&str]) -> RunningCommand {
     let drain = vm.start_pvm(words).or_panic_with_logs(vm);
     let told = || match drain.out_so_far() {
-        Ok(out) if out.contains(" takes no tasks; ") => Ok(()),
+        Ok(out) if out.contains(" accepts no tasks; ") => Ok(()),
         other => Err(format!("{other:?} {:?}", drain.err_so_far())),
     };
     wait_for(TIMEOUT, told).or_panic_with_logs(vm);
@@ -497,7 +494,7 @@ fn a_drain_survives_its_command() {
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
         let killed = killed.finish(TIMEOUT).or_panic_with_logs(vm);
         assert!(
-            !killed.succeeded() && !killed.out.contains("is being written"),
+            !killed.succeeded() && !killed.out.contains("is being checkpointed"),
             "it was before: {killed:?}"
         );
         check_drained_job(vm, &tid);
@@ -508,7 +505,7 @@ fn a_drain_survives_its_command() {
         assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
         assert_eq!(
             interrupted.err,
-            "drain: h2 goes on being emptied; 'undrain h2' calls it off\n"
+            "drain: h2 is still being drained; 'undrain h2' cancels it\n"
         );
         check_drained_job(vm, &tid);
     });
@@ -573,14 +570,11 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
         );
         let earlier = earlier.finish(TIMEOUT).or_panic_with_logs(vm);
         assert!(
-            !earlier.succeeded()
-                && earlier
-                    .out
-                    .contains("a later order to empty h2 counts, that of "),
+            !earlier.succeeded() && earlier.out.contains("a later drain of h2 by "),
             "{earlier:?}"
         );
         let looked_on = looks_on.finish(TIMEOUT).or_panic_with_logs(vm);
-        assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
+        assert!(!looked_on.out.contains("a later drain"), "{looked_on:?}");
         check_drained_job(vm, &tid);
     });
 }
@@ -619,7 +613,7 @@ fn a_drain_outlives_its_console() {
         };
         let out = wait_for(TIMEOUT, written).or_panic_with_logs(vm);
         assert!(
-            out.contains("h2 takes no tasks; 1 is to leave\n")
+            out.contains("h2 accepts no tasks; 1 must leave\n")
                 && out.contains(" is still there: no host"),
             "{out}"
         );

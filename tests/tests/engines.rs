@@ -85,7 +85,7 @@ fn check_migration(vm: &Vm, tid: &str, host: &str, by: &str) {
     );
     let moved = vm.migrate_when_ready(tid, host).expect("ends");
     assert!(
-        moved.succeeded() && moved.out.contains(&format!("moved to {host} by {by}")),
+        moved.succeeded() && moved.out.contains(&format!("migrated to {host} by {by}")),
         "{moved:?}\n{}",
         vm.logs()
     );

@@ -224,12 +224,12 @@ fn failing_engines_harm_no_job() {
             let good = job.make_checkpoint();
             for (what, words) in sample(FAILURES, 1, seed) {
                 set_behaviour(bed, "h2", what);
-                job.check_checkpoint_fails(what, &["the job goes on", words]);
+                job.check_checkpoint_fails(what, &["the job continues", words]);
                 set_behaviour(bed, "h2", "");
             }
             for kind in sample(IMAGE_KINDS, 2, seed) {
                 set_behaviour(bed, "h2", &format!("cut {kind}*.img"));
-                let words = ["the job goes on", "images: ", kind];
+                let words = ["the job continues", "images: ", kind];
                 job.check_checkpoint_fails(&format!("{kind} cut"), &words);
                 set_behaviour(bed, "h2", "");
             }
@@ -238,7 +238,7 @@ fn failing_engines_harm_no_job() {
             for (what, words) in sample(FAILURES, 1, seed + 1) {
                 set_behaviour(bed, "h1", what);
                 set_behaviour(bed, "h2", what);
-                job.check_restart_fails(&good, what, &["nothing of it runs", words]);
+                job.check_restart_fails(&good, what, &["none of its tasks is running", words]);
                 set_behaviour(bed, "h1", "");
                 set_behaviour(bed, "h2", "");
             }
@@ -317,7 +317,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             ));
             job.check_checkpoint_fails(
                 &format!("room for {part} of a set"),
-                &["the disk is full", "the job goes on"],
+                &["the disk is full", "the job continues"],
             );
             let left = wait_for(TIMEOUT, || {
                 let now = in_store();
@@ -394,19 +394,19 @@ fn an_unusable_store_key_is_named() {
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("its mode");
         job.check_checkpoint_fails(
             "a short key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::write(&key, [7; 32]).expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).expect("its mode");
         job.check_checkpoint_fails(
             "a key that others can read",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_file(&key).expect("removed");
         fs::create_dir(&key).expect("made");
         job.check_checkpoint_fails(
             "a folder for a key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_dir(&key).expect("removed");
         let set = job.make_checkpoint();

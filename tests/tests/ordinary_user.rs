@@ -72,7 +72,7 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     assert!(
         !none.succeeded()
             && none.err.contains("cannot dump or restore")
-            && none.err.contains("the job goes on"),
+            && none.err.contains("the job continues"),
         "{none:?}"
     );
     let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));

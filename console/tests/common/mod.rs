@@ -1,4 +1,4 @@
-//! Shared by the console's tests: a virtual machine of one host, and a terminal.
+//! Common parts of the console's tests: a virtual machine with one host, and a terminal.
 #![allow(dead_code)] // Each test program uses its part.
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
@@ -14,24 +14,24 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Time limit of every wait, for a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// Bytes of the screen that a failed test shows.
+/// Maximum bytes of terminal output that the message of a failed test contains.
 const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
-/// Makes the folders of a virtual machine with this console; starts nothing.
+/// Returns a lab with the folders of a virtual machine. No daemon is started.
 pub(crate) fn lab() -> PrivateVm {
     PrivateVm::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// As [`lab`], and starts a daemon.
+/// Returns a lab with a running daemon.
 pub(crate) fn started() -> PrivateVm {
     PrivateVm::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// Writes commands to a console through a pipe, each at its prompt. Returns all output, with
-/// standard error if `complaints`.
+/// Writes commands to a console through a pipe, each when its prompt has appeared. Returns all
+/// standard output, and also standard error if `complaints` is true.
 pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
     let output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
@@ -51,7 +51,7 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
         if text.matches(PROMPT).count() > given
             && let Some(line) = waiting.next()
         {
-            // A console that has ended reads nothing; its status is checked below.
+            // Writing fails if the console has ended; the exit status is checked below.
             let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
             given += 1;
         }
@@ -72,7 +72,8 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     text
 }
 
-/// Returns the content of a file. Its position, at which other processes write, stays.
+/// Returns the content of a file without changing the file position, at which other processes
+/// write.
 pub(crate) fn read_all(file: &File) -> String {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; file.metadata().expect("a file").len() as usize];
@@ -142,8 +143,8 @@ impl Terminal {
             .expect("a terminal");
     }
 
-    /// Waits until this text appears after all that was waited for before. Returns the text in
-    /// between.
+    /// Waits until this text appears after the texts of earlier waits. Returns the output between
+    /// the earlier text and this one.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
         let found = wait_for(PATIENCE, || {
@@ -189,7 +190,7 @@ impl Terminal {
         found.unwrap_or_else(|error| panic!("{error:#}"));
     }
 
-    /// Returns all that has appeared.
+    /// Returns the output of the program since its start.
     pub(crate) fn shown(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().expect("no panic")).into_owned()
     }

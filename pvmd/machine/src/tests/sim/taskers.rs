@@ -277,7 +277,7 @@ impl Sim {
                 let is_there = self.find_spawned(on, tid).is_some();
                 FromTasker::PreCopied {
                     migration,
-                    result
+                    result: result
                         .and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
                 }
             }
