@@ -339,10 +339,7 @@ impl Runtime {
 }
 
 fn rm_error(what: &str, code: PvmError) -> Error {
-    Error::new(
-        code,
-        format!("{what}: the resource manager's answer: {code}"),
-    )
+    Error::new(code, format!("{what}: the resource manager replied {code}"))
 }
 
 fn pack_names(names: &[String]) -> Bytes {
@@ -426,10 +423,9 @@ fn unpack_added(body: Bytes) -> PvmResult<Vec<AddedHost>> {
     let mut added = Vec::new();
     for _ in 0..count {
         let result = unpack_host(&mut from)?;
-        let reason = result
-            .as_ref()
-            .err()
-            .map_or_else(String::new, |e| format!("the resource manager says: {e}"));
+        let reason = result.as_ref().err().map_or_else(String::new, |e| {
+            format!("the resource manager reports: {e}")
+        });
         added.push(AddedHost { result, reason });
     }
     Ok(added)

@@ -232,17 +232,23 @@ fn read_welcome(
             return match frame.decode_control::<ToTask>() {
                 Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
                 Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
-                Ok(_) => Err(version("its first word is neither yes nor no".into())),
+                Ok(_) => Err(version(
+                    "its first frame is neither a welcome nor a refusal".into(),
+                )),
                 Err(e) => Err(version(e.to_string())),
             };
         }
         decoder.buffer_mut().reserve(WELCOME_BYTES);
         match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
             Ok(Received { bytes: 0, .. }) => {
-                return Err(io_error(io::Error::other("it hung up without an answer")));
+                return Err(io_error(io::Error::other(
+                    "it closed the connection without an answer",
+                )));
             }
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
-                return Err(io_error(io::Error::other("it hung up without an answer")));
+                return Err(io_error(io::Error::other(
+                    "it closed the connection without an answer",
+                )));
             }
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

@@ -68,7 +68,7 @@ impl Drop for PanicReporter {
         if std::thread::panicking() {
             self.0
                 .lock()
-                .lose("the runtime's helper thread has failed; this is an error in the library");
+                .lose("the runtime's I/O thread has failed; this is an error in the library");
         }
     }
 }
@@ -280,7 +280,7 @@ fn connect_to_next_daemon(
             Ok(accepted) => {
                 let tid = accepted.welcome.tid;
                 return shared.lock().lose(&format!(
-                    "after the move the daemon took {} for {tid}",
+                    "after the migration the daemon took {} for {tid}",
                     shared.own_tid
                 ));
             }
@@ -289,7 +289,11 @@ fn connect_to_next_daemon(
             {
                 std::thread::sleep(RESUME_RETRY_INTERVAL);
             }
-            Err(e) => return shared.lock().lose(&format!("going on after the move: {e}")),
+            Err(e) => {
+                return shared
+                    .lock()
+                    .lose(&format!("continuing after the migration: {e}"));
+            }
         }
     }
 }
@@ -304,6 +308,6 @@ fn adopt(shared: &Shared, accepted: AcceptedConnection) {
         accepted.passed,
         &shared.socket_waiters,
     ) {
-        state.lose(&format!("going on after the move: {e}"));
+        state.lose(&format!("continuing after the migration: {e}"));
     }
 }
