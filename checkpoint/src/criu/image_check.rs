@@ -80,7 +80,7 @@ impl Images<'_> {
             true => Ok(()),
             false => Err(damaged(
                 name,
-                "is missing although the engine said that all was written",
+                "is missing although the engine reported success",
             )),
         }
     }
@@ -91,7 +91,7 @@ impl Images<'_> {
         let mut cores = BTreeSet::new();
         for process in tree {
             let Some(pid) = first_value(process, TREE_PID) else {
-                return Err(damaged(TREE, "has a process without a number"));
+                return Err(damaged(TREE, "has a process without a PID"));
             };
             cores.insert(format!("{CORE}{pid}.img"));
             let own = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
@@ -107,7 +107,10 @@ impl Images<'_> {
             .iter()
             .find(|name| name.starts_with(CORE) && !cores.contains(*name))
         {
-            Some(name) => Err(damaged(TREE, &format!("has nobody whose image is {name}"))),
+            Some(name) => Err(damaged(
+                TREE,
+                &format!("has no process or thread for {name}"),
+            )),
             None => Ok(()),
         }
     }
@@ -118,7 +121,7 @@ impl Images<'_> {
             return Err(damaged(name, "is empty"));
         };
         let Some(id) = first_value(head, MAP_PAGES_ID) else {
-            return Err(damaged(name, "does not say where its pages are"));
+            return Err(damaged(name, "does not name its file of pages"));
         };
         let present = maps
             .iter()
@@ -135,7 +138,9 @@ impl Images<'_> {
             true => Ok(()),
             false => Err(damaged(
                 &file,
-                &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes"),
+                &format!(
+                    "has {found} bytes instead of {wanted} bytes for the {pages} pages in {name}"
+                ),
             )),
         }
     }

@@ -49,7 +49,7 @@ pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
         {
             if found.1 != u64::from(user) {
                 let found = u32::try_from(found.1)
-                    .map_err(|_| damaged(&name, "names a user that cannot be"))?;
+                    .map_err(|_| damaged(&name, "contains an invalid user id"))?;
                 return Err(Failure::Refused(vec![Refusal::OtherUser {
                     found,
                     expected: user,
@@ -78,7 +78,7 @@ fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     };
     let Some(credentials) = embedded_message(&thread, THREAD_CREDENTIALS).map_err(malformed)?
     else {
-        return Err(damaged(name, "does not say whose it is"));
+        return Err(damaged(name, "has no credentials"));
     };
     let fields = super::images::varint_fields(&credentials).map_err(malformed)?;
     // An absent field means 0. If a field occurs more than once, every value must be right.

@@ -60,7 +60,7 @@ impl LazyPagesDaemon {
     ) -> Result<LazyPagesDaemon, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Io(format!(
-                "cannot fetch memory into {}: {what}: {e}",
+                "cannot prefetch memory into {}: {what}: {e}",
                 dir.display()
             ))
         };
@@ -129,16 +129,16 @@ impl MemoryFetch for LazyPagesDaemon {
         let passed = self
             .forwarder
             .join()
-            .map_err(|_| broken("passes descriptors on"));
+            .map_err(|_| broken("forwards descriptors"));
         let carried = self
             .prefetcher
             .join()
-            .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
+            .unwrap_or_else(|_| Err(broken("prefetches memory")));
         let ended = match (ended, &carried) {
             // CRIU's failure has no consequences: it already has all memory.
             (Err(_), Ok(true)) if self.completion.is_complete() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
-                "it ended as if all memory were there, and it is not".into(),
+                "it reported success although memory is missing".into(),
             )),
             (ended, _) => ended,
         };

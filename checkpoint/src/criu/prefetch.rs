@@ -574,7 +574,8 @@ impl Prefetcher {
     }
 
     fn handle_header(&mut self, head: &PageHeader) -> Result<(), String> {
-        let unfit = |asked| format!("asked for {asked} the engine at the source says {head:?}");
+        let unfit =
+            |asked| format!("the source has sent {head:?} in reply to a request for {asked}");
         let asked = self
             .in_flight
             .front_mut()

@@ -106,13 +106,13 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         {
             let why = host.creation_obstacle(&file.path, uid)?;
             return Some(format!(
-                "it does not exist on the target, and cannot be carried there: {why}"
+                "it does not exist on the target and cannot be copied there: {why}"
             ));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             return Some("it does not exist on the target".into());
         }
-        Err(e) => return Some(format!("it cannot be looked at on the target: {e}")),
+        Err(e) => return Some(format!("it cannot be accessed on the target: {e}")),
     };
     let length = (found.bytes != file.bytes).then(|| {
         format!(
@@ -122,7 +122,7 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
     });
     match &file.requirement {
         FileRequirement::Directory => {
-            (!found.is_directory).then(|| "it is no directory on the target".into())
+            (!found.is_directory).then(|| "it is not a directory on the target".into())
         }
         FileRequirement::ExistsOrCopied | FileRequirement::LengthOrCopied if found.is_directory => {
             Some("it is a directory on the target".into())
@@ -132,9 +132,7 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         }
         FileRequirement::Length | FileRequirement::LengthOrCopied => length,
         FileRequirement::Content(expected) => length.or_else(|| match host.hash(&file.path) {
-            Ok(hash) => {
-                (hash != *expected).then(|| "its content is another one on the target".into())
-            }
+            Ok(hash) => (hash != *expected).then(|| "its content differs on the target".into()),
             Err(e) => Some(format!("it cannot be read on the target: {e}")),
         }),
     }
@@ -339,7 +337,7 @@ mod tests {
         assert_eq!(say(&with("/data/new", 5, LengthOrCopied)), "");
         assert_eq!(say(&with("/data/new", 5, ExistsOrCopied)), "");
         let there =
-            "it does not exist on the target, and cannot be carried there: its folder: EACCES";
+            "it does not exist on the target and cannot be copied there: its directory: EACCES";
         assert_eq!(say(&with("/else/new", 5, LengthOrCopied)), there);
         assert_eq!(
             say(&TaskFacts {
@@ -411,10 +409,10 @@ mod tests {
             why: why.into(),
         };
         let expected = [
-            wrong("/bin/prog", "its content is another one on the target"),
+            wrong("/bin/prog", "its content differs on the target"),
             wrong("/data/in", "it has 7 bytes at the source, 8 on the target"),
             wrong("/data/log", "it does not exist on the target"),
-            wrong("/data", "it is no directory on the target"),
+            wrong("/data", "it is not a directory on the target"),
         ];
         assert_eq!(judge_task(&facts(), &here), expected);
     }

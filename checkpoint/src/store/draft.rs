@@ -194,7 +194,7 @@ impl CheckpointDraft {
             let (count, max) = (meta.len() as u64, META_BYTES_MAX as u64);
             return Err(StoreError::TooMany {
                 operation,
-                what: "the bytes that describe it",
+                what: "bytes of its description",
                 count,
                 max,
             });
@@ -229,7 +229,7 @@ impl CheckpointDraft {
             let (count, max) = (parts.len() as u64 + 1, PARTS_MAX as u64);
             return Err(StoreError::TooMany {
                 operation: StoreOperation::Add,
-                what: "the tasks of the set",
+                what: "tasks of the checkpoint",
                 count,
                 max,
             });

@@ -29,11 +29,11 @@ pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
         why,
     };
     let make = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    make().map_err(|e| bad(format!("it cannot be made: {e}")))?;
+    make().map_err(|e| bad(format!("it cannot be created: {e}")))?;
     let real = dir.canonicalize().map_err(|e| bad(e.to_string()))?;
     let meta = real.symlink_metadata().map_err(|e| bad(e.to_string()))?;
     if !meta.is_dir() {
-        return Err(bad("it is no directory".into()));
+        return Err(bad("it is not a directory".into()));
     }
     match access_problem(&meta) {
         Some(why) => Err(bad(why)),
@@ -49,11 +49,11 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
     };
     let io_bad = |e: io::Error| bad(e.to_string());
     let inside =
-        || bad("it would lie in the store, and whoever has the store would have the key".into());
+        || bad("it would be in the store, and a copy of the store would include the key".into());
     let absolute = std::path::absolute(path).map_err(io_bad)?;
     let parent = absolute
         .parent()
-        .ok_or_else(|| bad("it is no file".into()))?;
+        .ok_or_else(|| bad("it is not a file".into()))?;
     if parent.starts_with(store) {
         return Err(inside());
     }
@@ -69,7 +69,7 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
         Err(e) if e.kind() == ErrorKind::NotFound => {
             create_key_file(&absolute, parent, disk).map_err(|e| match e.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => disk_full_error(&absolute, e),
-                _ => bad(format!("it cannot be made: {e}")),
+                _ => bad(format!("it cannot be created: {e}")),
             })?;
             open_key_file(&absolute)
         }
@@ -78,7 +78,7 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
     let mut file = file.map_err(io_bad)?;
     let meta = file.metadata().map_err(io_bad)?;
     if !meta.is_file() {
-        return Err(bad("it is no plain file".into()));
+        return Err(bad("it is not a regular file".into()));
     }
     if let Some(why) = access_problem(&meta) {
         return Err(bad(why));

@@ -110,7 +110,7 @@ impl IncomingReply {
         let comes = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
         if (count..bitmap.len() * 8).any(comes) {
             return Err(format!(
-                "asked for what has changed of {count} pages the source has more"
+                "the source has sent more changed pages than the {count} requested"
             ));
         }
         let mut rest = VecDeque::<Range<usize>>::new();
