@@ -71,7 +71,7 @@ impl DaemonSocket {
             // The daemon would wait forever for this message. Closing makes it consider the tasker
             // dead and start another one.
             Err(error) => {
-                eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
+                eprintln!("pvm-tasker: cannot encode a message to the daemon: {error}");
                 self.closed = true;
             }
         }
@@ -115,7 +115,7 @@ impl DaemonSocket {
 /// long.
 fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::UnsupportedResource {
-        what: format!("more than can be told of a task: {error}"),
+        what: format!("more facts than fit into a message: {error}"),
     };
     match message {
         FromTasker::Inspected { migration, .. } => {
@@ -202,7 +202,11 @@ mod tests {
                 .decode_control()
                 .expect("a word")
         };
-        let refused = |why: &Refusal| matches!(why, Refusal::UnsupportedResource { what } if what.contains("more than can be told of a task"));
+        let refused = |why: &Refusal| {
+            matches!(why, Refusal::UnsupportedResource { what } if what.contains(
+                "more facts than fit into a message"
+            ))
+        };
         match (next(), next()) {
             (
                 FromTasker::Inspected {
