@@ -93,7 +93,7 @@ impl ProgramStateFiles {
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.spawn_work(move || {
-            let dropped = || Failure::Cancelled("it was given up".into());
+            let dropped = || Failure::Cancelled("it was cancelled".into());
             let result = all
                 .ok_or_else(dropped)
                 .and_then(|all| all.install().map_err(|e| io_failure(&e)));
