@@ -345,7 +345,7 @@ mod tests {
         assert_eq!(
             ours.own_processors(times(400, 150), 2),
             Some(1.0),
-            "whoever reads in between, nothing is lost"
+            "a read in between loses nothing"
         );
         ours.skip_sample();
         assert_eq!(ours.own_processors(times(600, 150), 2), None);

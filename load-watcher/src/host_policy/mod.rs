@@ -105,7 +105,7 @@ pub fn trusted_path(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<S
     }
     let (named, other) = (named.display(), usual.display());
     let sentence = format!(
-        "{named} does not count, because it is not root's, or others can change it; {other} counts"
+        "{named} is not used, because it does not belong to root, or other users can change it; {other} is used"
     );
     (usual.to_path_buf(), Some(sentence))
 }
@@ -143,16 +143,16 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
     };
     let shown = truncate(name, UNKNOWN_NAME_BYTES_MAX);
     name.parse()
-        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; nobody is kept away by it"))
+        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; the entry has no effect"))
 }
 
 /// Returns the report about a refused file. `said`: it had valid content before. `counts`: its
 /// content would count.
 fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     let then = match (had_content, counts) {
-        (true, _) => "what was said before stays",
-        (false, true) => "until that is mended no guest is welcome here",
-        (false, false) => "it would count for nothing here",
+        (true, _) => "the previous content stays in force",
+        (false, true) => "until it is corrected no guest is welcome here",
+        (false, false) => "it has no effect here",
     };
     format!("{sentence}; {then}")
 }
