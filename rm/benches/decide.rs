@@ -118,9 +118,7 @@ fn main() -> ExitCode {
     let mut good = true;
     for Costs { hosts, decisions } in &all {
         for Cost { name, median, .. } in decisions.iter().filter(|cost| cost.median > ALLOWED) {
-            println!(
-                "above the {ALLOWED} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
-            );
+            println!("{name} takes {median:.0} µs with {hosts} hosts; {ALLOWED} µs are allowed");
             good = false;
         }
     }
@@ -128,7 +126,7 @@ fn main() -> ExitCode {
         && let Err(error) =
             std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
     {
-        println!("the numbers cannot be written to {file}: {error}");
+        println!("cannot write the results to {file}: {error}");
         good = false;
     }
     if good {

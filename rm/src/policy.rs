@@ -72,7 +72,7 @@ impl fmt::Display for Conduct {
         )?;
         write!(
             f,
-            ", giving way {}",
+            ", preemption {}",
             if self.give_way { "on" } else { "off" }
         )
     }
@@ -101,9 +101,9 @@ pub fn placing(name: &str) -> Result<Policy, String> {
         ("load", _) => Ok(Policy::Load),
         ("round-robin", _) => Ok(Policy::RoundRobin),
         (_, Some(choice)) => ChoiceName::new(choice).map(Policy::Choice).ok_or_else(|| {
-            format!("{choice:?} is no name of a choice: up to {CHOICE_NAME_MAX} letters, digits, '-' and '_'")
+            format!("{choice:?} is not the name of a chooser: use up to {CHOICE_NAME_MAX} letters, digits, '-' and '_'")
         }),
-        _ => Err(format!("{name:?} is none of load, round-robin and {CHOICE}NAME")),
+        _ => Err(format!("{name:?} is not one of load, round-robin and {CHOICE}NAME")),
     }
 }
 
@@ -146,7 +146,7 @@ impl Conduct {
             ));
         }
         if !is_text {
-            return Err(wrong(text.len(), "this is no text in UTF-8".into()));
+            return Err(wrong(text.len(), "this is not UTF-8 text".into()));
         }
         let read = toml::from_str::<File>(text).map_err(|error| {
             wrong(
@@ -242,10 +242,7 @@ mod tests {
         let error = Conduct::default()
             .with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n")
             .expect_err("Latin-1");
-        assert_eq!(
-            error.to_string(),
-            "rm.toml, line 2: this is no text in UTF-8"
-        );
+        assert_eq!(error.to_string(), "rm.toml, line 2: this is not UTF-8 text");
     }
 
     /// Each error in a policy file is reported with its line.
@@ -254,11 +251,11 @@ mod tests {
         for (text, said) in [
             (
                 "balance = true\n\nplacing = \"best\"\n",
-                "rm.toml, line 3: \"best\" is none of load, round-robin and choice:NAME",
+                "rm.toml, line 3: \"best\" is not one of load, round-robin and choice:NAME",
             ),
             (
                 "placing = \"choice:a b\"",
-                "rm.toml, line 1: \"a b\" is no name of a choice",
+                "rm.toml, line 1: \"a b\" is not the name of a chooser",
             ),
             (
                 "balance = true\nballance = true\n",

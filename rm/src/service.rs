@@ -96,7 +96,8 @@ pub struct Options {
 pub enum ServiceError {
     /// Another resource manager is registered.
     #[error(
-        "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
+        "resource manager {0} is registered already, and a virtual machine has only one: end it first ('kill {0}' at \
+         the console)"
     )]
     AlreadyRegistered(Tid),
     /// The policy names a chooser that does not exist.
@@ -118,7 +119,7 @@ pub enum ServiceError {
     #[error("registering as resource manager: {0}")]
     Refused(Error),
     /// Another resource manager has taken over.
-    #[error("resource manager {0} has taken over; this one ends")]
+    #[error("resource manager {0} has taken over; this one exits")]
     Replaced(Tid),
     /// The daemon is gone.
     #[error("the virtual machine has stopped: {0}")]

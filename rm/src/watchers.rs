@@ -131,8 +131,8 @@ impl Watcher {
 /// Returns the note about a host whose watcher keeps ending. Its output is not collected here.
 fn never_steady(host: HostId) -> String {
     format!(
-        "load watcher of {host} ends at its start, {SHORT_MAX} times in a row: its owner is not guarded; what it said is \
-         in the master's log; it is tried again"
+        "load watcher of {host} ended soon after its start {SHORT_MAX} times in a row: its owner is not protected; \
+         its output is in the master's log; it is started again"
     )
 }
 
@@ -268,7 +268,7 @@ impl Watchers {
                 {
                     watcher.told = Some(error);
                     let text = format!(
-                        "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
+                        "no load watcher on {host}: {error}; its load and its owner are unknown; the start is retried"
                     );
                     self.out.push_back(Output::Note(text));
                 }
@@ -387,7 +387,8 @@ impl Watchers {
             State::Adopted { tid, .. } => {
                 self.out.push_back(Output::End(tid));
                 let text = format!(
-                    "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
+                    "load watcher {tid} of {host}, started by an earlier resource manager, does not report; it is \
+                     replaced"
                 );
                 self.out.push_back(Output::Note(text));
                 self.failed(now, host);
@@ -467,7 +468,7 @@ mod tests {
         }
         let told = ends(short);
         let starts = |text: &String| {
-            text.starts_with("load watcher of host 1 ends at its start, 3 times in a row")
+            text.starts_with("load watcher of host 1 ended soon after its start 3 times in a row")
         };
         assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
         for _ in 0..2 * SHORT_MAX {

@@ -345,7 +345,7 @@ fn replay_vacates_and_restarts_jobs() {
     assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
     assert!((40.0..50.0).contains(&left), "{left} {parked:?}");
     let text = replay::table([("recorded", &undisturbed), ("other", &parked)]);
-    assert!(text.contains("jobs parked because of owners"), "{text}");
+    assert!(text.contains("jobs vacated because of owners"), "{text}");
 }
 
 /// A task that was recorded as ended twice has the sum of its work in a replay.

@@ -268,7 +268,7 @@ fn near_host_beats_slightly_better_far_one() {
     assert_eq!(
         snapshot.peers_of(h(1), job),
         [h(1), h(3)],
-        "whoever spawns, and the tasks of the job"
+        "the spawner and the tasks of the job"
     );
     assert_eq!(snapshot.peers_of(h(3), job), [h(3)]);
     assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
@@ -376,7 +376,7 @@ fn external_choice_is_checked() {
     assert_eq!(gone.hosts, [Err(PvmError::OutOfRes); 2]);
     assert_eq!(
         gone.why.to_string(),
-        "the batch system chose no place: h1 is not free"
+        "the batch system chose no host: h1 is not free"
     );
     let full = chosen("?spread", Reserved(vec![("h1", 2)]), 2);
     assert!(

@@ -549,7 +549,7 @@ fn owner_arrival_empties_host_until_departure() {
     bed.settle();
     assert!(bed.world().took_execs().iter().all(|e| e.host != h(2)));
     bed.owner_leaves(2);
-    let why = "nobody is logged in".to_string();
+    let why = "no user is logged in".to_string();
     assert_eq!(
         bed.world().records.last(),
         Some(&EventKind::OwnerAbsent { host: h(2), why })
@@ -876,7 +876,7 @@ fn failed_migration_tries_next_host_then_retries() {
     let notes = bed.world().notes();
     assert_eq!(notes.len(), 1, "{notes:?}");
     assert!(notes[0].starts_with(
-        "t40005 stays on h2 although its owner is there: no host to go to (h1: the engine"
+        "t40005 stays on h2 although its owner is present: no host accepts it (h1: the engine"
     ));
     bed.pass(Micros::from_secs(2));
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1)]);

@@ -371,9 +371,8 @@ fn task_killed_by_owner_counts_as_eviction() {
     );
     let books = books(&log);
     let (one, other) = (t(3, 3), t(3, 99));
-    let ended = format!(
-        "the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1"
-    );
+    let ended =
+        format!("guests ended for the owner of h3: {one} {other}: olga is logged in on pts/1");
     for question in [
         RmQuery::TaskDecisions(t(3, 3)),
         RmQuery::TaskDecisions(t(1, 2)),
@@ -387,7 +386,7 @@ fn task_killed_by_owner_counts_as_eviction() {
         );
         assert!(
             told.iter()
-                .all(|told| !told.contains("has guests ended") || *told == ended),
+                .all(|told| !told.contains("guests ended for the owner") || *told == ended),
             "{told:?}"
         );
     }
@@ -563,8 +562,8 @@ fn decisions_are_reported_for_their_subject() {
             .map(|d| d.kind.to_string())
             .collect::<Vec<_>>(),
         [
-            "t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
-          stood still for 50.0 ms"
+            "t80003 migrated from h2 to h3 because the owner of h2 is present (olga is logged in on pts/1): 4096 \
+             bytes, frozen 50.0 ms"
         ]
     );
     let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::HostDecisions("h2".into()))
@@ -843,7 +842,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
 /// A spawn with these numbers of tasks, attempts, and excluded hosts with reasons.
 fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     let why = rm::RejectionReason::Other {
-        why: "its owner allows two tasks, and they are there".into(),
+        why: "its owner allows two tasks, and as many are present".into(),
     };
     let not_used = (0..hosts)
         .map(|host| RejectedHost {

@@ -77,7 +77,7 @@ impl fmt::Debug for ChoiceName {
 /// The policy names a chooser that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the policy has places chosen by {name:?}, and {there}: use load or round-robin, or a pvm-rm that has it"
+    "the policy names the chooser {name:?}, but {there}: use load or round-robin, or a pvm-rm that has it"
 )]
 pub struct NoSuchChoice {
     pub name: String,
@@ -109,7 +109,7 @@ impl Choices {
             .ok_or_else(|| NoSuchChoice {
                 name: name.as_str().to_string(),
                 there: match self.0.is_empty() {
-                    true => "this resource manager has nobody who chooses".to_string(),
+                    true => "this resource manager has no chooser".to_string(),
                     false => format!(
                         "there are {}",
                         self.0
@@ -158,7 +158,7 @@ mod tests {
             .expect_err("nobody is there")
             .to_string();
         assert!(
-            error.contains("chosen by \"slurm\", and this resource manager has nobody who chooses"),
+            error.contains("the chooser \"slurm\", but this resource manager has no chooser"),
             "{error}"
         );
         assert!(

@@ -96,7 +96,9 @@ impl Index<usize> for Excluded {
     type Output = (HostId, Reason);
 
     fn index(&self, at: usize) -> &(HostId, Reason) {
-        self.iter().nth(at).expect("there are so many")
+        self.iter()
+            .nth(at)
+            .expect("the index is less than the length")
     }
 }
 

@@ -73,7 +73,7 @@ impl fmt::Display for Limited {
             Limited::Job { has, most } => {
                 write!(f, "the job has {has} tasks, and {most} are allowed")
             }
-            Limited::Queue => write!(f, "{WAITING_MAX} requests wait already"),
+            Limited::Queue => write!(f, "{WAITING_MAX} requests are waiting already"),
         }
     }
 }

@@ -74,12 +74,14 @@ pub struct Stay {
 impl fmt::Display for StayReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StayReason::NoHost { .. } => f.write_str("no host to go to"),
+            StayReason::NoHost { .. } => f.write_str("no host accepts it"),
             StayReason::Held { why } => f.write_str(why),
-            StayReason::Turn => write!(f, "{MOVES_AT_ONCE_MAX} moves are under way"),
-            StayReason::Grace => f.write_str("he lets it wait for some time"),
-            StayReason::Waits => f.write_str("he lets it stand still until he has left"),
-            StayReason::Ended => f.write_str("he has it ended there"),
+            StayReason::Turn => write!(f, "{MOVES_AT_ONCE_MAX} migrations are in progress"),
+            StayReason::Grace => f.write_str("its owner grants it some time"),
+            StayReason::Waits => {
+                f.write_str("its owner lets it stay paused until guests are accepted again")
+            }
+            StayReason::Ended => f.write_str("its owner has it terminated there"),
         }
     }
 }
@@ -124,8 +126,8 @@ impl Stay {
         let name = snapshot.name(self.host);
         let drained = |host: &HostView| matches!(host.owner, Owner::Drained { .. });
         let although = match snapshot.host(self.host).is_some_and(drained) {
-            true => "it is to be emptied",
-            false => "its owner is there",
+            true => "it is being drained",
+            false => "its owner is present",
         };
         format!(
             "{} stays on {name} although {although}: {}",
@@ -254,7 +256,7 @@ impl Moving<'_> {
     fn go(&mut self, host: &HostView, task: &TaskView, to: &HostView) {
         let share = self.loads.share(to.id).usable as f64 / 1e3;
         let why = format!(
-            "{} goes to {}, share of a processor {share:.2}",
+            "{} migrates to {}, share of a processor {share:.2}",
             task.tid, to.name
         );
         let Some(cause) = cause(&host.owner) else {

@@ -99,9 +99,9 @@ pub enum Why {
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Why::Asked { host } => write!(f, "{host} was asked for"),
-            Why::InTurn { hosts: 1 } => f.write_str("in turn over one host"),
-            Why::InTurn { hosts } => write!(f, "in turn over {hosts} hosts"),
+            Why::Asked { host } => write!(f, "the request names {host}"),
+            Why::InTurn { hosts: 1 } => f.write_str("round robin over one host"),
+            Why::InTurn { hosts } => write!(f, "round robin over {hosts} hosts"),
             Why::Load { host, usable } => {
                 write!(
                     f,
@@ -117,11 +117,11 @@ impl fmt::Display for Why {
                     rank.by
                 )
             }
-            Why::SameHost { host } => write!(f, "all on one host, and {host} gives them most"),
+            Why::SameHost { host } => write!(f, "all on one host; {host} has the most to offer"),
             Why::Chosen { by } => write!(f, "chosen by {by}"),
-            Why::NotChosen { by, why } => write!(f, "{by} chose no place: {why}"),
+            Why::NotChosen { by, why } => write!(f, "{by} chose no host: {why}"),
             Why::NotUnderstood(error) => error.fmt(f),
-            Why::NoSuchHost => f.write_str("no host is what the request names"),
+            Why::NoSuchHost => f.write_str("no host matches the request"),
             Why::NoneFree => f.write_str("no host is free"),
         }
     }
@@ -235,7 +235,7 @@ pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let mut all = Vec::new();
     if let Owner::Maybe { why, idle: true } = &host.owner {
         all.push(format!(
-            "tasks go to others first, because its owner may be there ({why})"
+            "other hosts are preferred, because its owner may be present ({why})"
         ));
     }
     let limits = &host.terms.limits;
@@ -253,7 +253,7 @@ pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let unknown = why_unknown(host, snapshot.now).filter(|_| snapshot.policy == Policy::Load);
     all.extend(unknown.map(|why| format!("its load is not known ({why})")));
     let moves = host.no_moves.as_ref().filter(|no| no.at > snapshot.now);
-    all.extend(moves.map(|no| format!("no running task moves there ({})", no.why)));
+    all.extend(moves.map(|no| format!("no running task migrates there ({})", no.why)));
     all
 }
 

@@ -98,27 +98,32 @@ impl Reason<&str> {
 impl<S: fmt::Display + fmt::Debug> fmt::Display for Reason<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Reason::OtherHost => f.write_str("another host was asked for"),
+            Reason::OtherHost => f.write_str("the request names another host"),
             Reason::OtherArch { has } => write!(f, "architecture is {has}"),
-            Reason::Complement => f.write_str("the others were asked for"),
+            Reason::Complement => f.write_str("the request excludes it"),
             Reason::Owner { why } => write!(f, "owner present ({why})"),
             Reason::Closed { why } => write!(f, "no guests now ({why})"),
-            Reason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
+            Reason::Drained { by } => write!(f, "it is being drained (requested by {by})"),
             Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
-            Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
+            Reason::Cores { most: 1 } => {
+                f.write_str("its owner allows one task, and one is present")
+            }
             Reason::Cores { most } => {
-                write!(f, "its owner allows {most} tasks, and they are there")
+                write!(f, "its owner allows {most} tasks, and as many are present")
             }
             Reason::Memory { keeps, has } => {
                 let (has, keeps) = (Figure::Memory.text(*has), Figure::Memory.text(*keeps));
-                write!(f, "{has} of memory are free, and its owner keeps {keeps}")
+                write!(
+                    f,
+                    "{has} of memory are free, and its owner reserves {keeps}"
+                )
             }
             Reason::Program { pattern } => write!(f, "its owner blocks the program {pattern:?}"),
             Reason::User { user } => write!(f, "its owner blocks user {user}"),
             Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
-            Reason::Kept => f.write_str("it is kept for a spawn that has waited for long"),
+            Reason::Kept => f.write_str("it is reserved for a spawn that has waited long"),
             Reason::NoAnswer => f.write_str("no answer"),
-            Reason::Declined => f.write_str("it took no more tasks when it was asked"),
+            Reason::Declined => f.write_str("it declined further tasks"),
             Reason::NoMoves { why } | Reason::Refused { why } => write!(f, "{why}"),
         }
     }

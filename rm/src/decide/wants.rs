@@ -122,7 +122,7 @@ pub struct Wants {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum WantsError {
     /// Neither a condition nor a keyword.
-    #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
+    #[error("{0:?} is not a requirement; examples: 'memory >= 2G', 'host != h3|h4'")]
     Part(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]

@@ -101,7 +101,7 @@ impl<V: VmApi> Service<V> {
             let until = match self.vm.checkpoint_and_end(job) {
                 Ok(()) => {
                     self.note(format!(
-                        "job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"
+                        "job {job} is checkpointed and ended: {tid} must leave {host}, and {why}"
                     ));
                     self.memory
                         .ledger
@@ -223,7 +223,7 @@ impl<V: VmApi> Service<V> {
         match self.vm.restart(&set, &on) {
             // An event reports the result.
             Ok(()) => self.parking.starting = Some((set, now + WAIT_MAX)),
-            Err(error) => self.note(format!("checkpoint {set} was not started again: {error}")),
+            Err(error) => self.note(format!("checkpoint {set} was not restarted: {error}")),
         }
     }
 
@@ -274,7 +274,8 @@ impl<V: VmApi> Service<V> {
         }
         let minutes = KEEP_AFTER.0 / 60_000_000;
         self.note(format!(
-            "checkpoint {set} of job {job} has waited {minutes} minutes for room: none that is parked goes first where it could go"
+            "checkpoint {set} of job {job} has waited {minutes} minutes for room: hosts that it could use are \
+             reserved for it"
         ));
         self.parking.kept = Some(set);
     }
@@ -300,7 +301,7 @@ impl<V: VmApi> Service<V> {
             self.memory.ledger.books.unpark(|parked| parked.set == set);
             self.parking.tried.remove(&set);
             self.note(format!(
-                "job {job} is not started again ({by} wants it so); its checkpoint {set} stays"
+                "job {job} is not restarted ({by} asked for it); its checkpoint {set} remains"
             ));
         }
         RmReply::VacatedCancelled {
@@ -324,7 +325,8 @@ impl<V: VmApi> Service<V> {
             self.parking.tried.remove(&set);
             self.memory.ledger.books.unpark(|parked| parked.set == set);
             self.note(format!(
-                "checkpoint {set} could not be started {TRIES_MAX} times and is not tried any more; 'pvm restart {set}' does"
+                "checkpoint {set} could not be restarted in {TRIES_MAX} attempts and is given up; 'pvm restart {set}' \
+                 restarts it"
             ));
         }
     }

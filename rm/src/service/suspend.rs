@@ -153,7 +153,7 @@ impl<V: VmApi> Service<V> {
                 true if self.standing.gave_way.contains_key(&tid) => {
                     others.push((
                         tid,
-                        "it gives way to another user's, and goes on when there is room for it"
+                        "it is preempted for another user's task and resumes when there is room for it"
                             .to_string(),
                     ));
                 }
@@ -225,7 +225,7 @@ impl<V: VmApi> Service<V> {
             .gave_way
             .retain(|tid, since| counts(*tid, *since));
         if !self.options.conduct.give_way {
-            let why = "the policy has nobody give way any more".to_string();
+            let why = "the policy does not preempt tasks any more".to_string();
             for tid in self.standing.gave_way.keys().copied().collect::<Vec<Tid>>() {
                 self.end_of_giving_way(tid, why.clone());
             }
@@ -289,7 +289,7 @@ impl<V: VmApi> Service<V> {
                 Again::At(to) => {
                     let there = self.model.host_name(to);
                     let why = format!(
-                        "it gave way on {here}, where others work now, and there is room on {there}"
+                        "it was preempted on {here}, where others run now, and there is room on {there}"
                     );
                     self.begin_move(
                         now,

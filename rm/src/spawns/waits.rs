@@ -64,8 +64,8 @@ impl Spawns {
             .filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
         if waits && kept.is_some_and(|kept| kept.is_before(user, job)) {
             let tasks = std::mem::take(&mut spawn.unplaced);
-            let why =
-                "it comes behind one of its user or its job that has waited for long".to_string();
+            let why = "it waits for an earlier request of its user or job that has waited long"
+                .to_string();
             self.wait(now, number, tasks, why);
             return true;
         }
@@ -101,7 +101,7 @@ impl Spawns {
             spawn.from.src,
         );
         Some(format!(
-            "it is kept for {count} {file} for {src}, which have waited for long"
+            "it is reserved for {count} {file} for {src}, which have waited long"
         ))
     }
 
@@ -142,12 +142,12 @@ impl Spawns {
         if self.kept.as_ref().is_none_or(|kept| kept.number != number) {
             let (count, file) = (spawn.unplaced.len(), &request.file);
             let what = if limited.is_some() {
-                "its user's and its job's others wait until it is"
+                "other requests of its user and its job wait for it"
             } else {
-                "hosts are kept for it"
+                "hosts are reserved for it"
             };
             let text = format!(
-                "{count} {file} for {src} have waited {} s for places: {what}",
+                "{count} {file} for {src} have waited {} s for hosts: {what}",
                 RESERVE_AFTER.0 / 1_000_000
             );
             self.out.push_back(Output::Record(EventKind::Note { text }));

@@ -64,7 +64,7 @@ impl Ledger {
                 let mut notes: Vec<String> = moved_aside.into_iter().collect();
                 if bad > 0 {
                     notes.push(format!(
-                        "{bad} entries of what the resource manager remembered could not be read"
+                        "{bad} entries of the resource manager's history could not be read"
                     ));
                 }
                 (
@@ -112,7 +112,7 @@ impl Ledger {
         }
         let error = store.error()?;
         Some(format!(
-            "what the resource manager remembers cannot be written: {error}; it works on without"
+            "the history of the resource manager cannot be written: {error}; it continues without"
         ))
     }
 

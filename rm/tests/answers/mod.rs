@@ -368,21 +368,21 @@ fn owner_and_rule_changes_are_recorded() {
         .collect();
     let (here, shut) = (
         "owner of host 2 present: alice on pts/0",
-        format!("host 2 takes no guests: {NIGHT}"),
+        format!("host 2 accepts no guests: {NIGHT}"),
     );
     assert_eq!(
         told,
-        [here, &shut, here, &shut, "host 2 takes guests again"]
+        [here, &shut, here, &shut, "host 2 accepts guests again"]
     );
     let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h2".into()))
     else {
         panic!("nothing")
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
-    let shut = format!("h2 takes no guests: {NIGHT}");
+    let shut = format!("h2 accepts no guests: {NIGHT}");
     assert_eq!(
         told,
-        [&shut, &shut, "h2 takes guests again"],
+        [&shut, &shut, "h2 accepts guests again"],
         "the owner's coming is not in this log"
     );
 }

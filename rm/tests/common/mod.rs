@@ -342,7 +342,7 @@ impl World {
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
             OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
-            OwnerVerdict::Absent { .. } => "nobody is logged in",
+            OwnerVerdict::Absent { .. } => "no user is logged in",
         };
         let guests = match &owner {
             OwnerVerdict::Present {
@@ -541,7 +541,7 @@ impl Bed {
 
     /// Lets the service handle all messages in the inbox.
     pub(crate) fn settle(&mut self) {
-        self.try_settle().expect("the service goes on");
+        self.try_settle().expect("the service continues");
     }
 
     /// Advances the clock and lets the service work meanwhile.
@@ -549,10 +549,10 @@ impl Bed {
         let until = self.world().now + span;
         self.world().until = until;
         while self.world().now < until || !self.world().inbox.is_empty() {
-            self.service.step().expect("the service goes on");
+            self.service.step().expect("the service continues");
         }
         // Handles what is due at the end.
-        self.service.step().expect("the service goes on");
+        self.service.step().expect("the service continues");
     }
 
     pub(crate) fn owner_comes(&mut self, host: u16) {

@@ -327,6 +327,6 @@ impl Compared {
                 );
             }
         }
-        text + "each alone, and beside a greedy one\n"
+        text + "each without and with a greedy user\n"
     }
 }

@@ -204,7 +204,7 @@ fn repeated_group_spawns_get_lease() {
                 let named = tids.map(|(host, tid)| (tid, format!("h{host}")));
                 *by == client()
                     && started[..] == named
-                    && attempts[0].reason.starts_with("said beforehand: ")
+                    && attempts[0].reason.starts_with("granted in advance: ")
             }
             _ => false,
         };

@@ -208,7 +208,7 @@ pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
     all_come(&free, visit);
     let mut unknown = free.clone();
     change_all(&mut unknown, |_, host| host.sample = None);
-    visit("balance what nobody knows", &mut |_| {
+    visit("balance with unknown load", &mut |_| {
         assert_eq!(balance(&unknown), [])
     });
     let mut one_waits = free.clone();
@@ -237,18 +237,18 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     });
     visit("refuse by owners", &mut places(&stuck, 1, "", false));
     visit(
-        "he comes, there is no place, he goes",
+        "an owner visits, no host is free",
         &mut comes_and_goes(&mut full, false),
     );
     let guests: usize = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
-    visit("all have come", &mut |_| {
+    visit("owners on all hosts", &mut |_| {
         assert_eq!(moves(&stuck).stay.len(), guests)
     });
     let mut rush = free.clone();
     change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| {
         host.owner = present()
     });
-    visit("many have come", &mut |_| {
+    visit("owners on many hosts", &mut |_| {
         assert!(!moves(&rush).go.is_empty())
     });
 }
@@ -265,7 +265,7 @@ fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
     fair.takes(Micros(0), 1, u32::from(hosts));
     fair.recall(greedy.now, 1, 100.0, Micros(0));
     let wide = request(61, "?free >= 1; spread");
-    visit("give way", &mut |_| {
+    visit("preempt", &mut |_| {
         assert_eq!(give_way(&greedy, &fair, &ask(&wide)).len(), 61)
     });
     let mut quiet = greedy.clone();
@@ -276,7 +276,7 @@ fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
         .take(usize::from(hosts / 32))
         .map(|host| (host.tasks[0].tid, Micros(0)))
         .collect();
-    visit("go on", &mut |_| {
+    visit("resume preempted", &mut |_| {
         assert!(!go_on(&quiet, &since, &BTreeSet::new()).is_empty())
     });
 }

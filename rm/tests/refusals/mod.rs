@@ -40,7 +40,7 @@ fn excess_spawns_are_refused_and_logged_rarely() {
     assert!(
         (all + 1..=all + 50).all(|wid| bed.world().answer(wid) == Some(Err(PvmError::OutOfRes)))
     );
-    let why = "worker was not started for t40002: Out of resources (1024 spawns are being carried out or wait already)";
+    let why = "worker was not started for t40002: Out of resources (1024 spawns are in progress or waiting already)";
     assert_eq!(
         told(&mut bed, client()),
         (vec![why.to_string()], vec![why.to_string()])
@@ -66,7 +66,7 @@ fn refusals_of_many_tasks_are_logged_bounded() {
     }
     bed.settle();
     let notes = bed.world().notes();
-    let of = |note: &&String| note.contains("(a spawn may ask for 65536 tasks at most)");
+    let of = |note: &&String| note.contains("(a spawn may request at most 65536 tasks)");
     assert_eq!(notes.iter().filter(of).count(), REFUSALS_TOLD_MAX);
     bed.pass(REFUSAL_TOLD_PAUSE);
     bed.world().spawn(1, &request(0));
@@ -75,7 +75,7 @@ fn refusals_of_many_tasks_are_logged_bounded() {
     assert!(
         notes
             .last()
-            .is_some_and(|note| note.ends_with("(it asks for no task)")),
+            .is_some_and(|note| note.ends_with("(it requests no tasks)")),
         "{notes:?}"
     );
 }

@@ -376,7 +376,7 @@ fn limited_request_does_not_block_preemption() {
     assert_eq!(
         helped(&mut bed),
         [""; 0],
-        "five are too many, whoever gives way"
+        "five are too many, even with preemption"
     );
     asks(&mut bed, third(), 1, "?free >= 1");
     live(&mut bed, 10);
@@ -404,7 +404,7 @@ fn no_preemption_on_reserved_hosts() {
     assert!(
         notes
             .iter()
-            .any(|note| note.contains("hosts are kept for it")),
+            .any(|note| note.contains("hosts are reserved for it")),
         "{notes:?}"
     );
     asks(&mut bed, third(), 1, "?free >= 1");
@@ -429,7 +429,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
     };
     assert_eq!(
         why,
-        "user 7 waits for a place and has taken less: an index of 0.0 against 24.0 of user 0"
+        "user 7 waits for a host and has used less: index 0.0 against 24.0 of user 0"
     );
     assert!(tids.contains(gave_way));
     let theirs = begun(&mut bed, other());
@@ -578,7 +578,7 @@ fn resuming_job_keeps_preempted_tasks_paused() {
         "{resumed:?} of {tids:?}"
     );
     assert!(
-        others[0].0 == gave_way && others[0].1.contains("gives way"),
+        others[0].0 == gave_way && others[0].1.contains("preempted"),
         "{others:?}"
     );
 }
