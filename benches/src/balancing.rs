@@ -290,7 +290,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
     drop(manager);
     let seconds = harvest.us as f64 / 1e6;
     eprintln!(
-        "bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed",
+        "bench balance: {managed:?}: {seconds:.1} s, {} migrations, {failed_moves} failed",
         moves.len()
     );
     moves.iter().for_each(|text| eprintln!("  {text}"));
@@ -320,7 +320,7 @@ fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
         )),
         EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
         EventKind::Migrated { tid, from, to, .. } => {
-            units(tid).map(|_| format!("{tid} has moved from {from} to {to}"))
+            units(tid).map(|_| format!("{tid} migrated from {from} to {to}"))
         }
         _ => None,
     };

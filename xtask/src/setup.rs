@@ -71,7 +71,7 @@ pub(crate) fn everything() -> Result<()> {
 /// As [`criu`], or this is not root.
 pub(crate) fn engine() -> Result<()> {
     if !is_root() {
-        bail!("tasks are moved by CRIU, which needs root");
+        bail!("tasks migrate by CRIU, which needs root");
     }
     criu(Path::new(CRIU_PREFIX))
 }
@@ -159,10 +159,10 @@ pub(crate) fn criu(prefix: &Path) -> Result<()> {
     match status.code() {
         Some(0) => Ok(()),
         Some(3) => {
-            bail!("CRIU is installed but does not work on this kernel; tasks cannot be moved here")
+            bail!("CRIU is installed but does not work on this kernel; tasks cannot migrate here")
         }
         _ => bail!(
-            "{} failed; tasks cannot be moved without CRIU",
+            "{} failed; tasks cannot migrate without CRIU",
             script.display()
         ),
     }

@@ -269,7 +269,7 @@ impl Outcome {
                 Err(end) => {
                     let Visit { host, since } = visit;
                     self.reasons.push(format!(
-                        "host {host} was not clean from {since} to {end}, as long as somebody was there"
+                        "host {host} was not clean from {since} to {end}, the whole time that its owner was present"
                     ));
                 }
             }
@@ -283,7 +283,7 @@ impl Outcome {
             .filter(|stay| !was_seen(stay, events))
             .for_each(|stay| {
                 self.reasons.push(format!(
-                    "nobody noticed that somebody was on host {} from {} to {}",
+                    "no load watcher noticed the owner on host {} from {} to {}",
                     stay.host, stay.from, stay.to
                 ));
             });
@@ -331,7 +331,7 @@ impl Outcome {
             .count();
         for (what, count) in [
             (
-                format!("times a worker ran longer than {promise} ms beside an owner"),
+                format!("times a worker ran longer than {promise} ms after its owner had returned"),
                 late,
             ),
             (
@@ -358,7 +358,7 @@ impl Outcome {
         ] {
             if judged == 0 || skipped * 100 > (skipped + judged) * SKIPPED_PERCENT_MAX {
                 self.reasons.push(format!(
-                    "only {judged} of {} {what} beside owners could be judged",
+                    "only {judged} of {} {what} on hosts with owners could be judged",
                     judged + skipped
                 ));
             }
@@ -385,10 +385,8 @@ impl Outcome {
                     let says_so =
                         matches!(cause, MigrationCause::Owner { why } if why.contains("olga"));
                     if !says_so || !stays.iter().any(there) {
-                        self.reasons.push(format!(
-                            "a move for a reason that is not true: {}",
-                            entry.text
-                        ));
+                        self.reasons
+                            .push(format!("a migration for a false reason: {}", entry.text));
                     }
                 }
                 EventKind::MigrationFailed { .. } => self.failed_moves += 1,
@@ -676,7 +674,7 @@ mod tests {
     fn a_host_that_is_never_clean_makes_a_run_bad_unless_its_visitor_left_before_it_had_to_be() {
         let goes = || EventKind::OwnerAbsent {
             host: h(2),
-            why: "nobody is logged in".into(),
+            why: "no user is logged in".into(),
         };
         let visit = |then: Vec<(u64, EventKind)>| {
             let events = log([vec![(1000, comes(2, 1000))], then].concat());
@@ -708,7 +706,7 @@ mod tests {
         let false_one = |events: &[Entry], stays: &[Stay]| {
             says(
                 &judged(events, stays, &Clocks::new(), &Seen::default()),
-                "a reason that is not true",
+                "a false reason",
             )
         };
         assert!(!false_one(&move_at(2000, 2), &[STAY]));
