@@ -544,7 +544,7 @@ mod tests {
         );
         let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
         assert!(
-            wrong.contains("mine.toml:3: duplicate key")
+            wrong.contains("mine.toml, line 3: duplicate key")
                 && wrong.ends_with("; nothing has changed"),
             "{wrong}"
         );

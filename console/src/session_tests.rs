@@ -122,7 +122,7 @@ impl VirtualMachine for FakeVm {
             };
             return Err(Error::new(
                 PvmError::Denied,
-                format!("{tid} cannot move: {refusal}"),
+                format!("{tid} cannot migrate: {refusal}"),
             ));
         }
         let file = Refusal::File {
@@ -645,7 +645,7 @@ fn can_migrate_lists_hosts_and_refusals() {
     let none = session.run_line("can-migrate tc0001");
     assert_eq!(
         none.errors,
-        ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]
+        ["can-migrate: tc0001 cannot migrate: it has an io_uring ring"]
     );
 }
 

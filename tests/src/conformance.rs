@@ -238,7 +238,11 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
         });
         let words = trouble.unwrap_or_else(|| {
             done.as_ref().map_or(String::new(), |done| {
-                format!("{}, its last words: {}", done.status, end_of(&done.err))
+                format!(
+                    "{}, the end of its standard error: {}",
+                    done.status,
+                    end_of(&done.err)
+                )
             })
         });
         all.push(outcome(

@@ -252,8 +252,7 @@ fn a_log_moves_along_and_has_each_line_once() {
     let job = Job::at(place(2), tid);
     job.go_on(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
-    let reason =
-        "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
+    let reason = "/tmp/ring/log: it does not exist on the target and cannot be copied there: its directory: ";
     assert!(
         !nowhere.good() && nowhere.out.contains(reason),
         "{nowhere:?}"
@@ -368,7 +367,7 @@ fn a_parked_job_restarts_when_the_owner_leaves() {
     let why = pvm(&vm, &["why", &job.tid]);
     assert!(
         why.out
-            .contains("is checkpointed and ended, and goes on when there is room"),
+            .contains("is checkpointed and ended, and will be restarted when there is room"),
         "{why:?}"
     );
     job.finish(&vm);

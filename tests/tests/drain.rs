@@ -106,7 +106,7 @@ fn can_migrate_tells_which_hosts_take_a_task() {
         lives(vm, &tid);
         let refused = pvm(vm, &["can-migrate", "t40001"]);
         assert!(
-            !refused.good() && refused.err.contains("t40001 cannot move: "),
+            !refused.good() && refused.err.contains("t40001 cannot migrate: "),
             "{refused:?}"
         );
         let nowhere = pvm(vm, &["can-migrate", &tid, "h9"]);
@@ -306,7 +306,7 @@ fn a_stuck_job_is_stored_by_the_deadline() {
         assert!(!done.good() && done.out.contains(&told), "{done:?}");
         assert!(
             done.out
-                .contains(&format!("{tid} is still there: no host to go to")),
+                .contains(&format!("{tid} is still there: no host accepts it")),
             "{done:?}"
         );
         assert_eq!(vm.host_of(&tid).sure(vm), "h2");

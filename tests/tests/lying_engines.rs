@@ -194,7 +194,7 @@ fn with_job(
 /// What an engine does instead of the request, and words of the error that follows.
 const LIES: [(&str, &str); 4] = [
     ("silent", "engine"),
-    ("garbage", "engine's answer cannot be read"),
+    ("garbage", "engine's reply is malformed"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];

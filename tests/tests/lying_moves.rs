@@ -23,8 +23,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const MIB: &str = "24";
 /// What an engine does instead of the request, and words of the error that follows.
 const LIES: [(&str, &str); 4] = [
-    ("silent", "ended without an answer"),
-    ("garbage", "cannot be read"),
+    ("silent", "ended without a reply"),
+    ("garbage", "is malformed"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];
@@ -45,7 +45,7 @@ const IMAGES: [&str; 8] = [
 ];
 /// What an engine reports that has restored nothing, and words of the error that follows.
 const CLAIMS: [(&str, &str); 2] = [
-    ("nothing", "let the task run without asking"),
+    ("nothing", "let the task run without permission"),
     ("nobody", "no descriptor for process 4194304"),
 ];
 
@@ -189,7 +189,7 @@ fn a_lying_engine_leaves_the_task_at_the_source() {
             let word = format!("cut {kind}*.img");
             lie_fails(vm, &tid, ("h2", &word), Step::Dump, kind);
         }
-        let missing = "is missing although the engine said that all was written";
+        let missing = "is missing although the engine reported success";
         lie_fails(vm, &tid, ("h2", "empty"), Step::Dump, missing);
         for (word, words) in sample(LIES.into_iter().chain(CLAIMS), 2, seed) {
             lie_fails(vm, &tid, ("h3", word), Step::Restore, words);
@@ -205,13 +205,13 @@ fn a_lying_engine_leaves_the_task_at_the_source() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
     let at_source = [
-        ("silent", "ended without an answer"),
-        ("garbage", "cannot be read"),
+        ("silent", "ended without a reply"),
+        ("garbage", "is malformed"),
         ("hang", "not done within"),
         ("cut core-*.img", "core-"),
     ];
     let at_target = [
-        ("silent", "ended without an answer"),
+        ("silent", "ended without a reply"),
         ("hang", "not done within"),
     ];
     let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
@@ -260,8 +260,8 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
                 let told = eventually(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
                     let told = log.lines().rev().find_map(|line| {
-                        line.split_once("in vain before that: ")
-                            .map(|(_, n)| n != "0")
+                        line.split_once(" bytes on the wire without zeros; ")
+                            .map(|(_, rest)| !rest.starts_with("0 "))
                     });
                     told.ok_or(log)
                 });
@@ -293,7 +293,7 @@ fn memory_reported_too_early_ends_the_task() {
             vm.logs()
         );
         assert!(
-            told[0].1.contains("as if all memory were there"),
+            told[0].1.contains("success although memory is missing"),
             "{told:?}"
         );
         let gone = eventually(TIMEOUT, || match vm.tasks() {

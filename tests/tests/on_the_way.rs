@@ -174,7 +174,7 @@ fn tasks_move_over_the_session_without_tcp() {
             let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).expect("a log");
             let found = log
                 .lines()
-                .filter(|line| line.contains("TCP does not get to"))
+                .filter(|line| line.contains("TCP does not reach"))
                 .count();
             assert_eq!(found, 1, "it is found out once, and remembered: {log}");
         });
@@ -250,7 +250,7 @@ fn copied_files_are_removed_after_a_failed_move() {
                 .map_err(|error| error.to_string())?;
             let times = log
                 .lines()
-                .filter(|line| line.contains("tasks can be moved"))
+                .filter(|line| line.contains("tasks can be migrated"))
                 .count();
             if times == 2 {
                 Ok(())

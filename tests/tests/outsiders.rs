@@ -65,7 +65,7 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     if held {
         assert_eq!(
             rounds, 0,
-            "all its tasks stand still before the first one is written"
+            "all its tasks are frozen before the first one is written"
         );
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");

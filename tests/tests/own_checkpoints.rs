@@ -244,7 +244,7 @@ fn a_restart_that_cannot_write_changes_nothing() {
     fs::write(&newer, "newer").expect("written");
     let refused = vm.pvm(&["restart", &set]).sure(&vm);
     assert!(
-        !refused.good() && refused.err.contains("it is no regular file"),
+        !refused.good() && refused.err.contains("it is not a regular file"),
         "{refused:?}\n{}",
         vm.logs()
     );

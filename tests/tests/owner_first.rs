@@ -79,7 +79,7 @@ fn stands_still(host: &Host, pid: i32) -> u64 {
             Err(format!("it runs: {ticks:?} ticks"))
         }
     };
-    eventually(TIMEOUT, look).expect("it stands still")
+    eventually(TIMEOUT, look).expect("it is paused")
 }
 
 /// Runs a test on a virtual machine with a resource manager and load watchers, and a guest that
@@ -183,7 +183,7 @@ fn is_used_again(vm: &Vm) {
 }
 
 fn stopped(vm: &Vm) {
-    vm.event(TIMEOUT, "guests that stand still", |entry| {
+    vm.event(TIMEOUT, "paused guests", |entry| {
         matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
     .sure(vm);
@@ -284,7 +284,7 @@ fn guests_are_killed_and_the_reason_is_told() {
         is_ended(theirs, pid);
         let said = told_as_ended(vm, guest);
         assert!(said.contains("olga"), "{said}");
-        let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
+        let words = format!("guests ended for the owner of h2: {guest}: {said}");
         for subject in ["h2", guest] {
             // The resource manager is notified a moment later.
             let told = || match vm.pvm(&["why", subject]) {
@@ -382,7 +382,8 @@ fn guests_stay_if_the_owner_leaves_soon() {
         })
         .expect("seen");
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
-        let moved = |text: &str| text.contains(" moved from ") || text.contains(" was told to go ");
+        let moved =
+            |text: &str| text.contains(" migrated from ") || text.contains(" ordered because ");
         let events = vm.events().expect("events");
         let moves: Vec<_> = events.iter().filter(|entry| moved(&entry.text)).collect();
         assert!(moves.is_empty(), "{moves:?}");

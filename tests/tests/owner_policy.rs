@@ -142,7 +142,7 @@ fn an_owner_says_here_and_away() {
         assert!(
             here["why"]
                 .as_str()
-                .is_some_and(|why| why.starts_with("olga said \"here\"")),
+                .is_some_and(|why| why.starts_with("olga declared \"here\"")),
             "{here}"
         );
         let other = vm.spawn(&["hold", "1"]).expect("spawned");
@@ -225,7 +225,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
             refused.contains("resources") || refused.contains("-27"),
             "{refused}"
         );
-        note(vm, "h2: its owner allows one task, and it is there");
+        note(vm, "h2: its owner allows one task, and one is present");
         let has = |host: usize, count: usize| {
             eventually(TIMEOUT, || match processors(vm, host, there[0]) {
                 all if all == count => Ok(()),
@@ -236,7 +236,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
         has(2, 1);
 
         owner(vm.bed(), 2, &["never", "always"]);
-        note(vm, "h2 takes no guests: the owner wants no guests always");
+        note(vm, "h2 accepts no guests: the owner wants no guests always");
         clean(vm);
         assert_eq!(vm.host_of(there[0]).expect("alive"), "h1");
         has(1, std::thread::available_parallelism().expect("some").get());
@@ -244,7 +244,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
         note(vm, "h2: no guests now (the owner wants no guests always)");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
-            why.contains("Z h2 takes no guests: the owner wants no guests always\n"),
+            why.contains("Z h2 accepts no guests: the owner wants no guests always\n"),
             "{why}"
         );
         let now = "now: nothing is placed on h2: no guests now (the owner wants no guests always)";
@@ -252,7 +252,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
 
         owner(vm.bed(), 2, &["never", "none"]);
         owner(vm.bed(), 2, &["limit", "none"]);
-        note(vm, "h2 takes guests again");
+        note(vm, "h2 accepts guests again");
         used_again(vm, "h2");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
@@ -324,18 +324,18 @@ fn guests_leave_the_owner_enough_memory() {
         has(2, 3);
         let stopped = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert_eq!(
-            stopped["guests_why"], "less memory was free than the 4G that the owner keeps",
+            stopped["guests_why"], "less memory is free than the 4G that the owner reserves",
             "{stopped}"
         );
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
         note(
             vm,
-            "h2 takes no guests: less memory was free than the 4G that the owner keeps",
+            "h2 accepts no guests: less memory is free than the 4G that the owner reserves",
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         has(2, 5);
-        note(vm, "h2 takes guests again");
+        note(vm, "h2 accepts guests again");
         used_again(vm, "h2");
     });
     for host in bed.hosts() {
@@ -416,7 +416,7 @@ fn an_idle_owner_returns_with_the_first_key() {
         pressed(123);
         let keys = status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(
-            keys["why"], "somebody uses keyboard or mouse and is not logged in",
+            keys["why"], "keyboard or mouse are used without a login",
             "{keys}"
         );
     });
@@ -475,7 +475,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
         assert!(
-            says.contains("owner.toml:2: unknown field `leaves`"),
+            says.contains("owner.toml, line 2: unknown field `leaves`"),
             "{wrong}"
         );
         assert!(setting(&wrong, "3600"), "{wrong}");
@@ -506,7 +506,7 @@ fn a_wrong_first_policy_lets_no_guest_in() {
         });
         let why = shut["guests_why"].as_str().unwrap_or_default();
         assert!(
-            why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"),
+            why.contains("sempa-owner-21002.policy.toml, line 2: unknown field `leaves`"),
             "{shut}"
         );
         assert_eq!(
@@ -515,7 +515,7 @@ fn a_wrong_first_policy_lets_no_guest_in() {
             "{shut}"
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
-        note(vm, "h2 takes no guests: ");
+        note(vm, "h2 accepts no guests: ");
         fs::write(&published, "nice = 1\n").expect("the testbed's own file");
         status(vm, 2, "free", is_free);
         used_again(vm, "h2");
@@ -540,7 +540,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
     // The daemon of h1 has the environment of the console, without this setting.
     note(
         &vm,
-        "load watcher of h2 ends at its start, 3 times in a row",
+        "load watcher of h2 ended soon after its start 3 times in a row",
     );
     let why = || {
         if vm.logs().contains("unknown field `corse`") {
@@ -645,7 +645,10 @@ fn an_owner_publishes_a_policy_for_others() {
         command.args(["owner", "policy", "rules.toml"]);
         let refused = run(command, TIMEOUT).expect("the console runs");
         assert!(
-            !refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
+            !refused.good()
+                && refused
+                    .err
+                    .contains("rules.toml, line 2: unknown field `leaves`"),
             "{refused:?}"
         );
         let published = vm
@@ -678,7 +681,7 @@ fn an_owner_publishes_a_policy_for_others() {
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         status(vm, 2, "blocked", blocked);
-        note(vm, "h2 takes no guests: user 21001 is blocked here");
+        note(vm, "h2 accepts no guests: user 21001 is blocked here");
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         owner(vm.bed(), 2, &["policy", "none"]);
         status(vm, 2, "free", is_free);
@@ -745,7 +748,7 @@ fn owners_need_no_rights_and_cannot_be_forged() {
         assert!(
             doubted["wrong"][0]
                 .as_str()
-                .is_some_and(|says| says.contains("not believed")),
+                .is_some_and(|says| says.contains("not trusted")),
             "{doubted}"
         );
         assert!(is_free(&doubted) && doubted["user"] == "alice", "{doubted}");
@@ -810,7 +813,7 @@ fn logind_tells_whether_desktops_are_used() {
                 one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what))
             })
         };
-        status(vm, 2, "asked", |s| says(s, "nobody has one"));
+        status(vm, 2, "asked", |s| says(s, "no session has a screen"));
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         logind
             .say(Some(desk(false, false)))
@@ -855,7 +858,7 @@ fn logind_tells_whether_desktops_are_used() {
         used_again(vm, "h2");
         logind.end().expect("it ends");
         status(vm, 2, "without logind", |s| {
-            says(s, "logind cannot be asked")
+            says(s, "logind cannot be queried")
         });
     });
 }

@@ -225,7 +225,7 @@ fn fill_books(folder: &Path) {
         }
     }
     let why = RejectionReason::Other {
-        why: "its owner allows two tasks, and they are there".into(),
+        why: "its owner allows two tasks, and as many are present".into(),
     };
     let not_used: Vec<RejectedHost> = (0..8)
         .map(|n| RejectedHost {
@@ -283,7 +283,9 @@ fn full_books_do_not_delay_spawns() {
         std::thread::scope(|scope| {
             let spawner = scope.spawn(|| {
                 let begun = Instant::now();
-                let tid = vm.spawn(&["hold", "1"]).expect("spawned whoever places it");
+                let tid = vm
+                    .spawn(&["hold", "1"])
+                    .expect("spawned with or without the resource manager");
                 (tid, begun.elapsed())
             });
             let answered = eventually(TIMEOUT, || {
@@ -326,7 +328,10 @@ fn no_spawn_fails_while_resource_managers_die() {
             let spawns: Vec<String> = std::thread::scope(|scope| {
                 let spawner = scope.spawn(|| {
                     (0..6)
-                        .map(|_| vm.spawn(&["hold", "1"]).expect("spawned whoever places it"))
+                        .map(|_| {
+                            vm.spawn(&["hold", "1"])
+                                .expect("spawned with or without the resource manager")
+                        })
                         .collect::<Vec<_>>()
                 });
                 kill_rm(vm);
@@ -379,7 +384,7 @@ fn repeated_spawns_use_grants_and_are_explained() {
         let program = vm.program("one_by_one").expect("gcc");
         let tids = one_by_one(vm, &program, 30);
         assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
-        let beforehand = |tid: &String| why(vm, tid).to_string().contains("said beforehand");
+        let beforehand = |tid: &String| why(vm, tid).to_string().contains("granted in advance");
         let granted = tids.iter().filter(|tid| beforehand(tid)).count();
         // The first two are always asked for, and others in a slow moment.
         assert!(
@@ -569,7 +574,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         })
         .sure(&vm);
     };
-    refused(&["-h2", "busy"], "its owner lets nobody run busy");
+    refused(&["-h2", "busy"], "its owner does not allow busy");
     // The last of those tasks may be ending.
     let allowed = || {
         vm.spawn(&["-h2", "hold", "1"])
@@ -578,7 +583,7 @@ fn owners_limits_hold_without_a_resource_manager() {
     let guest = eventually(TIMEOUT, allowed).sure(&vm);
     refused(
         &["-h2", "hold", "1"],
-        "its owner allows one task, and it is there",
+        "its owner allows one task, and one is present",
     );
     let others: Vec<String> = (0..3)
         .map(|_| vm.spawn(&["hold", "1"]).expect("there is another host"))

@@ -378,7 +378,7 @@ fn a_user_with_a_large_share_yields_to_another() {
         let told = why(vm, gave_way);
         assert!(
             told.contains(&format!(
-                "user {ALICE_UID} waits for a place and has taken less"
+                "user {ALICE_UID} waits for a host and has used less"
             )),
             "{told}"
         );
