@@ -690,9 +690,9 @@ mod tests {
         let outcome = removal_outcome(&RemovalSelection::Job(job), &all);
         assert!(
             outcome.failed
-                && outcome
-                    .text
-                    .starts_with("a removed, 7 bytes\nb stays: job t40002 goes back to it")
+                && outcome.text.starts_with(
+                    "a removed, 7 bytes\nb stays: job t40002 needs it if a host is lost"
+                )
         );
         assert_eq!(
             outcome.json[0]["removed"],

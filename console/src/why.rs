@@ -240,7 +240,7 @@ mod tests {
         };
         let nothing = "now: nothing is placed on h2: ";
         let drained = "it is being emptied, or kept empty (t40001 asked for it); 'undrain' ends it";
-        let present = "its owner is there (olga on pts/1)";
+        let present = "its owner is present (olga on pts/1)";
         assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
         assert_eq!(
             left_out(&closed, None),

@@ -612,7 +612,7 @@ mod tests {
             .flatten()
             .map(|user| (user.name.as_str(), user.source.as_str()))
             .collect();
-        assert_eq!(users, [("bob", "x:3")]);
+        assert_eq!(users, [("bob", "x, line 3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
         let from = |name: &str| {
             merged

@@ -237,7 +237,7 @@ fn second_resource_manager_is_refused() {
     assert!(
         error
             .to_string()
-            .starts_with("a resource manager is registered already (t40009)"),
+            .starts_with("resource manager t40009 is registered already"),
         "{error}"
     );
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());

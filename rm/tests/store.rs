@@ -492,7 +492,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         "the tasker of h3 has ended (signal 9), and with it {}",
         t(3, 3)
     );
-    let failed = format!("checkpoint {set} was not started again (h1 was lost): no room");
+    let failed = format!("checkpoint {set} was not restarted (h1 was lost): no room");
     let last = [
         format!("job {} was not checkpointed: no room", t(1, 2)),
         failed,

@@ -135,7 +135,7 @@ fn checkpoints_are_listed_and_removed() {
         !all.good() && all.out.contains(&format!("{second} removed, ")),
         "{all:?}"
     );
-    let stays = format!("{newest} stays: job {} goes back to it", job.tid);
+    let stays = format!("{newest} stays: job {} needs it if a host is lost", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::CheckpointsRemoved {

@@ -180,7 +180,7 @@ mod tests {
             Ok(self.files[path.to_str().expect("text")].1.to_string())
         }
         fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String> {
-            (!path.starts_with("/data") || uid != 1000).then(|| "its folder: EACCES".into())
+            (!path.starts_with("/data") || uid != 1000).then(|| "its directory: EACCES".into())
         }
     }
 

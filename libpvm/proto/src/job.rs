@@ -244,7 +244,7 @@ impl JobToml {
                 return Err((
                     files.span(),
                     format!(
-                        "{:?} is none of {}",
+                        "{:?} is not one of {}",
                         files.get_ref(),
                         OPEN_FILES_POLICIES.join(", ")
                     ),

@@ -430,8 +430,8 @@ fn unknown_blocked_user_is_reported_with_line() {
         (&[0, 12345][..], Some(3), None)
     );
     let told = [
-        ("admin:4", "nobody-has-this-name"),
-        ("admin:5", "99999999999"),
+        ("admin, line 4", "nobody-has-this-name"),
+        ("admin, line 5", "99999999999"),
     ];
     assert_eq!(
         rules.errors(),

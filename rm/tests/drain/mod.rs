@@ -185,7 +185,7 @@ fn drain_outlasts_owner_visit() {
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     assert!(
-        told.contains(&format!("h2 is being emptied: {} asked for it", client())),
+        told.contains(&format!("h2 is being drained: requested by {}", client())),
         "{told:?}"
     );
 }

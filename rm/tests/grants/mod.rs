@@ -151,7 +151,7 @@ fn task_started_by_lease_is_known_and_explained() {
                 && why
                     == (
                         &PlacementRule::HostRequested,
-                        "said beforehand: h2 was asked for",
+                        "granted in advance: the request names h2",
                     )
         }
         _ => false,

@@ -92,7 +92,7 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     let sentences = [
-        "t40384 was suspended on h1: t40002 asked for its whole job",
+        "t40384 was suspended on h1: requested by t40002 for its whole job",
         "t40384 was resumed on h1: ",
     ];
     assert!(
@@ -447,7 +447,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
     };
     assert!(
         task.suspended
-            .is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits"))
+            .is_some_and(|s| s.to_string().starts_with("preempted: user 7 waits"))
     );
     assert!(
         decisions

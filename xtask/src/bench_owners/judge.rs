@@ -824,12 +824,12 @@ mod tests {
         let events = log(vec![(1000, comes(2, 1000))]);
         assert!(!says(
             &judged(&events, &[STAY], &Clocks::new(), &Seen::default()),
-            "nobody noticed"
+            "no load watcher noticed"
         ));
         let other = Stay { host: 3, ..STAY };
         assert!(says(
             &judged(&events, &[other], &Clocks::new(), &Seen::default()),
-            "nobody noticed"
+            "no load watcher noticed"
         ));
     }
 }
