@@ -304,7 +304,7 @@ fn run_farm(hosts: &UnequalHosts, managed: Option<Option<f64>>, units: &[u32]) -
     drop(manager);
     let seconds = harvest.elapsed_us as f64 / 1e6;
     eprintln!(
-        "bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed",
+        "bench balance: {managed:?}: {seconds:.1} s, {} migrations, {failed_moves} failed",
         moves.len()
     );
     moves.iter().for_each(|text| eprintln!("  {text}"));
@@ -334,7 +334,7 @@ fn course_lines(events: &[EventEntry], harvest: &FarmResult) -> Vec<String> {
         )),
         EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
         EventKind::Migrated { tid, from, to, .. } => {
-            units(tid).map(|_| format!("{tid} has moved from {from} to {to}"))
+            units(tid).map(|_| format!("{tid} migrated from {from} to {to}"))
         }
         _ => None,
     };

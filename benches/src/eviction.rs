@@ -174,7 +174,7 @@ fn measure_eviction(vm: &Vm<'_>, tid: &str, notes: &GapRecord) -> Result<Evictio
         .hosts()
         .iter()
         .find(|host| host.name() == host_name)
-        .context("it runs on no host of ours")?;
+        .context("it runs on no known host")?;
     let own = |(_, line): &(u32, String)| line.contains(&*notes.0.to_string_lossy());
     let pid = host
         .processes()
@@ -266,7 +266,8 @@ fn table(sizes: &[SizeResult]) -> String {
             text.push_str(&format!(" {cell:>17}"));
         }
     }
-    text + "\nmilliseconds after the login record, but for how long the task did not run: medians (worst)\n"
+    text + "\nmilliseconds after the login record, except the duration for which the task did not run: medians \
+            (worst)\n"
 }
 
 #[cfg(test)]

@@ -102,7 +102,7 @@ pub(crate) fn parse_samples(output: &str) -> Result<TimeSummaries> {
         );
     }
     if all.is_empty() {
-        bail!("it said nothing to measure by: {}", output.trim());
+        bail!("no samples in its output: {}", output.trim());
     }
     Ok(all)
 }

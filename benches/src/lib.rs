@@ -112,7 +112,7 @@ pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
         ]
         .concat();
         bail!(
-            "bench peers: no row is called {}; there are: {}",
+            "bench peers: no row is named {}; the names are: {}",
             only.join(", "),
             names.join(", ")
         );

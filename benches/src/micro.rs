@@ -142,7 +142,7 @@ fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
         .any(|name| name.starts_with(FORWARDING_PREFIX))
     {
         complaints.push(
-            "the forwarding path was not measured, so nobody knows whether it allocates"
+            "the forwarding path was not measured, so it is unknown whether it allocates"
                 .to_string(),
         );
     }
@@ -177,8 +177,8 @@ fn comparison_text(before: &SavedFigures, now: &SavedFigures, share: f64) -> Str
     let changes = changed_benchmarks(before, now, share);
     let slower = changes.iter().filter(|change| change.factor > 1.0).count();
     let mut text = format!(
-        "\nbeside {} benchmarks saved before (the fixed amount of work: {:.0} ns then, {:.0} ns now, all times in units of it): \
-         {slower} slower and {} faster by more than {:.0} %\n",
+        "\ncompared with {} saved benchmarks (the fixed amount of work: {:.0} ns then, {:.0} ns now, all times in \
+         units of it): {slower} slower and {} faster by more than {:.0} %\n",
         before.medians_ns.len(),
         before.calibration_ns,
         now.calibration_ns,
@@ -201,7 +201,7 @@ fn comparison_text(before: &SavedFigures, now: &SavedFigures, share: f64) -> Str
         .medians_ns
         .keys()
         .filter(|name| !now.medians_ns.contains_key(*name));
-    gone.for_each(|name| text.push_str(&format!("  not there any more: {name}\n")));
+    gone.for_each(|name| text.push_str(&format!("  no longer exists: {name}\n")));
     text
 }
 
@@ -246,7 +246,7 @@ fn parse_output(printed: &str) -> Result<ParsedFigures> {
         }
     }
     if told.medians.is_empty() {
-        bail!("the benchmarks said nothing that can be understood");
+        bail!("the output of the benchmarks cannot be parsed");
     }
     Ok(told)
 }
@@ -368,7 +368,7 @@ forward                       fastest       │ slowest       │ median        
         assert_eq!(factors, [("b", 2.0), ("c", 0.5)]);
         let text = comparison_text(&before, &now, 0.25);
         assert!(
-            text.contains("1 slower and 1 faster") && text.contains("not there any more: gone"),
+            text.contains("1 slower and 1 faster") && text.contains("no longer exists: gone"),
             "{text}"
         );
     }

@@ -42,7 +42,7 @@ pub(crate) fn run_netpipe(
     receiver.finish(ENROLL_TIMEOUT)?;
     let points = parse_output(&(done.out.clone() + &done.err));
     if points.is_empty() {
-        bail!("it tells no times: {}", done.out.trim());
+        bail!("no times in its output: {}", done.out.trim());
     }
     Ok(points)
 }

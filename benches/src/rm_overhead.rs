@@ -321,13 +321,13 @@ fn table(rows: &[MeasuredRow]) -> String {
         let note = if *judged {
             ""
         } else {
-            "  asked for; not judged"
+            "  no goal: the resource manager must be asked"
         };
         text.push_str(&format!(
             "{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}{note}\n"
         ));
     }
     text + &format!(
-        "share: the median over the repetitions; allowed: less than {OVERHEAD_PERCENT_MAX} % for what programs do again and again\n"
+        "share: the median over the repetitions; goal: less than {OVERHEAD_PERCENT_MAX} % for repeated operations\n"
     )
 }

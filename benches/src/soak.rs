@@ -350,7 +350,7 @@ fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<PartResult> {
     let seconds = (begin.elapsed() - sampling_time).as_secs_f64();
     ensure!(
         last - before < EVENTS_MAX as u64,
-        "the event log has thrown entries away: they cannot be counted any more"
+        "the event log has discarded entries: they cannot be counted any more"
     );
     let log = vm.events_from(before + 1)?;
     let of = |is_it: fn(&EventKind) -> bool| log.iter().filter(|entry| is_it(&entry.kind)).count();

@@ -385,7 +385,7 @@ impl<'a> RunningSystems<'a> {
                 }
                 command
             }
-            _ => bail!("{} is no MPI", system.name()),
+            _ => bail!("{} is not an MPI", system.name()),
         };
         let kind = if system == System::OpenMpi {
             "mpicc.openmpi"

@@ -77,7 +77,7 @@ fn open_regular(path: &Path) -> io::Result<Option<File>> {
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
-    let other = || io::Error::new(ErrorKind::InvalidInput, "it is no regular file");
+    let other = || io::Error::new(ErrorKind::InvalidInput, "it is not a regular file");
     match opened {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
         // ELOOP: a symbolic link; ENXIO: a socket.
@@ -117,7 +117,7 @@ pub fn collect(
                 bytes: io::copy(&mut from, &mut to)?,
             })
         });
-        let entry = copied.map_err(error_for("keep a copy of", &path))?;
+        let entry = copied.map_err(error_for("copy", &path))?;
         (count, total_bytes) = (count + 1, total_bytes + entry.bytes);
         list.push(entry);
     }
@@ -162,16 +162,14 @@ impl SpaceReservations {
         // Files that are being copied are partly counted twice: as reserved bytes and as used
         // space.
         let free_bytes = available_resources::writable_bytes(images)
-            .map_err(error_for("look for room in", images))?
+            .map_err(error_for("determine the free space of", images))?
             .saturating_sub(*reserved);
         if needed_bytes <= free_bytes {
             *reserved += needed_bytes;
             return Ok(ReservedSpace(self, needed_bytes));
         }
-        let why = format!(
-            "its files need {needed_bytes} bytes there on their way, and {free_bytes} are left"
-        );
-        Err(error_for("keep files in", images)(io::Error::new(
+        let why = format!("its files need {needed_bytes} bytes there, and {free_bytes} are free");
+        Err(error_for("store files in", images)(io::Error::new(
             ErrorKind::StorageFull,
             why,
         )))
@@ -204,7 +202,7 @@ pub struct StagedFiles {
 pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles, StateFileError> {
     let list = read_list(files.len(), images)?;
     let journal = FileTransferJournal::create_next_to(images)
-        .map_err(error_for("note files beside", images))?;
+        .map_err(error_for("record files next to", images))?;
     let mut staged = StagedFiles {
         files: Vec::new(),
         journal,
@@ -218,7 +216,7 @@ pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles
             .map_err(error_for("replace", &path))?
             .is_some_and(|existing| existing.uid() != own_uid)
         {
-            let why = io::Error::new(ErrorKind::PermissionDenied, "it belongs to somebody else");
+            let why = io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user");
             return Err(error_for("replace", &path)(why));
         }
         let Some(mode) = entry.mode else {
@@ -239,7 +237,7 @@ fn read_list(files: usize, images: &Path) -> Result<Vec<ListEntry>, StateFileErr
     let path = images.join(LIST_FILE);
     let invalid_list = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_string());
     let read = || {
-        let file = open_regular(&path)?.ok_or_else(|| invalid_list("it is not there"))?;
+        let file = open_regular(&path)?.ok_or_else(|| invalid_list("it does not exist"))?;
         if file.metadata()?.len() > LIST_BYTES_MAX {
             return Err(invalid_list("it is too long"));
         }
@@ -248,7 +246,7 @@ fn read_list(files: usize, images: &Path) -> Result<Vec<ListEntry>, StateFileErr
         if list.len() == files {
             Ok(list)
         } else {
-            Err(invalid_list("it is about other files"))
+            Err(invalid_list("it lists other files"))
         }
     };
     read().map_err(error_for("read", &path))
@@ -281,7 +279,7 @@ fn copy_to_temporary(
     if io::copy(&mut from, &mut to)? != bytes {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
-            "its copy is not as long as it was",
+            "the length of its copy has changed",
         ));
     }
     to.set_permissions(Permissions::from_mode(mode & MODE_BITS))
@@ -428,7 +426,7 @@ mod tests {
             .expect_err("no host has so much")
             .to_string();
         assert!(
-            error.contains("its files need 16492674416644 bytes there on their way"),
+            error.contains("its files need 16492674416644 bytes there"),
             "{error}"
         );
         assert_eq!(fs::read_dir(&images).expect("there").count(), 0);
@@ -439,7 +437,7 @@ mod tests {
             .expect_err("all was promised to others")
             .to_string();
         assert!(
-            error.ends_with("need 4 bytes there on their way, and 0 are left"),
+            error.ends_with("need 4 bytes there, and 0 are free"),
             "{error}"
         );
         *reservations.lock() = 0;
@@ -464,7 +462,7 @@ mod tests {
             .expect_err("a link")
             .to_string();
         assert!(
-            why.contains("no regular file") && why.contains("state"),
+            why.contains("not a regular file") && why.contains("state"),
             "{why}"
         );
         fs::remove_file(work.join("state")).expect("removed");
@@ -473,7 +471,7 @@ mod tests {
         let why = stage(&files, &work, &images)
             .expect_err("a directory")
             .to_string();
-        assert!(why.contains("no regular file"), "{why}");
+        assert!(why.contains("not a regular file"), "{why}");
         let why = stage(&[], &work, &images).expect_err("others").to_string();
         assert!(why.contains("other files"), "{why}");
     }

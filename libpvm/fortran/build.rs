@@ -37,7 +37,7 @@ fn main() {
     let out =
         PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo gives a build script its folder"));
     let names = std::fs::read_to_string("include/names.txt")
-        .expect("the list of names is beside this script");
+        .expect("include/names.txt exists next to this script");
     std::fs::write(out.join("fpvm3.h"), header(&names))
         .expect("the folder of this build can be written");
 }

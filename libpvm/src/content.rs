@@ -38,7 +38,7 @@ impl Body {
         let count = i32::try_from(bytes.len()).map_err(|_| {
             Error::new(
                 PvmError::Overflow,
-                "the value takes more than 2 GiB: send it in several messages",
+                "the value is larger than 2 GiB: send it in several messages",
             )
         })?;
         Ok(Body::items(|out| out.int(count).bytes(&bytes)))

@@ -11,18 +11,25 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
-    #[error("no daemon answers at {}: {source}; start a virtual machine with 'pvm' or 'pvmd', or set PVM_TMP and PVM_VMID as it was started", path.display())]
+    #[error(
+        "no daemon answers at {}: {source}; start a virtual machine with 'pvm' or 'pvmd', or set PVM_TMP and PVM_VMID \
+         to the values with which it was started",
+        path.display(),
+    )]
     NoDaemon { path: PathBuf, source: io::Error },
     /// The process runs as root without `PVM_ALLOW_ROOT`.
     #[error(
-        "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it"
+        "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it"
     )]
     Root,
     /// The daemon refused this task, for the given reason.
     #[error("the daemon refused this task: {0}")]
     Refused(String),
     /// The daemon's answer does not follow this version of the protocol.
-    #[error("the daemon at {} speaks another version ({reason}); use library and daemon of one installation", path.display())]
+    #[error(
+        "the daemon at {} uses another protocol version ({reason}); use library and daemon of one installation",
+        path.display(),
+    )]
     VersionMismatch {
         path: PathBuf,
         /// Description of the part that could not be decoded.
@@ -71,7 +78,7 @@ impl Error {
             _ => Error::new(
                 PvmError::BadMsg,
                 format!(
-                    "{operation}: the daemon gave an answer to another question; use one version everywhere"
+                    "{operation}: the daemon's reply does not fit the request; use the same version everywhere"
                 ),
             ),
         }

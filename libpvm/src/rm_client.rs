@@ -360,7 +360,7 @@ impl Runtime {
 fn rm_error(operation: &str, code: PvmError) -> Error {
     Error::new(
         code,
-        format!("{operation}: the resource manager's answer: {code}"),
+        format!("{operation}: the resource manager replied {code}"),
     )
 }
 
@@ -445,10 +445,9 @@ fn unpack_added_hosts(body: Bytes) -> PvmResult<Vec<AddedHost>> {
     let mut added = Vec::new();
     for _ in 0..count {
         let result = unpack_host(&mut from)?;
-        let reason = result
-            .as_ref()
-            .err()
-            .map_or_else(String::new, |e| format!("the resource manager says: {e}"));
+        let reason = result.as_ref().err().map_or_else(String::new, |e| {
+            format!("the resource manager reports: {e}")
+        });
         added.push(AddedHost { result, reason });
     }
     Ok(added)

@@ -137,8 +137,9 @@ impl Task {
         match self.vm.migrate(self.tid, to, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
-                let reason =
-                    format!("the move {id} has begun, but the daemon did not wait for its end");
+                let reason = format!(
+                    "the migration {id} has begun, but the daemon did not wait for its end"
+                );
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
         }

@@ -438,7 +438,7 @@ impl Vm {
             host_names: on.to_vec(),
             wait: false,
         };
-        ask!(self, "starting a checkpoint again", request, Reply::Done => ())
+        ask!(self, "restarting a checkpoint", request, Reply::Done => ())
     }
 
     /// Stops the whole virtual machine.
@@ -547,7 +547,7 @@ impl Vm {
             Reply::MigrationStarted(id) => Ok(MigrateReply::Started(id)),
             Reply::Migrated(Ok(report)) => Ok(MigrateReply::Done(report)),
             Reply::Migrated(Err(error)) => Err(error.into()),
-            other => Err(Error::from_reply("moving a task", other).into()),
+            other => Err(Error::from_reply("migrating a task", other).into()),
         }
     }
 
@@ -569,9 +569,12 @@ impl Vm {
                 } else {
                     PvmError::Denied
                 };
-                Err(Error::new(code, format!("{tid} cannot move: {refusal}")))
+                Err(Error::new(code, format!("{tid} cannot migrate: {refusal}")))
             }
-            other => Err(Error::from_reply("asking who would take a task", other)),
+            other => Err(Error::from_reply(
+                "asking which hosts would accept a task",
+                other,
+            )),
         }
     }
 
@@ -583,7 +586,7 @@ impl Vm {
     /// `Denied` if this task was spawned and is not a load watcher that the resource manager
     /// started.
     pub fn set_guest_directive(&self, directive: GuestDirective) -> Result<(), Error> {
-        ask!(self, "telling what foreign tasks may do here", Request::SetGuestDirective(directive), Reply::Done => ())
+        ask!(self, "setting what guest tasks may do on this host", Request::SetGuestDirective(directive), Reply::Done => ())
     }
 
     /// Returns at most `limit` entries of the event log, beginning with number `from`.

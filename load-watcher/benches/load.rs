@@ -130,7 +130,7 @@ fn main() {
         Micros(0),
         sample(3),
         absent.clone(),
-        "nobody is logged in".into(),
+        "no user is logged in".into(),
     );
     let judge = |n: usize| {
         for i in 0..BATCH {
@@ -146,7 +146,7 @@ fn main() {
         sample: sample(1),
         owner_verdict: absent,
         confidence: 90,
-        owner_reason: "nobody is logged in".into(),
+        owner_reason: "no user is logged in".into(),
         logins: Vec::new(),
         access: GuestAccess::Welcome,
         access_reason: String::new(),

@@ -131,7 +131,7 @@ impl GuestGate {
         let short = self.memory_short_since.and(case.policy.memory_free);
         let reason = closing_reason(case).or_else(|| {
             Some(format!(
-                "less memory was free than the {} that the owner keeps",
+                "less memory is free than the {} that the owner reserves",
                 short?
             ))
         });
@@ -349,14 +349,14 @@ mod tests {
                 now,
             })
         };
-        let wrong = Some("owner.toml:2: no");
+        let wrong = Some("owner.toml, line 2: no");
         for seconds in [101, 120] {
             let decision = at(seconds, wrong, &ABSENT);
             assert_eq!(
                 decision.access,
                 stopped_until(Some(131), EvictionMode::Move)
             );
-            assert_eq!(decision.reason, "owner.toml:2: no");
+            assert_eq!(decision.reason, "owner.toml, line 2: no");
         }
         assert_eq!(
             at(140, wrong, &PRESENT).reason,
@@ -451,7 +451,7 @@ mod tests {
         assert_eq!(
             seen(G - 1, 134),
             (true, stopped_until(Some(139), EvictionMode::Move)),
-            "it counts anew"
+            "its time starts again"
         );
         assert_eq!(
             seen(0, 135),

@@ -33,7 +33,7 @@ pub struct WeeklyHours {
 /// Error of a text that is not a time range of the week; contains the text.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'"
+    "{0:?} is not a time of the week; examples: '9-17', 'mon-fri 9:00-17:30', 'sat,sun', 'always'"
 )]
 pub struct HoursError(String);
 

@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(
             ours.measure_own_processors(times(400, 150), 2),
             Some(1.0),
-            "whoever reads in between, nothing is lost"
+            "a read in between loses nothing"
         );
         ours.skip_sample();
         assert_eq!(ours.measure_own_processors(times(600, 150), 2), None);

@@ -75,7 +75,7 @@ impl LogindClient {
                     loop {
                         let Err(error) = run_connection(&address, &shared).await;
                         if shared.store(Evidence::Unavailable(format!(
-                            "logind cannot be asked over {address}: {error}"
+                            "logind cannot be queried over {address}: {error}"
                         ))) {
                             pause = RETRY_INTERVAL;
                         }
@@ -147,7 +147,7 @@ async fn run_connection(address: &str, known: &SharedAnswer) -> zbus::Result<Inf
             news = next_signal(&mut logind_signals) => news,
             news = next_signal(&mut owner_changes) => news,
         };
-        news.unwrap_or_else(|| Err(zbus::Error::Failure("the bus has hung up".into())))?;
+        news.unwrap_or_else(|| Err(zbus::Error::Failure("the bus closed the connection".into())))?;
     }
 }
 

@@ -74,7 +74,7 @@ fn parse_tid(text: &str) -> Result<Tid, String> {
         .ok()
         .map(|raw| Tid::from_raw(raw.cast_signed()))
         .filter(|tid| tid.is_task());
-    tid.ok_or_else(|| format!("{text:?} is not the id of a task; it looks like t40002"))
+    tid.ok_or_else(|| format!("{text:?} is not a tid; tids look like t40002"))
 }
 
 fn parse_policy_settings(text: &str) -> Result<Policy, String> {

@@ -104,7 +104,7 @@ impl OwnerOverride {
             _ => {
                 let (line, reason) = (
                     line_of_key(text, "state"),
-                    "here or away without a time".to_string(),
+                    "the state has no time (at_us, until_us)".to_string(),
                 );
                 return Err(PolicyError {
                     file: file.to_string(),
@@ -125,7 +125,7 @@ impl OwnerOverride {
 
     /// Formats the override as the text of its file.
     pub fn to_toml(&self) -> String {
-        let mut out = "# Written by `pvm owner`; `pvm owner auto` takes it back.\n".to_string();
+        let mut out = "# Written by `pvm owner`; `pvm owner auto` removes it.\n".to_string();
         if let Some(DeclaredPresence {
             state,
             at,
@@ -182,7 +182,7 @@ pub(crate) fn read_trusted(
     bytes_max: u64,
 ) -> Result<Option<String>, String> {
     let untrusted =
-        |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
+        |why: &dyn std::fmt::Display| format!("{} is not trusted: {why}", path.display());
     // A symbolic link could lead to a file of another user, and opening a named pipe could block.
     let open = OpenOptions::new()
         .read(true)
@@ -339,7 +339,7 @@ mod tests {
         assert!(
             read(dir.path(), own())
                 .expect_err("writable by all")
-                .contains("not believed")
+                .contains("not trusted")
         );
         // The file belongs to another user than the one in its name.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
@@ -350,7 +350,7 @@ mod tests {
         assert!(
             read(dir.path(), own())
                 .expect_err("a link")
-                .contains("not believed")
+                .contains("not trusted")
         );
     }
 
@@ -361,13 +361,13 @@ mod tests {
             (
                 "cores = 2\nnever = [\"noon\"]\n",
                 2,
-                "\"noon\" is no time of the week",
+                "\"noon\" is not a time of the week",
             ),
             ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
             (
                 "cores = 2\nstate = \"here\"\n",
                 2,
-                "here or away without a time",
+                "the state has no time (at_us, until_us)",
             ),
         ] {
             let error = OwnerOverride::parse("w.toml", text).expect_err(text);

@@ -46,7 +46,7 @@ pub enum LeaveAfter {
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "a number from 0 on or a text in quotes belongs here"
+    expecting = "expected a number from 0 on or a text in quotes"
 )]
 enum NumberOrText {
     Number(u64),
@@ -57,7 +57,7 @@ impl FromStr for MemorySize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<MemorySize, String> {
-        let wrong = || format!("{text:?} is no amount of memory; it looks like \"4G\" or \"512M\"");
+        let wrong = || format!("{text:?} is not an amount of memory; examples: \"4G\" or \"512M\"");
         let (digits, shift) = split_memory_size(text).ok_or_else(wrong)?;
         let number: u64 = digits.parse().map_err(|_| wrong())?;
         number
@@ -196,7 +196,7 @@ pub struct Policy {
 /// Error of a policy that was refused. The previous policy of this source stays in force; if there
 /// was none, no guest may run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{file}:{line}: {reason}")]
+#[error("{file}, line {line}: {reason}")]
 pub struct PolicyError {
     pub file: String,
     /// Line number, starting at 1.
@@ -256,7 +256,9 @@ impl Policy {
             .iter_mut()
             .flat_map(|blocked| &mut blocked.users)
             .flatten();
-        users.for_each(|user| user.source = format!("{file}:{}", line_number(text, user.offset)));
+        users.for_each(|user| {
+            user.source = format!("{file}, line {}", line_number(text, user.offset))
+        });
         policy
             .validate()
             .map_err(|(key, reason)| refused(line_of_key(text, key), reason))?;
@@ -272,7 +274,7 @@ impl Policy {
         if policy.owners.is_none() {
             return Ok(policy);
         }
-        let reason = "owners: only the administrator's file may say whose word counts".to_string();
+        let reason = "owners: only the administrator's file may name the owners".to_string();
         Err(PolicyError {
             file: file.to_string(),
             line: line_of_key(text, "owners"),
@@ -564,7 +566,7 @@ mod tests {
             (
                 "cores = 2\nnever = [\"9-17\", \"noon\"]\n",
                 2,
-                "\"noon\" is no time of the week",
+                "\"noon\" is not a time of the week",
             ),
             ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
             ("cores = -1", 1, "invalid value"),
@@ -573,7 +575,7 @@ mod tests {
             (
                 "memory_free = \"lots\"",
                 1,
-                "\"lots\" is no amount of memory",
+                "\"lots\" is not an amount of memory",
             ),
             ("then = \"wait\"", 1, "unknown variant `wait`"),
             ("leave_after = \"soon\"", 1, "\"soon\" is neither a number"),
@@ -587,7 +589,7 @@ mod tests {
             (
                 "[blocked]\nusers = [\"bob\", -1]\n",
                 2,
-                "a number from 0 on or a text in quotes belongs here",
+                "expected a number from 0 on or a text in quotes",
             ),
         ] {
             let error = Policy::parse("o.toml", text).expect_err(text);
@@ -624,7 +626,7 @@ mod tests {
             .flatten()
             .map(|user| (user.name.as_str(), user.source.as_str()))
             .collect();
-        assert_eq!(users, [("bob", "x:3")]);
+        assert_eq!(users, [("bob", "x, line 3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
         let from = |name: &str| {
             merged
@@ -689,10 +691,10 @@ mod tests {
         assert_eq!(
             said,
             [
-                "o.toml:3 bob",
-                "o.toml:3 1007",
-                "o.toml:4 1008",
-                "o.toml:6 eve"
+                "o.toml, line 3 bob",
+                "o.toml, line 3 1007",
+                "o.toml, line 4 1008",
+                "o.toml, line 6 eve"
             ]
         );
         assert_eq!(

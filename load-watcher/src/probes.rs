@@ -92,7 +92,7 @@ pub struct InputProbe {
 
 impl InputProbe {
     pub fn new(path: PathBuf) -> InputProbe {
-        let evidence = Evidence::Unavailable("not looked at yet".into());
+        let evidence = Evidence::Unavailable("not read yet".into());
         InputProbe {
             path,
             file: None,
@@ -132,10 +132,7 @@ impl InputProbe {
             return missing(self, why);
         }
         let Some(count) = input_interrupts(&self.text) else {
-            let why = format!(
-                "no keyboard or mouse with interrupts of its own in {}",
-                self.path.display()
-            );
+            let why = format!("no keyboard or mouse in {}", self.path.display());
             return missing(self, why);
         };
         let before = self.interrupt_count.replace(count);

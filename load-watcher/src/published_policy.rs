@@ -112,7 +112,7 @@ mod tests {
         let path = policy_file(dir.path(), own());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
         assert!(
-            matches!(read(dir.path(), own()), Err(PolicyRejection::Untrusted(says)) if says.contains("not believed"))
+            matches!(read(dir.path(), own()), Err(PolicyRejection::Untrusted(says)) if says.contains("not trusted"))
         );
         fs::rename(&path, policy_file(dir.path(), own() + 1)).expect("the test's own file");
         assert!(

@@ -53,7 +53,7 @@ pub struct Sampler {
 fn parse_error(name: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        format!("{name} cannot be understood; is this Linux's /proc?"),
+        format!("{name} cannot be parsed; is this Linux's /proc?"),
     )
 }
 

@@ -182,7 +182,7 @@ pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
         match query(name, uid) {
             Ok(status) => all.push(status),
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(e) => silent.push(format!("the load watcher at {name} gives no answer: {e}")),
+            Err(e) => silent.push(format!("the load watcher at {name} does not answer: {e}")),
         }
     }
     Ok((all, silent))

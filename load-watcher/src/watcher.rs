@@ -206,24 +206,24 @@ impl Watcher {
             .unwrap_or_else(|| "pvm".into());
         // Without a listener, users of this host cannot query the status; all other functions work.
         let listener = StatusListener::open(user, &name)
-            .inspect_err(|e| log_line(&format!("nobody can ask: {e}")))
+            .inspect_err(|e| log_line(&format!("status queries are not answered: {e}")))
             .ok();
         let seen = Observations {
             records: read_login_records(watch.path(UTMP_PATH_INDEX)),
-            sessions: Evidence::Unavailable("not looked at yet".into()),
+            sessions: Evidence::Unavailable("not read yet".into()),
             logind_error: None,
             terminal_input: BTreeMap::new(),
             input: InputProbe::new(args.interrupts.clone()),
             external_load: Evidence::Unavailable("not measured yet".into()),
         };
         let logind = LogindClient::start(args.bus.clone())
-            .inspect_err(|e| log_line(&format!("logind cannot be asked: {e}")))
+            .inspect_err(|e| log_line(&format!("logind cannot be queried: {e}")))
             .ok();
         let others = listener
             .iter()
             .map(StatusListener::fd)
             .chain(logind.iter().map(LogindClient::fd));
-        let wake = boss.epoll_with(others).context("watching for questions")?;
+        let wake = boss.epoll_with(others).context("waiting for queries")?;
         let mut watcher = Watcher {
             vm,
             rm: boss,
@@ -386,7 +386,7 @@ impl Watcher {
         match self.vm.set_guest_directive(word.clone()) {
             Ok(()) => self.directive_refused.set(false),
             Err(error) if !self.directive_refused.replace(true) => log_line(&format!(
-                "{error}; guests are stopped only when the resource manager moves them"
+                "{error}; guests are stopped only when the resource manager migrates them"
             )),
             Err(_) => {}
         }
@@ -445,7 +445,7 @@ impl Watcher {
                 return;
             }
             Some(Evidence::Unavailable(why)) => why,
-            None => "logind cannot be asked".into(),
+            None => "logind cannot be queried".into(),
         };
         (self.observations.sessions, self.observations.logind_error) =
             (read_session_files(&self.args.sessions), Some(why));
@@ -539,7 +539,7 @@ impl Watcher {
             .measure_external_processors(times, self.sample.cores)
         {
             Some(cores) => Evidence::Known(cores),
-            None => Evidence::Unavailable("tasks of the virtual machine came or went".into()),
+            None => Evidence::Unavailable("tasks of the virtual machine started or ended".into()),
         };
     }
 
@@ -588,7 +588,7 @@ impl Watcher {
             self.not_requested_since = None;
         } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
             log_line(
-                "the present resource manager does not ask for reports; this load watcher ends",
+                "the current resource manager does not request reports; this load watcher exits",
             );
             drop(self.vm.exit());
             std::process::exit(0);
@@ -741,8 +741,8 @@ fn stop_mechanism(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
         Reply::Freezer(Some(Err(why))) => ("signals", why),
-        Reply::Freezer(None) => ("unknown", "no tasker has said so far".into()),
-        _ => ("unknown", "the daemon does not tell".into()),
+        Reply::Freezer(None) => ("unknown", "no tasker has reported it yet".into()),
+        _ => ("unknown", "the daemon does not report it".into()),
     }
 }
 

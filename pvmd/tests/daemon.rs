@@ -992,7 +992,8 @@ fn wrong_manual_answer_leaves_no_daemon() {
     let added = by_hand.join().expect("no panic");
     let (error, reason) = added[0].as_ref().expect_err("refused");
     assert!(
-        *error == PvmError::CantStart && reason.contains("\"hello there\" is not the line"),
+        *error == PvmError::CantStart
+            && reason.contains("\"hello there\" is not the reply of a daemon"),
         "{reason}"
     );
     terminal.wait_for_text("h2 is not added: ");
@@ -1055,7 +1056,7 @@ fn manual_start_needs_a_terminal() {
     );
     let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
     assert!(
-        reason(0).contains("no terminal") && reason(0).contains("pvmd hostfile"),
+        reason(0).contains("not a terminal") && reason(0).contains("pvmd hostfile"),
         "{}",
         reason(0)
     );

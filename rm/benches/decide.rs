@@ -123,7 +123,7 @@ fn main() -> ExitCode {
             .filter(|cost| cost.median > DECISION_US_MAX)
         {
             println!(
-                "above the {DECISION_US_MAX} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
+                "{name} takes {median:.0} µs with {hosts} hosts; {DECISION_US_MAX} µs are allowed"
             );
             within_limits = false;
         }
@@ -132,7 +132,7 @@ fn main() -> ExitCode {
         && let Err(error) =
             std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
     {
-        println!("the numbers cannot be written to {file}: {error}");
+        println!("cannot write the results to {file}: {error}");
         within_limits = false;
     }
     if within_limits {

@@ -90,7 +90,7 @@ fn read_times(owners: &str, migrate: &str) -> Result<MeasuredTimes, String> {
         .any(|all| all.is_empty())
     {
         return Err(format!(
-            "{owners} or {migrate} has no times of guests beside owners, or of moves of {TASK_MIB} MiB"
+            "{owners} or {migrate} contains no times of guests on owners' hosts, or of migrations of {TASK_MIB} MiB"
         ));
     }
     Ok(times)
@@ -103,7 +103,7 @@ fn run() -> Result<bool, String> {
             .iter()
             .find_map(|option| option.strip_prefix(name)?.strip_prefix('='));
         found.ok_or_else(|| {
-            format!("it is to be run by 'cargo xtask bench sim': {name}=FILE is missing")
+            format!("{name}=FILE is missing; run this benchmark with 'cargo xtask bench sim'")
         })
     };
     let week = WeekResults::simulate(1, read_times(option("--owners")?, option("--migrate")?)?);
@@ -131,7 +131,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
-            println!("those who want little wait longer beside a greedy one than is allowed");
+            println!("light users wait longer next to a greedy user than allowed");
             ExitCode::FAILURE
         }
         Err(error) => {

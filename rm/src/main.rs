@@ -87,7 +87,7 @@ fn parse_label(text: &str) -> Result<(String, String, String), String> {
             .any(|part| part.trim().is_empty())
     });
     let (host, (name, value)) =
-        parts.ok_or_else(|| format!("{text:?} is not a label; it looks like h2:disk=ssd"))?;
+        parts.ok_or_else(|| format!("{text:?} is not a label; labels look like h2:disk=ssd"))?;
     Ok((
         host.trim().to_string(),
         name.trim().to_string(),
@@ -209,7 +209,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
             (None, followed) => followed?,
             // The watch may have ended because the directory was removed together with the file.
             (Some(why), followed) => {
-                print_error(&format!("{why}; the policy stays as it was"));
+                print_error(&format!("{why}; the policy is unchanged"));
                 followed.unwrap_or_else(|error| print_error(&one_line(&error)));
             }
         }

@@ -73,7 +73,7 @@ impl fmt::Display for EffectivePolicy {
         )?;
         write!(
             f,
-            ", giving way {}",
+            ", preemption {}",
             if self.give_way { "on" } else { "off" }
         )
     }
@@ -102,9 +102,9 @@ pub fn parse_placement(name: &str) -> Result<PlacementPolicy, String> {
         ("load", _) => Ok(PlacementPolicy::Load),
         ("round-robin", _) => Ok(PlacementPolicy::RoundRobin),
         (_, Some(choice)) => ChooserName::new(choice).map(PlacementPolicy::Choice).ok_or_else(|| {
-            format!("{choice:?} is no name of a choice: up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
+            format!( "{choice:?} is not the name of a chooser: use up to {CHOOSER_NAME_MAX} letters, digits, '-' and '_'")
         }),
-        _ => Err(format!("{name:?} is none of load, round-robin and {CHOICE_PREFIX}NAME")),
+        _ => Err(format!( "{name:?} is not one of load, round-robin and {CHOICE_PREFIX}NAME")),
     }
 }
 
@@ -152,7 +152,7 @@ impl EffectivePolicy {
             ));
         }
         if !is_text {
-            return Err(error_at(text.len(), "this is no text in UTF-8".into()));
+            return Err(error_at(text.len(), "this is not UTF-8 text".into()));
         }
         let read = toml::from_str::<PolicyFile>(text).map_err(|error| {
             error_at(
@@ -248,10 +248,7 @@ mod tests {
         let error = EffectivePolicy::default()
             .with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n")
             .expect_err("Latin-1");
-        assert_eq!(
-            error.to_string(),
-            "rm.toml, line 2: this is no text in UTF-8"
-        );
+        assert_eq!(error.to_string(), "rm.toml, line 2: this is not UTF-8 text");
     }
 
     /// Each error in a policy file is reported with its line.
@@ -260,11 +257,11 @@ mod tests {
         for (text, said) in [
             (
                 "balance = true\n\nplacing = \"best\"\n",
-                "rm.toml, line 3: \"best\" is none of load, round-robin and choice:NAME",
+                "rm.toml, line 3: \"best\" is not one of load, round-robin and choice:NAME",
             ),
             (
                 "placing = \"choice:a b\"",
-                "rm.toml, line 1: \"a b\" is no name of a choice",
+                "rm.toml, line 1: \"a b\" is not the name of a chooser",
             ),
             (
                 "balance = true\nballance = true\n",

@@ -79,7 +79,7 @@ fn send_content(path: &Path, vm: &Vm) {
         Err(error) if error.kind() == ErrorKind::NotFound => return,
         Err(error) => {
             let text = format!(
-                "{} cannot be read: {error}; the policy in force stays",
+                "{} cannot be read: {error}; the policy is unchanged",
                 path.display()
             );
             let vm = RealVm::new(vm.clone());

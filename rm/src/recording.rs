@@ -102,7 +102,7 @@ pub enum RecordingError {
     },
     /// The file is not a recording of this version.
     #[error(
-        "{path} is no record of this version of pvm-rm: it begins with {found:?} and not with {wanted:?}"
+        "{path} is not a recording of this version of pvm-rm: it begins with {found:?} instead of {wanted:?}"
     )]
     NotARecording {
         path: PathBuf,
@@ -189,7 +189,7 @@ impl Recorder {
         self.bytes += bytes.len() as u64;
         if self.bytes > self.bytes_max {
             return Some(format!(
-                "the record has {} bytes and grows no further",
+                "the recording has reached its limit of {} bytes and ends here",
                 self.bytes_max
             ));
         }
@@ -309,7 +309,7 @@ mod tests {
         assert!(matches!(read(&path), Err(RecordingError::Damaged { .. })));
         let mut recorder = Recorder::with_limit(&path, 100).expect("it can be written");
         let told = (0..100).find_map(|n| recorder.append(Micros(0), ended(n)));
-        assert!(told.is_some_and(|text| text.contains("grows no further")));
+        assert!(told.is_some_and(|text| text.contains("has reached its limit")));
         assert!(path.metadata().expect("it is there").len() <= 100);
     }
 }

@@ -99,7 +99,8 @@ pub struct Options {
 pub enum ServiceError {
     /// Another resource manager is registered, with this tid.
     #[error(
-        "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
+        "resource manager {0} is registered already, and a virtual machine has only one: end it first ('kill {0}' at \
+         the console)"
     )]
     AlreadyRegistered(Tid),
     /// The policy names a chooser that does not exist.
@@ -121,7 +122,7 @@ pub enum ServiceError {
     #[error("registering as resource manager: {0}")]
     Refused(Error),
     /// The resource manager with this tid has taken over.
-    #[error("resource manager {0} has taken over; this one ends")]
+    #[error("resource manager {0} has taken over; this one exits")]
     Replaced(Tid),
     /// The daemon is gone.
     #[error("the virtual machine has stopped: {0}")]

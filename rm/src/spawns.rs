@@ -276,14 +276,14 @@ impl Spawns {
     pub fn accept(&mut self, now: Micros, from: SpawnIncoming) {
         let count = from.request.count;
         let refusal = match count {
-            0 => Some((PvmError::BadParam, "it asks for no task".to_string())),
+            0 => Some((PvmError::BadParam, "it requests no tasks".to_string())),
             n if n > SPAWN_TASKS_MAX => Some((
                 PvmError::OutOfRes,
-                format!("a spawn may ask for {SPAWN_TASKS_MAX} tasks at most"),
+                format!("a spawn may request at most {SPAWN_TASKS_MAX} tasks"),
             )),
             _ if self.pending.len() >= PENDING_SPAWNS_MAX => Some((
                 PvmError::OutOfRes,
-                format!("{PENDING_SPAWNS_MAX} spawns are being carried out or wait already"),
+                format!("{PENDING_SPAWNS_MAX} spawns are in progress or waiting already"),
             )),
             _ => None,
         };

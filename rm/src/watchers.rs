@@ -143,8 +143,8 @@ impl Watcher {
 /// not contain the watcher's output, which the master's log collects.
 fn short_runs_note(host: HostId) -> String {
     format!(
-        "load watcher of {host} ends at its start, {SHORT_RUNS_MAX} times in a row: its owner is not guarded; what it said is \
-         in the master's log; it is tried again"
+        "load watcher of {host} ended soon after its start {SHORT_RUNS_MAX} times in a row: its owner is not protected; \
+         its output is in the master's log; it is started again"
     )
 }
 
@@ -286,7 +286,7 @@ impl Watchers {
                 {
                     watcher.reported_error = Some(error);
                     let text = format!(
-                        "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
+                        "no load watcher on {host}: {error}; its load and its owner are unknown; the start is retried"
                     );
                     self.outputs.push_back(WatcherOutput::Note(text));
                 }
@@ -413,7 +413,8 @@ impl Watchers {
             WatcherState::Adopted { tid, .. } => {
                 self.outputs.push_back(WatcherOutput::Terminate(tid));
                 let text = format!(
-                    "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
+                    "load watcher {tid} of {host}, started by an earlier resource manager, does not report; it is \
+                     replaced"
                 );
                 self.outputs.push_back(WatcherOutput::Note(text));
                 self.schedule_retry(now, host);
@@ -493,7 +494,7 @@ mod tests {
         }
         let told = ends(short);
         let starts = |text: &String| {
-            text.starts_with("load watcher of host 1 ends at its start, 3 times in a row")
+            text.starts_with("load watcher of host 1 ended soon after its start 3 times in a row")
         };
         assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
         for _ in 0..2 * SHORT_RUNS_MAX {

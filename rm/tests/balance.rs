@@ -535,7 +535,7 @@ fn declared_large_task_goes_to_fast_host() {
     assert_eq!((giant.from, giant.to), (host_id(1), host_id(2)));
     let why = giant.reason.to_string();
     assert!(
-        why.contains(" of a processor instead of 0.50 has its job end ")
+        why.contains(" of a processor instead of 0.50 lets its job end ")
             && why.contains(" s sooner, saves its tasks "),
         "{why}"
     );

@@ -382,8 +382,9 @@ fn tasks_without_target_stay_with_reasons() {
     assert_eq!(out.retry_at(), Some(Micros::from_secs(1060)));
     let sentence = out.staying[0].sentence(&snapshot);
     assert!(
-        sentence
-            .starts_with("t40001 stays on h1 although its owner is there: no host to go to (h2: "),
+        sentence.starts_with(
+            "t40001 stays on h1 although its owner is present: no host accepts it (h2: "
+        ),
         "{sentence}"
     );
     assert!(

@@ -348,7 +348,7 @@ fn replay_vacates_and_restarts_jobs() {
     assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
     assert!((40.0..50.0).contains(&left), "{left} {parked:?}");
     let text = replay::comparison_table([("recorded", &undisturbed), ("other", &parked)]);
-    assert!(text.contains("jobs parked because of owners"), "{text}");
+    assert!(text.contains("jobs vacated because of owners"), "{text}");
 }
 
 /// If two ends of a task were recorded, its work in the replay is the sum of both.

@@ -272,7 +272,7 @@ fn near_host_beats_slightly_better_far_one() {
     assert_eq!(
         snapshot.peer_hosts(host_id(1), job),
         [host_id(1), host_id(3)],
-        "whoever spawns, and the tasks of the job"
+        "the spawner and the tasks of the job"
     );
     assert_eq!(snapshot.peer_hosts(host_id(3), job), [host_id(3)]);
     assert_eq!(
@@ -386,7 +386,7 @@ fn external_choice_is_checked() {
     assert_eq!(gone.hosts, [Err(PvmError::OutOfRes); 2]);
     assert_eq!(
         gone.reason.to_string(),
-        "the batch system chose no place: h1 is not free"
+        "the batch system chose no host: h1 is not free"
     );
     let full = chosen("?spread", Reserved(vec![("h1", 2)]), 2);
     assert!(

@@ -247,7 +247,7 @@ fn second_resource_manager_is_refused() {
     assert!(
         error
             .to_string()
-            .starts_with("a resource manager is registered already (t40009)"),
+            .starts_with("resource manager t40009 is registered already"),
         "{error}"
     );
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
@@ -604,7 +604,7 @@ fn owner_arrival_empties_host_until_departure() {
             .all(|e| e.host != host_id(2))
     );
     bed.report_owner_absent(2);
-    let why = "nobody is logged in".to_string();
+    let why = "no user is logged in".to_string();
     assert_eq!(
         bed.world().records.last(),
         Some(&EventKind::OwnerAbsent {
@@ -938,7 +938,7 @@ fn failed_migration_tries_next_host_then_retries() {
     let notes = bed.world().notes();
     assert_eq!(notes.len(), 1, "{notes:?}");
     assert!(notes[0].starts_with(
-        "t40005 stays on h2 although its owner is there: no host to go to (h1: the engine"
+        "t40005 stays on h2 although its owner is present: no host accepts it (h1: the engine"
     ));
     bed.advance(Micros::from_secs(2));
     assert_eq!(bed.world().take_migrations(), [(task_id(1, 5), 1)]);

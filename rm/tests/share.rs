@@ -496,7 +496,7 @@ proptest! {
             snapshot.hosts.edit(host_id(i)).expect("a host").sample.as_mut().expect("it is watched").received_at = snapshot.now;
         }
         let places: Vec<HostId> = place(&snapshot, &ask(&first)).hosts.into_iter().flatten().collect();
-        prop_assert!(!places.is_empty(), "they stand still in vain");
+        prop_assert!(!places.is_empty(), "they are paused in vain");
         for (n, host) in (1..).zip(places) {
             let host = snapshot.hosts.edit(host).expect("a host");
             host.tasks.push(TaskView { user: 2, ..TaskView::new(task_id(host.id.index(), 1000 + n), snapshot.now) });
@@ -517,7 +517,7 @@ proptest! {
         snapshot.hosts.iter_mut().for_each(|host| host.tasks.retain(|task| task.user == 1));
         snapshot.hosts.refresh(snapshot.now);
         resume_all(&mut snapshot, &mut gave_way, |_| true)?;
-        prop_assert!(gave_way.is_empty(), "{:?} stand still, and nobody is in their way", gave_way);
+        prop_assert!(gave_way.is_empty(), "{:?} are paused, and no task is in their way", gave_way);
     }
 
     /// If the selected tasks are suspended, the request gets as many slots as if no task of these

@@ -377,9 +377,8 @@ fn task_killed_by_owner_counts_as_eviction() {
     );
     let books = history_of(&log);
     let (one, other) = (task_id(3, 3), task_id(3, 99));
-    let ended = format!(
-        "the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1"
-    );
+    let ended =
+        format!("guests ended for the owner of h3: {one} {other}: olga is logged in on pts/1");
     for question in [
         RmQuery::TaskDecisions(task_id(3, 3)),
         RmQuery::TaskDecisions(task_id(1, 2)),
@@ -393,7 +392,7 @@ fn task_killed_by_owner_counts_as_eviction() {
         );
         assert!(
             told.iter()
-                .all(|told| !told.contains("has guests ended") || *told == ended),
+                .all(|told| !told.contains("guests ended for the owner") || *told == ended),
             "{told:?}"
         );
     }
@@ -499,7 +498,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         "the tasker of h3 has ended (signal 9), and with it {}",
         task_id(3, 3)
     );
-    let failed = format!("checkpoint {set} was not started again (h1 was lost): no room");
+    let failed = format!("checkpoint {set} was not restarted (h1 was lost): no room");
     let last = [
         format!("job {} was not checkpointed: no room", task_id(1, 2)),
         failed,
@@ -572,8 +571,8 @@ fn decisions_are_reported_for_their_subject() {
             .map(|d| d.kind.to_string())
             .collect::<Vec<_>>(),
         [
-            "t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
-          stood still for 50.0 ms"
+            "t80003 migrated from h2 to h3 because the owner of h2 is present (olga is logged in on pts/1): 4096 \
+             bytes, frozen 50.0 ms"
         ]
     );
     let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::HostDecisions("h2".into()))
@@ -862,7 +861,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
 /// Returns the decision about a spawn with these numbers of tasks, attempts, and excluded hosts.
 fn spawn_decision(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
     let why = rm::RejectionReason::Other {
-        why: "its owner allows two tasks, and they are there".into(),
+        why: "its owner allows two tasks, and as many are present".into(),
     };
     let not_used = (0..hosts)
         .map(|host| RejectedHost {

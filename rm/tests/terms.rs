@@ -138,7 +138,7 @@ fn host_enforces_owners_task_limit() {
     assert_eq!(full.hosts, [Err(PvmError::OutOfRes)]);
     let said = full.sentence(&snapshot);
     assert!(
-        said.contains("h2: its owner allows 3 tasks, and they are there"),
+        said.contains("h2: its owner allows 3 tasks, and as many are present"),
         "{said}"
     );
 }
@@ -163,7 +163,7 @@ fn memory_reserved_by_owner_stays_free() {
     };
     assert_eq!(
         keeps.to_string(),
-        "4.0G of memory are free, and its owner keeps 4.0G"
+        "4.0G of memory are free, and its owner reserves 4.0G"
     );
     assert!(all.excluded.contains(&(host_id(2), keeps)), "{all:?}");
 }
@@ -279,7 +279,7 @@ fn host_with_idle_owner_is_last_choice() {
 #[test]
 fn external_load_is_only_load() {
     let mut snapshot = pool(2);
-    let why = "programs that are not ours".to_string();
+    let why = "other programs".to_string();
     snapshot.hosts.edit(host_id(2)).expect("a host").owner = OwnerState::PossiblyPresent {
         why,
         idle_login: false,

@@ -70,7 +70,7 @@ impl DaemonSocket {
             // Without this message the daemon would wait forever. If the socket closes, the daemon
             // considers the tasker dead and starts another one.
             Err(error) => {
-                eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
+                eprintln!("pvm-tasker: cannot encode a message to the daemon: {error}");
                 self.closed = true;
             }
         }
@@ -114,7 +114,7 @@ impl DaemonSocket {
 /// be too long.
 fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::UnsupportedResource {
-        what: format!("more than can be told of a task: {error}"),
+        what: format!("more facts than fit into a message: {error}"),
     };
     match message {
         FromTasker::Inspected { migration, .. } => {
@@ -204,7 +204,11 @@ mod tests {
                 .decode_control()
                 .expect("a word")
         };
-        let refused = |why: &Refusal| matches!(why, Refusal::UnsupportedResource { what } if what.contains("more than can be told of a task"));
+        let refused = |why: &Refusal| {
+            matches!(why, Refusal::UnsupportedResource { what } if what.contains(
+                "more facts than fit into a message"
+            ))
+        };
         match (next(), next()) {
             (
                 FromTasker::Inspected {

@@ -121,8 +121,8 @@ impl Supervisor {
 
     /// Handles the result of the post-copy check, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
-        self.migrations.post_copies.support =
-            result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
+        self.migrations.post_copies.support = result
+            .map_err(|why| format!("this host cannot handle missing memory (userfaultfd): {why}"));
         if let Err(why) = self.dump_probe() {
             self.finish_probe(Err(why));
         }

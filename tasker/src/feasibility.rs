@@ -71,7 +71,7 @@ impl Supervisor {
             self.on_inspected(
                 requester,
                 Err(Refusal::UnsupportedResource {
-                    what: format!("something that could not be looked at: {why}"),
+                    what: format!("something that could not be inspected: {why}"),
                 }),
             );
         }

@@ -62,7 +62,7 @@ pub(crate) fn copy_files_to_images(
     let open = facts::files_to_copy(root, processes);
     if open.len() > COPIED_FILES_MAX {
         return Err(Failure::Io(format!(
-            "it has more than {COPIED_FILES_MAX} files open that are to be carried along"
+            "more than {COPIED_FILES_MAX} of its open files would have to be transferred"
         )));
     }
     let mut left = COPIED_BYTES_MAX;
@@ -71,7 +71,7 @@ pub(crate) fn copy_files_to_images(
         let image = format!("{IMAGE_FILE_PREFIX}{number}");
         left -= copy_file_to_images(&file, &dir.join(&image), left).map_err(|e| {
             Failure::Io(format!(
-                "{}, which is to be carried along, cannot be read: {e}",
+                "{}, which must be transferred, cannot be read: {e}",
                 file.path.display()
             ))
         })?;
@@ -128,13 +128,13 @@ impl PlacedFiles {
 /// # Errors
 /// A file cannot be created; then none of the files exists.
 fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
-    let io = |e: io::Error| Failure::Io(format!("cannot give up rights to write files: {e}"));
+    let io = |e: io::Error| Failure::Io(format!("cannot drop privileges to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
         sys::drop_capabilities().map_err(io)?;
     }
     let note_failure = |e: io::Error| {
         Failure::Io(format!(
-            "what is carried along cannot be noted beside {}: {e}",
+            "the transferred files cannot be recorded next to {}: {e}",
             dir.display()
         ))
     };
@@ -143,7 +143,7 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
         let done = write_file(dir, file, &mut journal);
         done.map_err(|e| {
             Failure::Io(format!(
-                "{} cannot be carried along: {e}",
+                "{} cannot be transferred: {e}",
                 file.path.display()
             ))
         })?;
@@ -260,7 +260,7 @@ impl Supervisor {
             return;
         };
         let result = match result {
-            Ok(_) if discard => Err(Failure::Cancelled("the move was discarded".into())),
+            Ok(_) if discard => Err(Failure::Cancelled("the migration was cancelled".into())),
             result => result,
         };
         match result {
@@ -384,7 +384,7 @@ mod tests {
             .place_in_thread(&files)
             .expect_err("there is a link on the way")
             .to_string();
-        assert!(why.contains("way/second cannot be carried along"), "{why}");
+        assert!(why.contains("way/second cannot be transferred"), "{why}");
         assert!(
             !dir.path("data/first").exists() && !dir.path("data/second").exists(),
             "none of them is there"

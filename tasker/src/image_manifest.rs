@@ -92,7 +92,7 @@ impl ImageManifest {
             from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
         if manifest.version != MANIFEST_VERSION {
             return Err(bad(&format!(
-                "version {} was written, {MANIFEST_VERSION} is understood",
+                "it has version {}, but only {MANIFEST_VERSION} is supported",
                 manifest.version
             )));
         }

@@ -98,10 +98,10 @@ fn run() -> anyhow::Result<()> {
     // files.
     allocator::limit_arenas(1);
     let socket = sys::take_inherited_fd(fd)
-        .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
+        .with_context(|| format!("descriptor {fd}, the connection to the daemon, is not open"))?;
     ignore_terminal_signals()?;
     capabilities::drop_capabilities_except(capabilities::capability_set(&RETAINED_CAPABILITIES))
-        .context("cannot give up rights")?;
+        .context("cannot drop privileges")?;
     let _kdat_cleanup = checkpoint::criu::KdatCleanup::remove_unless_present();
     // The owner waits for this thread to stop the guests. The thread never computes for long, and
     // its children start with normal priority.

@@ -52,8 +52,9 @@ const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
 const DEFERRED_ORDERS_MAX: usize = 256;
 
 /// Refusal of a migration if the tasker may not create PID namespaces.
-pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
-     root, or have the task write its own checkpoint (SEMPA_ENGINE), which takes no rights";
+pub(crate) const NO_NAMESPACES: &str = "the tasker may not create PID namespaces here, which requires root; run the \
+                                        daemon as root, or let the task write its own checkpoint (SEMPA_ENGINE), \
+                                        which requires no privileges";
 
 /// Whether the engine can be used, as far as the tasker knows.
 #[derive(Clone, Debug)]
@@ -325,7 +326,7 @@ impl Supervisor {
                 namespace: None, ..
             }) => Err(Failure::Engine(NO_NAMESPACES.into())),
             Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::Cancelled(
-                "another move of the task is under way on this host".into(),
+                "another migration of the task is in progress on this host".into(),
             )),
             Some(task) => {
                 let signalled = task.hand_over_to_migration();
@@ -456,11 +457,13 @@ impl Supervisor {
             Some(namespace),
         ) = (&task.phase, &task.namespace)
         else {
-            return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
+            return Err(Failure::Engine(format!(
+                "{tid} is not stopped for a migration"
+            )));
         };
         if *stopped_for != migration {
             return Err(Failure::Engine(format!(
-                "{tid} is stopped for another move, {stopped_for}"
+                "{tid} is stopped for another migration, {stopped_for}"
             )));
         }
         let engine = self
@@ -771,12 +774,12 @@ pub(crate) fn write_redirection(
         .find(|pid| stop::inner_pid(*pid) == Some(inner))
     else {
         return Err(Failure::Engine(format!(
-            "its process {inner}, whose library has let go, is not there"
+            "its process {inner}, whose library has quiesced, does not exist"
         )));
     };
     let failed = |e| {
         Failure::Engine(format!(
-            "its library cannot be told where it goes on: process {pid}: {e}"
+            "its new location cannot be written into its library: process {pid}: {e}"
         ))
     };
     sys::write_memory(pid, address, &bytes).map_err(failed)

@@ -105,7 +105,7 @@ pub(crate) struct PostCopies {
 impl PostCopies {
     /// Reads the mode of post-copy from the environment.
     pub(crate) fn new() -> PostCopies {
-        let mode = match mode_override(POST_COPY_VARIABLE, "tasks take their memory along") {
+        let mode = match mode_override(POST_COPY_VARIABLE, "post-copy is not used") {
             Some(ModeOverride::Never) => PostCopyMode::Never,
             Some(ModeOverride::Always) => PostCopyMode::Always,
             None => PostCopyMode::Large,
@@ -146,7 +146,7 @@ impl PostCopies {
     pub(crate) fn on_failure(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
             eprintln!(
-                "tasks take their memory along for {} minutes: {why}",
+                "post-copy is disabled for {} minutes: {why}",
                 FAILURE_BACKOFF.as_secs() / 60
             );
             self.failed_at = Some(Instant::now());
@@ -170,7 +170,12 @@ impl PostCopies {
 
 /// Connects to the socket at `path` through which the daemon forwards memory.
 pub(crate) fn connect_memory_socket(path: &Path) -> Result<OwnedFd, Failure> {
-    let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", path.display()));
+    let failed = |e| {
+        Failure::Io(format!(
+            "no connection for its memory: {}: {e}",
+            path.display()
+        ))
+    };
     UnixStream::connect(path).map(OwnedFd::from).map_err(failed)
 }
 

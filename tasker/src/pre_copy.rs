@@ -72,7 +72,7 @@ pub(crate) struct PreCopies {
 impl PreCopies {
     /// Reads the mode of pre-copy from the environment.
     pub(crate) fn new() -> PreCopies {
-        let bytes_min = match mode_override(PRE_COPY_VARIABLE, "no memory goes ahead") {
+        let bytes_min = match mode_override(PRE_COPY_VARIABLE, "pre-copy is not used") {
             Some(ModeOverride::Never) => None,
             Some(ModeOverride::Always) => Some(0),
             None => Some(PRE_COPY_BYTES_MIN),
@@ -128,9 +128,8 @@ impl PreCopies {
         else {
             return Ok(None);
         };
-        let store = store.ok_or_else(|| {
-            Failure::Images("the memory that was to come ahead of it is not here".into())
-        })?;
+        let store =
+            store.ok_or_else(|| Failure::Images("its pre-copied memory has not arrived".into()))?;
         Ok(Some((stream, store)))
     }
 
@@ -219,7 +218,7 @@ impl Supervisor {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         if !matches!(task.phase, TaskPhase::Running) {
             return Err(Failure::Cancelled(
-                "another move of the task is under way on this host".into(),
+                "another migration of the task is in progress on this host".into(),
             ));
         }
         let engine = self
@@ -300,7 +299,7 @@ impl Supervisor {
     fn start_receiving(&mut self, migration: MigrationId, path: &Path) -> Result<(), Failure> {
         if !self.migrations.targets.contains_key(&migration) {
             return Err(Failure::Cancelled(
-                "there is no room for its task any more".into(),
+                "the target no longer has a place for the task".into(),
             ));
         }
         let engine = self
@@ -341,7 +340,7 @@ impl Supervisor {
             return result.map_or((), free_in_background);
         };
         let kept = result.and_then(|store| {
-            let unheard = |e| Failure::Io(format!("the source does not listen: {e}"));
+            let unheard = |e| Failure::Io(format!("cannot confirm the memory to the source: {e}"));
             acknowledge_pre_copy(&store, &pre_copy.stream).map_err(unheard)?;
             Ok(store)
         });

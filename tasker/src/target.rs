@@ -103,7 +103,7 @@ impl Supervisor {
         }
         if self.migrations.targets.len() >= TARGETS_MAX {
             return Err(Failure::Engine(format!(
-                "{TARGETS_MAX} moves to this host are under way, the limit"
+                "{TARGETS_MAX} migrations to this host are in progress, the limit"
             )));
         }
         if self.tasks.contains_key(&tid) {
@@ -271,7 +271,9 @@ impl Supervisor {
             .ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
         let memory_follows = target.post_copy;
         if memory_follows && !self.migrations.post_copies.is_arriving(migration) {
-            return Err(Failure::Images("its memory does not come any more".into()));
+            return Err(Failure::Images(
+                "the rest of its memory cannot be fetched".into(),
+            ));
         }
         let engine = self
             .migrations
@@ -371,7 +373,7 @@ impl Supervisor {
                 });
             }
             Ok(_) => {
-                let off = Err(Failure::Cancelled("the move was discarded".into()));
+                let off = Err(Failure::Cancelled("the migration was cancelled".into()));
                 let last = FromTasker::Restored {
                     migration,
                     result: off,
@@ -394,7 +396,8 @@ impl Supervisor {
     pub(crate) fn on_restored_task_killed(&mut self, migration: MigrationId) {
         let is_held = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
         if self.migrations.targets.get(&migration).is_some_and(is_held) {
-            let why = Failure::Engine("the restored task was killed before it could go on".into());
+            let why =
+                Failure::Engine("the restored task was killed before it could continue".into());
             let reply = self.migrations.targets[&migration]
                 .stage
                 .lost_reply(migration, why);

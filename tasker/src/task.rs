@@ -344,7 +344,7 @@ fn start_failure(order: &StartTask, why: StartError) -> String {
         }
         StartError::TimedOut => {
             return format!(
-                "cannot start {path}: the system did not begin it within {} s",
+                "cannot start {path}: the system did not execute it within {} s",
                 EXEC_TIMEOUT.as_secs()
             );
         }

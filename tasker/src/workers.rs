@@ -171,7 +171,7 @@ impl Workers {
     ) -> Result<u64, Failure> {
         if !self.can_start_worker() {
             return Err(Failure::Engine(format!(
-                "{WORKERS_MAX} steps of moves run on this host already, the limit"
+                "{WORKERS_MAX} migration steps are running on this host already, the limit"
             )));
         }
         let number = self.next_id;
@@ -185,7 +185,7 @@ impl Workers {
                 let _ = sender.send((number, result));
                 let _ = wake.write(1);
             })
-            .map_err(|e| Failure::Io(format!("no thread for a step of a move: {e}")))?;
+            .map_err(|e| Failure::Io(format!("cannot start a thread for a migration step: {e}")))?;
         self.running.insert(
             number,
             RunningWorker {

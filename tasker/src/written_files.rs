@@ -26,8 +26,8 @@ pub(crate) fn truncate_grown(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
             .map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
         if now.is_file() && now.len() < *bytes {
             return Err(Failure::Io(format!(
-                "{path} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then. Bring it back as it was; if it may \
-                 have a gap, make it as long with 'truncate -s {bytes} {path}'",
+                "{path} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then. Restore its \
+                 content; if it may have a gap, extend it with 'truncate -s {bytes} {path}'",
                 now.len(),
                 path = path.display()
             )));

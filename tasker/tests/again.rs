@@ -271,7 +271,7 @@ fn program_without_handler_gets_no_signal() {
             FromTasker::ExitNotRequested { why, .. } => Some(why.clone()),
             _ => None,
         });
-        assert!(why.contains("does not handle signal 10"), "{why}");
+        assert!(why.contains("has no handler for signal 10"), "{why}");
         std::fs::write(&file, "").expect("written");
         let mut out = Vec::new();
         while !String::from_utf8_lossy(&out).contains("ready") {

@@ -227,7 +227,7 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
             &mut seen,
         );
         println!("killed at step {step}");
-        wait_until("the task stands still", || {
+        wait_until("the task is stopped", || {
             std::fs::read_to_string(format!("/proc/{pid}/status"))
                 .is_ok_and(|s| s.contains("State:\tT (stopped)"))
         });

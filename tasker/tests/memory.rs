@@ -486,7 +486,7 @@ fn lost_pre_copy_fails_the_restore() {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
-    assert!(matches!(restored, Err(Failure::Images(why)) if why.contains("ahead")));
+    assert!(matches!(restored, Err(Failure::Images(why)) if why.contains("pre-copied")));
     let lost = |m: &FromTasker| matches!(m, FromTasker::PreCopyLost { why: Failure::Images(why), .. } if why.contains("is cut"));
     assert!(said.iter().any(lost), "{said:?}");
     scene.end();

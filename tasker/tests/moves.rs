@@ -460,7 +460,7 @@ fn unsupported_resources_are_refused_by_name() {
         ("tcp", "a TCP connection to 127.0.0.1:"),
         ("orphan", "a background process"),
         ("lock", "a lock on the file"),
-        ("pty", "the controlling end of a pseudo terminal"),
+        ("pty", "the master end of a pseudo terminal"),
         ("mqueue", "the POSIX message queue"),
         ("cwd", "a working directory that was removed"),
     ];

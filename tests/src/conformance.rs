@@ -245,7 +245,11 @@ fn parse_outcomes(program: &str, done: Result<CommandResult, String>) -> Vec<Out
         });
         let words = trouble.unwrap_or_else(|| {
             done.as_ref().map_or(String::new(), |done| {
-                format!("{}, its last words: {}", done.status, last_lines(&done.err))
+                format!(
+                    "{}, the end of its standard error: {}",
+                    done.status,
+                    last_lines(&done.err)
+                )
             })
         });
         all.push(outcome(

@@ -139,7 +139,10 @@ fn checkpoints_are_listed_and_removed() {
         !all.succeeded() && all.out.contains(&format!("{second} removed, ")),
         "{all:?}"
     );
-    let stays = format!("{newest} is kept: job {} goes back to it", job.tid);
+    let stays = format!(
+        "{newest} is kept: job {} needs it if a host is lost",
+        job.tid
+    );
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.wait_for_event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::CheckpointsRemoved {
@@ -265,8 +268,7 @@ fn log_file_migrates_with_each_line_once() {
     let job = Job::existing(place(2), tid);
     job.wait_for_rounds(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
-    let reason =
-        "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
+    let reason = "/tmp/ring/log: it does not exist on the target and cannot be copied there: its directory: ";
     assert!(
         !nowhere.succeeded() && nowhere.out.contains(reason),
         "{nowhere:?}"
@@ -385,7 +387,7 @@ fn vacated_job_restarts_when_owner_leaves() {
     let why = pvm(&vm, &["why", &job.tid]);
     assert!(
         why.out
-            .contains("is checkpointed and ended, and goes on when there is room"),
+            .contains("is checkpointed and ended, and will be restarted when there is room"),
         "{why:?}"
     );
     job.finish(&vm);

@@ -104,7 +104,7 @@ fn can_migrate_lists_accepting_hosts() {
         check_memory(vm, &tid);
         let refused = pvm(vm, &["can-migrate", "t40001"]);
         assert!(
-            !refused.succeeded() && refused.err.contains("t40001 cannot move: "),
+            !refused.succeeded() && refused.err.contains("t40001 cannot migrate: "),
             "{refused:?}"
         );
         let nowhere = pvm(vm, &["can-migrate", &tid, "h9"]);
@@ -308,7 +308,7 @@ fn unmigratable_job_has_checkpoint_by_deadline() {
         assert!(!done.succeeded() && done.out.contains(&told), "{done:?}");
         assert!(
             done.out
-                .contains(&format!("{tid} is still there: no host to go to")),
+                .contains(&format!("{tid} is still there: no host accepts it")),
             "{done:?}"
         );
         assert_eq!(vm.host_of(&tid).or_panic_with_logs(vm), "h2");

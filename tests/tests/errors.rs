@@ -304,7 +304,7 @@ fn a_foreign_daemon_is_refused_and_logged() {
 
     check_one_line_error(
         &theirs.pvm(&["add", "h3"]).expect("ends"),
-        &["h3", "did not connect", "somebody else"],
+        &["h3", "did not connect", "another program answers"],
     );
     let refused =
         |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");

@@ -179,7 +179,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
     }
     let logs = vm.logs();
     assert!(
-        logs.contains("guests are stopped by signals, not by a freezer: SEMPA_FREEZER=off"),
+        logs.contains("guests are paused by signals, not by the cgroup freezer: SEMPA_FREEZER=off"),
         "{logs}"
     );
     vm.halt().expect("halts");

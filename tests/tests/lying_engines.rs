@@ -198,7 +198,7 @@ fn with_job(
 /// Command words that make the fake CRIU fail, each with words of the error that follows.
 const FAILURES: [(&str, &str); 4] = [
     ("silent", "engine"),
-    ("garbage", "engine's answer cannot be read"),
+    ("garbage", "engine's reply is malformed"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];

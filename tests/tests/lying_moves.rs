@@ -24,8 +24,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const TASK_MIB: &str = "24";
 /// Command words that make the fake CRIU fail, each with words of the error that follows.
 const FAILURES: [(&str, &str); 4] = [
-    ("silent", "ended without an answer"),
-    ("garbage", "cannot be read"),
+    ("silent", "ended without a reply"),
+    ("garbage", "is malformed"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];
@@ -48,7 +48,7 @@ const IMAGE_KINDS: [&str; 8] = [
 /// Command words that make the fake CRIU report a restore that it has not done, each with words of
 /// the error that follows.
 const FALSE_REPORTS: [(&str, &str); 2] = [
-    ("nothing", "let the task run without asking"),
+    ("nothing", "let the task run without permission"),
     ("nobody", "no descriptor for process 4194304"),
 ];
 
@@ -200,7 +200,7 @@ fn failing_engine_leaves_task_at_source() {
             let word = format!("cut {kind}*.img");
             check_failing_engine(vm, &tid, ("h2", &word), Step::Dump, kind);
         }
-        let missing = "is missing although the engine said that all was written";
+        let missing = "is missing although the engine reported success";
         check_failing_engine(vm, &tid, ("h2", "empty"), Step::Dump, missing);
         for (word, words) in sample(FAILURES.into_iter().chain(FALSE_REPORTS), 2, seed) {
             check_failing_engine(vm, &tid, ("h3", word), Step::Restore, words);
@@ -216,13 +216,13 @@ fn failing_engine_leaves_task_at_source() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_post_copy_engine_leaves_task_at_source() {
     let at_source = [
-        ("silent", "ended without an answer"),
-        ("garbage", "cannot be read"),
+        ("silent", "ended without a reply"),
+        ("garbage", "is malformed"),
         ("hang", "not done within"),
         ("cut core-*.img", "core-"),
     ];
     let at_target = [
-        ("silent", "ended without an answer"),
+        ("silent", "ended without a reply"),
         ("hang", "not done within"),
     ];
     let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
@@ -271,8 +271,8 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
                 let told = wait_for(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
                     let told = log.lines().rev().find_map(|line| {
-                        line.split_once("in vain before that: ")
-                            .map(|(_, n)| n != "0")
+                        line.split_once(" bytes on the wire without zeros; ")
+                            .map(|(_, rest)| !rest.starts_with("0 "))
                     });
                     told.ok_or(log)
                 });
@@ -304,7 +304,7 @@ fn memory_reported_too_early_ends_the_task() {
             vm.logs()
         );
         assert!(
-            told[0].1.contains("as if all memory were there"),
+            told[0].1.contains("success although memory is missing"),
             "{told:?}"
         );
         let gone = wait_for(TIMEOUT, || match vm.tasks() {

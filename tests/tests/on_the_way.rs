@@ -178,7 +178,7 @@ fn tasks_move_over_the_session_without_tcp() {
                 .expect("a log");
             let found = log
                 .lines()
-                .filter(|line| line.contains("TCP does not get to"))
+                .filter(|line| line.contains("TCP does not reach"))
                 .count();
             assert_eq!(found, 1, "it is found out once, and remembered: {log}");
         });
@@ -264,7 +264,7 @@ fn copied_files_are_removed_after_a_failed_move() {
                 .map_err(|error| error.to_string())?;
             let times = log
                 .lines()
-                .filter(|line| line.contains("tasks can be moved"))
+                .filter(|line| line.contains("tasks can be migrated"))
                 .count();
             if times == 2 {
                 Ok(())

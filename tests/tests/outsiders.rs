@@ -68,7 +68,7 @@ fn other_job_runs_during_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job, outsi
     if held {
         assert_eq!(
             rounds, 0,
-            "all its tasks stand still before the first one is written"
+            "all its tasks are frozen before the first one is written"
         );
         assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
         let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");

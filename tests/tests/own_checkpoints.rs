@@ -251,7 +251,7 @@ fn a_restart_that_cannot_write_changes_nothing() {
     fs::write(&newer, "newer").expect("written");
     let refused = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
     assert!(
-        !refused.succeeded() && refused.err.contains("it is no regular file"),
+        !refused.succeeded() && refused.err.contains("it is not a regular file"),
         "{refused:?}\n{}",
         vm.logs()
     );

@@ -80,7 +80,7 @@ fn wait_until_stopped(host: &Host, pid: i32) -> u64 {
             Err(format!("it runs: {ticks:?} ticks"))
         }
     };
-    wait_for(TIMEOUT, look).expect("it stands still")
+    wait_for(TIMEOUT, look).expect("it is paused")
 }
 
 /// Runs `test` on a virtual machine with a resource manager and load watchers. `policy` is the
@@ -185,7 +185,7 @@ fn wait_until_host_is_used(vm: &Vm) {
 }
 
 fn wait_for_pause_event(vm: &Vm) {
-    vm.wait_for_event(TIMEOUT, "guests that stand still", |entry| {
+    vm.wait_for_event(TIMEOUT, "paused guests", |entry| {
         matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
     .or_panic_with_logs(vm);
@@ -288,7 +288,7 @@ fn guests_are_killed_and_the_reason_is_reported() {
         wait_until_ended(theirs, pid);
         let said = check_end_is_logged(vm, guest);
         assert!(said.contains("olga"), "{said}");
-        let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
+        let words = format!("guests ended for the owner of h2: {guest}: {said}");
         for subject in ["h2", guest] {
             // The resource manager is notified after the event is logged.
             let told = || match vm.pvm(&["why", subject]) {
@@ -391,7 +391,8 @@ fn guests_stay_if_owner_leaves_early() {
         })
         .expect("seen");
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
-        let moved = |text: &str| text.contains(" moved from ") || text.contains(" was told to go ");
+        let moved =
+            |text: &str| text.contains(" migrated from ") || text.contains(" ordered because ");
         let events = vm.events().expect("events");
         let moves: Vec<_> = events.iter().filter(|entry| moved(&entry.text)).collect();
         assert!(moves.is_empty(), "{moves:?}");

@@ -145,7 +145,7 @@ fn owner_commands_here_and_away() {
         assert!(
             here["why"]
                 .as_str()
-                .is_some_and(|why| why.starts_with("olga said \"here\"")),
+                .is_some_and(|why| why.starts_with("olga declared \"here\"")),
             "{here}"
         );
         let other = vm.spawn(&["hold", "1"]).expect("spawned");
@@ -230,7 +230,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
             refused.contains("resources") || refused.contains("-27"),
             "{refused}"
         );
-        wait_for_note(vm, "h2: its owner allows one task, and it is there");
+        wait_for_note(vm, "h2: its owner allows one task, and one is present");
         let has = |host: usize, count: usize| {
             wait_for(TIMEOUT, || match allowed_processors(vm, host, there[0]) {
                 all if all == count => Ok(()),
@@ -241,7 +241,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
         has(2, 1);
 
         run_owner_command(vm.bed(), 2, &["never", "always"]);
-        wait_for_note(vm, "h2 takes no guests: the owner wants no guests always");
+        wait_for_note(vm, "h2 accepts no guests: the owner wants no guests always");
         wait_until_vacated(vm);
         assert_eq!(vm.host_of(there[0]).expect("alive"), "h1");
         has(1, std::thread::available_parallelism().expect("some").get());
@@ -249,7 +249,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
         wait_for_note(vm, "h2: no guests now (the owner wants no guests always)");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
-            why.contains("Z h2 takes no guests: the owner wants no guests always\n"),
+            why.contains("Z h2 accepts no guests: the owner wants no guests always\n"),
             "{why}"
         );
         let now = "now: nothing is placed on h2: no guests now (the owner wants no guests always)";
@@ -257,7 +257,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
 
         run_owner_command(vm.bed(), 2, &["never", "none"]);
         run_owner_command(vm.bed(), 2, &["limit", "none"]);
-        wait_for_note(vm, "h2 takes guests again");
+        wait_for_note(vm, "h2 accepts guests again");
         wait_until_host_is_used(vm, "h2");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
@@ -331,18 +331,18 @@ fn guests_leave_the_owner_enough_memory() {
         has(2, 3);
         let stopped = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert_eq!(
-            stopped["guests_why"], "less memory was free than the 4G that the owner keeps",
+            stopped["guests_why"], "less memory is free than the 4G that the owner reserves",
             "{stopped}"
         );
         wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
         wait_for_note(
             vm,
-            "h2 takes no guests: less memory was free than the 4G that the owner keeps",
+            "h2 accepts no guests: less memory is free than the 4G that the owner reserves",
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         has(2, 5);
-        wait_for_note(vm, "h2 takes guests again");
+        wait_for_note(vm, "h2 accepts guests again");
         wait_until_host_is_used(vm, "h2");
     });
     for host in bed.hosts() {
@@ -425,7 +425,7 @@ fn an_idle_owner_returns_with_the_first_key() {
         pressed(123);
         let keys = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(
-            keys["why"], "somebody uses keyboard or mouse and is not logged in",
+            keys["why"], "keyboard or mouse are used without a login",
             "{keys}"
         );
     });
@@ -485,7 +485,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
         assert!(
-            says.contains("owner.toml:2: unknown field `leaves`"),
+            says.contains("owner.toml, line 2: unknown field `leaves`"),
             "{wrong}"
         );
         assert!(setting(&wrong, "3600"), "{wrong}");
@@ -518,7 +518,7 @@ fn wrong_first_policy_permits_no_guest() {
         });
         let why = shut["guests_why"].as_str().unwrap_or_default();
         assert!(
-            why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"),
+            why.contains("sempa-owner-21002.policy.toml, line 2: unknown field `leaves`"),
             "{shut}"
         );
         assert_eq!(
@@ -527,7 +527,7 @@ fn wrong_first_policy_permits_no_guest() {
             "{shut}"
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
-        wait_for_note(vm, "h2 takes no guests: ");
+        wait_for_note(vm, "h2 accepts no guests: ");
         fs::write(&published, "nice = 1\n").expect("the testbed's own file");
         wait_for_status(vm, 2, "free", is_free);
         wait_until_host_is_used(vm, "h2");
@@ -552,7 +552,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
     // The daemon of h1 has the environment of the console, which does not have this setting.
     wait_for_note(
         &vm,
-        "load watcher of h2 ends at its start, 3 times in a row",
+        "load watcher of h2 ended soon after its start 3 times in a row",
     );
     let why = || {
         if vm.logs().contains("unknown field `corse`") {
@@ -658,7 +658,10 @@ fn an_owner_publishes_a_policy_for_others() {
         command.args(["owner", "policy", "rules.toml"]);
         let refused = run(command, TIMEOUT).expect("the console runs");
         assert!(
-            !refused.succeeded() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
+            !refused.succeeded()
+                && refused
+                    .err
+                    .contains("rules.toml, line 2: unknown field `leaves`"),
             "{refused:?}"
         );
         let published = vm
@@ -691,7 +694,7 @@ fn an_owner_publishes_a_policy_for_others() {
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         wait_for_status(vm, 2, "blocked", blocked);
-        wait_for_note(vm, "h2 takes no guests: user 21001 is blocked here");
+        wait_for_note(vm, "h2 accepts no guests: user 21001 is blocked here");
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         run_owner_command(vm.bed(), 2, &["policy", "none"]);
         wait_for_status(vm, 2, "free", is_free);
@@ -761,7 +764,7 @@ fn owners_need_no_rights_and_cannot_be_forged() {
         assert!(
             doubted["wrong"][0]
                 .as_str()
-                .is_some_and(|says| says.contains("not believed")),
+                .is_some_and(|says| says.contains("not trusted")),
             "{doubted}"
         );
         assert!(is_free(&doubted) && doubted["user"] == "alice", "{doubted}");
@@ -826,7 +829,7 @@ fn logind_shows_whether_desktops_are_used() {
                 one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what))
             })
         };
-        wait_for_status(vm, 2, "asked", |s| says(s, "nobody has one"));
+        wait_for_status(vm, 2, "asked", |s| says(s, "no session has a screen"));
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         logind
             .set_session(Some(desk(false, false)))
@@ -871,7 +874,7 @@ fn logind_shows_whether_desktops_are_used() {
         wait_until_host_is_used(vm, "h2");
         logind.end().expect("it ends");
         wait_for_status(vm, 2, "without logind", |s| {
-            says(s, "logind cannot be asked")
+            says(s, "logind cannot be queried")
         });
     });
 }

@@ -101,7 +101,7 @@ fn a_task_ends_if_its_memory_is_lost() {
         assert_eq!(vm.host_of(&tid).expect("it lives"), "h3");
         let again = vm.migrate(&tid, "h1").expect("the console runs");
         assert!(
-            !again.succeeded() && again.err.contains("being moved already"),
+            !again.succeeded() && again.err.contains("already migrating"),
             "{again:?}"
         );
         vm.bed().host(2).kill_all();
@@ -110,7 +110,7 @@ fn a_task_ends_if_its_memory_is_lost() {
                 step: Step::Arrive,
                 why: Failure::Images(why),
                 ..
-            } => why.contains("its memory does not come any more"),
+            } => why.contains("the rest of its memory cannot be fetched"),
             _ => false,
         };
         vm.wait_for_event(TIMEOUT, "the reason", |entry| lost(&entry.kind))

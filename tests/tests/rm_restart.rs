@@ -228,7 +228,7 @@ fn fill_history(folder: &Path) {
         }
     }
     let why = RejectionReason::Other {
-        why: "its owner allows two tasks, and they are there".into(),
+        why: "its owner allows two tasks, and as many are present".into(),
     };
     let not_used: Vec<RejectedHost> = (0..8)
         .map(|n| RejectedHost {
@@ -286,7 +286,9 @@ fn full_history_does_not_delay_spawns() {
         std::thread::scope(|scope| {
             let spawner = scope.spawn(|| {
                 let begun = Instant::now();
-                let tid = vm.spawn(&["hold", "1"]).expect("spawned whoever places it");
+                let tid = vm
+                    .spawn(&["hold", "1"])
+                    .expect("spawned with or without the resource manager");
                 (tid, begun.elapsed())
             });
             let answered = wait_for(TIMEOUT, || {
@@ -329,7 +331,10 @@ fn no_spawn_fails_while_resource_managers_die() {
             let spawns: Vec<String> = std::thread::scope(|scope| {
                 let spawner = scope.spawn(|| {
                     (0..6)
-                        .map(|_| vm.spawn(&["hold", "1"]).expect("spawned whoever places it"))
+                        .map(|_| {
+                            vm.spawn(&["hold", "1"])
+                                .expect("spawned with or without the resource manager")
+                        })
                         .collect::<Vec<_>>()
                 });
                 kill_rm(vm);
@@ -382,7 +387,7 @@ fn repeated_spawns_use_leases_and_are_explained() {
         let program = vm.compile_program("one_by_one").expect("gcc");
         let tids = spawn_one_by_one(vm, &program, 30);
         assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
-        let beforehand = |tid: &String| explain(vm, tid).to_string().contains("said beforehand");
+        let beforehand = |tid: &String| explain(vm, tid).to_string().contains("granted in advance");
         let granted = tids.iter().filter(|tid| beforehand(tid)).count();
         // The first two tasks are always requested. Others may be requested if a placement lease
         // arrives late.
@@ -580,7 +585,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         })
         .or_panic_with_logs(&vm);
     };
-    refused(&["-h2", "busy"], "its owner lets nobody run busy");
+    refused(&["-h2", "busy"], "its owner does not allow busy");
     // The last of these tasks may still be ending.
     let allowed = || {
         vm.spawn(&["-h2", "hold", "1"])
@@ -589,7 +594,7 @@ fn owners_limits_hold_without_a_resource_manager() {
     let guest = wait_for(TIMEOUT, allowed).or_panic_with_logs(&vm);
     refused(
         &["-h2", "hold", "1"],
-        "its owner allows one task, and it is there",
+        "its owner allows one task, and one is present",
     );
     let others: Vec<String> = (0..3)
         .map(|_| vm.spawn(&["hold", "1"]).expect("there is another host"))

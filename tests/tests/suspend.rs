@@ -397,7 +397,7 @@ fn job_of_heavy_user_is_preempted() {
         let told = why(vm, gave_way);
         assert!(
             told.contains(&format!(
-                "user {ALICE_UID} waits for a place and has taken less"
+                "user {ALICE_UID} waits for a host and has used less"
             )),
             "{told}"
         );

@@ -197,7 +197,7 @@ fn used_ns(pid: u32) -> Result<f64> {
             .split(' ')
             .next()
             .and_then(|ns| ns.parse::<f64>().ok())
-            .context("schedstat says something else")?;
+            .context("schedstat has another format")?;
     }
     Ok(sum)
 }

@@ -322,7 +322,7 @@ fn print_outcome(outcome: &Outcome) {
         );
     };
     println!(
-        "{} visits in {} s; {} moves, {} more failed; tablix2 ended {} times by itself with {} timetables, the farm {} times \
+        "{} visits in {} s; {} migrations, {} more failed; tablix2 finished {} times with {} timetables, the farm {} times \
          with {} right results",
         outcome.visits,
         outcome.seconds,
@@ -338,7 +338,10 @@ fn print_outcome(outcome: &Outcome) {
         "milliseconds after the login record", "times", "median", "99 %", "worst"
     );
     line("its load watcher knows", &outcome.seen_us);
-    line("all guests stand still, after its word", &outcome.held_us);
+    line(
+        "all guests are paused, after its directive",
+        &outcome.held_us,
+    );
     line(
         "a worker runs no more, by its own clock",
         &outcome.stood_still_us,
@@ -425,7 +428,7 @@ mod tests {
         assert_eq!(
             told("t40002"),
             (12, 300, vec![]),
-            "it never stood still, and is a worker all the same"
+            "it was never paused, and is a worker all the same"
         );
     }
 }

@@ -62,7 +62,7 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     let prefix = prefix.canonicalize()?;
     if let Some(lack) = requirements::lacks() {
         println!(
-            "demo: {lack}; so there is no login and no move here, only a virtual machine of this one host"
+            "demo: {lack}; so the demo has no login and no migration, only a virtual machine of this one host"
         );
         return one_host_demo::run(&prefix);
     }
@@ -294,7 +294,7 @@ fn remaining_guests(vm: &Vm, host: &str) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for task in vm.tasks()? {
         if is_kernel(&task.name) && task.host.as_deref() == Some(host) {
-            left.push(format!("{} is still on {host}, says the console", task.tid));
+            left.push(format!("the console still lists {} on {host}", task.tid));
         }
     }
     for (pid, line) in vm.bed().host(OWNED_HOST).processes() {

@@ -73,7 +73,7 @@ pub(crate) fn set_up_all() -> Result<()> {
 /// The user is not root, or the call of [`ensure_criu_at`] fails.
 pub(crate) fn ensure_criu() -> Result<()> {
     if !is_root() {
-        bail!("tasks are moved by CRIU, which needs root");
+        bail!("tasks migrate by CRIU, which needs root");
     }
     ensure_criu_at(Path::new(CRIU_PREFIX))
 }
@@ -161,10 +161,10 @@ pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
     match status.code() {
         Some(0) => Ok(()),
         Some(3) => {
-            bail!("CRIU is installed but does not work on this kernel; tasks cannot be moved here")
+            bail!("CRIU is installed but does not work on this kernel; tasks cannot migrate here")
         }
         _ => bail!(
-            "{} failed; tasks cannot be moved without CRIU",
+            "{} failed; tasks cannot migrate without CRIU",
             script.display()
         ),
     }

@@ -167,7 +167,7 @@ impl Timeline {
     pub(crate) fn missing_parts(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.moves.is_empty() {
-            lacks.push(format!("no guest of {} has moved", self.host));
+            lacks.push(format!("no guest of {} has migrated", self.host));
         }
         for journey in &self.moves {
             let steps = [

@@ -372,7 +372,7 @@ impl PipeLimit {
             return Ok(PipeLimit { previous: None });
         }
         fs::write(PIPE_LIMIT, CRIU_PIPE_BYTES.to_string()).with_context(|| {
-            format!("CRIU has memory follow through pipes of {CRIU_PIPE_BYTES} bytes, and {PIPE_LIMIT} cannot be raised")
+            format!("CRIU needs pipes of {CRIU_PIPE_BYTES} bytes for post-copy, and {PIPE_LIMIT} cannot be raised")
         })?;
         Ok(PipeLimit {
             previous: Some(before),

@@ -298,7 +298,7 @@ impl GapRecord {
             .number_pairs("gap")?
             .into_iter()
             .find(|(from, to)| *from <= at && at <= *to);
-        found.ok_or_else(|| format!("it did not stand still at {at}"))
+        found.ok_or_else(|| format!("it was not frozen at {at}"))
     }
 }
 

@@ -276,7 +276,7 @@ fn paused_task_ignores_post_copy_slots() {
     assert_eq!(
         world.admitted_mib.last(),
         Some(&300),
-        "who stands still for an owner runs again the sooner"
+        "a task paused for an owner runs again sooner"
     );
     world.report(first[0], 3, StepReport::Arrived);
     assert_eq!(
@@ -317,7 +317,7 @@ fn eviction_skips_pre_copy() {
     assert_eq!(
         world.admitted_mib.last(),
         Some(&300),
-        "what goes ahead of the others is in nobody's way who stands still"
+        "pre-copied memory does not delay a task that is paused"
     );
     world.report_prepared(unwanted, Engine::Criu);
     world.report(unwanted, 2, StepReport::PreCopied { bytes: 1 });
@@ -479,7 +479,7 @@ fn only_queued_drain_migrations_are_cancelled() {
     let last = DEPARTURES_MAX as i32;
     assert!(
         !world.coordinator.cancel_queued(&tids(&[0])),
-        "it is on its way"
+        "it is migrating"
     );
     assert!(
         !world.coordinator.cancel_queued(&tids(&[50])),

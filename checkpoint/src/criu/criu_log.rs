@@ -93,7 +93,7 @@ fn first_error_in_file(log: &Path) -> Option<String> {
     };
     Some(why.map_or_else(
         || line.clone(),
-        |why| format!("{line}… (the engine's log is cut here: {why})"),
+        |why| format!("{line}… (the engine's log is truncated here: {why})"),
     ))
 }
 

@@ -83,7 +83,7 @@ impl Images<'_> {
             true => Ok(()),
             false => Err(damaged_image(
                 name,
-                "is missing although the engine said that all was written",
+                "is missing although the engine reported success",
             )),
         }
     }
@@ -94,7 +94,7 @@ impl Images<'_> {
         let mut cores = BTreeSet::new();
         for process in tree {
             let Some(pid) = first_value(process, TREE_PID) else {
-                return Err(damaged_image(TREE, "has a process without a number"));
+                return Err(damaged_image(TREE, "has a process without a PID"));
             };
             cores.insert(format!("{CORE}{pid}.img"));
             let required_images = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
@@ -114,7 +114,7 @@ impl Images<'_> {
         {
             Some(name) => Err(damaged_image(
                 TREE,
-                &format!("has nobody whose image is {name}"),
+                &format!("has no process or thread for {name}"),
             )),
             None => Ok(()),
         }
@@ -126,7 +126,7 @@ impl Images<'_> {
             return Err(damaged_image(name, "is empty"));
         };
         let Some(id) = first_value(head, PAGEMAP_PAGES_ID) else {
-            return Err(damaged_image(name, "does not say where its pages are"));
+            return Err(damaged_image(name, "does not name its file of pages"));
         };
         let present = maps
             .iter()
@@ -144,7 +144,7 @@ impl Images<'_> {
             false => Err(damaged_image(
                 &file,
                 &format!(
-                    "has {found} bytes, and {name} has {pages} pages in it, {expected_bytes} bytes"
+                    "has {found} bytes instead of {expected_bytes} bytes for the {pages} pages in {name}"
                 ),
             )),
         }

@@ -53,7 +53,7 @@ pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
         {
             if found.1 != u64::from(user) {
                 let found = u32::try_from(found.1)
-                    .map_err(|_| damaged_image(&name, "names a user that cannot be"))?;
+                    .map_err(|_| damaged_image(&name, "contains an invalid user id"))?;
                 return Err(Failure::Refused(vec![Refusal::OtherUser {
                     found,
                     expected: user,
@@ -82,7 +82,7 @@ fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     };
     let Some(credentials) = embedded_message(&thread, THREAD_CREDENTIALS).map_err(malformed)?
     else {
-        return Err(damaged_image(name, "does not say whose it is"));
+        return Err(damaged_image(name, "has no credentials"));
     };
     let fields = super::images::varint_fields(&credentials).map_err(malformed)?;
     // An absent field means 0. If a field occurs more than once, each of its values is checked.

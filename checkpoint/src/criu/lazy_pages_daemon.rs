@@ -62,7 +62,7 @@ impl LazyPagesDaemon {
     ) -> Result<LazyPagesDaemon, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Io(format!(
-                "cannot fetch memory into {}: {what}: {e}",
+                "cannot prefetch memory into {}: {what}: {e}",
                 dir.display()
             ))
         };
@@ -131,16 +131,16 @@ impl MemoryFetch for LazyPagesDaemon {
         let forwarder_result = self
             .forwarder
             .join()
-            .map_err(|_| broken("passes descriptors on"));
+            .map_err(|_| broken("forwards descriptors"));
         let prefetch_result = self
             .prefetcher
             .join()
-            .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
+            .unwrap_or_else(|_| Err(broken("prefetches memory")));
         let ended = match (ended, &prefetch_result) {
             // CRIU's failure has no consequences: the task already has all memory.
             (Err(_), Ok(true)) if self.completion.is_complete() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
-                "it ended as if all memory were there, and it is not".into(),
+                "it reported success although memory is missing".into(),
             )),
             (ended, _) => ended,
         };

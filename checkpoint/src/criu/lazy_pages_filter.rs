@@ -113,7 +113,7 @@ impl LazyPages {
                     .any(|(from, to)| written.address < *to && end > *from)
                 {
                     return Err(Failure::Engine(
-                        "it has written memory that was to follow the task".into(),
+                        "the engine dumped memory that was reserved for post-copy".into(),
                     ));
                 }
             }

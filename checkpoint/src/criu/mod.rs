@@ -69,8 +69,8 @@ use std::time::Duration;
 /// Paths that are searched for CRIU, after SEMPA_CRIU and before PATH.
 const DEFAULT_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
 /// Advice in error messages: how to install a working engine.
-pub const INSTALL_HINT: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
-     SEMPA_CRIU set to the path of a working criu";
+pub const INSTALL_HINT: &str = "get one with `cargo xtask criu` (the daemon finds it within five minutes), or start \
+                                the daemon with SEMPA_CRIU set to the path of a working criu";
 
 /// Time limit for a canceled dump to end regularly before it is killed.
 const CANCEL_GRACE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -101,8 +101,8 @@ impl Criu {
             return match program.is_file() {
                 true => Ok(Criu { program }),
                 false => Err(format!(
-                    "there is no dump engine at SEMPA_CRIU={}: put one there, which is found within five minutes, or get one with \
-                     `cargo xtask criu` and start the daemon without SEMPA_CRIU",
+                    "there is no dump engine at SEMPA_CRIU={}: install one there (the daemon finds it within five \
+                     minutes), or get one with `cargo xtask criu` and start the daemon without SEMPA_CRIU",
                     program.display()
                 )),
             };
@@ -181,7 +181,8 @@ impl Engine for Criu {
         let mut variables = criu_end
             .as_ref()
             .map_or(Vec::new(), ptrace_relay::CriuEnd::environment);
-        let unknown = |e| Failure::Engine(format!("nobody knows which memory could follow: {e}"));
+        let unknown =
+            |e| Failure::Engine(format!("cannot determine the memory for post-copy: {e}"));
         let post_copy = job
             .page_stream
             .as_ref()
@@ -211,11 +212,7 @@ impl Engine for Criu {
     }
 
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure> {
-        let unknown = |e| {
-            Failure::Engine(format!(
-                "the kernel does not tell which memory is there: {e}"
-            ))
-        };
+        let unknown = |e| Failure::Engine(format!("the kernel does not support PAGEMAP_SCAN: {e}"));
         lazy_pages_filter::check_pagemap_scan().map_err(unknown)?;
         let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
         let (library_loaded, library_end) = std::io::pipe().map_err(io)?;
@@ -301,7 +298,8 @@ impl PostCopyCheck for CriuPostCopyCheck {
         match self.library_loaded.read(&mut [0]) {
             Ok(1) => Ok(()),
             _ => Err(Failure::Engine(
-                "the engine does not load the libraries by which memory follows: is it linked statically?".into(),
+                "the engine does not load the libraries for post-copy: is it linked statically?"
+                    .into(),
             )),
         }
     }
@@ -417,7 +415,7 @@ impl RunningRestore for CriuRestore {
                 }
                 SwrkMessage::Notify { .. } => self.swrk.acknowledge(true),
                 SwrkMessage::Done => {
-                    let why = "the engine let the task run without asking".to_string();
+                    let why = "the engine let the task run without permission".to_string();
                     self.swrk.kill();
                     return Err(Failure::Engine(why));
                 }

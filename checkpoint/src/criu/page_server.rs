@@ -64,7 +64,7 @@ impl PageServer {
         sent: Option<Arc<SentPages>>,
     ) -> Result<PageServer, Failure> {
         let io = |what: &str, e: io::Error| {
-            Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"))
+            Failure::Engine(format!("its memory cannot be served: {what}: {e}"))
         };
         let pids: Vec<i32> = lazy_pages.processes.iter().map(|kept| kept.pid).collect();
         let (orders, to_tracer) = sync_channel(ORDER_QUEUE_LEN);
@@ -112,7 +112,7 @@ impl PageServer {
     /// Stops serving and detaches from the processes. Returns the result of serving.
     fn stop(&mut self) -> Result<(), Failure> {
         self.handle.stop_serving();
-        let broken = || Failure::Engine("the thread that hands memory out has panicked".into());
+        let broken = || Failure::Engine("the thread that serves memory has panicked".into());
         let serve_result = self.server.take().map_or(Ok(()), |handing| {
             handing.join().unwrap_or_else(|_| Err(broken()))
         });
@@ -131,7 +131,7 @@ impl MemoryServer for PageServer {
     }
 
     fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
-        let waited = wait_readable(&*self.ended, limits, "its memory to be handed out");
+        let waited = wait_readable(&*self.ended, limits, "the end of serving its memory");
         let serve_result = self.stop();
         waited.and(serve_result)
     }
@@ -176,8 +176,7 @@ fn serve_requests(
     lazy_pages: &LazyPages,
     sent: Option<&SentPages>,
 ) -> Result<(), Failure> {
-    let failed =
-        |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
+    let failed = |what: &str| Failure::Engine(format!("serving its memory has failed: {what}"));
     let (mut received, mut layout, mut buffer) = (Vec::new(), None, Vec::new());
     let mut bytes = [0; REQUEST_BUFFER_BYTES];
     loop {
@@ -204,7 +203,7 @@ fn serve_requests(
             let Some(header_layout) = layout else {
                 match received.len() < HeaderLayout::BYTES_MAX {
                     true => break,
-                    false => return Err(failed("it was asked for what is not missing")),
+                    false => return Err(failed("the target requested a page that is not served")),
                 }
             };
             if received.len() < header_layout.bytes() {
@@ -226,9 +225,7 @@ fn serve_requests(
                     )
                 }
                 _ => {
-                    return Err(failed(&format!(
-                        "it was told something that it does not understand: {head:?}"
-                    )));
+                    return Err(failed(&format!("unknown request {head:?}")));
                 }
             };
             match answered {
@@ -332,7 +329,7 @@ fn request_end_address(request: &PageHeader) -> io::Result<u64> {
 /// Returns the PID of the process that has the page at the address `at`, and the end address of the
 /// range of served pages that contains it.
 fn served_range_at(lazy_pages: &LazyPages, process: u64, at: u64) -> io::Result<(i32, u64)> {
-    let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
+    let not_missing = || io::Error::other(format!("no page to serve at {at:#x}"));
     lazy_pages.range_at(process, at).ok_or_else(not_missing)
 }
 
@@ -464,7 +461,7 @@ mod tests {
         assert_eq!(
             request_pages(&stream, number, first, 3).as_deref(),
             Some(&expected[..]),
-            "while it stands still"
+            "while it is stopped"
         );
         server.handle().retain_memory_after_kill();
         // Twice, because a second signal must not release a process at its exit stop.
@@ -620,10 +617,7 @@ mod tests {
                 .finish(&limits)
                 .expect_err("it was asked for nonsense")
                 .to_string();
-            assert!(
-                why.contains("its memory is not handed out any more"),
-                "{why}"
-            );
+            assert!(why.contains("serving its memory has failed"), "{why}");
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");

@@ -585,7 +585,8 @@ impl Prefetcher {
     }
 
     fn handle_header(&mut self, head: &PageHeader) -> Result<(), String> {
-        let unfit = |request| format!("asked for {request} the engine at the source says {head:?}");
+        let unfit =
+            |request| format!("the source has sent {head:?} in reply to a request for {request}");
         let request = self
             .in_flight
             .front_mut()

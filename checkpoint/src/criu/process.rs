@@ -164,7 +164,7 @@ impl Swrk {
             Err(e) => return Err(Failure::Engine(format!("cannot read from the engine: {e}"))),
         };
         let answer = Criu_resp::parse_from_bytes(&bytes[..read])
-            .map_err(|e| Failure::Engine(format!("the engine's answer cannot be read: {e}")))?;
+            .map_err(|e| Failure::Engine(format!("the engine's reply is malformed: {e}")))?;
         if answer.type_() == Criu_req_type::NOTIFY {
             let notify = answer.notify.get_or_default();
             return Ok(SwrkMessage::Notify {
@@ -280,7 +280,7 @@ impl Swrk {
             Err(e) => Failure::Engine(format!("cannot wait for the engine: {e}")),
             Ok(status) => match status.signal() {
                 Some(signal) => Failure::Killed { signal },
-                None => self.failure_from_log(format!("it ended without an answer, {status}")),
+                None => self.failure_from_log(format!("it ended without a reply, {status}")),
             },
         }
     }
@@ -309,7 +309,7 @@ pub(super) fn lower_thread_priority() {
 }
 
 fn canceled() -> Failure {
-    Failure::Cancelled("the move was given up".into())
+    Failure::Cancelled("the migration was cancelled".into())
 }
 
 /// Prepares a child process before it executes CRIU: only the owner can read the images that it
@@ -549,7 +549,7 @@ pub(super) fn query_version(program: &Path) -> Result<String, String> {
             Err(format!(
                 "{}: {}",
                 output.status,
-                first.unwrap_or("it said nothing")
+                first.unwrap_or("no output")
             ))
         }
     }

@@ -574,7 +574,7 @@ mod tests {
             _ => None,
         };
         for _ in 0..200 {
-            TaskSnapshot::take(&[pid]).expect("it stands still");
+            TaskSnapshot::take(&[pid]).expect("it is stopped");
             // The steps of CRIU, in their order.
             ask(libc::PTRACE_SEIZE);
             ask(libc::PTRACE_INTERRUPT);

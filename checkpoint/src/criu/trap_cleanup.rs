@@ -275,7 +275,7 @@ mod tests {
             |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
         send(nix::sys::signal::SIGSTOP);
         wait(&|| field("State").starts_with('T'));
-        let snapshot = TaskSnapshot::take(&[pid]).expect("it stands still");
+        let snapshot = TaskSnapshot::take(&[pid]).expect("it is stopped");
         wait(&|| field("State").starts_with('T'));
 
         let (address, code) = snapshot.processes[0].code[0].clone();

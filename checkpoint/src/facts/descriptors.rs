@@ -154,7 +154,7 @@ fn classify(descriptor: &Descriptor<'_>) -> DescriptorMeaning {
         return if parse_flags(descriptor.info) & PACKET_MODE == 0 {
             DescriptorMeaning::Supported
         } else {
-            DescriptorMeaning::Unsupported("a pipe of packets".into())
+            DescriptorMeaning::Unsupported("a pipe in packet mode".into())
         };
     }
     if parse_number(descriptor.info, "eventfd-semaphore:") == Some(1) {
@@ -196,7 +196,7 @@ fn classify(descriptor: &Descriptor<'_>) -> DescriptorMeaning {
     if text.ends_with(" (deleted)") || text.starts_with("/memfd:") {
         return match (descriptor.kind, descriptor.link_count) {
             (FileKind::Regular(_), 1..) => DescriptorMeaning::Unsupported(format!(
-                "the file {text}, which has another name left"
+                "the deleted file {text}, which still has another name"
             )),
             _ => DescriptorMeaning::Supported,
         };
@@ -267,9 +267,7 @@ fn classify_device(fd: &Descriptor<'_>, major: u64, minor: u64) -> DescriptorMea
         (1, 3 | 5 | 7 | 8 | 9 | 11) => DescriptorMeaning::Supported,
         (5, 2) => match parse_number(fd.info, "tty-index:") {
             Some(index) => DescriptorMeaning::TerminalMaster(index),
-            None => {
-                DescriptorMeaning::Unsupported("the controlling end of a pseudo terminal".into())
-            }
+            None => DescriptorMeaning::Unsupported("the master end of a pseudo terminal".into()),
         },
         (136..=143, minor) => DescriptorMeaning::TerminalSlave((major - 136) * 256 + minor),
         (4 | 5, _) => DescriptorMeaning::Unsupported(format!("the terminal {}", fd.link.display())),
@@ -381,7 +379,7 @@ mod tests {
             lost("/queue", FileKind::Regular(80), MQUEUE_MAGIC),
             "the POSIX message queue /queue"
         );
-        let named = "POSIX shared memory (/dev/shm/x), which is in the memory of this host";
+        let named = "POSIX shared memory (/dev/shm/x), which exists on this host only";
         assert_eq!(
             lost("/dev/shm/x", FileKind::Regular(80), 0x0102_1994),
             named
@@ -400,7 +398,7 @@ mod tests {
         let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKET_MODE | WRITE_ONLY);
         assert_eq!(
             with("pipe:[5]", &packets),
-            DescriptorMeaning::Unsupported("a pipe of packets".into())
+            DescriptorMeaning::Unsupported("a pipe in packet mode".into())
         );
         let counting = with("anon_inode:[eventfd]", "flags:\t02\neventfd-semaphore: 1\n");
         assert_eq!(

@@ -53,7 +53,8 @@ impl FilePolicy {
             b"refuse" => Ok(FilePolicy::Refuse),
             other => {
                 let other: String = String::from_utf8_lossy(other).chars().take(40).collect();
-                let what = format!("SEMPA_FILES={other}, which is none of shared, copy and refuse");
+                let what =
+                    format!("SEMPA_FILES={other}, which is not one of shared, copy and refuse");
                 Err(Refusal::UnsupportedResource { what })
             }
         }
@@ -153,11 +154,11 @@ pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     }
     let (folder, _) = match open_parent_dir(path) {
         Ok(found) => found,
-        Err(e) => return Some(format!("its folder: {e}")),
+        Err(e) => return Some(format!("its directory: {e}")),
     };
     let through = format!("/proc/self/fd/{}", folder.as_raw_fd());
     let access = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
-    access.err().map(|e| format!("its folder: {}", e.desc()))
+    access.err().map(|e| format!("its directory: {}", e.desc()))
 }
 
 #[cfg(test)]
@@ -178,7 +179,7 @@ mod tests {
         let wrong = read("SEMPA_FILES=cpoy\0").expect_err("nothing that is known");
         assert_eq!(
             wrong.to_string(),
-            "it holds SEMPA_FILES=cpoy, which is none of shared, copy and refuse"
+            "it has SEMPA_FILES=cpoy, which is not one of shared, copy and refuse"
         );
     }
 

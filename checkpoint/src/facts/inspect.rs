@@ -179,7 +179,7 @@ pub fn inspect(
         .next()
     {
         return Err(unsupported(format!(
-            "the terminal /dev/pts/{number}, whose other end is elsewhere"
+            "the terminal /dev/pts/{number}, whose master end is held by another process"
         )));
     }
     if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &task.processes) {
@@ -399,7 +399,7 @@ fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
     if has_capability(&own, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
         let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
         return Err(unsupported(format!(
-            "a process without root's rights (its user is {uid}), in which the engine cannot work"
+            "a process without root's capabilities (its user is {uid}), which the engine cannot dump"
         )));
     }
     // The engine reads the resource limits of the process. The kernel permits this only if all user

@@ -20,7 +20,7 @@ const UNSUPPORTED_MAPPINGS: [(&str, &str); 5] = [
     ("anon_inode:[io_uring]", "an io_uring ring"),
     ("anon_inode:[perf_event]", "a perf event"),
     ("/secretmem", "secret memory (memfd_secret)"),
-    ("anon_inode:", "a mapping that no engine can carry"),
+    ("anon_inode:", "a mapping that no engine can migrate"),
 ];
 
 /// Directory of named POSIX shared memory and semaphores. They exist only in the memory of one
@@ -30,7 +30,7 @@ pub(super) const SHARED_MEMORY_DIR: &str = "/dev/shm/";
 /// Describes POSIX shared memory whose name still exists. A file with the same name and length on
 /// another host would have other content.
 pub(super) fn describe_posix_memory(path: &str) -> String {
-    format!("POSIX shared memory ({path}), which is in the memory of this host")
+    format!("POSIX shared memory ({path}), which exists on this host only")
 }
 
 /// Parses the text of /proc/PID/maps. Omits anonymous memory and deleted files, which the images
@@ -102,7 +102,7 @@ ffff0000-ffff1000 r-xp 00000000 00:00 0                          [vdso]
             Mapping::Private("/usr/bin/a program".into()),
             Mapping::Shared("/data/shared table".into()),
             Mapping::Unsupported(
-                "POSIX shared memory (/dev/shm/table), which is in the memory of this host".into(),
+                "POSIX shared memory (/dev/shm/table), which exists on this host only".into(),
             ),
             Mapping::Unsupported("System V shared memory".into()),
             Mapping::Unsupported("an io_uring ring".into()),

@@ -117,13 +117,13 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         {
             let why = host.creation_obstacle(&file.path, uid)?;
             return Some(format!(
-                "it does not exist on the target, and cannot be carried there: {why}"
+                "it does not exist on the target and cannot be copied there: {why}"
             ));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             return Some("it does not exist on the target".into());
         }
-        Err(e) => return Some(format!("it cannot be looked at on the target: {e}")),
+        Err(e) => return Some(format!("it cannot be accessed on the target: {e}")),
     };
     let length = (found.bytes != file.bytes).then(|| {
         format!(
@@ -133,7 +133,7 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
     });
     match &file.requirement {
         FileRequirement::Directory => {
-            (!found.is_directory).then(|| "it is no directory on the target".into())
+            (!found.is_directory).then(|| "it is not a directory on the target".into())
         }
         FileRequirement::ExistsOrCopied | FileRequirement::LengthOrCopied if found.is_directory => {
             Some("it is a directory on the target".into())
@@ -143,9 +143,7 @@ fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Optio
         }
         FileRequirement::Length | FileRequirement::LengthOrCopied => length,
         FileRequirement::Content(expected) => length.or_else(|| match host.hash(&file.path) {
-            Ok(hash) => {
-                (hash != *expected).then(|| "its content is another one on the target".into())
-            }
+            Ok(hash) => (hash != *expected).then(|| "its content differs on the target".into()),
             Err(e) => Some(format!("it cannot be read on the target: {e}")),
         }),
     }
@@ -193,7 +191,7 @@ mod tests {
             Ok(self.files[path.to_str().expect("text")].1.to_string())
         }
         fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String> {
-            (!path.starts_with("/data") || uid != 1000).then(|| "its folder: EACCES".into())
+            (!path.starts_with("/data") || uid != 1000).then(|| "its directory: EACCES".into())
         }
     }
 
@@ -351,7 +349,7 @@ mod tests {
         assert_eq!(say(&with("/data/new", 5, LengthOrCopied)), "");
         assert_eq!(say(&with("/data/new", 5, ExistsOrCopied)), "");
         let there =
-            "it does not exist on the target, and cannot be carried there: its folder: EACCES";
+            "it does not exist on the target and cannot be copied there: its directory: EACCES";
         assert_eq!(say(&with("/else/new", 5, LengthOrCopied)), there);
         assert_eq!(
             say(&TaskFacts {
@@ -423,10 +421,10 @@ mod tests {
             why: why.into(),
         };
         let expected = [
-            wrong("/bin/prog", "its content is another one on the target"),
+            wrong("/bin/prog", "its content differs on the target"),
             wrong("/data/in", "it has 7 bytes at the source, 8 on the target"),
             wrong("/data/log", "it does not exist on the target"),
-            wrong("/data", "it is no directory on the target"),
+            wrong("/data", "it is not a directory on the target"),
         ];
         assert_eq!(judge_task(&facts(), &here), expected);
     }

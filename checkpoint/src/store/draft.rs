@@ -198,7 +198,7 @@ impl CheckpointDraft {
             let (count, max) = (meta.len() as u64, META_BYTES_MAX as u64);
             return Err(StoreError::TooMany {
                 operation,
-                what: "the bytes that describe it",
+                what: "bytes of its description",
                 count,
                 max,
             });
@@ -233,7 +233,7 @@ impl CheckpointDraft {
             let (count, max) = (parts.len() as u64 + 1, PARTS_MAX as u64);
             return Err(StoreError::TooMany {
                 operation: StoreOperation::Add,
-                what: "the tasks of the set",
+                what: "tasks of the checkpoint",
                 count,
                 max,
             });

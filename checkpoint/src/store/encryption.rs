@@ -255,7 +255,7 @@ impl<R: Read> Decryptor<R> {
         read_exactly(&mut input, &mut head)?;
         if head[..MAGIC.len()] != MAGIC {
             return Err(DecryptError::Changed(
-                "it does not begin like a sealed file of this version".into(),
+                "it does not begin with the header of a sealed file of this version".into(),
             ));
         }
         if head[MAGIC.len()..][..KEY_ID_BYTES] != secret.key_id {
@@ -306,9 +306,7 @@ impl<R: Read> Decryptor<R> {
     /// the encrypted file.
     pub(super) fn finish(mut self) -> Result<[u8; 32], DecryptError> {
         if !self.next_bytes(1)?.is_empty() {
-            return Err(DecryptError::Changed(
-                "there is more in it than belongs there".into(),
-            ));
+            return Err(DecryptError::Changed("it has surplus content".into()));
         }
         Ok(*self.hasher.finalize().as_bytes())
     }
@@ -330,7 +328,7 @@ impl<R: Read> Decryptor<R> {
             .open_in_place(nonce, Aad::from(&self.associated_data), &mut self.chunk)
             .map_err(|_| {
                 DecryptError::Changed(format!(
-                    "its piece {} was changed, cut or put there",
+                    "its chunk {} was changed, truncated or inserted",
                     self.chunk_number + 1
                 ))
             })?;

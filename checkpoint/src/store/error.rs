@@ -29,34 +29,34 @@ impl StoreOperation {
     fn failure_text(self) -> &'static str {
         match self {
             StoreOperation::Open => "cannot open the checkpoint store",
-            StoreOperation::Begin => "cannot begin a set of checkpoints",
-            StoreOperation::Add => "cannot add a task to a set of checkpoints",
-            StoreOperation::Finish => "cannot finish a set of checkpoints",
-            StoreOperation::List => "cannot look at the sets of checkpoints",
-            StoreOperation::Read => "cannot read a set of checkpoints",
-            StoreOperation::Unpack => "cannot unpack a checkpoint",
-            StoreOperation::Remove => "cannot remove a set of checkpoints",
-            StoreOperation::Sweep => "cannot remove superfluous sets of checkpoints",
-            StoreOperation::Mark => "cannot note in a set of checkpoints whether its job has ended",
+            StoreOperation::Begin => "cannot begin a checkpoint",
+            StoreOperation::Add => "cannot add a task to a checkpoint",
+            StoreOperation::Finish => "cannot finish a checkpoint",
+            StoreOperation::List => "cannot list the checkpoints",
+            StoreOperation::Read => "cannot read a checkpoint",
+            StoreOperation::Unpack => "cannot unpack the images of a checkpoint",
+            StoreOperation::Remove => "cannot remove a checkpoint",
+            StoreOperation::Sweep => "cannot remove old checkpoints",
+            StoreOperation::Mark => "cannot record in a checkpoint whether its job has ended",
         }
     }
 
     /// Returns the text that states what the failure means for the content of the store.
     fn consequence(self) -> &'static str {
         match self {
-            StoreOperation::Open => "no set was read or changed",
-            StoreOperation::Begin => "no set was begun; those that are there are as they were",
+            StoreOperation::Open => "no checkpoint was read or changed",
+            StoreOperation::Begin => "no checkpoint was begun; the existing ones are unchanged",
             StoreOperation::Add => {
-                "nothing of this task was kept; the sets that are complete are as they were"
+                "nothing of this task was kept; the complete checkpoints are unchanged"
             }
-            StoreOperation::Finish => {
-                "this set was removed; those that were complete before are as they were"
-            }
+            StoreOperation::Finish => "this checkpoint was removed; the earlier ones are unchanged",
             StoreOperation::List | StoreOperation::Read => "nothing was changed",
-            StoreOperation::Mark => "it may be kept longer than it is needed",
-            StoreOperation::Unpack => "nothing was left where it was to go; the set is as it was",
+            StoreOperation::Mark => "it may be kept longer than needed",
+            StoreOperation::Unpack => {
+                "nothing was left in the target directory; the checkpoint is unchanged"
+            }
             StoreOperation::Remove | StoreOperation::Sweep => {
-                "a set that was to go is either whole or no longer shown; what is left of it goes with the next sweep"
+                "the checkpoint is either complete or no longer listed; what remains of it is removed by the next sweep"
             }
         }
     }
@@ -72,14 +72,14 @@ impl fmt::Display for StoreOperation {
 pub enum StoreError {
     /// The directory cannot be used as a store.
     #[error(
-        "cannot keep checkpoints in {path}: {why}; nothing was read or written. Name a directory that is yours alone \
-         (mode 0700), or one that is not there yet"
+        "cannot keep checkpoints in {path}: {why}; nothing was read or written. Name a directory to which only you \
+         have access (mode 0700), or one that does not exist yet"
     )]
     UnusableDirectory { path: PathBuf, why: String },
     /// The key file cannot be used.
     #[error(
-        "cannot use the key file {path}: {why}; nothing was read or written. It has to be a file of 32 bytes that only \
-         you can read (mode 0600), outside the store; where there is none, one is made"
+        "cannot use the key file {path}: {why}; nothing was read or written. It must be a file of 32 bytes that only \
+         you can read (mode 0600), outside the store; if it does not exist, it is created"
     )]
     UnusableKey { path: PathBuf, why: String },
     /// A file operation failed with an error of the system.
@@ -92,7 +92,8 @@ pub enum StoreError {
     },
     /// The disk, or the quota of this user, is full.
     #[error(
-        "{operation}: {path}: the disk is full{room}; {means}. Make room there, or remove sets that are not needed",
+        "{operation}: {path}: the disk is full{room}; {means}. Free space there, or remove checkpoints that are not \
+         needed",
         room = space_text(*unwritten, *free), means = operation.consequence()
     )]
     DiskFull {
@@ -106,9 +107,10 @@ pub enum StoreError {
     },
     /// The limits do not permit another checkpoint, because the existing ones may not be removed.
     #[error(
-        "{operation}: in {dir} the newest sets of other jobs, which are not removed by themselves, are {checkpoints} with {bytes} bytes, \
-         this one needs {needed} bytes at least, and the limits are {checkpoints_max} sets and {bytes_max} bytes; {means}. Remove \
-         sets of jobs that are not needed any more, or raise the limits",
+        "{operation}: in {dir} the newest checkpoints of other jobs, which are not removed automatically, are \
+         {checkpoints} with {bytes} bytes, this one needs at least {needed} bytes, and the limits are \
+         {checkpoints_max} checkpoints and {bytes_max} bytes; {means}. Remove checkpoints of jobs that are not needed \
+         any more, or raise the limits",
         means = operation.consequence()
     )]
     LimitsExceeded {
@@ -126,9 +128,9 @@ pub enum StoreError {
     },
     /// The checkpoint exceeds the size that the store's limits permit.
     #[error(
-        "cannot add {tid} to a set of checkpoints: the set has more than the {bytes_max} bytes that the limits of the store \
-         leave for it beside the newest sets of other jobs; nothing of this task was kept, and the sets that are \
-         complete are as they were. Raise the limit, or remove sets that are not needed"
+        "cannot add {tid} to a checkpoint: it exceeds the {bytes_max} bytes that the limits of the store leave for it \
+         in addition to the newest checkpoints of other jobs; nothing of this task was kept, and the complete \
+         checkpoints are unchanged. Raise the limit, or remove checkpoints that are not needed"
     )]
     CheckpointTooLarge {
         /// The task whose images were being added.
@@ -138,7 +140,7 @@ pub enum StoreError {
     },
     /// The image directory contains a file that is not a regular file, or is too large.
     #[error(
-        "cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept"
+        "cannot add the images in {path} to a checkpoint: {why}; nothing of this task was kept"
     )]
     UnusableImages {
         /// The image directory, or the unusable file in it.
@@ -146,12 +148,10 @@ pub enum StoreError {
         why: String,
     },
     /// The task is already in the checkpoint, so its images cannot be added.
-    #[error(
-        "cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is"
-    )]
+    #[error("cannot add {0} to a checkpoint: it was added already, and is unchanged")]
     TaskExists(Tid),
     /// A maximum number of tasks or bytes in a checkpoint is exceeded.
-    #[error("{operation}: {what} are {count}, and at most {max} are possible; {means}", means = operation.consequence())]
+    #[error("{operation}: the number of {what} is {count}, and the limit is {max}; {means}", means = operation.consequence())]
     TooMany {
         operation: StoreOperation,
         /// The limited quantity, in words.
@@ -161,27 +161,26 @@ pub enum StoreError {
     },
     /// No complete checkpoint with this name exists in the store.
     #[error(
-        "there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed"
+        "there is no complete checkpoint {0}: it was removed, or never finished; nothing was changed"
     )]
     NoCheckpoint(CheckpointId),
     /// A checkpoint cannot be copied to this store because the store already contains it.
     #[error(
-        "the set of checkpoints {0} is in this store already: it is the store that the set was made in, or has a copy of it; nothing \
-         was changed"
+        "the checkpoint {0} is in this store already, as the original or as a copy; nothing was changed"
     )]
     CheckpointExists(CheckpointId),
     /// The checkpoint does not contain images of this task.
-    #[error("the set of checkpoints {id} has no task {tid}; nothing was unpacked")]
+    #[error("the checkpoint {id} has no task {tid}; nothing was unpacked")]
     NoTask { id: CheckpointId, tid: Tid },
     /// The store's directory contains a file that is not part of a checkpoint.
     #[error(
-        "{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere"
+        "{0} is in the checkpoint store but is not a checkpoint; it was not touched. Move it elsewhere"
     )]
     ForeignFile(PathBuf),
     /// A file of a checkpoint was encrypted with another key.
     #[error(
-        "{path} was sealed with another key than that in {key}, so it can neither be read nor be trusted; nothing of it was \
-         used. Bring the key file of the store in which it was made"
+        "{path} was encrypted with another key than that in {key}, so it can neither be read nor trusted; nothing of \
+         it was used. Use the key file of the store in which it was made"
     )]
     OtherKey {
         /// The file that was being read.
@@ -191,8 +190,8 @@ pub enum StoreError {
     },
     /// A file of a checkpoint was changed after it was written.
     #[error(
-        "{path} is not as it was written: {why}. It is refused, for a changed checkpoint could run anything, and nothing \
-         of it was used. Go back to another set, and remove this one"
+        "{path} is not as it was written: {why}. It is refused, because a changed checkpoint could execute any code, \
+         and nothing of it was used. Use another checkpoint, and remove this one"
     )]
     Changed {
         path: PathBuf,
@@ -200,9 +199,7 @@ pub enum StoreError {
         why: String,
     },
     /// The checkpoint cannot be removed because it is open for reading.
-    #[error(
-        "the set of checkpoints {0} is being read, so it was not removed; try again when that has ended"
-    )]
+    #[error("the checkpoint {0} is being read, so it was not removed; try again later")]
     InUse(CheckpointId),
     /// Another process holds the lock of the store for too long.
     #[error("{operation}: another process has kept {dir} locked for {seconds} s; {means}", means = operation.consequence())]

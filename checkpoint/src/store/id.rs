@@ -24,7 +24,7 @@ pub struct CheckpointId {
 
 /// A text that is not the name of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{0:?} is not the name of a set of checkpoints; those look like t40001-20261122T141503-1")]
+#[error("{0:?} is not the name of a checkpoint; names look like t40001-20261122T141503-1")]
 pub struct InvalidCheckpointId(pub String);
 
 impl CheckpointId {

@@ -31,13 +31,13 @@ pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
         why,
     };
     let make = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    make().map_err(|e| unusable(format!("it cannot be made: {e}")))?;
+    make().map_err(|e| unusable(format!("it cannot be created: {e}")))?;
     let real = dir.canonicalize().map_err(|e| unusable(e.to_string()))?;
     let meta = real
         .symlink_metadata()
         .map_err(|e| unusable(e.to_string()))?;
     if !meta.is_dir() {
-        return Err(unusable("it is no directory".into()));
+        return Err(unusable("it is not a directory".into()));
     }
     match find_access_problem(&meta) {
         Some(why) => Err(unusable(why)),
@@ -54,12 +54,12 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
     };
     let io_failure = |e: io::Error| unusable(e.to_string());
     let inside = || {
-        unusable("it would lie in the store, and whoever has the store would have the key".into())
+        unusable("it would be in the store, and a copy of the store would include the key".into())
     };
     let absolute = std::path::absolute(path).map_err(io_failure)?;
     let parent = absolute
         .parent()
-        .ok_or_else(|| unusable("it is no file".into()))?;
+        .ok_or_else(|| unusable("it is not a file".into()))?;
     if parent.starts_with(store) {
         return Err(inside());
     }
@@ -79,7 +79,7 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
         Err(e) if e.kind() == ErrorKind::NotFound => {
             create_key_file(&absolute, parent, disk).map_err(|e| match e.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => disk_full_error(&absolute, e),
-                _ => unusable(format!("it cannot be made: {e}")),
+                _ => unusable(format!("it cannot be created: {e}")),
             })?;
             open_key_file(&absolute)
         }
@@ -88,7 +88,7 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
     let mut file = file.map_err(io_failure)?;
     let meta = file.metadata().map_err(io_failure)?;
     if !meta.is_file() {
-        return Err(unusable("it is no plain file".into()));
+        return Err(unusable("it is not a regular file".into()));
     }
     if let Some(why) = find_access_problem(&meta) {
         return Err(unusable(why));

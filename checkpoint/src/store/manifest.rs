@@ -125,13 +125,13 @@ pub(super) fn open_file(operation: StoreOperation, path: &Path) -> Result<(File,
         .custom_flags(flags)
         .open(path)
         .map_err(|e| match e.raw_os_error() {
-            Some(libc::ENOENT) => changed("it is not there"),
+            Some(libc::ENOENT) => changed("it does not exist"),
             Some(libc::ELOOP) => changed("it is a symbolic link"),
             _ => io_error(operation, path)(e),
         })?;
     let meta = file.metadata().map_err(io_error(operation, path))?;
     if !meta.is_file() {
-        return Err(changed("it is no plain file"));
+        return Err(changed("it is not a regular file"));
     }
     Ok((file, meta.len()))
 }
@@ -159,8 +159,8 @@ pub(super) fn read_manifest(
         .map_err(|why| decrypt_error_for(operation, &path, secret, why))?;
     let manifest: Manifest = match postcard::take_from_bytes(&content) {
         Ok((manifest, [])) => manifest,
-        Ok(_) => return Err(changed("there is more in it than belongs there".into())),
-        Err(e) => return Err(changed(format!("its content makes no sense: {e}"))),
+        Ok(_) => return Err(changed("it has surplus content".into())),
+        Err(e) => return Err(changed(format!("its content is malformed: {e}"))),
     };
     let distinct_tids: BTreeSet<Tid> = manifest.parts.iter().map(|part| part.tid).collect();
     let is_valid = manifest.parts.len() <= PARTS_MAX
@@ -168,7 +168,7 @@ pub(super) fn read_manifest(
         && manifest.meta.len() <= META_BYTES_MAX
         && manifest.vm.len() <= VM_BYTES_MAX;
     if !is_valid {
-        return Err(changed("it says what no manifest says".into()));
+        return Err(changed("its values are impossible".into()));
     }
     for part in &manifest.parts {
         let path = dir.join(part_name(part.tid));

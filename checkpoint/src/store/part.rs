@@ -61,7 +61,7 @@ fn regular_file_length(path: &Path, meta: &Metadata) -> Result<u64, StoreError> 
         kind if kind.is_file() => Ok(meta.len()),
         kind if kind.is_symlink() => Err(unusable_images(
             path,
-            "it is a symbolic link, and images are plain files",
+            "it is a symbolic link, and images are regular files",
         )),
         kind if kind.is_dir() => Err(unusable_images(
             path,
@@ -82,7 +82,7 @@ impl ImageFiles {
             .map_err(unreadable_image(dir))?
             .is_dir()
         {
-            return Err(unusable_images(dir, "it is no directory"));
+            return Err(unusable_images(dir, "it is not a directory"));
         }
         let mut images = ImageFiles {
             dir: dir.to_path_buf(),
@@ -100,7 +100,7 @@ impl ImageFiles {
                 return Err(unusable_images(
                     dir,
                     format!(
-                        "there are more than {IMAGE_FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"
+                        "it contains more than {IMAGE_FILES_MAX} files or {IMAGES_BYTES_MAX} bytes"
                     ),
                 ));
             }
@@ -245,7 +245,7 @@ pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u6
                 );
                 if counts != (files, total_bytes) {
                     return Err(damaged(format!(
-                        "{files} files of {total_bytes} bytes are in it, and it says {counts:?}"
+                        "it contains {files} files of {total_bytes} bytes, and its counts are {counts:?}"
                     )));
                 }
                 return Ok(total_bytes);
@@ -282,7 +282,7 @@ fn unpack_file<R: Read>(
     let path = checked_file_name(&name).map(|name| to.join(name));
     let path = path.ok_or_else(|| {
         damaged(format!(
-            "{:?} is no plain file name",
+            "{:?} is not a plain file name",
             OsStr::from_bytes(&name)
         ))
     })?;
@@ -300,12 +300,14 @@ fn unpack_file<R: Read>(
             TAG_ZEROS => u64::from_le_bytes(read_bytes(stream)?),
             other => {
                 return Err(damaged(format!(
-                    "{left} bytes of a file were expected, and {other} was found"
+                    "{left} bytes of a file were expected, but the record is {other}"
                 )));
             }
         };
         if run == 0 || run > left {
-            return Err(damaged("the pieces of a file are not as long as the file"));
+            return Err(damaged(
+                "the lengths of a file's chunks do not add up to its size",
+            ));
         }
         if kind == TAG_ZEROS {
             // The run becomes a hole in the file, which reads as zeros. A run is never longer than

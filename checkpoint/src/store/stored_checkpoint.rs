@@ -137,7 +137,7 @@ impl StoredCheckpoint {
             match images_bytes == part.images_bytes {
                 true => Ok(images_bytes),
                 false => Err(broken(DecryptError::Changed(
-                    "its images are not as long as the manifest says".into(),
+                    "the length of its images differs from that in the manifest".into(),
                 ))),
             }
         })
@@ -157,13 +157,13 @@ impl StoredCheckpoint {
         let changed = |why: &str| broken(DecryptError::Changed(why.into()));
         let (file, bytes) = manifest::open_file(operation, &path)?;
         if bytes != part.encrypted_bytes {
-            return Err(changed("its length is not that which the manifest says"));
+            return Err(changed("its length differs from that in the manifest"));
         }
         let what = FileRole::Part(self.info.id, part.tid);
         let mut decryptor = Decryptor::new(secret, what, file, bytes).map_err(broken)?;
         let result = read(&mut decryptor, &path)?;
         if decryptor.finish().map_err(broken)? != part.blake3 {
-            return Err(changed("its hash is not that which the manifest says"));
+            return Err(changed("its hash differs from that in the manifest"));
         }
         Ok(result)
     }

@@ -89,7 +89,7 @@ impl VmCommand for CheckpointsCommand {
             return list_checkpoints(&session.vm);
         };
         match session.vm.ask(Request::RemoveCheckpoints {
-            which: which.clone(),
+            selection: which.clone(),
             include_foreign: *include_foreign,
         })? {
             Reply::CheckpointsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
@@ -321,9 +321,9 @@ mod tests {
         let outcome = removal_outcome(&RemovalSelection::Job(job), &all);
         assert!(
             outcome.failed
-                && outcome
-                    .text
-                    .starts_with("a removed, 7 bytes\nb is kept: job t40002 goes back to it")
+                && outcome.text.starts_with(
+                    "a removed, 7 bytes\nb is kept: job t40002 needs it if a host is lost"
+                )
         );
         assert_eq!(
             outcome.json[0]["removed"],

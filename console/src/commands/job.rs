@@ -198,7 +198,7 @@ fn job_line(job: &JobUsage) -> String {
         &job.program
     };
     let (tid, began) = (job.job.to_string(), time(job.started));
-    let state = match (job.ended, &job.suspended) {
+    let state = match (job.ended, &job.suspension) {
         (Some(_), _) => "ended",
         (None, Some(_)) => "suspended",
         (None, None) => "runs",
@@ -230,7 +230,7 @@ fn job_value(job: &JobUsage) -> Value {
         "began_us": job.started.0,
         "ended_us": job.ended.map(|at| at.0),
         "sums": totals_value(&job.totals),
-        "suspended": suspended_value(job.suspended.as_ref()),
+        "suspended": suspended_value(job.suspension.as_ref()),
     })
 }
 
@@ -251,7 +251,7 @@ pub(crate) fn task_value(task: &TaskUsage) -> Value {
         "resident_max_bytes": task.used.resident_max_bytes,
         "moves": task.migrations,
         "evictions": task.evictions,
-        "suspended": suspended_value(task.suspended.as_ref()),
+        "suspended": suspended_value(task.suspension.as_ref()),
         "suspended_before_us": task.suspended_total.0,
     })
 }
@@ -277,21 +277,21 @@ pub(crate) fn job_status(
         "TID", "HOST", "CPU S", "RSS MIB", "MOVED", "END"
     );
     text.extend(tasks.iter().map(task_line));
-    let running = job.suspended.iter().filter(|_| job.ended.is_none());
+    let running = job.suspension.iter().filter(|_| job.ended.is_none());
     text.extend(
         running.map(|suspended| suspended_since(format_args!("job {}", job.job), suspended)),
     );
     text.extend(
         tasks
             .iter()
-            .filter_map(|task| Some(suspended_since(task.tid, task.suspended.as_ref()?))),
+            .filter_map(|task| Some(suspended_since(task.tid, task.suspension.as_ref()?))),
     );
     let value = json!({ "job": job_value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
     Ok(Outcome::with_values(text, value, false))
 }
 
 fn task_line(task: &TaskUsage) -> String {
-    let now = if task.suspended.is_some() {
+    let now = if task.suspension.is_some() {
         "suspended"
     } else {
         "runs"

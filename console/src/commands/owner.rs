@@ -10,11 +10,11 @@ use crate::clock::unix_micros;
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
-use pvm_load_watcher::hours::Hours;
+use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner::format_utc_time;
 use pvm_load_watcher::owner_override::{
-    self, DEFAULT_DURATION, DURATION_MAX, DeclaredPresence, OVERRIDES_DIR_VAR, OwnerOverride,
-    Presence, overrides_dir,
+    self, DeclaredPresence, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
+    OwnerOverride, Presence, overrides_dir,
 };
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
 use pvm_load_watcher::published_policy::{self, PolicyRejection};
@@ -60,7 +60,7 @@ enum OwnerCommand {
     /// Removes the declared presence. Load watchers detect the owner's presence again.
     DetectPresence,
     /// Admits no guests at these times. An empty list removes the rule.
-    ClosedHours(Vec<Hours>),
+    ClosedHours(Vec<WeeklyHours>),
     /// Limits the number of guest tasks; `None` removes the limit.
     TaskLimit(Option<u32>),
     /// Shows, publishes or withdraws a policy file.
@@ -98,7 +98,7 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     };
     let bounded_duration = |text: &str| {
         parse_duration(text)
-            .filter(|span| *span <= DURATION_MAX)
+            .filter(|span| *span <= OVERRIDE_DURATION_MAX)
             .map(Some)
             .ok_or_else(|| wrong_type(text, "a time such as 2h or 30m, up to 7d"))
     };
@@ -157,7 +157,8 @@ fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) ->
     } = current;
     match command {
         OwnerCommand::DeclarePresence { state, duration } => {
-            let until = now + Micros::from_secs(duration.unwrap_or(DEFAULT_DURATION).as_secs());
+            let until =
+                now + Micros::from_secs(duration.unwrap_or(OVERRIDE_DURATION_DEFAULT).as_secs());
             said = Some(DeclaredPresence {
                 state: *state,
                 at: now,
@@ -167,7 +168,7 @@ fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) ->
         }
         OwnerCommand::DetectPresence => said = None,
         OwnerCommand::ClosedHours(hours) => {
-            policy.never = (!hours.is_empty()).then(|| hours.clone())
+            policy.forbidden_hours = (!hours.is_empty()).then(|| hours.clone())
         }
         OwnerCommand::TaskLimit(cores) => policy.cores = *cores,
         OwnerCommand::Policy(_) | OwnerCommand::Status => {}
@@ -200,7 +201,7 @@ fn describe_override(directives: &OwnerOverride) -> String {
         };
         parts.push(format!("{state} until {}{visit}", format_utc_time(until)));
     }
-    if let Some(hours) = &directives.policy.never {
+    if let Some(hours) = &directives.policy.forbidden_hours {
         let all: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
         parts.push(format!("no guests {}", all.join(" and ")));
     }
@@ -227,7 +228,7 @@ fn override_json(directives: &OwnerOverride) -> serde_json::Value {
     });
     let never: Vec<String> = directives
         .policy
-        .never
+        .forbidden_hours
         .iter()
         .flatten()
         .map(|hours| hours.to_string())
@@ -477,7 +478,7 @@ mod tests {
         assert_eq!(words("here --for 2h"), say(Presence::Here, Some(7200)));
         assert_eq!(words("away --for=30m"), say(Presence::Away, Some(1800)));
         assert_eq!(words("auto"), Ok(OwnerCommand::DetectPresence));
-        let hours = |text: &str| text.parse::<Hours>().expect("good");
+        let hours = |text: &str| text.parse::<WeeklyHours>().expect("good");
         assert_eq!(
             words("never 9-17"),
             Ok(OwnerCommand::ClosedHours(vec![hours("9-17")]))
@@ -579,7 +580,7 @@ mod tests {
         );
         let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
         assert!(
-            wrong.contains("mine.toml:3: duplicate key")
+            wrong.contains("mine.toml, line 3: duplicate key")
                 && wrong.ends_with("; nothing has changed"),
             "{wrong}"
         );

@@ -69,7 +69,7 @@ impl VmCommand for RestartCommand {
         let set = &self.checkpoint;
         match session.vm.ask(Request::Restart {
             checkpoint: set.clone(),
-            on: self.hosts.clone(),
+            host_names: self.hosts.clone(),
             wait: true,
         })? {
             Reply::Restarted(Ok(report)) => {

@@ -158,7 +158,10 @@ fn host_state(subject: &str, now: &HostState) -> String {
         HostState::Gone => {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
         }
-        HostState::Excluded { why, drained } => {
+        HostState::Excluded {
+            why,
+            drain_requested_by: drained,
+        } => {
             let drained = drained
                 .map(|by| format!("it is drained at the request of {by}; 'undrain' ends that"));
             let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
@@ -256,12 +259,12 @@ mod tests {
         let left_out = |why: &Option<RejectionReason>, drained| {
             last(&HostState::Excluded {
                 why: why.clone(),
-                drained,
+                drain_requested_by: drained,
             })
         };
         let nothing = "now: nothing is placed on h2: ";
         let drained = "it is drained at the request of t40001; 'undrain' ends that";
-        let present = "its owner is there (olga on pts/1)";
+        let present = "its owner is present (olga on pts/1)";
         assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
         assert_eq!(
             left_out(&closed, None),

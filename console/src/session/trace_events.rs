@@ -1,6 +1,6 @@
 //! The events that traced tasks record, as a mask. Pure.
 
-use libpvm::trace_events::{EVENTS, EventMask};
+use libpvm::trace_events::{EVENT_NAMES, EventMask};
 
 /// Events that are not caused by a call. They are always recorded and cannot be selected.
 const UNSELECTABLE_EVENTS: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
@@ -35,7 +35,7 @@ const XPVM_EVENTS: [&str; 24] = [
 
 /// Returns number and name of the events that can be selected.
 pub(crate) fn selectable_events() -> impl Iterator<Item = (usize, &'static str)> {
-    let named = EVENTS
+    let named = EVENT_NAMES
         .iter()
         .enumerate()
         .map(|(event, name)| (event, name.to_str().expect("names are ASCII")));

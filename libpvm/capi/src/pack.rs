@@ -45,7 +45,7 @@ macro_rules! wire {
             }
             fn get_xdr(bytes: &[u8]) -> $t {
                 // A value that was packed as a wider type keeps its low bits.
-                <$wide>::from_be_bytes(bytes.try_into().expect("the caller gives XDR_BYTES bytes")) as $t
+                <$wide>::from_be_bytes(bytes.try_into().expect("the caller passes XDR_BYTES bytes")) as $t
             }
         }
     )*};

@@ -85,15 +85,17 @@ pub enum RemovalRefusal {
     #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
     Unknown,
     /// A restart is reading the checkpoint.
-    #[error("it is in use: a job is being started from it")]
+    #[error("it is in use: a job is being restarted from it")]
     InUse,
     /// The checkpoint is the only one from which this job can be restarted.
     #[error(
-        "job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones"
+        "job {0} needs it if a host is lost; run 'pvm checkpoint --stop {0}' first, or remove older ones"
     )]
     OnlyRestartPoint(Tid),
     /// The named virtual machine made the checkpoint and may still need it.
-    #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
+    #[error(
+        "the virtual machine {0:?} made it; remove it there, or use --any if that machine is gone"
+    )]
     Foreign(String),
     /// The store reported an error.
     #[error("{0}")]
@@ -171,21 +173,25 @@ impl fmt::Display for CheckpointFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             CheckpointFailure::NoSuchJob(tid) => {
-                write!(f, "there is no task {tid}, and none that it has spawned")
+                write!(f, "there is neither a task {tid} nor a descendant of it")
             }
             CheckpointFailure::TooManyTasks { tasks } => {
                 write!(
                     f,
-                    "the job has {tasks} tasks, and a checkpoint takes {CHECKPOINT_TASKS_MAX} at most"
+                    "the job has {tasks} tasks; a checkpoint takes at most {CHECKPOINT_TASKS_MAX}"
                 )
             }
             CheckpointFailure::InProgress => {
-                f.write_str("another checkpoint or a restart of this job is under way")
+                f.write_str("another checkpoint or a restart of this job is in progress")
             }
             CheckpointFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
             CheckpointFailure::JobSpawnedTasks(tids) => {
                 let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
-                write!(f, "the job has spawned {} meanwhile", tids.join(" "))
+                write!(
+                    f,
+                    "the job spawned {} during the checkpoint",
+                    tids.join(" ")
+                )
             }
             CheckpointFailure::HostLost(host) => write!(f, "{host} was lost"),
             CheckpointFailure::Deadline { allowed } => {
@@ -195,7 +201,7 @@ impl fmt::Display for CheckpointFailure {
             CheckpointFailure::MailboxTooLarge { bytes } => {
                 write!(
                     f,
-                    "its tasks have {bytes} bytes in the mailbox, and a checkpoint takes {SAVED_MAILBOX_BYTES_MAX}"
+                    "its tasks have {bytes} bytes in the mailbox; a checkpoint takes at most {SAVED_MAILBOX_BYTES_MAX}"
                 )
             }
         }
@@ -253,13 +259,13 @@ impl fmt::Display for RestartFailure {
             RestartFailure::Store(why) => f.write_str(why),
             RestartFailure::TasksAlive(tids) => write!(
                 f,
-                "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
+                "{} are alive: end the job first, or start a new virtual machine, which does not reuse these tids",
                 list_first(tids, Tid::to_string)
             ),
             RestartFailure::GroupsInUse(names) => {
                 write!(
                     f,
-                    "the groups {} have other members: a task cannot be in them at its old place",
+                    "the groups {} have other members: the tasks cannot get their old instance numbers",
                     names.join(" ")
                 )
             }
@@ -267,20 +273,20 @@ impl fmt::Display for RestartFailure {
                 let entries = list_first(entries, String::clone);
                 write!(
                     f,
-                    "the mailbox has entries of others where the tasks had theirs: {entries}"
+                    "mailbox entries of the tasks now belong to other tasks: {entries}"
                 )
             }
             RestartFailure::ContextsInUse(contexts) => write!(
                 f,
-                "others have been given the contexts {}: their messages would be taken for the job's; end them, or start \
-                 a new virtual machine",
+                "the contexts {} now belong to other tasks, whose messages would be confused with the job's; end \
+                 these tasks, or start a new virtual machine",
                 list_first(contexts, |ctx| format!("{ctx:#x}"))
             ),
             RestartFailure::NoHost(name) => {
                 write!(f, "there is no host {name} in the virtual machine")
             }
             RestartFailure::InProgress => {
-                f.write_str("another restart or a checkpoint of this job is under way")
+                f.write_str("another restart or a checkpoint of this job is in progress")
             }
             RestartFailure::Task {
                 tid,

@@ -108,8 +108,8 @@ pub struct EngineListError(pub String);
 /// Error of a list of state files; contains the invalid list.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
-     {STATE_TID_PLACEHOLDER} stands for the tid"
+    "{STATE_ENV}: \"{0}\" is invalid; it must name up to {STATE_FILES_MAX} files, each once, separated by colons; \
+     {STATE_TID_PLACEHOLDER} in a name stands for the tid"
 )]
 pub struct StateFilesError(pub String);
 

@@ -379,7 +379,7 @@ impl fmt::Display for EventKind {
             EventKind::HostFileProcessed { added, refused } => {
                 write!(
                     f,
-                    "the host file is done: hosts that joined {added}, lines that came to nothing {refused}"
+                    "the host file is processed: {added} hosts joined, {refused} lines failed"
                 )
             }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
@@ -401,7 +401,7 @@ impl fmt::Display for EventKind {
             }
             EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
             EventKind::HostVacated { host } => {
-                write!(f, "{host} is clean: no foreign task is left on it")
+                write!(f, "{host} is clean: no guest is left on it")
             }
             EventKind::GuestsPaused {
                 host,
@@ -411,18 +411,18 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "guests of {host} stopped: {} within {:.1} ms: {why}",
+                    "guests of {host} paused: {} within {:.1} ms: {why}",
                     list_tasks(guests),
                     as_millis(*took)
                 )
             }
             EventKind::GuestsResumed { host, guests, why } => {
-                write!(f, "guests of {host} go on: {}: {why}", list_tasks(guests))
+                write!(f, "guests of {host} resumed: {}: {why}", list_tasks(guests))
             }
             EventKind::GuestsEnded { host, guests, why } => {
                 write!(
                     f,
-                    "guests of {host} are ended: {}: {why}",
+                    "guests of {host} are being ended: {}: {why}",
                     list_tasks(guests)
                 )
             }
@@ -456,7 +456,7 @@ impl fmt::Display for EventKind {
                 let stood = as_millis(*frozen);
                 write!(
                     f,
-                    "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms"
+                    "{id}: {tid} migrated from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms"
                 )?;
                 if whole > frozen {
                     write_transfer_time(f, *resident, *whole)
@@ -475,16 +475,16 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}"
+                    "{id}: {tid} was not migrated from {from} to {to} ({cause}): {step} failed: {why}"
                 )
             }
             EventKind::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
             EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
             EventKind::JobSuspended { job, requested_by } => {
-                write!(f, "job {job} suspended: {requested_by} asked for it")
+                write!(f, "job {job} suspended: requested by {requested_by}")
             }
             EventKind::JobResumed { job, requested_by } => {
-                write!(f, "job {job} resumed: {requested_by} asked for it")
+                write!(f, "job {job} resumed: requested by {requested_by}")
             }
             EventKind::DrainStarted {
                 host,
@@ -493,11 +493,11 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "{host} is being emptied, and takes no tasks: {by} asked for it"
+                    "{host} is being drained and accepts no tasks: requested by {by}"
                 )
             }
             EventKind::DrainEnded { host, requested_by } => {
-                write!(f, "{host} takes tasks again: {requested_by} asked for it")
+                write!(f, "{host} accepts tasks again: requested by {requested_by}")
             }
             EventKind::Checkpointed {
                 checkpoint: set,
@@ -513,7 +513,7 @@ impl fmt::Display for EventKind {
                     "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
                 )?;
                 if *parked {
-                    f.write_str("; it ends, and goes on when there is room")
+                    f.write_str("; the job ends now and will be restarted when there is room")
                 } else {
                     Ok(())
                 }
@@ -527,7 +527,7 @@ impl fmt::Display for EventKind {
                 tasks,
                 why,
             } => {
-                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
+                write!(f, "job {job} restarted from checkpoint {set} ({why}):")?;
                 tasks
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
@@ -539,7 +539,7 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "checkpoint {checkpoint} was not started again ({cause}): {why}"
+                    "checkpoint {checkpoint} was not restarted ({cause}): {why}"
                 )
             }
             EventKind::Note { text } => f.write_str(text),
@@ -555,11 +555,11 @@ impl fmt::Display for EventKind {
             } => {
                 let hosts: Vec<String> = hosts.iter().map(HostId::to_string).collect();
                 let on = if hosts.is_empty() {
-                    "nobody".into()
+                    "no host".into()
                 } else {
                     hosts.join(", ")
                 };
-                write!(f, "checkpoint {set} of job {job}: {on} has a copy")?;
+                write!(f, "checkpoint {set} of job {job} copied to: {on}")?;
                 if *missing == 0 {
                     Ok(())
                 } else {
@@ -569,11 +569,11 @@ impl fmt::Display for EventKind {
             EventKind::TaskerGone { host, why } => {
                 write!(
                     f,
-                    "the tasker of {host} has ended ({why}); its tasks are dead"
+                    "the tasker of {host} has ended ({why}); its tasks were killed"
                 )
             }
-            EventKind::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
-            EventKind::HostOpened { host } => write!(f, "{host} takes guests again"),
+            EventKind::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
+            EventKind::HostOpened { host } => write!(f, "{host} accepts guests again"),
         }
     }
 }
@@ -608,7 +608,7 @@ fn write_transfer_time(
 ) -> fmt::Result {
     write!(
         f,
-        ", its memory of {resident} bytes there after {:.1} ms",
+        ", all {resident} bytes of memory at the target after {:.1} ms",
         as_millis(transfer_time)
     )
 }
@@ -620,7 +620,7 @@ fn write_engine(
     tid: Tid,
     engine: &Engine,
 ) -> fmt::Result {
-    write!(f, "{id}: {tid} goes by {engine}")?;
+    write!(f, "{id}: {tid} migrates by {engine}")?;
     match engine {
         Engine::Criu => Ok(()),
         Engine::SelfCheckpoint {
@@ -630,11 +630,11 @@ fn write_engine(
         } => {
             write!(
                 f,
-                ": it is asked {asked}, and has {wait} s to end with exit status {exit}"
+                ": it is asked {asked} and must exit with status {exit} within {wait} s"
             )
         }
         Engine::Restart { timeout_s } => {
-            write!(f, ": it is ended, within {timeout_s} s, and started again")
+            write!(f, ": it is ended within {timeout_s} s and restarted")
         }
     }
 }
@@ -647,7 +647,7 @@ fn as_millis(time: Micros) -> f64 {
 fn list_tasks(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
     if names.is_empty() {
-        "none were there".into()
+        "no guests".into()
     } else {
         names.join(" ")
     }
@@ -730,16 +730,16 @@ mod tests {
         };
         assert_eq!(
             closed.with_host_names(name),
-            "leo takes no guests: the owner wants no guests always"
+            "leo accepts no guests: the owner wants no guests always"
         );
         assert_eq!(
             EventKind::HostOpened { host: host(3) }.with_host_names(name),
-            "max takes guests again"
+            "max accepts guests again"
         );
         let unknown = EventKind::HostVacated { host: host(1) };
         assert_eq!(
             unknown.with_host_names(name),
-            "host 1 is clean: no foreign task is left on it"
+            "host 1 is clean: no guest is left on it"
         );
     }
 

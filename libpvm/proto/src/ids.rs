@@ -74,7 +74,7 @@ impl TryFrom<u16> for HostId {
 
 /// A number outside the range of host indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("{0} is no index of a host; those are 1 to {max}", max = HostId::INDEX_MAX)]
+#[error("{0} is not a host index; valid are 1 to {max}", max = HostId::INDEX_MAX)]
 pub struct InvalidHostIndex(pub u16);
 
 impl fmt::Display for HostId {
@@ -286,7 +286,7 @@ mod tests {
             let message = HostId::try_from(index).expect_err("no host").to_string();
             assert_eq!(
                 message,
-                format!("{index} is no index of a host; those are 1 to 4095")
+                format!("{index} is not a host index; valid are 1 to 4095")
             );
         }
     }

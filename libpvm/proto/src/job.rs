@@ -197,7 +197,7 @@ fn check_constraint_text(text: &Spanned<String>, what: &str) -> Result<String, S
     if inner.is_empty() || inner.contains(bad) {
         return Err((
             text.span(),
-            format!("{what} must be a text without colons and line ends, and not empty"),
+            format!("{what} must be a non-empty text without colons and line ends"),
         ));
     }
     Ok(inner.to_string())
@@ -224,7 +224,7 @@ impl JobToml {
             {
                 return Err((
                     name.span(),
-                    format!("{:?} is no name of a variable", name.get_ref()),
+                    format!("{:?} is not the name of a variable", name.get_ref()),
                 ));
             }
             environment.insert(name.into_inner(), value.into_inner());
@@ -247,7 +247,7 @@ impl JobToml {
                 return Err((
                     files.span(),
                     format!(
-                        "{:?} is none of {}",
+                        "{:?} is not one of {}",
                         files.get_ref(),
                         OPEN_FILES_POLICIES.join(", ")
                     ),
@@ -320,7 +320,7 @@ impl JobToml {
             {
                 return Err((
                     work.span(),
-                    format!("{text:?} is no time: 600, or \"1.5h\""),
+                    format!("{text:?} is not a duration; examples: 600, \"1.5h\""),
                 ));
             }
             parts.push(format!("work = {text}"));
@@ -470,14 +470,17 @@ COLOUR = "blue"
             ),
             (
                 "wants = 'memory >= 2G:/tmp'",
-                "job.toml, line 1: wants must be a text without colons",
+                "job.toml, line 1: wants must be a non-empty text without colons",
             ),
             ("program = ' '", "job.toml, line 1: program is empty"),
-            ("\n\nwork = 'soon'", "job.toml, line 3: \"soon\" is no time"),
-            ("work = 0", "job.toml, line 1: \"0\" is no time"),
+            (
+                "\n\nwork = 'soon'",
+                "job.toml, line 3: \"soon\" is not a duration",
+            ),
+            ("work = 0", "job.toml, line 1: \"0\" is not a duration"),
             (
                 "files = 'cpoy'",
-                "job.toml, line 1: \"cpoy\" is none of shared, copy, refuse",
+                "job.toml, line 1: \"cpoy\" is not one of shared, copy, refuse",
             ),
             (
                 "\nengine = 'steam'",
@@ -486,7 +489,7 @@ COLOUR = "blue"
             ("state = 'a:a'", "job.toml, line 1: SEMPA_STATE: \"a:a\""),
             (
                 "[environment]\n'A=B' = ''",
-                "job.toml, line 2: \"A=B\" is no name of a variable",
+                "job.toml, line 2: \"A=B\" is not the name of a variable",
             ),
             ("= 1", "job.toml, line 1: "),
         ] {

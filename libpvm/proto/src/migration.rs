@@ -113,11 +113,11 @@ pub enum MigrationCause {
 impl fmt::Display for MigrationCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            MigrationCause::Requested { requested_by } => write!(f, "asked by {requested_by}"),
+            MigrationCause::Requested { requested_by } => write!(f, "requested by {requested_by}"),
             MigrationCause::Owner { why } => write!(f, "owner: {why}"),
             MigrationCause::Load { why } => write!(f, "load: {why}"),
             MigrationCause::Drain { requested_by } => {
-                write!(f, "drain: {requested_by} has the host emptied")
+                write!(f, "drain: requested by {requested_by}")
             }
             MigrationCause::Checkpoint => f.write_str("checkpoint of its job"),
             MigrationCause::Restart => f.write_str("restart of its job from a checkpoint"),
@@ -388,13 +388,15 @@ impl fmt::Display for Refusal {
         match self {
             Refusal::NoSuchTask => f.write_str("there is no such task"),
             Refusal::NoSuchHost => f.write_str("there is no such host"),
-            Refusal::AlreadyThere => f.write_str("it runs there already"),
-            Refusal::AlreadyMigrating(id) => write!(f, "it is being moved already ({id})"),
+            Refusal::AlreadyThere => f.write_str("it already runs there"),
+            Refusal::AlreadyMigrating(id) => write!(f, "it is already migrating ({id})"),
             Refusal::NotSpawned => f.write_str("it was started from a command line, not spawned"),
             Refusal::NotConnected => f.write_str("it is not connected to its daemon"),
-            Refusal::Pinned => f.write_str("it belongs to its host"),
+            Refusal::Pinned => f.write_str("it is bound to its host"),
             Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
-            Refusal::UnsupportedResource { what } => write!(f, "it holds {what}"),
+            Refusal::UnsupportedResource { what } => {
+                write!(f, "it has {what}")
+            }
             Refusal::CpuFeatures { missing } => {
                 write!(f, "the target's processor lacks {}", missing.join(" "))
             }
@@ -420,15 +422,17 @@ impl fmt::Display for Refusal {
                 )
             }
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
-            Refusal::OwnerPresent { host, why } => write!(f, "{host} takes no guests now: {why}"),
-            Refusal::OwnerLimits { host, why } => write!(f, "{host} does not take it: {why}"),
+            Refusal::OwnerPresent { host, why } => {
+                write!(f, "{host} accepts no guests at present: {why}")
+            }
+            Refusal::OwnerLimits { host, why } => write!(f, "{host} does not accept it: {why}"),
             Refusal::TooManyMigrations { limit } => {
-                write!(f, "{limit} moves are under way already")
+                write!(f, "{limit} migrations are already in progress")
             }
             Refusal::OpenFilesRefused { path } => {
                 write!(
                     f,
-                    "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)",
+                    "it has {} open and must not migrate with open files (SEMPA_FILES=refuse)",
                     path.display()
                 )
             }
@@ -439,30 +443,32 @@ impl fmt::Display for Refusal {
             } => {
                 write!(
                     f,
-                    "its {files} open files have {bytes} bytes, and {limit} are carried along at most"
+                    "its {files} open files have {bytes} bytes; at most {limit} are copied"
                 )
             }
             Refusal::Suspended => {
-                f.write_str("it is suspended, and has to run to write its own checkpoint")
+                f.write_str("it is suspended, and must run to write its own checkpoint")
             }
             Refusal::SignalNotHandled { signal } => {
                 write!(
                     f,
-                    "it does not handle signal {signal}, or not yet, and would just be ended by it"
+                    "it has no handler for signal {signal} (yet), which would kill it"
                 )
             }
             Refusal::SelfCheckpointPending => {
-                f.write_str("it was asked to write its own checkpoint, and may do so yet")
+                f.write_str("it was asked for its own checkpoint and may still be writing it")
             }
             Refusal::NoCheckpointEngine { engine } => {
                 write!(
                     f,
-                    "checkpoints of jobs are written by CRIU or by programs themselves, and it wants to be taken by {engine}"
+                    "checkpoints of jobs are written by CRIU or by the programs themselves, and this task permits \
+                     only {engine}"
                 )
             }
             Refusal::NoStateFiles => write!(
                 f,
-                "it writes its own checkpoint, and the environment of its spawn does not say into which files ({STATE_ENV}): for a checkpoint of its job they have to be kept"
+                "it writes its own checkpoint, but {STATE_ENV} does not name the files, which a checkpoint of its job \
+                 must include"
             ),
             Refusal::MemoryReserved {
                 need,
@@ -470,19 +476,20 @@ impl fmt::Display for Refusal {
                 reserved: promised,
             } => write!(
                 f,
-                "it needs {need} bytes, and of the {have} that the target has {promised} are promised to tasks on their way there: try again when they have arrived"
+                "it needs {need} bytes; of the target's {have}, {promised} are reserved for tasks that are migrating \
+                 there: try again when they have arrived"
             ),
             Refusal::OtherUser { found, expected } => {
                 write!(
                     f,
-                    "its images are of user {found}, and tasks of user {expected} are built here"
+                    "its images belong to user {found}, but tasks run as user {expected} here"
                 )
             }
             Refusal::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
             Refusal::FilesTooMany { files, limit } => {
                 write!(
                     f,
-                    "it has more than {files} files open or mapped, whose names are more than {limit} bytes"
+                    "it has more than {files} files open or mapped, and their names exceed {limit} bytes"
                 )
             }
         }
@@ -564,7 +571,7 @@ impl fmt::Display for Failure {
             Failure::Io(text) => f.write_str(text),
             Failure::HostLost(host) => write!(f, "{host} was lost"),
             Failure::TaskEnded => f.write_str("the task ended"),
-            Failure::Cancelled(why) => write!(f, "called off: {why}"),
+            Failure::Cancelled(why) => write!(f, "cancelled: {why}"),
         }
     }
 }

@@ -230,7 +230,7 @@ impl fmt::Display for SuspensionInfo {
             | suspend::SuspendCause::JobRequested { requested_by } => {
                 write!(f, "suspended by {requested_by}")
             }
-            suspend::SuspendCause::Preempted { why } => write!(f, "gives way: {why}"),
+            suspend::SuspendCause::Preempted { why } => write!(f, "preempted: {why}"),
         }
     }
 }
@@ -411,9 +411,9 @@ pub enum RejectionReason {
 impl fmt::Display for RejectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RejectionReason::OtherHostRequested => f.write_str("another host was asked for"),
+            RejectionReason::OtherHostRequested => f.write_str("the request names another host"),
             RejectionReason::Arch { has } => write!(f, "its architecture is {has}"),
-            RejectionReason::Owner { why } => write!(f, "its owner is there ({why})"),
+            RejectionReason::Owner { why } => write!(f, "its owner is present ({why})"),
             RejectionReason::ConstraintViolated { condition, has } => {
                 write!(f, "{condition} does not hold ({has})")
             }

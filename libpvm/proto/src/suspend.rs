@@ -104,11 +104,11 @@ impl SuspendCause {
 impl fmt::Display for SuspendCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SuspendCause::Requested { requested_by } => write!(f, "{requested_by} asked for it"),
+            SuspendCause::Requested { requested_by } => write!(f, "requested by {requested_by}"),
             SuspendCause::JobRequested { requested_by } => {
-                write!(f, "{requested_by} asked for its whole job")
+                write!(f, "requested by {requested_by} for its whole job")
             }
-            SuspendCause::Preempted { why } => write!(f, "shares of users: {why}"),
+            SuspendCause::Preempted { why } => write!(f, "preempted: {why}"),
         }
     }
 }

@@ -59,7 +59,7 @@ pub fn item_number(name: &str) -> i32 {
     let at = ITEM_NAMES
         .iter()
         .position(|known| known.to_bytes() == name.as_bytes());
-    at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
+    at.unwrap_or_else(|| panic!("{name} is not a trace record item")) as i32
 }
 
 /// True if a mask, encoded as in `PVMTMASK`, selects the event with this number.

@@ -89,7 +89,7 @@ pub struct RingCorrupt;
 
 impl std::fmt::Display for RingCorrupt {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("the shared ring holds what no writer of ours puts there")
+        f.write_str("the shared ring contains an invalid record or position")
     }
 }
 

@@ -61,7 +61,7 @@ pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) ->
     let unfit = |what: &str| {
         io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("a descriptor for shared memory {what}"),
+            format!("invalid descriptor for shared memory: {what}"),
         )
     };
     let has = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| unfit("is none"))?;

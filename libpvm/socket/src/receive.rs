@@ -115,7 +115,7 @@ pub fn receive(
     if received_fds.len() >= ROUTE_FDS_MAX {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "more descriptors came than one word may have",
+            "more descriptors came than one message may have",
         ));
     }
     // The control buffer had space, so the process had reached its descriptor limit.

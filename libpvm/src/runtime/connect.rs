@@ -237,7 +237,7 @@ fn read_welcome(
                 Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
                 Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
                 Ok(_) => Err(version_mismatch(
-                    "its first word is neither yes nor no".into(),
+                    "its first frame is neither a welcome nor a refusal".into(),
                 )),
                 Err(e) => Err(version_mismatch(e.to_string())),
             };
@@ -245,10 +245,14 @@ fn read_welcome(
         decoder.buffer_mut().reserve(WELCOME_READ_BYTES);
         match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
             Ok(Received { bytes: 0, .. }) => {
-                return Err(io_error(io::Error::other("it hung up without an answer")));
+                return Err(io_error(io::Error::other(
+                    "it closed the connection without an answer",
+                )));
             }
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
-                return Err(io_error(io::Error::other("it hung up without an answer")));
+                return Err(io_error(io::Error::other(
+                    "it closed the connection without an answer",
+                )));
             }
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

@@ -68,7 +68,7 @@ impl Drop for PanicReporter {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.lock().mark_connection_lost(
-                "the runtime's helper thread has failed; this is an error in the library",
+                "the runtime's I/O thread has failed; this is an error in the library",
             );
         }
     }
@@ -282,7 +282,7 @@ fn connect_to_next_daemon(
             Ok(accepted) => {
                 let tid = accepted.welcome.tid;
                 return shared.lock().mark_connection_lost(&format!(
-                    "after the move the daemon took {} for {tid}",
+                    "after the migration the daemon took {} for {tid}",
                     shared.own_tid
                 ));
             }
@@ -294,7 +294,7 @@ fn connect_to_next_daemon(
             Err(e) => {
                 return shared
                     .lock()
-                    .mark_connection_lost(&format!("going on after the move: {e}"));
+                    .mark_connection_lost(&format!("continuing after the migration: {e}"));
             }
         }
     }
@@ -310,6 +310,6 @@ fn adopt_connection(shared: &Shared, accepted: AcceptedConnection) {
         accepted.passed,
         &shared.socket_waiters,
     ) {
-        state.mark_connection_lost(&format!("going on after the move: {e}"));
+        state.mark_connection_lost(&format!("continuing after the migration: {e}"));
     }
 }

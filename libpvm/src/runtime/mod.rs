@@ -243,7 +243,9 @@ impl Runtime {
     /// Returns a sentence that says why the connection is lost for good. Empty while it is not.
     pub fn lost_reason(&self) -> String {
         self.with_core(|core| core.lost_reason().unwrap_or_default().to_string())
-            .unwrap_or_else(|| "this process was forked off a task and is none itself".into())
+            .unwrap_or_else(|| {
+                "this process was forked from a task and is not a task itself".into()
+            })
     }
 
     /// Returns a new wait id, which is positive.

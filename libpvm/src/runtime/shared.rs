@@ -577,8 +577,9 @@ impl State {
                     // The last frames that the daemon sent before it closed the connection are
                     // still handled.
                     self.read_all();
-                    return self
-                        .mark_connection_lost(&format!("the daemon is gone: writing to it: {e}"));
+                    return self.mark_connection_lost(&format!(
+                        "the connection to the daemon is lost: writing failed: {e}"
+                    ));
                 }
             }
         }
@@ -638,7 +639,7 @@ impl State {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) => {
                     return self.mark_connection_lost(&format!(
-                        "the daemon is gone: reading from it: {e}"
+                        "the connection to the daemon is lost: reading failed: {e}"
                     ));
                 }
             }
@@ -654,14 +655,14 @@ impl State {
             let taken = match self.decoder.next_frame() {
                 Ok(Some(frame)) => self.core.handle_frame(now, frame, &mut self.descriptors),
                 Ok(None) if self.descriptors.len() > UNHANDLED_DESCRIPTORS_MAX => {
-                    Err("descriptors that nothing belongs to".into())
+                    Err("descriptors without a frame".into())
                 }
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
             if let Err(why) = taken {
                 return self.mark_connection_lost(&format!(
-                    "the daemon said something that cannot be understood: {why}"
+                    "the daemon sent a frame that cannot be decoded: {why}"
                 ));
             }
         }

@@ -108,7 +108,7 @@ pub fn trusted_path(named: PathBuf, default_path: &Path, by: Uid) -> (PathBuf, O
     }
     let (named, other) = (named.display(), default_path.display());
     let sentence = format!(
-        "{named} does not count, because it is not root's, or others can change it; {other} counts"
+        "{named} is not used, because it does not belong to root, or other users can change it; {other} is used"
     );
     (default_path.to_path_buf(), Some(sentence))
 }
@@ -146,16 +146,16 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
     };
     let shown = truncate(name, UNKNOWN_NAME_BYTES_MAX);
     name.parse()
-        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; nobody is kept away by it"))
+        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; the entry has no effect"))
 }
 
 /// Returns the report about a refused file. `had_content` is true if the file had valid content
 /// before, `counts` if its content would be in force.
 fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     let then = match (had_content, counts) {
-        (true, _) => "what was said before stays",
-        (false, true) => "until that is mended no guest is welcome here",
-        (false, false) => "it would count for nothing here",
+        (true, _) => "the previous content stays in force",
+        (false, true) => "until it is corrected no guest is welcome here",
+        (false, false) => "it has no effect here",
     };
     format!("{sentence}; {then}")
 }

@@ -190,7 +190,7 @@ fn malformed_file_keeps_previous_policy() {
     put("cores = 3\nnever = 5\n");
     let wrong = rules.read_user_policy().expect("wrong");
     assert!(
-        wrong.contains("own:2: ") && wrong.ends_with("what was said before stays"),
+        wrong.contains("own, line 2: ") && wrong.ends_with("the previous content stays in force"),
         "{wrong}"
     );
     assert_eq!(
@@ -238,7 +238,7 @@ fn malformed_published_policy_keeps_previous_one() {
     publish(Some("nice = 5\n\nnice = 6\n"));
     let wrong = rules.read_overrides();
     assert!(
-        wrong.len() == 1 && wrong[0].contains(".policy.toml:3: duplicate key"),
+        wrong.len() == 1 && wrong[0].contains(".policy.toml, line 3: duplicate key"),
         "{wrong:?}"
     );
     assert_eq!((rules.errors(), nice(&rules)), (wrong, Some(4)));
@@ -250,7 +250,7 @@ fn malformed_published_policy_keeps_previous_one() {
 }
 
 /// End of the report about a malformed file without previous valid content.
-const CLOSED_HOST_SUFFIX: &str = "; until that is mended no guest is welcome here";
+const CLOSED_HOST_SUFFIX: &str = "; until it is corrected no guest is welcome here";
 
 /// A file that never had valid content closes the host to guests until the file is corrected or
 /// removed.
@@ -272,7 +272,7 @@ fn file_never_valid_closes_host_until_fixed() {
             .expect("nobody knows what it forbids")
             .to_string();
         assert!(
-            why.contains(&format!("{file}:2: unknown field `corse`"))
+            why.contains(&format!("{file}, line 2: unknown field `corse`"))
                 && why.ends_with(CLOSED_HOST_SUFFIX),
             "{why}"
         );
@@ -286,7 +286,10 @@ fn file_never_valid_closes_host_until_fixed() {
         assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
         // From now on the file has valid content before each error.
         put(dir.path(), file, "corse = 3\n");
-        assert!(read(&mut rules).is_some_and(|says| says.ends_with("what was said before stays")));
+        assert!(
+            read(&mut rules)
+                .is_some_and(|says| says.ends_with("the previous content stays in force"))
+        );
         assert_eq!(
             (rules.policy_unknown(), rules.merged().policy.cores),
             (None, Some(2))
@@ -336,7 +339,7 @@ fn published_policy_never_valid_closes_host() {
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
-        why.contains(".policy.toml:2: duplicate key") && why.ends_with(CLOSED_HOST_SUFFIX),
+        why.contains(".policy.toml, line 2: duplicate key") && why.ends_with(CLOSED_HOST_SUFFIX),
         "{why}"
     );
     assert_eq!(
@@ -354,7 +357,7 @@ fn published_policy_never_valid_closes_host() {
         (Vec::new(), None)
     );
     publish(Some("nice = 5\nnice = 6\n"));
-    assert!(rules.read_overrides()[0].ends_with("what was said before stays"));
+    assert!(rules.read_overrides()[0].ends_with("the previous content stays in force"));
     assert_eq!(
         (rules.policy_unknown(), rules.merged().policy.nice),
         (None, Some(5))
@@ -401,7 +404,7 @@ fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
     let place = dir.join(file_and_line);
     let place = place.display();
     format!(
-        "{place}: blocked user {name:?}: no account of this host has this name; nobody is kept away by it"
+        "{place}: blocked user {name:?}: no account of this host has this name; the entry has no effect"
     )
 }
 
@@ -428,8 +431,8 @@ fn unknown_blocked_user_is_reported_with_line() {
         (&[0, 12345][..], Some(3), None)
     );
     let told = [
-        ("admin:4", "nobody-has-this-name"),
-        ("admin:5", "99999999999"),
+        ("admin, line 4", "nobody-has-this-name"),
+        ("admin, line 5", "99999999999"),
     ];
     assert_eq!(
         rules.errors(),
@@ -468,7 +471,7 @@ fn only_effective_unknown_users_are_reported() {
         rules.errors(),
         [unknown_user_report(
             dir.path(),
-            "own:2",
+            "own, line 2",
             "nobody-has-this-name"
         )],
         "she is the owner now"
@@ -494,7 +497,7 @@ fn unknown_user_reports_are_limited() {
     );
     assert_eq!(
         rules.errors()[0],
-        unknown_user_report(dir.path(), "own:2", &long[1..])
+        unknown_user_report(dir.path(), "own, line 2", &long[1..])
     );
 }
 
@@ -547,7 +550,7 @@ fn admin_path_must_belong_to_root() {
     for other in [named, PathBuf::from("/dev/null"), dir.path().join("none")] {
         let (place, doubt) = trusted_path(other.clone(), usual, Uid::from_raw(ALICE));
         assert!(
-            place == usual && doubt.is_some_and(|says| says.contains("is not root's")),
+            place == usual && doubt.is_some_and(|says| says.contains("does not belong to root")),
             "{}",
             other.display()
         );

@@ -224,7 +224,7 @@ impl OwnerSigns<'_> {
             return format!("not available: {why}");
         }
         let says = |s: &Session| match s.screen_use {
-            ScreenUse::Unknown => format!("{} does not say", s.login.line),
+            ScreenUse::Unknown => format!("{} is not reported", s.login.line),
             ScreenUse::InUse => format!("{} in use", s.login.line),
             ScreenUse::IdleSince(at) => format!(
                 "{} without input {} s",
@@ -234,7 +234,7 @@ impl OwnerSigns<'_> {
         };
         let all: Vec<String> = self.screen_sessions().map(says).collect();
         if all.is_empty() {
-            "nobody has one".into()
+            "no session has a screen".into()
         } else {
             all.join(", ")
         }
@@ -285,7 +285,7 @@ impl OwnerSigns<'_> {
         all.push((
             "sessions",
             match self.sessions {
-                Evidence::Known(list) => format!("{} of people", list.len()),
+                Evidence::Known(list) => format!("{} sessions of people", list.len()),
                 Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
@@ -299,9 +299,9 @@ impl OwnerSigns<'_> {
         };
         let idle: Vec<String> = logins.iter().filter_map(idle).collect();
         let none = if logins.is_empty() {
-            "nobody is logged in"
+            "no user is logged in"
         } else {
-            "not available: no terminal can be looked at"
+            "not available: no terminal can be examined"
         };
         all.push((
             "terminals",
@@ -343,14 +343,14 @@ impl OwnerSigns<'_> {
                 "away"
             };
             Some(format!(
-                "{} said {said:?}, until {}",
+                "{} declared {said:?}, until {}",
                 spoken.user,
                 format_utc_time(until)
             ))
         };
         let words: Vec<String> = self.overrides.iter().filter_map(say).collect();
         all.push((
-            "owner's word",
+            "owner's override",
             if words.is_empty() {
                 "none".into()
             } else {
@@ -444,7 +444,7 @@ impl OwnerDetector {
         };
         if let Some((user, DeclaredPresence { at, until, .. })) = words.iter().find_map(here) {
             let why = format!(
-                "{user} said \"here\" at {}, until {}",
+                "{user} declared \"here\" at {}, until {}",
                 format_utc_time(at),
                 format_utc_time(until)
             );
@@ -477,7 +477,7 @@ impl OwnerDetector {
                 .presence
                 .map(|said| format_utc_time(said.until))
                 .unwrap_or_default();
-            let why = format!("{} said \"away\", until {until}", spoken.user);
+            let why = format!("{} declared \"away\", until {until}", spoken.user);
             return Finding::Absent {
                 confidence: 100,
                 why,
@@ -490,7 +490,7 @@ impl OwnerDetector {
             && logins.is_empty()
             && now.since(*at) < GREETER_INPUT_WINDOW
         {
-            let why = "somebody uses keyboard or mouse and is not logged in".to_string();
+            let why = "keyboard or mouse are used without a login".to_string();
             return Finding::Present {
                 since: None,
                 confidence: 85,
@@ -524,7 +524,7 @@ impl OwnerDetector {
                 };
             if self.load_is_high {
                 let halves = (cores * 2.0).round().max(1.0) / 2.0;
-                let why = format!("programs that are not ours use about {halves:.1} processors");
+                let why = format!("other programs use about {halves:.1} processors");
                 return Finding::Maybe {
                     since: None,
                     confidence: 50,
@@ -623,7 +623,7 @@ fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
         };
         return Finding::Absent {
             confidence,
-            why: "nobody is logged in".into(),
+            why: "no user is logged in".into(),
         };
     }
     let path = signs.records_path.display();
@@ -631,7 +631,7 @@ fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
         LoginRecords::Unreadable(why) => {
             format!("logins are unknown: {path} cannot be read: {why}")
         }
-        _ => format!("nobody is logged in: {path} does not exist"),
+        _ => format!("no user is logged in: {path} does not exist"),
     };
     Finding::Absent {
         confidence: 50,

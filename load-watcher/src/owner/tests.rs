@@ -30,7 +30,7 @@ struct Scene {
 
 impl Scene {
     fn with(logins: Vec<Login>) -> Scene {
-        let missing = || "not looked at".to_string();
+        let missing = || "not read".to_string();
         Scene {
             records: LoginRecords::Logins(logins),
             sessions: Evidence::Unavailable(missing()),
@@ -93,7 +93,7 @@ fn verdict_keeps_start_and_end_of_visit() {
         at(1, Vec::new()),
         (
             OwnerVerdict::Absent { since: None },
-            "nobody is logged in".into()
+            "no user is logged in".into()
         )
     );
     let alice = login("alice", "pts/3", 100_000);
@@ -134,7 +134,10 @@ fn missing_login_records_mean_absent_with_reason() {
     }
     .verdict_at(1);
     assert_eq!(sensed.verdict, OwnerVerdict::Absent { since: None });
-    assert_eq!(sensed.reason, "nobody is logged in: /x/utmp does not exist");
+    assert_eq!(
+        sensed.reason,
+        "no user is logged in: /x/utmp does not exist"
+    );
     let denied = LoginRecords::Unreadable("permission denied".into());
     let sensed = Scene {
         records: denied,
@@ -156,7 +159,7 @@ fn missing_login_records_mean_absent_with_reason() {
     .verdict_at(1);
     assert_eq!(
         (sensed.reason.as_str(), sensed.confidence),
-        ("nobody is logged in", 90)
+        ("no user is logged in", 90)
     );
 }
 
@@ -442,7 +445,7 @@ fn external_load_is_maybe_until_low_again() {
     scene.external_load = Evidence::Known(1.4);
     assert_eq!(
         scene.verdict_at(1).reason,
-        "programs that are not ours use about 1.5 processors"
+        "other programs use about 1.5 processors"
     );
 }
 
@@ -458,7 +461,7 @@ fn override_beats_all_signs_until_it_expires() {
     );
     assert_eq!(
         (away.confidence, away.reason.as_str()),
-        (100, "olga said \"away\", until 00:50:00 UTC")
+        (100, "olga declared \"away\", until 00:50:00 UTC")
     );
     assert!(
         matches!(scene.verdict_at(3000).verdict, OwnerVerdict::Present { .. }),
@@ -565,7 +568,7 @@ fn every_source_is_described() {
             "screens",
             "keyboard and mouse",
             "other programs",
-            "owner's word"
+            "owner's override"
         ]
     );
     assert!(sensed.sources.iter().all(|(_, says)| !says.is_empty()));
@@ -681,7 +684,7 @@ proptest! {
         };
         // With a source for the keyboard, input of a person at the login screen would be attributed
         // to the user who is logged in.
-        scene.input = Evidence::Unavailable("not looked at".into());
+        scene.input = Evidence::Unavailable("not read".into());
         let before = rank(&scene.verdict_at(now).verdict);
         if let LoginRecords::Logins(logins) = &mut scene.records {
             logins.push(login("zoe", "pts/9", 4000));

@@ -334,8 +334,7 @@ impl Machine {
             return;
         };
         if !job_checkpoints.make_room_for(job) {
-            let reason =
-                format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
+            let reason = format!("{JOBS_MAX} jobs have scheduled checkpoints already, the limit");
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
@@ -744,7 +743,7 @@ impl Machine {
             return master
                 .checkpoints
                 .snapshots
-                .on_sealed(snapshot, Err("the job goes back to an earlier one".into()));
+                .on_sealed(snapshot, Err("the job rolls back to an earlier one".into()));
         };
         let JobCheckpoints {
             latest_incarnation,
@@ -822,7 +821,7 @@ impl Machine {
             self.outputs.push_back(Output::DropCheckpoints {
                 checkpoints: vec![set.clone()],
             });
-            result = Err("its checkpoint was over before".into());
+            result = Err("its checkpoint had ended before".into());
         }
         let contents = job_checkpoints.snapshot_contents.get_mut(&snapshot);
         let result =
@@ -852,7 +851,7 @@ impl Machine {
         };
         let result = result.and_then(|frozen| {
             let (set, bytes) =
-                sealed.ok_or_else(|| CheckpointFailure::Store("the set was lost".into()))?;
+                sealed.ok_or_else(|| CheckpointFailure::Store("the checkpoint was lost".into()))?;
             Ok(CheckpointReport {
                 name: set,
                 job,
@@ -984,7 +983,7 @@ impl Machine {
         self.schedule_check(job, interval);
         if let Some(bound) = late {
             let text = format!(
-                "a checkpoint of job {job} took {:.1} s: as often as it is made, more than {:.1} s of work may be lost",
+                "a checkpoint of job {job} took {:.1} s: more than {:.1} s of work may be lost",
                 took.0 as f64 / 1e6,
                 bound.0 as f64 / 1e6
             );

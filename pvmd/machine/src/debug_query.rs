@@ -20,7 +20,7 @@ impl Machine {
     /// | 8 | declares a host lost |
     pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
         if words.is_empty() || words.len() > DEBUG_QUERY_WORDS_MAX {
-            let reason = format!("a question has 1 to {DEBUG_QUERY_WORDS_MAX} numbers");
+            let reason = format!("a query has 1 to {DEBUG_QUERY_WORDS_MAX} numbers");
             return self.reply_error(tid, id, PvmError::BadParam, reason);
         }
         let argument = words.get(1).copied().unwrap_or(0);
@@ -39,7 +39,7 @@ impl Machine {
             }
             3 => {
                 let lines = self.rpcs.log_lines();
-                self.log_list("questions without an answer", lines);
+                self.log_list("requests without an answer", lines);
                 vec![]
             }
             4 => {
@@ -113,7 +113,7 @@ impl Machine {
         else {
             return false;
         };
-        self.handle_host_lost(host, &format!("{tid} says so"));
+        self.handle_host_lost(host, &format!("declared lost by {tid}"));
         true
     }
 }

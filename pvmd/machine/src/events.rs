@@ -203,7 +203,7 @@ impl Machine {
             Ok(entry) => entry,
             Err(why) => {
                 return self.log(format!(
-                    "an entry for the event log from host {host} is left out: {why}"
+                    "an event log entry of host {host} was discarded: {why}"
                 ));
             }
         };

@@ -290,7 +290,7 @@ impl Groups {
             if group.state != GroupState::Dynamic {
                 return Err((
                     PvmError::NotInGroup,
-                    format!("group {} is frozen: nobody can join", display_name(name)),
+                    format!("group {} is frozen: no task can join", display_name(name)),
                 ));
             }
             if group.instances.contains_key(&tid) {
@@ -408,7 +408,7 @@ impl Groups {
                 str::to_string,
             );
             let reason = format!(
-                "group {}: {what}; {left} are left of the {wanted} that were wanted",
+                "group {}: {what}; {left} of the {wanted} required members remain",
                 display_name(name)
             );
             self.finish(name, kind, &Err((PvmError::NoGroup, reason)));

@@ -179,8 +179,8 @@ impl Machine {
             .get(by)
             .is_some_and(|task| task.is_spawned() && !task.is_service)
         {
-            let reason = "only a load watcher that the resource manager has started, or a program from a command line, \
-                          may say what guests may do on this host";
+            let reason = "only a load watcher that the resource manager has started, or a program from a command \
+                          line, may send directives about guests on this host";
             return self.reply_error(by, id, PvmError::Denied, reason);
         }
         directive
@@ -222,7 +222,7 @@ impl Machine {
     }
 
     fn pause_guests(&mut self, sender: Tid, directive: GuestDirective) {
-        self.log(format!("guests are stopped: {}", directive.reason));
+        self.log(format!("guests are paused: {}", directive.reason));
         let why = directive.reason.clone();
         let here: Vec<Tid> = self
             .tasks
@@ -264,7 +264,7 @@ impl Machine {
         let Some(said) = self.owner_control.active_directive.take() else {
             return;
         };
-        self.log(format!("guests go on: {why}"));
+        self.log(format!("guests resume: {why}"));
         let resumes =
             |t: &&Task| (t.pause.is_some() || t.graceful_exit.is_some()) && t.suspension.is_none();
         let still: Vec<Tid> = self
@@ -826,7 +826,7 @@ impl Machine {
             .limits()
             .find_map(|limits| limits.blocking_pattern(program))
         {
-            return Err(format!("its owner lets nobody run {pattern}"));
+            return Err(format!("its owner does not allow {pattern}"));
         }
         let Some(max_cores) = self
             .owner_control
@@ -868,8 +868,8 @@ impl Machine {
         {
             0 => Err(match max_cores {
                 0 => "its owner allows no tasks".to_string(),
-                1 => "its owner allows one task, and it is there".to_string(),
-                _ => format!("its owner allows {max_cores} tasks, and they are there"),
+                1 => "its owner allows one task, and one is present".to_string(),
+                _ => format!("its owner allows {max_cores} tasks, and as many are present"),
             }),
             places => Ok(places),
         }

@@ -182,7 +182,7 @@ impl Machine {
         if let Some(stop) = self.shutdown.as_ref().filter(|s| !s.is_done) {
             let left: Vec<String> = stop.awaited_hosts.iter().map(HostId::to_string).collect();
             if !left.is_empty() {
-                self.log(format!("not heard of in time: {}", left.join(", ")));
+                self.log(format!("no report in time from: {}", left.join(", ")));
             }
             self.shut_down_now("time is up");
         }

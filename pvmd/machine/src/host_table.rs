@@ -29,7 +29,7 @@ impl Machine {
                     self.handle_master_order(message);
                 } else {
                     self.log(format!(
-                        "{host} gave an order that only the master gives; it was ignored"
+                        "{host} sent an order that only the master may send; it was ignored"
                     ));
                 }
             }
@@ -87,7 +87,7 @@ impl Machine {
             HostMsg::CommitTable { epoch } => self.commit_table(epoch),
             HostMsg::TaskLocation(location) => self.handle_location(location),
             HostMsg::Halt { why } => self.shut_down_orderly(&why),
-            HostMsg::Shutdown => self.shut_down_now("the master says so"),
+            HostMsg::Shutdown => self.shut_down_now("by order of the master"),
             HostMsg::DropCopies { checkpoints } => self
                 .outputs
                 .push_back(Output::DropCheckpoints { checkpoints }),

@@ -195,7 +195,7 @@ fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
             "id" => {}
             _ => {
                 return Err(bad(format!(
-                    "{word:?} is no host option; there are lo= dx= ep= wd= sp= ip= so= bx= id="
+                    "{word:?} is not a host option; the options are lo= dx= ep= wd= sp= ip= so= bx= id="
                 )));
             }
         }

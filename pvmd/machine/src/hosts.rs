@@ -370,7 +370,7 @@ impl Machine {
             && !self.host_changes().hosts_outside_table().contains(&host)
         {
             self.log(format!(
-                "{host} connected, but nobody wants it in; its session was ended"
+                "{host} connected, but is not being added; its session was ended"
             ));
             self.outputs.push_back(Output::Disconnect { host });
         }
@@ -443,11 +443,11 @@ impl Machine {
         let reason = if s.started_host.is_some() {
             let seconds = seconds(CONNECT_TIMEOUT);
             format!(
-                "the daemon on {name} started, but did not connect within {seconds} s: its UDP way to here is closed, \
-                 or somebody else answers at its end"
+                "the daemon on {name} started, but did not connect within {seconds} s: UDP from there to this host is \
+                 blocked, or another program answers"
             )
         } else if s.plan.is_manual() {
-            format!("nobody has started the daemon on {name} by hand in time")
+            format!("the daemon on {name} was not started by hand in time")
         } else {
             format!(
                 "the daemon on {name} did not start within {} s",
@@ -781,7 +781,7 @@ impl Machine {
     pub(super) fn handle_removal_timeout(&mut self, host: HostId) {
         if self.is_leaving(host) {
             self.log(format!(
-                "{host} did not end in time; it ends by itself when it hears nothing from here"
+                "{host} did not end in time; it ends when its lease expires"
             ));
             self.finish_removal(host);
         }

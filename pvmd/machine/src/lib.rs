@@ -430,15 +430,13 @@ impl Machine {
                 let is_new = std::mem::replace(&mut self.tasker_gone, false)
                     || self.freezer_support.is_none();
                 match &capabilities.engine {
-                    Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
-                    Err(why) => self.log(format!("tasks cannot be moved: {why}")),
+                    Ok(version) => self.log(format!("tasks can be migrated: engine {version}")),
+                    Err(why) => self.log(format!("tasks cannot be migrated: {why}")),
                 }
                 match &capabilities.freezer {
-                    Ok(()) => {
-                        self.log("guests are stopped by the freezer of control groups".into())
-                    }
+                    Ok(()) => self.log("guests are paused by the cgroup freezer".into()),
                     Err(why) => self.log(format!(
-                        "guests are stopped by signals, not by a freezer: {why}"
+                        "guests are paused by signals, not by the cgroup freezer: {why}"
                     )),
                 }
                 self.freezer_support = Some(capabilities.freezer);
@@ -476,7 +474,7 @@ impl Machine {
         self.tasker_gone = true;
         if self.shutdown.is_none() {
             self.log(format!(
-                "the tasker has ended ({why}); its tasks on this host are dead"
+                "the tasker has ended ({why}); its tasks on this host were killed"
             ));
             self.record(EventKind::TaskerGone {
                 host: self.config.host,

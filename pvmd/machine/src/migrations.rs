@@ -98,7 +98,7 @@ impl Machine {
             let master = self
                 .master
                 .as_mut()
-                .expect("requests to move come to the master");
+                .expect("requests to migrate are sent to the master");
             master
                 .migrations
                 .coordinator
@@ -119,7 +119,7 @@ impl Machine {
                 self.reply(requester, id, Reply::Migrated(Err(error)));
             }
             Err(refusal) => {
-                let reason = format!("{tid} was not moved to {to}: {refusal}");
+                let reason = format!("{tid} was not migrated to {to}: {refusal}");
                 self.reply_error(requester, id, refusal_code(&refusal), reason);
             }
         }
@@ -516,7 +516,7 @@ impl Machine {
                     Some(target) => target.handle(TargetEvent::Order(order)),
                     None if order == MigrationOrder::Discard => {}
                     None => {
-                        let why = Failure::Cancelled("the target has thrown it away".into());
+                        let why = Failure::Cancelled("the target has discarded it".into());
                         self.send_step_report(
                             id,
                             StepReport::Failed {
@@ -1149,7 +1149,7 @@ impl Machine {
                 task.quiesced = true;
             }
             _ => self.log(format!(
-                "{tid} let go for {migration}, which is none of its moves"
+                "{tid} quiesced for {migration}, which is none of its migrations"
             )),
         }
     }

@@ -96,7 +96,7 @@ impl Machine {
         }
         let seconds = OWNER_AGENT_TIMEOUT.0 / 1_000_000;
         self.log(format!(
-            "{tid}, which spoke for the owner, has ended; its last word counts for {seconds} s"
+            "{tid}, which acted for the owner, has ended; its last directive stays in force for {seconds} s"
         ));
     }
 
@@ -120,7 +120,7 @@ impl Machine {
             self.owner_control.owner_agents.remaining_limits = None;
         }
         if stops_guests {
-            let why = format!("{tid}, which spoke for the owner, has ended");
+            let why = format!("{tid}, which acted for the owner, has ended");
             self.apply_directive(
                 tid,
                 GuestDirective {
@@ -169,7 +169,7 @@ impl Machine {
         }
         if !std::mem::replace(&mut self.owner_control.owner_agents.start_reported, true) {
             let text = format!(
-                "the load watcher of {} has died, and this daemon starts another one",
+                "the load watcher of {} has died; this daemon starts another one",
                 self.config.name
             );
             self.log_and_record(text);
@@ -191,14 +191,14 @@ impl Machine {
     pub(super) fn handle_watcher_start_failure(&mut self, error: PvmError) {
         if !std::mem::replace(&mut self.owner_control.owner_agents.failure_reported, true) {
             let stay = if self.owner_control.pauses_guests() {
-                "guests stay stopped, and "
+                "guests stay paused, and "
             } else {
                 ""
             };
             let (name, seconds) = (&self.config.name, OWNER_AGENT_TIMEOUT.0 / 1_000_000);
             let text = format!(
-                "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
-                 again every {seconds} s"
+                "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not protected; \
+                 {stay}the start is retried every {seconds} s"
             );
             self.log_and_record(text);
         }

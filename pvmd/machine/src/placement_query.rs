@@ -80,14 +80,14 @@ impl Machine {
     ) {
         if self.placement_queries.pending.len() >= PLACEMENT_QUERIES_MAX {
             let reason = format!(
-                "{PLACEMENT_QUERIES_MAX} such questions wait for their answers already; ask again later"
+                "{PLACEMENT_QUERIES_MAX} such queries are waiting for answers already; try again later"
             );
             return self.reply_error(requester, id, PvmError::OutOfRes, reason);
         }
         let candidates = match to.map(|name| self.host_by_name(name)) {
             Some(None) => {
                 let reason = format!(
-                    "{task} cannot move to {}: {}",
+                    "{task} cannot migrate to {}: {}",
                     to.unwrap_or_default(),
                     Refusal::NoSuchHost
                 );

@@ -162,7 +162,7 @@ impl Machine {
         };
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {
             return self
-                .refuse_connection(conn, format!("{tid} is not waited for here ({migration})"));
+                .refuse_connection(conn, format!("{tid} is not expected here ({migration})"));
         };
         task.quiesced = false;
         if let Some(older) = task.conn() {
@@ -178,7 +178,7 @@ impl Machine {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
             return self.log(format!(
-                "a place of {tid} of epoch {epoch} is older than {}; it was refused",
+                "the location of {tid} in epoch {epoch} is older than epoch {}; it was refused",
                 self.epoch
             ));
         }
@@ -485,7 +485,7 @@ impl Machine {
         {
             Some(arrival) => arrival.forwarded_items.push(held),
             None => self.log(format!(
-                "something was handed over for {tid}, which is not on its way here; dropped"
+                "an item was forwarded for {tid}, which is not migrating to this host; dropped"
             )),
         }
     }

@@ -39,7 +39,7 @@ impl Machine {
             return;
         };
         if task.requests.len() >= REQUESTS_OPEN_MAX {
-            let reason = format!("{REQUESTS_OPEN_MAX} requests wait for their replies already");
+            let reason = format!("{REQUESTS_OPEN_MAX} requests are waiting for replies already");
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         task.requests.insert(id);
@@ -215,7 +215,7 @@ impl Machine {
             Request::Reset { kill } => self.reset_vm(tid, id, kill),
             Request::Halt => {
                 self.reply(tid, id, Reply::Done);
-                self.halt(&format!("{tid} asked for it"));
+                self.halt(&format!("requested by {tid}"));
             }
             _ => self.reply_error(
                 tid,

@@ -591,7 +591,7 @@ impl Machine {
             .filter(silent)
             .is_some_and(|ending| !ending.is_aborted)
         {
-            let why = "its library has not said in its time where its conversations stand".into();
+            let why = "its library did not report its link states in time".into();
             self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
         }
     }
@@ -970,13 +970,13 @@ impl Machine {
                 self.tasks.by_spawn_token.insert(spawn_token, tid);
                 self.send_to_tasker(ToTasker::Start(start));
                 self.log_and_record(format!(
-                    "{tid} is started again where it was ({} times so far)",
+                    "{tid} is restarted on this host ({} times so far)",
                     begin.restart_count
                 ));
                 self.pause_if_required(tid);
             }
             Err(why) => {
-                self.log_and_record(format!("{tid} could not be started again: {why}"));
+                self.log_and_record(format!("{tid} could not be restarted: {why}"));
                 let used = self
                     .tasks
                     .get(tid)
@@ -1024,7 +1024,7 @@ impl Machine {
         };
         if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
             let why = format!(
-                "its working directory {dir} cannot be entered any more: nobody knows where it has written"
+                "its working directory {dir} cannot be entered any more, so its state files cannot be found"
             );
             return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
         }
@@ -1049,8 +1049,8 @@ impl Machine {
             .map(|source| source.migration().tid);
         if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
             let text = format!(
-                "{tid} has ended as one that has written its own checkpoint, and none of the files is there that {STATE_ENV} names: \
-                 from this set it begins anew"
+                "{tid} reported that it wrote its own checkpoint, but none of the files in {STATE_ENV} exists: from \
+                 this checkpoint it starts at its beginning"
             );
             self.record(EventKind::Note { text });
         }
@@ -1161,15 +1161,14 @@ fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
     let engine = begin.restart_engine()?;
     let mut verdict = Verdict::new();
     if let Err(PvmError::NoFile) = super::spawn::find_program(world, &begin.request) {
-        let why =
-            "this host has no such program where programs of spawned tasks are looked for".into();
+        let why = "this host has no such program in the search path of spawned tasks".into();
         verdict.push(Refusal::File {
             path: (&begin.request.file).into(),
             why,
         });
     }
     if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
-        let why = "this host has no such directory that can be entered; what the program needs has to be there".into();
+        let why = "this host has no such directory that can be entered; it must contain what the program needs".into();
         verdict.push(Refusal::File {
             path: dir.into(),
             why,

@@ -250,7 +250,7 @@ impl Machine {
                 self.send_to_host(host, HostMsg::Message(message))
             }
             _ => self.log(format!(
-                "{} sent a message to {}, where no daemon is; dropped",
+                "{} sent a message to {}, which is not the address of a daemon; dropped",
                 message.src, message.dst
             )),
         }
@@ -279,7 +279,7 @@ impl Machine {
         }
         if !matches!(tag, SM_EXEC | SM_ADD | SM_HANDOFF) {
             return self.log(format!(
-                "{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"
+                "{src} sent a message with the unknown tag {tag:#x} to this daemon; dropped"
             ));
         }
         if !self.rm.is_accepted(src) {
@@ -327,7 +327,7 @@ impl Machine {
     fn add_hosts_for_rm(&mut self, rm: Tid, wid: i32, lines: &[String]) {
         if self.master.is_none() {
             return self.log(format!(
-                "{rm} wants to add hosts, which only the master can; its message was dropped"
+                "{rm} requested to add hosts, which only the master can do; its message was dropped"
             ));
         }
         self.add_hosts(lines, AddRequester::Rm { rm, wid });
@@ -392,8 +392,8 @@ impl Machine {
         if !has_crashed(status) {
             if has_failed(status) {
                 self.log_and_record(format!(
-                    "{name} has ended ({cause}), and why is in this host's log; it is not started again: 'pvm spawn {name}' starts one, \
-                     and as long as none serves spawns are placed round robin"
+                    "{name} has ended ({cause}); this host's log tells why. It is not restarted: 'pvm spawn {name}' \
+                     starts one; until then spawns are placed round robin"
                 ));
             }
             return;
@@ -404,13 +404,13 @@ impl Machine {
             .retain(|at| now.since(*at) < RM_RESTART_WINDOW);
         if self.rm.restart_times.len() >= RM_RESTARTS_MAX {
             let text = format!(
-                "{name} has died ({cause}), {RM_RESTARTS_MAX} times within {} s before; it is not started again, and spawns are \
-                 placed round robin: start one with 'pvm spawn {name}'",
+                "{name} has died ({cause}) after {RM_RESTARTS_MAX} restarts within {} s; it is not restarted, and \
+                 spawns are placed round robin: start one with 'pvm spawn {name}'",
                 RM_RESTART_WINDOW.0 / 1_000_000
             );
             return self.log_and_record(text);
         }
-        self.log_and_record(format!("{name} has died ({cause}); it is started again"));
+        self.log_and_record(format!("{name} has died ({cause}); it is restarted"));
         self.rm.restart_times.push_back(now);
         self.start_command(words);
     }

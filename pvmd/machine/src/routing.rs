@@ -195,7 +195,7 @@ impl Machine {
             DataMsg::Frame(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
                 None => self.log(format!(
-                    "{host} carried a link frame that cannot be read; it was dropped"
+                    "{host} sent a link frame that cannot be read; it was dropped"
                 )),
             },
             DataMsg::Item { dst, item } => self.deliver(dst, item),

@@ -300,7 +300,7 @@ impl Machine {
         };
         if pending.host != from {
             self.log(format!(
-                "{from} answered a question that was put to {}; the answer was dropped",
+                "{from} replied to a request that was sent to {}; the reply was dropped",
                 pending.host
             ));
             self.rpcs.open.insert(id, pending);
@@ -347,9 +347,7 @@ impl Machine {
                 self.handle_query_verdict(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
-                self.log(format!(
-                    "{from} gave an answer that does not fit its question"
-                ));
+                self.log(format!("{from} sent a reply that does not fit the request"));
                 self.fail_host_request(pending.request, caller);
             }
         }

@@ -63,13 +63,13 @@ impl Machine {
     /// Registers a task for a service, or unregisters it if it is registered.
     pub(super) fn toggle_service(&mut self, tid: Tid, id: RequestId, service: Service) {
         if service == Service::Hoster && self.master.is_none() {
-            let reason = "a hoster serves the master, so it has to run on the master's host";
+            let reason = "a hoster serves the master, so it must run on the master's host";
             return self.reply_error(tid, id, PvmError::HosterNotMaster, reason);
         }
         let (slot, flag) = self.service_tasks.slot(service);
         let registers = match *slot {
             Some(other) if other != tid => {
-                let reason = format!("{other} does this already");
+                let reason = format!("{other} provides this service already");
                 return self.reply_error(tid, id, PvmError::Already, reason);
             }
             before => before.is_none(),
@@ -161,7 +161,7 @@ impl Machine {
                 *slot = None;
                 self.set_flag(tid, flag, false);
                 self.log_and_record(format!(
-                    "{tid} is gone; this daemon does its work again ({service:?})"
+                    "{tid} is gone; this daemon provides its service again ({service:?})"
                 ));
             }
         }
@@ -233,7 +233,7 @@ impl Machine {
                 self.handle_process_exit(end.tid, end.status, end.used)
             }
             Some(_) => self.log(format!(
-                "{src} told the end of {}, which it has not started; dropped",
+                "{src} reported the end of {}, which it has not started; dropped",
                 end.tid
             )),
             // The task has disconnected before and counts as ended since.
@@ -262,8 +262,8 @@ impl Machine {
         match &plan.start_option {
             Some(option) if !plan.is_manual() => {
                 let reason = format!(
-                    "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys, see \
-                     PVM_RSH, or has you do it by hand with so=ms"
+                    "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys (see \
+                     PVM_RSH), or you start them by hand with so=ms"
                 );
                 self.handle_host_started(start, Err((PvmError::NotImpl, reason)));
             }
@@ -330,7 +330,7 @@ impl Machine {
             .filter(|o| o.hoster == src)
         else {
             self.log(format!(
-                "{src} answered an order to start daemons that it was not given; dropped"
+                "{src} replied to an order to start daemons that was not sent to it; dropped"
             ));
             return Ok(());
         };

@@ -126,18 +126,18 @@ impl Machine {
     ) {
         let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
             format!(
-                "{} is not the resource manager any more; what it has said does not hold",
+                "{} is not the resource manager any more; its placement lease is void",
                 grant.rm
             )
         } else if request.count as usize != grant.hosts.len() {
             format!(
-                "places were given for {} tasks, not for {}",
+                "the placement lease is for {} tasks, not for {}",
                 grant.hosts.len(),
                 request.count
             )
         } else if grant.hosts.len() > LEASE_TASKS_MAX {
             format!(
-                "no places are given for {} tasks in one request; {LEASE_TASKS_MAX} is the most",
+                "a placement lease does not cover {} tasks in one request; {LEASE_TASKS_MAX} is the most",
                 request.count
             )
         } else {
@@ -159,12 +159,12 @@ impl Machine {
                 tid,
                 id,
                 PvmError::BadParam,
-                "a spawn has to ask for one task at least",
+                "a spawn must request at least one task",
             );
         }
         if request.count > SPAWN_COUNT_MAX {
             let reason = format!(
-                "{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most",
+                "{} tasks were requested in one spawn; {SPAWN_COUNT_MAX} is the most",
                 request.count
             );
             return self.reply_error(tid, id, PvmError::OutOfRes, reason);
@@ -389,7 +389,7 @@ impl Machine {
                 },
             });
             // Only the resource manager knows why it chose these hosts.
-            let why = "the resource manager has said so beforehand".to_string();
+            let why = "by a placement lease of the resource manager".to_string();
             self.record_deferred(EventKind::Placed {
                 name: request.file,
                 hosts,

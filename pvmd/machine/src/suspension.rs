@@ -75,7 +75,7 @@ impl Machine {
         };
         if self.forwarded_suspends.forwarded.len() >= FORWARDED_ORDERS_MAX {
             let reason = format!(
-                "{FORWARDED_ORDERS_MAX} orders to suspend tasks that move wait already; nothing has changed"
+                "{FORWARDED_ORDERS_MAX} requests to suspend migrating tasks are waiting already; nothing has changed"
             );
             return self.send_host_reply(
                 reply_to,
@@ -300,7 +300,7 @@ fn not_suspendable_reply(order: &SuspendOrder, spawned: bool) -> Reply {
     let why = if spawned {
         "it serves the virtual machine"
     } else {
-        "no daemon has started it; whoever did can stop it with its shell's means"
+        "no daemon has started it; use the job control of the shell that has"
     };
     Reply::Failed {
         error: PvmError::Denied,

@@ -95,7 +95,7 @@ impl Machine {
             Some(ConnState::Unidentified { pid }) => match message {
                 ToDaemon::Hello(hello) => self.handle_hello(conn, pid, hello),
                 _ => self
-                    .refuse_connection(conn, "the first message has to say who is calling".into()),
+                    .refuse_connection(conn, "the first message must identify the caller".into()),
             },
             Some(ConnState::Task(tid)) => self.dispatch_task_message(conn, tid, message),
             Some(ConnState::AwaitingRecord(_) | ConnState::Retired) | None => {}
@@ -106,7 +106,7 @@ impl Machine {
         match message {
             ToDaemon::Hello(_) => {
                 self.log(format!(
-                    "{tid} said twice who it is; its connection was closed"
+                    "{tid} identified itself twice; its connection was closed"
                 ));
                 self.outputs.push_back(Output::CloseTask { conn });
                 self.conns.retire(conn);
@@ -149,8 +149,12 @@ impl Machine {
         let state = self.conns.states.remove(&conn);
         if let Some(what) = protocol_error {
             self.log(match state {
-                Some(ConnState::Task(tid)) => format!("{tid} did not keep to the protocol ({what}); it was disconnected"),
-                _ => format!("a process on the socket did not keep to the protocol ({what}); it was disconnected"),
+                Some(ConnState::Task(tid)) => {
+                    format!("{tid} violated the protocol ({what}); it was disconnected")
+                }
+                _ => format!(
+                    "a process on the socket violated the protocol ({what}); it was disconnected"
+                ),
             });
         }
         match state {
@@ -205,7 +209,8 @@ impl Machine {
             return self.refuse_connection(
                 conn,
                 format!(
-                    "this daemon speaks version {WIRE_VERSION}, the program's library {library_version}; install one version"
+                    "this daemon uses protocol version {WIRE_VERSION}, the program's library {library_version}; \
+                     install one version"
                 ),
             );
         }
@@ -235,15 +240,16 @@ impl Machine {
             // virtual machine. The process is treated as new.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
-            Claim::Probe => self.refuse_connection(conn, "nobody has nothing to say here".into()),
+            Claim::Probe => {
+                self.refuse_connection(conn, "a probe is not accepted as a task".into())
+            }
         }
     }
 
     /// Accepts a process that the virtual machine did not start, under a new tid.
     fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
         let Some(tid) = self.tasks.allocate(self.config.host) else {
-            return self
-                .refuse_connection(conn, "this host has as many tasks as it can have".into());
+            return self.refuse_connection(conn, "this host has reached its limit of tasks".into());
         };
         let mut task = Task::new(tid, Tid::NONE, ConnectionPhase::Connected(conn));
         task.flags = TASK_CONNECTED;

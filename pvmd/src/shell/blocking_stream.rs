@@ -58,7 +58,8 @@ impl BlockingStream {
         self.runtime.block_on(async {
             tokio::select! {
                 biased;
-                _ = cut.wait_for(|cut| *cut) => Err(io::Error::new(ErrorKind::ConnectionAborted, "it was broken off")),
+                _ = cut.wait_for(|cut| *cut) => Err(io::Error::new(ErrorKind::ConnectionAborted, "the transfer was \
+                                                                                                  aborted")),
                 done = timeout(STALL_TIMEOUT, done) => done.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())),
             }
         })

@@ -91,7 +91,7 @@ impl Bootstrap {
         let version: Version = serde_json::from_str(line).map_err(bad)?;
         if version.ddpro != DAEMON_PROTOCOL {
             let text = format!(
-                "the master speaks version {}, this daemon {DAEMON_PROTOCOL}: install one version",
+                "the master uses protocol version {}, this daemon {DAEMON_PROTOCOL}: install one version",
                 version.ddpro
             );
             return Err(Refusal {

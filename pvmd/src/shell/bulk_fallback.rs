@@ -111,7 +111,7 @@ impl BulkFallbacks {
                     .extend(other.map(|waits| ((migration, what), waits)));
                 drop(state);
                 self.log.write_line(format!(
-                    "refused a stream of {from} for {what:?} of {migration}: nobody expects it"
+                    "refused a stream of {from} for {what:?} of {migration}: it is not expected"
                 ));
             }
         }
@@ -165,7 +165,7 @@ impl BulkFallbacks {
         let late = |_| {
             io::Error::new(
                 ErrorKind::TimedOut,
-                "it did not take a stream of the session",
+                "it did not accept a stream of the session",
             )
         };
         let accepted = timeout(ACCEPT_TIMEOUT, accepted)
@@ -185,7 +185,7 @@ impl BulkFallbacks {
         {
             let minutes = TCP_RETRY_INTERVAL.as_secs() / 60;
             self.log.write_line(format!(
-                "{migration}: TCP does not get to {host} ({why}): by the session, and so for {minutes} minutes"
+                "{migration}: TCP does not reach {host} ({why}): transfers use the session for {minutes} minutes"
             ));
         }
         Ok(end_over_stream(out, back, keys.for_connector()))

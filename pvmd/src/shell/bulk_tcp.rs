@@ -205,10 +205,7 @@ impl<W: Write> RecordWriter<W> {
         length: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<io::Result<()>, E> {
-        assert!(
-            length <= CONTENT_BYTES_MAX,
-            "whoever sends cuts what it sends"
-        );
+        assert!(length <= CONTENT_BYTES_MAX, "senders split their data");
         let record = &mut self.buffer[..HEAD_BYTES + length + TAG_BYTES];
         fill(&mut record[HEAD_BYTES..HEAD_BYTES + length])?;
         Ok(self
@@ -234,7 +231,7 @@ impl<W: Write> RecordWriter<W> {
         let end = begin + zeros::HEAD_BYTES + length;
         assert!(
             end - HEAD_BYTES <= CONTENT_BYTES_MAX,
-            "whoever sends cuts what it sends"
+            "senders split their data"
         );
         self.buffer[HEAD_BYTES..begin].copy_from_slice(front);
         fill(&mut self.buffer[begin + zeros::HEAD_BYTES..end])?;
@@ -365,7 +362,7 @@ fn describe_timeout(e: io::Error) -> io::Error {
     match e.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
             ErrorKind::TimedOut,
-            format!("nothing went on for {} s", STALL_TIMEOUT.as_secs()),
+            format!("no progress for {} s", STALL_TIMEOUT.as_secs()),
         ),
         _ => e,
     }
@@ -426,7 +423,7 @@ impl BulkListener {
         let late = |_| {
             io::Error::new(
                 ErrorKind::TimedOut,
-                "it did not connect to the TCP port that it was told",
+                "it did not connect to the announced TCP port",
             )
         };
         let connection =
@@ -473,7 +470,7 @@ pub(super) async fn connect(
     let late = |_| {
         blocked(io::Error::new(
             ErrorKind::TimedOut,
-            "no answer from its TCP port",
+            "its TCP port does not answer",
         ))
     };
     let connection = BulkConnection::new(

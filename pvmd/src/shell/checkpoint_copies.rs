@@ -107,7 +107,7 @@ pub(super) fn receive_checkpoint<R: Read>(
     let ReceivedRecord::Mark(CopyMark::Checkpoint { made, bytes }) =
         next_record(incoming).map_err(receive_failure)?
     else {
-        return Err(format_failure("the set was not announced"));
+        return Err(format_failure("the checkpoint was not announced"));
     };
     let draft = begin(made, bytes).map_err(store)?;
     let mut all = 0;
@@ -124,7 +124,9 @@ pub(super) fn receive_checkpoint<R: Read>(
                 let mut meta = Vec::new();
                 all += receive_pieces(incoming, &mut |piece| {
                     if meta.len() + piece.len() > checkpoint::store::META_BYTES_MAX {
-                        return Err(invalid("more is said of the set than is possible"));
+                        return Err(invalid(
+                            "the checkpoint's metadata is longer than the limit",
+                        ));
                     }
                     meta.extend_from_slice(piece);
                     Ok(())
@@ -154,7 +156,9 @@ fn next_record<R: Read>(incoming: &mut RecordReader<R>) -> io::Result<ReceivedRe
         Some((&RECORD_MARK, mark)) => from_bytes(mark)
             .map(ReceivedRecord::Mark)
             .map_err(io::Error::other),
-        _ => Err(invalid("something came that belongs to no set")),
+        _ => Err(invalid(
+            "received a record that does not belong to a checkpoint",
+        )),
     }
 }
 
@@ -174,7 +178,7 @@ fn receive_pieces<R: Read>(
                 return Ok(received);
             }
             ReceivedRecord::Mark(_) => {
-                return Err(invalid("what came is not as long as what was sent"));
+                return Err(invalid("received another number of bytes than was sent"));
             }
         }
     }

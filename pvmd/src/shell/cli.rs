@@ -104,7 +104,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         preferred = address::resolve(name);
         if preferred.is_empty() {
             bail!(
-                "-n{name}: this name has no address; give one that other hosts can reach this host by"
+                "-n{name}: this name has no address; use a name by which other hosts can reach this host"
             );
         }
     }

@@ -115,7 +115,7 @@ pub(crate) fn run(
     // Must happen before other threads start: capabilities belong to a thread. Programs that the
     // daemon starts as root get root's capabilities again by their exec.
     capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
-        .context("cannot give up rights")?;
+        .context("cannot drop privileges")?;
     let log_path =
         env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log_file(), PathBuf::from);
     let bytes_max = env_var("PVMDLOGMAX")
@@ -159,7 +159,7 @@ async fn assemble_and_run(
     } = setup;
     let (paths, uid) = (runtime_dir.paths().clone(), nix::unistd::getuid().as_raw());
     let (inputs, queue) = mpsc::channel(INPUT_QUEUE_MAX);
-    let files_limit = raise_files_limit().context("cannot ask for more open files")?;
+    let files_limit = raise_files_limit().context("cannot raise the limit of open files")?;
     let signals = catch_signals()?;
     let RoleParts {
         hostfile,
@@ -360,7 +360,8 @@ fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir, l
     }
     if let Some(why) = runtime_dir.on_disk_reason() {
         log.write_line(format!(
-            "images of tasks, with all that is in their memory, get onto a disk: {} is on one, and {why}; set PVM_TMP to a directory in memory",
+            "images of tasks, which contain all their memory, are written to a disk: {} is on a disk, and {why}; set \
+             PVM_TMP to a directory in memory",
             runtime_dir.paths().dir().display()
         ));
     }

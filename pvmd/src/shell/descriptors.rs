@@ -43,7 +43,7 @@ impl TaskFrameReader {
             }
             let pending = self.received_fds.len();
             if pending > DESCRIPTORS_PENDING_MAX || (pending > 0 && self.decoder.is_empty()) {
-                return Err("descriptors came that no word had announced".into());
+                return Err("received descriptors that no control frame had announced".into());
             }
             let buffer = self.decoder.buffer_mut();
             if buffer.capacity() - buffer.len() < READ_SPACE_MIN {
@@ -69,7 +69,7 @@ impl TaskFrameReader {
             MessageFds::All(all) => Ok(Descriptors::new(all)),
             MessageFds::Lost => Ok(Descriptors::default()),
             MessageFds::Missing => Err(format!(
-                "a word announced {announced} descriptors and {} came",
+                "a control frame announced {announced} descriptors, but {} arrived",
                 self.received_fds.len()
             )),
         }

@@ -176,7 +176,7 @@ impl Driver {
         if self.stop_deadline.is_some() {
             self.parts
                 .log
-                .write_line("told again to end: ending at once");
+                .write_line("second request to end: ending immediately");
             self.is_done = true;
             return;
         }
@@ -556,7 +556,7 @@ impl Driver {
             Ok(process) => signal_process(process.as_fd(), signal),
             Err(e) => Err(std::io::Error::new(
                 e.kind(),
-                format!("it is out of reach: {e}"),
+                format!("it cannot be reached: {e}"),
             )),
         };
         if let Err(e) = sent {
@@ -579,7 +579,7 @@ impl Driver {
             tokio::select! {
                 () = cut.closed() => {}
                 () = tokio::time::sleep(DISCONNECT_TIMEOUT) => {
-                    cut.send_replace(Some("it did not take its last messages".into()));
+                    cut.send_replace(Some("it did not receive its last messages".into()));
                 }
             }
         });

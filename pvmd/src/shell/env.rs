@@ -22,5 +22,5 @@ pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
 pub(crate) fn root_refusal(allowed_by_master: bool) -> Option<String> {
     let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
     (getuid().is_root() && !allowed)
-        .then(|| "root does not run a virtual machine unless PVM_ALLOW_ROOT is set: be another user, or set it".into())
+        .then(|| "root may not run a virtual machine unless PVM_ALLOW_ROOT is set: use another user, or set it".into())
 }

@@ -203,7 +203,7 @@ impl HostStarter {
             let error = PvmError::from_name(line).unwrap_or(PvmError::CantStart);
             Err(Refusal {
                 error,
-                text: format!("the hoster says {line:?}"),
+                text: format!("the hoster replied {line:?}"),
             })
         });
         let result = result
@@ -256,7 +256,7 @@ impl HostStart<'_> {
             .spawn()
             .map_err(|e| {
                 cannot_start(format!(
-                    "the remote shell {} cannot be run: {e}; set PVM_RSH to one that can",
+                    "the remote shell {} cannot be executed: {e}; set PVM_RSH to another one",
                     words[0]
                 ))
             })?;
@@ -469,9 +469,7 @@ impl HostStart<'_> {
 
     /// Derives the reason of a failure from the remote shell's standard error and exit status.
     fn diagnose(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
-        let last = stderr_lines
-            .back()
-            .map_or("it said nothing", String::as_str);
+        let last = stderr_lines.back().map_or("no output", String::as_str);
         let unknown = [
             "could not resolve hostname",
             "name or service not known",
@@ -496,16 +494,16 @@ impl HostStart<'_> {
         } else if status == Some(255) {
             (
                 PvmError::CantStart,
-                "the remote shell did not get there: try it by hand, or set PVM_RSH",
+                "the remote shell could not reach the host: try it by hand, or set PVM_RSH",
             )
         } else {
-            (PvmError::CantStart, "the daemon there did not come up")
+            (PvmError::CantStart, "the daemon there did not start")
         };
         let status = status.map_or("a signal".to_string(), |code| format!("status {code}"));
         Refusal {
             error,
             text: format!(
-                "{meaning} (the remote shell ended with {status}; its last words: {last})"
+                "{meaning} (the remote shell ended with {status}; last line of its standard error: {last})"
             ),
         }
     }

@@ -231,13 +231,13 @@ impl ImageTransfers {
             let connection_receiver: AwaitConnection = Box::new(move || {
                 connection_receiver
                     .blocking_recv()
-                    .map_err(|_| Failure::Cancelled("the transfer was broken off".into()))
+                    .map_err(|_| Failure::Cancelled("the transfer was aborted".into()))
             });
             let _ = result_sender.send(
                 work(connection_receiver, &thread_progress, &rate).and_then(|(sent, mut back)| {
-                    let taken = back
-                        .next()
-                        .map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
+                    let taken = back.next().map_err(|e| {
+                        Failure::Images(format!("the target did not accept them: {e}"))
+                    });
                     taken.map(|_| sent)
                 }),
             );
@@ -278,7 +278,8 @@ impl ImageTransfers {
             {
                 let took = begin.elapsed().as_millis();
                 log.write_line(format!(
-                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {early_bytes} of them while they were written; {wire_bytes} bytes left without the zeros; in vain before that: {void_bytes}"
+                    "{migration}: sent {bytes} bytes of images to {to} in {took} ms, {early_bytes} of them during the dump; \
+                     {wire_bytes} bytes on the wire without zeros; {void_bytes} bytes discarded after restarts"
                 ));
             }
             let result = result.map(|sent| sent.bytes);
@@ -361,7 +362,7 @@ impl ImageTransfers {
             // An announcement by another host must not displace the expected one.
             _ => {
                 self.log.write_line(format!(
-                    "refused images of {migration} from {from}: nobody expects them"
+                    "refused images of {migration} from {from}: they are not expected"
                 ));
                 let _ = stream.stop(STREAM_REFUSED);
                 return;
@@ -375,9 +376,8 @@ impl ImageTransfers {
                 return;
             };
             let received = take(&mut incoming).and_then(|bytes| {
-                let unsaid = |e| {
-                    Failure::Images(format!("the source does not hear that they are here: {e}"))
-                };
+                let unsaid =
+                    |e| Failure::Images(format!("cannot confirm the images to the source: {e}"));
                 out.send_proof().map(|()| bytes).map_err(unsaid)
             });
             let _ = tell.send(received);
@@ -551,7 +551,7 @@ async fn serve_receiving(
             // The source has received the confirmation or has aborted; the thread's result shows
             // which.
             Ok(None) => thread_result(result_receiver.await),
-            Ok(Some(_)) => Err(failed(&"it said more than was to be said")),
+            Ok(Some(_)) => Err(failed(&"it sent unexpected data")),
             Err(why) => Err(failed(&why)),
         },
     }

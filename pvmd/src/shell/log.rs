@@ -77,9 +77,7 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
         let missed = dropped.swap(0, Ordering::Relaxed);
         let mut text = line;
         if missed > 0 {
-            text.extend_from_slice(
-                format!("*** {missed} lines were not written in time\n").as_bytes(),
-            );
+            text.extend_from_slice(format!("*** {missed} lines were dropped\n").as_bytes());
         }
         written += text.len() as u64;
         full = written >= bytes_max;

@@ -51,11 +51,11 @@ pub(crate) fn check_can_ask() -> Result<(), Refusal> {
         if [SFlag::S_IFIFO, SFlag::S_IFSOCK].contains(&kind) {
             return Ok(());
         }
-        "its standard input is no terminal"
+        "its standard input is not a terminal"
     };
     Err(cannot_start(format!(
-        "so=ms starts it by hand, and the master can ask nobody for that: {why}; start the master with \
-         \"pvmd hostfile\" in a terminal and leave it in front, or leave so=ms out to use ssh"
+        "so=ms means a start by hand, and the master cannot prompt for it: {why}; start the master with \"pvmd \
+         hostfile\" in the foreground of a terminal, or omit so=ms to use ssh"
     )))
 }
 
@@ -82,7 +82,7 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     } = order;
     print(format!(
         "*** Manual startup ***\nLogin to \"{login}\" and type:\n{command}\n\
-         It asks for a secret, which is good for this once:\n{secret}\nType response: "
+         It asks for a secret, which is valid for this start only:\n{secret}\nType response: "
     ))
     .await;
     let mut notice = WithdrawalNotice {
@@ -94,12 +94,12 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     let result = match answer {
         Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
             Err(cannot_start(format!(
-                "{line:?} is not the line that a daemon answers with, which begins with ddpro<"
+                "{line:?} is not the reply of a daemon, which begins with ddpro<"
             )))
         }),
         Ok(Err(refusal)) => Err(refusal),
         Err(_) => Err(cannot_start(format!(
-            "nobody typed an answer within {} s",
+            "no answer was typed within {} s",
             REPLY_TIMEOUT.as_secs()
         ))),
     };
@@ -120,7 +120,10 @@ struct WithdrawalNotice<'a> {
 impl Drop for WithdrawalNotice<'_> {
     fn drop(&mut self) {
         if self.is_pending {
-            print_in_thread(format!("\n{} is not wanted any more\n", self.login), None);
+            print_in_thread(
+                format!("\nthe start of {} was cancelled\n", self.login),
+                None,
+            );
         }
     }
 }
@@ -169,7 +172,7 @@ fn read_available() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
     let ended = |why: &str| {
         cannot_start(format!(
-            "the master's standard input has ended ({why}), so that nobody can answer"
+            "the master's standard input has ended ({why}), so no answer can be typed"
         ))
     };
     let mut ends = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];

@@ -101,7 +101,7 @@ impl MemoryTransfers {
             (line.clone(), self.log.clone(), self.bulk_fallbacks.clone());
         let task = tokio::spawn(async move {
             let failed = |why: &dyn std::fmt::Display| {
-                format!("{migration}: no way for its memory to {to}: {why}")
+                format!("{migration}: no connection for its memory to {to}: {why}")
             };
             let opened = async {
                 let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
@@ -159,7 +159,7 @@ impl MemoryTransfers {
             .filter(|(host, _)| *host == from)
         else {
             return self.log.write_line(format!(
-                "refused memory of {migration} from {from}: nobody expects it"
+                "refused memory of {migration} from {from}: it is not expected"
             ));
         };
         let line = Arc::<Mutex<Option<BulkConnection>>>::default();
@@ -167,7 +167,7 @@ impl MemoryTransfers {
         let fallbacks = self.bulk_fallbacks.clone();
         let task = tokio::spawn(async move {
             let failed = |why: &dyn std::fmt::Display| {
-                format!("{migration}: no way to its memory on {from}: {why}")
+                format!("{migration}: no connection to its memory on {from}: {why}")
             };
             let opened = async {
                 let frame = read_frame(&mut announced.stream, &mut announced.decoder)
@@ -248,7 +248,7 @@ impl MemoryTransfers {
         listener
             .map_err(|e| {
                 self.log.write_line(format!(
-                    "{migration}: no way for its memory: {}: {e}",
+                    "{migration}: no connection for its memory: {}: {e}",
                     path.display()
                 ))
             })
@@ -341,7 +341,7 @@ async fn fetch_memory(
             }
         }
         if !closed.load(Ordering::Acquire) {
-            lost(format!("its memory does not come any more: {why}"));
+            lost(format!("the rest of its memory cannot be fetched: {why}"));
         }
         // Returned so that the engine's socket stays open until the other thread has seen the
         // engine close it.
@@ -408,7 +408,7 @@ fn forward_to_engine(
 fn unpack(packed: &[u8], to: &mut impl Write) -> std::io::Result<()> {
     for part in zeros::parts(packed) {
         match part.map_err(|_| {
-            std::io::Error::new(ErrorKind::InvalidData, "a piece came that is not whole")
+            std::io::Error::new(ErrorKind::InvalidData, "received a malformed piece")
         })? {
             Part::Bytes(bytes) => to.write_all(bytes)?,
             Part::Zeros(mut count) => {

@@ -63,7 +63,10 @@ impl MigrationFiles {
             let result = {
                 let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
                 append_rotating(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
-                    Failure::Io(format!("cannot record the move in {}: {e}", path.display()))
+                    Failure::Io(format!(
+                        "cannot record the migration in {}: {e}",
+                        path.display()
+                    ))
                 })
             };
             let _ =

@@ -241,7 +241,7 @@ impl PendingSession {
     pub(crate) async fn session(self) -> Result<(SessionContext, Connection), Failure> {
         let silent = || {
             Failure::Images(format!(
-                "this host and {} do not hear each other",
+                "there is no session between this host and {}",
                 self.host
             ))
         };
@@ -435,8 +435,10 @@ impl Net {
             .max(queues.data.reliable_bytes());
         if most > UNSENT_BYTES_MAX && queues.connection.close_reason().is_none() {
             self.log
-                .write_line(format!("{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"));
-            queues.connection.close(CLOSE_SILENT, b"takes nothing");
+                .write_line(format!(
+                    "{host} reads nothing and {UNSENT_BYTES_MAX} bytes are queued for it: closing its session"
+                ));
+            queues.connection.close(CLOSE_SILENT, b"reads nothing");
         }
     }
 
@@ -455,7 +457,7 @@ impl Net {
         };
         if *waiting + len > bytes_max {
             self.log.write_line(format!(
-                "{host} has no session and {bytes_max} bytes wait for it: one more is dropped"
+                "{host} has no session and {bytes_max} bytes are queued for it: a frame is dropped"
             ));
             return;
         }
@@ -602,7 +604,7 @@ impl Net {
             // The waiting transfer may have ended.
             let _ = transfer.send(bulk);
         }
-        self.log.write_line(format!("session with {host} stands"));
+        self.log.write_line(format!("session with {host} is up"));
         news.push(SessionChange::Connected(host));
         news
     }
@@ -615,11 +617,7 @@ impl Net {
             return Vec::new();
         };
         let was_up = session.channels.is_some();
-        let verb = if was_up {
-            "ended"
-        } else {
-            "did not come to stand"
-        };
+        let verb = if was_up { "ended" } else { "failed to come up" };
         self.log
             .write_line(format!("session with {host} {verb}: {why}"));
         // A slave that its master has expelled must not connect again.

@@ -93,7 +93,7 @@ impl ProgramStateFiles {
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let staged_files = lock(&self.staged).remove(&migration).flatten();
         self.spawn_work(move || {
-            let dropped = || Failure::Cancelled("it was given up".into());
+            let dropped = || Failure::Cancelled("it was cancelled".into());
             let result = staged_files
                 .ok_or_else(dropped)
                 .and_then(|staged_files| staged_files.install().map_err(|e| io_failure(&e)));

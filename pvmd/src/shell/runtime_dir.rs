@@ -44,7 +44,8 @@ const PATH_HASH_BYTES: usize = 8;
 pub(crate) enum RuntimeDirError {
     /// Another user could read or replace the daemon's files.
     #[error(
-        "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that is yours: remove it or set PVM_TMP"
+        "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that belongs to you: remove it \
+         or set PVM_TMP"
     )]
     Unsafe {
         path: PathBuf,
@@ -53,7 +54,8 @@ pub(crate) enum RuntimeDirError {
     },
     /// Another daemon holds the lock.
     #[error(
-        "a virtual machine named {vm} of this user is running already (process {pid}); to run another one beside it, set PVM_VMID to another name"
+        "a virtual machine named {vm} of this user is running already (process {pid}); to run a second one, set \
+         PVM_VMID to another name"
     )]
     Running {
         vm: String,
@@ -279,7 +281,7 @@ fn create_image_dir_in_memory(
     }
     if !is_in_memory(memory) {
         return Err(format!(
-            "{} is no file system in memory either",
+            "{} is not a file system in memory either",
             memory.display()
         ));
     }
@@ -653,7 +655,7 @@ mod tests {
         assert!(
             runtime_dir
                 .on_disk_reason()
-                .is_some_and(|why| why.contains("no file system in memory"))
+                .is_some_and(|why| why.contains("not a file system in memory"))
         );
     }
 

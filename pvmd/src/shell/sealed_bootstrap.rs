@@ -136,12 +136,15 @@ pub(crate) fn fetch_line(list: &str, secret: &BootstrapSecret) -> Result<String,
         });
         match read.map(|_| secret.open(sealed)) {
             Ok(Some(line)) => return Ok(line),
-            Ok(None) => last = format!("{address} gave something that this secret does not open"),
+            Ok(None) => {
+                last = format!("the data from {address} cannot be decrypted with this secret")
+            }
             Err(e) => last = format!("{address}: {e}"),
         }
     }
     let text = format!(
-        "cannot fetch the master's instructions ({last}); is its TCP way open, and the hoster new enough?"
+        "cannot fetch the master's instructions ({last}); check that its TCP port is reachable and that the hoster \
+         has a current version"
     );
     Err(Refusal {
         error: PvmError::CantStart,

@@ -80,7 +80,7 @@ pub(crate) async fn run(context: SessionContext, connection: Connection, inputs:
     let why = match timeout(HELLO_TIMEOUT, context.open(&connection)).await {
         Ok(Ok(streams)) => context.serve(&connection, streams, &inputs).await,
         Ok(Err(why)) => why,
-        Err(_) => "no hello came in time".to_string(),
+        Err(_) => "no hello arrived in time".to_string(),
     };
     connection.close(CLOSE_PROTOCOL_ERROR, b"");
     let down = NetInput::SessionDown {
@@ -169,7 +169,7 @@ impl SessionContext {
         let mut decoder = FrameDecoder::new();
         match self.read_purpose(&mut stream, &mut decoder).await? {
             StreamPurpose::Control => Ok((stream, decoder)),
-            other => Err(format!("it began with a stream for {other:?}")),
+            other => Err(format!("its first stream is for {other:?}")),
         }
     }
 
@@ -185,14 +185,14 @@ impl SessionContext {
         let hello: StreamHello = frame.decode_control().map_err(|e| e.to_string())?;
         if hello.magic != STREAM_MAGIC || hello.version != WIRE_VERSION {
             return Err(format!(
-                "it speaks version {}, this daemon {WIRE_VERSION}",
+                "it uses protocol version {}, this daemon {WIRE_VERSION}",
                 hello.version
             ));
         }
         if (hello.from, hello.to, &hello.vm) != (self.host, self.own_host, &self.vm) {
             return Err(format!(
-                "it took {} of {} for {} of {}",
-                self.own_host, self.vm, hello.to, hello.vm
+                "it addressed {} of {}, but this is {} of {}",
+                hello.to, hello.vm, self.own_host, self.vm
             ));
         }
         Ok(hello.purpose)
@@ -327,7 +327,7 @@ impl SessionContext {
                 }
                 Ok(Ok(other)) => return format!("it opened a second stream for {other:?}"),
                 Ok(Err(why)) => return why,
-                Err(_) => return "it opened a stream and said nothing".into(),
+                Err(_) => return "it opened a stream and sent nothing".into(),
             }
         }
     }
@@ -348,14 +348,14 @@ impl SessionContext {
                 match timeout(HELLO_TIMEOUT, self.read_purpose(&mut back, &mut decoder)).await {
                     Ok(Ok(purpose)) => purpose,
                     Ok(Err(why)) => return why,
-                    Err(_) => return "it opened a stream and said nothing".into(),
+                    Err(_) => return "it opened a stream and sent nothing".into(),
                 };
             let StreamPurpose::BulkFallback(migration, what) = purpose else {
                 return format!("it opened a stream both ways for {purpose:?}");
             };
             // The peer must send nothing more until the stream is accepted.
             if !decoder.is_empty() {
-                return "it said more on a stream than was to be said".into();
+                return "it sent unexpected data on a stream".into();
             }
             let fallback_stream = NetInput::FallbackStream {
                 host: self.host,
@@ -396,7 +396,7 @@ impl SessionContext {
             frames_seen = now;
             if silent_checks >= LEASE_CHECKS {
                 connection.close(CLOSE_SILENT, b"nothing was heard");
-                return format!("nothing was heard of it for {} ms", self.lease.as_millis());
+                return format!("it sent nothing for {} ms", self.lease.as_millis());
             }
         }
     }
@@ -462,9 +462,7 @@ pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, Strin
         } => Ok(LaneEntry::Item(DataMsg::Frame(body))),
         frame => match frame.decode_control::<LaneEntry<()>>() {
             Ok(LaneEntry::Barrier(words)) => Ok(LaneEntry::Barrier(words)),
-            Ok(LaneEntry::Item(())) => {
-                Err("it sent something on a lane that does not belong there".into())
-            }
+            Ok(LaneEntry::Item(())) => Err("it sent an invalid item on a pair stream".into()),
             Err(e) => Err(e.to_string()),
         },
     }
@@ -563,10 +561,10 @@ pub(crate) async fn read_frame(
 pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
     match e {
         quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
-            CLOSE_LEAVING => "the session was closed in good order".into(),
+            CLOSE_LEAVING => "the session was closed regularly".into(),
             CLOSE_DUPLICATE => "it has another session with this host".into(),
-            CLOSE_EXPELLED => "it does not count this host to its virtual machine any more".into(),
-            CLOSE_SILENT => "this host had not answered it for too long".into(),
+            CLOSE_EXPELLED => "this host is no longer in its virtual machine".into(),
+            CLOSE_SILENT => "this host sent it nothing for too long".into(),
             CLOSE_PROTOCOL_ERROR => "it did not understand this host".into(),
             code => format!("it closed the session with code {code}"),
         },
@@ -579,10 +577,10 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
         quinn::ConnectionError::ConnectionClosed(close) if is_tls_alert(close.error_code) => {
             let reason = String::from_utf8_lossy(&close.reason);
             format!(
-                "it belongs to another virtual machine: it does not take the certificate of this host ({reason})"
+                "it belongs to another virtual machine: it rejects the certificate of this host ({reason})"
             )
         }
-        quinn::ConnectionError::TimedOut => "nothing was heard of it".into(),
+        quinn::ConnectionError::TimedOut => "it sent nothing until the session timed out".into(),
         quinn::ConnectionError::Reset => {
             "its daemon does not know the session (was it restarted?)".into()
         }

@@ -70,7 +70,7 @@ fn relay_child_reply(reader: PipeReader) -> i32 {
     if line.is_empty() {
         line = reply_line(&Err(cannot_start(
             "start",
-            "the daemon ended before it stood",
+            "the daemon ended before it was ready",
         )));
     }
     print_reply(line.trim_end())

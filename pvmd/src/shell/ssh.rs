@@ -95,7 +95,7 @@ impl SshCommand {
             .zip(ours)
             .is_some_and(|(theirs, ours)| differs_only_in_kex(&theirs, &ours));
         if usable {
-            log.write_line(format!("ssh is to agree on its keys by {CHEAP_KEX}"));
+            log.write_line(format!("ssh uses the key exchange {CHEAP_KEX}"));
         } else {
             let _ = std::fs::remove_file(&self.settings_path);
         }

@@ -328,7 +328,7 @@ mod tests {
             let own = i32::try_from(std::process::id()).expect("process numbers are ints");
             let found = way(connection.as_fd(), own)
                 .and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
-            found.expect_err("whoever has the number now did not make the connection");
+            found.expect_err("the process with this number did not make the connection");
         }
     }
 }

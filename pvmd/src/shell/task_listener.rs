@@ -139,7 +139,7 @@ impl TaskListener {
                 },
                 Ok(Ok(None)) => return None,
                 Ok(Err(reason)) => reason,
-                Err(_) => format!("no hello came within {} s", HELLO_TIMEOUT.as_secs()),
+                Err(_) => format!("no hello arrived within {} s", HELLO_TIMEOUT.as_secs()),
             }
         };
         if self.refusal_log_limit.try_acquire() {
@@ -290,7 +290,8 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
             Err("the first frame is not a task's hello".into())
         }
         Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => Err(format!(
-            "the task's library speaks version {}, this daemon {WIRE_VERSION}: use the library installed with it",
+            "the task's library uses protocol version {}, this daemon {WIRE_VERSION}: use the library installed with \
+             it",
             hello.version
         )),
         Ok(hello @ ToDaemon::Hello(_)) => Ok(hello),

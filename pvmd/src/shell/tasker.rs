@@ -212,7 +212,7 @@ async fn forward_messages(
     };
     match protocol_error {
         Some(why) => {
-            format!("the tasker said something that cannot be understood ({why}); {ended}")
+            format!("the tasker violated the protocol ({why}); {ended}")
         }
         None => format!("the tasker is gone: {ended}"),
     }

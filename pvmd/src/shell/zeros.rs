@@ -44,7 +44,7 @@ pub(super) fn pack(buffer: &mut [u8]) -> usize {
     let end = buffer.len();
     assert!(
         end <= HEAD_BYTES + PLAIN_BYTES_MAX,
-        "whoever packs cuts what is packed"
+        "callers split their data"
     );
     let (mut from, mut packed) = (HEAD_BYTES, 0);
     while from < end {

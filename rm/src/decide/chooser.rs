@@ -77,7 +77,7 @@ impl fmt::Debug for ChooserName {
 /// The policy names a chooser that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the policy has places chosen by {name:?}, and {available}: use load or round-robin, or a pvm-rm that has it"
+    "the policy names the chooser {name:?}, but {available}: use load or round-robin, or a pvm-rm that has it"
 )]
 pub struct UnknownChooser {
     pub name: String,
@@ -112,7 +112,7 @@ impl Choosers {
             .ok_or_else(|| UnknownChooser {
                 name: name.as_str().to_string(),
                 available: match self.0.is_empty() {
-                    true => "this resource manager has nobody who chooses".to_string(),
+                    true => "this resource manager has no chooser".to_string(),
                     false => format!(
                         "there are {}",
                         self.0
@@ -161,7 +161,7 @@ mod tests {
             .expect_err("nobody is there")
             .to_string();
         assert!(
-            error.contains("chosen by \"slurm\", and this resource manager has nobody who chooses"),
+            error.contains("the chooser \"slurm\", but this resource manager has no chooser"),
             "{error}"
         );
         assert!(

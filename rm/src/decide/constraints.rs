@@ -121,7 +121,7 @@ pub struct Constraints {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConstraintsError {
     /// The part is neither a condition nor a keyword.
-    #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
+    #[error("{0:?} is not a requirement; examples: 'memory >= 2G', 'host != h3|h4'")]
     InvalidPart(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]

@@ -73,14 +73,16 @@ pub struct StayDecision {
 impl fmt::Display for StayReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StayReason::NoHost { .. } => f.write_str("no host to go to"),
+            StayReason::NoHost { .. } => f.write_str("no host accepts it"),
             StayReason::CannotMigrate { why } => f.write_str(why),
             StayReason::MigrationLimit => {
-                write!(f, "{CONCURRENT_MIGRATIONS_MAX} moves are under way")
+                write!(f, "{CONCURRENT_MIGRATIONS_MAX} migrations are in progress")
             }
-            StayReason::GracePeriod => f.write_str("he lets it wait for some time"),
-            StayReason::PausedForOwner => f.write_str("he lets it stand still until he has left"),
-            StayReason::Terminated => f.write_str("he has it ended there"),
+            StayReason::GracePeriod => f.write_str("its owner grants it some time"),
+            StayReason::PausedForOwner => {
+                f.write_str("its owner lets it stay paused until guests are accepted again")
+            }
+            StayReason::Terminated => f.write_str("its owner has it terminated there"),
         }
     }
 }
@@ -134,8 +136,8 @@ impl StayDecision {
         let name = snapshot.host_name(self.host);
         let drained = |host: &HostView| matches!(host.owner, OwnerState::Drained { .. });
         let although = match snapshot.host(self.host).is_some_and(drained) {
-            true => "it is to be emptied",
-            false => "its owner is there",
+            true => "it is being drained",
+            false => "its owner is present",
         };
         format!(
             "{} stays on {name} although {although}: {}",
@@ -270,7 +272,7 @@ impl EvictionPlanner<'_> {
     fn evict(&mut self, host: &HostView, task: &TaskView, to: &HostView) {
         let share = self.loads.share(to.id).usable as f64 / 1e3;
         let why = format!(
-            "{} goes to {}, share of a processor {share:.2}",
+            "{} migrates to {}, share of a processor {share:.2}",
             task.tid, to.name
         );
         let Some(cause) = eviction_cause(&host.owner) else {

@@ -106,25 +106,28 @@ impl ExclusionReason<&str> {
 impl<S: fmt::Display + fmt::Debug> fmt::Display for ExclusionReason<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ExclusionReason::OtherHost => f.write_str("another host was asked for"),
+            ExclusionReason::OtherHost => f.write_str("the request names another host"),
             ExclusionReason::OtherArch { has } => write!(f, "architecture is {has}"),
-            ExclusionReason::Complement => f.write_str("the others were asked for"),
+            ExclusionReason::Complement => f.write_str("the request excludes it"),
             ExclusionReason::OwnerPresent { why } => write!(f, "owner present ({why})"),
             ExclusionReason::Closed { why } => write!(f, "no guests now ({why})"),
-            ExclusionReason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
+            ExclusionReason::Drained { by } => write!(f, "it is being drained (requested by {by})"),
             ExclusionReason::TaskLimit { limit: 0 } => f.write_str("its owner allows no tasks"),
             ExclusionReason::TaskLimit { limit: 1 } => {
-                f.write_str("its owner allows one task, and it is there")
+                f.write_str("its owner allows one task, and one is present")
             }
             ExclusionReason::TaskLimit { limit: most } => {
-                write!(f, "its owner allows {most} tasks, and they are there")
+                write!(f, "its owner allows {most} tasks, and as many are present")
             }
             ExclusionReason::MemoryKept { keeps, has } => {
                 let (has, keeps) = (
                     Metric::Memory.format_value(*has),
                     Metric::Memory.format_value(*keeps),
                 );
-                write!(f, "{has} of memory are free, and its owner keeps {keeps}")
+                write!(
+                    f,
+                    "{has} of memory are free, and its owner reserves {keeps}"
+                )
             }
             ExclusionReason::ProgramBlocked { pattern } => {
                 write!(f, "its owner blocks the program {pattern:?}")
@@ -134,10 +137,10 @@ impl<S: fmt::Display + fmt::Debug> fmt::Display for ExclusionReason<S> {
                 write!(f, "{condition} does not hold ({has})")
             }
             ExclusionReason::Reserved => {
-                f.write_str("it is kept for a spawn that has waited for long")
+                f.write_str("it is reserved for a spawn that has waited long")
             }
             ExclusionReason::NoAnswer => f.write_str("no answer"),
-            ExclusionReason::Declined => f.write_str("it took no more tasks when it was asked"),
+            ExclusionReason::Declined => f.write_str("it declined further tasks"),
             ExclusionReason::NoMigrations { why } | ExclusionReason::Refused { why } => {
                 write!(f, "{why}")
             }

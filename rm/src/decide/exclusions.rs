@@ -99,7 +99,9 @@ impl Index<usize> for Exclusions {
     type Output = (HostId, ExclusionReason);
 
     fn index(&self, at: usize) -> &(HostId, ExclusionReason) {
-        self.iter().nth(at).expect("there are so many")
+        self.iter()
+            .nth(at)
+            .expect("the index is less than the length")
     }
 }
 

@@ -75,7 +75,7 @@ impl fmt::Display for LimitError {
             LimitError::JobTasks { has, limit: most } => {
                 write!(f, "the job has {has} tasks, and {most} are allowed")
             }
-            LimitError::QueueFull => write!(f, "{WAITING_MAX} requests wait already"),
+            LimitError::QueueFull => write!(f, "{WAITING_MAX} requests are waiting already"),
         }
     }
 }

@@ -107,9 +107,9 @@ pub enum PlacementReason {
 impl fmt::Display for PlacementReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            PlacementReason::HostNamed { host } => write!(f, "{host} was asked for"),
-            PlacementReason::RoundRobin { hosts: 1 } => f.write_str("in turn over one host"),
-            PlacementReason::RoundRobin { hosts } => write!(f, "in turn over {hosts} hosts"),
+            PlacementReason::HostNamed { host } => write!(f, "the request names {host}"),
+            PlacementReason::RoundRobin { hosts: 1 } => f.write_str("round robin over one host"),
+            PlacementReason::RoundRobin { hosts } => write!(f, "round robin over {hosts} hosts"),
             PlacementReason::LargestShare { host, usable } => {
                 write!(
                     f,
@@ -126,12 +126,12 @@ impl fmt::Display for PlacementReason {
                 )
             }
             PlacementReason::SameHost { host } => {
-                write!(f, "all on one host, and {host} gives them most")
+                write!(f, "all on one host; {host} has the most to offer")
             }
             PlacementReason::ChooserSelected { by } => write!(f, "chosen by {by}"),
-            PlacementReason::ChooserFailed { by, why } => write!(f, "{by} chose no place: {why}"),
+            PlacementReason::ChooserFailed { by, why } => write!(f, "{by} chose no host: {why}"),
             PlacementReason::InvalidConstraints(error) => error.fmt(f),
-            PlacementReason::NoSuchHost => f.write_str("no host is what the request names"),
+            PlacementReason::NoSuchHost => f.write_str("no host matches the request"),
             PlacementReason::NoneAvailable => f.write_str("no host is free"),
         }
     }
@@ -262,7 +262,7 @@ pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     } = &host.owner
     {
         all.push(format!(
-            "tasks go to others first, because its owner may be there ({why})"
+            "other hosts are preferred, because its owner may be present ({why})"
         ));
     }
     let limits = &host.guest_policy.limits;
@@ -284,7 +284,7 @@ pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
         .migration_obstacle
         .as_ref()
         .filter(|no| no.until > snapshot.now);
-    all.extend(moves.map(|no| format!("no running task moves there ({})", no.reason)));
+    all.extend(moves.map(|no| format!("no running task migrates there ({})", no.reason)));
     all
 }
 

@@ -443,7 +443,7 @@ impl<'a> PlacementRun<'a> {
         for i in &chosen {
             let room = room
                 .get_mut(*i)
-                .ok_or_else(|| format!("place {i} was not offered"))?;
+                .ok_or_else(|| format!("host {i} was not offered"))?;
             *room = room
                 .checked_sub(1)
                 .ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;

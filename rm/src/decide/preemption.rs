@@ -63,7 +63,7 @@ pub fn select_victims(
     let index = snapshot.hosts.index(now);
     for user in users {
         let why = format!(
-            "user {} waits for a place and has taken less: an index of {:.1} against {:.1} of user {user}",
+            "user {} waits for a host and has used less: index {:.1} against {:.1} of user {user}",
             ask.user,
             fair.index(now, ask.user),
             fair.index(now, user),

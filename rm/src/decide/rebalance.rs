@@ -100,7 +100,7 @@ impl fmt::Display for RebalanceReason {
             let sooner = seconds(sooner);
             return write!(
                 f,
-                " has its job end {sooner:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
+                " lets its job end {sooner:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
             );
         }
         let of = if self.barrier {

@@ -223,17 +223,17 @@ pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     row("spawns", &|f| f.spawns.to_string());
     row("tasks started", &|f| f.started.to_string());
     row("tasks refused", &|f| f.refused.to_string());
-    row("moves because of owners", &|f| f.moves_owner.to_string());
-    row("moves for the sake of the load", &|f| {
-        f.moves_load.to_string()
+    row("migrations because of owners", &|f| {
+        f.moves_owner.to_string()
     });
-    row("jobs parked because of owners", &|f| f.parked.to_string());
+    row("migrations for performance", &|f| f.moves_load.to_string());
+    row("jobs vacated because of owners", &|f| f.parked.to_string());
     row("tasks that did all their work", &|f| f.finished.to_string());
     row("tasks lost with their hosts", &|f| f.lost.to_string());
-    row("waited for a place, mean, s", &|f| {
+    row("waited for a host, mean, s", &|f| {
         format!("{:.2}", f.waited_mean_s)
     });
-    row("waited for a place, longest, s", &|f| {
+    row("waited for a host, longest, s", &|f| {
         format!("{:.2}", f.waited_most_s)
     });
     row("from start to end, mean, s", &|f| {
@@ -242,7 +242,7 @@ pub fn comparison_table(columns: [(&str, &Figures); 2]) -> String {
     row("last end, s after the beginning", &|f| {
         format!("{:.2}", f.last_end_s)
     });
-    row("stood still, all tasks together, s", &|f| {
+    row("not running, all tasks together, s", &|f| {
         format!("{:.2}", f.stood_still_s)
     });
     let hosts: std::collections::BTreeSet<&String> =

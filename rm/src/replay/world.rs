@@ -904,7 +904,7 @@ impl VmApi for World {
         match state.tasks.get_mut(&tid) {
             None => Err(Error::new(PvmError::NoTask, "it has ended").into()),
             Some(task) if task.migrating.is_some() => {
-                Err(Error::new(PvmError::Already, "it is on its way").into())
+                Err(Error::new(PvmError::Already, "it is migrating").into())
             }
             Some(task) => {
                 task.migrating = Some((at, to, cause));

@@ -170,12 +170,12 @@ impl<V: VmApi> Service<V> {
             }
             let one = |(tid, why): &(Tid, Option<String>)| match why {
                 Some(why) => format!("{tid} ({why})"),
-                None => format!("{tid} (on its way)"),
+                None => format!("{tid} (migrating)"),
             };
             let list: Vec<String> = tasks.iter().map(one).collect();
             let name = self.model.host_name(id);
             self.log_note(format!(
-                "{name} was to be empty by now; still there: {}",
+                "{name} should be empty by now; remaining tasks: {}",
                 list.join(", ")
             ));
         }

@@ -79,7 +79,7 @@ impl<V: VmApi> Service<V> {
         let placement = place(snapshot, &ask);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = decision_records::placement_attempt(&placement, snapshot);
-        attempt.reason = format!("said beforehand: {}", attempt.reason);
+        attempt.reason = format!("granted in advance: {}", attempt.reason);
         Some((hosts, attempt))
     }
 

@@ -227,12 +227,12 @@ impl<V: VmApi> Service<V> {
                 String::new()
             };
             self.log_note(format!(
-                "job {job} was ended with {asked} tasks{forced}: {by} asked for it"
+                "job {job} was ended with {asked} tasks{forced}: requested by {by}"
             ));
         } else if now.since(ending.started_at) >= KILL_TIMEOUT {
             let left = ending.remaining;
             self.log_note(format!(
-                "job {job}, which {by} wants to end, still has {left} tasks; they are left alone from now on"
+                "job {job}, which {by} asked to end, still has {left} tasks; no further signals are sent"
             ));
             return;
         }

@@ -105,7 +105,7 @@ impl Options {
             ServiceError::UnknownChooser(error) => format!("{file}: {error}"),
             other => other.to_string(),
         };
-        format!("{why}; the file is not taken over, and the policy stays as it was")
+        format!("{why}; the file is ignored, and the policy is unchanged")
     }
 }
 

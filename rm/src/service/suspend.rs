@@ -164,7 +164,7 @@ impl<V: VmApi> Service<V> {
                 true if self.suspensions.preempted.contains_key(&tid) => {
                     others.push((
                         tid,
-                        "it gives way to another user's, and goes on when there is room for it"
+                        "it is preempted for another user's task and resumes when there is room for it"
                             .to_string(),
                     ));
                 }
@@ -239,7 +239,7 @@ impl<V: VmApi> Service<V> {
             .preempted
             .retain(|tid, since| counts(*tid, *since));
         if !self.options.policy.give_way {
-            let why = "the policy has nobody give way any more".to_string();
+            let why = "the policy does not preempt tasks any more".to_string();
             for tid in self
                 .suspensions
                 .preempted
@@ -309,7 +309,7 @@ impl<V: VmApi> Service<V> {
                 ResumeAt::OtherHost(to) => {
                     let to_name = self.model.host_name(to);
                     let why = format!(
-                        "it gave way on {from_name}, where others work now, and there is room on {to_name}"
+                        "it was preempted on {from_name}, where others run now, and there is room on {to_name}"
                     );
                     self.start_migration(
                         now,

@@ -119,7 +119,7 @@ impl<V: VmApi> Service<V> {
             let until = match self.vm.checkpoint_and_end(job) {
                 Ok(()) => {
                     self.log_note(format!(
-                        "job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"
+                        "job {job} is checkpointed and ended: {tid} must leave {host}, and {why}"
                     ));
                     self.history.writer.history.record_vacate(
                         self.vm.wall_clock(),
@@ -245,7 +245,7 @@ impl<V: VmApi> Service<V> {
         match self.vm.restart(&set, &on) {
             // An event reports the result.
             Ok(()) => self.vacating.restarting = Some((set, now + VACATE_ANSWER_TIMEOUT)),
-            Err(error) => self.log_note(format!("checkpoint {set} was not started again: {error}")),
+            Err(error) => self.log_note(format!("checkpoint {set} was not restarted: {error}")),
         }
     }
 
@@ -315,7 +315,8 @@ impl<V: VmApi> Service<V> {
         }
         let minutes = VACATED_RESERVE_AFTER.0 / 60_000_000;
         self.log_note(format!(
-            "checkpoint {set} of job {job} has waited {minutes} minutes for room: none that is parked goes first where it could go"
+            "checkpoint {set} of job {job} has waited {minutes} minutes for room: hosts that it could use are \
+             reserved for it"
         ));
         self.vacating.reserved_for = Some(set);
     }
@@ -354,7 +355,7 @@ impl<V: VmApi> Service<V> {
                 .remove_vacated(|parked| parked.checkpoint == set);
             self.vacating.backoffs.remove(&set);
             self.log_note(format!(
-                "job {job} is not started again ({by} wants it so); its checkpoint {set} stays"
+                "job {job} is not restarted ({by} asked for it); its checkpoint {set} remains"
             ));
         }
         RmReply::VacatedCancelled {
@@ -381,7 +382,8 @@ impl<V: VmApi> Service<V> {
                 .history
                 .remove_vacated(|parked| parked.checkpoint == set);
             self.log_note(format!(
-                "checkpoint {set} could not be started {RESTART_TRIES_MAX} times and is not tried any more; 'pvm restart {set}' does"
+                "checkpoint {set} could not be restarted in {RESTART_TRIES_MAX} attempts and is given up; 'pvm restart {set}' \
+                 restarts it"
             ));
         }
     }

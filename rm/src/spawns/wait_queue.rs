@@ -67,8 +67,8 @@ impl Spawns {
             .filter(|kept| kept.excludes(now, &self.fair, (number, user)));
         if waits && kept.is_some_and(|kept| kept.blocks_others_of(user, job)) {
             let tasks = std::mem::take(&mut spawn.unplaced);
-            let why =
-                "it comes behind one of its user or its job that has waited for long".to_string();
+            let why = "it waits for an earlier request of its user or job that has waited long"
+                .to_string();
             self.enqueue(now, number, tasks, why);
             return true;
         }
@@ -105,7 +105,7 @@ impl Spawns {
             spawn.from.requester,
         );
         Some(format!(
-            "it is kept for {count} {file} for {src}, which have waited for long"
+            "it is reserved for {count} {file} for {src}, which have waited long"
         ))
     }
 
@@ -153,12 +153,12 @@ impl Spawns {
         {
             let (count, file) = (spawn.unplaced.len(), &request.file);
             let what = if limited.is_some() {
-                "its user's and its job's others wait until it is"
+                "other requests of its user and its job wait for it"
             } else {
-                "hosts are kept for it"
+                "hosts are reserved for it"
             };
             let text = format!(
-                "{count} {file} for {src} have waited {} s for places: {what}",
+                "{count} {file} for {src} have waited {} s for hosts: {what}",
                 RESERVE_AFTER.0 / 1_000_000
             );
             self.outputs

@@ -44,18 +44,18 @@ const VERSION: &str = "version";
 pub enum StoreError {
     /// The directory cannot be created or used.
     #[error(
-        "cannot use the directory {path} for what the resource manager remembers: {source}; nothing is remembered"
+        "cannot use the directory {path} for the resource manager's history: {source}; no history is kept"
     )]
     Directory {
         path: PathBuf,
         source: std::io::Error,
     },
     /// Another process has the file open.
-    #[error("{0} is in use by another resource manager; nothing is remembered here")]
+    #[error("{0} is in use by another resource manager; no history is kept")]
     InUse(PathBuf),
     /// The file cannot be read, and cannot be renamed either.
     #[error(
-        "{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered"
+        "{path} cannot be read ({why}) and cannot be moved aside: {source}; no history is kept"
     )]
     CannotMoveAside {
         path: PathBuf,
@@ -65,7 +65,7 @@ pub enum StoreError {
         source: std::io::Error,
     },
     /// A new file cannot be created.
-    #[error("cannot make {path}: {why}; nothing is remembered")]
+    #[error("cannot create {path}: {why}; no history is kept")]
     CannotCreate { path: PathBuf, why: String },
 }
 
@@ -205,8 +205,8 @@ impl HistoryFile {
                     return Err(StoreError::CannotMoveAside { path, why, source });
                 }
                 moved_aside = Some(format!(
-                    "what the resource manager remembered in {} cannot be read ({why}); the file is now {}, and it \
-                     begins with an empty one",
+                    "the resource manager's history in {} cannot be read ({why}); the file was renamed to {}, and the \
+                     history starts empty",
                     path.display(),
                     aside.display()
                 ));

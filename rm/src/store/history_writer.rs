@@ -68,7 +68,7 @@ impl HistoryWriter {
                 let mut notes: Vec<String> = moved_aside.into_iter().collect();
                 if bad > 0 {
                     notes.push(format!(
-                        "{bad} entries of what the resource manager remembered could not be read"
+                        "{bad} entries of the resource manager's history could not be read"
                     ));
                 }
                 (
@@ -120,7 +120,7 @@ impl HistoryWriter {
         }
         let error = store.take_error()?;
         Some(format!(
-            "what the resource manager remembers cannot be written: {error}; it works on without"
+            "the history of the resource manager cannot be written: {error}; it continues without"
         ))
     }
 

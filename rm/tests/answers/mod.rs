@@ -375,11 +375,11 @@ fn owner_and_rule_changes_are_recorded() {
         .collect();
     let (here, shut) = (
         "owner of host 2 present: alice on pts/0",
-        format!("host 2 takes no guests: {CLOSED_REASON}"),
+        format!("host 2 accepts no guests: {CLOSED_REASON}"),
     );
     assert_eq!(
         told,
-        [here, &shut, here, &shut, "host 2 takes guests again"]
+        [here, &shut, here, &shut, "host 2 accepts guests again"]
     );
     let RmReply::Decisions { decisions, .. } =
         query(&mut bed, &RmQuery::HostDecisions("h2".into()))
@@ -387,10 +387,10 @@ fn owner_and_rule_changes_are_recorded() {
         panic!("nothing")
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
-    let shut = format!("h2 takes no guests: {CLOSED_REASON}");
+    let shut = format!("h2 accepts no guests: {CLOSED_REASON}");
     assert_eq!(
         told,
-        [&shut, &shut, "h2 takes guests again"],
+        [&shut, &shut, "h2 accepts guests again"],
         "the owner's coming is not in this log"
     );
 }

@@ -145,7 +145,7 @@ fn predicted_gain_is_compared_with_result() {
     );
     assert!(came.gain > Micros(0) && came.cost > Micros(0), "{sentence}");
     assert!(
-        sentence.starts_with(&format!("the move of {first} from h2 to h")),
+        sentence.starts_with(&format!("the migration of {first} from h2 to h")),
         "{sentence}"
     );
     assert_eq!(

@@ -104,7 +104,7 @@ fn external_choice_is_checked_and_reported() {
     assert!(
         notes
             .iter()
-            .any(|note| note.contains("last chose no place: it has no reservation")),
+            .any(|note| note.contains("last chose no host: it has no reservation")),
         "{notes:?}"
     );
     // A request that names a host does not reach the chooser.
@@ -151,10 +151,10 @@ fn unknown_chooser_is_refused() {
     };
     let told = change(&mut bed, "placing = \"choice:last\"\n");
     assert!(
-        told.contains("rm.toml: the policy has places chosen by \"last\", and this resource manager has nobody"),
+        told.contains("rm.toml: the policy names the chooser \"last\", but this resource manager has no chooser"),
         "{told}"
     );
-    assert!(told.ends_with("and the policy stays as it was"), "{told}");
+    assert!(told.ends_with("and the policy is unchanged"), "{told}");
     bed.world().spawn(1, &request(3));
     bed.settle();
     assert_eq!(

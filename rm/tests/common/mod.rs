@@ -345,7 +345,7 @@ impl FakeWorld {
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
             OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
-            OwnerVerdict::Absent { .. } => "nobody is logged in",
+            OwnerVerdict::Absent { .. } => "no user is logged in",
         };
         let guests = match &owner {
             OwnerVerdict::Present {
@@ -548,7 +548,7 @@ impl TestBed {
 
     /// Lets the service handle all messages in the inbox.
     pub(crate) fn settle(&mut self) {
-        self.try_settle().expect("the service goes on");
+        self.try_settle().expect("the service continues");
     }
 
     /// Advances the clock by `last_entry_time`. The service handles everything that becomes due.
@@ -556,10 +556,10 @@ impl TestBed {
         let until = self.world().now + span;
         self.world().wait_limit = until;
         while self.world().now < until || !self.world().inbox.is_empty() {
-            self.service.step().expect("the service goes on");
+            self.service.step().expect("the service continues");
         }
         // Handles what is due at the end of the time.
-        self.service.step().expect("the service goes on");
+        self.service.step().expect("the service continues");
     }
 
     pub(crate) fn report_owner_present(&mut self, host: u16) {

@@ -337,6 +337,6 @@ impl DayComparison {
                 );
             }
         }
-        text + "each alone, and beside a greedy one\n"
+        text + "each without and with a greedy user\n"
     }
 }

@@ -140,18 +140,21 @@ fn tasks_that_stay_on_drained_host_are_reported() {
     bed.report_owner_present(1);
     let tasks = drain(&mut bed, Some(Micros::from_secs(3)));
     let why = tasks[0].1.clone().expect("nobody takes it");
-    assert_eq!(why, "no host to go to (h1: owner present (alice on pts/0))");
+    assert_eq!(
+        why,
+        "no host accepts it (h1: owner present (alice on pts/0))"
+    );
     bed.advance(Micros::from_secs(4));
     let notes = bed.world().notes();
     assert!(
         notes
             .iter()
-            .any(|n| n.contains("stays on h2 although it is to be emptied: no host to go to")),
+            .any(|n| n.contains("stays on h2 although it is being drained: no host accepts it")),
         "{notes:?}"
     );
     let late = notes
         .iter()
-        .filter(|n| n.starts_with("h2 was to be empty by now; still there: "))
+        .filter(|n| n.starts_with("h2 should be empty by now; remaining tasks: "))
         .count();
     assert_eq!(late, 1, "{notes:?}");
     // After a failed migration the task migrates to another host, or to the same one later.
@@ -193,7 +196,7 @@ fn drain_outlasts_owner_visit() {
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     assert!(
-        told.contains(&format!("h2 is being emptied: {} asked for it", client())),
+        told.contains(&format!("h2 is being drained: requested by {}", client())),
         "{told:?}"
     );
 }

@@ -170,7 +170,7 @@ fn task_started_by_lease_is_known_and_explained() {
                 && why
                     == (
                         &PlacementRule::HostRequested,
-                        "said beforehand: h2 was asked for",
+                        "granted in advance: the request names h2",
                     )
         }
         _ => false,
@@ -227,7 +227,7 @@ fn repeated_group_spawns_get_lease() {
                 let named = tids.map(|(host, tid)| (tid, format!("h{host}")));
                 *by == client()
                     && started[..] == named
-                    && attempts[0].reason.starts_with("said beforehand: ")
+                    && attempts[0].reason.starts_with("granted in advance: ")
             }
             _ => false,
         };

@@ -212,7 +212,7 @@ pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut Visit<'_>) {
     visit_owner_arrivals(&free, visit);
     let mut unknown = free.clone();
     change_all(&mut unknown, |_, host| host.sample = None);
-    visit("balance what nobody knows", &mut |_| {
+    visit("balance with unknown load", &mut |_| {
         assert_eq!(plan_rebalances(&unknown), [])
     });
     let mut one_waits = free.clone();
@@ -244,18 +244,18 @@ fn visit_owner_arrivals(free: &Snapshot, visit: &mut Visit<'_>) {
         &mut decide_placement(&stuck, 1, "", false),
     );
     visit(
-        "he comes, there is no place, he goes",
+        "an owner visits, no host is free",
         &mut decide_owner_visit(&mut full, false),
     );
     let guests: usize = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
-    visit("all have come", &mut |_| {
+    visit("owners on all hosts", &mut |_| {
         assert_eq!(plan_evictions(&stuck).staying.len(), guests)
     });
     let mut rush = free.clone();
     change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| {
         host.owner = present()
     });
-    visit("many have come", &mut |_| {
+    visit("owners on many hosts", &mut |_| {
         assert!(!plan_evictions(&rush).evictions.is_empty())
     });
 }
@@ -273,7 +273,7 @@ fn visit_preemption(free: &Snapshot, visit: &mut Visit<'_>) {
     fair.acquire(Micros(0), 1, u32::from(hosts));
     fair.restore_index(greedy.now, 1, 100.0, Micros(0));
     let wide = request(61, "?free >= 1; spread");
-    visit("give way", &mut |_| {
+    visit("preempt", &mut |_| {
         assert_eq!(select_victims(&greedy, &fair, &ask(&wide)).len(), 61)
     });
     let mut quiet = greedy.clone();
@@ -284,7 +284,7 @@ fn visit_preemption(free: &Snapshot, visit: &mut Visit<'_>) {
         .take(usize::from(hosts / 32))
         .map(|host| (host.tasks[0].tid, Micros(0)))
         .collect();
-    visit("go on", &mut |_| {
+    visit("resume preempted", &mut |_| {
         assert!(!select_resumable(&quiet, &since, &BTreeSet::new()).is_empty())
     });
 }

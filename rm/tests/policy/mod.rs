@@ -67,7 +67,7 @@ fn invalid_policy_file_does_not_prevent_restart() {
         ),
         (
             Ok("placing = \"choice:slurm\"\n"),
-            "rm.toml: the policy has places chosen by \"slurm\"",
+            "rm.toml: the policy names the chooser \"slurm\"",
         ),
         (
             Err("No such file or directory"),
@@ -77,7 +77,7 @@ fn invalid_policy_file_does_not_prevent_restart() {
         let bed = again(found);
         let notes = bed.world().notes();
         let told = |note: &&String| {
-            note.starts_with(said) && note.ends_with("and the policy stays as it was")
+            note.starts_with(said) && note.ends_with("and the policy is unchanged")
         };
         assert_eq!(notes.iter().filter(told).count(), 1, "{notes:?}");
         assert_eq!(kill(bed), Some(2), "{said}");
@@ -132,6 +132,6 @@ fn new_policy_file_must_be_valid() {
             .starts_with("\"laod\" is neither 'load' nor 'round-robin'")
     );
     assert!(
-        refused("other.toml", Ok("placing = \"choice:slurm\"\n")).contains("chosen by \"slurm\"")
+        refused("other.toml", Ok("placing = \"choice:slurm\"\n")).contains("the chooser \"slurm\"")
     );
 }

@@ -41,7 +41,7 @@ fn excess_spawns_are_refused_and_logged_rarely() {
         (all + 1..=all + 50)
             .all(|wid| bed.world().spawn_reply(wid) == Some(Err(PvmError::OutOfRes)))
     );
-    let why = "worker was not started for t40002: Out of resources (1024 spawns are being carried out or wait already)";
+    let why = "worker was not started for t40002: Out of resources (1024 spawns are in progress or waiting already)";
     assert_eq!(
         refusal_reports(&mut bed, client()),
         (vec![why.to_string()], vec![why.to_string()])
@@ -67,7 +67,7 @@ fn refusals_of_many_tasks_are_logged_bounded() {
     }
     bed.settle();
     let notes = bed.world().notes();
-    let of = |note: &&String| note.contains("(a spawn may ask for 65536 tasks at most)");
+    let of = |note: &&String| note.contains("(a spawn may request at most 65536 tasks)");
     assert_eq!(notes.iter().filter(of).count(), REFUSALS_LOGGED_MAX);
     bed.advance(REFUSAL_LOG_INTERVAL);
     bed.world().spawn(1, &request(0));
@@ -76,7 +76,7 @@ fn refusals_of_many_tasks_are_logged_bounded() {
     assert!(
         notes
             .last()
-            .is_some_and(|note| note.ends_with("(it asks for no task)")),
+            .is_some_and(|note| note.ends_with("(it requests no tasks)")),
         "{notes:?}"
     );
 }

@@ -103,7 +103,7 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     };
     let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     let sentences = [
-        "t40384 was suspended on h1: t40002 asked for its whole job",
+        "t40384 was suspended on h1: requested by t40002 for its whole job",
         "t40384 was resumed on h1: ",
     ];
     assert!(
@@ -390,7 +390,7 @@ fn limited_request_does_not_block_preemption() {
     assert_eq!(
         preempted_for(&mut bed),
         [""; 0],
-        "five are too many, whoever gives way"
+        "five are too many, even with preemption"
     );
     request_slots(&mut bed, third_user_task(), 1, "?free >= 1");
     advance_with_reports(&mut bed, 10);
@@ -418,7 +418,7 @@ fn no_preemption_on_reserved_hosts() {
     assert!(
         notes
             .iter()
-            .any(|note| note.contains("hosts are kept for it")),
+            .any(|note| note.contains("hosts are reserved for it")),
         "{notes:?}"
     );
     request_slots(&mut bed, third_user_task(), 1, "?free >= 1");
@@ -446,7 +446,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
     };
     assert_eq!(
         why,
-        "user 7 waits for a place and has taken less: an index of 0.0 against 24.0 of user 0"
+        "user 7 waits for a host and has used less: index 0.0 against 24.0 of user 0"
     );
     assert!(tids.contains(gave_way));
     let theirs = start_ordered(&mut bed, second_user_task());
@@ -464,7 +464,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
     };
     assert!(
         task.suspension
-            .is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits"))
+            .is_some_and(|s| s.to_string().starts_with("preempted: user 7 waits"))
     );
     assert!(
         decisions
@@ -603,7 +603,7 @@ fn resuming_job_keeps_preempted_tasks_paused() {
         "{resumed:?} of {tids:?}"
     );
     assert!(
-        others[0].0 == gave_way && others[0].1.contains("gives way"),
+        others[0].0 == gave_way && others[0].1.contains("preempted"),
         "{others:?}"
     );
 }

@@ -168,7 +168,7 @@ fn whole_host_is_reserved_for_long_waiting_spawn() {
     check_reservation(
         BusyHosts::new(Limits::default(), two_each()),
         &large,
-        "hosts are kept for it",
+        "hosts are reserved for it",
     );
 }
 
@@ -201,7 +201,7 @@ fn host_query_reports_reservation() {
         ["h1", "h2"]
             .into_iter()
             .flat_map(of)
-            .filter(|but| but.contains("kept"))
+            .filter(|but| but.contains("reserved"))
             .collect()
     };
     assert_eq!(kept(&mut busy), [""; 0]);
@@ -211,7 +211,7 @@ fn host_query_reports_reservation() {
         said.extend(kept(&mut busy));
     }
     let sentence = format!(
-        "it is kept for 2 worker for {}, which have waited for long",
+        "it is reserved for 2 worker for {}, which have waited long",
         client()
     );
     assert!(
@@ -234,7 +234,7 @@ fn limited_spawn_precedes_later_ones_of_user() {
     check_reservation(
         BusyHosts::new(limits, GuestLimits::default()),
         &request(3),
-        "others wait until it is",
+        "other requests of its user and its job wait for it",
     );
 }
 
@@ -269,7 +269,7 @@ fn spawn_above_limit_is_refused_at_once() {
     assert!(
         notes
             .iter()
-            .any(|note| note.contains("others wait until it is")),
+            .any(|note| note.contains("other requests of its user and its job wait for it")),
         "{notes:?}"
     );
     busy.bed.world().post(
@@ -331,7 +331,7 @@ fn no_reservation_for_impossible_spawn() {
             .world()
             .notes()
             .iter()
-            .any(|note| note.contains("kept for it"))
+            .any(|note| note.contains("reserved for it"))
     );
 }
 

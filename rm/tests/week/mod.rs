@@ -186,10 +186,10 @@ impl WeekResults {
             "jobs of 61 processes",
             format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting),
         );
-        line("a guest runs beside an owner for", spread(&self.stall_s));
-        line("a guest is told to leave after", spread(&self.untold_s));
+        line("a guest runs on an owner's host for", spread(&self.stall_s));
+        line("a guest is evicted after", spread(&self.untold_s));
         line("no guest is left after", spread(&self.clean_s));
-        line("guests never told to leave", self.left_beside.to_string());
+        line("guests never evicted", self.left_beside.to_string());
         line(
             "moves",
             format!(
@@ -198,11 +198,11 @@ impl WeekResults {
             ),
         );
         line(
-            "moves in an hour",
+            "migrations per hour",
             format!("{moves:.0} on average, {busiest} in the worst"),
         );
         line(
-            "work lost in moves",
+            "work lost in migrations",
             format!(
                 "{:.1} h of {:.0} h, {:.3} %",
                 self.standing_h,
@@ -211,7 +211,7 @@ impl WeekResults {
             ),
         );
         line(
-            "stood still without a place to go",
+            "paused without a target host",
             format!("{:.1} h", self.stuck_h),
         );
         line(

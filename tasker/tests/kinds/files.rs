@@ -238,7 +238,7 @@ fn a_file_is_not_carried_where_its_folder_is_missing() {
         "umount $data && mount -t tmpfs none ${data%/data}",
     );
     let verdict = scene.verdict();
-    let held = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be carried there: its folder: "));
+    let held = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be copied there: its directory: "));
     assert!(verdict.iter().any(held), "{verdict:?}");
     scene.assert_ends_successfully();
 }
@@ -256,7 +256,7 @@ fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_policy_for_files_that_means_nothing_is_refused() {
     let mut scene = start_with_file_policy("SEMPA_FILES=all", "true");
-    let what = "SEMPA_FILES=all, which is none of shared, copy and refuse".into();
+    let what = "SEMPA_FILES=all, which is not one of shared, copy and refuse".into();
     assert_eq!(scene.inspect(), Err(Refusal::UnsupportedResource { what }));
     scene.assert_ends_successfully();
 }

@@ -110,7 +110,7 @@ fn a_process_that_left_the_tree_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_deleted_file_with_another_name_is_refused() {
-    assert_refused("linked", "", "which has another name left");
+    assert_refused("linked", "", "which still has another name");
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn a_terminal_of_somebody_else_is_refused() {
     assert_refused(
         "terminal",
         &name,
-        &format!("the terminal {name}, whose other end is elsewhere"),
+        &format!("the terminal {name}, whose master end is held by another process"),
     );
 }
 
@@ -346,7 +346,7 @@ fn an_eventfd_that_is_a_semaphore_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_pipe_of_packets_is_refused() {
-    assert_refused("packets", "", "a pipe of packets");
+    assert_refused("packets", "", "a pipe in packet mode");
 }
 
 #[test]
@@ -362,7 +362,7 @@ fn dropped_root_rights_are_refused() {
     assert_refused(
         "another-user",
         "",
-        "a process without root's rights (its user is 4142)",
+        "a process without root's capabilities (its user is 4142)",
     );
 }
 

@@ -78,5 +78,5 @@ fn a_timer_for_one_thread_reaches_that_thread() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn processor_time_used_counts_anew_inside_the_task() {
-    assert_prints_after_migration("signals", "used", "anew");
+    assert_prints_after_migration("signals", "used", "restarted");
 }

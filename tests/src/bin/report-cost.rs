@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         },
         owner_verdict: OwnerVerdict::Absent { since: None },
         confidence: 90,
-        owner_reason: "nobody is logged in".into(),
+        owner_reason: "no user is logged in".into(),
         logins: Vec::new(),
         access: GuestAccess::Welcome,
         access_reason: String::new(),

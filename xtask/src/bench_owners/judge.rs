@@ -293,7 +293,7 @@ impl Outcome {
                 Err(end) => {
                     let Visit { host, since } = visit;
                     self.reasons.push(format!(
-                        "host {host} was not clean from {since} to {end}, as long as somebody was there"
+                        "host {host} was not clean from {since} to {end}, the whole time that its owner was present"
                     ));
                 }
             }
@@ -307,7 +307,7 @@ impl Outcome {
             .filter(|stay| !is_in_event_log(stay, events))
             .for_each(|stay| {
                 self.reasons.push(format!(
-                    "nobody noticed that somebody was on host {} from {} to {}",
+                    "no load watcher noticed the owner on host {} from {} to {}",
                     stay.host, stay.from, stay.to
                 ));
             });
@@ -355,7 +355,7 @@ impl Outcome {
             .count();
         for (what, count) in [
             (
-                format!("times a worker ran longer than {promise} ms beside an owner"),
+                format!("times a worker ran longer than {promise} ms after its owner had returned"),
                 late,
             ),
             (
@@ -382,7 +382,7 @@ impl Outcome {
         ] {
             if judged == 0 || skipped * 100 > (skipped + judged) * SKIPPED_PERCENT_MAX {
                 self.reasons.push(format!(
-                    "only {judged} of {} {what} beside owners could be judged",
+                    "only {judged} of {} {what} on hosts with owners could be judged",
                     judged + skipped
                 ));
             }
@@ -410,10 +410,8 @@ impl Outcome {
                     let says_so =
                         matches!(cause, MigrationCause::Owner { why } if why.contains("olga"));
                     if !says_so || !stays.iter().any(there) {
-                        self.reasons.push(format!(
-                            "a move for a reason that is not true: {}",
-                            entry.text
-                        ));
+                        self.reasons
+                            .push(format!("a migration for a false reason: {}", entry.text));
                     }
                 }
                 EventKind::MigrationFailed { .. } => self.failed_moves += 1,
@@ -725,7 +723,7 @@ mod tests {
     fn host_never_free_of_guests_fails_run() {
         let goes = || EventKind::OwnerAbsent {
             host: h(2),
-            why: "nobody is logged in".into(),
+            why: "no user is logged in".into(),
         };
         let visit = |then: Vec<(u64, EventKind)>| {
             let events = log([vec![(1000, comes(2, 1000))], then].concat());
@@ -759,7 +757,7 @@ mod tests {
         let false_one = |events: &[EventEntry], stays: &[ScriptedLogin]| {
             says(
                 &judged(events, stays, &Clocks::new(), &ProcessSamples::default()),
-                "a reason that is not true",
+                "a false reason",
             )
         };
         assert!(!false_one(&move_at(2000, 2), &[STAY]));
@@ -890,7 +888,7 @@ mod tests {
         let events = log(vec![(1000, comes(2, 1000))]);
         assert!(!says(
             &judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default()),
-            "nobody noticed"
+            "no load watcher noticed"
         ));
         let other = ScriptedLogin { host: 3, ..STAY };
         assert!(says(
@@ -900,7 +898,7 @@ mod tests {
                 &Clocks::new(),
                 &ProcessSamples::default()
             ),
-            "nobody noticed"
+            "no load watcher noticed"
         ));
     }
 }

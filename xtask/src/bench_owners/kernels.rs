@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(
             program(&seen, 2, 101, 124),
             [0],
-            "from 105 to 120 it stood still"
+            "from 105 to 120 it was paused"
         );
         assert_eq!(
             program(&seen, 2, 106, 118),

@@ -177,7 +177,7 @@ mod tests {
     #[test]
     fn other_commit_or_seed_begins_anew() {
         for (commit, seed, fresh) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {
-            let folder = Folder::new("anew");
+            let folder = Folder::new("restarted");
             let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
             first
                 .add(record("a", StepOutcome::Passed))

@@ -39,7 +39,7 @@ pub(in super::super) fn receive(
     bytes_max: u64,
 ) -> Result<ReceivedPages, Failure> {
     let failed =
-        |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
+        |what: String| Failure::Images(format!("pre-copied memory does not arrive: {what}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
     let mut received = ReceivedPages::empty();
     let mut content = vec![0; (BLOCK_PAGES * received.page_size()) as usize];
@@ -69,11 +69,11 @@ pub(in super::super) fn receive(
                     .insert(process, address, &content[..length])
                     .map_err(|e| failed(e.to_string()))?;
             }
-            other => return Err(failed(format!("the source says {other:#x}"))),
+            other => return Err(failed(format!("unknown command {other:#x} of the source"))),
         }
         if received.stored_bytes() > bytes_max {
             return Err(failed(format!(
-                "there is more of it than {bytes_max} bytes, which it was told"
+                "the source has sent more than the permitted {bytes_max} bytes"
             )));
         }
     }
@@ -123,7 +123,7 @@ mod tests {
         ];
         assert_eq!(send_commands(&good, 2 * page), Ok(2 * page));
         assert!(
-            matches!(send_commands(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
+            matches!(send_commands(&good, page), Err(Failure::Images(why)) if why.contains("more than the permitted"))
         );
         for bad in [
             &good[..2],

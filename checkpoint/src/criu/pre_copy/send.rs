@@ -77,7 +77,7 @@ pub(in super::super) fn send(
     stop: &PreCopyStopCondition,
 ) -> Result<SentPages, Failure> {
     lower_thread_priority();
-    let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
+    let failed = |e: io::Error| Failure::Io(format!("pre-copy failed: {e}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
     stream
         .set_write_timeout(Some(STREAM_TIMEOUT))
@@ -126,7 +126,7 @@ fn receive_page_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
     let mut word = [0; HeaderLayout::Long.bytes()];
     let failed = |e: io::Error| {
         Failure::Io(format!(
-            "its memory cannot go ahead: the target does not take it: {e}"
+            "pre-copy failed: the target does not receive it: {e}"
         ))
     };
     stream.read_exact(&mut word).map_err(failed)?;
@@ -136,7 +136,7 @@ fn receive_page_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
             ..
         } => Ok(head),
         other => Err(Failure::Images(format!(
-            "the target says {other:?} to memory that goes ahead"
+            "the target sent {other:?} during the pre-copy"
         ))),
     }
 }
@@ -419,6 +419,6 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         drop(theirs);
         let sent = send(&[std::process::id() as i32], &ours.into(), &distant_stop());
-        assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("go ahead")));
+        assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("pre-copy failed")));
     }
 }

@@ -113,7 +113,7 @@ impl IncomingReply {
         let has_changed = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
         if (count..bitmap.len() * 8).any(has_changed) {
             return Err(format!(
-                "asked for what has changed of {count} pages the source has more"
+                "the source has sent more changed pages than the {count} requested"
             ));
         }
         let mut rest = VecDeque::<Range<usize>>::new();

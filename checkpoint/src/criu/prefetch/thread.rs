@@ -39,7 +39,7 @@ pub(in super::super) fn start(
     pre_copied: ReceivedPages,
     uffds: UffdKeeper,
 ) -> Result<(PrefetchThread, LazyPagesConnection, FetchCompletion), Failure> {
-    let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
+    let io = |e: io::Error| Failure::Io(format!("cannot prefetch memory: {e}"));
     let (engine_stream, stream) = UnixStream::pair().map_err(io)?;
     let source = Arc::new(UnixStream::from(source));
     // Both streams are nonblocking, so that neither CRIU nor the source delays the other.

@@ -78,7 +78,7 @@ fn job_reply(job: Tid) -> RmReply {
         migrations: 0,
         evictions: 0,
         counts_toward_limits: true,
-        suspended: (n == 1).then(suspended),
+        suspension: (n == 1).then(suspended),
         suspended_total: Micros(0),
     };
     let tasks = (0..=1).map(used).collect();
@@ -92,7 +92,7 @@ fn job_reply(job: Tid) -> RmReply {
             started: began,
             ended: None,
             totals: sums,
-            suspended,
+            suspension: suspended,
         },
         tasks,
     }

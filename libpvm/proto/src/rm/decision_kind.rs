@@ -9,8 +9,8 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-const RM_RESTARTED_SENTENCE: &str =
-    "the resource manager began again with what was known; meanwhile spawns were placed in turn";
+const RM_RESTARTED_SENTENCE: &str = "the resource manager restarted with its recorded state; in the meantime spawns were \
+                                  placed round robin";
 
 /// The content of a decision or event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -308,10 +308,10 @@ fn seconds(span: Micros) -> f64 {
 /// on pts/1)".
 fn cause_phrase(cause: &MigrationCause, from: &str) -> String {
     match cause {
-        MigrationCause::Requested { requested_by } => format!("{requested_by} asked for it"),
-        MigrationCause::Owner { why } => format!("the owner of {from} is there ({why})"),
+        MigrationCause::Requested { requested_by } => format!("{requested_by} requested it"),
+        MigrationCause::Owner { why } => format!("the owner of {from} is present ({why})"),
         MigrationCause::Load { why } => format!("the load is uneven: {why}"),
-        MigrationCause::Drain { requested_by } => format!("{requested_by} has {from} emptied"),
+        MigrationCause::Drain { requested_by } => format!("{requested_by} drains {from}"),
         MigrationCause::Checkpoint | MigrationCause::Restart => cause.to_string(),
     }
 }
@@ -389,7 +389,7 @@ impl fmt::Display for DecisionKind {
             } => {
                 write!(
                     f,
-                    "{tid} was told to go from {from} to {to} because {}",
+                    "migration of {tid} from {from} to {to} ordered because {}",
                     cause_phrase(cause, from)
                 )?;
                 write_expected_benefit(f, expected)?;
@@ -406,7 +406,7 @@ impl fmt::Display for DecisionKind {
                 frozen,
             } => write!(
                 f,
-                "{tid} moved from {from} to {to} because {}: {bytes} bytes, it stood still for {:.1} ms",
+                "{tid} migrated from {from} to {to} because {}: {bytes} bytes, frozen {:.1} ms",
                 cause_phrase(cause, from),
                 frozen.0 as f64 / 1e3
             ),
@@ -420,7 +420,7 @@ impl fmt::Display for DecisionKind {
             } => {
                 write!(
                     f,
-                    "{tid} was not moved from {from} to {to}: {step} failed: {why}"
+                    "{tid} was not migrated from {from} to {to}: {step} failed: {why}"
                 )
             }
             DecisionKind::CannotLeave {
@@ -441,7 +441,7 @@ impl fmt::Display for DecisionKind {
                 }
             }
             DecisionKind::OwnerReturned { host, why } => {
-                write!(f, "the owner of {host} came: {why}")
+                write!(f, "the owner of {host} returned: {why}")
             }
             DecisionKind::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
             DecisionKind::HostJoined { host } => write!(f, "{host} joined"),
@@ -458,18 +458,18 @@ impl fmt::Display for DecisionKind {
                 requested_by,
             } => {
                 let what = if *suspend { "suspended" } else { "resumed" };
-                write!(f, "job {job} was {what}: {requested_by} asked for it")
+                write!(f, "job {job} was {what}: requested by {requested_by}")
             }
             DecisionKind::Drain {
                 host,
                 started: true,
                 requested_by: by,
-            } => write!(f, "{host} is being emptied: {by} asked for it"),
+            } => write!(f, "{host} is being drained: requested by {by}"),
             DecisionKind::Drain {
                 host,
                 started: false,
                 requested_by: by,
-            } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            } => write!(f, "{host} accepts tasks again: requested by {by}"),
             DecisionKind::Vacated {
                 job,
                 tid,
@@ -477,7 +477,8 @@ impl fmt::Display for DecisionKind {
                 why,
             } => write!(
                 f,
-                "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
+                "job {job} is checkpointed and ended, and will be restarted when there is room: {tid} must leave \
+                 {host}, and {why}"
             ),
             DecisionKind::Restarted {
                 job,
@@ -485,7 +486,7 @@ impl fmt::Display for DecisionKind {
                 tasks,
                 why,
             } => {
-                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
+                write!(f, "job {job} restarted from checkpoint {set} ({why}):")?;
                 tasks
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
@@ -499,7 +500,7 @@ impl fmt::Display for DecisionKind {
             } => {
                 write!(
                     f,
-                    "the move of {tid} from {from} to {to} was expected to save "
+                    "the migration of {tid} from {from} to {to} was expected to save "
                 )?;
                 write!(
                     f,
@@ -514,13 +515,10 @@ impl fmt::Display for DecisionKind {
                     seconds(came.cost)
                 )
             }
-            DecisionKind::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
-            DecisionKind::HostOpened { host } => write!(f, "{host} takes guests again"),
+            DecisionKind::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
+            DecisionKind::HostOpened { host } => write!(f, "{host} accepts guests again"),
             DecisionKind::GuestsEnded { host, tasks, why } => {
-                write!(
-                    f,
-                    "the owner of {host} has guests ended, and so it was with"
-                )?;
+                write!(f, "guests ended for the owner of {host}:")?;
                 write_tasks(f, tasks)?;
                 write!(f, ": {why}")
             }
@@ -533,7 +531,7 @@ impl fmt::Display for DecisionKind {
                 why,
                 ..
             } => {
-                write!(f, "checkpoint {set} was not started again ({cause}): {why}")
+                write!(f, "checkpoint {set} was not restarted ({cause}): {why}")
             }
             DecisionKind::TaskerGone { host, tasks, why } => {
                 write!(f, "the tasker of {host} has ended ({why}), and with it")?;
@@ -544,7 +542,9 @@ impl fmt::Display for DecisionKind {
                 }
             }
             DecisionKind::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
-            DecisionKind::RmStarted { resumed: false } => f.write_str("the resource manager began"),
+            DecisionKind::RmStarted { resumed: false } => {
+                f.write_str("the resource manager started")
+            }
             DecisionKind::RmStarted { resumed: true } => f.write_str(RM_RESTARTED_SENTENCE),
         }
     }
@@ -604,7 +604,7 @@ mod tests {
         }
         assert_eq!(
             ended.to_string(),
-            "the owner of h2 has guests ended, and so it was with t80001 t80002: olga on pts/1"
+            "guests ended for the owner of h2: t80001 t80002: olga on pts/1"
         );
         assert_eq!(
             dead.to_string(),

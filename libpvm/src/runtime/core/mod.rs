@@ -366,7 +366,7 @@ impl Core {
         if self.open_requests.len() >= REQUESTS_OPEN_MAX {
             return Err(failed(
                 PvmError::OutOfRes,
-                "too many requests of this task wait for an answer",
+                "too many requests of this task are waiting for replies",
             ));
         }
         let id = self.last_request.next();
@@ -377,8 +377,12 @@ impl Core {
             )
         })?;
         let kept = frame.clone();
-        self.push_control(kept)
-            .map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
+        self.push_control(kept).map_err(|e| {
+            failed(
+                e,
+                "the request was not sent: too much data is queued for the daemon",
+            )
+        })?;
         self.last_request = id;
         self.open_requests.insert(
             id,
@@ -466,7 +470,7 @@ impl Core {
                             return Ok(());
                         }
                         MessageFds::Missing => {
-                            return Err("a word about a route came without its descriptors".into());
+                            return Err("a route message came without its descriptors".into());
                         }
                     };
                     self.handle_ring_message(now, from, near, &message, descriptors);
@@ -773,7 +777,7 @@ impl Core {
     fn handle_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
         match control {
             ToTask::Welcome(_) | ToTask::Refused { .. } => {
-                return Err("the daemon greeted this task twice".into());
+                return Err("the daemon sent a second welcome".into());
             }
             ToTask::Reply { id, reply } => {
                 if let Some(open) = self.open_requests.get_mut(&id) {
@@ -797,7 +801,7 @@ impl Core {
             ToTask::RmChanged { rm } => self.set_rm(rm),
             ToTask::PrepareExit { migration: by } => self.handle_exit_announcement(now, by),
             ToTask::Route { .. } => {
-                return Err("a word about a route came on a way without descriptors".into());
+                return Err("a route message came on a channel without descriptors".into());
             }
             ToTask::Quiesce { migration, tokens } => {
                 self.begin_quiesce(now, QuiesceRequest { migration, tokens })?
@@ -847,7 +851,7 @@ impl Core {
 
     fn begin_quiesce(&mut self, now: Micros, quiesce: QuiesceRequest) -> Result<(), String> {
         if !self.is_connected() {
-            return Err("the daemon asked this task twice to let go".into());
+            return Err("the daemon sent a second quiesce request".into());
         }
         self.end_rings(now);
         self.end_direct(now);
@@ -866,7 +870,7 @@ impl Core {
             redirect_address: super::redirect::reset(),
         };
         self.outbox
-            .push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
+            .push(encode_control(&last).map_err(|e| format!("quiescing: {e}"))?);
         self.phase = Phase::Quiescing(quiesce);
         self.event_seq += 1;
         Ok(())

@@ -58,7 +58,7 @@ fn quiesced_core() -> Core {
             tokens: vec![],
         },
     )
-    .expect("lets go");
+    .expect("quiesces");
     core.outbox.clear();
     core.mark_quiesced();
     core
@@ -278,7 +278,7 @@ fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Fr
             tokens: vec![],
         },
     )
-    .expect("lets go");
+    .expect("quiesces");
     core.outbox.clear();
     core.mark_quiesced();
     let timeline = RestartGroup {

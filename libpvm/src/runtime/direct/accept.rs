@@ -320,7 +320,7 @@ enum AdvanceOutcome {
 }
 
 fn unknown_offer() -> SetupError {
-    SetupError::Unauthenticated("it names no offer that is open".into())
+    SetupError::Unauthenticated("it names no open offer".into())
 }
 
 /// Listens on a port that the kernel chooses, for IPv6 and IPv4 if the host supports both.

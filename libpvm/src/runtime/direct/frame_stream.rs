@@ -399,12 +399,16 @@ impl FrameStream {
                     .ok_or(RouteEnd::ProtocolError("there is no new key"))?;
             }
             ContentType::Handshake => {
-                return Err(RouteEnd::ProtocolError("a handshake behind the handshake"));
+                return Err(RouteEnd::ProtocolError(
+                    "a handshake message after the handshake",
+                ));
             }
             ContentType::Alert if input.bytes[content] == CLOSE_NOTIFY_ALERT => {
                 return Err(RouteEnd::Closed);
             }
-            ContentType::Alert => return Err(RouteEnd::Broken("the peer complains".into())),
+            ContentType::Alert => {
+                return Err(RouteEnd::Broken("the peer sent an error alert".into()));
+            }
         }
         Ok(true)
     }

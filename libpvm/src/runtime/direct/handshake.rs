@@ -192,7 +192,7 @@ fn run_tls_action<MeasuredVm>(
         Ok(ConnectionState::BlockedHandshake) => Ok(NextStep::Read),
         Ok(ConnectionState::WriteTraffic(_)) => Ok(NextStep::Complete),
         Ok(_) => Err(unauthenticated(
-            "it said something before the handshake was over",
+            "it sent data before the handshake was complete",
         )),
         Err(e) => Err(unauthenticated(e)),
     };

@@ -168,7 +168,7 @@ impl PinnedCertificate {
 
 /// Rejects signatures of TLS 1.2, which is never negotiated.
 fn reject_tls12() -> Result<HandshakeSignatureValid, Error> {
-    Err(Error::General("a direct route speaks TLS 1.3 only".into()))
+    Err(Error::General("a direct route uses TLS 1.3 only".into()))
 }
 
 impl ServerCertVerifier for PinnedCertificate {

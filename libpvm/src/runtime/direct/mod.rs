@@ -63,7 +63,7 @@ pub(crate) enum SetupError {
     #[error("no address of the peer answers: {0}")]
     Unreachable(String),
     /// The peer failed to authenticate, or uses another protocol.
-    #[error("who answered is not the peer: {0}")]
+    #[error("the peer could not be authenticated: {0}")]
     Unauthenticated(String),
     #[error("the peer took too long")]
     TimedOut,
@@ -82,6 +82,6 @@ pub(crate) enum RouteEnd {
     #[error("the direct route broke: {0}")]
     Broken(String),
     /// The peer sent data that violates the protocol.
-    #[error("the direct route was closed because of what came on it: {0}")]
+    #[error("the direct route was closed because of invalid data: {0}")]
     ProtocolError(&'static str),
 }

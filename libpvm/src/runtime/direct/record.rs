@@ -158,7 +158,7 @@ pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RouteEnd> {
         return Ok(None);
     };
     if head[..3] != HEAD_PREFIX {
-        return Err(RouteEnd::ProtocolError("what came is no record"));
+        return Err(RouteEnd::ProtocolError("the data is not a TLS record"));
     }
     let length = HEAD_BYTES + usize::from(u16::from_be_bytes([head[3], head[4]]));
     if !(HEAD_BYTES + TAIL_BYTES..=RECORD_BYTES_MAX).contains(&length) {

@@ -217,7 +217,7 @@ fn malformed_frames_end_connection() {
             Err(PvmError::SysErr)
         );
         assert!(
-            task.lost_reason().contains("cannot be understood"),
+            task.lost_reason().contains("cannot be decoded"),
             "{}",
             task.lost_reason()
         );

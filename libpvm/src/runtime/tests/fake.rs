@@ -213,7 +213,7 @@ impl FakeDaemon {
     }
 
     pub(super) fn wait_quiesced(&self, tid: Tid, migration: u64) {
-        self.wait_for_log("letting go", |who, said| {
+        self.wait_for_log("quiescing", |who, said| {
             let wanted = MigrationId(migration);
             matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
         });

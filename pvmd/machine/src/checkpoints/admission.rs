@@ -67,7 +67,7 @@ impl Machine {
             job_checkpoints.snapshots.abort_for_migration(
                 cut,
                 tid,
-                format!("it has to leave its host ({cause})"),
+                format!("it must leave its host ({cause})"),
             );
         }
         Ok(())

@@ -498,7 +498,7 @@ impl Machine {
         };
         now.required = 0;
         if let Some((_, migration)) = now.receiver {
-            self.finish_transfer(migration, Err("nobody wants it any more".into()));
+            self.finish_transfer(migration, Err("it is not needed any more".into()));
         }
     }
 
@@ -553,8 +553,8 @@ impl Machine {
     ) -> Reply {
         let refused = match (from, self.owner_control.pauses_guests()) {
             (HostId::MASTER, false) => None,
-            (HostId::MASTER, true) => Some("its owner does not want guests now"),
-            _ => Some("only the master has sets copied"),
+            (HostId::MASTER, true) => Some("its owner admits no guests at present"),
+            _ => Some("only the master copies checkpoints"),
         };
         if let Some(reason) = refused {
             return Reply::Failed {

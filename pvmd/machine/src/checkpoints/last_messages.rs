@@ -174,7 +174,7 @@ impl Machine {
         match senders.find(|src| self.tasks.known_exits.tids.contains(src)) {
             None => Ok(()),
             Some(src) => Err(Failure::Cancelled(format!(
-                "the last words of {src} have come, which has ended, and it has to take them first"
+                "it must first receive the last messages of {src}, which has ended"
             ))),
         }
     }

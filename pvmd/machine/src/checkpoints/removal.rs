@@ -92,7 +92,7 @@ impl Machine {
         let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
         let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
         self.remove_copies_of(&sets);
-        self.forget_checkpoints(sets, format!("{tid} asked for it"));
+        self.forget_checkpoints(sets, format!("requested by {tid}"));
         self.reply(tid, id, Reply::CheckpointsRemoved(result));
     }
 
@@ -115,7 +115,7 @@ impl Machine {
     pub(crate) fn handle_checkpoints_expired(&mut self, sets: Vec<String>) {
         self.forget_checkpoints(
             sets,
-            "the store has its limits, or their jobs have ended long ago".into(),
+            "to keep the limits of the store, or because their jobs ended long ago".into(),
         );
     }
 

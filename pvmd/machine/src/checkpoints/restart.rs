@@ -31,7 +31,7 @@ impl Machine {
         hosts: Vec<String>,
         wait: bool,
     ) {
-        let why = format!("{tid} asked for it");
+        let why = format!("requested by {tid}");
         self.restart_checkpoint(set, None, hosts, wait.then_some((tid, id)), why);
         if !wait {
             self.reply(tid, id, Reply::Done);
@@ -88,8 +88,9 @@ impl Machine {
                     ..
                 } = meta;
                 let why = format!(
-                    "the libraries in this set speak version {wire}, and it is a set of version {version}; this virtual machine \
-                     speaks {WIRE_VERSION}, and makes sets of {CHECKPOINT_VERSION}: start it with the version by which it was made"
+                    "the libraries in this checkpoint use protocol version {wire}, and its format is version \
+                     {version}; this virtual machine uses {WIRE_VERSION} and {CHECKPOINT_VERSION}: restart it with \
+                     the version that wrote it"
                 );
                 self.finish_restart(number, Err(RestartFailure::Store(why)));
             }
@@ -143,7 +144,7 @@ impl Machine {
         number: u64,
         found: &Inventory,
     ) -> Result<(Tid, RestartGroup, Vec<RestartTask>), RestartFailure> {
-        let gone = || RestartFailure::Store("the set is not open any more".into());
+        let gone = || RestartFailure::Store("the checkpoint is no longer open".into());
         let job_checkpoints = self
             .master
             .as_ref()
@@ -521,10 +522,10 @@ impl Machine {
         id: MigrationId,
         part: SavedTask,
     ) -> Result<Option<ToTasker>, Failure> {
-        let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
+        let bad = |why: &str| Failure::Images(format!("the record next to the images: {why}"));
         if part.version != CHECKPOINT_VERSION {
             return Err(bad(&format!(
-                "version {} was written, {CHECKPOINT_VERSION} is understood",
+                "it has version {}, but only {CHECKPOINT_VERSION} is supported",
                 part.version
             )));
         }
@@ -555,7 +556,9 @@ impl Machine {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
         if arrival.by_restart != record.handoff.is_some() {
-            return Err(bad("it is not written in the way that the set says"));
+            return Err(bad(
+                "it was written by another engine than the checkpoint names",
+            ));
         }
         let timeline = arrival.restart_group.take().ok_or(Failure::TaskEnded)?;
         waiting.retain_mut(|held| keep_for_restart(tid, &timeline, held));

@@ -214,7 +214,7 @@ impl Machine {
             return self.forget_job(job);
         };
         if left > 0 {
-            let cause = format!("{why}, and {left} of its tasks do not end");
+            let cause = format!("{why}, and {left} of its tasks have not ended");
             self.record(EventKind::RestartFailed {
                 checkpoint: set,
                 cause,

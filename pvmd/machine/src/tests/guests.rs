@@ -347,8 +347,8 @@ fn host_enforces_owner_limits() {
     let console = scene.console;
     let told = list_events(&mut scene.sim, console);
     for why in [
-        "its owner allows 3 tasks, and they are there",
-        "its owner lets nobody run chi*",
+        "its owner allows 3 tasks, and as many are present",
+        "its owner does not allow chi*",
     ] {
         let says =
             |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(why));
@@ -388,7 +388,10 @@ fn migration_respects_owner_limits() {
             ..GuestLimits::default()
         }),
     );
-    refused(&mut scene, "its owner allows 2 tasks, and they are there");
+    refused(
+        &mut scene,
+        "its owner allows 2 tasks, and as many are present",
+    );
     scene.send_directive(
         1,
         welcome_guests_with(GuestLimits {
@@ -396,7 +399,7 @@ fn migration_respects_owner_limits() {
             ..GuestLimits::default()
         }),
     );
-    refused(&mut scene, "its owner lets nobody run child");
+    refused(&mut scene, "its owner does not allow child");
     scene.send_directive(
         1,
         welcome_guests_with(GuestLimits {

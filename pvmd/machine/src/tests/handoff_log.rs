@@ -289,7 +289,7 @@ fn owner_changes_do_not_break_restart() {
             let proc = sim.proc_of(tid);
             assert!(
                 sim.procs[proc].is_frozen(),
-                "the owner is there (seed {seed})"
+                "the owner is present (seed {seed})"
             );
         }
         sim.ask(speaker, welcome_guests());
@@ -684,7 +684,7 @@ fn first_exit_request_survives_failed_second_one() {
         assert_eq!(
             sim.exit_ignored_by.len(),
             asked,
-            "who is ending is not asked to (seed {seed})"
+            "an exiting program is not asked to exit (seed {seed})"
         );
         sim.run_until("it is back", |s| {
             s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()

@@ -303,7 +303,11 @@ fn replies_notifications_and_output_follow_task() {
             let before = sim.procs[mover].received[..at]
                 .iter()
                 .filter(|s| matches!(s, Received::Message(t, _) if *t == src));
-            assert_eq!(before.count(), 5, "its last words came first (seed {seed})");
+            assert_eq!(
+                before.count(),
+                5,
+                "its last messages came first (seed {seed})"
+            );
         }
         // The source can be removed now; output, exit and messages still arrive.
         assert_eq!(

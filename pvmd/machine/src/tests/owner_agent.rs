@@ -98,7 +98,7 @@ fn guests_stay_paused_until_new_watcher_resumes_them() {
         assert_eq!(
             running_watcher(&guarded.sim),
             None,
-            "whoever has started it may do so again"
+            "its starter may start it again first"
         );
         guarded.assert_paused();
         guarded
@@ -152,7 +152,7 @@ fn guests_stay_paused_without_a_watcher() {
     guarded.sim.advance(LONG_WAIT);
     guarded.assert_paused();
     let says = format!(
-        "could not be started on h1: {}; its owner is not guarded; guests stay stopped",
+        "could not be started on h1: {}; its owner is not protected; guests stay paused",
         PvmError::NoFile
     );
     assert_eq!(guarded.count_notes(&says), 1);
@@ -189,7 +189,7 @@ fn watcher_limits_outlive_the_watcher() {
     assert_eq!(guarded.sim.ask(program, welcome_guests()), Reply::Done);
     assert!(
         !may_start(&mut guarded),
-        "who says nothing of it takes nothing back"
+        "a directive without limits lifts none"
     );
     guarded.sim.exit(program, 0);
     guarded.sim.advance(LONG_WAIT);

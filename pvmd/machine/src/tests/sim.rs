@@ -631,7 +631,7 @@ impl Sim {
                 self.procs[proc].pending_requests.remove(&id);
                 assert!(
                     self.procs[proc].replies.insert(id, reply).is_none(),
-                    "{id} was answered twice"
+                    "{id} got two replies"
                 );
             }
             ToTask::Deliver {
@@ -666,7 +666,7 @@ impl Sim {
             ToTask::PrepareExit { migration: by } => self.prepare_exit(proc, by),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
-                assert!(p.quiesced.is_none(), "told twice to let go");
+                assert!(p.quiesced.is_none(), "asked to quiesce twice");
                 let marks = p
                     .links
                     .values()
@@ -885,7 +885,7 @@ impl Sim {
                     .map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  ")))
                     .collect();
                 panic!(
-                    "never came: {what} (seed {})\n{}\n{}",
+                    "never happened: {what} (seed {})\n{}\n{}",
                     self.seed,
                     logs.join("\n"),
                     self.history()

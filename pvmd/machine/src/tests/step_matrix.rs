@@ -105,7 +105,7 @@ impl Trial {
                 return;
             }
         }
-        panic!("it never came there: {case}");
+        panic!("the point was never reached: {case}");
     }
 
     fn is_over(&self) -> bool {
@@ -175,7 +175,7 @@ impl Trial {
                 proc.exited || (proc.is_frozen() && self.sim.injection.source_was_killed());
             assert!(
                 is_dead,
-                "it is said to be dead, and something of it is left: {case}"
+                "the task is reported dead but a process is left: {case}"
             );
             assert_in_order(&self.sim, &all);
             return false;

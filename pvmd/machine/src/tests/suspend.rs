@@ -632,7 +632,7 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
         ),
         Reply::Done
     );
-    sim.run_until("it stands still", |s| s.procs[receiver].is_frozen());
+    sim.run_until("it is frozen", |s| s.procs[receiver].is_frozen());
     for (sender, _) in senders
         .iter()
         .flat_map(|sender| (0..EACH).map(move |n| (*sender, n)))

@@ -75,7 +75,7 @@ impl StoreSettings {
                 .or_else(|| Some(dir?.join("sempa").join(name)));
             path.filter(|path| path.is_absolute()).ok_or_else(|| {
                 format!(
-                    "there is no place for checkpoints: set {variable} to an absolute path, or HOME"
+                    "there is no directory for checkpoints: set {variable} or HOME to an absolute path"
                 )
             })
         };
@@ -141,7 +141,8 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
             .ok()
             .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
         limits.checkpoints_max = sets.ok_or_else(|| {
-            format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {CHECKPOINT_LIMIT_MAX}: no checkpoint is written before it is")
+            format!("SEMPA_STORE_SETS={text:?} is not a number of checkpoints from 1 to {CHECKPOINT_LIMIT_MAX}: no \
+                 checkpoint is written until this is corrected")
         })?;
     }
     if let Some(text) = env("SEMPA_STORE_BYTES") {
@@ -150,7 +151,8 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
             .ok()
             .filter(|bytes| *bytes >= STORE_LIMIT_BYTES_MIN);
         limits.bytes_max = bytes.ok_or_else(|| {
-            format!("SEMPA_STORE_BYTES={text:?} is no number of bytes from {STORE_LIMIT_BYTES_MIN} on: no checkpoint is written before it is")
+            format!("SEMPA_STORE_BYTES={text:?} is not a number of bytes of at least {STORE_LIMIT_BYTES_MIN}: no \
+                 checkpoint is written until this is corrected")
         })?;
     }
     Ok(limits)
@@ -184,8 +186,8 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
             Ok(CopyPolicy::Hosts(names))
         }
         _ => Err(format!(
-            "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor at most so many names of hosts with commas \
-             between them: no checkpoint is written before it is"
+            "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor a list of at most {COPIES_MAX} host names \
+             separated by commas: no checkpoint is written until this is corrected"
         )),
     }
 }
@@ -343,7 +345,7 @@ impl CheckpointService {
         let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
-            let added = draft.ok_or("the set was given up".to_string());
+            let added = draft.ok_or("the checkpoint was abandoned".to_string());
             let result =
                 added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
             Event::PartStored { migration, result }
@@ -367,7 +369,7 @@ impl CheckpointService {
         self.spawn_reporting(move |store| {
             let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
             let result = draft
-                .ok_or("the set was given up".to_string())
+                .ok_or("the checkpoint was abandoned".to_string())
                 .and_then(|draft| {
                     let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
                     // The checkpoint is complete even if the removal of others fails; the limits
@@ -411,8 +413,8 @@ impl CheckpointService {
     ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
         let checkpoint = lock(&self.open_checkpoints).get(&restart).cloned();
         move |dir| {
-            let checkpoint =
-                checkpoint.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
+            let checkpoint = checkpoint
+                .ok_or_else(|| Failure::Images("the checkpoint is no longer open".into()))?;
             checkpoint
                 .unpack(tid, dir)
                 .map(drop)
@@ -503,7 +505,8 @@ pub(crate) fn write_part(
         let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
         if bytes.len() as u64 > PART_RECORD_BYTES_MAX {
             let why = format!(
-                "what waits for the task, and what it had said, are {} bytes, and a checkpoint takes {PART_RECORD_BYTES_MAX}",
+                "the messages queued for the task and sent by it are {} bytes; a checkpoint takes at most \
+                 {PART_RECORD_BYTES_MAX}",
                 bytes.len()
             );
             return Err(Failure::Images(why));

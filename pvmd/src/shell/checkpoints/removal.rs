@@ -41,7 +41,7 @@ pub(super) fn remove_superfluous(
             let checkpoints: Vec<String> =
                 swept.removed.iter().map(|set| set.id.to_string()).collect();
             log.write_line(format!(
-                "checkpoints removed that the store does not keep: {}",
+                "removed checkpoints beyond the store's limits: {}",
                 checkpoints.join(" ")
             ));
             let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));

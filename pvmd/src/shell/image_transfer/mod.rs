@@ -70,7 +70,7 @@ pub(super) fn send_mark<W: Write>(
 pub(super) fn receive_failure(e: io::Error) -> Failure {
     match e.kind() {
         io::ErrorKind::UnexpectedEof => format_failure("the transfer ended in the middle"),
-        _ => Failure::Images(format!("the transfer broke off: {e}")),
+        _ => Failure::Images(format!("the transfer failed: {e}")),
     }
 }
 
@@ -81,7 +81,7 @@ pub(super) fn format_failure(what: &str) -> Failure {
 
 /// Returns the failure of a transfer that could not send more data.
 pub(super) fn send_failure(e: io::Error) -> Failure {
-    Failure::Images(format!("the target took no more: {e}"))
+    Failure::Images(format!("the target stopped receiving: {e}"))
 }
 
 fn io_failure(act: &str, path: &Path) -> impl FnOnce(io::Error) -> Failure {

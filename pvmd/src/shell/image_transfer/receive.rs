@@ -78,7 +78,7 @@ pub(in crate::shell) fn receive<R: Read>(
                     return Ok(bytes);
                 }
             }
-            _ => return Err(format_failure("something came that is no piece of a file")),
+            _ => return Err(format_failure("received an unknown kind of record")),
         }
     }
 }
@@ -92,13 +92,13 @@ impl Receiver<'_> {
         let target_file = self
             .open_files
             .get_mut(&number)
-            .ok_or_else(|| format_failure("bytes came outside of a file"))?;
+            .ok_or_else(|| format_failure("received data outside of a file"))?;
         for part in zeros::parts(content) {
-            let part = part.map_err(|_| format_failure("a piece came that is not whole"))?;
+            let part = part.map_err(|_| format_failure("received a malformed piece"))?;
             self.bytes += part.unpacked_len() as u64;
             if self.bytes > IMAGE_BYTES_MAX {
                 return Err(Failure::Images(format!(
-                    "more than {IMAGE_BYTES_MAX} bytes came, the limit"
+                    "received more than {IMAGE_BYTES_MAX} bytes, the limit"
                 )));
             }
             target_file
@@ -127,14 +127,13 @@ impl Receiver<'_> {
                 self.open_files.insert(number, open);
             }
             TransferMark::FileEnd { number, bytes } => {
-                let done = self
-                    .open_files
-                    .remove(&number)
-                    .ok_or_else(|| format_failure("a file ended that did not begin"))?;
+                let done = self.open_files.remove(&number).ok_or_else(|| {
+                    format_failure("received the end of a file without its beginning")
+                })?;
                 if done.bytes != bytes {
                     let (path, came) = (done.path.display(), done.bytes);
                     return Err(Failure::Images(format!(
-                        "{came} bytes of {path} came, {bytes} were sent"
+                        "received {came} bytes of {path}, but {bytes} were sent"
                     )));
                 }
                 // The file may end with a hole.
@@ -146,7 +145,7 @@ impl Receiver<'_> {
                 self.restarts += 1;
                 if self.restarts > RESTARTS_MAX {
                     return Err(Failure::Images(format!(
-                        "begun anew more than {RESTARTS_MAX} times, the limit"
+                        "restarted more than {RESTARTS_MAX} times, the limit"
                     )));
                 }
                 self.open_files.clear();
@@ -159,7 +158,7 @@ impl Receiver<'_> {
                 let (own_files, own_bytes) = (self.files, self.bytes);
                 if !self.open_files.is_empty() || (own_files, own_bytes) != (files, bytes) {
                     let text = format!(
-                        "{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent"
+                        "received {own_files} files of {own_bytes} bytes, but {files} of {bytes} were sent"
                     );
                     return Err(Failure::Images(text));
                 }

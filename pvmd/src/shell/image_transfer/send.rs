@@ -91,7 +91,7 @@ impl OpenedDir {
         let unfit = |name| {
             io::Error::new(
                 ErrorKind::InvalidData,
-                format!("{name:?} is no name of an image"),
+                format!("{name:?} is not a valid image name"),
             )
         };
         std::fs::read_dir(&self.path)?
@@ -205,7 +205,7 @@ impl<'a, W: Write> Sender<'a, W> {
                 DirState::Growing => {}
                 DirState::Complete => return self.send_rest(),
                 DirState::Dropped => {
-                    return Err(Failure::Cancelled("the transfer was broken off".into()));
+                    return Err(Failure::Cancelled("the transfer was aborted".into()));
                 }
             }
             let followed = self.send_growth();

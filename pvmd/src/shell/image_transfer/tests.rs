@@ -305,8 +305,8 @@ fn growing_files_stream_and_restarts_are_followed() {
         .map(|i| (i % 241) as u8)
         .collect();
     // The new directory may have more files, some of them completely sent while they are written.
-    for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
-        let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
+    for (restarted, more) in [(false, 0), (true, 5), (true, content.len())] {
+        let (root, from, to) = scratch(&format!("grows-{restarted}-{more}"));
         let (progress, wire, rate) = (
             SharedDirState::default(),
             SharedWire::default(),
@@ -328,7 +328,7 @@ fn growing_files_stream_and_restarts_are_followed() {
                 .write_all(&content[..PIECE_BYTES + 5])
                 .expect("writable");
             wait_until_sent(&wire, PIECE_BYTES);
-            if anew {
+            if restarted {
                 std::fs::remove_dir_all(from).expect("ours");
                 std::fs::create_dir(from).expect("a scratch directory");
                 std::fs::write(&path, b"other").expect("writable");
@@ -343,10 +343,10 @@ fn growing_files_stream_and_restarts_are_followed() {
             progress.set(DirState::Complete);
             sending.join().expect("no panic")
         });
-        let expected = if anew { b"other" } else { &content[..] };
+        let expected = if restarted { b"other" } else { &content[..] };
         let bytes = (expected.len() + more + 4) as u64;
         let wire = wire.0.lock().expect("no panic").clone();
-        let early_bytes = if anew {
+        let early_bytes = if restarted {
             more - more % PIECE_BYTES
         } else {
             PIECE_BYTES
@@ -356,7 +356,7 @@ fn growing_files_stream_and_restarts_are_followed() {
             (sent.bytes, received(&to, Cursor::new(wire))),
             (bytes, Ok(bytes))
         );
-        let void_bytes = if anew { PIECE_BYTES as u64 } else { 0 };
+        let void_bytes = if restarted { PIECE_BYTES as u64 } else { 0 };
         assert!(
             sent.early_bytes >= early_bytes && sent.void_bytes == void_bytes,
             "{sent:?}"
@@ -369,7 +369,7 @@ fn growing_files_stream_and_restarts_are_followed() {
             std::fs::read(to.join("core-1.img")).expect("there"),
             b"core"
         );
-        if anew {
+        if restarted {
             assert!(
                 std::fs::read(to.join("pages-2.img")).expect("there") == content[..more],
                 "it is as it was"
@@ -377,7 +377,7 @@ fn growing_files_stream_and_restarts_are_followed() {
         }
         assert_eq!(
             std::fs::read_dir(&to).expect("there").count(),
-            2 + usize::from(anew)
+            2 + usize::from(restarted)
         );
         std::fs::remove_dir_all(root).expect("ours");
     }
@@ -437,7 +437,7 @@ impl Write for TruncatingWriter<'_> {
 fn unreadable_growing_file_fails_at_completion() {
     for (state, told) in [
         (DirState::Complete, "pages-1.img"),
-        (DirState::Dropped, "broken off"),
+        (DirState::Dropped, "aborted"),
     ] {
         let (root, from, _) = scratch(&format!("unread-{state:?}"));
         let (progress, wire, path) = (

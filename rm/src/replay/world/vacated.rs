@@ -21,7 +21,7 @@ impl WorldState {
             self.vacates_due.remove(&job);
             let family = self.job_tasks(job);
             if family.iter().any(|tid| self.tasks[tid].migrating.is_some()) || family.is_empty() {
-                let why = "a task of it moves, or it has ended".to_string();
+                let why = "a task of it migrates, or it has ended".to_string();
                 self.event(HostId::MASTER, EventKind::CheckpointFailed { job, why });
                 continue;
             }
@@ -86,9 +86,9 @@ impl WorldState {
         let stored = self
             .checkpoints
             .get(set)
-            .ok_or_else(|| refused("there is no such set"))?;
+            .ok_or_else(|| refused("there is no such checkpoint"))?;
         if hosts.len() != stored.len() {
-            return Err(refused("some of these hosts are not there"));
+            return Err(refused("some of these hosts do not exist"));
         }
         let stored = self.checkpoints.remove(set).unwrap_or_default();
         let job = stored.first().map_or(Tid::NONE, |(tid, _)| *tid);

@@ -164,7 +164,7 @@ static void used(void) {
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
     moved();
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
-    puts(now.tv_sec > before.tv_sec || (now.tv_sec == before.tv_sec && now.tv_nsec > before.tv_nsec) ? "goes on" : "anew");
+    puts(now.tv_sec > before.tv_sec || (now.tv_sec == before.tv_sec && now.tv_nsec > before.tv_nsec) ? "continues" : "restarted");
 }
 
 static void interval_timers(void) {

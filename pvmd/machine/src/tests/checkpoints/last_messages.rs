@@ -117,7 +117,7 @@ fn host_added_after_exit_causes_no_wait() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
             report.frozen < Micros::from_secs(1),
-            "it stood still for {} us (seed {seed})",
+            "it was frozen for {} us (seed {seed})",
             report.frozen.0
         );
     }

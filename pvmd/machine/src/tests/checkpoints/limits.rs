@@ -84,7 +84,7 @@ fn restart_respects_owner_limits() {
             .expect_err("four tasks have no place on three hosts that take one each");
         assert!(
             why.to_string()
-                .contains("its owner allows one task, and it is there"),
+                .contains("its owner allows one task, and one is present"),
             "{why} (seed {seed})"
         );
         // After this time no part of the job counts against a limit.

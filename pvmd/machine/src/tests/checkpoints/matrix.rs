@@ -100,7 +100,7 @@ impl Trial {
             }
             self.scene.exchange_messages(1);
         }
-        panic!("it never came there: {case}");
+        panic!("the point was never reached: {case}");
     }
 
     fn all_run(&self) -> bool {

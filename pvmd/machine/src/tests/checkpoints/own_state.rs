@@ -458,7 +458,7 @@ fn missing_state_files_are_reported() {
     scene.run_until_all_connected();
     let log = scene.sim.nodes[&HostId::MASTER].log.join("\n") + &scene.sim.history();
     let told = format!(
-        "{} has ended as one that has written its own checkpoint, and none of the files",
+        "{} reported that it wrote its own checkpoint, but none of the files",
         scene.tids[1]
     );
     assert!(

@@ -342,7 +342,7 @@ impl Sim {
             return;
         };
         let lost = is_lost || engine || self.session_is_broken();
-        let why = || Failure::Images("its memory does not come any more".into());
+        let why = || Failure::Images("the rest of its memory cannot be fetched".into());
         self.send_from_tasker(
             on,
             FromTasker::MemoryArrived {

@@ -179,7 +179,7 @@ impl Sim {
         {
             assert!(
                 proc.conn.is_none() && proc.quiesced.is_some(),
-                "only who has let go is dumped (seed {})",
+                "only a quiesced task can be dumped (seed {})",
                 self.seed
             );
             let part = StoredImage {
@@ -457,7 +457,7 @@ impl Sim {
                     on,
                     Event::CheckpointOpened {
                         restart,
-                        result: meta.ok_or("there is no such set".into()),
+                        result: meta.ok_or("there is no such checkpoint".into()),
                     },
                 );
             }

@@ -67,7 +67,7 @@ impl Sim {
         let proc = self.conns[&conn];
         assert!(
             self.procs[proc].exited,
-            "only of who has ended is nothing lost (seed {})",
+            "only the stream of an exited process can be closed without loss (seed {})",
             self.seed
         );
         if self.procs[proc].conn == Some(conn) {

@@ -209,7 +209,7 @@ impl Sim {
         let p = &mut self.procs[proc];
         assert!(
             p.quiesced.is_some() && p.is_frozen(),
-            "only who has let go looks there"
+            "only a quiesced process reads its redirect"
         );
         p.quiesced = Some((redirect.migration, redirect.tokens));
     }
@@ -432,7 +432,7 @@ impl Sim {
         (p.exited, p.images_remain) = (false, false);
         (p.host, p.stopped_for_migration, p.paused, p.pause_serial) =
             (on, false, held, p.pause_serial + 1);
-        assert!(p.conn.is_none(), "only who has let go moves");
+        assert!(p.conn.is_none(), "only a quiesced task can migrate");
         // Drops late messages of a connection that the process had closed.
         p.deferred_events.clear();
         self.send_from_tasker(
