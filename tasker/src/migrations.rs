@@ -756,7 +756,7 @@ pub(crate) fn write_redirection(
     let Some(pid) = namespace
         .pids()
         .into_iter()
-        .find(|pid| stop::inner_pid(*pid) == Some(inner))
+        .find(|pid| checkpoint::proc::innermost_pid(*pid) == Some(inner))
     else {
         return Err(Failure::Engine(format!(
             "its process {inner}, whose library has let go, is not there"

@@ -17,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
+use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
@@ -622,16 +623,12 @@ impl Supervisor {
 
 /// Returns the PIDs of all children of the tasker.
 fn children() -> Vec<i32> {
-    let Ok(threads) = std::fs::read_dir("/proc/self/task") else {
-        return Vec::new();
-    };
+    let threads = Process::myself().and_then(|tasker| tasker.tasks());
     threads
+        .into_iter()
         .flatten()
-        .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok())
-        .flat_map(|list| {
-            list.split_whitespace()
-                .filter_map(|pid| pid.parse().ok())
-                .collect::<Vec<i32>>()
-        })
+        .flatten()
+        .flat_map(|thread| thread.children().unwrap_or_default())
+        .map(u32::cast_signed)
         .collect()
 }

@@ -717,9 +717,8 @@ pub(crate) fn can_raise_priority() -> bool {
     const SYS_NICE: u64 = 1 << 23;
     static MAY: OnceLock<bool> = OnceLock::new();
     *MAY.get_or_init(|| {
-        let effective = checkpoint::status::ProcStatus::of(std::process::id().cast_signed())
-            .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
-        effective.is_some_and(|bits| bits & SYS_NICE != 0)
+        checkpoint::proc::status(std::process::id().cast_signed())
+            .is_some_and(|status| status.capeff & SYS_NICE != 0)
     })
 }
 
