@@ -22,5 +22,4 @@ pub mod facts;
 pub mod file_transfer_journal;
 pub mod proc;
 pub mod state_files;
-pub mod status;
 pub mod store;

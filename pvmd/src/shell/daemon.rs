@@ -31,7 +31,6 @@ use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::allocator;
 use checkpoint::capabilities::{self, Capability};
-use checkpoint::status::ProcStatus;
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
@@ -440,8 +439,6 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
 /// True if this process was started with a signal ignored, as nohup(1) does; the signal stays
 /// ignored then.
 fn is_ignored(signal: i32) -> bool {
-    let status = i32::try_from(std::process::id())
-        .ok()
-        .and_then(ProcStatus::of);
-    status.is_some_and(|status| status.signals("SigIgn") & (1 << (signal - 1)) != 0)
+    checkpoint::proc::status(std::process::id().cast_signed())
+        .is_some_and(|status| status.sigign & (1 << (signal - 1)) != 0)
 }
