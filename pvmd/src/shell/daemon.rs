@@ -5,7 +5,7 @@
 //! in how they report that they are ready.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointService, StoreSettings};
+use super::checkpoints::{CheckpointService, StoreSettings, StoreSettingsError};
 use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
@@ -294,11 +294,11 @@ async fn assemble_and_run(
 /// An unreadable store yields no reservations: starting tasks is more important than checkpoints
 /// that cannot be read.
 fn reserved_task_ids(
-    settings: &Result<StoreSettings, String>,
+    settings: &Result<StoreSettings, StoreSettingsError>,
     vm: &str,
     log: &Log,
 ) -> BTreeMap<HostId, u32> {
-    let read = settings.as_ref().map_err(String::clone);
+    let read = settings.as_ref().map_err(|why| why.to_string());
     let spared = read.and_then(|at| {
         at.highest_task_ids(vm, unix_time())
             .map_err(|why| why.to_string())
