@@ -7,6 +7,7 @@
 
 use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::Namespace;
+use crate::post_copy::PostCopyUnavailable;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
@@ -121,8 +122,7 @@ impl Supervisor {
 
     /// Handles the result of the post-copy check, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
-        self.migrations.post_copies.possible =
-            result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
+        self.migrations.post_copies.possible = result.map_err(PostCopyUnavailable::CheckFailed);
         if let Err(why) = self.dump_probe() {
             self.finish_probe(Err(why));
         }

@@ -5,12 +5,14 @@
 //! only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{ControlGroup, Freezer};
+use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
 use crate::sys::{self, InheritedState, StartGuard};
-use crate::task::{self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, Task, TaskPhase};
+use crate::task::{
+    self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, StartTaskError, StartTaskFailure, Task, TaskPhase,
+};
 use checkpoint::allocator;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -76,7 +78,7 @@ pub(crate) struct Supervisor {
     ending: bool,
     /// The freezer of paused tasks, or the reason why they are stopped by signals. Declared last,
     /// because it must be dropped after all its groups.
-    pub(crate) freezer: Result<Freezer, String>,
+    pub(crate) freezer: Result<Freezer, FreezerUnavailable>,
 }
 
 /// The source of an event: the owner of a ready descriptor.
@@ -124,7 +126,7 @@ impl Supervisor {
             ending: false,
             freezer: match uses_namespaces {
                 true => Freezer::new(),
-                false => Err("the tasker has no privileges".into()),
+                false => Err(FreezerUnavailable::NoPrivileges),
             },
         })
     }
@@ -145,7 +147,11 @@ impl Supervisor {
         Capabilities {
             pid_namespaces: self.uses_namespaces,
             engine: self.migrations.engine_state(),
-            freezer: self.freezer.as_ref().map(drop).map_err(String::clone),
+            freezer: self
+                .freezer
+                .as_ref()
+                .map(drop)
+                .map_err(|why| why.to_string()),
         }
     }
 
@@ -340,14 +346,11 @@ impl Supervisor {
     fn start(&mut self, order: &StartTask) {
         let tid = order.tid;
         let started = if self.tasks.contains_key(&tid) {
-            Err(format!(
-                "cannot start {}: {tid} exists already",
-                order.path.display()
-            ))
+            Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
         } else if self.tasks.len() >= TASKS_MAX {
-            Err(format!(
-                "cannot start {}: this host has {TASKS_MAX} tasks, the limit",
-                order.path.display()
+            Err(StartTaskError::new(
+                order,
+                StartTaskFailure::TooManyTasks(TASKS_MAX),
             ))
         } else {
             self.start_task(order)
@@ -363,19 +366,19 @@ impl Supervisor {
                     .on_process_start(task.process.pid);
                 self.tasks.insert(tid, task);
             }
-            Err(why) => self.send(&FromTasker::StartFailed { tid, why }),
+            Err(why) => self.send(&FromTasker::StartFailed {
+                tid,
+                why: why.to_string(),
+            }),
         }
     }
 
-    fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
+    fn start_task(&mut self, order: &StartTask) -> Result<Task, StartTaskError> {
         let namespace = match self.uses_namespaces && !order.pinned {
             true => Some(
                 self.spare_namespaces
                     .take(self.freezer.as_mut().ok())
-                    .map_err(|e| {
-                        let path = order.path.display();
-                        format!("cannot start {path}: no process-id namespace: {e}")
-                    })?,
+                    .map_err(|e| StartTaskError::new(order, StartTaskFailure::Namespace(e)))?,
             ),
             false => None,
         };
