@@ -60,7 +60,7 @@ impl Supervisor {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
-                    Err(none) => return self.mark_engine_unusable(&why, none),
+                    Err(none) => return self.mark_engine_unusable(&why, none.to_string()),
                 }
                 self.migrations.engine_status = EngineStatus::Reprobing(why);
             }
@@ -213,7 +213,8 @@ impl Supervisor {
             }
             (EngineStatus::Probing(_), Err(why)) => self.mark_engine_unusable("", failed(why)),
             (EngineStatus::Reprobing(before), result) => {
-                let probed = |engine: &Arc<dyn Engine>| engine.probe();
+                let probed =
+                    |engine: &Arc<dyn Engine>| engine.probe().map_err(|why| why.to_string());
                 let version = result.map_err(failed).and_then(|()| {
                     self.migrations
                         .engine

@@ -95,11 +95,15 @@ impl Migrations {
     pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located = if namespaces {
-            locate()
+            locate().map_err(|none| none.to_string())
         } else {
             Err(NO_NAMESPACES.into())
         };
-        let (engine, engine_status) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
+        let probed = located.and_then(|criu| {
+            let version = criu.probe().map_err(|why| why.to_string())?;
+            Ok((version, criu))
+        });
+        let (engine, engine_status) = match probed {
             Ok((version, criu)) => (
                 Some(Arc::new(criu) as Arc<dyn Engine>),
                 EngineStatus::Probing(version),

@@ -3,6 +3,26 @@
 use super::super::page_server_wire::{HeaderLayout, PageHeader, bitmap_bytes};
 use std::collections::VecDeque;
 use std::ops::Range;
+use thiserror::Error;
+
+/// The source has sent something other than the expected reply. Nothing of the reply was passed on;
+/// the memory that is still missing cannot be fetched.
+#[derive(Debug, Error)]
+pub(super) enum UnexpectedReply {
+    #[error("asked for nothing the engine at the source says {0:?}")]
+    Unasked(PageHeader),
+    #[error(
+        "asked for {pages} pages at {address:#x} of process {process} the engine at the source says {reply:?}"
+    )]
+    Different {
+        process: u64,
+        address: u64,
+        pages: u64,
+        reply: PageHeader,
+    },
+    #[error("asked for what has changed of {0} pages the source has more")]
+    TooManyChangedPages(usize),
+}
 
 #[derive(Debug)]
 pub(super) enum IncomingReply {
@@ -96,7 +116,7 @@ impl IncomingReply {
     ///
     /// # Errors
     /// The bitmap has bits beyond the requested pages.
-    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), String> {
+    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), UnexpectedReply> {
         let IncomingReply::Bitmap {
             known,
             pages,
@@ -112,9 +132,7 @@ impl IncomingReply {
         let (count, page) = (*pages as usize, page as usize);
         let comes = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
         if (count..bitmap.len() * 8).any(comes) {
-            return Err(format!(
-                "asked for what has changed of {count} pages the source has more"
-            ));
+            return Err(UnexpectedReply::TooManyChangedPages(count));
         }
         let mut rest = VecDeque::<Range<usize>>::new();
         for number in (0..count).filter(|number| comes(*number)) {

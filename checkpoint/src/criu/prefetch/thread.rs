@@ -2,6 +2,7 @@
 
 use super::super::process::raise_thread_priority;
 use super::super::uffd_keeper::UffdKeeper;
+use super::reply::UnexpectedReply;
 use super::uffd_batching::{ClosedUffds, LazyPagesConnection};
 use super::{MissingMemory, Prefetcher, write_from};
 use crate::engine::pages::page_size;
@@ -63,7 +64,7 @@ pub(in super::super) fn start(
         let carried = run(prefetcher, ours, &source, (closed, uffds), &told);
         // Closing is not enough, because other handles have the stream open.
         let _ = source.shutdown(Shutdown::Both);
-        carried.map_err(Failure::Engine)
+        carried.map_err(|why| Failure::Engine(why.to_string()))
     });
     Ok((carrying.map_err(io)?, asking, completion))
 }
@@ -74,7 +75,7 @@ fn run(
     mut source: &UnixStream,
     (closed, uffds): (ClosedUffds, UffdKeeper),
     completion: &FetchCompletion,
-) -> Result<bool, String> {
+) -> Result<bool, UnexpectedReply> {
     let mut requests = [0; REQUEST_BUFFER_BYTES];
     let mut closes = Some(closed);
     loop {
