@@ -56,13 +56,13 @@ fn measure_forwarding(
     bencher: Bencher,
     mut daemon: Daemon,
     event: impl Fn() -> Event,
-    expects_message: impl Fn(&Output) -> bool,
+    is_expected: impl Fn(&Output) -> bool,
 ) {
     measure(bencher, || {
         daemon.handle(event());
         let output = daemon.poll();
         assert!(
-            output.as_ref().is_some_and(&expects_message),
+            output.as_ref().is_some_and(&is_expected),
             "it is forwarded: {output:?}"
         );
         output

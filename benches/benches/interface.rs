@@ -34,16 +34,16 @@ fn clear_send_buffer(encoding: c_int) {
 }
 
 /// A packed buffer that can be unpacked once. Dropping frees the buffer.
-struct Packed(c_int);
+struct PackedBuffer(c_int);
 
-impl Packed {
+impl PackedBuffer {
     /// Creates a buffer and calls `pack` to fill the buffer.
-    fn new(encoding: c_int, pack: impl FnOnce()) -> Packed {
+    fn new(encoding: c_int, pack: impl FnOnce()) -> PackedBuffer {
         clear_send_buffer(encoding);
         pack();
         // SAFETY: `pvm_setsbuf` accepts any number. With no active send buffer, `pvm_initsend` does
         // not free this one.
-        Packed(unsafe { pvm_setsbuf(0) })
+        PackedBuffer(unsafe { pvm_setsbuf(0) })
     }
 
     fn select(&self) {
@@ -52,7 +52,7 @@ impl Packed {
     }
 }
 
-impl Drop for Packed {
+impl Drop for PackedBuffer {
     fn drop(&mut self) {
         // SAFETY: `pvm_freebuf` accepts any number.
         assert_eq!(unsafe { pvm_freebuf(self.0) }, 0);
@@ -70,7 +70,7 @@ macro_rules! types {
         fn $unpack(bencher: Bencher, encoding: c_int) {
             let items: Vec<$t> = vec![$value; ITEMS];
             let packed = || {
-                Packed::new(encoding, || {
+                PackedBuffer::new(encoding, || {
                     // SAFETY: `items` contains `ITEMS` items.
                     assert_eq!(unsafe { $pk(items.as_ptr(), ITEMS as c_int, 1) }, 0);
                 })
@@ -127,7 +127,7 @@ fn unpack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEMS];
     text[ITEMS - 1] = 0;
     let packed = || {
-        Packed::new(encoding, || {
+        PackedBuffer::new(encoding, || {
             // SAFETY: the text ends with a zero.
             assert_eq!(unsafe { pvm_pkstr(text.as_ptr()) }, 0);
         })

@@ -5,8 +5,10 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use sempa_ring::ring::{Reader, RingCorrupt, Writer};
-use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RingPair, accept_pair, create_pair};
+use sempa_ring::ring::{RingCorrupt, RingReader, RingWriter};
+use sempa_ring::shared_memory::{
+    OwnDoorbell, PeerDoorbell, RingPair, create_ring_pair, map_peer_ring_pair,
+};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,7 +19,7 @@ const NOTIFIERS: [usize; 3] = [1, 64, 1000];
 /// Bytes of the link header before a fragment.
 const HEAD_BYTES: usize = 16;
 /// Number of times a thread polls an empty ring before it yields its core.
-const POLLS_BEFORE_YIELD: u32 = 2000;
+const POLLS_BEFORE_YIELD_MAX: u32 = 2000;
 
 fn main() {
     divan::main();
@@ -25,14 +27,14 @@ fn main() {
 
 /// Creates the rings of two tasks. Returns the first and the second task's end.
 fn pair() -> (RingPair, RingPair) {
-    let (one, fd) = create_pair().expect("the system has memory");
-    let other = accept_pair(fd.as_fd()).expect("it is ours");
+    let (one, fd) = create_ring_pair().expect("the system has memory");
+    let other = map_peer_ring_pair(fd.as_fd()).expect("it is ours");
     (one, other)
 }
 
 /// Copies the next record to `out`. Returns false if the ring is empty.
 fn read_record<A: sempa_ring::ring::RingMemory>(
-    reader: &mut Reader<A>,
+    reader: &mut RingReader<A>,
     out: &mut Vec<u8>,
 ) -> Result<bool, RingCorrupt> {
     let Some(mut record) = reader.next_record()? else {
@@ -45,18 +47,21 @@ fn read_record<A: sempa_ring::ring::RingMemory>(
     Ok(true)
 }
 
-fn await_record<A: sempa_ring::ring::RingMemory>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
+fn spin_until_record<A: sempa_ring::ring::RingMemory>(
+    reader: &mut RingReader<A>,
+    out: &mut Vec<u8>,
+) {
     let mut looks = 0;
     while !read_record(reader, out).expect("a good ring") {
         looks += 1;
-        if looks % POLLS_BEFORE_YIELD == 0 {
+        if looks % POLLS_BEFORE_YIELD_MAX == 0 {
             std::thread::yield_now();
         }
         std::hint::spin_loop();
     }
 }
 
-fn write_record<A: sempa_ring::ring::RingMemory>(writer: &mut Writer<A>, body: &[u8]) {
+fn write_record<A: sempa_ring::ring::RingMemory>(writer: &mut RingWriter<A>, body: &[u8]) {
     assert!(
         writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"),
         "the other end has taken all"
@@ -106,7 +111,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
                     write_record(&mut other.writer, &out);
                 }
                 looks += 1;
-                if looks % POLLS_BEFORE_YIELD == 0 {
+                if looks % POLLS_BEFORE_YIELD_MAX == 0 {
                     std::thread::yield_now();
                 }
                 std::hint::spin_loop();
@@ -117,7 +122,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
         let (body, mut out) = (vec![7; bytes], Vec::new());
         bencher.counter(BytesCount::new(2 * bytes)).bench_local(|| {
             write_record(&mut one.writer, black_box(&body));
-            await_record(&mut one.reader, &mut out);
+            spin_until_record(&mut one.reader, &mut out);
             out.len()
         });
         ended.store(true, Ordering::Relaxed);

@@ -17,11 +17,11 @@ use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::MigrationCause;
-use sempa_tests::assignment::{Speed, best, blind};
-use sempa_tests::labour::{Harvest, Unequal};
+use sempa_tests::assignment::{HostSpeed, best_seconds, uninformed_seconds};
+use sempa_tests::farm::{FarmResult, UnequalHosts};
 use sempa_tests::rng::Rng;
-use sempa_tests::vm::Entry;
-use sempa_tests::{limits, needs};
+use sempa_tests::vm::EventEntry;
+use sempa_tests::{limits, requirements};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs;
@@ -31,13 +31,13 @@ use std::time::Duration;
 /// Share of one processor for each host of a set. The two sets together need twice the sum.
 const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
 /// Number of tasks in the farm.
-const TASKS: usize = 12;
+const FARM_TASKS: usize = 12;
 /// Range of the work of a task, in milliseconds of processor time.
 const WORK_MS: (usize, usize) = (2_500, 14_500);
 /// Divisor of the work in a quick run.
 const QUICK_DIVISOR: usize = 3;
 /// Default number of repetitions. Each has different tasks.
-const REPETITIONS: usize = 3;
+const DEFAULT_REPETITIONS: usize = 3;
 /// Time limit for one farm.
 const FARM_TIMEOUT: Duration = Duration::from_secs(1200);
 /// Time that load watchers need to report their hosts after their start.
@@ -122,12 +122,14 @@ pub struct BalanceSettings {
 /// Runs the measurement and prints a table. Writes the table and JSON after each repetition.
 /// Returns true if the medians meet the goals.
 pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
-    if let Some(missing) = needs::lacks().or_else(limits::lacks) {
+    if let Some(missing) = requirements::lacks().or_else(limits::lacks) {
         bail!("bench balance: {missing}");
     }
-    let repetitions = settings
-        .repetitions
-        .unwrap_or(if settings.quick { 1 } else { REPETITIONS });
+    let repetitions = settings.repetitions.unwrap_or(if settings.quick {
+        1
+    } else {
+        DEFAULT_REPETITIONS
+    });
     let numbers: Vec<usize> = if settings.only.is_empty() {
         (1..=repetitions).collect()
     } else {
@@ -146,13 +148,15 @@ pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
         settings.quick,
     );
     let sides = [
-        Unequal::new(&settings.prefix, &SHARES)?,
-        Unequal::new(&settings.prefix, &SHARES)?,
+        UnequalHosts::new(&settings.prefix, &SHARES)?,
+        UnequalHosts::new(&settings.prefix, &SHARES)?,
     ];
     let unit = std::thread::scope(|scope| {
         // The unit of work is measured on both sets at the same time, because two processors that
         // share a core are slower when both are in use.
-        let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
+        let each = sides
+            .each_ref()
+            .map(|side| scope.spawn(|| side.measure_unit_seconds()));
         let each = each.map(|side| side.join().expect("it does not panic"));
         each.into_iter()
             .sum::<Result<f64>>()
@@ -192,14 +196,14 @@ fn stored_repetitions(file: &Path) -> Result<Vec<Repetition>> {
 }
 
 fn run_repetition(
-    sides: &[Unequal; 2],
+    sides: &[UnequalHosts; 2],
     unit: f64,
     number: usize,
     quick: bool,
 ) -> Result<Repetition> {
     let (mut rng, (least, most)) = (Rng::new(number as u64), WORK_MS);
     let less = if quick { QUICK_DIVISOR } else { 1 };
-    let ms: Vec<usize> = (0..TASKS)
+    let ms: Vec<usize> = (0..FARM_TASKS)
         .map(|_| (least + rng.below(most - least)) / less)
         .collect();
     let units: Vec<u32> = ms
@@ -207,11 +211,14 @@ fn run_repetition(
         .map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1))
         .collect();
     let work: Vec<f64> = units.iter().map(|units| f64::from(*units) * unit).collect();
-    let hosts = SHARES.map(|share| Speed {
-        each: share,
+    let hosts = SHARES.map(|share| HostSpeed {
+        work_per_second: share,
         processors: 1.0,
     });
-    let (best, blind) = (best(&hosts, &work), blind(&hosts, &work));
+    let (best, blind) = (
+        best_seconds(&hosts, &work),
+        uninformed_seconds(&hosts, &work),
+    );
     eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
     let even =
         vec![((EVEN_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1); EVEN_TASKS];
@@ -238,29 +245,32 @@ fn run_repetition(
 
 /// Runs a farm once. If `managed` is `None`, no resource manager runs. Its inner value is the
 /// number of seconds per unit of work that tasks declare; `None` if they declare nothing.
-fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<FarmRun> {
+fn run_farm(hosts: &UnequalHosts, managed: Option<Option<f64>>, units: &[u32]) -> Result<FarmRun> {
     let vm = hosts.start()?;
-    let manager = managed.map(|_| hosts.manage(&vm)).transpose()?;
+    let manager = managed
+        .map(|_| hosts.start_resource_manager(&vm))
+        .transpose()?;
     if manager.is_some() {
         std::thread::sleep(LOAD_REPORT_DELAY);
     }
     let done = hosts
-        .farm(&vm, managed.flatten(), units)?
+        .start_farm(&vm, managed.flatten(), units)?
         .finish(FARM_TIMEOUT);
-    let harvest = Harvest::read(
+    let harvest = FarmResult::parse(
         &done
-            .and_then(|done| done.expect_good("the farm"))
+            .and_then(|done| done.expect_success("the farm"))
             .with_context(|| vm.logs())?
             .out,
     )?;
-    let right = harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.right);
+    let right =
+        harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.is_correct);
     ensure!(
         right,
         "a task was lost or did something else: {harvest:?}\n{}",
         vm.logs()
     );
     let events = vm.events()?;
-    let for_load = |entry: &&Entry| {
+    let for_load = |entry: &&EventEntry| {
         matches!(
             entry.kind,
             EventKind::Migrated {
@@ -269,7 +279,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
             }
         )
     };
-    let ended = |entry: &Entry| match &entry.kind {
+    let ended = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskEnded { tid, .. } => {
             harvest.tasks.iter().any(|task| task.tid == tid.to_string())
         }
@@ -280,7 +290,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
         .take_while(|entry| !ended(entry))
         .filter(for_load)
         .count();
-    let course = timeline(&events, &harvest);
+    let course = course_lines(&events, &harvest);
     let moves: Vec<String> = events
         .iter()
         .filter(for_load)
@@ -292,7 +302,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
         .count();
     vm.halt()?;
     drop(manager);
-    let seconds = harvest.us as f64 / 1e6;
+    let seconds = harvest.elapsed_us as f64 / 1e6;
     eprintln!(
         "bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed",
         moves.len()
@@ -308,7 +318,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
 }
 
 /// Returns the starts, migrations and ends of the farm's tasks in order of time, one line each.
-fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
+fn course_lines(events: &[EventEntry], harvest: &FarmResult) -> Vec<String> {
     let units = |tid: &Tid| {
         harvest
             .tasks
@@ -316,7 +326,7 @@ fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
             .find(|task| task.tid == tid.to_string())
             .map(|task| task.units)
     };
-    let line = |entry: &Entry| match &entry.kind {
+    let line = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, .. } => Some(format!(
             "{tid} of {} units starts on {}",
             units(tid)?,
@@ -416,7 +426,7 @@ fn table(rounds: &[Repetition]) -> (String, bool) {
         even.len()
     ));
     text.push_str(&format!(
-        "medians of {} farms of {TASKS} tasks, moves of all; goal: {RATIO_TO_BEST_MAX}x of the best, {SPEEDUP_MIN}x faster than in turn\n",
+        "medians of {} farms of {FARM_TASKS} tasks, moves of all; goal: {RATIO_TO_BEST_MAX}x of the best, {SPEEDUP_MIN}x faster than in turn\n",
         rounds.len()
     ));
     (text, good)

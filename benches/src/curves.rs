@@ -1,7 +1,7 @@
 //! Measures round trips as functions of the message size, of the number of tasks on a host, of the
 //! number of peers of one task, and of the number of hosts.
 
-use crate::figures::{MeasurementFailure, Samples, System, combine_repetitions, median};
+use crate::figures::{MeasurementFailure, System, TimeSummaries, combine_repetitions, median};
 use crate::netpipe;
 use crate::plot::{Chart, Series};
 use crate::rows::VmSetup;
@@ -38,9 +38,9 @@ const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 
 /// The charts of a run, and the measurements that failed.
 #[derive(Debug, Default)]
-pub(crate) struct Curves {
+pub(crate) struct CurveResults {
     pub(crate) charts: Vec<Chart>,
-    pub(crate) troubles: Vec<MeasurementFailure>,
+    pub(crate) failures: Vec<MeasurementFailure>,
 }
 
 /// Identifies a line of a chart: the system, and true if the tasks request PVM's direct route.
@@ -62,8 +62,8 @@ const PVM_LINES: [LineKey; 4] = [
 ];
 
 /// Measures the curve `name` on new virtual machines.
-pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> {
-    let mut curves = Curves::default();
+pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<CurveResults> {
+    let mut curves = CurveResults::default();
     if name == "hosts" {
         curves.hosts(prefix, quick)?;
         return Ok(curves);
@@ -141,7 +141,7 @@ fn repetitions(quick: bool) -> usize {
 /// Returns the indexes below `count` that are not in `failed`, in the order in which a repetition
 /// measures the systems. Every second repetition reverses the order, because the first system may
 /// find cold caches.
-fn run_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<usize> {
+fn system_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<usize> {
     let mut all: Vec<usize> = (0..count).filter(|place| !failed.contains(place)).collect();
     if repetition % 2 == 1 {
         all.reverse();
@@ -150,7 +150,7 @@ fn run_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<u
 }
 
 /// Adds a point to a line, with the median and the 99th percentile of the repetitions.
-fn add_point(series: &mut Series, x: f64, repetitions: &[Samples]) {
+fn add_point(series: &mut Series, x: f64, repetitions: &[TimeSummaries]) {
     if let Some(trip) = combine_repetitions(repetitions, "rtt") {
         series.points.push((x, trip.median_us));
         series.p99.push((x, trip.p99_us));
@@ -161,7 +161,7 @@ fn selected_points(points: &[usize], quick: bool) -> &[usize] {
     if quick { &points[..3] } else { points }
 }
 
-impl Curves {
+impl CurveResults {
     fn sizes(&mut self, peers: &RunningSystems, quick: bool) {
         let words = |size: usize| {
             let count = (POINT_BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
@@ -239,7 +239,7 @@ impl Curves {
             eprintln!("bench peers: {name} {point}");
             let mut given = vec![SystemResult::default(); lines.len()];
             for repetition in 0..repetitions(quick) {
-                for place in run_order(lines.len(), repetition, &ended) {
+                for place in system_order(lines.len(), repetition, &ended) {
                     let (system, direct) = &lines[place];
                     let mut all = words(*point);
                     all.push(format!("direct={}", u8::from(*direct)));
@@ -255,7 +255,7 @@ impl Curves {
                             ended.insert(place);
                             let text =
                                 format!("{name} {point}, {}: {error:#}", named(&lines[place]));
-                            self.troubles.push(MeasurementFailure {
+                            self.failures.push(MeasurementFailure {
                                 system: *system,
                                 text,
                             });
@@ -277,7 +277,7 @@ impl Curves {
         let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
         let mut ended = BTreeSet::new();
         for repetition in 0..repetitions(quick) {
-            for place in run_order(systems.len(), repetition, &ended) {
+            for place in system_order(systems.len(), repetition, &ended) {
                 let system = systems[place];
                 eprintln!(
                     "bench peers: NPpvm on {} ({} of {})",
@@ -293,7 +293,7 @@ impl Curves {
                     }
                     Err(error) => {
                         ended.insert(place);
-                        self.troubles.push(MeasurementFailure {
+                        self.failures.push(MeasurementFailure {
                             system,
                             text: format!("NPpvm on {}: {error:#}", system.name()),
                         });
@@ -362,7 +362,7 @@ impl Curves {
             // Turn 0 adds the hosts to both virtual machines. The following turns are the
             // repetitions.
             for turn in 0..=repetitions(quick) {
-                for place in run_order(systems.len(), turn, &ended) {
+                for place in system_order(systems.len(), turn, &ended) {
                     let words: &[String] = if turn == 0 { &add } else { &all };
                     match peers.run(
                         systems[place],
@@ -378,7 +378,7 @@ impl Curves {
                             ended.insert(place);
                             let text =
                                 format!("hosts {point}, {}: {error:#}", systems[place].name());
-                            self.troubles.push(MeasurementFailure {
+                            self.failures.push(MeasurementFailure {
                                 system: systems[place],
                                 text,
                             });
@@ -409,8 +409,8 @@ mod tests {
     #[test]
     fn every_second_repetition_reverses_order() {
         let ended = BTreeSet::from([1]);
-        assert_eq!(run_order(3, 0, &ended), [0, 2]);
-        assert_eq!(run_order(3, 1, &ended), [2, 0]);
-        assert_eq!(run_order(3, 2, &BTreeSet::new()), [0, 1, 2]);
+        assert_eq!(system_order(3, 0, &ended), [0, 2]);
+        assert_eq!(system_order(3, 1, &ended), [2, 0]);
+        assert_eq!(system_order(3, 2, &BTreeSet::new()), [0, 1, 2]);
     }
 }

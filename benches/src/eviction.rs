@@ -8,16 +8,16 @@
 
 use crate::figures::median;
 use crate::machine_info::MachineInfo;
-use crate::migration::{GapRecord, ms, now_us};
+use crate::migration::{GapRecord, ms_between, now_us};
 use anyhow::{Context, Result, bail};
 use procfs::process::Process;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::table::TASK_CONNECTED;
-use sempa_tests::run::eventually;
+use sempa_tests::run::wait_for;
 use sempa_tests::ssh::Login;
-use sempa_tests::vm::{Entry, Settings, Task};
-use sempa_tests::{Testbed, Vm, needs};
+use sempa_tests::vm::{EventEntry, Settings, Task};
+use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ pub struct EvictionSettings {
     /// Memory of the tasks in MiB.
     pub sizes: Vec<u32>,
     /// Number of logins per task; `None` for the default.
-    pub visits: Option<usize>,
+    pub logins_per_task: Option<usize>,
     /// Folder to which the table and the JSON file are written.
     pub results: PathBuf,
 }
@@ -82,10 +82,10 @@ struct SizeResult {
 
 /// Runs the measurement and prints a table. Writes the table and JSON.
 pub fn bench_evictions(settings: &EvictionSettings) -> Result<()> {
-    if let Some(missing) = needs::lacks() {
+    if let Some(missing) = requirements::lacks() {
         bail!("bench owners: {missing}");
     }
-    let visits = settings.visits.unwrap_or(LOGINS);
+    let visits = settings.logins_per_task.unwrap_or(LOGINS);
     let mut machine = MachineInfo::describe(settings.own_build, visits, false);
     let bed = Testbed::new(HOSTS, Some(&settings.prefix), &[])?;
     let vm = Vm::start(
@@ -118,7 +118,7 @@ fn measure_sizes(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<SizeRe
         .map(|host| host.name())
         .collect();
     vm.add(&others)?;
-    eventually(WAIT_TIMEOUT, || {
+    wait_for(WAIT_TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -130,7 +130,7 @@ fn measure_sizes(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<SizeRe
             Err(format!("{watchers} of {HOSTS} hosts have a load watcher"))
         }
     })?;
-    vm.program("memory")?;
+    vm.compile_program("memory")?;
     let size = |mib: &u32| -> Result<SizeResult> {
         let notes = GapRecord(vm.bed().folder().join(format!("notes-{mib}-evicted")));
         let tid = vm.spawn(&[
@@ -144,7 +144,7 @@ fn measure_sizes(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<SizeRe
             .map(|_| measure_eviction(vm, &tid, &notes))
             .collect::<Result<Vec<EvictionTimes>>>()?;
         all.remove(0);
-        vm.pvm(&["kill", &tid])?.expect_good("kill")?;
+        vm.pvm(&["kill", &tid])?.expect_success("kill")?;
         Ok(SizeResult {
             mib: *mib,
             visits: all,
@@ -157,7 +157,7 @@ fn measure_sizes(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<SizeRe
 }
 
 fn measure_eviction(vm: &Vm<'_>, tid: &str, notes: &GapRecord) -> Result<EvictionTimes> {
-    let host_name = eventually(WAIT_TIMEOUT, || {
+    let host_name = wait_for(WAIT_TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let rests = |task: &&Task| {
             task.tid == tid && !task.moving && !task.stopped && task.flags & TASK_CONNECTED != 0
@@ -185,22 +185,22 @@ fn measure_eviction(vm: &Vm<'_>, tid: &str, notes: &GapRecord) -> Result<Evictio
         .0;
     let begin = u64::try_from(now_us())?;
     let login = Login::new(vm.bed(), "olga", host)?;
-    let gone = eventually(WAIT_TIMEOUT, || {
+    let gone = wait_for(WAIT_TIMEOUT, || {
         if has_memory(pid) {
             Err(format!("it is still on {host_name}"))
         } else {
             Ok(now_us())
         }
     })?;
-    let visit = eventually(WAIT_TIMEOUT, || {
+    let visit = wait_for(WAIT_TIMEOUT, || {
         let events = vm.events().map_err(|error| format!("{error:#}"))?;
-        let new: Vec<Entry> = events
+        let new: Vec<EventEntry> = events
             .into_iter()
             .filter(|entry| entry.at_us >= begin)
             .collect();
         eviction_times(&new, tid, gone, notes)
     })?;
-    login.out()?;
+    login.log_out()?;
     eprintln!("bench owners: {tid} on {host_name}: {visit:.0?}");
     Ok(visit)
 }
@@ -215,7 +215,7 @@ fn has_memory(pid: u32) -> bool {
 /// Computes the times of an eviction from the event log and the task's record. `gone` is the time
 /// at which the process had no memory. The error names the entry that is still missing.
 fn eviction_times(
-    events: &[Entry],
+    events: &[EventEntry],
     tid: &str,
     gone: i64,
     notes: &GapRecord,
@@ -244,12 +244,12 @@ fn eviction_times(
     let (from, until) = notes.find_gap(at("dump", &step(Step::Dump))?)?;
     Ok(EvictionTimes {
         // The task may have waited for a processor since before the login record.
-        stood_still_ms: ms(login, from).max(0.0),
-        stopped_ms: ms(login, stopped),
-        freeze_ms: ms(from, until),
-        ran_ms: ms(login, until),
-        clean_ms: ms(login, clean),
-        gone_ms: ms(login, gone.max(arrived)),
+        stood_still_ms: ms_between(login, from).max(0.0),
+        stopped_ms: ms_between(login, stopped),
+        freeze_ms: ms_between(from, until),
+        ran_ms: ms_between(login, until),
+        clean_ms: ms_between(login, clean),
+        gone_ms: ms_between(login, gone.max(arrived)),
     })
 }
 

@@ -51,7 +51,7 @@ impl Serialize for MeasurementFailure {
 
 /// Summary of the times that one program run has measured, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Sample {
+pub(crate) struct TimeSummary {
     /// Number of times that are summarized.
     pub(crate) count: u64,
     pub(crate) median_us: f64,
@@ -60,10 +60,10 @@ pub(crate) struct Sample {
     pub(crate) least_us: f64,
 }
 
-impl Sample {
+impl TimeSummary {
     /// Creates the summary of a single time `us`.
-    pub(crate) fn one(us: f64) -> Sample {
-        Sample {
+    pub(crate) fn one(us: f64) -> TimeSummary {
+        TimeSummary {
             count: 1,
             median_us: us,
             p99_us: us,
@@ -73,14 +73,14 @@ impl Sample {
 }
 
 /// The summaries of one program run, by name of the time.
-pub(crate) type Samples = BTreeMap<String, Sample>;
+pub(crate) type TimeSummaries = BTreeMap<String, TimeSummary>;
 
 /// Parses the lines `sample NAME COUNT MEDIAN P99 LEAST` in a program's output.
 ///
 /// # Errors
 /// Fails if there is no such line or one of them is malformed.
-pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
-    let mut all = Samples::new();
+pub(crate) fn parse_samples(output: &str) -> Result<TimeSummaries> {
+    let mut all = TimeSummaries::new();
     for line in output.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
         let ["sample", name, count, median, p99, least] = words[..] else {
@@ -93,7 +93,7 @@ pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
         let (median_us, p99_us, least_us) = (number(median)?, number(p99)?, number(least)?);
         all.insert(
             name.to_string(),
-            Sample {
+            TimeSummary {
                 count: count.parse()?,
                 median_us,
                 p99_us,
@@ -109,14 +109,14 @@ pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
 
 /// Combines the summaries of the time `name` in all repetitions: takes the median of the medians,
 /// of the p99 values, and of the shortest times. `None` if no repetition has the time.
-pub(crate) fn combine_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
-    let own: Vec<Sample> = all
+pub(crate) fn combine_repetitions(all: &[TimeSummaries], name: &str) -> Option<TimeSummary> {
+    let own: Vec<TimeSummary> = all
         .iter()
         .filter_map(|samples| samples.get(name))
         .copied()
         .collect();
-    let middle = |pick: fn(&Sample) -> f64| median(own.iter().map(pick).collect());
-    Some(Sample {
+    let middle = |pick: fn(&TimeSummary) -> f64| median(own.iter().map(pick).collect());
+    Some(TimeSummary {
         count: own.iter().map(|sample| sample.count).sum(),
         median_us: middle(|sample| sample.median_us)?,
         p99_us: middle(|sample| sample.p99_us)?,
@@ -126,7 +126,7 @@ pub(crate) fn combine_repetitions(all: &[Samples], name: &str) -> Option<Sample>
 
 /// Returns the smallest and the largest median of the time `name` if the largest one exceeds the
 /// smallest one by more than `factor`; otherwise `None`.
-pub(crate) fn spread_above(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
+pub(crate) fn spread_above(all: &[TimeSummaries], name: &str, factor: f64) -> Option<(f64, f64)> {
     let medians = || {
         all.iter()
             .filter_map(|samples| samples.get(name))
@@ -163,7 +163,7 @@ mod tests {
             parse_samples("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
         assert_eq!(
             all["rtt"],
-            Sample {
+            TimeSummary {
                 count: 3,
                 median_us: 1.5,
                 p99_us: 2.5,
@@ -177,7 +177,7 @@ mod tests {
     /// Repetitions are combined to their median.
     #[test]
     fn repetitions_combine_to_median() {
-        let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
+        let one = |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::one(us))]);
         let all = combine_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
         assert_eq!((all.median_us, all.count), (2.0, 3));
         assert_eq!(combine_repetitions(&[one(1.0)], "other"), None);
@@ -187,7 +187,7 @@ mod tests {
     /// Medians that differ much are reported.
     #[test]
     fn large_spread_is_reported() {
-        let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
+        let one = |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::one(us))]);
         let all = [one(169.0), one(400.0), one(170.0)];
         assert_eq!(spread_above(&all, "rtt", 1.5), Some((169.0, 400.0)));
         assert_eq!(spread_above(&all, "rtt", 3.0), None);

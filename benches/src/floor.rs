@@ -1,12 +1,12 @@
 //! Measures the round trips that the machine and its kernel achieve without a message-passing
 //! library: lower bounds for the times in the table.
 
-use crate::figures::{Sample, combine_repetitions, parse_samples};
+use crate::figures::{TimeSummary, combine_repetitions, parse_samples};
 use crate::rows::Unit;
 use crate::systems::compile_one;
 use anyhow::{Context, Result, bail};
-use sempa_tests::run::{Running, run};
-use sempa_tests::{Testbed, needs};
+use sempa_tests::run::{RunningCommand, run};
+use sempa_tests::{Testbed, requirements};
 use serde::Serialize;
 use std::process::Stdio;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Word that selects this measurement in `--only`.
 pub(crate) const SELECTOR_NAME: &str = "floor";
 /// Repetitions of each figure.
-const REPETITIONS: usize = 3;
+const FLOOR_REPETITIONS: usize = 3;
 /// Time limit for one run of the program.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -100,12 +100,12 @@ pub(crate) struct FloorResult {
     /// The result, in `unit`.
     pub(crate) value: f64,
     /// The summary of the times from which `value` is computed.
-    pub(crate) time: Sample,
+    pub(crate) time: TimeSummary,
 }
 
 /// Measures all figures and returns their results.
 pub(crate) fn measure_floor(quick: bool) -> Result<Vec<FloorResult>> {
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         bail!("bench peers: {lack}");
     }
     let bed = Testbed::new(2, None, &[])?;
@@ -125,12 +125,12 @@ fn measure_one(
     let program = bed.home().join("pvm3/bin/LINUX64/floor");
     let rounds = if quick { (rounds / 5).max(2) } else { *rounds };
     let mut all = Vec::new();
-    for _ in 0..REPETITIONS {
+    for _ in 0..FLOOR_REPETITIONS {
         let mut serve = bed.host(2).command(&program);
         serve.arg("serve");
         // The server exits when its only client disconnects.
         let server = (args[0] == "tcp")
-            .then(|| Running::start(serve, Stdio::null()))
+            .then(|| RunningCommand::start(serve, Stdio::null()))
             .transpose()?;
         let mut command = bed.host(1).command(&program);
         command.args(*args).args([
@@ -138,7 +138,7 @@ fn measure_one(
             format!("warm={}", (rounds / 10).max(1)),
         ]);
         all.push(parse_samples(
-            &run(command, RUN_TIMEOUT)?.expect_good("floor")?.out,
+            &run(command, RUN_TIMEOUT)?.expect_success("floor")?.out,
         )?);
         server
             .map(|server| server.finish(RUN_TIMEOUT))

@@ -9,12 +9,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Load averages of the kernel over one, five and fifteen minutes, as text.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Load(String);
+pub(crate) struct LoadAverages(String);
 
-impl Load {
+impl LoadAverages {
     /// Reads the current load averages.
-    fn now() -> Load {
-        Load(LoadAverage::current().map_or_else(
+    fn now() -> LoadAverages {
+        LoadAverages(LoadAverage::current().map_or_else(
             |_| String::new(),
             |load| format!("{:.2} {:.2} {:.2}", load.one, load.five, load.fifteen),
         ))
@@ -36,9 +36,9 @@ pub(crate) struct MachineInfo {
     /// Versions of the measured systems, by package name.
     pub(crate) versions: BTreeMap<String, String>,
     /// Load before the first measurement.
-    pub(crate) load_before: Load,
+    pub(crate) load_before: LoadAverages,
     /// Load after the last measurement. The measurement itself is a part of this load.
-    pub(crate) load_after: Load,
+    pub(crate) load_after: LoadAverages,
     /// Number of repetitions of each measurement.
     pub(crate) repetitions: usize,
     /// True if the run used fewer repetitions or rounds than a full run.
@@ -69,8 +69,8 @@ impl MachineInfo {
                 .trim()
                 .to_string(),
             versions,
-            load_before: Load::now(),
-            load_after: Load::now(),
+            load_before: LoadAverages::now(),
+            load_after: LoadAverages::now(),
             repetitions,
             quick,
         }
@@ -78,7 +78,7 @@ impl MachineInfo {
 
     /// Sets [`MachineInfo::load_after`] to the current load.
     pub(crate) fn update_load(&mut self) {
-        self.load_after = Load::now();
+        self.load_after = LoadAverages::now();
     }
 
     /// Formats the facts as text.

@@ -17,7 +17,7 @@ const FORWARDING_PREFIX: &str = "forward/";
 /// Part of the names of benchmarks in which several frames share one allocation.
 const QUEUED_PART: &str = "queued";
 /// Minimum number of frames per allocation in benchmarks that match [`QUEUED_PART`].
-const FRAMES_PER_ALLOCATION: f64 = 8.0;
+const FRAMES_PER_ALLOCATION_MIN: f64 = 8.0;
 /// Name of the benchmark of a large frame from the network. Each such frame needs its own
 /// allocation.
 const LARGE_FRAME: &str = "unqueued_from_another_host/61440";
@@ -93,9 +93,9 @@ impl MicroSettings<'_> {
             Ok(bytes) => {
                 let before: SavedFigures = serde_json::from_slice(&bytes)
                     .with_context(|| format!("reading {}", file.display()))?;
-                print!("{}", comparison(&before, &now, self.tolerance));
+                print!("{}", comparison_text(&before, &now, self.tolerance));
                 good &= !(self.strict
-                    && changes(&before, &now, self.tolerance)
+                    && changed_benchmarks(&before, &now, self.tolerance)
                         .iter()
                         .any(|change| change.factor > 1.0));
             }
@@ -127,7 +127,7 @@ fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
         };
         let allowed = match what {
             LARGE_FRAME => 1.0,
-            _ if what.contains(QUEUED_PART) => 1.0 / FRAMES_PER_ALLOCATION,
+            _ if what.contains(QUEUED_PART) => 1.0 / FRAMES_PER_ALLOCATION_MIN,
             _ => 0.0,
         };
         if *count > allowed {
@@ -151,7 +151,7 @@ fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
 
 /// Returns the benchmarks whose relative time has changed by more than the tolerance, largest
 /// change first.
-fn changes(before: &SavedFigures, now: &SavedFigures, tolerance: f64) -> Vec<Change> {
+fn changed_benchmarks(before: &SavedFigures, now: &SavedFigures, tolerance: f64) -> Vec<Change> {
     let mut all: Vec<Change> = now
         .medians_ns
         .iter()
@@ -173,8 +173,8 @@ fn changes(before: &SavedFigures, now: &SavedFigures, tolerance: f64) -> Vec<Cha
 }
 
 /// Formats the comparison as text.
-fn comparison(before: &SavedFigures, now: &SavedFigures, share: f64) -> String {
-    let changes = changes(before, now, share);
+fn comparison_text(before: &SavedFigures, now: &SavedFigures, share: f64) -> String {
+    let changes = changed_benchmarks(before, now, share);
     let slower = changes.iter().filter(|change| change.factor > 1.0).count();
     let mut text = format!(
         "\nbeside {} benchmarks saved before (the fixed amount of work: {:.0} ns then, {:.0} ns now, all times in units of it): \
@@ -225,7 +225,7 @@ fn parse_output(printed: &str) -> Result<ParsedFigures> {
             path.truncate((before.chars().count() - 1) / 3 + 1);
             let name = named.split(['│', ' ']).next().unwrap_or_default();
             path.push(name.to_string());
-            if let Some(ns) = nanoseconds(median) {
+            if let Some(ns) = parse_nanoseconds(median) {
                 told.medians.insert(path.join("/"), ns);
             }
         } else if first.ends_with("fastest") {
@@ -252,7 +252,7 @@ fn parse_output(printed: &str) -> Result<ParsedFigures> {
 }
 
 /// Parses a time such as `48.15 ns`.
-fn nanoseconds(cell: &str) -> Option<f64> {
+fn parse_nanoseconds(cell: &str) -> Option<f64> {
     let (number, unit) = cell.split_once(' ')?;
     let factor = match unit {
         "ps" => 1e-3,
@@ -360,13 +360,13 @@ forward                       fastest       │ slowest       │ median        
             200.0,
             &[("a", 20.0), ("b", 40.0), ("c", 10.0), ("new", 1.0)],
         );
-        let changes = changes(&before, &now, 0.25);
+        let changes = changed_benchmarks(&before, &now, 0.25);
         let factors: Vec<(&str, f64)> = changes
             .iter()
             .map(|change| (change.name.as_str(), change.factor))
             .collect();
         assert_eq!(factors, [("b", 2.0), ("c", 0.5)]);
-        let text = comparison(&before, &now, 0.25);
+        let text = comparison_text(&before, &now, 0.25);
         assert!(
             text.contains("1 slower and 1 faster") && text.contains("not there any more: gone"),
             "{text}"

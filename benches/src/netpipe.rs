@@ -3,7 +3,7 @@
 use crate::figures::System;
 use crate::systems::RunningSystems;
 use anyhow::{Context, Result, bail};
-use sempa_tests::run::{Running, must, run};
+use sempa_tests::run::{RunningCommand, run, run_ok};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -31,14 +31,14 @@ pub(crate) fn run_netpipe(
     ];
     let mut receiver = peers.command(system, "/usr/bin/NPpvm");
     receiver.args(args);
-    let receiver = Running::start(receiver, Stdio::null())?;
+    let receiver = RunningCommand::start(receiver, Stdio::null())?;
     // The sender searches the task list only once, so the receiver must be enrolled before.
     let mut enrolled = peers.measuring_program(system);
     enrolled.args(["await", "tasks=1"]);
-    must(enrolled, ENROLL_TIMEOUT).context("waiting for the receiver")?;
+    run_ok(enrolled, ENROLL_TIMEOUT).context("waiting for the receiver")?;
     let mut sender = peers.command(system, "/usr/bin/NPpvm");
     sender.args(["-h", "h1"]).args(args);
-    let done = run(sender, RUN_TIMEOUT)?.expect_good("NPpvm")?;
+    let done = run(sender, RUN_TIMEOUT)?.expect_success("NPpvm")?;
     receiver.finish(ENROLL_TIMEOUT)?;
     let points = parse_output(&(done.out.clone() + &done.err));
     if points.is_empty() {

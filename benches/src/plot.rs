@@ -60,8 +60,8 @@ struct Axis {
     high: f64,
     /// Distance between two grid lines, in units of the axis.
     step: f64,
-    from: f64,
-    to: f64,
+    start_coordinate: f64,
+    end_coordinate: f64,
 }
 
 /// Maximum number of grid lines on a linear axis.
@@ -83,8 +83,8 @@ impl Axis {
                 low,
                 high: most.log10().ceil().max(low + 1.0),
                 step: 1.0,
-                from,
-                to,
+                start_coordinate: from,
+                end_coordinate: to,
             };
         }
         let most = if most > 0.0 { most } else { 1.0 };
@@ -99,8 +99,8 @@ impl Axis {
             low: 0.0,
             high: step * (most / step).ceil().max(1.0),
             step,
-            from,
-            to,
+            start_coordinate: from,
+            end_coordinate: to,
         }
     }
 
@@ -111,7 +111,7 @@ impl Axis {
             value
         };
         let part = (value - self.low) / (self.high - self.low);
-        self.from + part * (self.to - self.from)
+        self.start_coordinate + part * (self.end_coordinate - self.start_coordinate)
     }
 
     fn ticks(&self) -> impl Iterator<Item = f64> {
@@ -148,14 +148,14 @@ impl Chart {
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
         );
-        text(
+        write_text(
             &mut svg,
             LEFT,
             24.0,
             "start",
-            &format!("{}", Bold(&self.title)),
+            &format!("{}", BoldText(&self.title)),
         );
-        text(
+        write_text(
             &mut svg,
             (LEFT + WIDTH - RIGHT) / 2.0,
             HEIGHT - 14.0,
@@ -170,28 +170,28 @@ impl Chart {
             escape_xml(&self.y)
         );
         for tick in x.ticks() {
-            grid_line(
+            write_grid_line(
                 &mut svg,
-                (x.position(tick), y.from),
-                (x.position(tick), y.to),
+                (x.position(tick), y.start_coordinate),
+                (x.position(tick), y.end_coordinate),
             );
-            text(
+            write_text(
                 &mut svg,
                 x.position(tick),
-                y.from + 18.0,
+                y.start_coordinate + 18.0,
                 "middle",
                 &tick_label(tick),
             );
         }
         for tick in y.ticks() {
-            grid_line(
+            write_grid_line(
                 &mut svg,
-                (x.from, y.position(tick)),
-                (x.to, y.position(tick)),
+                (x.start_coordinate, y.position(tick)),
+                (x.end_coordinate, y.position(tick)),
             );
-            text(
+            write_text(
                 &mut svg,
-                x.from - 6.0,
+                x.start_coordinate - 6.0,
                 y.position(tick) + 4.0,
                 "end",
                 &tick_label(tick),
@@ -224,7 +224,7 @@ impl Chart {
                 "<rect x=\"{left}\" y=\"{}\" width=\"14\" height=\"4\" fill=\"{colour}\"/>",
                 line - 6.0
             );
-            text(
+            write_text(
                 &mut svg,
                 left + 20.0,
                 line,
@@ -237,9 +237,9 @@ impl Chart {
     }
 }
 
-struct Bold<'a>(&'a str);
+struct BoldText<'a>(&'a str);
 
-impl std::fmt::Display for Bold<'_> {
+impl std::fmt::Display for BoldText<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
@@ -257,14 +257,14 @@ fn escape_xml(words: &str) -> String {
         .replace('>', "&gt;")
 }
 
-fn text(svg: &mut String, x: f64, y: f64, anchor: &str, inside: &str) {
+fn write_text(svg: &mut String, x: f64, y: f64, anchor: &str, inside: &str) {
     let _ = writeln!(
         svg,
         "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{inside}</text>"
     );
 }
 
-fn grid_line(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
+fn write_grid_line(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
     let _ = writeln!(
         svg,
         "<line x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" stroke=\"#dddddd\"/>",

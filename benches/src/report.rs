@@ -1,13 +1,13 @@
 //! Formats the results of `bench peers` as a table and as JSON, and writes them.
 
-use crate::curves::Curves;
+use crate::curves::CurveResults;
 use crate::figures::{
-    MeasurementFailure, Sample, Samples, System, combine_repetitions, spread_above,
+    MeasurementFailure, System, TimeSummaries, TimeSummary, combine_repetitions, spread_above,
 };
 use crate::floor;
 use crate::machine_info::MachineInfo;
 use crate::plot::Chart;
-use crate::rows::{Goal, Measurement, Row};
+use crate::rows::{Measurement, Row, RowGoal};
 use crate::systems::{MeasuredRows, SystemResult};
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -31,7 +31,7 @@ pub(crate) struct RowResult {
     /// Result in the unit of the row, by system.
     values: BTreeMap<&'static str, f64>,
     /// Summary of the times in all repetitions, by system.
-    times: BTreeMap<&'static str, Sample>,
+    times: BTreeMap<&'static str, TimeSummary>,
     /// PVM's time divided by ours; `None` if one of them is missing.
     speed_to_pvm: Option<f64>,
     /// Open MPI's time divided by ours; `None` if one of them is missing.
@@ -53,7 +53,7 @@ pub(crate) struct Report {
     repeat_with: String,
     rows: Vec<RowResult>,
     /// The summaries of every repetition, by the arguments of the measurement and by system.
-    repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
+    repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<TimeSummaries>>>,
     curves: Vec<Chart>,
     floor: Vec<floor::FloorResult>,
     troubles: Vec<MeasurementFailure>,
@@ -78,7 +78,7 @@ impl Report {
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.args.join(" ");
             self.rows
-                .extend(one.rows.iter().map(|row| row_result(row, given)));
+                .extend(one.rows.iter().map(|row| make_row_result(row, given)));
             for (system, given) in given {
                 let trouble = |why| MeasurementFailure {
                     system: *system,
@@ -94,9 +94,9 @@ impl Report {
         self.machine.update_load();
     }
 
-    pub(crate) fn add_curves(&mut self, curves: Curves) {
+    pub(crate) fn add_curves(&mut self, curves: CurveResults) {
         self.curves.extend(curves.charts);
-        self.troubles.extend(curves.troubles);
+        self.troubles.extend(curves.failures);
         self.machine.update_load();
     }
 
@@ -167,7 +167,7 @@ impl Report {
             text.push_str(&format!(
                 "{head}  {:<60} {:>8} {}\n",
                 line.title,
-                three_digits(line.value),
+                format_three_digits(line.value),
                 line.unit
             ));
         }
@@ -201,8 +201,8 @@ impl Report {
             let ends = |(system, (least, most)): (&&str, &(f64, f64))| {
                 format!(
                     "{system} {} to {} {}",
-                    three_digits(*least),
-                    three_digits(*most),
+                    format_three_digits(*least),
+                    format_three_digits(*most),
                     line.unit
                 )
             };
@@ -246,10 +246,14 @@ fn curve_text(chart: &Chart) -> String {
                 .p99
                 .iter()
                 .find(|point| point.0 == x)
-                .map(|point| format!(" ({})", three_digits(point.1)))
+                .map(|point| format!(" ({})", format_three_digits(point.1)))
         };
         let point = |(x, y): &(f64, f64)| {
-            format!("{x}: {}{}", three_digits(*y), p99(*x).unwrap_or_default())
+            format!(
+                "{x}: {}{}",
+                format_three_digits(*y),
+                p99(*x).unwrap_or_default()
+            )
         };
         let points: Vec<String> = series.points.iter().map(point).collect();
         text.push_str(&format!("  {:<24} {}\n", series.name, points.join("  ")));
@@ -269,7 +273,7 @@ fn curve_text(chart: &Chart) -> String {
             } else {
                 beside / y
             };
-            Some(format!("{x}: {}x", three_digits(speed)))
+            Some(format!("{x}: {}x", format_three_digits(speed)))
         };
         let points: Vec<String> = own.points.iter().filter_map(speed).collect();
         text.push_str(&format!(
@@ -281,7 +285,7 @@ fn curve_text(chart: &Chart) -> String {
     text
 }
 
-fn row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
+fn make_row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
     let time = |system: System, name: &str| {
         let own = given.iter().find(|(of, _)| *of == system)?;
         combine_repetitions(&own.1.repetitions, name)
@@ -319,7 +323,7 @@ fn row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
         time(System::Pvm, row.sample),
         time(System::Sempa, row.sample),
     );
-    let speed_to = |other: Option<Sample>| {
+    let speed_to = |other: Option<TimeSummary>| {
         other
             .zip(own)
             .map(|(other, own)| other.median_us / own.median_us)
@@ -339,7 +343,9 @@ fn row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
         )
     });
     let ratio_text = |speed: Option<f64>| {
-        speed.map_or("-".to_string(), |speed| format!("{}x", three_digits(speed)))
+        speed.map_or("-".to_string(), |speed| {
+            format!("{}x", format_three_digits(speed))
+        })
     };
     line.cells.extend([
         ratio_text(line.speed_to_pvm),
@@ -354,20 +360,23 @@ fn row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
     line
 }
 
-fn value_cell(row: &Row, time: &Sample) -> String {
+fn value_cell(row: &Row, time: &TimeSummary) -> String {
     let value = format!(
         "{} {}",
-        three_digits(row.unit.convert(time.median_us)),
+        format_three_digits(row.unit.convert(time.median_us)),
         row.unit.name()
     );
     if row.unit.is_time() && time.count >= 100 {
-        return format!("{value} ({})", three_digits(row.unit.convert(time.p99_us)));
+        return format!(
+            "{value} ({})",
+            format_three_digits(row.unit.convert(time.p99_us))
+        );
     }
     value
 }
 
 /// Formats a number with about three significant digits.
-fn three_digits(value: f64) -> String {
+fn format_three_digits(value: f64) -> String {
     match value {
         v if v >= 100.0 => format!("{v:.0}"),
         v if v >= 10.0 => format!("{v:.1}"),
@@ -377,7 +386,7 @@ fn three_digits(value: f64) -> String {
 }
 
 fn goal_text(row: &Row) -> String {
-    let Goal {
+    let RowGoal {
         bound,
         pvm_ratio_max: of_pvm,
         own_ratio_max: of_own,
@@ -396,7 +405,7 @@ fn goal_text(row: &Row) -> String {
 /// to which the goal is relative. All times are in microseconds. `None` if there is no goal or a
 /// time is missing.
 fn is_goal_met(row: &Row, own: f64, pvm: Option<f64>, reference: Option<f64>) -> Option<bool> {
-    let Goal {
+    let RowGoal {
         bound,
         pvm_ratio_max: of_pvm,
         own_ratio_max: of_own,
@@ -425,7 +434,7 @@ mod tests {
     use crate::plot::Series;
     use crate::rows::{self, Unit};
 
-    fn row(unit: Unit, goal: Goal) -> Row {
+    fn row(unit: Unit, goal: RowGoal) -> Row {
         Row {
             name: "r",
             title: "a row",
@@ -437,13 +446,16 @@ mod tests {
 
     fn given(us: f64) -> SystemResult {
         SystemResult {
-            repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])],
+            repetitions: vec![TimeSummaries::from([(
+                "rtt".to_string(),
+                TimeSummary::one(us),
+            )])],
             failure: None,
         }
     }
 
     fn line_of(given: &[(System, SystemResult)]) -> RowResult {
-        row_result(&row(Unit::Micros, Goal::default()), given)
+        make_row_result(&row(Unit::Micros, RowGoal::default()), given)
     }
 
     fn report() -> Report {
@@ -453,9 +465,9 @@ mod tests {
     /// A time must not exceed its goal, and a rate must not fall below it.
     #[test]
     fn goals_bound_times_above_and_rates_below() {
-        let goal = Goal {
+        let goal = RowGoal {
             bound: Some(2.0),
-            ..Goal::default()
+            ..RowGoal::default()
         };
         assert_eq!(
             is_goal_met(&row(Unit::Micros, goal), 1.5, None, None),
@@ -478,9 +490,9 @@ mod tests {
     /// Without the time that a goal is relative to, the goal is neither met nor missed.
     #[test]
     fn missing_comparison_gives_no_verdict() {
-        let goal = Goal {
+        let goal = RowGoal {
             pvm_ratio_max: Some(1.0),
-            ..Goal::default()
+            ..RowGoal::default()
         };
         assert_eq!(is_goal_met(&row(Unit::Micros, goal), 1.0, None, None), None);
         assert_eq!(
@@ -488,7 +500,7 @@ mod tests {
             Some(true)
         );
         assert_eq!(
-            is_goal_met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None),
+            is_goal_met(&row(Unit::Micros, RowGoal::default()), 1.0, Some(2.0), None),
             None
         );
     }

@@ -5,14 +5,14 @@
 //! time and are measured in turn, so that other load on the machine affects both equally. The
 //! authors of SEMPA published the same measurements for their resource manager.
 
-use crate::figures::{Samples, combine_repetitions, median, parse_samples};
+use crate::figures::{TimeSummaries, combine_repetitions, median, parse_samples};
 use crate::machine_info::MachineInfo;
 use crate::systems::compile_one;
 use anyhow::{Context, Result, bail};
 use sempa_tests::run::run;
-use sempa_tests::testbed::gone;
+use sempa_tests::testbed::wait_until_no_process;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, needs};
+use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ const REPETITIONS_QUICK: usize = 3;
 const OVERHEAD_PERCENT_MAX: f64 = 10.0;
 
 /// A row of the table, and how it is measured.
-struct Row {
+struct OverheadRow {
     what: &'static str,
     /// Arguments of the measuring program.
     args: &'static [&'static str],
@@ -45,8 +45,8 @@ struct Row {
     has_goal: bool,
 }
 
-const ROWS: [Row; 8] = [
-    Row {
+const OVERHEAD_ROWS: [OverheadRow; 8] = [
+    OverheadRow {
         what: "spawn here, the call",
         args: &["spawn", "tasks=1", "rounds=100", "warm=4"],
         sample: "call",
@@ -54,7 +54,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "+75 %",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "spawn here, to the first message",
         args: &["spawn", "tasks=1", "rounds=100", "warm=4"],
         sample: "first",
@@ -62,7 +62,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "-",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "spawn there, the call",
         args: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
         sample: "call",
@@ -70,7 +70,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "+166 %",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "spawn there, to the first message",
         args: &["spawn", "tasks=1", "host=h2", "rounds=100", "warm=4"],
         sample: "first",
@@ -78,7 +78,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "-",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "addhosts of one host",
         args: &["add_hosts", "host=h2"],
         sample: "call",
@@ -86,7 +86,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "+10-30 %",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "two tasks here, the call",
         args: &["spawn", "tasks=2", "rounds=50", "warm=4"],
         sample: "call",
@@ -94,7 +94,7 @@ const ROWS: [Row; 8] = [
         published_overhead: "-",
         has_goal: true,
     },
-    Row {
+    OverheadRow {
         what: "one after a second, the call",
         args: &["spawn", "tasks=1", "rounds=2", "warm=2", "pause=1100"],
         sample: "call",
@@ -104,7 +104,7 @@ const ROWS: [Row; 8] = [
     },
     // In this row every spawn must ask the resource manager: it grants placement leases only to
     // tasks that have spawned twice. So the row has no goal.
-    Row {
+    OverheadRow {
         what: "a program's first spawn, the call",
         args: &["spawn", "tasks=1", "rounds=1", "warm=0"],
         sample: "call",
@@ -134,15 +134,15 @@ struct Results {
 }
 
 /// A running virtual machine, with or without a resource manager.
-struct Side<'a> {
+struct MeasuredVm<'a> {
     bed: &'a Testbed,
     vm: Vm<'a>,
 }
 
-impl<'a> Side<'a> {
-    fn start(bed: &'a Testbed, managed: bool, two_hosts: bool) -> Result<Side<'a>> {
+impl<'a> MeasuredVm<'a> {
+    fn start(bed: &'a Testbed, managed: bool, two_hosts: bool) -> Result<MeasuredVm<'a>> {
         let rm = managed.then(|| "pvm-rm".to_string());
-        let side = Side {
+        let side = MeasuredVm {
             bed,
             vm: Vm::start(
                 bed,
@@ -158,7 +158,7 @@ impl<'a> Side<'a> {
         Ok(side)
     }
 
-    fn run_once(&self, words: &[&str]) -> Result<Samples> {
+    fn run_once(&self, words: &[&str]) -> Result<TimeSummaries> {
         let mut command = self.vm.command(
             self.bed.host(1),
             self.bed.home().join("pvm3/bin/LINUX64/peers"),
@@ -166,20 +166,20 @@ impl<'a> Side<'a> {
         command.args(words);
         let samples = parse_samples(
             &run(command, RUN_TIMEOUT)?
-                .expect_good("the measuring program")?
+                .expect_success("the measuring program")?
                 .out,
         )?;
         if words[0] == "add_hosts" {
-            gone(self.bed.host(2), "pvmd", DAEMON_EXIT_TIMEOUT)?;
+            wait_until_no_process(self.bed.host(2), "pvmd", DAEMON_EXIT_TIMEOUT)?;
         }
         Ok(samples)
     }
 }
 
 /// Measures with and without the resource manager and prints a table. Writes the table and JSON to
-/// `results`. Returns true if every overhead with a goal is within [`OVERHEAD_PERCENT_MAX`].
+/// `results`. Returns true if every overhead with a goal is within `OVERHEAD_PERCENT_MAX`.
 pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> Result<bool> {
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         bail!("bench rm: {lack}");
     }
     let repetitions = if quick {
@@ -197,8 +197,8 @@ pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> 
     let mut rows = Vec::new();
     for two_hosts in [false, true] {
         let sides = [
-            Side::start(&beds[0], false, two_hosts)?,
-            Side::start(&beds[1], true, two_hosts)?,
+            MeasuredVm::start(&beds[0], false, two_hosts)?,
+            MeasuredVm::start(&beds[1], true, two_hosts)?,
         ];
         rows.extend(measure_in_turns(&sides, two_hosts, repetitions)?);
         let [without, with] = sides;
@@ -206,7 +206,11 @@ pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> 
         with.vm.halt()?;
     }
     machine.update_load();
-    let order = |row: &MeasuredRow| ROWS.iter().position(|known| known.what == row.what);
+    let order = |row: &MeasuredRow| {
+        OVERHEAD_ROWS
+            .iter()
+            .position(|known| known.what == row.what)
+    };
     rows.sort_by_key(order);
     let text = format!("{}{}", machine.text(), table(&rows));
     fs::create_dir_all(results).with_context(|| results.display().to_string())?;
@@ -226,11 +230,11 @@ pub fn bench_rm(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> 
 /// Measures the rows that need two hosts, or those that need one. Both virtual machines take turns;
 /// the first of `sides` has no resource manager.
 fn measure_in_turns(
-    sides: &[Side<'_>; 2],
+    sides: &[MeasuredVm<'_>; 2],
     two_hosts: bool,
     repetitions: usize,
 ) -> Result<Vec<MeasuredRow>> {
-    let chosen: Vec<&Row> = ROWS
+    let chosen: Vec<&OverheadRow> = OVERHEAD_ROWS
         .iter()
         .filter(|row| row.two_hosts == two_hosts)
         .collect();
@@ -238,7 +242,7 @@ fn measure_in_turns(
     words.dedup();
     let mut rows = Vec::new();
     for words in words {
-        let mut taken: [Vec<Samples>; 2] = Default::default();
+        let mut taken: [Vec<TimeSummaries>; 2] = Default::default();
         for repetition in 1..=repetitions {
             eprintln!(
                 "bench rm: {} ({repetition} of {repetitions})",
@@ -260,7 +264,7 @@ fn measure_in_turns(
                 .with_context(|| format!("{} was not measured", row.what))?;
             let share_percent =
                 overhead_percent(&taken, row.sample).context("no repetition has both sides")?;
-            let Row {
+            let OverheadRow {
                 what,
                 published_overhead: sempa,
                 has_goal: judged,
@@ -281,7 +285,7 @@ fn measure_in_turns(
 
 /// Returns the overhead of the second virtual machine over the first one in percent: the median
 /// over all repetitions.
-fn overhead_percent(samples: &[Vec<Samples>; 2], name: &str) -> Option<f64> {
+fn overhead_percent(samples: &[Vec<TimeSummaries>; 2], name: &str) -> Option<f64> {
     let ratios = samples[0]
         .iter()
         .zip(&samples[1])

@@ -55,7 +55,7 @@ impl Unit {
 
 /// Goals for our system. `None` means that there is no such goal.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Goal {
+pub(crate) struct RowGoal {
     /// Upper bound of a time or lower bound of a rate, in the unit of the row.
     pub(crate) bound: Option<f64>,
     /// Upper bound of the ratio of our time to PVM's.
@@ -65,20 +65,20 @@ pub(crate) struct Goal {
     pub(crate) own_ratio_max: Option<(f64, &'static str)>,
 }
 
-const NO_GOAL: Goal = Goal {
+const NO_GOAL: RowGoal = RowGoal {
     bound: None,
     pvm_ratio_max: None,
     own_ratio_max: None,
 };
 
-const fn bound(value: f64) -> Goal {
-    Goal {
+const fn bound(value: f64) -> RowGoal {
+    RowGoal {
         bound: Some(value),
         ..NO_GOAL
     }
 }
 
-const NOT_SLOWER_THAN_PVM: Goal = Goal {
+const NOT_SLOWER_THAN_PVM: RowGoal = RowGoal {
     pvm_ratio_max: Some(1.0),
     ..NO_GOAL
 };
@@ -92,7 +92,7 @@ pub(crate) struct Row {
     /// Name of the measured time from which the row is computed.
     pub(crate) sample: &'static str,
     pub(crate) unit: Unit,
-    pub(crate) goal: Goal,
+    pub(crate) goal: RowGoal,
 }
 
 /// The steps of a measurement.
@@ -124,12 +124,12 @@ pub(crate) struct Measurement {
 
 const MIB: f64 = 1_048_576.0;
 
-const fn row(
+const fn make_row(
     name: &'static str,
     title: &'static str,
     sample: &'static str,
     unit: Unit,
-    goal: Goal,
+    goal: RowGoal,
 ) -> Row {
     Row {
         name,
@@ -169,16 +169,16 @@ const fn on_two_hosts(
     }
 }
 
-const SHARED_CORE_GOAL: Goal = Goal {
+const SHARED_CORE_GOAL: RowGoal = RowGoal {
     bound: Some(12.0),
     pvm_ratio_max: Some(1.0),
     own_ratio_max: None,
 };
-const LOGIN_GOAL: Goal = Goal {
+const LOGIN_GOAL: RowGoal = RowGoal {
     own_ratio_max: Some((1.15, "ssh")),
     ..NO_GOAL
 };
-const MCAST_GOAL: Goal = Goal {
+const MCAST_GOAL: RowGoal = RowGoal {
     own_ratio_max: Some((2.0, "send_call")),
     ..NO_GOAL
 };
@@ -189,7 +189,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=8", "cores=0,1"],
         5000,
         2,
-        &[row(
+        &[make_row(
             "rtt8",
             "round trip 8 B, same host, a core each",
             "rtt",
@@ -201,7 +201,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=8", "cores=0,1", "direct=1"],
         5000,
         0,
-        &[row(
+        &[make_row(
             "rtt8-direct",
             "  the same, PvmRouteDirect",
             "rtt",
@@ -215,7 +215,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             &["rtt", "size=8", "cores=0,0"],
             3000,
             2,
-            &[row(
+            &[make_row(
                 "shared8",
                 "round trip 8 B, same host, one core for both",
                 "rtt",
@@ -230,7 +230,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             &["rtt", "size=8", "cores=0,0", "direct=1"],
             3000,
             0,
-            &[row(
+            &[make_row(
                 "shared8-direct",
                 "  the same, PvmRouteDirect",
                 "rtt",
@@ -245,7 +245,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             &["ring", "size=8", "tasks=32"],
             200,
             32,
-            &[row(
+            &[make_row(
                 "ring32",
                 "hop in a ring of 32 tasks, 8 B",
                 "hop",
@@ -260,7 +260,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             &["ring", "size=8", "tasks=32", "direct=1"],
             200,
             0,
-            &[row(
+            &[make_row(
                 "ring32-direct",
                 "  the same, PvmRouteDirect",
                 "hop",
@@ -273,7 +273,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["one_way", "size=64", "batch=10000", "cores=0,1"],
         10,
         2,
-        &[row(
+        &[make_row(
             "rate64",
             "64 B one way, same host",
             "message",
@@ -285,7 +285,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["one_way", "size=64", "batch=10000", "cores=0,1", "direct=1"],
         10,
         0,
-        &[row(
+        &[make_row(
             "rate64-direct",
             "  the same, PvmRouteDirect",
             "message",
@@ -298,14 +298,14 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         200,
         2,
         &[
-            row(
+            make_row(
                 "rtt1m",
                 "round trip 1 MiB, same host",
                 "rtt",
                 Unit::RoundTripGigabytesPerSecond(MIB),
                 bound(5.0),
             ),
-            row(
+            make_row(
                 "copy1m",
                 "  beside it: one copy in memory",
                 "copy",
@@ -319,14 +319,14 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         200,
         0,
         &[
-            row(
+            make_row(
                 "rtt1m-direct",
                 "  the same, PvmRouteDirect",
                 "rtt",
                 Unit::RoundTripGigabytesPerSecond(MIB),
                 bound(5.0),
             ),
-            row(
+            make_row(
                 "copy1m-direct",
                 "  beside it: one copy in memory",
                 "copy",
@@ -339,7 +339,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=16777216", "cores=0,1"],
         20,
         2,
-        &[row(
+        &[make_row(
             "rtt16m",
             "round trip 16 MiB, same host",
             "rtt",
@@ -351,7 +351,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=16777216", "cores=0,1", "direct=1"],
         20,
         0,
-        &[row(
+        &[make_row(
             "rtt16m-direct",
             "  the same, PvmRouteDirect",
             "rtt",
@@ -364,28 +364,28 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         40,
         9,
         &[
-            row(
+            make_row(
                 "mcast-call",
                 "mcast of 1 MiB to 8 tasks, the call",
                 "mcast_call",
                 Unit::Millis,
                 MCAST_GOAL,
             ),
-            row(
+            make_row(
                 "send-call",
                 "  beside it: the call of one send",
                 "send_call",
                 Unit::Millis,
                 NO_GOAL,
             ),
-            row(
+            make_row(
                 "mcast-all",
                 "  until all 8 have it",
                 "mcast_all",
                 Unit::Millis,
                 NO_GOAL,
             ),
-            row(
+            make_row(
                 "send-all",
                 "  beside it: one send until it is there",
                 "send_all",
@@ -398,7 +398,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=8", "host=h2"],
         2000,
         2,
-        &[row(
+        &[make_row(
             "remote8",
             "round trip 8 B, other host",
             "rtt",
@@ -410,7 +410,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["rtt", "size=8", "host=h2", "direct=1"],
         2000,
         0,
-        &[row(
+        &[make_row(
             "remote8-direct",
             "  the same, PvmRouteDirect",
             "rtt",
@@ -422,7 +422,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["one_way", "size=1048576", "batch=50", "host=h2"],
         5,
         2,
-        &[row(
+        &[make_row(
             "stream",
             "stream of 1 MiB messages, other host",
             "message",
@@ -434,7 +434,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         &["one_way", "size=1048576", "batch=50", "host=h2", "direct=1"],
         5,
         0,
-        &[row(
+        &[make_row(
             "stream-direct",
             "  the same, PvmRouteDirect",
             "message",
@@ -449,14 +449,14 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             40,
             0,
             &[
-                row(
+                make_row(
                     "spawn-call",
                     "spawn of one task, the call (ours with RM)",
                     "call",
                     Unit::Millis,
                     bound(1.0),
                 ),
-                row(
+                make_row(
                     "spawn-first",
                     "  to its first message",
                     "first",
@@ -472,7 +472,7 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             &["spawn", "tasks=32", "host=h1"],
             6,
             0,
-            &[row(
+            &[make_row(
                 "spawn32",
                 "32 spawned until all are up (ours with RM)",
                 "all",
@@ -488,21 +488,21 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             1,
             0,
             &[
-                row(
+                make_row(
                     "addhosts1",
                     "pvm_addhosts of 1 host over ssh",
                     "call",
                     Unit::Millis,
                     LOGIN_GOAL,
                 ),
-                row(
+                make_row(
                     "ssh1",
                     "  beside it: one bare ssh",
                     "ssh",
                     Unit::Millis,
                     NO_GOAL,
                 ),
-                row(
+                make_row(
                     "ssh1-x25519",
                     "  beside it: one bare ssh, its keys by X25519",
                     "ssh_x25519",
@@ -519,28 +519,28 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             1,
             0,
             &[
-                row(
+                make_row(
                     "addhosts3",
                     "pvm_addhosts of 3 hosts over ssh",
                     "call",
                     Unit::Millis,
                     LOGIN_GOAL,
                 ),
-                row(
+                make_row(
                     "ssh3",
                     "  beside it: one bare ssh",
                     "ssh",
                     Unit::Millis,
                     NO_GOAL,
                 ),
-                row(
+                make_row(
                     "ssh3-all",
                     "  beside it: 3 bare ssh at the same time",
                     "ssh_all",
                     Unit::Millis,
                     NO_GOAL,
                 ),
-                row(
+                make_row(
                     "ssh3-x25519",
                     "  beside it: these 3, their keys by X25519",
                     "ssh_all_x25519",
@@ -555,84 +555,84 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
 
 /// Rows for packing and unpacking with PVM's calls. Only the libraries take part.
 const PACKING: &[Row] = &[
-    row(
+    make_row(
         "pack-byte",
         "pack 1,000 bytes, raw",
         "pack_byte_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-byte",
         "  unpack them",
         "unpack_byte_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "pack-int",
         "pack 1,000 ints, raw",
         "pack_int_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-int",
         "  unpack them",
         "unpack_int_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "pack-int-xdr",
         "pack 1,000 ints, default encoding",
         "pack_int_xdr",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-int-xdr",
         "  unpack them",
         "unpack_int_xdr",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "pack-double",
         "pack 1,000 doubles, raw",
         "pack_double_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-double",
         "  unpack them",
         "unpack_double_raw",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "pack-double-xdr",
         "pack 1,000 doubles, default encoding",
         "pack_double_xdr",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-double-xdr",
         "  unpack them",
         "unpack_double_xdr",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "pack-str",
         "pack a string of 999 characters",
         "pack_str_xdr",
         Unit::Micros,
         NO_GOAL,
     ),
-    row(
+    make_row(
         "unpack-str",
         "  unpack it",
         "unpack_str_xdr",

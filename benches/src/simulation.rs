@@ -14,12 +14,12 @@ use std::path::Path;
 /// The parts of the simulation's results that are drawn as charts.
 #[derive(Deserialize)]
 struct SimulationResults {
-    week: Week,
-    days: Vec<Day>,
+    week: SimulatedWeek,
+    days: Vec<SimulatedDays>,
 }
 
 #[derive(Deserialize)]
-struct Week {
+struct SimulatedWeek {
     by_hour: Vec<(f64, f64)>,
     moves_by_hour: Vec<f64>,
     clean_s: Spread,
@@ -32,7 +32,7 @@ struct Spread {
 }
 
 #[derive(Deserialize)]
-struct Day {
+struct SimulatedDays {
     hosts: u16,
     light: Vec<Pair>,
 }
@@ -50,7 +50,7 @@ struct StoredResults<'a> {
 
 /// Stores the output (`text`) and the results (the file `json`) of a benchmark in the folder
 /// `results`, under the name `name`. Returns the results.
-fn store(
+fn store_results(
     name: &str,
     text: &str,
     json: &Path,
@@ -81,7 +81,7 @@ fn store(
 pub fn store_decide(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = MachineInfo::describe(true, 1, false);
     let text = format!("{}{text}", machine.text());
-    store("decide", &text, json, &machine, results).map(drop)
+    store_results("decide", &text, json, &machine, results).map(drop)
 }
 
 /// Stores and draws the results of `rm/benches/sim.rs`: a simulated week, and some simulated days.
@@ -90,7 +90,7 @@ pub fn store_decide(text: &str, json: &Path, results: &Path) -> Result<()> {
 /// Fails if the file `json` is missing or malformed, or if the results cannot be written.
 pub fn store_sim(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = MachineInfo::describe(true, 1, false);
-    let results_json = store("sim", text, json, &machine, results)?;
+    let results_json = store_results("sim", text, json, &machine, results)?;
     let results_json: SimulationResults =
         serde_json::from_value(results_json).with_context(|| json.display().to_string())?;
     for chart in charts(&results_json) {

@@ -6,12 +6,12 @@
 use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::{EVENTS_MAX, EventKind};
-use sempa_tests::crowd::{Account, Crowd};
-use sempa_tests::footprint::{Footprint, RECORDS, RECORDS_KIB_MAX};
+use sempa_tests::crowd::{Crowd, CrowdReport};
+use sempa_tests::footprint::{Footprint, RECORDS_KIB_MAX, RECORDS_KIB_NAME};
 use sempa_tests::rng::Rng;
-use sempa_tests::run::must;
+use sempa_tests::run::run_ok;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, needs};
+use sempa_tests::{Testbed, Vm, requirements};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -74,7 +74,7 @@ const LONG_PLAN: PartPlan = PartPlan {
 /// ones instead of increasing the memory.
 const SHORT_TASKS: usize = 22_000;
 /// Number of short tasks that run at the same time.
-const SHORT_TASKS_CONCURRENT: usize = 40;
+const SHORT_TASKS_CONCURRENT_MAX: usize = 40;
 /// Time limit for all short tasks.
 const SHORT_TASKS_TIMEOUT: Duration = Duration::from_secs(600);
 /// Time without migrations before each sample, because daemons return unused memory only every five
@@ -87,16 +87,16 @@ const READINGS_PER_SAMPLE: u32 = 13;
 const READING_INTERVAL: Duration = Duration::from_millis(500);
 /// Fraction of the migrations that are warm-up. Samples during the warm-up do not count, because
 /// structures that are created once may still grow.
-const WARM_UP_PART: f64 = 0.3;
+const WARM_UP_FRACTION: f64 = 0.3;
 /// A figure is flat if its regression line rises, over all counted migrations, by at most this
-/// fraction of the figure's mean. A rise within [`DEVIATIONS`] is also accepted.
-const FLAT_PART: f64 = 0.02;
+/// fraction of the figure's mean. A rise within [`FLAT_DEVIATIONS`] is also accepted.
+const FLAT_RISE_FRACTION: f64 = 0.02;
 /// A figure is also flat if its regression line rises by at most this number of standard deviations
 /// from the line.
-const DEVIATIONS: f64 = 3.0;
+const FLAT_DEVIATIONS: f64 = 3.0;
 
 /// Figures that may grow up to a limit, as (name, limit).
-const BOUNDED_FIGURES: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
+const BOUNDED_FIGURES: [(&str, u64); 1] = [(RECORDS_KIB_NAME, RECORDS_KIB_MAX)];
 
 /// Settings of `bench soak`.
 #[derive(Clone, Debug)]
@@ -141,7 +141,7 @@ struct Trend {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Part {
+struct PartResult {
     name: String,
     tasks: usize,
     hosts: usize,
@@ -163,16 +163,16 @@ struct Part {
 #[derive(Debug, Serialize)]
 struct Results {
     machine: MachineInfo,
-    parts: Vec<Part>,
+    parts: Vec<PartResult>,
 }
 
 /// Runs the measurement and prints a table. Writes the table and JSON after each part. Returns true
 /// if every message arrived exactly once, every migration succeeded, and no figure grew.
 pub fn bench_soak(settings: &SoakSettings) -> Result<bool> {
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         bail!("bench soak: {lack}");
     }
-    needs::engine().context("bench soak: no CRIU; cargo xtask criu gets one")?;
+    requirements::engine().context("bench soak: no CRIU; cargo xtask criu gets one")?;
     fs::create_dir_all(&settings.results)
         .with_context(|| settings.results.display().to_string())?;
     let plans: Vec<PartPlan> = [CROWD_PLAN, LONG_PLAN]
@@ -222,10 +222,10 @@ fn is_selected(plan: &PartPlan, only: &[String]) -> bool {
 }
 
 /// Reads the results of an earlier run, for the parts that this run does not measure.
-fn stored_parts(file: &Path, how: &SoakSettings) -> Result<Vec<Part>> {
+fn stored_parts(file: &Path, how: &SoakSettings) -> Result<Vec<PartResult>> {
     #[derive(Deserialize)]
     struct Before {
-        parts: Vec<Part>,
+        parts: Vec<PartResult>,
     }
     if how.only.is_empty() || !file.exists() {
         return Ok(Vec::new());
@@ -250,7 +250,7 @@ fn quick_plan(plan: PartPlan) -> PartPlan {
     }
 }
 
-fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<Part> {
+fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<PartResult> {
     // With logs of the default size, the logs would still grow at the end of the run.
     let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
@@ -286,10 +286,10 @@ fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<Part> {
 /// Runs short tasks until the event log and the resource manager's record of decisions have
 /// discarded their first entries.
 fn fill_records(vm: &Vm<'_>) -> Result<()> {
-    let mut command = vm.command(vm.bed().host(1), vm.program("brief")?);
-    command.args([SHORT_TASKS, SHORT_TASKS_CONCURRENT].map(|number| number.to_string()));
+    let mut command = vm.command(vm.bed().host(1), vm.compile_program("brief")?);
+    command.args([SHORT_TASKS, SHORT_TASKS_CONCURRENT_MAX].map(|number| number.to_string()));
     let begin = Instant::now();
-    must(command, SHORT_TASKS_TIMEOUT)?;
+    run_ok(command, SHORT_TASKS_TIMEOUT)?;
     let oldest = vm.events()?.first().map_or(0, |entry| entry.number);
     ensure!(
         oldest > 1,
@@ -305,7 +305,7 @@ fn fill_records(vm: &Vm<'_>) -> Result<()> {
 /// Starts a job with periodic checkpoints, which runs in addition to the migrating tasks and ends
 /// with the virtual machine. Returns the tid of its first task.
 fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
-    vm.program("ring_job")?;
+    vm.compile_program("ring_job")?;
     let folder = vm.home().join("ring");
     fs::create_dir_all(&folder)?;
     let tid = vm.spawn(&[
@@ -317,23 +317,23 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
         &folder.display().to_string(),
     ])?;
     vm.pvm(&["checkpoint", "--every", every, &tid])?
-        .expect_good("checkpoint")?;
+        .expect_success("checkpoint")?;
     Ok(tid)
 }
 
-fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<Part> {
+fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<PartResult> {
     let options: &[&str] = if plan.returns_memory { &["-g"] } else { &[] };
     let mut crowd = Crowd::start(vm, plan.tasks, plan.neighbors, options, hosts)?;
     let mut rng = Rng::new(61);
     (0..plan.initial_migrations * plan.tasks)
-        .try_for_each(|nth| crowd.move_to_another(vm, &mut rng, nth % plan.tasks))?;
+        .try_for_each(|nth| crowd.migrate_to_other_host(vm, &mut rng, nth % plan.tasks))?;
     let (begin, before) = (Instant::now(), last_event(vm, 0)?);
     let (mut moves, mut looked, mut samples, mut sampling_time) =
         (0, 0, Vec::new(), Duration::ZERO);
     let mut last = before;
     for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.round_repetitions).flatten() {
         for _ in 0..*often {
-            crowd.move_some(vm, &mut rng, *at_once)?;
+            crowd.migrate_random(vm, &mut rng, *at_once)?;
             moves += at_once;
             if moves >= looked + plan.sample_interval {
                 looked = moves;
@@ -341,12 +341,12 @@ fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<Part> {
                 samples.push(take_sample(vm, moves, begin));
                 sampling_time += since.elapsed();
                 print_progress(plan, samples.last());
-                ensure!(crowd.goes_on()?, "the director has ended");
+                ensure!(crowd.director_runs()?, "the director has ended");
                 last = last_event(vm, last)?;
             }
         }
     }
-    crowd.all_in_place(vm)?;
+    crowd.check_hosts(vm)?;
     let seconds = (begin.elapsed() - sampling_time).as_secs_f64();
     ensure!(
         last - before < EVENTS_MAX as u64,
@@ -354,14 +354,14 @@ fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<Part> {
     );
     let log = vm.events_from(before + 1)?;
     let of = |is_it: fn(&EventKind) -> bool| log.iter().filter(|entry| is_it(&entry.kind)).count();
-    let Account {
+    let CrowdReport {
         checked,
         lost,
         doubled,
         disordered,
         damaged,
     } = crowd.finish()?;
-    Ok(Part {
+    Ok(PartResult {
         name: plan.name.to_string(),
         tasks: plan.tasks,
         hosts: plan.hosts,
@@ -407,10 +407,10 @@ fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
 
 fn take_sample(vm: &Vm<'_>, moves: usize, begin: Instant) -> ResourceSample {
     sleep(SETTLE_DELAY);
-    let mut figures = Footprint::of(vm).figures();
+    let mut figures = Footprint::measure(vm).figures();
     for _ in 1..READINGS_PER_SAMPLE {
         sleep(READING_INTERVAL);
-        let now = Footprint::of(vm).figures();
+        let now = Footprint::measure(vm).figures();
         figures
             .iter_mut()
             .zip(now)
@@ -426,7 +426,7 @@ fn take_sample(vm: &Vm<'_>, moves: usize, begin: Instant) -> ResourceSample {
 /// Computes the regression line of each figure from the samples after the warm-up. `moves` is the
 /// number of all migrations.
 fn trends(samples: &[ResourceSample], moves: usize) -> Vec<Trend> {
-    let warm = moves as f64 * WARM_UP_PART;
+    let warm = moves as f64 * WARM_UP_FRACTION;
     let counted: Vec<&ResourceSample> = samples
         .iter()
         .filter(|look| look.moves as f64 >= warm)
@@ -448,7 +448,7 @@ fn trends(samples: &[ResourceSample], moves: usize) -> Vec<Trend> {
         let span = points.last().map_or(0.0, |last| last.0) - points[0].0;
         let rise = slope * span;
         let last = counted.last().map_or(0, |l| l.figures[i].1);
-        let kept_up_to = limit_of(name);
+        let kept_up_to = figure_limit(name);
         Trend {
             figure: name.clone(),
             first: first.figures[i].1,
@@ -458,14 +458,14 @@ fn trends(samples: &[ResourceSample], moves: usize) -> Vec<Trend> {
             deviation,
             flat: match kept_up_to {
                 Some(limit) => last <= limit,
-                None => rise <= (DEVIATIONS * deviation).max(FLAT_PART * mean),
+                None => rise <= (FLAT_DEVIATIONS * deviation).max(FLAT_RISE_FRACTION * mean),
             },
         }
     };
     names.enumerate().map(trend).collect()
 }
 
-fn limit_of(figure: &str) -> Option<u64> {
+fn figure_limit(figure: &str) -> Option<u64> {
     BOUNDED_FIGURES
         .iter()
         .find(|(name, _)| *name == figure)
@@ -509,7 +509,7 @@ impl RegressionLine {
 }
 
 /// Returns the table as text, and true if no message was lost and no figure grew.
-fn table(parts: &[Part]) -> (String, bool) {
+fn table(parts: &[PartResult]) -> (String, bool) {
     let (mut text, mut good) = (String::new(), true);
     for part in parts {
         let faults = part.lost + part.doubled + part.disordered + part.damaged;
@@ -549,7 +549,7 @@ fn table(parts: &[Part]) -> (String, bool) {
                 trend.mean,
                 trend.per_100_moves,
                 trend.deviation,
-                match (limit_of(&trend.figure), trend.flat) {
+                match (figure_limit(&trend.figure), trend.flat) {
                     (None, true) => String::new(),
                     (Some(limit), true) => format!("  kept, {limit} at most"),
                     (_, false) => "  grows".to_string(),
@@ -594,7 +594,7 @@ mod tests {
             let mut looks = looks(value);
             looks
                 .iter_mut()
-                .for_each(|look| look.figures[0].0 = RECORDS.to_string());
+                .for_each(|look| look.figures[0].0 = RECORDS_KIB_NAME.to_string());
             trends(&looks, 200).remove(0).flat
         };
         assert!(of_records(|i| 1000 + 5 * i as u64));

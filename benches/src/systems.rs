@@ -2,14 +2,14 @@
 //! of PVM's testbed. All systems are up at the same time and their runs alternate, so that other
 //! load on the machine affects all systems equally.
 
-use crate::figures::{Sample, Samples, System, parse_samples};
+use crate::figures::{System, TimeSummaries, TimeSummary, parse_samples};
 use crate::rows::{Measurement, MeasurementKind, VmSetup};
 use anyhow::{Context, Result, bail};
-use sempa_tests::real::RealVm;
-use sempa_tests::run::{must, run};
-use sempa_tests::testbed::{Host, gone};
+use sempa_tests::real_pvm::RealVm;
+use sempa_tests::run::{run, run_ok};
+use sempa_tests::testbed::{Host, wait_until_no_process};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, needs, ssh};
+use sempa_tests::{Testbed, Vm, requirements, ssh};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ const MPICH_OVERSUBSCRIBED_DIVISOR: usize = 100;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SystemResult {
     /// The times of each successful repetition.
-    pub(crate) repetitions: Vec<Samples>,
+    pub(crate) repetitions: Vec<TimeSummaries>,
     /// Reason of the first failure; `None` if all repetitions succeeded.
     pub(crate) failure: Option<String>,
 }
@@ -87,7 +87,7 @@ pub(crate) fn measure(
 /// # Errors
 /// Fails if the machine lacks something for a testbed or a program does not compile.
 pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
-    if let Some(missing) = needs::lacks() {
+    if let Some(missing) = requirements::lacks() {
         bail!("bench peers: {missing}");
     }
     let beds = (
@@ -126,7 +126,7 @@ pub(crate) fn compile_one(
     command
         .arg(source_folder().join(source).with_extension("c"))
         .args(library);
-    must(command, COMPILE_TIMEOUT)
+    run_ok(command, COMPILE_TIMEOUT)
         .with_context(|| format!("compiling {source}.c with {compiler}"))?;
     Ok(())
 }
@@ -185,7 +185,7 @@ impl<'a> RunningSystems<'a> {
             for system in [System::Pvm, System::Sempa] {
                 let mut command = peers.measuring_program(system);
                 command.args(["add_hosts", "host=h2", "keep=1"]);
-                must(command, RUN_TIMEOUT)
+                run_ok(command, RUN_TIMEOUT)
                     .with_context(|| format!("a second host for {}", system.name()))?;
             }
         }
@@ -236,7 +236,12 @@ impl<'a> RunningSystems<'a> {
         all
     }
 
-    fn run_once(&self, system: System, measurement: &Measurement, quick: bool) -> Result<Samples> {
+    fn run_once(
+        &self,
+        system: System,
+        measurement: &Measurement,
+        quick: bool,
+    ) -> Result<TimeSummaries> {
         if measurement.kind == MeasurementKind::Login {
             return self.measure_login(system, measurement);
         }
@@ -273,7 +278,7 @@ impl<'a> RunningSystems<'a> {
     ///
     /// # Errors
     /// Fails if the program fails, does not end, or prints no samples.
-    pub(crate) fn run(&self, system: System, call: &ProgramRun) -> Result<Samples> {
+    pub(crate) fn run(&self, system: System, call: &ProgramRun) -> Result<TimeSummaries> {
         let mut command = if system.is_pvm() {
             self.measuring_program(system)
         } else {
@@ -285,7 +290,7 @@ impl<'a> RunningSystems<'a> {
                 .iter()
                 .filter(|word| system.is_pvm() || !word.starts_with("host=")),
         );
-        let done = run(command, RUN_TIMEOUT)?.expect_good(system.name())?;
+        let done = run(command, RUN_TIMEOUT)?.expect_success(system.name())?;
         parse_samples(&done.out)
     }
 
@@ -397,7 +402,7 @@ impl<'a> RunningSystems<'a> {
 
     /// Adds and deletes hosts with the measuring program. Also measures plain ssh logins to the
     /// same hosts.
-    fn measure_login(&self, system: System, measurement: &Measurement) -> Result<Samples> {
+    fn measure_login(&self, system: System, measurement: &Measurement) -> Result<TimeSummaries> {
         let bed = self.bed(system);
         let all: Vec<&str> = measurement
             .args
@@ -407,30 +412,33 @@ impl<'a> RunningSystems<'a> {
             .collect();
         // ssh is measured with its defaults, and with the key exchange algorithm that our daemon
         // requests.
-        let mut bare = Samples::new();
+        let mut bare = TimeSummaries::new();
         for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
-            bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
+            bare.insert(
+                name.to_string(),
+                TimeSummary::one(measure_ssh_logins(bed, hosts, &[])?),
+            );
             bare.insert(
                 format!("{name}_x25519"),
-                Sample::one(bare_logins(bed, hosts, &X25519_OPTIONS)?),
+                TimeSummary::one(measure_ssh_logins(bed, hosts, &X25519_OPTIONS)?),
             );
         }
         let mut command = self.measuring_program(system);
         command.args(measurement.args);
-        let done = run(command, RUN_TIMEOUT)?.expect_good(system.name())?;
+        let done = run(command, RUN_TIMEOUT)?.expect_success(system.name())?;
         let mut samples = parse_samples(&done.out)?;
         samples.extend(bare);
         bed.hosts()
             .iter()
             .skip(1)
-            .try_for_each(|host: &Host| gone(host, "pvmd", DAEMON_EXIT_TIMEOUT))?;
+            .try_for_each(|host: &Host| wait_until_no_process(host, "pvmd", DAEMON_EXIT_TIMEOUT))?;
         Ok(samples)
     }
 }
 
 /// Runs `ssh HOST true` on all these hosts at the same time. Returns the microseconds until all
 /// have ended.
-fn bare_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
+fn measure_ssh_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
     let login = |host: &str| {
         let mut command = bed.host(1).command("ssh");
         command

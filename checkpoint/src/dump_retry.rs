@@ -17,13 +17,13 @@ pub const COLLISION_TIMEOUT: Micros = Micros::from_secs(30);
 /// The retry state of one dump.
 #[derive(Clone, Copy, Debug)]
 pub struct DumpRetry {
-    delay_max: Micros,
+    next_delay_max: Micros,
 }
 
 impl Default for DumpRetry {
     fn default() -> DumpRetry {
         DumpRetry {
-            delay_max: FIRST_DELAY_MAX,
+            next_delay_max: FIRST_DELAY_MAX,
         }
     }
 }
@@ -33,8 +33,8 @@ impl DumpRetry {
     /// is the time since the first attempt started. `roll` is any random number.
     pub fn next_delay(&mut self, elapsed: Micros, roll: u64) -> Option<Micros> {
         let remaining = COLLISION_TIMEOUT.since(elapsed);
-        let delay = Micros(1 + roll % self.delay_max.0).min(remaining);
-        self.delay_max = Micros(self.delay_max.0 * 2).min(DELAY_MAX);
+        let delay = Micros(1 + roll % self.next_delay_max.0).min(remaining);
+        self.next_delay_max = Micros(self.next_delay_max.0 * 2).min(DELAY_MAX);
         (remaining > Micros(0)).then_some(delay)
     }
 }
@@ -111,7 +111,9 @@ mod tests {
     fn delays_grow_to_limit_and_end_in_time() {
         let mut retry = DumpRetry::default();
         let longest: Vec<u64> = (0..9)
-            .map_while(|_| retry.next_delay(Micros(0), u64::MAX - u64::MAX % retry.delay_max.0 - 1))
+            .map_while(|_| {
+                retry.next_delay(Micros(0), u64::MAX - u64::MAX % retry.next_delay_max.0 - 1)
+            })
             .map(|p| p.0)
             .collect();
         assert_eq!(longest[..3], [8_000, 16_000, 32_000]);

@@ -75,9 +75,9 @@ impl FileTransferJournal {
     /// The journal cannot be written.
     pub fn create_next_to(images: &Path) -> io::Result<FileTransferJournal> {
         let name = images.file_name().ok_or(ErrorKind::InvalidInput)?;
-        let mut own = OsString::from(JOURNAL_PREFIX);
-        own.push(name);
-        let path = images.with_file_name(own);
+        let mut journal_name = OsString::from(JOURNAL_PREFIX);
+        journal_name.push(name);
+        let path = images.with_file_name(journal_name);
         undo_journal(&path);
         let file = OpenOptions::new()
             .write(true)
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    fn named(path: &Path) -> JournalEntry {
+    fn final_entry(path: &Path) -> JournalEntry {
         let meta = std::fs::metadata(path).expect("there");
         JournalEntry::Final(path.into(), meta.dev(), meta.ino())
     }
@@ -217,7 +217,7 @@ mod tests {
             std::fs::write(&path, name).expect("written");
             path
         };
-        let (temporary, own, replaced, kept) = (
+        let (temporary, recorded, replaced, kept) = (
             file("nameless"),
             file("own"),
             file("replaced"),
@@ -228,8 +228,8 @@ mod tests {
         journal
             .record(JournalEntry::Temporary(temporary.clone()))
             .expect("noted");
-        journal.record(named(&own)).expect("noted");
-        journal.record(named(&replaced)).expect("noted");
+        journal.record(final_entry(&recorded)).expect("noted");
+        journal.record(final_entry(&replaced)).expect("noted");
         journal
             .record(JournalEntry::Temporary(real.join("never made")))
             .expect("noted");
@@ -239,7 +239,7 @@ mod tests {
         journal.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
         std::mem::forget(journal);
         undo_all(&real);
-        assert!(!temporary.exists() && !own.exists());
+        assert!(!temporary.exists() && !recorded.exists());
         assert!(replaced.exists() && kept.exists() && real.join("elsewhere").exists());
         assert!(
             !real.join("carried-images-1").exists(),
@@ -256,7 +256,9 @@ mod tests {
             std::fs::write(real.join("file"), "").expect("written");
             let mut journal =
                 FileTransferJournal::create_next_to(&real.join("images-1")).expect("notes");
-            journal.record(named(&real.join("file"))).expect("noted");
+            journal
+                .record(final_entry(&real.join("file")))
+                .expect("noted");
             if keep {
                 journal.keep_files()
             } else {

@@ -31,7 +31,7 @@ const MODE_BITS: u32 = 0o777;
 /// A failed operation on a file.
 #[derive(Debug, Error)]
 #[error("cannot {action} {}: {why}", .path.display())]
-pub struct StateError {
+pub struct StateFileError {
     action: &'static str,
     path: PathBuf,
     why: io::Error,
@@ -41,8 +41,8 @@ pub struct StateError {
 fn error_for<'a>(
     action: &'static str,
     path: &'a Path,
-) -> impl FnOnce(io::Error) -> StateError + 'a {
-    move |why| StateError {
+) -> impl FnOnce(io::Error) -> StateFileError + 'a {
+    move |why| StateFileError {
         action,
         path: path.to_path_buf(),
         why,
@@ -98,9 +98,9 @@ pub fn collect(
     dir: &Path,
     images: &Path,
     reservations: &SpaceReservations,
-) -> Result<(u32, u64), StateError> {
+) -> Result<(u32, u64), StateFileError> {
     let _reserved = reservations.reserve(files, dir, images)?;
-    let (mut list, mut count, mut sum) = (Vec::new(), 0, 0);
+    let (mut list, mut count, mut total_bytes) = (Vec::new(), 0, 0);
     for (number, file) in files.iter().enumerate() {
         let path = dir.join(file);
         let Some(mut from) = open_regular(&path).map_err(error_for("keep", &path))? else {
@@ -118,7 +118,7 @@ pub fn collect(
             })
         });
         let entry = copied.map_err(error_for("keep a copy of", &path))?;
-        (count, sum) = (count + 1, sum + entry.bytes);
+        (count, total_bytes) = (count + 1, total_bytes + entry.bytes);
         list.push(entry);
     }
     let path = images.join(LIST_FILE);
@@ -126,7 +126,7 @@ pub fn collect(
         .map_err(io::Error::other)
         .and_then(|b| create_new(&path)?.write_all(&b));
     written.map_err(error_for("write", &path))?;
-    Ok((count, sum))
+    Ok((count, total_bytes))
 }
 
 /// Number of bytes that are reserved for state files that are being copied into image directories.
@@ -153,22 +153,24 @@ impl SpaceReservations {
         files: &[PathBuf],
         dir: &Path,
         images: &Path,
-    ) -> Result<ReservedSpace<'_>, StateError> {
+    ) -> Result<ReservedSpace<'_>, StateFileError> {
         // Files that cannot be read are reported when they are copied.
         let length =
             |file: &PathBuf| Some(open_regular(&dir.join(file)).ok()??.metadata().ok()?.len());
-        let need = files.iter().filter_map(length).fold(0, u64::saturating_add);
+        let needed_bytes = files.iter().filter_map(length).fold(0, u64::saturating_add);
         let mut reserved = self.lock();
         // Files that are being copied are partly counted twice: as reserved bytes and as used
         // space.
-        let have = available_resources::writable_bytes(images)
+        let free_bytes = available_resources::writable_bytes(images)
             .map_err(error_for("look for room in", images))?
             .saturating_sub(*reserved);
-        if need <= have {
-            *reserved += need;
-            return Ok(ReservedSpace(self, need));
+        if needed_bytes <= free_bytes {
+            *reserved += needed_bytes;
+            return Ok(ReservedSpace(self, needed_bytes));
         }
-        let why = format!("its files need {need} bytes there on their way, and {have} are left");
+        let why = format!(
+            "its files need {needed_bytes} bytes there on their way, and {free_bytes} are left"
+        );
         Err(error_for("keep files in", images)(io::Error::new(
             ErrorKind::StorageFull,
             why,
@@ -199,7 +201,7 @@ pub struct StagedFiles {
 /// - A directory is missing.
 /// - An existing file at a destination is not a regular file, or belongs to another user.
 /// - There is not enough space.
-pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles, StateError> {
+pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles, StateFileError> {
     let list = read_list(files.len(), images)?;
     let journal = FileTransferJournal::create_next_to(images)
         .map_err(error_for("note files beside", images))?;
@@ -211,10 +213,10 @@ pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles
         let path = dir.join(file);
         let existing =
             open_regular(&path).and_then(|file| file.map(|file| file.metadata()).transpose());
-        let own = nix::unistd::geteuid().as_raw();
+        let own_uid = nix::unistd::geteuid().as_raw();
         if existing
             .map_err(error_for("replace", &path))?
-            .is_some_and(|existing| existing.uid() != own)
+            .is_some_and(|existing| existing.uid() != own_uid)
         {
             let why = io::Error::new(ErrorKind::PermissionDenied, "it belongs to somebody else");
             return Err(error_for("replace", &path)(why));
@@ -233,20 +235,20 @@ pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles
     Ok(staged)
 }
 
-fn read_list(files: usize, images: &Path) -> Result<Vec<ListEntry>, StateError> {
+fn read_list(files: usize, images: &Path) -> Result<Vec<ListEntry>, StateFileError> {
     let path = images.join(LIST_FILE);
-    let wrong = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_string());
+    let invalid_list = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_string());
     let read = || {
-        let file = open_regular(&path)?.ok_or_else(|| wrong("it is not there"))?;
+        let file = open_regular(&path)?.ok_or_else(|| invalid_list("it is not there"))?;
         if file.metadata()?.len() > LIST_BYTES_MAX {
-            return Err(wrong("it is too long"));
+            return Err(invalid_list("it is too long"));
         }
         let list: Vec<ListEntry> =
             postcard::from_bytes(&std::fs::read(&path)?).map_err(io::Error::other)?;
         if list.len() == files {
             Ok(list)
         } else {
-            Err(wrong("it is about other files"))
+            Err(invalid_list("it is about other files"))
         }
     };
     read().map_err(error_for("read", &path))
@@ -290,7 +292,7 @@ impl StagedFiles {
     ///
     /// # Errors
     /// The file system refuses. Some files may already have their final names.
-    pub fn install(self) -> Result<(), StateError> {
+    pub fn install(self) -> Result<(), StateFileError> {
         for (path, temporary) in &self.files {
             let done = match temporary {
                 Some(temporary) => std::fs::rename(temporary, path),
@@ -312,7 +314,7 @@ mod tests {
     use std::fs;
 
     /// Returns a temporary directory, and in it a working directory and an image directory.
-    fn scratch() -> (tempfile::TempDir, PathBuf, PathBuf) {
+    fn create_test_dirs() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let scratch = tempfile::tempdir().expect("a directory");
         let real = scratch.path().canonicalize().expect("there");
         let (work, images) = (real.join("work"), real.join("images-1"));
@@ -321,7 +323,7 @@ mod tests {
         (scratch, work, images)
     }
 
-    fn names(dir: &Path) -> Vec<String> {
+    fn file_names(dir: &Path) -> Vec<String> {
         let name = |entry: io::Result<fs::DirEntry>| {
             entry
                 .expect("read")
@@ -338,7 +340,7 @@ mod tests {
     /// exist when the files were collected.
     #[test]
     fn staging_restores_the_collected_state() {
-        let (_scratch, work, images) = scratch();
+        let (_scratch, work, images) = create_test_dirs();
         let other = images.with_file_name("other");
         let files = [PathBuf::from("state"), other.clone(), "later".into()];
         fs::write(work.join("state"), "one").expect("written");
@@ -368,11 +370,11 @@ mod tests {
             0o640
         );
         assert_eq!(
-            (names(&work), fs::read(&other).expect("back")),
+            (file_names(&work), fs::read(&other).expect("back")),
             (vec!["state".to_string()], vec![])
         );
         assert_eq!(
-            names(images.parent().expect("a folder")),
+            file_names(images.parent().expect("a folder")),
             ["images-1", "other", "work"]
         );
     }
@@ -380,19 +382,19 @@ mod tests {
     /// Existing files are unchanged if the staging fails, is dropped, or is undone by its journal.
     #[test]
     fn abandoned_staging_changes_nothing() {
-        let (_scratch, work, images) = scratch();
+        let (_scratch, work, images) = create_test_dirs();
         let files = [PathBuf::from("state"), "later".into()];
         fs::write(work.join("state"), "one").expect("written");
         collect(&files, &work, &images, &SpaceReservations::default()).expect("kept");
         fs::write(work.join("later"), "new").expect("written");
         let staged = stage(&files, &work, &images).expect("staged");
-        assert_eq!(names(&work).len(), 3);
+        assert_eq!(file_names(&work).len(), 3);
         drop(staged);
-        assert_eq!(names(&work), ["later", "state"]);
+        assert_eq!(file_names(&work), ["later", "state"]);
         // Undoing the journal has the same effect as dropping the staged files.
         std::mem::forget(stage(&files, &work, &images).expect("staged"));
         crate::file_transfer_journal::undo_all(images.parent().expect("a folder"));
-        assert_eq!(names(&work), ["later", "state"]);
+        assert_eq!(file_names(&work), ["later", "state"]);
         // The directory of one file is missing.
         let far = [PathBuf::from("state"), "nowhere/later".into()];
         fs::remove_file(images.join("sempa-state")).expect("removed");
@@ -408,14 +410,14 @@ mod tests {
             why.contains("nowhere/later") && why.contains("No such file"),
             "{why}"
         );
-        assert_eq!(names(&work), ["later", "state"]);
+        assert_eq!(file_names(&work), ["later", "state"]);
     }
 
     /// Files that need more space than the free, unreserved space are refused before any file is
     /// copied.
     #[test]
     fn collecting_without_space_copies_nothing() {
-        let (_scratch, work, images) = scratch();
+        let (_scratch, work, images) = create_test_dirs();
         let files = ["small", "large"].map(PathBuf::from);
         fs::write(work.join("small"), "here").expect("written");
         // A sparse file, which uses no space.
@@ -455,7 +457,7 @@ mod tests {
     /// Symbolic links and directories are neither collected nor replaced.
     #[test]
     fn other_than_regular_files_are_refused() {
-        let (_scratch, work, images) = scratch();
+        let (_scratch, work, images) = create_test_dirs();
         let files = [PathBuf::from("state")];
         std::os::unix::fs::symlink("/etc/hostname", work.join("state")).expect("linked");
         let why = collect(&files, &work, &images, &SpaceReservations::default())

@@ -32,7 +32,7 @@ impl Scratch {
         Scratch(tempfile::tempdir().expect("a directory"))
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
@@ -41,8 +41,8 @@ impl Scratch {
     }
 
     /// Creates a directory with these files.
-    fn images(&self, name: &str, files: &Files) -> PathBuf {
-        let dir = self.at(name);
+    fn write_images(&self, name: &str, files: &Files) -> PathBuf {
+        let dir = self.path(name);
         write_files(&dir, files);
         dir
     }
@@ -55,7 +55,7 @@ impl Scratch {
         second: u64,
         files: &Files,
     ) -> CheckpointInfo {
-        let dir = self.images("images-of-a-set", files);
+        let dir = self.write_images("images-of-a-set", files);
         let draft = store.begin(job, Micros::from_secs(second)).expect("begun");
         draft.add(job, &dir).expect("added");
         let info = draft.finish(b"meta").expect("finished");
@@ -69,7 +69,7 @@ impl Scratch {
         id: &CheckpointId,
         tid: Tid,
     ) -> Result<Files, StoreError> {
-        let to = self.at("unpacked");
+        let to = self.path("unpacked");
         let bytes = store.open_checkpoint(id)?.unpack(tid, &to);
         if bytes.is_err() {
             assert!(!to.exists(), "nothing is left");
@@ -117,15 +117,15 @@ fn read_files(dir: &Path, inspect: impl Fn(&Path)) -> Files {
         .collect()
 }
 
-fn files(content: &[(&str, &[u8])]) -> Files {
+fn files_from(content: &[(&str, &[u8])]) -> Files {
     content
         .iter()
         .map(|(name, content)| (name.to_string(), content.to_vec()))
         .collect()
 }
 
-fn small() -> Files {
-    files(&[("core.img", b"registers"), ("pages-1.img", b"memory")])
+fn small_files() -> Files {
+    files_from(&[("core.img", b"registers"), ("pages-1.img", b"memory")])
 }
 
 fn random_content(bytes: usize) -> Vec<u8> {
@@ -174,7 +174,7 @@ proptest! {
         let store = scratch.store(StoreLimits::default());
         let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
         for (tid, files) in &parts {
-            let info = draft.add(Tid::from_raw(*tid), &scratch.images(&format!("images-{tid}"), files)).expect("added");
+            let info = draft.add(Tid::from_raw(*tid), &scratch.write_images(&format!("images-{tid}"), files)).expect("added");
             prop_assert_eq!(info.images_bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
         }
         let info = draft.finish(&meta).expect("finished");
@@ -182,7 +182,7 @@ proptest! {
         prop_assert_eq!(info.parts.len(), parts.len());
         let set = store.open_checkpoint(&info.id).expect("opened");
         prop_assert_eq!((set.info(), set.meta()), (&info, &meta[..]));
-        let on_disk: u64 = fs::read_dir(scratch.at("store").join(info.id.to_string())).expect("readable")
+        let on_disk: u64 = fs::read_dir(scratch.path("store").join(info.id.to_string())).expect("readable")
             .map(|entry| entry.expect("readable").metadata().expect("there").len()).sum();
         prop_assert_eq!(info.bytes, on_disk);
         prop_assert_eq!(store.list_checkpoints().expect("listed").0, vec![info.clone()]);
@@ -196,7 +196,7 @@ proptest! {
         let scratch = Scratch::new();
         let store = scratch.store(StoreLimits::default());
         let info = scratch.write_checkpoint(&store, JOB, 1, &files);
-        let path = scratch.at("store").join(info.id.to_string()).join(if part { "t40001" } else { "manifest" });
+        let path = scratch.path("store").join(info.id.to_string()).join(if part { "t40001" } else { "manifest" });
         let mut content = fs::read(&path).expect("there");
         let at = at.index(content.len());
         content[at] ^= flip;
@@ -217,9 +217,9 @@ fn is_refused_as_changed(why: &StoreError) -> bool {
 fn every_byte_of_a_checkpoint_is_protected() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    let info = scratch.write_checkpoint(&store, JOB, 1, &small());
+    let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
     for name in ["manifest", "t40001"] {
-        let path = scratch.at("store").join(info.id.to_string()).join(name);
+        let path = scratch.path("store").join(info.id.to_string()).join(name);
         let whole = fs::read(&path).expect("there");
         for at in 0..whole.len() {
             let mut content = whole.clone();
@@ -249,7 +249,7 @@ fn every_byte_of_a_checkpoint_is_protected() {
         fs::write(&path, &whole).expect("written");
         assert_eq!(
             scratch.unpack(&store, &info.id, JOB).expect("as it was"),
-            small()
+            small_files()
         );
     }
 }
@@ -260,7 +260,7 @@ fn every_byte_of_a_checkpoint_is_protected() {
 fn swapped_files_and_renamed_checkpoints_are_refused() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    let images = scratch.images("images", &small());
+    let images = scratch.write_images("images", &small_files());
     let make = |second| {
         let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
         draft.add(JOB, &images).expect("added");
@@ -268,7 +268,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         draft.finish(b"meta").expect("finished").id
     };
     let (one, other) = (make(1), make(2));
-    let file = |id: CheckpointId, name: &str| scratch.at("store").join(id.to_string()).join(name);
+    let file = |id: CheckpointId, name: &str| scratch.path("store").join(id.to_string()).join(name);
     for (from, to) in [
         (file(one, "t40001"), file(other, "t40001")),
         (file(other, "t80001"), file(other, "t40001")),
@@ -285,14 +285,14 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         fs::write(&to, whole).expect("written");
         assert_eq!(
             scratch.unpack(&store, &other, JOB).expect("as it was"),
-            small()
+            small_files()
         );
     }
     // Simulate an attack: an older checkpoint under a newer name.
     let newest: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
-        scratch.at("store").join(one.to_string()),
-        scratch.at("store").join(newest.to_string()),
+        scratch.path("store").join(one.to_string()),
+        scratch.path("store").join(newest.to_string()),
     )
     .expect("renamed");
     assert!(is_refused_as_changed(
@@ -319,11 +319,11 @@ fn store_is_readable_only_with_its_key() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
     let secret = random_content(50_000);
-    let info = scratch.write_checkpoint(&store, JOB, 1, &files(&[("pages-1.img", &secret)]));
+    let info = scratch.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &secret)]));
     let copy = Scratch::new();
     let (from, to) = (
-        scratch.at("store").join(info.id.to_string()),
-        copy.at("store").join(info.id.to_string()),
+        scratch.path("store").join(info.id.to_string()),
+        copy.path("store").join(info.id.to_string()),
     );
     let without = copy.store(StoreLimits::default());
     write_files(&to, &read_files(&from, |_| ()));
@@ -343,9 +343,9 @@ fn store_is_readable_only_with_its_key() {
         unreadable[0]
             .1
             .to_string()
-            .contains(&copy.at("keys/key").display().to_string())
+            .contains(&copy.path("keys/key").display().to_string())
     );
-    fs::copy(scratch.at("keys/key"), copy.at("keys/key")).expect("copied");
+    fs::copy(scratch.path("keys/key"), copy.path("keys/key")).expect("copied");
     let with = copy.store(StoreLimits::default());
     assert_eq!(
         with.list_checkpoints().expect("listed").0,
@@ -362,7 +362,7 @@ fn store_is_readable_only_with_its_key() {
 #[test]
 fn directory_and_key_must_be_private() {
     let scratch = Scratch::new();
-    let (dir, key) = (scratch.at("a/store"), scratch.at("b/key"));
+    let (dir, key) = (scratch.path("a/store"), scratch.path("b/key"));
     let open = || CheckpointStore::open(&dir, &key, StoreLimits::default());
     open().expect("made");
     let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
@@ -374,7 +374,7 @@ fn directory_and_key_must_be_private() {
     open().expect("opened again");
     assert_eq!(fs::read(&key).expect("there"), first);
     assert_eq!(
-        fs::read_dir(scratch.at("b")).expect("readable").count(),
+        fs::read_dir(scratch.path("b")).expect("readable").count(),
         1,
         "nothing beside the key"
     );
@@ -402,9 +402,9 @@ fn directory_and_key_must_be_private() {
     fs::write(&key, &first).expect("written");
     let inside = CheckpointStore::open(&dir, &dir.join("key"), StoreLimits::default());
     assert!(matches!(inside, Err(StoreError::UnusableKey { .. })) && !dir.join("key").exists());
-    fs::write(scratch.at("file"), "").expect("written");
+    fs::write(scratch.path("file"), "").expect("written");
     assert!(matches!(
-        CheckpointStore::open(&scratch.at("file"), &key, StoreLimits::default()),
+        CheckpointStore::open(&scratch.path("file"), &key, StoreLimits::default()),
         Err(StoreError::UnusableDirectory { .. })
     ));
     // Only root can change the owner of the key file. A key file of another user is refused.
@@ -425,10 +425,10 @@ fn directory_and_key_must_be_private() {
 fn other_than_regular_files_are_refused() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    let good = scratch.images("good", &small());
+    let good = scratch.write_images("good", &small_files());
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     draft.add(JOB, &good).expect("added");
-    let bad = scratch.images("bad", &small());
+    let bad = scratch.write_images("bad", &small_files());
     let odd = bad.join("odd");
     let refused = || {
         matches!(
@@ -445,13 +445,13 @@ fn other_than_regular_files_are_refused() {
     nix::unistd::mkfifo(&odd, nix::sys::stat::Mode::S_IRUSR).expect("made");
     assert!(refused());
     fs::remove_file(&odd).expect("removed");
-    symlink(&bad, scratch.at("link")).expect("made");
+    symlink(&bad, scratch.path("link")).expect("made");
     assert!(matches!(
-        draft.add(TASK, &scratch.at("link")),
+        draft.add(TASK, &scratch.path("link")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
-        draft.add(TASK, &scratch.at("nowhere")),
+        draft.add(TASK, &scratch.path("nowhere")),
         Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
@@ -466,7 +466,7 @@ fn other_than_regular_files_are_refused() {
     );
     assert_eq!(
         scratch.unpack(&store, &info.id, TASK).expect("unpacked"),
-        small()
+        small_files()
     );
 }
 
@@ -474,19 +474,22 @@ fn other_than_regular_files_are_refused() {
 fn existing_directory_is_not_overwritten() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    let info = scratch.write_checkpoint(&store, JOB, 1, &small());
+    let info = scratch.write_checkpoint(&store, JOB, 1, &small_files());
     let set = store.open_checkpoint(&info.id).expect("opened");
-    let there = scratch.images("there", &files(&[("core.img", b"mine")]));
+    let there = scratch.write_images("there", &files_from(&[("core.img", b"mine")]));
     assert!(matches!(
         set.unpack(JOB, &there),
         Err(StoreError::Io { .. })
     ));
-    assert_eq!(read_files(&there, |_| ()), files(&[("core.img", b"mine")]));
+    assert_eq!(
+        read_files(&there, |_| ()),
+        files_from(&[("core.img", b"mine")])
+    );
     assert!(matches!(
-        set.unpack(TASK, &scratch.at("new")),
+        set.unpack(TASK, &scratch.path("new")),
         Err(StoreError::NoTask { .. })
     ));
-    assert!(!scratch.at("new").exists());
+    assert!(!scratch.path("new").exists());
 }
 
 /// Zeros occupy no space in the store or in unpacked files.
@@ -496,10 +499,10 @@ fn zeros_use_no_space() {
     let store = scratch.store(StoreLimits::default());
     let mut memory = vec![0; 48 << 20];
     memory[20 << 20..][..5].copy_from_slice(b"state");
-    let info = scratch.write_checkpoint(&store, JOB, 1, &files(&[("pages-1.img", &memory)]));
+    let info = scratch.write_checkpoint(&store, JOB, 1, &files_from(&[("pages-1.img", &memory)]));
     assert_eq!(info.parts[0].images_bytes, 48 << 20);
     assert!(info.bytes < 64 << 10, "{}", info.bytes);
-    let to = scratch.at("sparse");
+    let to = scratch.path("sparse");
     store
         .open_checkpoint(&info.id)
         .expect("opened")
@@ -516,7 +519,7 @@ fn threads_add_tasks_concurrently() {
         .map(|local| Tid::from_raw(0x40000 + local))
         .collect();
     let content = |tid: Tid| {
-        files(&[(
+        files_from(&[(
             "pages-1.img",
             &random_content(300_000 + tid.raw() as usize % 100)[..],
         )])
@@ -524,7 +527,10 @@ fn threads_add_tasks_concurrently() {
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     std::thread::scope(|scope| {
         for tid in &tasks {
-            let (draft, images) = (&draft, scratch.images(&tid.to_string(), &content(*tid)));
+            let (draft, images) = (
+                &draft,
+                scratch.write_images(&tid.to_string(), &content(*tid)),
+            );
             scope.spawn(move || draft.add(*tid, &images).expect("added"));
         }
     });
@@ -551,10 +557,16 @@ fn oldest_go_first_but_never_newest_of_a_job() {
         ..StoreLimits::default()
     });
     let sets: Vec<CheckpointId> = (1..=3)
-        .map(|second| scratch.write_checkpoint(&store, JOB, second, &small()).id)
+        .map(|second| {
+            scratch
+                .write_checkpoint(&store, JOB, second, &small_files())
+                .id
+        })
         .collect();
-    let other = scratch.write_checkpoint(&store, OTHER_JOB, 4, &small()).id;
-    let newest = scratch.write_checkpoint(&store, JOB, 5, &small()).id;
+    let other = scratch
+        .write_checkpoint(&store, OTHER_JOB, 4, &small_files())
+        .id;
+    let newest = scratch.write_checkpoint(&store, JOB, 5, &small_files()).id;
     let kept = sets[0];
     let swept = store.enforce_limits(|set| set.id == kept).expect("swept");
     assert_eq!(
@@ -597,7 +609,7 @@ fn oldest_go_first_but_never_newest_of_a_job() {
     });
     pair.begin(JOB, Micros(0)).expect("begun");
     assert!(matches!(
-        pair.of_vm("other").begin(JOB, Micros(0)),
+        pair.for_vm("other").begin(JOB, Micros(0)),
         Err(StoreError::LimitsExceeded { checkpoints: 2, .. })
     ));
 }
@@ -611,14 +623,14 @@ fn too_large_checkpoint_is_refused() {
         bytes_max: 100_000,
         ..StoreLimits::default()
     });
-    let large = files(&[("pages-1.img", &random_content(60_000))]);
+    let large = files_from(&[("pages-1.img", &random_content(60_000))]);
     scratch.write_checkpoint(&store, JOB, 1, &large);
     scratch.write_checkpoint(&store, JOB, 2, &large);
     let swept = store.enforce_limits(|_| false).expect("swept");
     assert_eq!((swept.removed.len(), swept.bytes_over_limit), (1, 0));
     let (small, large) = (
-        scratch.images("small", &small()),
-        scratch.images("large", &large),
+        scratch.write_images("small", &small_files()),
+        scratch.write_images("large", &large),
     );
     let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
     assert!(matches!(
@@ -629,7 +641,10 @@ fn too_large_checkpoint_is_refused() {
     draft
         .add(
             JOB,
-            &scratch.images("ten", &files(&[("pages-1.img", &random_content(10_000))])),
+            &scratch.write_images(
+                "ten",
+                &files_from(&[("pages-1.img", &random_content(10_000))]),
+            ),
         )
         .expect("added");
     // Both drafts together would exceed the limit.
@@ -637,9 +652,9 @@ fn too_large_checkpoint_is_refused() {
     rival
         .add(
             TASK,
-            &scratch.images(
+            &scratch.write_images(
                 "middle",
-                &files(&[("pages-1.img", &random_content(35_000))]),
+                &files_from(&[("pages-1.img", &random_content(35_000))]),
             ),
         )
         .expect("added");
@@ -659,8 +674,8 @@ fn open_checkpoint_is_not_removed() {
         ..StoreLimits::default()
     });
     let (old, new) = (
-        scratch.write_checkpoint(&store, JOB, 1, &small()).id,
-        scratch.write_checkpoint(&store, JOB, 2, &small()).id,
+        scratch.write_checkpoint(&store, JOB, 1, &small_files()).id,
+        scratch.write_checkpoint(&store, JOB, 2, &small_files()).id,
     );
     let set = store.open_checkpoint(&old).expect("opened");
     let second = store.open_checkpoint(&old).expect("two may read");
@@ -699,14 +714,14 @@ fn ended_jobs_make_way_for_new_checkpoints() {
         checkpoints_max: 3,
         ..StoreLimits::default()
     };
-    let store = scratch.store(limits).of_vm("vm");
+    let store = scratch.store(limits).for_vm("vm");
     let sets: Vec<CheckpointInfo> = (0..3)
         .map(|n| {
             scratch.write_checkpoint(
                 &store,
                 Tid::from_raw(OTHER_JOB.raw() + n),
                 100 + n as u64,
-                &small(),
+                &small_files(),
             )
         })
         .collect();
@@ -720,7 +735,7 @@ fn ended_jobs_make_way_for_new_checkpoints() {
     store
         .mark_jobs_ended(&[sets[0].id], Some(Micros::from_secs(180)))
         .expect("marked");
-    let made = scratch.write_checkpoint(&store, JOB, 200, &small());
+    let made = scratch.write_checkpoint(&store, JOB, 200, &small_files());
     let swept = store.enforce_limits(|_| false).expect("swept");
     let gone: Vec<CheckpointId> = swept.removed.iter().map(|set| set.id).collect();
     assert_eq!(
@@ -742,13 +757,13 @@ fn ended_jobs_make_way_for_new_checkpoints() {
 #[test]
 fn checkpoints_of_ended_jobs_expire() {
     let scratch = Scratch::new();
-    let store = scratch.store(StoreLimits::default()).of_vm("vm");
+    let store = scratch.store(StoreLimits::default()).for_vm("vm");
     let ended = Micros::from_secs(1000);
     let (first, second) = (
-        scratch.write_checkpoint(&store, JOB, 100, &small()),
-        scratch.write_checkpoint(&store, JOB, 200, &small()),
+        scratch.write_checkpoint(&store, JOB, 100, &small_files()),
+        scratch.write_checkpoint(&store, JOB, 200, &small_files()),
     );
-    let other = scratch.write_checkpoint(&store.of_vm("other"), JOB, 300, &small());
+    let other = scratch.write_checkpoint(&store.for_vm("other"), JOB, 300, &small_files());
     let names = || {
         store
             .list_checkpoints()
@@ -803,8 +818,8 @@ fn checkpoints_of_ended_jobs_expire() {
 fn invalid_end_mark_is_ignored() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    let set = scratch.write_checkpoint(&store, JOB, 100, &small());
-    let file = scratch.at("store").join(set.id.to_string()).join("ended");
+    let set = scratch.write_checkpoint(&store, JOB, 100, &small_files());
+    let file = scratch.path("store").join(set.id.to_string()).join("ended");
     for text in [
         "",
         "1",
@@ -838,8 +853,8 @@ fn invalid_end_mark_is_ignored() {
 fn foreign_files_are_reported_and_kept() {
     let scratch = Scratch::new();
     let store = scratch.store(StoreLimits::default());
-    fs::write(scratch.at("store/notes"), "mine").expect("written");
-    fs::create_dir(scratch.at("store").join("t40001-20261122T141503-1")).expect("made");
+    fs::write(scratch.path("store/notes"), "mine").expect("written");
+    fs::create_dir(scratch.path("store").join("t40001-20261122T141503-1")).expect("made");
     let (sets, unreadable) = store.list_checkpoints().expect("listed");
     assert!(sets.is_empty());
     assert!(
@@ -851,14 +866,14 @@ fn foreign_files_are_reported_and_kept() {
         "{unreadable:?}"
     );
     store.enforce_limits(|_| false).expect("swept");
-    assert!(scratch.at("store/notes").exists());
+    assert!(scratch.path("store/notes").exists());
 }
 
 /// The program of the child process, not a test: it writes checkpoints and prints each step until
 /// it is killed.
 #[test]
 #[ignore = "child process of another test"]
-fn child_that_makes_sets() {
+fn child_that_writes_checkpoints() {
     let Some(scratch) = std::env::var_os(CHILD_VARIABLE).map(PathBuf::from) else {
         return;
     };
@@ -925,11 +940,11 @@ fn kill_after(steps: usize, (mut child, receiver): (Child, Receiver<String>)) {
 #[test]
 fn killed_writers_leave_complete_checkpoints() {
     let scratch = Scratch::new();
-    let content = files(&[
+    let content = files_from(&[
         ("pages-1.img", &random_content(2 << 20)),
         ("core.img", b"registers"),
     ]);
-    scratch.images("images", &content);
+    scratch.write_images("images", &content);
     // Kill the processes at every point from the first step to the middle of the third round.
     for steps in 1..=12 {
         let (one, other) = (start_child(&scratch), start_child(&scratch));
@@ -939,7 +954,7 @@ fn killed_writers_leave_complete_checkpoints() {
             checkpoints_max: 2,
             ..StoreLimits::default()
         });
-        let names = read_names(&scratch.at("store"));
+        let names = read_names(&scratch.path("store"));
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
         let (sets, unreadable) = store.list_checkpoints().expect("listed");
         assert!(unreadable.is_empty(), "{unreadable:?}");
@@ -959,7 +974,7 @@ fn killed_writers_leave_complete_checkpoints() {
                 == 0
         );
     }
-    assert!(!read_names(&scratch.at("store")).is_empty());
+    assert!(!read_names(&scratch.path("store")).is_empty());
 }
 
 fn read_names(dir: &Path) -> Vec<String> {
@@ -973,7 +988,7 @@ fn read_names(dir: &Path) -> Vec<String> {
 
 /// Opens another store, which has its own key.
 fn open_second_store(scratch: &Scratch, limits: StoreLimits) -> CheckpointStore {
-    let place = scratch.at("elsewhere");
+    let place = scratch.path("elsewhere");
     CheckpointStore::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
 }
 
@@ -996,12 +1011,12 @@ fn copy_checkpoint(
 #[test]
 fn copy_equals_original_under_its_own_key() {
     let scratch = Scratch::new();
-    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    fs::create_dir(scratch.path("elsewhere")).expect("made");
     let (store, other) = (
-        scratch.store(StoreLimits::default()).of_vm("vm"),
-        open_second_store(&scratch, StoreLimits::default()).of_vm("vm"),
+        scratch.store(StoreLimits::default()).for_vm("vm"),
+        open_second_store(&scratch, StoreLimits::default()).for_vm("vm"),
     );
-    let large = files(&[
+    let large = files_from(&[
         ("pages-1.img", &random_content(3 << 20)),
         ("zeros", &[0; 100_000]),
         ("empty", b""),
@@ -1030,7 +1045,7 @@ fn copy_equals_original_under_its_own_key() {
     // A file of the first store cannot be decrypted with the key of the second store.
     let file = |place: &str| {
         scratch
-            .at(place)
+            .path(place)
             .join(info.id.to_string())
             .join(JOB.to_string())
     };
@@ -1046,7 +1061,7 @@ fn copy_equals_original_under_its_own_key() {
 #[test]
 fn failed_copy_leaves_nothing() {
     let scratch = Scratch::new();
-    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    fs::create_dir(scratch.path("elsewhere")).expect("made");
     let limits = StoreLimits {
         checkpoints_max: 8,
         bytes_max: 2_000_000,
@@ -1056,7 +1071,7 @@ fn failed_copy_leaves_nothing() {
         open_second_store(&scratch, limits),
     );
     let there = || {
-        fs::read_dir(scratch.at("elsewhere/store"))
+        fs::read_dir(scratch.path("elsewhere/store"))
             .expect("readable")
             .count()
     };
@@ -1065,7 +1080,7 @@ fn failed_copy_leaves_nothing() {
         &store,
         JOB,
         7,
-        &files(&[("pages-1.img", &random_content(1 << 20))]),
+        &files_from(&[("pages-1.img", &random_content(1 << 20))]),
     );
     let set = store.open_checkpoint(&info.id).expect("there");
     let draft = other
@@ -1088,7 +1103,7 @@ fn failed_copy_leaves_nothing() {
         &store,
         OTHER_JOB,
         8,
-        &files(&[("pages-1.img", &random_content(3 << 20))]),
+        &files_from(&[("pages-1.img", &random_content(3 << 20))]),
     );
     assert!(matches!(
         copy_checkpoint(&store, &other, &large.id),
@@ -1113,7 +1128,7 @@ fn failed_copy_leaves_nothing() {
 #[test]
 fn changed_original_gives_no_copy() {
     let scratch = Scratch::new();
-    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    fs::create_dir(scratch.path("elsewhere")).expect("made");
     let (store, other) = (
         scratch.store(StoreLimits::default()),
         open_second_store(&scratch, StoreLimits::default()),
@@ -1122,10 +1137,10 @@ fn changed_original_gives_no_copy() {
         &store,
         JOB,
         7,
-        &files(&[("pages-1.img", &random_content(3 << 20))]),
+        &files_from(&[("pages-1.img", &random_content(3 << 20))]),
     );
     let path = scratch
-        .at("store")
+        .path("store")
         .join(info.id.to_string())
         .join(JOB.to_string());
     let mut bytes = fs::read(&path).expect("readable");

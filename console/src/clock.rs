@@ -1,4 +1,4 @@
-//! Wall-clock time for event times and deadlines.
+//! Wall-clock time, in the unit of event times.
 
 use sempa_proto::Micros;
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -16,7 +16,8 @@ pub(crate) fn detach(command: &mut Command) -> &mut Command {
         command.pre_exec(|| {
             nix::unistd::setsid()?;
             SigSet::empty().thread_set_mask()?;
-            // A kernel without close_range leaves them open; nothing depends on it.
+            // A kernel without close_range leaves the descriptors open. The program works
+            // nevertheless.
             libc::syscall(
                 libc::SYS_close_range,
                 3,

@@ -3,8 +3,9 @@
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
+use sempa_proto::body::Packer;
 use sempa_proto::event::Event;
-use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::MigrationTargets;
 use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
 use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
@@ -14,8 +15,8 @@ use std::time::Duration;
 
 /// Time limit for an answer of the resource manager.
 const RM_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Error text for a question to the resource manager when none is running.
-const NO_RM_RUNNING: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
+/// Error text for a query to the resource manager when none is running.
+const NO_RM_RUNNING: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
 /// The virtual machine as seen by the console's task.
 pub(crate) trait VirtualMachine {
@@ -24,7 +25,8 @@ pub(crate) trait VirtualMachine {
     /// Returns the console's host.
     fn local_host(&self) -> HostId;
     fn hosts(&self) -> Result<HostTable, Error>;
-    /// Returns all tasks ([`Tid::NONE`]), those of a host, or one.
+    /// Returns all tasks if `selector` is [`Tid::NONE`]. Otherwise `selector` is the tid of a host,
+    /// or of one task.
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
     /// Adds hosts, one per host-file line.
@@ -33,16 +35,16 @@ pub(crate) trait VirtualMachine {
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Migrates a task and waits for the end of the migration.
     fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError>;
-    /// Returns the hosts that would accept a task, or whether `to` would.
+    /// Returns which hosts would accept a task. If `to` is given, only that host is asked.
     fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message. A message to a task that has exited is dropped.
     fn send(&self, message: Message) -> Result<(), Error>;
-    /// Sends a question to the resource manager and waits for its answer.
-    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error>;
-    /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
-    fn ask(&self, what: Request) -> Result<Reply, Error>;
+    /// Sends a query to the resource manager and waits for the reply.
+    fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error>;
+    /// Sends a request to the daemon and waits for the reply. [`Reply::Failed`] becomes an error.
+    fn ask(&self, request: Request) -> Result<Reply, Error>;
 }
 
 impl VirtualMachine for Vm {
@@ -79,7 +81,7 @@ impl VirtualMachine for Vm {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
                 let reason = format!(
-                    "the move {id} has begun, but the daemon did not wait for its end; see 'events'"
+                    "migration {id} has begun, but the daemon did not wait for its end; see 'events'"
                 );
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
@@ -98,15 +100,15 @@ impl VirtualMachine for Vm {
         self.send_message(message)
     }
 
-    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error> {
+    fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error> {
         let rm = Vm::tasks(self, Tid::NONE)?
             .into_iter()
             .find(|task| task.flags & TASK_RM != 0);
         let rm = rm
             .map(|task| task.tid)
             .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_RUNNING))?;
-        let body = rm::encode(question)
-            .map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let body =
+            rm::encode(query).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
         let wid = std::process::id().cast_signed();
         let (src, body) = (Vm::tid(self), Bytes::from(body));
         self.send_message(Message {
@@ -140,8 +142,8 @@ impl VirtualMachine for Vm {
         }
     }
 
-    fn ask(&self, what: Request) -> Result<Reply, Error> {
-        match self.runtime().request(what) {
+    fn ask(&self, request: Request) -> Result<Reply, Error> {
+        match self.runtime().request(request) {
             Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
             Reply::Failed { error, reason } => Err(Error::new(error, reason)),
             reply => Ok(reply),
@@ -149,31 +151,32 @@ impl VirtualMachine for Vm {
     }
 }
 
-/// Error for a resource manager that speaks another protocol version.
+/// Returns the error for a resource manager with another protocol version.
 fn version_mismatch(rm: Tid, other: u16) -> Error {
     let reason = format!(
-        "resource manager {rm} speaks version {other} of questions and answers, this console {}: use programs of one version",
+        "resource manager {rm} speaks protocol version {other}, this console version {}: use programs of one version",
         rm::RM_VERSION
     );
     Error::new(PvmError::Mismatch, reason)
 }
 
-/// Error for a reply of an unexpected kind.
+/// Returns the error for a reply that does not belong to the request.
 pub(crate) fn unexpected_reply() -> Error {
     Error::new(
         PvmError::BadMsg,
-        "the daemon gave an answer to another question: console and daemon are of different versions",
+        "the daemon sent an unexpected reply: console and daemon are of different versions",
     )
 }
 
-/// Waits for a message for the console. Skips negative tags, which the library uses for its own
-/// replies, and answers of the resource manager, which their callers wait for.
+/// Waits for a message to the console. Leaves two kinds of messages in the inbox: messages with
+/// negative tags, which are replies to the library, and replies of the resource manager, for which
+/// [`VirtualMachine::ask_rm`] waits.
 ///
 /// # Errors
 /// Fails if the connection to the daemon is lost; the error gives the reason.
 pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
-    match runtime.inbox_wait(None, &mut |inbox| {
+    match runtime.wait_for_inbox(None, &mut |inbox| {
         inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)
     }) {
         Ok(Some(message)) => Ok(message),
@@ -183,7 +186,7 @@ pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
 
 /// Returns the mailbox classes that match `pattern`.
 pub(crate) fn mailbox_classes(
-    machine: &impl VirtualMachine,
+    machine: &dyn VirtualMachine,
     pattern: &str,
 ) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
     match machine.ask(Request::Mailbox(MailboxRequest::List {
@@ -192,4 +195,31 @@ pub(crate) fn mailbox_classes(
         Reply::MailboxClasses(classes) => Ok(classes),
         _ => Err(unexpected_reply()),
     }
+}
+
+/// Inserts an entry with the contents `body` into the mailbox class `name`.
+pub(crate) fn put_mailbox_entry(
+    machine: &dyn VirtualMachine,
+    name: &str,
+    flags: i32,
+    body: Packer,
+) -> Result<(), Error> {
+    let me = machine.tid();
+    let message = Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    };
+    let name = name.to_string();
+    machine
+        .ask(Request::Mailbox(MailboxRequest::Put {
+            name,
+            flags,
+            message,
+        }))
+        .map(|_| ())
 }

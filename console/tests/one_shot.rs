@@ -5,12 +5,12 @@ mod common;
 use common::{PATIENCE, Terminal, lab, script, started};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_tests::run::{Running, run};
+use sempa_tests::run::{RunningCommand, run};
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::process::Stdio;
 
-/// The console reports output that it cannot write, and fails.
+/// A console that cannot write its output reports the error and fails.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn unwritable_output_is_reported() {
@@ -51,7 +51,7 @@ fn usage_errors_begin_with_the_program_name() {
     ] {
         let done = lab.pvm(words);
         assert!(
-            !done.good() && done.out.is_empty() && done.err.starts_with(said),
+            !done.succeeded() && done.out.is_empty() && done.err.starts_with(said),
             "{words:?}: {done:?}"
         );
     }
@@ -62,25 +62,28 @@ fn usage_errors_begin_with_the_program_name() {
 #[ignore = "system tier: needs installed programs"]
 fn concurrent_halts_all_succeed() {
     let lab = started();
-    let halts: Vec<Running> = (0..6)
+    let halts: Vec<RunningCommand> = (0..6)
         .map(|_| {
             let mut command = lab.console();
             command.arg("halt");
-            Running::start(command, Stdio::null()).expect("it starts")
+            RunningCommand::start(command, Stdio::null()).expect("it starts")
         })
         .collect();
     let done: Vec<_> = halts
         .into_iter()
         .map(|halt| halt.finish(PATIENCE).expect("it ends"))
         .collect();
-    assert!(!lab.place().exists(), "nothing is left");
-    assert!(done.iter().any(|done| done.good()), "{done:?}");
+    assert!(!lab.daemon_folder().exists(), "nothing is left");
+    assert!(done.iter().any(|done| done.succeeded()), "{done:?}");
     for done in done {
-        // A console that comes last finds nothing to halt.
+        // The last console may find that the virtual machine has ended.
         let late = done
             .err
             .starts_with("pvm: no virtual machine is running here");
-        assert!((done.good() && done.err.is_empty()) || late, "{done:?}");
+        assert!(
+            (done.succeeded() && done.err.is_empty()) || late,
+            "{done:?}"
+        );
     }
 }
 
@@ -96,10 +99,10 @@ fn daemon_keeps_no_locks_or_pipes_of_its_starter() {
             .args((program != "true").then_some("start"));
         run(command, PATIENCE).expect("it ends")
     };
-    assert!(start_under_a_lock("--exclusive", "pvm").good());
-    assert!(lab.daemon().is_some(), "it runs");
+    assert!(start_under_a_lock("--exclusive", "pvm").succeeded());
+    assert!(lab.daemon_pid().is_some(), "it runs");
     let next = start_under_a_lock("--nonblock", "true");
-    assert!(next.good(), "the lock is free again: {next:?}");
+    assert!(next.succeeded(), "the lock is free again: {next:?}");
 }
 
 /// After a daemon is killed the console reports that none runs, and the next start repairs the
@@ -109,13 +112,13 @@ fn daemon_keeps_no_locks_or_pipes_of_its_starter() {
 fn start_after_a_killed_daemon_repairs_its_files() {
     let lab = started();
     kill(
-        Pid::from_raw(lab.daemon().expect("a daemon")),
+        Pid::from_raw(lab.daemon_pid().expect("a daemon")),
         Signal::SIGKILL,
     )
     .expect("ours");
-    let none = sempa_tests::eventually(PATIENCE, || {
+    let none = sempa_tests::wait_for(PATIENCE, || {
         let done = lab.pvm(&["conf"]);
-        // While it ends it may still accept a connection, and close it.
+        // A daemon that is being killed may still accept a connection and close it.
         if done.err.contains("no virtual machine") {
             Ok(done)
         } else {
@@ -130,7 +133,7 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     );
     let halt = lab.pvm(&["halt"]);
     assert!(
-        !halt.good()
+        !halt.succeeded()
             && halt
                 .err
                 .starts_with("pvm: no virtual machine is running here"),
@@ -138,44 +141,44 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     );
     let start = lab.pvm(&["start"]);
     assert!(
-        start.good() && start.out.is_empty(),
+        start.succeeded() && start.out.is_empty(),
         "it does not think that one runs: {start:?}"
     );
     assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
-    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
-    assert!(!lab.place().exists(), "nothing is left");
+    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
+    assert!(!lab.daemon_folder().exists(), "nothing is left");
 }
 
-/// A daemon that is started while another one ends works.
+/// A daemon that is started while the previous daemon ends is usable.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_during_a_halt_gives_a_working_daemon() {
     let lab = started();
     for _ in 0..20 {
         kill(
-            Pid::from_raw(lab.daemon().expect("a daemon")),
+            Pid::from_raw(lab.daemon_pid().expect("a daemon")),
             Signal::SIGKILL,
         )
         .expect("ours");
         let start = lab.pvm(&["start"]);
-        assert!(start.good() && start.out.is_empty(), "{start:?}");
+        assert!(start.succeeded() && start.out.is_empty(), "{start:?}");
         assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
     }
     // The daemon listens, but is dead before it accepts.
-    let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
+    let daemon = Pid::from_raw(lab.daemon_pid().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
     let mut command = lab.console();
     command.arg("start");
-    let start = Running::start(command, Stdio::null()).expect("it starts");
+    let start = RunningCommand::start(command, Stdio::null()).expect("it starts");
     let waits = || match fs::read_to_string(format!("/proc/{}/syscall", start.id())) {
         Ok(call) if call.starts_with(&format!("{} ", nix::libc::SYS_recvmsg)) => Ok(()),
         other => Err(format!("{other:?}")),
     };
-    sempa_tests::eventually(PATIENCE, waits).expect("it waits for an answer");
+    sempa_tests::wait_for(PATIENCE, waits).expect("it waits for an answer");
     kill(daemon, Signal::SIGKILL).expect("ours");
     let start = start.finish(PATIENCE).expect("it ends");
-    assert!(start.good() && start.out.is_empty(), "{start:?}");
-    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
+    assert!(start.succeeded() && start.out.is_empty(), "{start:?}");
+    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
 }
 
 /// The console that starts a daemon reports the errors of the host file.
@@ -215,7 +218,7 @@ fn start_reports_errors_of_the_host_file() {
     );
     let again = lab.pvm(&["start", "hosts"]);
     assert_eq!(
-        (again.good(), again.out.as_str()),
+        (again.succeeded(), again.out.as_str()),
         (true, "pvmd already running.\n")
     );
 }
@@ -265,7 +268,7 @@ fn json_output_is_one_value_per_line() {
     );
 }
 
-/// The commands of the start file run before all others.
+/// The commands in `.pvmrc` run before all other commands.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn start_file_runs_before_other_commands() {

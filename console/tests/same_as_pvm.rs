@@ -1,25 +1,25 @@
-//! Compares consoles: PVM's on PVM's daemon, ours on our daemon, and Debian's unmodified one on our
-//! daemon. All print the same lines. Intended differences are listed with their reason, and the
-//! test checks that they differ.
+//! Compares consoles: PVM's console on PVM's daemon, our console on our daemon, and PVM's console,
+//! from Debian, on our daemon. All print the same lines. Intended differences are listed with their
+//! reasons, and the test checks that they exist.
 
 mod common;
 
 use common::{PATIENCE, Terminal, lab, script, started};
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
-use sempa_tests::needs::require_program;
+use sempa_tests::private_vm::PrivateVm;
+use sempa_tests::requirements::require_program;
+use sempa_tests::wait_for;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
-/// Debian's console and daemon.
+/// PVM's console and daemon, from Debian.
 const CONSOLE: &str = "/usr/bin/pvm";
 const DAEMON: &str = "/usr/bin/pvmd";
 /// A program of Debian's examples that spawns another one and prints.
 const HELLO: &str = "/usr/bin/hello.pvm";
 
-/// Commands with their arguments, in this order. Commands that end tasks come last: no system
-/// promises when tasks are gone.
+/// Commands with their arguments, in this order. Commands that end tasks come last, because the
+/// time at which a task has ended is not defined.
 const COMMANDS: &str = r#"version
 id
 conf
@@ -243,9 +243,9 @@ const DIFFERENT: [(&str, &str); 13] = [
     ("put c 1", "the third word is not needed"),
 ];
 
-/// PVM's daemon with its own folders.
+/// A running daemon of PVM with folders of its own.
 struct Real {
-    lab: Lab,
+    lab: PrivateVm,
     daemon: Child,
 }
 
@@ -271,7 +271,7 @@ impl Real {
                 Err("PVM's daemon gives no address".to_string())
             }
         };
-        eventually(PATIENCE, up).expect("it comes up");
+        wait_for(PATIENCE, up).expect("it comes up");
         real
     }
 }
@@ -284,8 +284,8 @@ impl Drop for Real {
     }
 }
 
-/// A program with PVM's own library.
-fn real(lab: &Lab, program: &str) -> Command {
+/// Returns the command for a program that uses PVM's own library and daemon.
+fn real(lab: &PrivateVm, program: &str) -> Command {
     let mut command = lab.command(program);
     command
         .env_remove("LD_LIBRARY_PATH")
@@ -294,9 +294,10 @@ fn real(lab: &Lab, program: &str) -> Command {
     command
 }
 
-/// Returns what each command printed on standard output, in the order of the commands.
+/// Returns each command with its standard output, in the order of the commands.
 fn answers(command: Command) -> Vec<(String, String)> {
-    // Standard error has messages of the library and explanations of our console.
+    // Standard error is not compared: it has messages of PVM's library and explanations of our
+    // console.
     let text = script(command, COMMANDS, false);
     let text = text
         .strip_prefix("pvmd already running.\n")
@@ -310,7 +311,8 @@ fn answers(command: Command) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Removes what differs from run to run: pids, and how many tids were used before.
+/// Replaces what differs from run to run: process ids, and tids, which depend on the number of
+/// earlier tasks.
 fn plain(command: &str, answer: &str) -> String {
     let mut tids = BTreeMap::new();
     let lines = answer.lines().map(|line| {
@@ -345,7 +347,8 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
     word.replace(digits, &format!("task{number}"))
 }
 
-/// Our console answers as PVM's does, and PVM's console answers on our daemon as on its own.
+/// Our console prints the same as PVM's console, and PVM's console prints the same on our daemon as
+/// on PVM's daemon.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn both_consoles_answer_alike_on_both_daemons() {
@@ -353,7 +356,8 @@ fn both_consoles_answer_alike_on_both_daemons() {
     let pvm = Real::start();
     let ours = started();
     let mixed = started();
-    // The consoles wait for each other system's time-outs, not for the processor.
+    // The consoles run at the same time: they mostly wait for time limits and need little processor
+    // time.
     let commands = [
         real(&pvm.lab, CONSOLE),
         ours.console(),
@@ -385,10 +389,11 @@ fn both_consoles_answer_alike_on_both_daemons() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
 }
 
-/// Waits for texts on the screen of PVM's console. It reads messages when it gets a command.
+/// Waits for texts on the screen of PVM's console. Sends it commands meanwhile, because PVM's
+/// console reads messages only when it gets a command.
 #[track_caller]
 fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
-    let shown = eventually(PATIENCE, || {
+    let shown = wait_for(PATIENCE, || {
         terminal.keys("id\n");
         let shown = terminal.shown();
         match texts.iter().find(|text| !shown.contains(**text)) {
@@ -425,13 +430,13 @@ fn pvms_console_shows_output_and_traces() {
     terminal.keys("halt\n");
     terminal.end();
     let gone = || {
-        if lab.place().exists() {
+        if lab.daemon_folder().exists() {
             Err("it is there".to_string())
         } else {
             Ok(())
         }
     };
-    eventually(PATIENCE, gone).expect("the virtual machine has ended");
+    wait_for(PATIENCE, gone).expect("the virtual machine has ended");
 }
 
 /// The last command of a script needs no newline, and runs once.
@@ -494,7 +499,7 @@ fn console_shows_output_with_trace_of_debian_program() {
         &format!("-@{}", trace.display()),
         "hello.pvm",
     ]);
-    let done = done.expect_good("spawn").expect("it ran");
+    let done = done.expect_success("spawn").expect("it ran");
     let lines: Vec<&str> = done.out.lines().collect();
     assert_eq!(lines[..2], ["[1]", "1 successful"], "{done:?}");
     assert!(

@@ -5,8 +5,8 @@ mod common;
 use common::{PATIENCE, Terminal, started};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
+use sempa_tests::private_vm::PrivateVm;
+use sempa_tests::wait_for;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
@@ -20,7 +20,7 @@ const CTRL_G: &str = "\x07";
 const EMPTY_LINE: &str = "\x05\x15";
 
 /// Starts a console and waits for its first prompt.
-fn console(lab: &Lab) -> Terminal {
+fn console(lab: &PrivateVm) -> Terminal {
     let mut terminal = Terminal::start(lab.console());
     terminal.wait_for("pvm> ");
     terminal
@@ -50,7 +50,8 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
-/// The history is there in the next console, and only its user may read the file.
+/// The next console has the history of the previous one, and only the user may read the history
+/// file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn history_is_kept_and_private() {
@@ -134,14 +135,14 @@ fn task_output_appears_above_the_prompt() {
     terminal.wait_for("\r\n<half>\r\n");
 }
 
-/// Keys that are typed ahead mean the same as at the prompt.
+/// Keys that are typed before the prompt appears have the same effect as at the prompt.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn keys_typed_ahead_work_as_at_the_prompt() {
     let lab = started();
     let mut terminal = console(&lab);
-    // A stopped daemon keeps the console in its command.
-    let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
+    // The console waits for the stopped daemon, so its prompt does not appear.
+    let daemon = Pid::from_raw(lab.daemon_pid().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
     terminal.keys("conf\r");
     terminal.wait_for("conf\r");
@@ -172,7 +173,8 @@ fn output_waits_for_completion_and_history() {
         "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
     )
     .expect("written");
-    // States of the editor: a second tabulator, a list, a search; with the keys that lead back.
+    // Keys that bring the editor into a state (completion, list of candidates, search), and the
+    // keys that leave the state.
     let kinds = [
         ("s\t", LEFT),
         ("s\t\t", LEFT),
@@ -199,7 +201,7 @@ fn output_waits_for_completion_and_history() {
                 Err("the task does not go on".to_string())
             }
         };
-        eventually(PATIENCE, there).expect("it ends");
+        wait_for(PATIENCE, there).expect("it ends");
         terminal.keys(back);
         terminal.wait_for("] here it is\r\n");
         terminal.wait_for(&format!("[{}] finished\r\n", job + 1));
@@ -247,7 +249,7 @@ fn halt_of_the_vm_restores_the_terminal() {
     let mut terminal = console(&lab);
     terminal.keys("echo unfinis");
     terminal.wait_for("unfinis");
-    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
+    lab.pvm(&["halt"]).expect_success("halt").expect("it ends");
     terminal.wait_for("pvm: the virtual machine has ended: ");
     assert_eq!(terminal.end().code(), Some(1));
     assert!(terminal.is_restored());

@@ -1,26 +1,28 @@
-//! Compares commands about hosts on three hosts: both consoles on our daemons print what PVM's
-//! console prints on PVM's daemons.
+//! Compares commands about hosts, with three hosts: our console and PVM's console, both on our
+//! daemons, print the same as PVM's console on PVM's daemons.
 
 mod common;
 
 use common::{PATIENCE, PROMPT, read_all};
-use sempa_tests::needs::require_program;
-use sempa_tests::real::RealVm;
+use sempa_tests::real_pvm::RealVm;
+use sempa_tests::requirements::require_program;
 use sempa_tests::vm::{Settings, Vm};
-use sempa_tests::{Testbed, eventually, needs};
+use sempa_tests::{Testbed, requirements, wait_for};
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// The console of Debian's PVM.
 const CONSOLE: &str = "/usr/bin/pvm";
-/// Attempts for PVM to start its daemons.
+/// Number of times that the test starts PVM's daemons before it fails.
 const ATTEMPTS: usize = 3;
 
-/// Time for one command: PVM waits a minute for a daemon, and then searches for the reason.
+/// Time limit for one command. PVM waits a minute for a daemon, and then searches for the reason of
+/// the failure.
 const COMMAND_TIME: Duration = Duration::from_secs(180);
 
-/// Commands in this order, without failing starts: PVM's console searches for the reason of those.
+/// Commands, in this order. None starts a daemon that fails, because PVM's console then spends much
+/// time to find the reason.
 const COMMANDS: &str = "\
 add h2 h3 nohost
 conf
@@ -45,9 +47,9 @@ conf
 quit
 ";
 
-/// Returns what each command printed. Of tids only the host counts, because no system promises how
-/// many were used before. Lines about tasks have no order: PVM lists hosts as they answer. A
-/// command whose answer is not final is repeated.
+/// Returns each command with its output. Tids are replaced by their hosts, because the number of
+/// earlier tids is not defined. Lines about tasks are sorted, because PVM lists hosts in the order
+/// of their replies. A command whose answer is not final is repeated.
 fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<(String, String)> {
     let output = tempfile::tempfile().expect("a file");
     let shown = || Stdio::from(output.try_clone().expect("a descriptor"));
@@ -65,8 +67,8 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
             text if text.matches(PROMPT).count() >= count => Ok(text),
             text => Err(format!("no prompt: {text}")),
         };
-        eventually(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
-        // In one write: PVM's console takes each read for a line.
+        wait_for(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
+        // Each line is one write, because PVM's console treats the result of each read as a line.
         input
             .write_all(format!("{line}\n").as_bytes())
             .map_err(|error| error.to_string())?;
@@ -79,11 +81,11 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
                     .flatten()
                     .ok_or_else(|| "it does not end".to_string())
             };
-            eventually(PATIENCE, ended).map_err(|error| error.to_string())?;
+            wait_for(PATIENCE, ended).map_err(|error| error.to_string())?;
         }
         let prompts = given + usize::from(line != "quit");
         let text =
-            eventually(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
+            wait_for(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
         let answer = text
             .split(PROMPT)
             .nth(given)
@@ -96,9 +98,9 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
         }
     };
     for (at, line) in COMMANDS.lines().enumerate() {
-        // A console that never answers ends with its host.
+        // If this fails, the console ends together with its host of the testbed.
         let answer =
-            eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
+            wait_for(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
         all.push((line.to_string(), answer));
     }
     // The last command is `quit`.
@@ -122,9 +124,9 @@ fn plain(answer: &str) -> String {
     lines.join("\n")
 }
 
-/// True if PVM's answer is final: it still shows a host that it reported as deleted, and adds no
-/// host whose old daemon runs.
-fn is_pvms_last_word(at: usize, answer: &str) -> bool {
+/// True if PVM's answer is final. PVM lists a deleted host for a time, and does not add a host
+/// before the host's old daemon has exited.
+fn is_final_pvm_answer(at: usize, answer: &str) -> bool {
     let place = |command: &str| {
         COMMANDS
             .lines()
@@ -138,13 +140,13 @@ fn is_pvms_last_word(at: usize, answer: &str) -> bool {
     !(deleted.contains(&at) && COMMANDS.lines().nth(at) == Some("conf") && answer.contains(" h3 "))
 }
 
-/// Returns what PVM's console prints on PVM's daemons. On a loaded machine these may miss PVM's
-/// time limit; then all starts again.
+/// Returns what PVM's console prints on PVM's daemons. If a daemon exceeds PVM's time limit on a
+/// loaded machine, all daemons are started again.
 fn wanted() -> Vec<(String, String)> {
     let bed = Testbed::new(3, None, &[]).expect("three hosts");
     for _ in 0..ATTEMPTS {
         let vm = RealVm::start(&bed).expect("PVM");
-        let wanted = answers(vm.command(bed.host(1), CONSOLE), is_pvms_last_word);
+        let wanted = answers(vm.command(bed.host(1), CONSOLE), is_final_pvm_answer);
         vm.halt().expect("it ends");
         if wanted[0].1.starts_with("2 successful") {
             return wanted;
@@ -153,9 +155,8 @@ fn wanted() -> Vec<(String, String)> {
     panic!("PVM starts no daemons here");
 }
 
-/// Replaces a task's tid by the number of its host. A host that joins later has a tid above those
-/// of the first three; which one depends on earlier attempts, because our master assigns none
-/// twice.
+/// Replaces a task's tid by the number of its host. A host that joins later has a number above 3.
+/// The number depends on earlier attempts, because our master assigns no number twice.
 fn host_of(word: &str) -> String {
     let digits = word.strip_prefix('t').unwrap_or(word);
     let raw = if (5..=6).contains(&digits.len()) {
@@ -177,8 +178,8 @@ fn host_of(word: &str) -> String {
 fn commands_about_hosts_print_what_pvm_prints() {
     require_program(CONSOLE, "pvm");
     let wanted = wanted();
-    let bed = needs::testbed(3);
-    let inside = needs::prefix_in_bed();
+    let bed = requirements::testbed(3);
+    let inside = requirements::prefix_in_bed();
     for console in [inside.join("bin/pvm"), CONSOLE.into()] {
         let vm = Vm::start(&bed, Settings::default()).expect("ours");
         let mut command = vm.command(bed.host(1), &console);

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 const TAG_WORK: i32 = 1;
 const TAG_RESULT: i32 = 2;
 /// Number of numbers in one range.
-const PIECE: u64 = 100_000;
+const RANGE_LENGTH: u64 = 100_000;
 
 /// Message from the master to a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -34,18 +34,18 @@ struct Sum {
 fn main() -> Result<()> {
     let vm = Vm::enroll()?;
     match vm.parent_task() {
-        Some(master) => work(&vm, &master)?,
+        Some(master) => run_worker(&vm, &master)?,
         None => {
             let mut args = std::env::args().skip(1);
             let mut number = |usual: u64| args.next().map_or(Ok(usual), |arg| arg.parse());
             let (workers, numbers) = (number(3)?, number(1_000_000)?);
-            println!("{}", lead(&vm, u32::try_from(workers)?, numbers)?);
+            println!("{}", run_master(&vm, u32::try_from(workers)?, numbers)?);
         }
     }
     Ok(vm.exit()?)
 }
 
-fn work(vm: &Vm, master: &Task) -> Result<()> {
+fn run_worker(vm: &Vm, master: &Task) -> Result<()> {
     loop {
         let (_, order) = vm.recv_value(master.matching().tag(TAG_WORK))?;
         match order {
@@ -58,7 +58,7 @@ fn work(vm: &Vm, master: &Task) -> Result<()> {
     }
 }
 
-fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
+fn run_master(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
     let program = std::env::current_exe()?;
     let program = program
         .to_str()
@@ -67,9 +67,9 @@ fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
     let tids: Vec<_> = workers.iter().map(Task::tid).collect();
     let mut ends = vm.watch_tasks(&tids)?;
 
-    let starts = (0..numbers).step_by(usize::try_from(PIECE)?);
+    let starts = (0..numbers).step_by(usize::try_from(RANGE_LENGTH)?);
     let mut pieces: Vec<(u64, u64)> = starts
-        .map(|from| (from, numbers.min(from + PIECE)))
+        .map(|from| (from, numbers.min(from + RANGE_LENGTH)))
         .collect();
     let mut idle = workers.clone();
     let mut busy = BTreeMap::new();

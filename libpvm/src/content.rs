@@ -66,7 +66,7 @@ impl Content for Message {
     }
 
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error> {
-        let no_value = |why: String| {
+        let bad_message = |why: String| {
             let reason = format!(
                 "the message from {} with tag {} holds no such value: {why}",
                 self.src, self.tag
@@ -77,11 +77,11 @@ impl Content for Message {
         let bytes = from
             .int()
             .and_then(|count| from.bytes(usize::try_from(count).map_err(|_| PvmError::BadMsg)?))
-            .map_err(|error| no_value(error.to_string()))?;
+            .map_err(|error| bad_message(error.to_string()))?;
         match postcard::take_from_bytes(&bytes) {
             Ok((value, [])) => Ok(value),
-            Ok((_, rest)) => Err(no_value(format!("{} bytes are left over", rest.len()))),
-            Err(error) => Err(no_value(error.to_string())),
+            Ok((_, rest)) => Err(bad_message(format!("{} bytes are left over", rest.len()))),
+            Err(error) => Err(bad_message(error.to_string())),
         }
     }
 }

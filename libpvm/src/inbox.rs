@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 #[derive(Debug, Default)]
 pub struct Inbox {
     messages: VecDeque<Message>,
-    bytes: usize,
+    charged_bytes: usize,
 }
 
 impl Inbox {
@@ -36,8 +36,8 @@ impl Inbox {
 
     /// Returns the size that counts against the limit of the inbox: all bodies plus a fixed
     /// overhead for each message.
-    pub fn bytes(&self) -> usize {
-        self.bytes
+    pub fn charged_bytes(&self) -> usize {
+        self.charged_bytes
     }
 
     /// Removes and returns the message at position `i`; later messages move up. `i` must be less
@@ -47,7 +47,7 @@ impl Inbox {
             .messages
             .remove(i)
             .expect("the caller names a message that is there");
-        self.bytes -= message.body.len() + Self::OVERHEAD_BYTES;
+        self.charged_bytes -= message.body.len() + Self::OVERHEAD_BYTES;
         message
     }
 
@@ -58,13 +58,13 @@ impl Inbox {
     }
 
     pub fn push(&mut self, m: Message) {
-        self.bytes += m.body.len() + Self::OVERHEAD_BYTES;
+        self.charged_bytes += m.body.len() + Self::OVERHEAD_BYTES;
         self.messages.push_back(m);
     }
 
     /// Moves all messages to the end of `to`, in order.
     pub fn drain_into(&mut self, to: &mut VecDeque<Message>) {
-        self.bytes = 0;
+        self.charged_bytes = 0;
         if to.is_empty() {
             // Both lists keep a bounded capacity, so that a burst of messages does not pin its
             // memory.
@@ -77,6 +77,6 @@ impl Inbox {
 
     pub fn clear(&mut self) {
         self.messages.clear();
-        self.bytes = 0;
+        self.charged_bytes = 0;
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// Tag of all notice messages. Each [`Notices`] uses its own message context, so the messages of
 /// different [`Notices`] differ.
-const TAG: i32 = 1;
+const NOTICE_TAG: i32 = 1;
 
 /// Event of which this task has requested notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,11 +45,11 @@ pub enum Notice {
 pub struct Notices {
     vm: Vm,
     ctx: i32,
-    what: NotifySubjects,
+    subjects: NotifySubjects,
     /// Number of notice messages that have not arrived yet; `None` if the number is unlimited.
-    remaining: Option<usize>,
+    remaining_messages: Option<usize>,
     /// Notices that were read from a message and not returned yet.
-    ready: VecDeque<Notice>,
+    decoded_notices: VecDeque<Notice>,
     failed: bool,
 }
 
@@ -91,9 +91,9 @@ impl Vm {
         let notices = Notices {
             vm: self.clone(),
             ctx,
-            what,
-            remaining,
-            ready: VecDeque::new(),
+            subjects: what,
+            remaining_messages: remaining,
+            decoded_notices: VecDeque::new(),
             failed: false,
         };
         if remaining != Some(0) {
@@ -110,7 +110,7 @@ impl Notices {
     /// # Errors
     /// As [`Vm::try_recv`].
     pub fn try_next(&mut self) -> Result<Option<Notice>, Error> {
-        self.advance(|vm, wanted| vm.try_recv(wanted))
+        self.next_with(|vm, wanted| vm.try_recv(wanted))
     }
 
     /// Waits for the next notice. Returns `None` if the timeout expires or no further notice can
@@ -119,14 +119,14 @@ impl Notices {
     /// # Errors
     /// As [`Vm::recv_timeout`].
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Notice>, Error> {
-        self.advance(|vm, wanted| vm.recv_timeout(wanted, timeout))
+        self.next_with(|vm, wanted| vm.recv_timeout(wanted, timeout))
     }
 
     /// True if the message carries notices of this iterator. For programs that also wait for other
     /// messages: pass this method to [`Vm::recv_where`], and read the message with
     /// [`Notices::decode`].
     pub fn is_notice_message(&self, message: &Message) -> bool {
-        message.ctx == self.ctx && message.tag == TAG
+        message.ctx == self.ctx && message.tag == NOTICE_TAG
     }
 
     /// Returns the notices in a message for which [`Notices::is_notice_message`] is true.
@@ -134,34 +134,34 @@ impl Notices {
     /// # Errors
     /// [`PvmError::BadMsg`] if the message does not contain notices of the requested kind.
     pub fn decode(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
-        self.remaining = self.remaining.map(|open| open.saturating_sub(1));
-        decode_notices(&self.what, message).map(Vec::from)
+        self.remaining_messages = self.remaining_messages.map(|open| open.saturating_sub(1));
+        decode_notices(&self.subjects, message).map(Vec::from)
     }
 
     /// True if no further notice can arrive.
     pub fn is_done(&self) -> bool {
-        self.ready.is_empty() && (self.failed || self.remaining == Some(0))
+        self.decoded_notices.is_empty() && (self.failed || self.remaining_messages == Some(0))
     }
 
-    fn advance(
+    fn next_with(
         &mut self,
-        recv: impl FnOnce(&Vm, Match) -> Result<Option<Message>, Error>,
+        receive: impl FnOnce(&Vm, Match) -> Result<Option<Message>, Error>,
     ) -> Result<Option<Notice>, Error> {
-        if self.ready.is_empty() && !self.is_done() {
-            let received = recv(&self.vm, Match::any().ctx(self.ctx).tag(TAG));
+        if self.decoded_notices.is_empty() && !self.is_done() {
+            let received = receive(&self.vm, Match::any().ctx(self.ctx).tag(NOTICE_TAG));
             self.failed = received.is_err();
             if let Some(message) = received? {
-                self.ready = self.decode(&message)?.into();
+                self.decoded_notices = self.decode(&message)?.into();
             }
         }
-        Ok(self.ready.pop_front())
+        Ok(self.decoded_notices.pop_front())
     }
 
     fn request(&self, cancel: bool) -> NotifyRequest {
         NotifyRequest {
-            subjects: self.what.clone(),
+            subjects: self.subjects.clone(),
             ctx: self.ctx,
-            tag: TAG,
+            tag: NOTICE_TAG,
             cancel,
         }
     }
@@ -199,7 +199,7 @@ impl Iterator for Notices {
         if self.is_done() {
             return None;
         }
-        self.advance(|vm, wanted| vm.recv(wanted).map(Some))
+        self.next_with(|vm, wanted| vm.recv(wanted).map(Some))
             .transpose()
     }
 }
@@ -211,12 +211,12 @@ impl Drop for Notices {
         // Errors do not matter here: without the daemon there is nothing to cancel. After the
         // cancellation the daemon immediately sends the notices that are still outstanding; they
         // are dropped together with those that were never read.
-        if self.remaining != Some(0) {
+        if self.remaining_messages != Some(0) {
             let _ = self.vm.notify(self.request(true));
         }
         let ctx = self.ctx;
         let mut drain = |inbox: &mut crate::Inbox| inbox.take_first(|message| message.ctx == ctx);
-        while self.vm.runtime().inbox_try(&mut drain).is_some() {}
+        while self.vm.runtime().check_inbox(&mut drain).is_some() {}
         let _ = self.vm.runtime().request(Request::FreeContext { ctx });
     }
 }
@@ -235,7 +235,7 @@ mod tests {
             src,
             dst,
             ctx: 7,
-            tag: TAG,
+            tag: NOTICE_TAG,
             wid: 0,
             enc,
             body: body.finish(),

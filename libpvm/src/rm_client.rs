@@ -35,9 +35,9 @@ enum RmOutcome {
     UseDaemon,
     /// The resource manager `dead` died while the request waited for a free slot, since time
     /// `since`. No task was started, so the request can be sent to the next resource manager.
-    RetryNext {
-        dead: Tid,
-        since: Micros,
+    RetryWithNextRm {
+        dead_rm: Tid,
+        waiting_since: Micros,
     },
 }
 
@@ -106,7 +106,10 @@ impl Runtime {
                     }
                     return Ok(results);
                 }
-                RmOutcome::RetryNext { dead, since } => {
+                RmOutcome::RetryWithNextRm {
+                    dead_rm: dead,
+                    waiting_since: since,
+                } => {
                     waiting_since = Some(since);
                     self.wait_for_next_rm(dead);
                 }
@@ -126,7 +129,7 @@ impl Runtime {
     pub fn config(&self) -> Result<HostTable, Error> {
         let what = "reading the host table";
         if let RmOutcome::Answer(body) =
-            self.call_rm(|serves| serves.others, SM_CONFIG, Bytes::new)?
+            self.call_rm(|serves| serves.other_requests, SM_CONFIG, Bytes::new)?
         {
             return unpack_config(body).map_err(|e| rm_error(what, e));
         }
@@ -148,7 +151,9 @@ impl Runtime {
             out.int(selector.raw());
             out.finish()
         };
-        if let RmOutcome::Answer(body) = self.call_rm(|serves| serves.others, SM_TASK, pack)? {
+        if let RmOutcome::Answer(body) =
+            self.call_rm(|serves| serves.other_requests, SM_TASK, pack)?
+        {
             return unpack_tasks(body).map_err(|e| rm_error(what, e));
         }
         match self.request(Request::Tasks { selector }) {
@@ -163,10 +168,12 @@ impl Runtime {
     /// The whole request failed. Errors of single hosts are in their results.
     pub fn add_hosts(&self, lines: Vec<String>) -> Result<Vec<AddedHost>, Error> {
         let what = "adding hosts";
-        if let RmOutcome::Answer(body) =
-            self.call_rm(|serves| serves.others, SM_ADDHOST, || pack_names(&lines))?
-        {
-            let added = unpack_added(body).map_err(|e| rm_error(what, e))?;
+        if let RmOutcome::Answer(body) = self.call_rm(
+            |serves| serves.other_requests,
+            SM_ADDHOST,
+            || pack_names(&lines),
+        )? {
+            let added = unpack_added_hosts(body).map_err(|e| rm_error(what, e))?;
             if added.len() != lines.len() {
                 return Err(rm_error(what, PvmError::OutOfRes));
             }
@@ -184,10 +191,12 @@ impl Runtime {
     /// The whole request failed. Errors of single hosts are in their results.
     pub fn delete_hosts(&self, names: Vec<String>) -> Result<Vec<Result<(), PvmError>>, Error> {
         let what = "deleting hosts";
-        if let RmOutcome::Answer(body) =
-            self.call_rm(|serves| serves.others, SM_DELHOST, || pack_names(&names))?
-        {
-            return unpack_deleted(body).map_err(|e| rm_error(what, e));
+        if let RmOutcome::Answer(body) = self.call_rm(
+            |serves| serves.other_requests,
+            SM_DELHOST,
+            || pack_names(&names),
+        )? {
+            return unpack_deleted_hosts(body).map_err(|e| rm_error(what, e));
         }
         match self.request(Request::DelHosts { names }) {
             Reply::HostsDeleted(results) => Ok(results),
@@ -202,7 +211,7 @@ impl Runtime {
     /// # Errors
     /// Returns the daemon's error.
     pub fn notify(&self, request: NotifyRequest) -> Result<(), Error> {
-        if let Some(rm) = self.rm_serving(|serves| serves.others) {
+        if let Some(rm) = self.rm_serving(|serves| serves.other_requests) {
             let body = pack_notify(&request);
             let dst = rm.tid;
             let message = Message {
@@ -232,9 +241,9 @@ impl Runtime {
     pub fn register_rm(&self, serves: RmServices) -> Result<(Tid, Option<HostEntry>), Error> {
         let what = "registering a resource manager";
         if let RmOutcome::Answer(body) =
-            self.call_rm(|serves| serves.others, SM_SCHED, Bytes::new)?
+            self.call_rm(|serves| serves.other_requests, SM_SCHED, Bytes::new)?
         {
-            let (previous, master) = unpack_sched(body).map_err(|e| rm_error(what, e))?;
+            let (previous, master) = unpack_registration(body).map_err(|e| rm_error(what, e))?;
             return Ok((previous, Some(master)));
         }
         let previous = match self.request(Request::RegisterRm(serves)) {
@@ -251,13 +260,14 @@ impl Runtime {
     /// this task.
     fn rm_serving(&self, serves: impl Fn(RmServices) -> bool) -> Option<RmInfo> {
         self.rm()
-            .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
+            .filter(|rm| serves(rm.services) && rm.tid != self.tid())
     }
 
     /// Starts tasks with a placement lease. Returns `None` if there is no matching lease or the
     /// daemons do not accept the lease.
     fn spawn_leased(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
-        let grant = self.with_core_mut(|core, now| core.placement_leases.take(now, request))??;
+        let grant =
+            self.with_core_mut(|core, now| core.placement_leases.take_hosts_for(now, request))??;
         match self.request(Request::SpawnLeased {
             request: request.clone(),
             lease: grant,
@@ -325,13 +335,13 @@ impl Runtime {
             Some(
                 core.rm_calls
                     .waiting_since(wid)
-                    .map_or(RmOutcome::UseDaemon, |since| RmOutcome::RetryNext {
-                        dead: rm,
-                        since,
+                    .map_or(RmOutcome::UseDaemon, |since| RmOutcome::RetryWithNextRm {
+                        dead_rm: rm,
+                        waiting_since: since,
                     }),
             )
         };
-        match self.core_wait(None, &mut check) {
+        match self.wait_for_core(None, &mut check) {
             Ok(Some(asked)) => Ok(asked),
             Ok(None) => Ok(RmOutcome::UseDaemon),
             Err(e) => Err(Error::new(e, self.lost_reason())),
@@ -339,18 +349,18 @@ impl Runtime {
     }
 
     /// Waits until a resource manager other than `dead` is registered, at most [`NEXT_RM_TIMEOUT`].
-    fn wait_for_next_rm(&self, dead: Tid) {
-        let mut check = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
+    fn wait_for_next_rm(&self, dead_rm: Tid) {
+        let mut check = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead_rm).map(drop);
         // If no resource manager registers or the daemon is lost, the next request fails with the
         // reason.
-        let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut check);
+        let _ = self.wait_for_core(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut check);
     }
 }
 
-fn rm_error(what: &str, code: PvmError) -> Error {
+fn rm_error(operation: &str, code: PvmError) -> Error {
     Error::new(
         code,
-        format!("{what}: the resource manager's answer: {code}"),
+        format!("{operation}: the resource manager's answer: {code}"),
     )
 }
 
@@ -419,7 +429,7 @@ fn unpack_config(body: Bytes) -> PvmResult<HostTable> {
     })
 }
 
-fn unpack_sched(body: Bytes) -> PvmResult<(Tid, HostEntry)> {
+fn unpack_registration(body: Bytes) -> PvmResult<(Tid, HostEntry)> {
     let mut from = Unpacker::xdr(body);
     let previous = from.int()?;
     if previous < 0 {
@@ -428,7 +438,7 @@ fn unpack_sched(body: Bytes) -> PvmResult<(Tid, HostEntry)> {
     Ok((Tid::from_raw(previous), unpack_host(&mut from)??))
 }
 
-fn unpack_added(body: Bytes) -> PvmResult<Vec<AddedHost>> {
+fn unpack_added_hosts(body: Bytes) -> PvmResult<Vec<AddedHost>> {
     let mut from = Unpacker::xdr(body);
     let count = unpack_count(&mut from)?;
     let _formats = from.int()?;
@@ -444,7 +454,7 @@ fn unpack_added(body: Bytes) -> PvmResult<Vec<AddedHost>> {
     Ok(added)
 }
 
-fn unpack_deleted(body: Bytes) -> PvmResult<Vec<Result<(), PvmError>>> {
+fn unpack_deleted_hosts(body: Bytes) -> PvmResult<Vec<Result<(), PvmError>>> {
     let mut from = Unpacker::xdr(body);
     let count = unpack_count(&mut from)?;
     let mut results = Vec::new();

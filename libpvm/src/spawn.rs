@@ -65,7 +65,7 @@ impl Vm {
     /// Creates a builder for tasks that run `program`. The target host looks the program up in its
     /// search path unless the name contains a `/`.
     pub fn spawner(&self, program: impl Into<String>) -> Spawn {
-        let (output, trace) = (self.runtime().output(), self.runtime().trace());
+        let (output, trace) = (self.runtime().output_sink(), self.runtime().trace_sink());
         let request = SpawnRequest {
             file: program.into(),
             count: 1,
@@ -117,9 +117,9 @@ impl Spawn {
         self.place_on(SPAWN_ARCH, arch)
     }
 
-    fn place_on(mut self, flag: i32, place: &str) -> Spawn {
+    fn place_on(mut self, flag: i32, selection: &str) -> Spawn {
         self.request.flags = self.request.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
-        self.request.place = place.to_string();
+        self.request.place = selection.to_string();
         self
     }
 
@@ -187,7 +187,7 @@ impl Spawn {
             // Ignored: a task that has ended needs no siblings.
             let _ = self
                 .vm
-                .send_in(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+                .send_in_context(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
         }
         Ok(spawned)
     }

@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 
 /// Event names. The position of a name is the number that PVM gives to the event.
-pub const EVENTS: [&CStr; 109] = [
+pub const EVENT_NAMES: [&CStr; 109] = [
     c"addhosts",
     c"barrier",
     c"bcast",
@@ -136,7 +136,7 @@ impl EventMask {
     /// Returns the set of all named events.
     pub fn all() -> EventMask {
         let mut mask = EventMask::none();
-        (0..EVENTS.len()).for_each(|event| mask.set(event, true));
+        (0..EVENT_NAMES.len()).for_each(|event| mask.set(event, true));
         mask
     }
 
@@ -160,7 +160,7 @@ impl EventMask {
 
     /// Returns the number of the event with this name.
     pub fn event_number(name: &str) -> Option<usize> {
-        EVENTS
+        EVENT_NAMES
             .iter()
             .position(|event| event.to_bytes() == name.as_bytes())
     }
@@ -197,8 +197,8 @@ mod tests {
         assert!(mask.as_bytes().starts_with(b"@B@@"));
         assert_eq!(EventMask::from_bytes(mask.as_bytes()), mask);
         assert_eq!(EventMask::from_bytes(b""), EventMask::none());
-        assert!((0..EVENTS.len()).all(|event| EventMask::all().contains(event)));
-        assert!(!EventMask::all().contains(EVENTS.len()) && !mask.contains(usize::MAX));
+        assert!((0..EVENT_NAMES.len()).all(|event| EventMask::all().contains(event)));
+        assert!(!EventMask::all().contains(EVENT_NAMES.len()) && !mask.contains(usize::MAX));
     }
 
     /// The events have the numbers that PVM gives to them.

@@ -162,9 +162,9 @@ impl Vm {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn enroll_as(at_end: OnDaemonExit) -> Result<Vm, EnrollError> {
+    pub fn enroll_as(on_daemon_exit: OnDaemonExit) -> Result<Vm, EnrollError> {
         Ok(Vm {
-            runtime: enroll(at_end)?,
+            runtime: enroll(on_daemon_exit)?,
         })
     }
 
@@ -258,14 +258,14 @@ impl Vm {
     /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
     /// daemon is lost, `OutOfRes` if too many bytes are queued for this receiver.
     pub fn send(&self, tid: Tid, tag: i32, body: impl Into<Body>) -> Result<(), Error> {
-        self.send_in(tid, CTX_BASE, tag, body)
+        self.send_in_context(tid, CTX_BASE, tag, body)
     }
 
     /// Sends a message in a context.
     ///
     /// # Errors
     /// As [`Vm::send`].
-    pub fn send_in(
+    pub fn send_in_context(
         &self,
         tid: Tid,
         ctx: i32,
@@ -327,7 +327,7 @@ impl Vm {
         let mut take = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
         let found = self
             .runtime
-            .inbox_wait(None, &mut take)
+            .wait_for_inbox(None, &mut take)
             .map_err(|e| Error::new(e, self.runtime.lost_reason()))?;
         found.ok_or_else(|| PvmError::SysErr.into())
     }
@@ -349,7 +349,7 @@ impl Vm {
     pub fn try_recv(&self, wanted: Match) -> Result<Option<Message>, Error> {
         let found = self
             .runtime
-            .inbox_try(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m)));
+            .check_inbox(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m)));
         if found.is_none() && !self.runtime.is_connected() {
             return Err(PvmError::SysErr.into());
         }
@@ -378,7 +378,7 @@ impl Vm {
     ) -> Result<Option<Message>, Error> {
         let mut take = |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m));
         self.runtime
-            .inbox_wait(deadline, &mut take)
+            .wait_for_inbox(deadline, &mut take)
             .map_err(|e| Error::new(e, self.runtime.lost_reason()))
     }
 
@@ -435,7 +435,7 @@ impl Vm {
     pub fn restart_checkpoint(&self, checkpoint: &str, on: &[String]) -> Result<(), Error> {
         let request = Request::Restart {
             checkpoint: checkpoint.into(),
-            on: on.to_vec(),
+            host_names: on.to_vec(),
             wait: false,
         };
         ask!(self, "starting a checkpoint again", request, Reply::Done => ())
@@ -558,7 +558,7 @@ impl Vm {
     /// # Errors
     /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.
     pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
-        match self.runtime.request(Request::CanMigrate {
+        match self.runtime.request(Request::FindMigrationTargets {
             tid,
             to: to.map(String::from),
         }) {
@@ -591,7 +591,7 @@ impl Vm {
     /// # Errors
     /// Returns the daemon's error.
     pub fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        ask!(self, "reading the event log", Request::Events { from, limit }, Reply::Events(events) => events)
+        ask!(self, "reading the event log", Request::Events { first_number: from, limit }, Reply::Events(events) => events)
     }
 
     /// Subscribes to new events. Each event arrives as a message with this context and tag, which

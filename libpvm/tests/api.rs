@@ -5,23 +5,23 @@ use libpvm::proto::task::{Claim, OnDaemonExit, Sink};
 use libpvm::proto::{HostId, PvmError, Tid};
 use libpvm::runtime::EnrollOptions;
 use libpvm::{Body, Content, Match, Notice, Runtime, Vm};
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
+use sempa_tests::private_vm::PrivateVm;
 use sempa_tests::run::run;
+use sempa_tests::wait_for;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Connects a new task to the virtual machine.
-fn task(lab: &Lab) -> Vm {
+fn enroll_task(lab: &PrivateVm) -> Vm {
     let options = EnrollOptions {
         socket: lab.socket(),
         claim: Claim::New,
         program: "api".into(),
-        at_end: OnDaemonExit::FailCalls,
+        on_daemon_exit: OnDaemonExit::FailCalls,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
@@ -29,8 +29,8 @@ fn task(lab: &Lab) -> Vm {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn values_and_items_go_from_task_to_task() {
-    let lab = Lab::started(None);
-    let (a, b) = (task(&lab), task(&lab));
+    let lab = PrivateVm::started(None);
+    let (a, b) = (enroll_task(&lab), enroll_task(&lab));
     let to_b = a.task(b.tid());
     to_b.send_value(1, &("range", 3u64, vec![1.5f64]))
         .expect("sent");
@@ -63,8 +63,8 @@ fn values_and_items_go_from_task_to_task() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn several_threads_may_wait_for_different_messages() {
-    let lab = Lab::started(None);
-    let vm = task(&lab);
+    let lab = PrivateVm::started(None);
+    let vm = enroll_task(&lab);
     thread::scope(|scope| {
         let waiting: Vec<_> = (0..8)
             .map(|tag| {
@@ -91,8 +91,8 @@ fn several_threads_may_wait_for_different_messages() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn tasks_are_started_as_described() {
-    let lab = Lab::started(None);
-    let vm = task(&lab);
+    let lab = PrivateVm::started(None);
+    let vm = enroll_task(&lab);
     let sink = Sink {
         tid: vm.tid(),
         ctx: 0,
@@ -152,8 +152,8 @@ fn tasks_are_started_as_described() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn exit_notices_come_once_each() {
-    let lab = Lab::started(None);
-    let vm = task(&lab);
+    let lab = PrivateVm::started(None);
+    let vm = enroll_task(&lab);
     let sleepers = vm
         .spawner("sleep")
         .arg("1000")
@@ -170,7 +170,7 @@ fn exit_notices_come_once_each() {
     // The process of the task may not exist yet, so the signal is repeated.
     let mut ended = BTreeSet::new();
     for sleeper in &sleepers {
-        let notice = eventually(PATIENCE, || {
+        let notice = wait_for(TIMEOUT, || {
             sleeper.kill().map_err(|error| error.to_string())?;
             notices
                 .next_timeout(Duration::from_millis(50))
@@ -191,8 +191,8 @@ fn exit_notices_come_once_each() {
 #[ignore = "system tier: needs installed programs"]
 fn a_notice_comes_after_the_last_message_of_its_task() {
     const MESSAGES: u32 = 500;
-    let lab = Lab::started(None);
-    let (vm, other) = (task(&lab), task(&lab));
+    let lab = PrivateVm::started(None);
+    let (vm, other) = (enroll_task(&lab), enroll_task(&lab));
     let mut notices = vm.watch_tasks(&[other.tid()]).expect("watched");
     let to = other.task(vm.tid());
     (0..MESSAGES).for_each(|n| to.send_value(1, &n).expect("sent"));
@@ -211,8 +211,8 @@ fn a_notice_comes_after_the_last_message_of_its_task() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn dropped_notices_leave_nothing() {
-    let lab = Lab::started(None);
-    let (vm, other) = (task(&lab), task(&lab));
+    let lab = PrivateVm::started(None);
+    let (vm, other) = (enroll_task(&lab), enroll_task(&lab));
     let unknown = HostId::new(9).expect("9");
     let gone: Vec<_> = vm.watch_hosts(&[unknown]).expect("watched").collect();
     assert_eq!(
@@ -240,7 +240,7 @@ fn dropped_notices_leave_nothing() {
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn the_example_sums_with_its_workers() {
-    let lab = Lab::started(None);
+    let lab = PrivateVm::started(None);
     let own = std::env::current_exe().expect("a path");
     let example: PathBuf = own
         .ancestors()
@@ -254,12 +254,12 @@ fn the_example_sums_with_its_workers() {
     );
     let mut command = lab.command(example);
     command.args(["3", "1000000"]);
-    let done = run(command, PATIENCE)
+    let done = run(command, TIMEOUT)
         .expect("it ends")
-        .expect_good("sum")
+        .expect_success("sum")
         .expect("it sums");
     assert_eq!(done.out, "333332833333500000\n");
-    let left = eventually(PATIENCE, || {
+    let left = wait_for(TIMEOUT, || {
         let tasks = lab.pvm(&["ps", "-a"]).out;
         if tasks.lines().count() == 1 {
             Ok(())

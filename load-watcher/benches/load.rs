@@ -3,11 +3,11 @@
 //!
 //! Prints one line of JSON; `cargo xtask bench load` compares it with SEMPA's figures.
 
+use pvm_load_watcher::file_watcher::{FileWatcher, WatchedPath, read_login_records};
 use pvm_load_watcher::owner::LoginRecords;
 use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_BUSY, SAMPLE_INTERVAL_QUIET};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, encode_record};
-use pvm_load_watcher::watch::{FileWatcher, WatchedPath, read_login_records};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, Login, OwnerVerdict};
 use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
@@ -19,11 +19,11 @@ use std::time::{Duration, Instant};
 /// Number of measured logins.
 const LOGINS: usize = 51;
 /// Time limit for a login to be noticed; long enough for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const LOGIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Number of samples before the measured ones.
-const SETTLES: u64 = 12;
+const WARMUP_SAMPLES: u64 = 12;
 /// Total duration of these samples, in milliseconds.
-const SETTLES_MS: u64 = 1200;
+const WARMUP_MS: u64 = 1200;
 /// Number of samples of each kind.
 const SAMPLES: usize = 4000;
 /// Number of decisions or reports per measurement; the time of a single one is too short for the
@@ -36,7 +36,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Returns the duration of each call of `act`, in microseconds.
-fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
+fn time_each_call(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     let time = |n| {
         let begin = Instant::now();
         act(n);
@@ -48,13 +48,13 @@ fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
 /// Measures the cost of a sample in microseconds. Computes the means over windows of thirty
 /// samples, because not every sample reads every file; returns the median and the minimum of these
 /// means.
-fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
+fn measure_sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.set_memory_matters(memory_matters);
     // After two reads of /proc/stat the sampler knows whether processor time is stolen.
-    for n in 0..SETTLES {
+    for n in 0..WARMUP_SAMPLES {
         sampler.sample(Micros(n)).expect("this is Linux");
-        std::thread::sleep(Duration::from_millis(SETTLES_MS / SETTLES));
+        std::thread::sleep(Duration::from_millis(WARMUP_MS / WARMUP_SAMPLES));
     }
     let act = |n: usize| {
         black_box(
@@ -63,7 +63,7 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
                 .expect("this is Linux"),
         );
     };
-    let windows: Vec<f64> = each(SAMPLES, act)
+    let windows: Vec<f64> = time_each_call(SAMPLES, act)
         .chunks(30)
         .map(|w| w.iter().sum::<f64>() / w.len() as f64)
         .collect();
@@ -73,7 +73,7 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
 
 /// Measures the time from writing a login record, in a file like the system's, until the load
 /// watcher has read it.
-fn logging_in() -> Vec<f64> {
+fn measure_login_delay() -> Vec<f64> {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     let alice = Login {
@@ -91,7 +91,7 @@ fn logging_in() -> Vec<f64> {
                 break;
             }
             assert!(
-                watch.wait(PATIENCE, None).path_changed(0),
+                watch.wait(LOGIN_TIMEOUT, None).path_changed(0),
                 "it is not noticed"
             );
         }
@@ -120,9 +120,9 @@ fn sample(n: usize) -> LoadSample {
 
 fn main() {
     let (busy, quiet, kept) = (
-        sampling(SAMPLE_INTERVAL_BUSY, false),
-        sampling(SAMPLE_INTERVAL_QUIET, false),
-        sampling(SAMPLE_INTERVAL_BUSY, true),
+        measure_sampling(SAMPLE_INTERVAL_BUSY, false),
+        measure_sampling(SAMPLE_INTERVAL_QUIET, false),
+        measure_sampling(SAMPLE_INTERVAL_BUSY, true),
     );
     let absent = OwnerVerdict::Absent { since: None };
     let mut reporter = Reporter::default();
@@ -139,7 +139,7 @@ fn main() {
             black_box(reporter.interval_after(&sample));
         }
     };
-    let judging = median(each(200, judge)) / BATCH as f64;
+    let judging = median(time_each_call(200, judge)) / BATCH as f64;
     let report = LoadReport {
         host: HostId::MASTER,
         at: Micros(1),
@@ -157,8 +157,8 @@ fn main() {
             black_box(frame::to_bytes(black_box(&report)).expect("a report can be written"));
         }
     };
-    let writing = median(each(200, write)) / BATCH as f64;
-    let logins = median(logging_in());
+    let writing = median(time_each_call(200, write)) / BATCH as f64;
+    let logins = median(measure_login_delay());
     let figures = serde_json::json!({
         "sample_busy_us": busy.0, "sample_busy_best_us": busy.1,
         "sample_quiet_us": quiet.0, "sample_quiet_best_us": quiet.1,

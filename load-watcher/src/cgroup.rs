@@ -4,7 +4,9 @@
 //! In a container or a virtual host, /proc describes the whole machine; this module describes the
 //! part of the machine that the host may use.
 
-use crate::proc::{CpuTimes, group_cpu_time, leading_numbers, named_number, quota_v2, read};
+use crate::proc::{
+    CpuTimes, group_cpu_time, leading_numbers, named_number, quota_v2, read_from_start,
+};
 use sempa_proto::Micros;
 use sempa_proto::cgroup::group_dir;
 use std::fs::{self, File};
@@ -19,11 +21,11 @@ const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LimitUsage {
     /// Number of processors that the group may use.
-    pub share: f32,
+    pub processor_limit: f32,
     /// Mean number of processors used since the previous measurement.
-    pub used: f32,
+    pub used_processors: f32,
     /// Mean number of threads that the limit throttled since the previous measurement.
-    pub throttled: f32,
+    pub throttled_threads: f32,
     /// CPU time used since the group was created, in nanoseconds.
     pub total_ns: u64,
 }
@@ -59,8 +61,8 @@ enum GroupFiles {
 #[derive(Clone, Copy, Debug)]
 struct Reading {
     at: Micros,
-    used: u64,
-    throttled: u64,
+    used_ns: u64,
+    throttled_ns: u64,
 }
 
 /// The control group that limits this process.
@@ -68,7 +70,7 @@ struct Reading {
 pub struct LimitingGroup {
     files: GroupFiles,
     text: Box<[u8; TEXT_BYTES_MAX]>,
-    before: Option<Reading>,
+    previous: Option<Reading>,
 }
 
 impl GroupFiles {
@@ -91,17 +93,17 @@ impl GroupFiles {
     }
 
     /// Returns the number of processors that the group may use; `None` if there is no limit.
-    fn share(&self, text: &mut [u8]) -> Option<f32> {
+    fn processor_limit(&self, text: &mut [u8]) -> Option<f32> {
         match self {
             GroupFiles::V1 { quota, period, .. } => {
                 // The value −1, which is not parsed as a number, means no limit.
-                let quota = leading_numbers(read(quota, text).ok()?).next()?;
-                let period = leading_numbers(read(period, text).ok()?)
+                let quota = leading_numbers(read_from_start(quota, text).ok()?).next()?;
+                let period = leading_numbers(read_from_start(period, text).ok()?)
                     .next()
                     .filter(|period| *period > 0)?;
                 Some(quota as f32 / period as f32)
             }
-            GroupFiles::V2 { quota, .. } => quota_v2(read(quota, text).ok()?),
+            GroupFiles::V2 { quota, .. } => quota_v2(read_from_start(quota, text).ok()?),
         }
     }
 
@@ -109,14 +111,14 @@ impl GroupFiles {
     fn times(&self, text: &mut [u8]) -> Option<(u64, u64)> {
         match self {
             GroupFiles::V1 { usage, stat, .. } => {
-                let used = leading_numbers(read(usage, text).ok()?).next()?;
+                let used = leading_numbers(read_from_start(usage, text).ok()?).next()?;
                 Some((
                     used,
-                    named_number(read(stat, text).ok()?, b"throttled_time")?,
+                    named_number(read_from_start(stat, text).ok()?, b"throttled_time")?,
                 ))
             }
             GroupFiles::V2 { stat, .. } => {
-                let text = read(stat, text).ok()?;
+                let text = read_from_start(stat, text).ok()?;
                 let held = named_number(text, b"throttled_usec").unwrap_or(0);
                 Some((
                     group_cpu_time(text)?.saturating_mul(1000),
@@ -138,7 +140,8 @@ impl LimitingGroup {
         let mut text = Box::new([0; TEXT_BYTES_MAX]);
         let mut tightest: Option<(f32, GroupFiles)> = None;
         let mut consider = |files: Option<GroupFiles>, text: &mut [u8]| {
-            let Some((share, files)) = files.and_then(|files| Some((files.share(text)?, files)))
+            let Some((share, files)) =
+                files.and_then(|files| Some((files.processor_limit(text)?, files)))
             else {
                 return;
             };
@@ -165,36 +168,36 @@ impl LimitingGroup {
         Some(LimitingGroup {
             files,
             text,
-            before: None,
+            previous: None,
         })
     }
 
     /// Returns the limit, and its use since the previous measurement; `None` if the limit was
     /// removed. The first measurement returns a use of 0. Allocates no memory.
     pub fn measure(&mut self, at: Micros) -> Option<LimitUsage> {
-        let share = self.files.share(&mut self.text[..])?;
+        let share = self.files.processor_limit(&mut self.text[..])?;
         let (used, held) = self.files.times(&mut self.text[..])?;
         let reading = Reading {
             at,
-            used,
-            throttled: held,
+            used_ns: used,
+            throttled_ns: held,
         };
-        let before = *self.before.get_or_insert(reading);
+        let before = *self.previous.get_or_insert(reading);
         let span = at.since(before.at);
         if span < MEASURE_INTERVAL_MIN {
             return Some(LimitUsage {
-                share,
-                used: 0.0,
-                throttled: 0.0,
+                processor_limit: share,
+                used_processors: 0.0,
+                throttled_threads: 0.0,
                 total_ns: used,
             });
         }
-        self.before = Some(reading);
+        self.previous = Some(reading);
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f32 / 1000.0 / span.0 as f32;
         Some(LimitUsage {
-            share,
-            used: rate(used, before.used),
-            throttled: rate(held, before.throttled),
+            processor_limit: share,
+            used_processors: rate(used, before.used_ns),
+            throttled_threads: rate(held, before.throttled_ns),
             total_ns: used,
         })
     }
@@ -245,9 +248,9 @@ mod tests {
         assert_eq!(
             limited.measure(at(10)),
             Some(LimitUsage {
-                share: 0.5,
-                used: 0.0,
-                throttled: 0.0,
+                processor_limit: 0.5,
+                used_processors: 0.0,
+                throttled_threads: 0.0,
                 total_ns: 1_000_000_000
             })
         );
@@ -256,9 +259,9 @@ mod tests {
         assert_eq!(
             measured,
             LimitUsage {
-                share: 0.5,
-                used: 0.45,
-                throttled: 1.5,
+                processor_limit: 0.5,
+                used_processors: 0.45,
+                throttled_threads: 1.5,
                 total_ns: 1_900_000_000
             }
         );

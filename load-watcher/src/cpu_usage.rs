@@ -10,7 +10,7 @@
 
 use crate::proc::CpuTimes;
 use sempa_proto::Micros;
-use sempa_proto::cgroup::mount_point;
+use sempa_proto::cgroup::find_mount_point;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -27,7 +27,7 @@ const REFERENCE_INTERVAL_MIN: Micros = Micros::from_millis(900);
 /// Opens the CPU account of the whole machine; `None` unless version 2 control groups are mounted
 /// and the root group is visible. `process` is the directory of a process in /proc.
 pub fn open_root_cpu_account(process: &Path) -> Option<File> {
-    let outermost = mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
+    let outermost = find_mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
     // In a container the outermost visible group is one of many groups. Only the real root group
     // has no `cgroup.type` (cgroup-v2.rst).
     let is_whole =
@@ -42,7 +42,7 @@ pub fn open_root_cpu_account(process: &Path) -> Option<File> {
 struct ReferenceReading {
     at: Micros,
     stat: CpuTimes,
-    used: u64,
+    used_us: u64,
 }
 
 /// Total CPU times of all processors, derived from the account and, periodically, from /proc/stat.
@@ -53,8 +53,8 @@ pub struct CpuUsage {
     times: CpuTimes,
     cores: u32,
     /// Time of the last reading of the account, and the value read.
-    at: Micros,
-    used: u64,
+    read_at: Micros,
+    used_us: u64,
     reference: ReferenceReading,
     /// Share of the time between the last two reference readings that was neither idle nor in the
     /// account. `None` before the second reference reading.
@@ -68,9 +68,13 @@ impl CpuUsage {
         CpuUsage {
             times: stat,
             cores,
-            at,
-            used,
-            reference: ReferenceReading { at, stat, used },
+            read_at: at,
+            used_us: used,
+            reference: ReferenceReading {
+                at,
+                stat,
+                used_us: used,
+            },
             stolen_share: None,
         }
     }
@@ -92,10 +96,14 @@ impl CpuUsage {
         let before = self.reference;
         if at.since(before.at) >= REFERENCE_INTERVAL_MIN {
             let busy = stat.busy_since(before.stat).map(f64::from);
-            let accounted = used.saturating_sub(before.used) as f64
+            let accounted = used.saturating_sub(before.used_us) as f64
                 / stat.total.saturating_sub(before.stat.total) as f64;
             self.stolen_share = busy.map(|busy| (busy - accounted).max(0.0));
-            self.reference = ReferenceReading { at, stat, used };
+            self.reference = ReferenceReading {
+                at,
+                stat,
+                used_us: used,
+            };
         }
         self.cores = cores;
         self.update(at, used)
@@ -104,14 +112,14 @@ impl CpuUsage {
     /// Updates the times after a reading of the account. Returns the times of all processors and
     /// their number.
     pub fn update(&mut self, at: Micros, used: u64) -> (CpuTimes, u32) {
-        let span = at.since(self.at);
+        let span = at.since(self.read_at);
         if span >= MEASURE_INTERVAL_MIN {
             let total = span.0 * u64::from(self.cores);
             let stolen = (total as f64 * self.stolen_share.unwrap_or(0.0)) as u64;
-            let busy = used.saturating_sub(self.used).saturating_add(stolen);
+            let busy = used.saturating_sub(self.used_us).saturating_add(stolen);
             self.times.total += total;
             self.times.idle += total.saturating_sub(busy);
-            (self.at, self.used) = (at, used);
+            (self.read_at, self.used_us) = (at, used);
         }
         (self.times, self.cores)
     }

@@ -14,10 +14,10 @@ use sempa_proto::owner::GuestAccess;
 
 /// The decision whether guests may run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Decision {
-    pub guests: GuestAccess,
+pub struct GuestDecision {
+    pub access: GuestAccess,
     /// The reason why guests must stop, in one sentence; empty if they may run.
-    pub why: String,
+    pub reason: String,
     /// Limits that apply to guests while they may run.
     pub limits: GuestLimits,
 }
@@ -71,7 +71,7 @@ fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
     }
     let never = case
         .policy
-        .never
+        .forbidden_hours
         .iter()
         .flatten()
         .find(|hours| hours.contains(case.local_time));
@@ -80,7 +80,7 @@ fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
     }
     let only = case
         .policy
-        .only
+        .allowed_hours
         .as_ref()
         .filter(|only| only.iter().all(|hours| !hours.contains(case.local_time)))?;
     let all: Vec<String> = only.iter().map(|hours| hours.to_string()).collect();
@@ -121,7 +121,7 @@ impl GuestGate {
     }
 
     /// Makes a new decision, and records the time since which the machine is closed.
-    pub fn decide(&mut self, case: &GuestInputs<'_>) -> Decision {
+    pub fn decide(&mut self, case: &GuestInputs<'_>) -> GuestDecision {
         self.memory_short_since = memory_short_since(
             self.memory_short_since,
             case.policy,
@@ -149,7 +149,7 @@ impl GuestGate {
         // time counts from the earlier one.
         let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
         let (guests, why) = match (from, seen.or(since)) {
-            (Some(from), Some((_, why))) => (stopped_guests(case.policy, from), why),
+            (Some(from), Some((_, why))) => (paused_access(case.policy, from), why),
             _ => (GuestAccess::Welcome, String::new()),
         };
         let blocked = case.policy.blocked.as_ref();
@@ -159,22 +159,22 @@ impl GuestGate {
             programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
             users: case.blocked_uids.to_vec(),
         };
-        Decision {
-            guests,
-            why,
+        GuestDecision {
+            access: guests,
+            reason: why,
             limits,
         }
     }
 }
 
-fn stopped_guests(policy: &Policy, from: Micros) -> GuestAccess {
+fn paused_access(policy: &Policy, from: Micros) -> GuestAccess {
     let leave_at = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
         LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
     };
     GuestAccess::Paused {
         evict_at: leave_at,
-        eviction: policy.then.unwrap_or_default(),
+        eviction: policy.eviction_mode.unwrap_or_default(),
     }
 }
 
@@ -204,7 +204,7 @@ mod tests {
         owner: &OwnerVerdict,
         wall: LocalTime,
         seconds: u64,
-    ) -> Decision {
+    ) -> GuestDecision {
         let now = Micros::from_secs(seconds);
         let (shut, blocked, why) = (None, &[9], "alice is here");
         door.decide(&GuestInputs {
@@ -220,7 +220,7 @@ mod tests {
         })
     }
 
-    fn decide_once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
+    fn decide_once(text: &str, owner: &OwnerVerdict, seconds: u64) -> GuestDecision {
         decide(
             &mut GuestGate::default(),
             &parse(text),
@@ -242,14 +242,14 @@ mod tests {
     #[test]
     fn default_policy_evicts_guests_of_present_owner() {
         let there = decide_once("", &PRESENT, 60);
-        assert_eq!(there.guests, stopped_until(Some(50), EvictionMode::Move));
-        assert_eq!(there.why, "alice is here");
+        assert_eq!(there.access, stopped_until(Some(50), EvictionMode::Move));
+        assert_eq!(there.reason, "alice is here");
         let maybe = OwnerVerdict::Maybe { since: Micros(1) };
         for owner in [ABSENT, maybe] {
             assert_eq!(
                 (
-                    decide_once("", &owner, 60).guests,
-                    decide_once("", &owner, 60).why.as_str()
+                    decide_once("", &owner, 60).access,
+                    decide_once("", &owner, 60).reason.as_str()
                 ),
                 (GuestAccess::Welcome, "")
             );
@@ -260,15 +260,15 @@ mod tests {
     #[test]
     fn leave_after_and_then_are_applied() {
         assert_eq!(
-            decide_once("leave_after = 30", &PRESENT, 60).guests,
+            decide_once("leave_after = 30", &PRESENT, 60).access,
             stopped_until(Some(80), EvictionMode::Move)
         );
         assert_eq!(
-            decide_once("leave_after = \"never\"", &PRESENT, 60).guests,
+            decide_once("leave_after = \"never\"", &PRESENT, 60).access,
             stopped_until(None, EvictionMode::Move)
         );
         assert_eq!(
-            decide_once("then = \"kill\"", &PRESENT, 60).guests,
+            decide_once("then = \"kill\"", &PRESENT, 60).access,
             stopped_until(Some(50), EvictionMode::Kill)
         );
     }
@@ -284,17 +284,17 @@ mod tests {
             minute: 719,
         };
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, early, 100).guests,
+            decide(&mut door, &policy, &ABSENT, early, 100).access,
             GuestAccess::Welcome
         );
         for seconds in [101, 120, 150] {
             let closed = decide(&mut door, &policy, &ABSENT, NOON, seconds);
-            assert_eq!(closed.guests, stopped_until(Some(131), EvictionMode::Move));
-            assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
+            assert_eq!(closed.access, stopped_until(Some(131), EvictionMode::Move));
+            assert_eq!(closed.reason, "the owner wants no guests mon 12:00-13:00");
         }
         // The reported reason is the owner's presence, not the hours.
         assert_eq!(
-            decide(&mut door, &policy, &PRESENT, NOON, 155).why,
+            decide(&mut door, &policy, &PRESENT, NOON, 155).reason,
             "alice is here"
         );
         let late = LocalTime {
@@ -302,11 +302,11 @@ mod tests {
             minute: 780,
         };
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, late, 160).guests,
+            decide(&mut door, &policy, &ABSENT, late, 160).access,
             GuestAccess::Welcome
         );
         assert_eq!(
-            decide(&mut door, &policy, &ABSENT, NOON, 170).guests,
+            decide(&mut door, &policy, &ABSENT, NOON, 170).access,
             stopped_until(Some(200), EvictionMode::Move)
         );
     }
@@ -315,17 +315,17 @@ mod tests {
     #[test]
     fn guests_stop_outside_allowed_hours() {
         assert_eq!(
-            decide_once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
+            decide_once("only = [\"mon 9-17\"]", &ABSENT, 1).access,
             GuestAccess::Welcome
         );
         let closed = decide_once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
         assert_eq!(
-            closed.why,
+            closed.reason,
             "the owner wants guests only sat-sun and 22:00-6:00"
         );
-        assert_ne!(closed.guests, GuestAccess::Welcome);
+        assert_ne!(closed.access, GuestAccess::Welcome);
         assert_eq!(
-            decide_once("only = []", &ABSENT, 1).why,
+            decide_once("only = []", &ABSENT, 1).reason,
             "the owner wants guests only never"
         );
     }
@@ -353,17 +353,17 @@ mod tests {
         for seconds in [101, 120] {
             let decision = at(seconds, wrong, &ABSENT);
             assert_eq!(
-                decision.guests,
+                decision.access,
                 stopped_until(Some(131), EvictionMode::Move)
             );
-            assert_eq!(decision.why, "owner.toml:2: no");
+            assert_eq!(decision.reason, "owner.toml:2: no");
         }
         assert_eq!(
-            at(140, wrong, &PRESENT).why,
+            at(140, wrong, &PRESENT).reason,
             "alice is here",
             "the better reason"
         );
-        assert_eq!(at(150, None, &ABSENT).guests, GuestAccess::Welcome);
+        assert_eq!(at(150, None, &ABSENT).access, GuestAccess::Welcome);
     }
 
     /// Guests of a blocked user may never run; the decision also contains the limits for other
@@ -387,9 +387,9 @@ mod tests {
                 now,
             })
         };
-        assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
+        assert_eq!(decide(&mut door, 9).reason, "user 9 is blocked here");
         let other = decide(&mut door, 7);
-        assert_eq!(other.guests, GuestAccess::Welcome);
+        assert_eq!(other.access, GuestAccess::Welcome);
         let limits = GuestLimits {
             guests_max: Some(2),
             memory_free: 1 << 30,
@@ -427,7 +427,7 @@ mod tests {
                 !door.needs_decision(policy, available, now),
                 "it was decided"
             );
-            (turns, decision.guests)
+            (turns, decision.access)
         };
         const G: u64 = 1 << 30;
         let stopped = stopped_until(Some(107), EvictionMode::Move);
@@ -472,9 +472,9 @@ mod tests {
             let owner = if there { PRESENT } else { ABSENT };
             let decision = decide(&mut GuestGate::default(), &policy, &owner, LocalTime { day, minute }, 60);
             let closed = minute < hours * 60;
-            prop_assert_eq!(decision.guests != GuestAccess::Welcome, there || closed);
-            prop_assert_eq!(decision.why.is_empty(), !there && !closed);
-            if let GuestAccess::Paused { evict_at: Some(at), .. } = decision.guests {
+            prop_assert_eq!(decision.access != GuestAccess::Welcome, there || closed);
+            prop_assert_eq!(decision.reason.is_empty(), !there && !closed);
+            if let GuestAccess::Paused { evict_at: Some(at), .. } = decision.access {
                 prop_assert!(at >= Micros::from_secs(50));
             }
         }

@@ -22,10 +22,12 @@ pub struct LocalTime {
 /// range extends over midnight and belongs to the day on which it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
-pub struct Hours {
+pub struct WeeklyHours {
     days: [bool; 7],
-    from: u16,
-    to: u16,
+    #[serde(rename = "from")]
+    start_minute: u16,
+    #[serde(rename = "to")]
+    end_minute: u16,
 }
 
 /// Error of a text that is not a time range of the week; contains the text.
@@ -35,57 +37,57 @@ pub struct Hours {
 )]
 pub struct HoursError(String);
 
-impl Hours {
+impl WeeklyHours {
     /// True if the minute is in the time range. The end of the range is excluded.
     pub fn contains(&self, at: LocalTime) -> bool {
         let (today, yesterday) = (
             self.days[usize::from(at.day % 7)],
             self.days[usize::from((at.day + 6) % 7)],
         );
-        if self.from < self.to {
-            today && (self.from..self.to).contains(&at.minute)
+        if self.start_minute < self.end_minute {
+            today && (self.start_minute..self.end_minute).contains(&at.minute)
         } else {
-            (today && at.minute >= self.from) || (yesterday && at.minute < self.to)
+            (today && at.minute >= self.start_minute) || (yesterday && at.minute < self.end_minute)
         }
     }
 
     /// Splits a time range that extends over midnight into ranges that do not.
-    fn split_at_midnight(&self) -> Vec<Hours> {
-        if self.from < self.to {
+    fn split_at_midnight(&self) -> Vec<WeeklyHours> {
+        if self.start_minute < self.end_minute {
             return vec![*self];
         }
         let mut next_day = self.days;
         next_day.rotate_right(1);
-        let evening = Hours {
-            to: DAY_MINUTES,
+        let evening = WeeklyHours {
+            end_minute: DAY_MINUTES,
             ..*self
         };
-        let morning = Hours {
+        let morning = WeeklyHours {
             days: next_day,
-            from: 0,
-            to: self.to,
+            start_minute: 0,
+            end_minute: self.end_minute,
         };
         [evening, morning]
             .into_iter()
-            .filter(|part| part.from < part.to)
+            .filter(|part| part.start_minute < part.end_minute)
             .collect()
     }
 
     /// Returns the time that both ranges have in common, as a list of ranges.
-    pub fn intersection(&self, other: &Hours) -> Vec<Hours> {
-        let meet = |a: Hours, b: &Hours| {
+    pub fn intersection(&self, other: &WeeklyHours) -> Vec<WeeklyHours> {
+        let meet = |a: WeeklyHours, b: &WeeklyHours| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
-            Hours {
+            WeeklyHours {
                 days,
-                from: a.from.max(b.from),
-                to: a.to.min(b.to),
+                start_minute: a.start_minute.max(b.start_minute),
+                end_minute: a.end_minute.min(b.end_minute),
             }
         };
         let (mine, theirs) = (self.split_at_midnight(), other.split_at_midnight());
         let all = mine
             .into_iter()
             .flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
-        all.filter(|part| part.from < part.to && part.days.contains(&true))
+        all.filter(|part| part.start_minute < part.end_minute && part.days.contains(&true))
             .collect()
     }
 }
@@ -121,43 +123,47 @@ fn parse_minute(text: &str) -> Option<u16> {
     Some(hours * 60 + minutes).filter(|all| minutes < 60 && *all <= DAY_MINUTES)
 }
 
-fn parse_span(text: &str) -> Option<(u16, u16)> {
+fn parse_minute_range(text: &str) -> Option<(u16, u16)> {
     let (from, to) = text.split_once('-')?;
     let (from, to) = (parse_minute(from)?, parse_minute(to)?);
     (from != to && from < DAY_MINUTES).then_some((from, to))
 }
 
-impl FromStr for Hours {
+impl FromStr for WeeklyHours {
     type Err = HoursError;
 
-    fn from_str(text: &str) -> Result<Hours, HoursError> {
+    fn from_str(text: &str) -> Result<WeeklyHours, HoursError> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let whole = (0, DAY_MINUTES);
         let parsed = match words[..] {
             ["always"] => Some(([true; 7], whole)),
-            [one] => match (parse_days(one), parse_span(one)) {
+            [one] => match (parse_days(one), parse_minute_range(one)) {
                 (Some(days), _) => Some((days, whole)),
                 (None, span) => span.map(|span| ([true; 7], span)),
             },
-            [first, second] => parse_days(first).zip(parse_span(second)),
+            [first, second] => parse_days(first).zip(parse_minute_range(second)),
             _ => None,
         };
         let (days, (from, to)) = parsed.ok_or_else(|| HoursError(text.to_string()))?;
-        Ok(Hours { days, from, to })
+        Ok(WeeklyHours {
+            days,
+            start_minute: from,
+            end_minute: to,
+        })
     }
 }
 
-impl TryFrom<String> for Hours {
+impl TryFrom<String> for WeeklyHours {
     type Error = HoursError;
 
-    fn try_from(text: String) -> Result<Hours, HoursError> {
+    fn try_from(text: String) -> Result<WeeklyHours, HoursError> {
         text.parse()
     }
 }
 
-impl fmt::Display for Hours {
+impl fmt::Display for WeeklyHours {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = (self.from, self.to) == (0, DAY_MINUTES);
+        let whole = (self.start_minute, self.end_minute) == (0, DAY_MINUTES);
         let all = self.days == [true; 7];
         if whole && all {
             return f.write_str("always");
@@ -182,8 +188,8 @@ impl fmt::Display for Hours {
                 f,
                 "{}{}-{}",
                 if all { "" } else { " " },
-                clock(self.from),
-                clock(self.to)
+                clock(self.start_minute),
+                clock(self.end_minute)
             )?;
         }
         Ok(())
@@ -195,7 +201,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn hours(text: &str) -> Hours {
+    fn hours(text: &str) -> WeeklyHours {
         text.parse().expect("good")
     }
 
@@ -259,7 +265,7 @@ mod tests {
             "-",
             "9:001-10",
         ] {
-            let error = text.parse::<Hours>().expect_err(text).to_string();
+            let error = text.parse::<WeeklyHours>().expect_err(text).to_string();
             assert!(error.contains(&format!("{text:?}")), "{error}");
         }
     }
@@ -269,8 +275,8 @@ mod tests {
         #[test]
         fn formatted_hours_parse_unchanged(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
             prop_assume!(from != to && days.contains(&true));
-            let hours = Hours { days, from, to };
-            prop_assert_eq!(hours.to_string().parse::<Hours>(), Ok(hours));
+            let hours = WeeklyHours { days, start_minute: from, end_minute: to };
+            prop_assert_eq!(hours.to_string().parse::<WeeklyHours>(), Ok(hours));
         }
 
         /// The intersection of two time ranges contains exactly the minutes that are in both.
@@ -278,8 +284,8 @@ mod tests {
         fn intersection_contains_common_minutes(
             days in any::<[[bool; 7]; 2]>(), from in any::<[u16; 2]>(), to in any::<[u16; 2]>(), day in 0_u8..7, minute in 0_u16..1440,
         ) {
-            let [a, b] = std::array::from_fn(|i| Hours { days: days[i], from: from[i] % 1440, to: to[i] % 1440 + 1 });
-            let moments = [minute, a.from, b.from, a.to % 1440, b.to % 1440].map(|minute| LocalTime { day, minute });
+            let [a, b] = std::array::from_fn(|i| WeeklyHours { days: days[i], start_minute: from[i] % 1440, end_minute: to[i] % 1440 + 1 });
+            let moments = [minute, a.start_minute, b.start_minute, a.end_minute % 1440, b.end_minute % 1440].map(|minute| LocalTime { day, minute });
             for at in moments {
                 prop_assert_eq!(a.intersection(&b).iter().any(|part| part.contains(at)), a.contains(at) && b.contains(at));
             }
@@ -288,7 +294,7 @@ mod tests {
         /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted_or_refused(text in "[a-z0-9 :,-]{0,20}|.{0,20}") {
-            let _ = text.parse::<Hours>();
+            let _ = text.parse::<WeeklyHours>();
         }
     }
 }

@@ -13,14 +13,15 @@
 //! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and
 //!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
 //!   sources. [`guests`] decides whether guests may run (pure).
-//! - Enforcement: [`confine`] confines guests to the processors that the owner allows.
-//! - Communication: [`watch`] reports changes of files. [`report`] decides when to sample and to
+//! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
+//! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample and to
 //!   send a report (pure). [`status`] answers queries of users of this host.
 //! - [`system`]: clocks and nice levels.
 
 pub mod cgroup;
-pub mod confine;
+pub mod cpu_confinement;
 pub mod cpu_usage;
+pub mod file_watcher;
 pub mod guests;
 pub mod host_policy;
 pub mod hours;
@@ -38,4 +39,3 @@ pub mod sessions;
 pub mod status;
 pub mod system;
 pub mod utmp;
-pub mod watch;

@@ -8,7 +8,7 @@
 //! The kernel's counters do not include the time of an exited task. Therefore a period in which a
 //! task started or ended yields no result.
 
-use crate::proc::{CpuTimes, TICK_US, group_cpu_time, process_usage, read};
+use crate::proc::{CpuTimes, TICK_US, group_cpu_time, process_usage, read_from_start};
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::cgroup::group_dir;
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,10 +21,10 @@ pub const COUNTERS_MAX: usize = 512;
 /// Maximum number of bytes that are read from a file; the files are shorter.
 const TEXT_BYTES_MAX: usize = 1024;
 /// Number of busy processors of the host below which the origin of the load does not matter.
-pub const LOW_LOAD: f32 = 0.25;
+pub const LOW_LOAD_PROCESSORS: f32 = 0.25;
 /// Weight of a new measurement in the exponential mean. With one measurement every ten seconds, the
 /// mean covers about half a minute.
-const WEIGHT: f32 = 0.3;
+const MEAN_WEIGHT: f32 = 0.3;
 /// Name prefix of the directory in which a tasker creates one control group per task.
 const GROUPS_PREFIX: &str = "sempa-";
 
@@ -40,7 +40,7 @@ enum CounterSource {
 struct Counter {
     file: File,
     /// Last value read, in microseconds.
-    last: u64,
+    last_us: u64,
     /// True for a task's main process or group. False for a child process: when it has exited, its
     /// time is included in that of its parent.
     is_task: bool,
@@ -49,7 +49,7 @@ struct Counter {
 /// CPU time of the virtual machine's tasks on this host.
 #[derive(Debug)]
 pub struct TaskLoad {
-    root: PathBuf,
+    proc_dir: PathBuf,
     counters: BTreeMap<CounterSource, Counter>,
     /// True if there are more counters than [`COUNTERS_MAX`].
     too_many: bool,
@@ -61,7 +61,7 @@ pub struct TaskLoad {
     last_measurement: Option<(CpuTimes, u64)>,
     /// Time at which the processes were last listed, in clock ticks since boot.
     listed_at: u64,
-    mean: Option<f32>,
+    external_mean: Option<f32>,
 }
 
 /// Returns the time since boot in clock ticks.
@@ -117,7 +117,7 @@ impl CounterSource {
     fn counter(&self, text: &[u8]) -> Option<u64> {
         match self {
             CounterSource::Group(_) => group_cpu_time(text),
-            CounterSource::Process(_) => process_usage(text)?.ticks.checked_mul(TICK_US),
+            CounterSource::Process(_) => process_usage(text)?.cpu_ticks.checked_mul(TICK_US),
         }
     }
 }
@@ -126,7 +126,7 @@ impl TaskLoad {
     /// Creates a measurement without any tasks. `root` is /proc except in tests.
     pub fn new(root: &Path) -> TaskLoad {
         TaskLoad {
-            root: root.to_path_buf(),
+            proc_dir: root.to_path_buf(),
             counters: BTreeMap::new(),
             too_many: false,
             tasks_changed: false,
@@ -134,20 +134,20 @@ impl TaskLoad {
             last_sample: None,
             last_measurement: None,
             listed_at: 0,
-            mean: None,
+            external_mean: None,
         }
     }
 
     /// Sets the main processes whose time is measured, as the daemon lists them. Their descendants
     /// are added.
     pub fn set_processes(&mut self, pids: &[i32]) {
-        let mounts = fs::read(self.root.join("self/mountinfo")).unwrap_or_default();
+        let mounts = fs::read(self.proc_dir.join("self/mountinfo")).unwrap_or_default();
         let mut wanted: BTreeMap<CounterSource, (i32, bool)> = BTreeMap::new();
         for pid in pids {
-            match group_of(&self.root, *pid, &mounts) {
+            match group_of(&self.proc_dir, *pid, &mounts) {
                 Some(group) => drop(wanted.insert(CounterSource::Group(group), (*pid, true))),
                 None => {
-                    for child in descendants(&self.root, *pid) {
+                    for child in descendants(&self.proc_dir, *pid) {
                         wanted
                             .entry(CounterSource::Process(child))
                             .or_insert((child, false));
@@ -186,21 +186,21 @@ impl TaskLoad {
         task: bool,
         listed_at: u64,
     ) -> Option<Counter> {
-        let stat = self.root.join(pid.to_string()).join("stat");
+        let stat = self.proc_dir.join(pid.to_string()).join("stat");
         let file = match key {
             CounterSource::Group(group) => File::open(group.join("cpu.stat")).ok()?,
             CounterSource::Process(_) => File::open(&stat).ok()?,
         };
         let mut text = [0; TEXT_BYTES_MAX];
-        let now = key.counter(read(&file, &mut text).ok()?)?;
+        let now = key.counter(read_from_start(&file, &mut text).ok()?)?;
         let started = fs::read(stat)
             .ok()
             .and_then(|text| process_usage(&text))
-            .map_or(0, |used| used.started);
+            .map_or(0, |used| used.start_ticks);
         let is_new = listed_at > 0 && started >= listed_at;
         Some(Counter {
             file,
-            last: if is_new { 0 } else { now },
+            last_us: if is_new { 0 } else { now },
             is_task: task,
         })
     }
@@ -209,13 +209,13 @@ impl TaskLoad {
     fn read_counters(&mut self) {
         let mut text = [0; TEXT_BYTES_MAX];
         for (key, part) in &mut self.counters {
-            match read(&part.file, &mut text)
+            match read_from_start(&part.file, &mut text)
                 .ok()
                 .and_then(|text| key.counter(text))
             {
                 Some(now) => {
-                    self.used_us += now.saturating_sub(part.last);
-                    part.last = part.last.max(now);
+                    self.used_us += now.saturating_sub(part.last_us);
+                    part.last_us = part.last_us.max(now);
                 }
                 None => self.tasks_changed |= part.is_task,
             }
@@ -228,13 +228,13 @@ impl TaskLoad {
         let busy = self
             .last_measurement
             .and_then(|(before, _)| times.busy_since(before));
-        busy.is_none_or(|busy| busy * cores as f32 >= LOW_LOAD)
+        busy.is_none_or(|busy| busy * cores as f32 >= LOW_LOAD_PROCESSORS)
     }
 
     /// Returns the mean number of processors that our tasks have used since the previous call,
     /// which must have belonged to the previous sample. `None` at the first call, and if there are
     /// too many counters. `times` are the CPU times of the newest sample.
-    pub fn own_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
+    pub fn measure_own_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.read_counters();
         let (before, spent) = self.last_sample.replace((times, self.used_us))?;
         let total = times
@@ -252,7 +252,7 @@ impl TaskLoad {
     /// Returns the external load as an exponential mean over several measurements, in processors.
     /// `None` at the first call, and if a task of ours started or ended in the period, unless the
     /// total load is too low to matter.
-    pub fn external_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
+    pub fn measure_external_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.read_counters();
         let comparable = !std::mem::take(&mut self.tasks_changed) && !self.too_many;
         let (before, spent) = self.last_measurement.replace((times, self.used_us))?;
@@ -263,13 +263,13 @@ impl TaskLoad {
         let busy = times.busy_since(before)? * cores as f32;
         let external = match comparable {
             true => (busy - to_processors(self.used_us - spent, total, cores)).max(0.0),
-            false if busy < LOW_LOAD => busy,
+            false if busy < LOW_LOAD_PROCESSORS => busy,
             false => return None,
         };
         let mean = self
-            .mean
-            .map_or(external, |mean| mean + WEIGHT * (external - mean));
-        self.mean = Some(mean);
+            .external_mean
+            .map_or(external, |mean| mean + MEAN_WEIGHT * (external - mean));
+        self.external_mean = Some(mean);
         Some(mean)
     }
 }
@@ -326,8 +326,8 @@ mod tests {
         ours.set_processes(&[5]);
         assert_eq!(
             (
-                ours.external_processors(times(0, 0), 2),
-                ours.own_processors(times(0, 0), 2)
+                ours.measure_external_processors(times(0, 0), 2),
+                ours.measure_own_processors(times(0, 0), 2)
             ),
             (None, None)
         );
@@ -336,24 +336,24 @@ mod tests {
         proc.task(5, 200);
         assert_eq!(
             (
-                ours.own_processors(times(200, 50), 2),
-                ours.external_processors(times(200, 50), 2)
+                ours.measure_own_processors(times(200, 50), 2),
+                ours.measure_external_processors(times(200, 50), 2)
             ),
             (Some(1.0), Some(0.5))
         );
         // Afterwards only our task is busy, and the mean decreases.
         proc.task(5, 300);
         let mean = ours
-            .external_processors(times(400, 150), 2)
+            .measure_external_processors(times(400, 150), 2)
             .expect("comparable");
         assert!(mean > 0.0 && mean < 0.5, "{mean}");
         assert_eq!(
-            ours.own_processors(times(400, 150), 2),
+            ours.measure_own_processors(times(400, 150), 2),
             Some(1.0),
             "whoever reads in between, nothing is lost"
         );
         ours.skip_sample();
-        assert_eq!(ours.own_processors(times(600, 150), 2), None);
+        assert_eq!(ours.measure_own_processors(times(600, 150), 2), None);
     }
 
     /// The time of a task's child processes counts for the task, even after their exit.
@@ -372,11 +372,11 @@ mod tests {
         proc.task(7, 0);
         proc.task(8, 0);
         ours.set_processes(&[5]);
-        ours.own_processors(times(0, 0), 2);
-        ours.external_processors(times(0, 0), 2);
+        ours.measure_own_processors(times(0, 0), 2);
+        ours.measure_external_processors(times(0, 0), 2);
         proc.task(6, 90);
         proc.task(8, 50);
-        assert_eq!(ours.own_processors(times(200, 100), 2), Some(1.0));
+        assert_eq!(ours.measure_own_processors(times(200, 100), 2), Some(1.0));
         // One child process has exited, and its time is included in that of its parent.
         fs::remove_file(proc.0.path().join("6/stat")).expect("the test's own file");
         proc.task(5, 90);
@@ -384,7 +384,7 @@ mod tests {
         proc.children(5, "8 7");
         ours.set_processes(&[5]);
         assert_eq!(
-            ours.external_processors(times(200, 20), 2),
+            ours.measure_external_processors(times(200, 20), 2),
             Some(0.0),
             "that is no change of tasks"
         );
@@ -414,10 +414,10 @@ mod tests {
         assert_eq!(task_processes(proc.0.path(), 5), BTreeSet::from([5, 9]));
         let mut ours = TaskLoad::new(proc.0.path());
         ours.set_processes(&[4, 5]);
-        assert_eq!(ours.own_processors(times(0, 0), 2), None);
+        assert_eq!(ours.measure_own_processors(times(0, 0), 2), None);
         group(5_750_000);
         proc.task(4, 32);
-        assert_eq!(ours.own_processors(times(200, 100), 2), Some(1.0));
+        assert_eq!(ours.measure_own_processors(times(200, 100), 2), Some(1.0));
     }
 
     /// A period in which a task started or ended yields no result, unless the load is too low to
@@ -426,26 +426,33 @@ mod tests {
     fn period_with_task_change_gives_no_result() {
         let proc = Proc::new();
         let mut ours = TaskLoad::new(proc.0.path());
-        assert_eq!(ours.external_processors(times(0, 0), 1), None);
+        assert_eq!(ours.measure_external_processors(times(0, 0), 1), None);
         proc.task(5, 0);
         ours.set_processes(&[5]);
-        assert_eq!(ours.external_processors(times(100, 0), 1), None);
-        assert_eq!(ours.external_processors(times(200, 100), 1), Some(0.0));
+        assert_eq!(ours.measure_external_processors(times(100, 0), 1), None);
+        assert_eq!(
+            ours.measure_external_processors(times(200, 100), 1),
+            Some(0.0)
+        );
         ours.set_processes(&[]);
-        assert_eq!(ours.external_processors(times(300, 100), 1), None);
-        assert_eq!(ours.external_processors(times(400, 200), 1), Some(0.0));
+        assert_eq!(ours.measure_external_processors(times(300, 100), 1), None);
+        assert_eq!(
+            ours.measure_external_processors(times(400, 200), 1),
+            Some(0.0)
+        );
         proc.task(6, 0);
         ours.set_processes(&[6]);
         assert!(
-            ours.external_processors(times(500, 290), 1)
+            ours.measure_external_processors(times(500, 290), 1)
                 .is_some_and(|mean| mean < 0.1),
             "so little is nobody's in particular"
         );
         ours.set_processes(&[99]);
         std::fs::remove_dir_all(proc.0.path().join("6")).expect("the test's own folder");
-        ours.external_processors(times(600, 290), 1);
+        ours.measure_external_processors(times(600, 290), 1);
         assert!(
-            ours.external_processors(times(700, 290), 1).is_some(),
+            ours.measure_external_processors(times(700, 290), 1)
+                .is_some(),
             "a process that is not there changes nothing"
         );
     }
@@ -458,7 +465,7 @@ mod tests {
             ours.origin_matters(times(0, 0), 2),
             "there is nothing to compare with"
         );
-        ours.external_processors(times(0, 0), 2);
+        ours.measure_external_processors(times(0, 0), 2);
         assert!(!ours.origin_matters(times(200, 190), 2));
         assert!(ours.origin_matters(times(200, 150), 2));
     }

@@ -34,16 +34,16 @@ const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(5 * 60);
 /// Maximum number of queued D-Bus signals.
 const SIGNALS_MAX: usize = 256;
 
-const LOGIND: &str = "org.freedesktop.login1";
+const LOGIND_SERVICE: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
-const MANAGER: &str = "org.freedesktop.login1.Manager";
-const SESSION: &str = "org.freedesktop.login1.Session";
+const MANAGER_INTERFACE: &str = "org.freedesktop.login1.Manager";
+const SESSION_INTERFACE: &str = "org.freedesktop.login1.Session";
 
 /// State that [`LogindClient`] shares with its thread.
 #[derive(Debug)]
 struct SharedAnswer {
     sessions: Mutex<Evidence<Vec<Session>>>,
-    changed: EventFd,
+    change_event: EventFd,
 }
 
 /// Client of systemd-logind with its latest answer.
@@ -61,7 +61,7 @@ impl LogindClient {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let known = Arc::new(SharedAnswer {
             sessions,
-            changed: news,
+            change_event: news,
         });
         let shared = Arc::clone(&known);
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -89,12 +89,12 @@ impl LogindClient {
 
     /// Returns a descriptor that is readable when the answer has changed.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.changed.as_fd()
+        self.0.change_event.as_fd()
     }
 
     /// Returns true if the answer has changed since the last call.
     pub fn take_change(&self) -> bool {
-        self.0.changed.read().is_ok()
+        self.0.change_event.read().is_ok()
     }
 
     /// Returns logind's latest list of the sessions of persons.
@@ -115,7 +115,7 @@ impl SharedAnswer {
         if is_news {
             *known = sessions;
             // Fails only if the descriptor is already readable.
-            let _ = self.changed.write(1);
+            let _ = self.change_event.write(1);
         }
         is_news
     }
@@ -130,11 +130,11 @@ async fn run_connection(address: &str, known: &SharedAnswer) -> zbus::Result<Inf
         .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
     // Subscribe to signals before the first query, so that no change is lost.
     let signal = || MatchRule::builder().msg_type(message::Type::Signal);
-    let logind_signals = signal().sender(LOGIND)?.build();
+    let logind_signals = signal().sender(LOGIND_SERVICE)?.build();
     let owner_changes = signal()
         .sender("org.freedesktop.DBus")?
         .member("NameOwnerChanged")?
-        .add_arg(LOGIND)?
+        .add_arg(LOGIND_SERVICE)?
         .build();
     let mut logind_signals =
         MessageStream::for_match_rule(logind_signals, &bus, Some(SIGNALS_MAX)).await?;
@@ -163,9 +163,9 @@ async fn read_sessions(
 ) -> zbus::Result<Vec<Session>> {
     let answer = bus
         .call_method(
-            Some(LOGIND),
+            Some(LOGIND_SERVICE),
             MANAGER_PATH,
-            Some(MANAGER),
+            Some(MANAGER_INTERFACE),
             "ListSessions",
             &(),
         )
@@ -176,12 +176,15 @@ async fn read_sessions(
     let mut all = Vec::new();
     for (name, .., path) in listed.into_iter().take(SESSIONS_MAX) {
         let properties = PropertiesProxy::builder(bus)
-            .destination(LOGIND)?
+            .destination(LOGIND_SERVICE)?
             .path(&path)?
             .build()
             .await?;
         // A session that has just ended has no properties, and is skipped.
-        let Ok(properties) = properties.get_all(InterfaceName::try_from(SESSION)?).await else {
+        let Ok(properties) = properties
+            .get_all(InterfaceName::try_from(SESSION_INTERFACE)?)
+            .await
+        else {
             continue;
         };
         if bool_property(&properties, "LockedHint") {

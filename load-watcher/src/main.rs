@@ -84,12 +84,12 @@ fn parse_policy_settings(text: &str) -> Result<Policy, String> {
 fn run(args: Args) -> anyhow::Result<()> {
     sempa_socket::request_short_slice();
     let vm = Vm::enroll()?;
-    let boss = RmSubscription::start(&vm, args.report_to)?;
-    Watcher::new(vm, boss, args)?.run()
+    let rm_subscription = RmSubscription::start(&vm, args.report_to)?;
+    Watcher::new(vm, rm_subscription, args)?.run()
 }
 
 /// Joins an error and its causes in one line. Omits a cause whose text is already contained.
-fn one_line(error: &anyhow::Error) -> String {
+fn format_error_chain(error: &anyhow::Error) -> String {
     error
         .chain()
         .skip(1)
@@ -107,7 +107,7 @@ fn main() -> ExitCode {
     match run(Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-load-watcher: {}", one_line(&error));
+            eprintln!("pvm-load-watcher: {}", format_error_chain(&error));
             ExitCode::FAILURE
         }
     }

@@ -6,7 +6,7 @@
 //! accepted only if it belongs to the user in its name. Therefore an owner needs no rights in
 //! another user's virtual machine. Only [`read_all`], [`read`] and [`write()`] perform I/O.
 
-use crate::hours::Hours;
+use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
 use sempa_proto::Micros;
 use serde::Deserialize;
@@ -24,9 +24,9 @@ pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
 /// Prefix of the names of override files.
 pub const OVERRIDE_PREFIX: &str = "sempa-owner-";
 /// Time for which an override without an explicit duration is valid.
-pub const DEFAULT_DURATION: Duration = Duration::from_secs(12 * 3600);
+pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum duration that a user may request for an override: a week.
-pub const DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
+pub const OVERRIDE_DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 const OVERRIDE_SUFFIX: &str = ".toml";
 /// Maximum size of an override file in bytes.
 const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
@@ -73,7 +73,7 @@ struct OverrideFile {
     until_us: Option<u64>,
     #[serde(default)]
     visit: bool,
-    never: Option<Vec<Hours>>,
+    never: Option<Vec<WeeklyHours>>,
     cores: Option<u32>,
 }
 
@@ -116,7 +116,7 @@ impl OwnerOverride {
         Ok(OwnerOverride {
             presence,
             policy: Policy {
-                never,
+                forbidden_hours: never,
                 cores,
                 ..Policy::default()
             },
@@ -143,7 +143,7 @@ impl OwnerOverride {
                 "state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"
             ));
         }
-        if let Some(never) = &self.policy.never {
+        if let Some(never) = &self.policy.forbidden_hours {
             let all: Vec<String> = never.iter().map(|hours| format!("\"{hours}\"")).collect();
             out.push_str(&format!("never = [{}]\n", all.join(", ")));
         }
@@ -220,12 +220,12 @@ pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
 
 /// Returns the uids of the users who have a file with this suffix in the directory, in ascending
 /// order.
-pub(crate) fn users_with_file(dir: &Path, end: &str) -> Vec<u32> {
+pub(crate) fn users_with_file(dir: &Path, suffix: &str) -> Vec<u32> {
     let uid = |entry: fs::DirEntry| {
         let name = entry.file_name();
         name.to_str()?
             .strip_prefix(OVERRIDE_PREFIX)?
-            .strip_suffix(end)?
+            .strip_suffix(suffix)?
             .parse::<u32>()
             .ok()
     };
@@ -256,8 +256,8 @@ pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
 ///
 /// # Errors
 /// The error of the system.
-pub fn write(dir: &Path, uid: u32, word: &OwnerOverride) -> io::Result<()> {
-    let text = (!word.is_empty()).then(|| word.to_toml());
+pub fn write(dir: &Path, uid: u32, owner_override: &OwnerOverride) -> io::Result<()> {
+    let text = (!owner_override.is_empty()).then(|| owner_override.to_toml());
     write_atomically(dir, uid, &override_file(dir, uid), text.as_deref())
 }
 
@@ -387,7 +387,7 @@ mod tests {
             let state = if here { Presence::Here } else { Presence::Away };
             let said = DeclaredPresence { state, at: Micros::from_secs(at), until: Micros::from_secs(at + span), ends_with_visit: visit };
             let never = Some(vec!["mon-fri 9-17".parse().expect("good")]);
-            let word = OwnerOverride { presence: Some(said), policy: Policy { cores: Some(cores), never, ..Policy::default() } };
+            let word = OwnerOverride { presence: Some(said), policy: Policy { cores: Some(cores), forbidden_hours: never, ..Policy::default() } };
             prop_assert_eq!(OwnerOverride::parse("x", &word.to_toml()), Ok(word));
         }
 

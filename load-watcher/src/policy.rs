@@ -7,7 +7,7 @@
 //!   ([`MergedPolicy::restrict_by`]).
 //! - A malformed text is refused with the line of its error.
 
-use crate::hours::Hours;
+use crate::hours::WeeklyHours;
 use sempa_proto::owner::EvictionMode;
 use sempa_proto::text::{line_number, split_memory_size};
 use serde::Deserialize;
@@ -183,9 +183,11 @@ pub struct Policy {
     /// Permitted only in the administrator's file.
     pub owners: Option<Vec<String>>,
     /// Times at which no guests may run.
-    pub never: Option<Vec<Hours>>,
+    #[serde(rename = "never")]
+    pub forbidden_hours: Option<Vec<WeeklyHours>>,
     /// The only times at which guests may run.
-    pub only: Option<Vec<Hours>>,
+    #[serde(rename = "only")]
+    pub allowed_hours: Option<Vec<WeeklyHours>>,
     /// Maximum number of guests, and of processors that all guests together use.
     pub cores: Option<u32>,
     /// Memory that must stay available for the owner.
@@ -195,7 +197,8 @@ pub struct Policy {
     /// Time limit for guests to be evicted after they must stop; until then they are paused.
     pub leave_after: Option<LeaveAfter>,
     /// How guests are evicted.
-    pub then: Option<EvictionMode>,
+    #[serde(rename = "then")]
+    pub eviction_mode: Option<EvictionMode>,
     /// Minutes without input after which a user who is logged in is only possibly present.
     pub idle_after_min: Option<u32>,
     /// Programs and users that are never admitted.
@@ -301,8 +304,8 @@ impl Policy {
         }
         let blocked = self.blocked.clone().unwrap_or_default();
         let lists = [
-            ("never", self.never.as_ref().map(Vec::len)),
-            ("only", self.only.as_ref().map(Vec::len)),
+            ("never", self.forbidden_hours.as_ref().map(Vec::len)),
+            ("only", self.allowed_hours.as_ref().map(Vec::len)),
             ("owners", self.owners.as_ref().map(Vec::len)),
             ("programs", blocked.programs.as_ref().map(Vec::len)),
             ("users", blocked.users.as_ref().map(Vec::len)),
@@ -325,16 +328,17 @@ impl Policy {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
         let words =
             |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
-        let hours =
-            |list: &Vec<Hours>| quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect());
+        let hours = |list: &Vec<WeeklyHours>| {
+            quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect())
+        };
         let users = |list: &Vec<BlockedUser>| {
             quoted(list.iter().map(|user| format!("{:?}", user.name)).collect())
         };
         let blocked = self.blocked.clone().unwrap_or_default();
         let all = [
             ("owners", self.owners.as_ref().map(words)),
-            ("never", self.never.as_ref().map(hours)),
-            ("only", self.only.as_ref().map(hours)),
+            ("never", self.forbidden_hours.as_ref().map(hours)),
+            ("only", self.allowed_hours.as_ref().map(hours)),
             ("cores", self.cores.map(|n| n.to_string())),
             (
                 "memory_free",
@@ -348,7 +352,7 @@ impl Policy {
                     LeaveAfter::Never => "\"never\"".into(),
                 }),
             ),
-            ("then", self.then.map(|then| format!("\"{then}\""))),
+            ("then", self.eviction_mode.map(|then| format!("\"{then}\""))),
             ("idle_after_min", self.idle_after_min.map(|n| n.to_string())),
             ("blocked.programs", blocked.programs.as_ref().map(words)),
             ("blocked.users", blocked.users.as_ref().map(users)),
@@ -402,13 +406,13 @@ impl MergedPolicy {
         settings.extend(more);
         let Policy {
             owners,
-            never,
-            only,
+            forbidden_hours: never,
+            allowed_hours: only,
             cores,
             memory_free,
             nice,
             leave_after,
-            then,
+            eviction_mode: then,
             idle_after_min,
             blocked,
         } = next.policy;
@@ -418,13 +422,13 @@ impl MergedPolicy {
         merged_blocked.users = merged_blocked.users.or(blocked.users);
         let policy = Policy {
             owners: policy.owners.or(owners),
-            never: policy.never.or(never),
-            only: policy.only.or(only),
+            forbidden_hours: policy.forbidden_hours.or(never),
+            allowed_hours: policy.allowed_hours.or(only),
             cores: policy.cores.or(cores),
             memory_free: policy.memory_free.or(memory_free),
             nice: policy.nice.or(nice),
             leave_after: policy.leave_after.or(leave_after),
-            then: policy.then.or(then),
+            eviction_mode: policy.eviction_mode.or(then),
             idle_after_min: policy.idle_after_min.or(idle_after_min),
             blocked: Some(merged_blocked),
         };
@@ -448,9 +452,9 @@ impl MergedPolicy {
         };
         let policy = Policy {
             owners: union(a.owners, b.owners),
-            never: union(a.never, b.never),
+            forbidden_hours: union(a.forbidden_hours, b.forbidden_hours),
             // A truncated list permits fewer hours than each of the two policies, never more.
-            only: combine(a.only, b.only, |a, b| {
+            allowed_hours: combine(a.allowed_hours, b.allowed_hours, |a, b| {
                 a.iter()
                     .flat_map(|a| b.iter().flat_map(|b| a.intersection(b)))
                     .take(LIST_ENTRIES_MAX)
@@ -466,7 +470,11 @@ impl MergedPolicy {
                 .into_iter()
                 .chain(b.leave_after)
                 .min_by_key(sooner),
-            then: a.then.into_iter().chain(b.then).max_by_key(surer),
+            eviction_mode: a
+                .eviction_mode
+                .into_iter()
+                .chain(b.eviction_mode)
+                .max_by_key(surer),
             idle_after_min: combine(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
             blocked: Some(Blocked {
                 programs: union(blocked.0.programs, blocked.1.programs),
@@ -498,9 +506,9 @@ impl MergedPolicy {
 }
 
 /// Combines two values with `of` if both are present; otherwise returns the present one, if any.
-fn combine<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
+fn combine<T>(a: Option<T>, b: Option<T>, merge: impl Fn(T, T) -> T) -> Option<T> {
     match (a, b) {
-        (Some(a), Some(b)) => Some(of(a, b)),
+        (Some(a), Some(b)) => Some(merge(a, b)),
         (a, b) => a.or(b),
     }
 }
@@ -619,7 +627,7 @@ mod tests {
             ("owner".to_string(), &owner),
             ("admin".to_string(), &admin),
         ]);
-        assert_eq!(merged.policy.never, owner.never);
+        assert_eq!(merged.policy.forbidden_hours, owner.forbidden_hours);
         assert_eq!(merged.policy.cores, Some(2));
         let blocked = merged.policy.blocked.expect("said");
         let users: Vec<(&str, &str)> = blocked

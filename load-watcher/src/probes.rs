@@ -3,7 +3,9 @@
 
 use crate::owner::{Evidence, InputActivity};
 use crate::proc::input_interrupts;
-use crate::sessions::{SESSION_BYTES_MAX, SESSIONS_MAX, Session, from_file, sorted_by_start};
+use crate::sessions::{
+    SESSION_BYTES_MAX, SESSIONS_MAX, Session, parse_session_file, sorted_by_start,
+};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeMap;
@@ -48,7 +50,7 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
         // The file of a session that has just ended may be missing; it is skipped.
         all.extend(
             read.ok()
-                .and_then(|_| from_file(&name, &String::from_utf8_lossy(&text))),
+                .and_then(|_| parse_session_file(&name, &String::from_utf8_lossy(&text))),
         );
     }
     Evidence::Known(sorted_by_start(all))
@@ -83,7 +85,7 @@ pub struct InputProbe {
     path: PathBuf,
     file: Option<File>,
     text: Vec<u8>,
-    count: Option<u64>,
+    interrupt_count: Option<u64>,
     evidence: Evidence<InputActivity>,
     retry_at: Option<Micros>,
 }
@@ -95,7 +97,7 @@ impl InputProbe {
             path,
             file: None,
             text: Vec::new(),
-            count: None,
+            interrupt_count: None,
             evidence,
             retry_at: None,
         }
@@ -117,7 +119,7 @@ impl InputProbe {
         }
         self.retry_at = None;
         let missing = |sense: &mut InputProbe, why: String| {
-            (sense.evidence, sense.count, sense.retry_at) = (
+            (sense.evidence, sense.interrupt_count, sense.retry_at) = (
                 Evidence::Unavailable(why),
                 None,
                 Some(now + INPUT_RETRY_INTERVAL),
@@ -136,7 +138,7 @@ impl InputProbe {
             );
             return missing(self, why);
         };
-        let before = self.count.replace(count);
+        let before = self.interrupt_count.replace(count);
         let keys = match &self.evidence {
             Evidence::Known(keys) => *keys,
             Evidence::Unavailable(_) => InputActivity {

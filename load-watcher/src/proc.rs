@@ -40,7 +40,7 @@ impl CpuTimes {
 ///
 /// # Errors
 /// The error of the system; ESRCH for a process that has exited.
-pub fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
+pub fn read_from_start<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
     loop {
         match file.read_at(text, 0) {
             Ok(len) => return Ok(&text[..len]),
@@ -165,7 +165,7 @@ pub fn available_bytes(text: &[u8]) -> Option<u64> {
 
 /// Returns the share of time in which at least one task waited for a processor, averaged over ten
 /// seconds, from /proc/pressure/cpu.
-pub fn pressure(text: &[u8]) -> Option<f32> {
+pub fn cpu_pressure(text: &[u8]) -> Option<f32> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
     let percent: f32 = parse_number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
     percent
@@ -178,9 +178,9 @@ pub fn pressure(text: &[u8]) -> Option<f32> {
 pub struct ProcessUsage {
     /// CPU time in clock ticks that the process with all its threads has used, and child processes
     /// for which it has waited.
-    pub ticks: u64,
+    pub cpu_ticks: u64,
     /// Start time in clock ticks since boot.
-    pub started: u64,
+    pub start_ticks: u64,
 }
 
 /// Returns CPU time and start time of a process from /proc/PID/stat.
@@ -199,8 +199,8 @@ pub fn process_usage(text: &[u8]) -> Option<ProcessUsage> {
             14..=17 => ticks = ticks.checked_add(value)?,
             22 => {
                 return Some(ProcessUsage {
-                    ticks,
-                    started: value,
+                    cpu_ticks: ticks,
+                    start_ticks: value,
                 });
             }
             _ => {}
@@ -276,7 +276,7 @@ mod tests {
             Some(5120)
         );
         let psi = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";
-        assert_eq!(pressure(psi), Some(0.125));
+        assert_eq!(cpu_pressure(psi), Some(0.125));
     }
 
     /// `busy_since` returns the busy share of the elapsed time, even if the idle time decreases.
@@ -305,8 +305,8 @@ mod tests {
         assert_eq!(
             process_usage(stat),
             Some(ProcessUsage {
-                ticks: 110,
-                started: 5678
+                cpu_ticks: 110,
+                start_ticks: 5678
             })
         );
         assert_eq!(process_usage(b"7 (x) S 1 2 3"), None);
@@ -358,8 +358,8 @@ mod tests {
             available_bytes(b"MemAvailable: 18446744073709551615 kB"),
             None
         );
-        assert_eq!(pressure(b"some avg10=inf"), None);
-        assert_eq!(pressure(b"full avg10=1.0"), None);
+        assert_eq!(cpu_pressure(b"some avg10=inf"), None);
+        assert_eq!(cpu_pressure(b"full avg10=1.0"), None);
     }
 
     proptest! {
@@ -369,7 +369,7 @@ mod tests {
             cpu_times(&text);
             loadavg(&text);
             available_bytes(&text);
-            pressure(&text);
+            cpu_pressure(&text);
             process_usage(&text);
             input_interrupts(&text);
             let mixed = [&STAT[..cut], &text].concat();

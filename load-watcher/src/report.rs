@@ -8,28 +8,28 @@ pub const SAMPLE_INTERVAL_BUSY: Micros = Micros::from_secs(1);
 /// Interval of samples while the load does not change.
 pub const SAMPLE_INTERVAL_QUIET: Micros = Micros::from_secs(5);
 /// Number of consecutive samples without a change after which the interval gets longer.
-const QUIET_SAMPLES: u32 = 5;
+const QUIET_SAMPLES_MIN: u32 = 5;
 /// Maximum interval of reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
 /// Minimum difference of `busy` between two samples that counts as a change.
-const BUSY_CHANGE: f32 = 0.1;
+const BUSY_CHANGE_MIN: f32 = 0.1;
 /// Difference of `cpu_limit` between two samples above which it counts as a change, in processors.
-const SHARE_CHANGE: f32 = 0.02;
+const CPU_LIMIT_CHANGE_MIN: f32 = 0.02;
 /// Minimum difference of the number of runnable threads that counts as a change.
-const RUNNING_CHANGE: u32 = 2;
+const RUNNING_CHANGE_MIN: u32 = 2;
 /// Maximum number of logins in a report.
-pub const LOGINS_MAX: usize = 64;
+pub const REPORTED_LOGINS_MAX: usize = 64;
 
 /// True if the difference of two samples is relevant to the resource manager.
 fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
     let memory = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
-        || (a.cpu_limit - b.cpu_limit).abs() > SHARE_CHANGE
-        || (a.busy - b.busy).abs() >= BUSY_CHANGE
-        || a.running.abs_diff(b.running) >= RUNNING_CHANGE
+        || (a.cpu_limit - b.cpu_limit).abs() > CPU_LIMIT_CHANGE_MIN
+        || (a.busy - b.busy).abs() >= BUSY_CHANGE_MIN
+        || a.running.abs_diff(b.running) >= RUNNING_CHANGE_MIN
         || a.task_cpus.is_some() != b.task_cpus.is_some()
         || (a.task_cpus.unwrap_or(0.0) - b.task_cpus.unwrap_or(0.0)).abs()
-            >= BUSY_CHANGE * a.processors()
+            >= BUSY_CHANGE_MIN * a.processors()
         || memory > a.available_bytes.max(b.available_bytes) / 10
 }
 
@@ -80,7 +80,7 @@ impl Reporter {
         } else {
             self.unchanged_samples.saturating_add(1)
         };
-        if self.unchanged_samples < QUIET_SAMPLES {
+        if self.unchanged_samples < QUIET_SAMPLES_MIN {
             SAMPLE_INTERVAL_BUSY
         } else {
             SAMPLE_INTERVAL_QUIET

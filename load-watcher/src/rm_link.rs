@@ -22,7 +22,7 @@ const TAG_RM_GONE: i32 = 1;
 pub(crate) struct RmSubscription {
     tid: Mutex<Option<Tid>>,
     /// Readable when another resource manager has requested the reports.
-    changed: EventFd,
+    change_event: EventFd,
 }
 
 impl RmSubscription {
@@ -33,12 +33,12 @@ impl RmSubscription {
     /// The error of the system or of the daemon.
     pub(crate) fn start(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<RmSubscription>> {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let boss = Arc::new(RmSubscription {
+        let subscription = Arc::new(RmSubscription {
             tid: Mutex::new(rm),
-            changed: news,
+            change_event: news,
         });
         rm.map(|rm| notify_on_exit(vm, rm)).transpose()?;
-        let (vm, shared) = (vm.clone(), Arc::clone(&boss));
+        let (vm, shared) = (vm.clone(), Arc::clone(&subscription));
         std::thread::Builder::new()
             .name("boss".into())
             .spawn(move || {
@@ -49,7 +49,7 @@ impl RmSubscription {
                 drop(vm.exit());
                 std::process::exit(0);
             })?;
-        Ok(boss)
+        Ok(subscription)
     }
 
     fn handle_message(&self, vm: &Vm, message: &Message) {
@@ -68,7 +68,7 @@ impl RmSubscription {
                 *tid = Some(message.src);
                 // If the resource manager has already exited, the notification arrives immediately.
                 drop(notify_on_exit(vm, message.src));
-                let _ = self.changed.write(1);
+                let _ = self.change_event.write(1);
             }
             _ => {}
         }
@@ -81,7 +81,7 @@ impl RmSubscription {
 
     /// Returns true if another resource manager has requested the reports since the last call.
     pub(crate) fn take_change(&self) -> bool {
-        self.changed.read().is_ok()
+        self.change_event.read().is_ok()
     }
 
     /// Creates an epoll descriptor that is readable when another resource manager requests the
@@ -94,7 +94,7 @@ impl RmSubscription {
         others: impl IntoIterator<Item = BorrowedFd<'a>>,
     ) -> nix::Result<Epoll> {
         let all = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        all.add(&self.changed, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        all.add(&self.change_event, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
         for other in others {
             all.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
         }

@@ -3,7 +3,7 @@
 
 use crate::cgroup::LimitingGroup;
 use crate::cpu_usage::{self, CpuUsage};
-use crate::proc::{self, read};
+use crate::proc::{self, read_from_start};
 use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
 use std::fs::File;
@@ -36,7 +36,7 @@ pub struct Sampler {
     pressure: Option<File>,
     /// CPU pressure as last read.
     last_pressure: f32,
-    group: Option<LimitingGroup>,
+    limiting_group: Option<LimitingGroup>,
     /// CPU times of the limiting control group, if there is a limit.
     group_times: Option<proc::CpuTimes>,
     text: Box<[u8]>,
@@ -46,7 +46,7 @@ pub struct Sampler {
     /// True if an owner reserves memory, so that memory and pressure are read alternately.
     memory_matters: bool,
     /// True if the last sample has read the available memory.
-    memory_read: bool,
+    last_sample_read_memory: bool,
 }
 
 /// Returns the error for a file that cannot be parsed.
@@ -77,13 +77,13 @@ impl Sampler {
             meminfo: open(&root.join("meminfo"))?,
             pressure: open(&root.join("pressure/cpu")).ok(),
             last_pressure: 0.0,
-            group: LimitingGroup::of_process(&root.join("self")),
+            limiting_group: LimitingGroup::of_process(&root.join("self")),
             group_times: None,
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
             last_times: None,
             memory: None,
             memory_matters: false,
-            memory_read: false,
+            last_sample_read_memory: false,
         })
     }
 
@@ -92,7 +92,7 @@ impl Sampler {
     ///
     /// # Errors
     /// The file cannot be opened.
-    pub fn memory_from(mut self, path: &Path) -> io::Result<Sampler> {
+    pub fn with_meminfo_file(mut self, path: &Path) -> io::Result<Sampler> {
         self.meminfo = open(path)?;
         Ok(self)
     }
@@ -101,7 +101,7 @@ impl Sampler {
     /// `matters` is true; otherwise at most once per [`MEMORY_INTERVAL`].
     pub fn set_memory_matters(&mut self, matters: bool) {
         if self.memory_matters != matters {
-            (self.memory_matters, self.memory_read) = (matters, false);
+            (self.memory_matters, self.last_sample_read_memory) = (matters, false);
         }
     }
 
@@ -115,10 +115,10 @@ impl Sampler {
     /// A file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.read_cpu_times()?;
-        let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?)
+        let (load1, running) = proc::loadavg(read_from_start(&self.loadavg, &mut self.text)?)
             .ok_or_else(|| parse_error("loadavg"))?;
         let available_bytes = self.read_available_bytes(at)?;
-        if !(self.memory_matters && self.memory_read) {
+        if !(self.memory_matters && self.last_sample_read_memory) {
             self.last_pressure = self.read_pressure();
         }
         // The thread that reads the file is running, too, and does not count.
@@ -129,16 +129,19 @@ impl Sampler {
             .and_then(|before| times.busy_since(before))
             .unwrap_or(queue);
         self.last_times = Some(times);
-        let limited = self.group.as_mut().and_then(|group| group.measure(at));
+        let limited = self
+            .limiting_group
+            .as_mut()
+            .and_then(|group| group.measure(at));
         self.group_times = limited.map(|limited| limited.cpu_times(at, cores));
         if let Some(limited) = limited {
             // The other numbers in /proc describe the whole machine, not the part within the limit.
-            let demand = limited.used + limited.throttled;
+            let demand = limited.used_processors + limited.throttled_threads;
             let (busy, running) = (
-                (limited.used / limited.share).min(1.0),
+                (limited.used_processors / limited.processor_limit).min(1.0),
                 demand.round() as u32,
             );
-            let share = limited.share.min(cores as f32);
+            let share = limited.processor_limit.min(cores as f32);
             let (load1, pressure, ours) = (demand, 0.0, None);
             return Ok(LoadSample {
                 at,
@@ -174,14 +177,15 @@ impl Sampler {
     /// Returns the CPU times summed over all processors, and the number of processors.
     fn read_cpu_times(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
         let now = Micros(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
-        let parse_used = |file: &File| proc::group_cpu_time(read(file, &mut self.text).ok()?);
+        let parse_used =
+            |file: &File| proc::group_cpu_time(read_from_start(file, &mut self.text).ok()?);
         let used = self.cpu_account.as_ref().and_then(parse_used);
         if let (Some(used), Some(tally)) = (used, &mut self.cpu_usage)
             && !tally.needs_stat(now)
         {
             return Ok(tally.update(now, used));
         }
-        let (stat, cores) = proc::cpu_times(read(&self.stat, &mut self.text)?)
+        let (stat, cores) = proc::cpu_times(read_from_start(&self.stat, &mut self.text)?)
             .ok_or_else(|| parse_error("stat"))?;
         let Some(used) = used else {
             return Ok((stat, cores));
@@ -195,21 +199,21 @@ impl Sampler {
     /// Returns the CPU pressure; 0 if the kernel does not measure it. If the measurement was
     /// disabled at boot, the file exists but cannot be read.
     fn read_pressure(&mut self) -> f32 {
-        let parse = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
+        let parse = |file: &File| proc::cpu_pressure(read_from_start(file, &mut self.text).ok()?);
         self.pressure.as_ref().and_then(parse).unwrap_or(0.0)
     }
 
     fn read_available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // `abs_diff` is used because the time of day may be set back.
         let is_fresh = |read: Micros| match self.memory_matters {
-            true => self.memory_read,
+            true => self.last_sample_read_memory,
             false => at.0.abs_diff(read.0) < MEMORY_INTERVAL.0,
         };
-        self.memory_read = !self.memory.is_some_and(|(read, _)| is_fresh(read));
-        if let Some((_, bytes)) = self.memory.filter(|_| !self.memory_read) {
+        self.last_sample_read_memory = !self.memory.is_some_and(|(read, _)| is_fresh(read));
+        if let Some((_, bytes)) = self.memory.filter(|_| !self.last_sample_read_memory) {
             return Ok(bytes);
         }
-        let text = read(&self.meminfo, &mut self.text)?;
+        let text = read_from_start(&self.meminfo, &mut self.text)?;
         let bytes = proc::available_bytes(text).ok_or_else(|| parse_error("meminfo"))?;
         self.memory = Some((at, bytes));
         Ok(bytes)

@@ -39,7 +39,7 @@ pub struct Session {
 
 /// Parses the text of the session file with this name; `None` if the session is not that of a
 /// person.
-pub fn from_file(name: &str, text: &str) -> Option<Session> {
+pub fn parse_session_file(name: &str, text: &str) -> Option<Session> {
     from_values(name, |key| {
         let line = text
             .lines()
@@ -109,7 +109,7 @@ fn without_control_chars(value: &str) -> String {
 
 /// Merges login records and sessions into a list of logins, earliest first. A session whose
 /// terminal has a login record is the same visit and is omitted.
-pub fn all_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
+pub fn merge_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
     let mut all = records.to_vec();
     let new = sessions
         .iter()
@@ -134,7 +134,7 @@ mod tests {
             .filter(|l| !l.starts_with(&format!("{key}=")))
             .map(str::to_string)
             .collect();
-        from_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
+        parse_session_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
     /// A session file contains user, terminal, origin and start.
@@ -145,7 +145,7 @@ mod tests {
             remote,
             graphical,
             ..
-        } = from_file("3", DESK).expect("somebody");
+        } = parse_session_file("3", DESK).expect("somebody");
         assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
         assert_eq!(
             (
@@ -156,7 +156,7 @@ mod tests {
             ("alice", "tty2", "")
         );
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
-        let far = from_file(
+        let far = parse_session_file(
             "4",
             &format!(
                 "{}REMOTE_HOST=10.0.0.9\n",
@@ -196,9 +196,9 @@ mod tests {
             from: String::new(),
             at: Micros(5),
         };
-        let desk = from_file("3", DESK).expect("somebody");
+        let desk = parse_session_file("3", DESK).expect("somebody");
         assert_eq!(
-            all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
+            merge_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
             *std::slice::from_ref(&record)
         );
         let other = Login {
@@ -206,7 +206,7 @@ mod tests {
             ..record
         };
         assert_eq!(
-            all_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)),
+            merge_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)),
             [other, desk.login]
         );
     }
@@ -215,8 +215,8 @@ mod tests {
         /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted(text in "(?s).{0,200}") {
-            let _ = from_file("1", &text);
-            let _ = from_file("1", &format!("{DESK}{text}"));
+            let _ = parse_session_file("1", &text);
+            let _ = parse_session_file("1", &format!("{DESK}{text}"));
         }
     }
 }

@@ -24,7 +24,7 @@ const STATUS_BYTES_MAX: u64 = 1 << 20;
 /// Time limit of a client for an answer; a load watcher normally answers in milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of guests in an answer.
-pub const TASKS_MAX: usize = 512;
+pub const STATUS_TASKS_MAX: usize = 512;
 
 /// One setting of the policy in force.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -32,7 +32,7 @@ fn array_at<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
 
 /// Returns a text field up to its first NUL. Control characters are replaced, because they could
 /// manipulate the terminal on which they are printed.
-fn text(field: &[u8]) -> String {
+fn text_field(field: &[u8]) -> String {
     let end = field.iter().position(|b| *b == 0).unwrap_or(field.len());
     String::from_utf8_lossy(&field[..end])
         .chars()
@@ -43,15 +43,15 @@ fn text(field: &[u8]) -> String {
 /// Parses a record. Offsets (and sizes) in `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4),
 /// user 44 (32), host 76 (256), exit 332, session 336, seconds 340, microseconds 344, address 348,
 /// unused 364.
-fn parse(record: &[u8]) -> Record {
+fn parse_record(record: &[u8]) -> Record {
     let seconds = u64::from(u32::from_ne_bytes(array_at(record, 340)));
     let rest = u64::from(u32::from_ne_bytes(array_at(record, 344))).min(999_999);
     Record {
         kind: i16::from_ne_bytes(array_at(record, 0)),
         login: Login {
-            user: text(&record[44..76]),
-            line: text(&record[8..40]),
-            from: text(&record[76..332]),
+            user: text_field(&record[44..76]),
+            line: text_field(&record[8..40]),
+            from: text_field(&record[76..332]),
             at: Micros(seconds * 1_000_000 + rest),
         },
     }
@@ -61,9 +61,9 @@ fn parse(record: &[u8]) -> Record {
 /// is ignored.
 ///
 /// If a terminal has several records, the newest is used; among equally old records, the last one.
-pub fn logins(file: &[u8]) -> Vec<Login> {
+pub fn parse_logins(file: &[u8]) -> Vec<Login> {
     let mut newest: BTreeMap<String, Record> = BTreeMap::new();
-    for record in file.chunks_exact(RECORD_BYTES).map(parse) {
+    for record in file.chunks_exact(RECORD_BYTES).map(parse_record) {
         if !matches!(record.kind, USER_PROCESS | DEAD_PROCESS) {
             continue;
         }
@@ -123,7 +123,7 @@ mod tests {
             encode_record(USER_PROCESS, &bob),
         ]
         .concat();
-        assert_eq!(logins(&file), [bob, alice]);
+        assert_eq!(parse_logins(&file), [bob, alice]);
     }
 
     /// A login that has ended is not returned, whatever the order of the records; a newer login at
@@ -132,13 +132,13 @@ mod tests {
     fn ended_login_is_removed_in_any_order() {
         let alice = encode_record(USER_PROCESS, &login("alice", "pts/0", 300));
         let end = encode_record(DEAD_PROCESS, &login("", "pts/0", 400));
-        assert_eq!(logins(&end), []);
-        assert_eq!(logins(&[alice, end].concat()), []);
-        assert_eq!(logins(&[end, alice].concat()), []);
+        assert_eq!(parse_logins(&end), []);
+        assert_eq!(parse_logins(&[alice, end].concat()), []);
+        assert_eq!(parse_logins(&[end, alice].concat()), []);
         // The end of an older login does not hide a newer login at the same terminal.
         let again = login("carol", "pts/0", 500);
         assert_eq!(
-            logins(&[encode_record(USER_PROCESS, &again), end].concat()),
+            parse_logins(&[encode_record(USER_PROCESS, &again), end].concat()),
             [again]
         );
     }
@@ -149,11 +149,11 @@ mod tests {
         let alice = login("alice", "pts/0", 300);
         let whole = encode_record(USER_PROCESS, &alice);
         assert_eq!(
-            logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()),
+            parse_logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()),
             [alice]
         );
         assert_eq!(
-            logins(&encode_record(USER_PROCESS, &login("", "pts/0", 300))),
+            parse_logins(&encode_record(USER_PROCESS, &login("", "pts/0", 300))),
             []
         );
     }
@@ -162,7 +162,7 @@ mod tests {
     fn control_characters_are_replaced() {
         let tricky = login("a\x1b[2J", "pts/0", 1);
         assert_eq!(
-            logins(&encode_record(USER_PROCESS, &tricky))[0].user,
+            parse_logins(&encode_record(USER_PROCESS, &tricky))[0].user,
             "a?[2J"
         );
     }
@@ -171,7 +171,7 @@ mod tests {
         /// Any bytes are accepted, and yield at most one login per record.
         #[test]
         fn any_bytes_are_accepted(file in prop::collection::vec(any::<u8>(), 0..RECORD_BYTES * 4)) {
-            prop_assert!(logins(&file).len() <= file.len() / RECORD_BYTES);
+            prop_assert!(parse_logins(&file).len() <= file.len() / RECORD_BYTES);
         }
 
         /// Written logins are parsed into the same logins.
@@ -185,7 +185,7 @@ mod tests {
                 .collect();
             let file: Vec<u8> = expected.iter().flat_map(|l| encode_record(USER_PROCESS, l)).collect();
             expected.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
-            prop_assert_eq!(logins(&file), expected);
+            prop_assert_eq!(parse_logins(&file), expected);
         }
     }
 }

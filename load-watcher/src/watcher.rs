@@ -12,12 +12,15 @@ use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
 use procfs::process::Process;
 use procfs::{CurrentSI, KernelStats};
-use pvm_load_watcher::confine::CpuConfinement;
-use pvm_load_watcher::guests::{Decision, GuestGate, GuestInputs};
+use pvm_load_watcher::cpu_confinement::CpuConfinement;
+use pvm_load_watcher::file_watcher::{
+    FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
+};
+use pvm_load_watcher::guests::{GuestDecision, GuestGate, GuestInputs};
 use pvm_load_watcher::host_policy::{
     ADMIN_FILE, HostPolicy, PolicyPaths, VmUser, trusted_path, user_name, user_policy_file,
 };
-use pvm_load_watcher::load_attribution::{LOW_LOAD, TaskLoad, task_processes};
+use pvm_load_watcher::load_attribution::{LOW_LOAD_PROCESSORS, TaskLoad, task_processes};
 use pvm_load_watcher::logind::LogindClient;
 use pvm_load_watcher::owner::{
     Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, merged_logins,
@@ -25,14 +28,11 @@ use pvm_load_watcher::owner::{
 use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
-use pvm_load_watcher::report::{LOGINS_MAX, Reporter, SAMPLE_INTERVAL_BUSY};
+use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_BUSY};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{GuestStatus, Setting, Status, StatusListener, TASKS_MAX};
+use pvm_load_watcher::status::{GuestStatus, STATUS_TASKS_MAX, Setting, Status, StatusListener};
 use pvm_load_watcher::system::{local_time, raise_nice, time_of_day, to_micros};
-use pvm_load_watcher::watch::{
-    FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
-};
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
@@ -66,12 +66,12 @@ const UNWATCHED_INTERVAL: Micros = Micros::from_secs(10);
 const SAMPLING_CONTEXT: &str = "sampling the load of this host";
 
 // Indices of the watched paths.
-const UTMP: usize = 0;
-const SESSIONS: usize = 1;
-const USER_POLICY: usize = 2;
-const ADMIN_POLICY: usize = 3;
-const OVERRIDES: usize = 4;
-const WATCHED_PATHS: usize = 5;
+const UTMP_PATH_INDEX: usize = 0;
+const SESSIONS_PATH_INDEX: usize = 1;
+const USER_POLICY_PATH_INDEX: usize = 2;
+const ADMIN_POLICY_PATH_INDEX: usize = 3;
+const OVERRIDES_PATH_INDEX: usize = 4;
+const WATCHED_PATH_COUNT: usize = 5;
 
 fn log_line(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
@@ -96,23 +96,23 @@ pub(crate) struct Watcher {
     not_requested_since: Option<Micros>,
     /// Readable when a user of this host queries the status, when logind reports a change, or when
     /// another resource manager requests reports.
-    wake: Epoll,
+    wake_epoll: Epoll,
     /// Name of the virtual machine.
-    name: String,
+    vm_name: String,
     args: Args,
     uid: u32,
     started: Instant,
     sampler: Sampler,
     watch: FileWatcher,
     observations: Observations,
-    rules: HostPolicy,
+    host_policy: HostPolicy,
     detector: OwnerDetector,
-    gate: GuestGate,
+    guest_gate: GuestGate,
     task_load: TaskLoad,
     /// `None` if the system does not report the processors of this process.
-    confine: Option<CpuConfinement>,
+    cpu_confinement: Option<CpuConfinement>,
     /// True if the owner limits guests by a nice level or by processors.
-    limited: bool,
+    guests_limited: bool,
     /// External load in the last sample, in processors; 0 if unknown.
     external_processors: f32,
     reporter: Reporter,
@@ -121,13 +121,13 @@ pub(crate) struct Watcher {
     logind: Option<LogindClient>,
     sample: LoadSample,
     assessment: OwnerAssessment,
-    decision: Decision,
-    reported_decision: Option<Decision>,
+    decision: GuestDecision,
+    reported_decision: Option<GuestDecision>,
     sent_directive: Option<GuestDirective>,
     /// The encoded report that is sent when no other action is due.
-    outgoing: Option<Body>,
-    daemon_refuses: Cell<bool>,
-    due: Deadlines,
+    outgoing_report: Option<Body>,
+    directive_refused: Cell<bool>,
+    deadlines: Deadlines,
 }
 
 /// Times at which the periodic actions are due next, by the watcher's monotonic clock.
@@ -194,7 +194,9 @@ impl Watcher {
     pub(crate) fn new(vm: Vm, boss: Arc<RmSubscription>, args: Args) -> anyhow::Result<Watcher> {
         let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING_CONTEXT)?;
         if let Some(meminfo) = &args.meminfo {
-            sampler = sampler.memory_from(meminfo).context(SAMPLING_CONTEXT)?;
+            sampler = sampler
+                .with_meminfo_file(meminfo)
+                .context(SAMPLING_CONTEXT)?;
         }
         let sample = sampler.sample(time_of_day()).context(SAMPLING_CONTEXT)?;
         let user = nix::unistd::geteuid().as_raw();
@@ -208,7 +210,7 @@ impl Watcher {
             .inspect_err(|e| log_line(&format!("nobody can ask: {e}")))
             .ok();
         let seen = Observations {
-            records: read_login_records(watch.path(UTMP)),
+            records: read_login_records(watch.path(UTMP_PATH_INDEX)),
             sessions: Evidence::Unavailable("not looked at yet".into()),
             logind_error: None,
             terminal_input: BTreeMap::new(),
@@ -227,32 +229,32 @@ impl Watcher {
             vm,
             rm: boss,
             not_requested_since: None,
-            wake,
-            name,
+            wake_epoll: wake,
+            vm_name: name,
             args,
             uid: user,
             started: Instant::now(),
             sampler,
             watch,
             observations: seen,
-            rules,
+            host_policy: rules,
             detector: OwnerDetector::default(),
-            gate: GuestGate::default(),
+            guest_gate: GuestGate::default(),
             task_load: TaskLoad::new(Path::new("/proc")),
-            confine: CpuConfinement::new(runtime_file(GUEST_CPUS_FILE)).ok(),
-            limited: false,
+            cpu_confinement: CpuConfinement::new(runtime_file(GUEST_CPUS_FILE)).ok(),
+            guests_limited: false,
             external_processors: 0.0,
             reporter: Reporter::default(),
             listener,
             logind,
             sample,
             assessment: OwnerAssessment::default(),
-            decision: Decision::default(),
+            decision: GuestDecision::default(),
             reported_decision: None,
             sent_directive: None,
-            outgoing: None,
-            daemon_refuses: Cell::new(false),
-            due: Deadlines::default(),
+            outgoing_report: None,
+            directive_refused: Cell::new(false),
+            deadlines: Deadlines::default(),
         };
         watcher.read_sessions();
         watcher.observations.input.poll(time_of_day());
@@ -267,25 +269,25 @@ impl Watcher {
     /// that an assessment waits neither for the socket nor for the wake-up of another processor.
     fn prepare_report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.assessment.logins.clone();
-        logins.truncate(LOGINS_MAX);
-        let Decision {
-            guests,
-            why: guests_why,
+        logins.truncate(REPORTED_LOGINS_MAX);
+        let GuestDecision {
+            access: guests,
+            reason: guests_why,
             limits,
         } = self.decision.clone();
         let report = LoadReport {
             host: self.vm.host(),
             at: time_of_day(),
             sample: self.sample,
-            owner_verdict: self.assessment.owner.clone(),
+            owner_verdict: self.assessment.verdict.clone(),
             confidence: self.assessment.confidence,
-            owner_reason: self.assessment.why.clone(),
+            owner_reason: self.assessment.reason.clone(),
             logins,
             access: guests,
             access_reason: guests_why,
             limits,
         };
-        self.outgoing = Some(Body {
+        self.outgoing_report = Some(Body {
             enc: DSIG_X86_64,
             bytes: frame::to_bytes(&report)?.into(),
         });
@@ -298,10 +300,12 @@ impl Watcher {
 
     /// Sends the prepared report if there is one.
     fn send_report(&mut self) {
-        if let (Some(body), Some(rm)) = (self.outgoing.take(), self.rm.tid()) {
+        if let (Some(body), Some(rm)) = (self.outgoing_report.take(), self.rm.tid()) {
             // If the resource manager has just exited, the report is lost; the next resource
             // manager requests a complete report.
-            let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
+            let _ = self
+                .vm
+                .send_in_context(rm, self.args.ctx, self.args.tag, body);
         }
     }
 
@@ -310,22 +314,22 @@ impl Watcher {
     fn assess(&mut self) -> anyhow::Result<()> {
         let now = time_of_day();
         let logins = merged_logins(&self.observations.records, &self.observations.sessions);
-        let before = self.rules.errors();
-        self.rules.update_logins(&logins);
+        let before = self.host_policy.errors();
+        self.host_policy.update_logins(&logins);
         self.log_new_errors(&before);
         self.observations.terminal_input = terminal_input_times(&self.args.terminals, &logins);
-        let policy = &self.rules.merged().policy;
+        let policy = &self.host_policy.merged().policy;
         let idle = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
         let signs = OwnerSigns {
-            records_path: self.watch.path(UTMP),
+            records_path: self.watch.path(UTMP_PATH_INDEX),
             records: &self.observations.records,
             sessions: &self.observations.sessions,
             logind_error: self.observations.logind_error.as_deref(),
             terminal_input: &self.observations.terminal_input,
             input: self.observations.input.evidence(),
             external_load: &self.observations.external_load,
-            overrides: self.rules.overrides(),
-            owners: self.rules.owners(),
+            overrides: self.host_policy.overrides(),
+            owners: self.host_policy.owners(),
             idle_after: Micros::from_secs(u64::from(idle) * 60),
         };
         self.assessment = self.detector.verdict(now, &signs);
@@ -339,13 +343,13 @@ impl Watcher {
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
         self.watch.watch_idle_terminals(&idle);
-        self.decision = self.gate.decide(&GuestInputs {
+        self.decision = self.guest_gate.decide(&GuestInputs {
             policy,
-            policy_unknown: self.rules.policy_unknown(),
-            blocked_uids: self.rules.blocked_uids(),
+            policy_unknown: self.host_policy.policy_unknown(),
+            blocked_uids: self.host_policy.blocked_uids(),
             uid: self.uid,
-            owner: &self.assessment.owner,
-            owner_reason: &self.assessment.why,
+            owner: &self.assessment.verdict,
+            owner_reason: &self.assessment.reason,
             available_bytes: self.sample.available_bytes,
             local_time: local_time(now.0 / 1_000_000),
             now,
@@ -357,7 +361,7 @@ impl Watcher {
         if changed
             || self
                 .reporter
-                .owner_changed(&self.assessment.owner, &self.assessment.why)
+                .owner_changed(&self.assessment.verdict, &self.assessment.reason)
         {
             self.prepare_report()?;
         }
@@ -367,9 +371,9 @@ impl Watcher {
     /// Sends the daemon a directive that states whether guests may run, if the directive has
     /// changed.
     fn send_directive(&mut self) {
-        let Decision {
-            guests,
-            why,
+        let GuestDecision {
+            access: guests,
+            reason: why,
             limits,
         } = &self.decision;
         let word = GuestDirective {
@@ -381,8 +385,8 @@ impl Watcher {
             return;
         }
         match self.vm.set_guest_directive(word.clone()) {
-            Ok(()) => self.daemon_refuses.set(false),
-            Err(error) if !self.daemon_refuses.replace(true) => log_line(&format!(
+            Ok(()) => self.directive_refused.set(false),
+            Err(error) if !self.directive_refused.replace(true) => log_line(&format!(
                 "{error}; guests are stopped only when the resource manager moves them"
             )),
             Err(_) => {}
@@ -393,31 +397,31 @@ impl Watcher {
     /// Reads the sources for which `which` returns true. Missing watches are set before the reads,
     /// so that no change between watch and read is missed.
     fn read_sources(&mut self, which: impl Fn(usize) -> bool) {
-        (0..WATCHED_PATHS)
+        (0..WATCHED_PATH_COUNT)
             .filter(|place| which(*place))
             .for_each(|place| self.watch.arm(place));
-        if which(UTMP) {
-            self.observations.records = read_login_records(self.watch.path(UTMP));
+        if which(UTMP_PATH_INDEX) {
+            self.observations.records = read_login_records(self.watch.path(UTMP_PATH_INDEX));
         }
-        if which(SESSIONS) {
+        if which(SESSIONS_PATH_INDEX) {
             self.read_sessions();
         }
-        let before = self.rules.errors();
-        if which(ADMIN_POLICY) {
-            self.rules.read_admin();
+        let before = self.host_policy.errors();
+        if which(ADMIN_POLICY_PATH_INDEX) {
+            self.host_policy.read_admin();
         }
-        if which(USER_POLICY) {
-            self.rules.read_user_policy();
+        if which(USER_POLICY_PATH_INDEX) {
+            self.host_policy.read_user_policy();
         }
-        if which(OVERRIDES) {
-            self.rules.read_overrides();
+        if which(OVERRIDES_PATH_INDEX) {
+            self.host_policy.read_overrides();
         }
         self.log_new_errors(&before);
     }
 
     /// Logs the errors of the policies that are not in `before`.
     fn log_new_errors(&self, before: &[String]) {
-        self.rules
+        self.host_policy
             .errors()
             .iter()
             .filter(|line| !before.contains(line))
@@ -426,7 +430,7 @@ impl Watcher {
 
     /// Reads the paths that cannot be watched and for which `which` returns true.
     fn read_unwatched(&mut self, which: impl Fn(usize) -> bool) {
-        let new: Vec<bool> = (0..WATCHED_PATHS)
+        let new: Vec<bool> = (0..WATCHED_PATH_COUNT)
             .map(|place| which(place) && self.watch.retry_watch(place))
             .collect();
         self.read_sources(|place| new[place]);
@@ -449,7 +453,7 @@ impl Watcher {
     }
 
     /// Requests from the daemon the list of the virtual machine's tasks on this host.
-    fn tasks(&self) -> Vec<TaskInfo> {
+    fn query_tasks(&self) -> Vec<TaskInfo> {
         match self.vm.runtime().request(Request::Tasks {
             selector: self.vm.host().tid(),
         }) {
@@ -463,18 +467,25 @@ impl Watcher {
     /// high enough to matter.
     fn attribute_load(&mut self) {
         let used = self.sample.busy * self.sample.processors();
-        let Some(times) = self.sampler.cpu_times().filter(|_| used >= LOW_LOAD) else {
+        let Some(times) = self
+            .sampler
+            .cpu_times()
+            .filter(|_| used >= LOW_LOAD_PROCESSORS)
+        else {
             self.external_processors = 0.0;
             return self.task_load.skip_sample();
         };
-        let Some(ours) = self.task_load.own_processors(times, self.sample.cores) else {
+        let Some(ours) = self
+            .task_load
+            .measure_own_processors(times, self.sample.cores)
+        else {
             return;
         };
         let before = std::mem::replace(&mut self.external_processors, used - ours);
-        if self.external_processors > before + LOW_LOAD {
+        if self.external_processors > before + LOW_LOAD_PROCESSORS {
             // New external load may come from new tasks of the virtual machine, so the tasks are
             // listed; the next sample then attributes the load correctly.
-            self.set_task_processes(&self.tasks());
+            self.set_task_processes(&self.query_tasks());
         } else {
             self.sample.task_cpus = Some(ours);
         }
@@ -497,15 +508,15 @@ impl Watcher {
         let Some(times) = self.sampler.cpu_times() else {
             return;
         };
-        let policy = &self.rules.merged().policy;
+        let policy = &self.host_policy.merged().policy;
         let (nice, cores) = (policy.nice, policy.cores);
         let limited = nice.is_some()
             || self
-                .confine
+                .cpu_confinement
                 .as_ref()
                 .is_some_and(|confine| confine.is_needed(cores));
         if limited || self.task_load.origin_matters(times, self.sample.cores) {
-            let tasks = self.tasks();
+            let tasks = self.query_tasks();
             if limited {
                 let guests = tasks.iter().filter(|task| is_guest(task));
                 let processes: Vec<i32> = guests
@@ -517,42 +528,51 @@ impl Watcher {
                     .into_iter()
                     .flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
                 levels.for_each(|(pid, level)| drop(raise_nice(pid, level)));
-                self.confine
+                self.cpu_confinement
                     .iter_mut()
                     .for_each(|confine| confine.apply(cores, processes.iter().copied()));
             }
             self.set_task_processes(&tasks);
         }
-        self.limited = limited;
-        self.observations.external_load =
-            match self.task_load.external_processors(times, self.sample.cores) {
-                Some(cores) => Evidence::Known(cores),
-                None => Evidence::Unavailable("tasks of the virtual machine came or went".into()),
-            };
+        self.guests_limited = limited;
+        self.observations.external_load = match self
+            .task_load
+            .measure_external_processors(times, self.sample.cores)
+        {
+            Some(cores) => Evidence::Known(cores),
+            None => Evidence::Unavailable("tasks of the virtual machine came or went".into()),
+        };
     }
 
     /// Executes the periodic actions that are due. Returns true if a new assessment is needed.
     fn run_periodic_checks(&mut self, now: Micros) -> bool {
-        self.read_unwatched(|place| place == UTMP);
-        if now < self.due.slow_checks {
-            return self.watch.is_unwatched(UTMP);
+        self.read_unwatched(|place| place == UTMP_PATH_INDEX);
+        if now < self.deadlines.slow_checks {
+            return self.watch.is_unwatched(UTMP_PATH_INDEX);
         }
-        self.due.slow_checks = now + SLOW_CHECKS_INTERVAL;
+        self.deadlines.slow_checks = now + SLOW_CHECKS_INTERVAL;
         self.exit_if_not_requested(now);
-        if now >= self.due.unwatched {
-            self.due.unwatched = now + UNWATCHED_INTERVAL;
-            self.read_unwatched(|place| place != UTMP);
+        if now >= self.deadlines.unwatched {
+            self.deadlines.unwatched = now + UNWATCHED_INTERVAL;
+            self.read_unwatched(|place| place != UTMP_PATH_INDEX);
             // A watch does not report that a file has become readable, so refused files are read
             // again periodically.
-            if self.rules.policy_unknown().is_some() {
-                self.read_sources(|place| [ADMIN_POLICY, USER_POLICY, OVERRIDES].contains(&place));
+            if self.host_policy.policy_unknown().is_some() {
+                self.read_sources(|place| {
+                    [
+                        ADMIN_POLICY_PATH_INDEX,
+                        USER_POLICY_PATH_INDEX,
+                        OVERRIDES_PATH_INDEX,
+                    ]
+                    .contains(&place)
+                });
             }
         }
         self.observations.input.poll(time_of_day());
-        if now >= self.due.tasks {
+        if now >= self.deadlines.tasks {
             self.limit_and_measure_tasks();
-            self.due.tasks = now
-                + if self.limited {
+            self.deadlines.tasks = now
+                + if self.guests_limited {
                     LIMITED_TASKS_INTERVAL
                 } else {
                     TASKS_INTERVAL
@@ -580,12 +600,12 @@ impl Watcher {
     /// is taken no later than at the next full minute.
     fn next_interval(&mut self) -> Micros {
         let pause = self.reporter.interval_after(&self.sample);
-        let pause = if self.watch.is_unwatched(UTMP) {
+        let pause = if self.watch.is_unwatched(UTMP_PATH_INDEX) {
             SAMPLE_INTERVAL_BUSY
         } else {
             pause
         };
-        if !self.rules.depends_on_clock() {
+        if !self.host_policy.depends_on_clock() {
             return pause;
         }
         pause.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
@@ -598,7 +618,7 @@ impl Watcher {
         loop {
             self.send_report();
             let left = Duration::from_micros(next.since(self.now()).0);
-            let woken: WakeReasons = self.watch.wait(left, Some(self.wake.0.as_fd()));
+            let woken: WakeReasons = self.watch.wait(left, Some(self.wake_epoll.0.as_fd()));
             if woken.any_change() {
                 self.read_sources(|place| woken.path_changed(place));
                 self.assess()?;
@@ -623,9 +643,9 @@ impl Watcher {
             self.attribute_load();
             let now = self.now();
             let before = std::mem::replace(&mut minute, time_of_day().0 / 60_000_000);
-            let of_hours = before != minute && self.rules.depends_on_clock();
-            let of_memory = self.gate.needs_decision(
-                &self.rules.merged().policy,
+            let of_hours = before != minute && self.host_policy.depends_on_clock();
+            let of_memory = self.guest_gate.needs_decision(
+                &self.host_policy.merged().policy,
                 self.sample.available_bytes,
                 time_of_day(),
             );
@@ -641,20 +661,20 @@ impl Watcher {
 
     fn answer_queries(&self) {
         if let Some(listener) = &self.listener {
-            listener.answer_queries(|| self.status());
+            listener.answer_queries(|| self.collect_status());
         }
     }
 
     /// Collects the status that is sent to a user of this host.
-    fn status(&self) -> Status {
-        let (guests, leave_at_us, then) = match self.decision.guests {
+    fn collect_status(&self) -> Status {
+        let (guests, leave_at_us, then) = match self.decision.access {
             GuestAccess::Welcome => ("welcome", None, None),
             GuestAccess::Paused {
                 evict_at: leave_at,
                 eviction: then,
             } => ("stopped", leave_at.map(|at| at.0), Some(then)),
         };
-        let owner = match self.assessment.owner {
+        let owner = match self.assessment.verdict {
             OwnerVerdict::Absent { .. } => "absent",
             OwnerVerdict::Maybe { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
@@ -664,20 +684,21 @@ impl Watcher {
             value: value.clone(),
             from: from.clone(),
         };
-        let tasks = self.tasks();
+        let tasks = self.query_tasks();
         let boot = boot_time();
         let host = match self.vm.runtime().request(Request::Config) {
             Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
             _ => None,
         };
-        let (stopped_by, stopped_by_why) = stopped_by(self.vm.runtime().request(Request::Freezer));
+        let (stopped_by, stopped_by_why) =
+            stop_mechanism(self.vm.runtime().request(Request::Freezer));
         Status {
-            vm: self.name.clone(),
+            vm: self.vm_name.clone(),
             user: user_name(self.uid),
             host: host.unwrap_or_default(),
             owner: owner.into(),
             confidence: self.assessment.confidence,
-            why: self.assessment.why.clone(),
+            why: self.assessment.reason.clone(),
             sources: self
                 .assessment
                 .sources
@@ -685,17 +706,23 @@ impl Watcher {
                 .map(|(name, says)| (name.to_string(), says.clone()))
                 .collect(),
             guests: guests.into(),
-            guests_why: self.decision.why.clone(),
+            guests_why: self.decision.reason.clone(),
             leave_at_us,
             then: then.map(|then| then.to_string()),
             stopped_by: stopped_by.into(),
             stopped_by_why,
-            policy: self.rules.merged().settings.iter().map(setting).collect(),
-            wrong: self.rules.errors(),
+            policy: self
+                .host_policy
+                .merged()
+                .settings
+                .iter()
+                .map(setting)
+                .collect(),
+            wrong: self.host_policy.errors(),
             tasks: tasks
                 .iter()
                 .filter(|task| is_guest(task))
-                .take(TASKS_MAX)
+                .take(STATUS_TASKS_MAX)
                 .map(|task| guest_status(task, boot))
                 .collect(),
         }
@@ -711,7 +738,7 @@ fn is_guest(task: &TaskInfo) -> bool {
 
 /// Returns the mechanism by which the daemon stops guests, and the reason if it is not control
 /// groups.
-fn stopped_by(reply: Reply) -> (&'static str, String) {
+fn stop_mechanism(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
         Reply::Freezer(Some(Err(why))) => ("signals", why),
@@ -754,14 +781,14 @@ fn guest_status(task: &TaskInfo, boot: Option<u64>) -> GuestStatus {
     });
     let second = procfs::ticks_per_second();
     let started = boot
-        .filter(|_| started > 0)
-        .map(|boot| boot * 1_000_000 + started * 1_000_000 / second);
+        .filter(|_| start_ticks > 0)
+        .map(|boot| boot * 1_000_000 + start_ticks * 1_000_000 / second);
     GuestStatus {
         tid: task.tid.to_string(),
         program: task.name.clone(),
         pid: task.pid,
         user: user_name(task.uid),
         since_us: started.unwrap_or(0),
-        cpu_s: ticks as f64 / second as f64,
+        cpu_s: cpu_ticks as f64 / second as f64,
     }
 }

@@ -5,7 +5,7 @@
 #[path = "../../libpvm/proto/tests/counting_allocator/mod.rs"]
 mod counting_allocator;
 
-use counting_allocator::allocations;
+use counting_allocator::allocation_count;
 use pvm_load_watcher::cgroup::LimitingGroup;
 use pvm_load_watcher::load_attribution::TaskLoad;
 use pvm_load_watcher::proc::CpuTimes;
@@ -16,12 +16,12 @@ use std::path::Path;
 #[test]
 fn a_sample_allocates_nothing() {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
-    let before = allocations();
+    let before = allocation_count();
     let mut cores = 0;
     for i in 0..10 {
         cores = sampler.sample(Micros(i)).expect("this is Linux").cores;
     }
-    assert_eq!(allocations(), before);
+    assert_eq!(allocation_count(), before);
     assert!(cores > 0);
 }
 
@@ -35,18 +35,18 @@ fn task_load_measurement_allocates_nothing() {
     let mut ours = TaskLoad::new(Path::new("/proc"));
     let own = std::process::id().cast_signed();
     ours.set_processes(&[own, std::os::unix::process::parent_id().cast_signed()]);
-    let before = allocations();
+    let before = allocation_count();
     let mut seen = 0;
     for i in 0..10 {
         let times = CpuTimes {
             total: times.total + i * 100,
             idle: times.idle,
         };
-        seen += usize::from(ours.own_processors(times, 2).is_some())
-            + usize::from(ours.external_processors(times, 2).is_some());
+        seen += usize::from(ours.measure_own_processors(times, 2).is_some())
+            + usize::from(ours.measure_external_processors(times, 2).is_some());
         assert!(ours.origin_matters(times, 2));
     }
-    assert_eq!(allocations(), before);
+    assert_eq!(allocation_count(), before);
     assert!(seen >= 17, "{seen}");
 }
 
@@ -68,14 +68,14 @@ fn measuring_a_limit_allocates_nothing() {
         "usage_usec 1000000\nuser_usec 1\nthrottled_usec 5\n",
     );
     let mut group = LimitingGroup::of_process(dir.path()).expect("it is limited");
-    let before = allocations();
+    let before = allocation_count();
     let mut share = 0.0;
     for i in 0..10 {
         share = group
             .measure(Micros(i * 1_000_000))
             .expect("it is limited")
-            .share;
+            .processor_limit;
     }
-    assert_eq!(allocations(), before);
+    assert_eq!(allocation_count(), before);
     assert!(share > 0.0);
 }

@@ -1,10 +1,10 @@
 //! Tests the watches of login records, terminals and settings with real files and the real kernel,
 //! and samples of /proc with fixed and real files.
 
+use pvm_load_watcher::file_watcher::{FileWatcher, WatchedPath, read_login_records};
 use pvm_load_watcher::owner::LoginRecords;
 use pvm_load_watcher::sampler::{MEMORY_INTERVAL, Sampler};
 use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, encode_record};
-use pvm_load_watcher::watch::{FileWatcher, WatchedPath, read_login_records};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Time limit of every wait; a loaded machine may need much of it.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn alice() -> Login {
     Login {
@@ -38,14 +38,14 @@ fn write(path: &Path, kind: i16) {
 }
 
 /// A watched file with login records.
-struct Logins {
+struct WatchedLoginFile {
     path: PathBuf,
     watch: FileWatcher,
 }
 
-impl Logins {
-    fn new(path: PathBuf) -> Logins {
-        Logins {
+impl WatchedLoginFile {
+    fn new(path: PathBuf) -> WatchedLoginFile {
+        WatchedLoginFile {
             watch: FileWatcher::new(vec![WatchedPath::file(path.clone())]),
             path,
         }
@@ -61,14 +61,14 @@ impl Logins {
         self.watch.wait(span, None).path_changed(0)
     }
 
-    fn is_blind(&self) -> bool {
+    fn is_unwatched(&self) -> bool {
         self.watch.is_unwatched(0)
     }
 }
 
 /// Waits until the login records equal `wanted`, and fails the test after a timeout.
-fn until(watch: &mut Logins, wanted: &LoginRecords) {
-    let end = Instant::now() + PATIENCE;
+fn wait_for_records(watch: &mut WatchedLoginFile, wanted: &LoginRecords) {
+    let end = Instant::now() + TIMEOUT;
     loop {
         let now = watch.read();
         if now == *wanted {
@@ -84,17 +84,17 @@ fn login_and_logout_are_noticed_without_polling() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     write(&path, DEAD_PROCESS);
-    let mut watch = Logins::new(path.clone());
-    until(&mut watch, &LoginRecords::Logins(Vec::new()));
+    let mut watch = WatchedLoginFile::new(path.clone());
+    wait_for_records(&mut watch, &LoginRecords::Logins(Vec::new()));
     for _ in 0..3 {
         write(&path, USER_PROCESS);
-        assert!(watch.wait(PATIENCE));
-        until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+        assert!(watch.wait(TIMEOUT));
+        wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
         write(&path, DEAD_PROCESS);
-        assert!(watch.wait(PATIENCE));
-        until(&mut watch, &LoginRecords::Logins(Vec::new()));
+        assert!(watch.wait(TIMEOUT));
+        wait_for_records(&mut watch, &LoginRecords::Logins(Vec::new()));
     }
-    assert!(!watch.is_blind());
+    assert!(!watch.is_unwatched());
 }
 
 /// A file that is created later, replaced or removed is noticed.
@@ -102,21 +102,21 @@ fn login_and_logout_are_noticed_without_polling() {
 fn created_replaced_and_removed_files_are_noticed() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
-    let mut watch = Logins::new(path.clone());
+    let mut watch = WatchedLoginFile::new(path.clone());
     assert_eq!(watch.read(), LoginRecords::Missing);
     write(&path, USER_PROCESS);
-    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+    wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
     let other = dir.path().join("other");
     write(&other, DEAD_PROCESS);
     fs::rename(&other, &path).expect("the test's own file");
-    until(&mut watch, &LoginRecords::Logins(Vec::new()));
+    wait_for_records(&mut watch, &LoginRecords::Logins(Vec::new()));
     // The new file is watched instead of the replaced one.
     write(&path, USER_PROCESS);
-    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+    wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
     fs::remove_file(&path).expect("the test's own file");
-    until(&mut watch, &LoginRecords::Missing);
+    wait_for_records(&mut watch, &LoginRecords::Missing);
     write(&path, USER_PROCESS);
-    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+    wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
 /// A directory that is created later is watched from the next retry on.
@@ -124,8 +124,8 @@ fn created_replaced_and_removed_files_are_noticed() {
 fn late_directory_is_watched_from_the_next_look() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("run/utmp");
-    let mut watch = Logins::new(path.clone());
-    assert!(watch.is_blind());
+    let mut watch = WatchedLoginFile::new(path.clone());
+    assert!(watch.is_unwatched());
     let looks = [0; 4].map(|_| watch.watch.retry_watch(0));
     assert_eq!(
         looks,
@@ -134,17 +134,17 @@ fn late_directory_is_watched_from_the_next_look() {
     );
     fs::create_dir(dir.path().join("run")).expect("the test's own directory");
     assert!(watch.watch.retry_watch(0));
-    assert!(!watch.is_blind() && !watch.watch.retry_watch(0));
+    assert!(!watch.is_unwatched() && !watch.watch.retry_watch(0));
     write(&path, USER_PROCESS);
-    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+    wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
     fs::remove_dir_all(dir.path().join("run")).expect("the test's own directory");
-    until(&mut watch, &LoginRecords::Missing);
-    while !watch.is_blind() {
-        assert!(watch.wait(PATIENCE));
+    wait_for_records(&mut watch, &LoginRecords::Missing);
+    while !watch.is_unwatched() {
+        assert!(watch.wait(TIMEOUT));
     }
     assert_eq!(watch.read(), LoginRecords::Missing);
     assert!(
-        watch.is_blind() && watch.watch.retry_watch(0),
+        watch.is_unwatched() && watch.watch.retry_watch(0),
         "it is read once more"
     );
 }
@@ -153,7 +153,7 @@ fn late_directory_is_watched_from_the_next_look() {
 #[test]
 fn other_files_in_directory_cause_no_wake() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut watch = Logins::new(dir.path().join("utmp"));
+    let mut watch = WatchedLoginFile::new(dir.path().join("utmp"));
     File::create(dir.path().join("other")).expect("the test's own file");
     assert!(!watch.wait(Duration::ZERO));
 }
@@ -171,7 +171,7 @@ fn change_is_reported_for_its_path_only() {
     ]);
     let mut seen = |name: &str| {
         fs::write(at(name), "x").expect("the test's own file");
-        let woken = watch.wait(PATIENCE, None);
+        let woken = watch.wait(TIMEOUT, None);
         (0..3).for_each(|i| watch.arm(i));
         // Discards the further events of this write.
         while watch.wait(Duration::ZERO, None).any_change() {}
@@ -206,7 +206,7 @@ fn key_at_an_idle_terminal_is_noticed_at_once() {
     key(&used);
     assert!(!watch.wait(Duration::ZERO, None).any_change());
     key(&idle);
-    assert!(watch.wait(PATIENCE, None).terminal_used());
+    assert!(watch.wait(TIMEOUT, None).terminal_used());
     watch.watch_idle_terminals(&BTreeSet::new());
     while watch.wait(Duration::ZERO, None).any_change() {}
     key(&idle);
@@ -229,7 +229,7 @@ fn settings_are_read_after_the_writer_closes() {
         .expect("the test's own file");
     assert!(!watch.wait(Duration::ZERO, None).any_change());
     drop(file);
-    assert!(watch.wait(PATIENCE, None).path_changed(0));
+    assert!(watch.wait(TIMEOUT, None).path_changed(0));
 }
 
 /// A wait ends when the additional descriptor is readable.
@@ -239,14 +239,14 @@ fn additional_descriptor_ends_wait() {
     let mut watch = FileWatcher::new(Vec::new());
     assert!(!watch.wait(Duration::ZERO, Some(read.as_fd())).other_ready);
     nix::unistd::write(&write, b"x").expect("there is room");
-    assert!(watch.wait(PATIENCE, Some(read.as_fd())).other_ready);
+    assert!(watch.wait(TIMEOUT, Some(read.as_fd())).other_ready);
 }
 
 /// Login records that cannot be read yield the system's error text.
 #[test]
 fn unreadable_records_contain_reason() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut watch = Logins::new(dir.path().to_path_buf());
+    let mut watch = WatchedLoginFile::new(dir.path().to_path_buf());
     assert!(matches!(watch.read(), LoginRecords::Unreadable(why) if why.contains("directory")));
 }
 
@@ -257,10 +257,10 @@ fn incomplete_record_is_ignored_until_complete() {
     let path = dir.path().join("utmp");
     let whole = encode_record(USER_PROCESS, &alice());
     fs::write(&path, &whole[..RECORD_BYTES / 2]).expect("the test's own file");
-    let mut watch = Logins::new(path.clone());
+    let mut watch = WatchedLoginFile::new(path.clone());
     assert_eq!(watch.read(), LoginRecords::Logins(Vec::new()));
     fs::write(&path, whole).expect("the test's own file");
-    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
+    wait_for_records(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
 /// If an owner reserves memory, samples read memory and pressure alternately.
@@ -330,7 +330,7 @@ fn load_comes_from_the_outermost_control_group() {
     // Both sources report that one second was used and one second was idle since the previous
     // sample.
     put("groups/cpu.stat", "usage_usec 1001000\n");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let told = || assert!(Instant::now() < deadline, "the account does not count");
     loop {
         told();
@@ -401,7 +401,7 @@ fn samples_follow_their_files() {
     );
     put("elsewhere", "MemTotal: 8 kB\nMemAvailable: 1 kB\n");
     let mut sampler = sampler
-        .memory_from(&dir.path().join("elsewhere"))
+        .with_meminfo_file(&dir.path().join("elsewhere"))
         .expect("it is there");
     assert_eq!(
         sampler

@@ -116,7 +116,7 @@ impl Vm {
     }
 
     /// Waits for the end of the master and returns its status.
-    fn ended(&mut self) -> std::process::ExitStatus {
+    fn wait_for_end(&mut self) -> std::process::ExitStatus {
         let mut child = self.master.take().expect("started");
         let mut status = None;
         until("the master ends", || {
@@ -143,7 +143,7 @@ impl Vm {
 
     /// Counts the programs of this virtual machine. Processes that a tasker keeps ready for tasks
     /// do not count.
-    fn programs(&self) -> usize {
+    fn program_count(&self) -> usize {
         let lines: BTreeMap<String, String> = (self.processes().iter())
             .filter_map(|found| found.split_once(' '))
             .map(|(pid, line)| (pid.into(), line.into()))
@@ -300,7 +300,7 @@ impl Task {
     }
 
     /// Sends frames in one write, with descriptors at the first byte.
-    fn send_with(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
+    fn send_with_descriptors(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
         let bytes: Vec<u8> = messages
             .iter()
             .flat_map(|m| encode_control(m).expect("small").to_vec())
@@ -313,7 +313,7 @@ impl Task {
     }
 
     /// Returns the next message and the files of the descriptors that came with it.
-    fn read_with(&mut self) -> (ToTask, Vec<File>) {
+    fn read_with_files(&mut self) -> (ToTask, Vec<File>) {
         let (mut bytes, mut space) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
         let mut parts = [IoSliceMut::new(&mut bytes)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
@@ -388,7 +388,7 @@ fn master_prints_its_socket_and_leaves_no_file() {
     );
     let task = Task::enrol(&socket);
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     drop(task);
     vm.assert_clean();
 }
@@ -412,7 +412,7 @@ fn second_vm_of_the_same_name_is_refused() {
     }
     Task::enrol(&socket);
     vm.signal(nix::sys::signal::Signal::SIGINT);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -425,7 +425,7 @@ fn start_repairs_files_of_a_killed_daemon() {
     fs::create_dir(dir.join("images-9")).expect("ours");
     fs::write(dir.join("resume-9"), "token").expect("ours");
     vm.signal(nix::sys::signal::Signal::SIGKILL);
-    vm.ended();
+    vm.wait_for_end();
     assert!(socket.exists() && dir.join("pvmd.lock").exists());
     until("its tasker ends with it", || vm.processes().is_empty());
     assert_eq!(vm.start(), socket);
@@ -436,7 +436,7 @@ fn start_repairs_files_of_a_killed_daemon() {
         vm.log().contains("ended without cleaning up")
     });
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -492,7 +492,7 @@ fn daemon_survives_garbage_on_socket_and_port() {
         panic!("no host table")
     };
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -545,8 +545,8 @@ fn missing_descriptor_closes_the_connection() {
             id: RequestId(2 * id + 1),
             request: Request::Config,
         };
-        a.send_with(&[offer(b.tid(), id), after], &two);
-        let (word, files) = b.read_with();
+        a.send_with_descriptors(&[offer(b.tid(), id), after], &two);
+        let (word, files) = b.read_with_files();
         let expected = RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
@@ -577,14 +577,14 @@ fn missing_descriptor_closes_the_connection() {
             id: OfferId(id),
             slot: 7,
         };
-        b.send_with(
+        b.send_with_descriptors(
             &[ToDaemon::Route {
                 to: a.tid(),
                 message: word.clone(),
             }],
             &[memory("bell of b").as_raw_fd()],
         );
-        let (answer, files) = a.read_with();
+        let (answer, files) = a.read_with_files();
         assert_eq!(
             answer,
             ToTask::Route {
@@ -607,7 +607,7 @@ fn missing_descriptor_closes_the_connection() {
     ];
     for (messages, count) in breaches {
         let mut stranger = Task::enrol(&socket);
-        stranger.send_with(messages, &vec![bell.as_raw_fd(); count]);
+        stranger.send_with_descriptors(messages, &vec![bell.as_raw_fd(); count]);
         until("it is cut off", || stranger.read().is_none());
     }
     drop(a);
@@ -616,7 +616,7 @@ fn missing_descriptor_closes_the_connection() {
     // One connection and its process descriptor are closed; no passed descriptor remains.
     until("its descriptors are closed", || open(&vm) == before - 2);
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -720,7 +720,7 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         id: RequestId(99),
         request: Request::Halt,
     });
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -732,7 +732,7 @@ fn slave_ends_when_its_master_is_killed() {
     let mut task = Task::enrol(&socket);
     assert_eq!(task.add(&["h2"]), [Ok("h2".to_string())]);
     vm.signal(nix::sys::signal::Signal::SIGKILL);
-    vm.ended();
+    vm.wait_for_end();
     until("the slave ends too", || vm.processes().is_empty());
     assert_eq!(fs::read_dir(vm.path("h2")).expect("ours").count(), 0);
 }
@@ -811,7 +811,7 @@ fn other_user_is_refused_with_reason() {
         answer => panic!("{answer:?}"),
     }
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -838,13 +838,13 @@ fn root_needs_permission() {
 
 /// A user at a terminal.
 struct Terminal {
-    keys: File,
-    shown: Arc<Mutex<String>>,
+    keyboard: File,
+    shown_text: Arc<Mutex<String>>,
 }
 
 impl Terminal {
     /// Creates a terminal for a command, whose standard output may be redirected.
-    fn of(command: &mut Command) -> Terminal {
+    fn for_command(command: &mut Command) -> Terminal {
         let OpenptyResult { master, slave } = openpty(None, None).expect("a terminal");
         let keys = File::from(master);
         let mut screen = keys.try_clone().expect("a descriptor");
@@ -861,22 +861,25 @@ impl Terminal {
         });
         let end = || slave.try_clone().expect("a descriptor");
         command.stdin(end()).stdout(end()).stderr(end());
-        Terminal { keys, shown }
+        Terminal {
+            keyboard: keys,
+            shown_text: shown,
+        }
     }
 
     fn shown(&self) -> String {
-        self.shown.lock().expect("no panic").replace('\r', "")
+        self.shown_text.lock().expect("no panic").replace('\r', "")
     }
 
     /// Waits for a text and returns the text that follows it.
-    fn until(&self, text: &str) -> String {
+    fn wait_for_text(&self, text: &str) -> String {
         until(text, || self.shown().contains(text));
         let shown = self.shown();
         shown[shown.find(text).expect("just seen") + text.len()..].to_string()
     }
 
     fn enter(&mut self, line: &str) {
-        self.keys
+        self.keyboard
             .write_all(format!("{line}\n").as_bytes())
             .expect("somebody reads");
     }
@@ -886,13 +889,13 @@ impl Terminal {
 fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     let mut vm = Vm::new();
     let mut command = vm.command();
-    let terminal = Terminal::of(&mut command);
+    let terminal = Terminal::for_command(&mut command);
     let socket = vm.start_as(command);
     (vm, terminal, socket)
 }
 
 /// Adds a host on another thread.
-fn adding(
+fn begin_adding_host(
     socket: &Path,
     line: &'static str,
 ) -> JoinHandle<Vec<Result<String, (PvmError, String)>>> {
@@ -901,11 +904,11 @@ fn adding(
 }
 
 /// Starts a daemon by hand, as the master's terminal requests it. Returns the daemon's answer.
-fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
+fn start_by_hand(vm: &Vm, host: &str, master_terminal: &Terminal) -> String {
     until("it is asked for the answer", || {
-        asked.shown().ends_with("Type response: ")
+        master_terminal.shown().ends_with("Type response: ")
     });
-    let shown = asked.until(&format!("Login to \"{host}\" and type:\n"));
+    let shown = master_terminal.wait_for_text(&format!("Login to \"{host}\" and type:\n"));
     let lines: Vec<&str> = shown.lines().collect();
     let (typed, secret) = (lines[0], lines[2]);
     assert!(typed.contains(" -S --join "), "{typed}");
@@ -915,17 +918,17 @@ fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
         .args(["-c", typed])
         .env("PVM_TMP", vm.path(host))
         .env_remove("PVM_VMID");
-    let mut there = Terminal::of(&mut shell);
+    let mut there = Terminal::for_command(&mut shell);
     let mut child = shell.spawn().expect("a shell");
     drop(shell);
-    there.until("Secret");
+    there.wait_for_text("Secret");
     there.enter(secret);
     assert!(
         child.wait().expect("our child").success(),
         "{}",
         there.shown()
     );
-    there.until("ddpro<");
+    there.wait_for_text("ddpro<");
     until("the whole line is there", || there.shown().ends_with('\n'));
     let shown = there.shown();
     assert!(
@@ -943,8 +946,8 @@ fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
 #[test]
 fn manual_start_allows_other_hosts() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
-    let by_hand = adding(&socket, "h2 so=ms");
-    terminal.until("*** Manual startup ***");
+    let by_hand = begin_adding_host(&socket, "h2 so=ms");
+    terminal.wait_for_text("*** Manual startup ***");
     let mut task = Task::enrol(&socket);
     assert_eq!(
         task.add(&["h3"]),
@@ -954,7 +957,7 @@ fn manual_start_allows_other_hosts() {
     let answer = start_by_hand(&vm, "h2", &terminal);
     terminal.enter("");
     terminal.enter(&answer);
-    terminal.until("Thanks");
+    terminal.wait_for_text("Thanks");
     assert_eq!(by_hand.join().expect("no panic"), [Ok("h2".to_string())]);
     let uid = nix::unistd::getuid();
     let mut there = Task::enrol(&vm.path(&format!("h2/sempa-{uid}/pvm/pvmd.sock")));
@@ -966,7 +969,7 @@ fn manual_start_allows_other_hosts() {
         id: RequestId(99),
         request: Request::Halt,
     });
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -974,10 +977,10 @@ fn manual_start_allows_other_hosts() {
 #[test]
 fn wrong_manual_answer_leaves_no_daemon() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
-    until("the master has its tasker", || vm.programs() == 2);
-    let by_hand = adding(&socket, "h2 so=ms");
+    until("the master has its tasker", || vm.program_count() == 2);
+    let by_hand = begin_adding_host(&socket, "h2 so=ms");
     start_by_hand(&vm, "h2", &terminal);
-    assert!(vm.programs() > 2, "{:?}", vm.processes());
+    assert!(vm.program_count() > 2, "{:?}", vm.processes());
     terminal.enter("hello there");
     let added = by_hand.join().expect("no panic");
     let (error, reason) = added[0].as_ref().expect_err("refused");
@@ -985,9 +988,9 @@ fn wrong_manual_answer_leaves_no_daemon() {
         *error == PvmError::CantStart && reason.contains("\"hello there\" is not the line"),
         "{reason}"
     );
-    terminal.until("h2 is not added: ");
-    until("its daemon ends", || vm.programs() == 2);
-    let by_hand = adding(&socket, "h2 so=ms");
+    terminal.wait_for_text("h2 is not added: ");
+    until("its daemon ends", || vm.program_count() == 2);
+    let by_hand = begin_adding_host(&socket, "h2 so=ms");
     until("it can be tried again", || {
         terminal.shown().matches("Type response: ").count() == 2
     });
@@ -999,7 +1002,7 @@ fn wrong_manual_answer_leaves_no_daemon() {
         "{reason}"
     );
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }
 
@@ -1013,13 +1016,13 @@ fn halt_does_not_wait_for_a_manual_start() {
         id: RequestId(1),
         request: Request::AddHosts { lines },
     });
-    terminal.until("Type response: ");
+    terminal.wait_for_text("Type response: ");
     let begin = Instant::now();
     task.send(&ToDaemon::Request {
         id: RequestId(2),
         request: Request::Halt,
     });
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     assert!(begin.elapsed() < DEADLINE / 2, "{:?}", begin.elapsed());
     assert_eq!(
         terminal.shown().matches("*** Manual startup ***").count(),
@@ -1051,6 +1054,6 @@ fn manual_start_needs_a_terminal() {
     );
     assert!(reason(1).contains("so=pw is for hosters"), "{}", reason(1));
     vm.signal(nix::sys::signal::Signal::SIGTERM);
-    assert!(vm.ended().success());
+    assert!(vm.wait_for_end().success());
     vm.assert_clean();
 }

@@ -192,7 +192,7 @@ impl VmApi for RealVm {
     fn register(&self) -> Result<Tid, Error> {
         self.vm.register_rm(RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: false,
         })
     }

@@ -116,7 +116,7 @@ impl Grants {
         };
         let requests = self.tasks.entry(from.requester).or_default();
         let like = |kind: &RepeatedRequest| {
-            kind.request.request.places_like(&from.request)
+            kind.request.request.has_same_placement_as(&from.request)
                 && now.since(kind.last_used) < GRANT_WINDOW
         };
         let is_repeated = requests.front().is_some_and(like);

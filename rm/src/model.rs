@@ -321,7 +321,7 @@ impl Model {
             });
             (host.name, host.arch, host.speed) =
                 (entry.name.clone(), entry.arch.clone(), entry.speed);
-            host.zone = entry.zone();
+            host.zone = entry.network_zone();
             host.labels = self.labels.get(&entry.name).cloned().unwrap_or_default();
         }
         new

@@ -12,7 +12,7 @@ use pvm_rm::decide::{
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
-use sempa_tests::assignment::{Speed, best, blind};
+use sempa_tests::assignment::{HostSpeed, best_seconds, uninformed_seconds};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -311,9 +311,9 @@ impl JobSim {
     }
 }
 
-fn speeds(machines: &[SimHost]) -> Vec<Speed> {
-    let speed = |m: &SimHost| Speed {
-        each: f64::from(m.speed) / 1e3,
+fn speeds(machines: &[SimHost]) -> Vec<HostSpeed> {
+    let speed = |m: &SimHost| HostSpeed {
+        work_per_second: f64::from(m.speed) / 1e3,
         processors: f64::from(m.cores),
     };
     machines.iter().map(speed).collect()
@@ -396,7 +396,10 @@ fn ratios_on(machines: &[SimHost], rounds: usize, least: f64, most: f64) -> Vec<
             .finish(true) as f64;
         let in_turn =
             JobSim::new(machines, &sizes, PlacementPolicy::RoundRobin).finish(false) as f64;
-        let (best, blind) = (best(&speeds, &sizes), blind(&speeds, &sizes));
+        let (best, blind) = (
+            best_seconds(&speeds, &sizes),
+            uninformed_seconds(&speeds, &sizes),
+        );
         let (over_best, over_blind) = (ours / best, ours / blind);
         DurationRatios {
             over_best,

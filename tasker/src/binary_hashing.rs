@@ -5,7 +5,7 @@
 //! memory, they would be read from the disk while an owner waits for the task to depart.
 
 use crate::sys;
-use checkpoint::facts::{HashCache, prehash};
+use checkpoint::facts::{HashCache, hash_program_files};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
@@ -46,7 +46,7 @@ fn hash_loop(receiver: &Receiver<i32>, hashes: &HashCache) {
         std::thread::sleep(HASH_DELAY);
         std::iter::once(first)
             .chain(receiver.try_iter())
-            .for_each(|pid| prehash(pid, hashes));
+            .for_each(|pid| hash_program_files(pid, hashes));
     }
 }
 

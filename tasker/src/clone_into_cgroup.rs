@@ -11,9 +11,9 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 /// The flag CLONE_INTO_CGROUP of `clone3`, which is too large for the C library's type.
-pub(crate) const INTO_CGROUP: u64 = 0x2_0000_0000;
+pub(crate) const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// True if this processor architecture is supported.
-pub(crate) const SUPPORTED: bool = cfg!(target_arch = "x86_64");
+pub(crate) const CLONE_INTO_CGROUP_SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
 /// Creates a process in the control group (version 2) whose directory is `group`, and returns its
 /// PID.
@@ -38,7 +38,7 @@ pub(crate) unsafe fn into_group(
 ) -> io::Result<i32> {
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD;
     let args = libc::clone_args {
-        flags: flags as u64 | INTO_CGROUP,
+        flags: flags as u64 | CLONE_INTO_CGROUP,
         pidfd: pidfd as u64,
         child_tid: 0,
         parent_tid: 0,

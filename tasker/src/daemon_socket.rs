@@ -19,7 +19,7 @@ const READ_BYTES: usize = 64 << 10;
 pub(crate) struct DaemonSocket {
     socket: OwnedFd,
     decoder: FrameDecoder,
-    outbound: VecDeque<u8>,
+    outbound_bytes: VecDeque<u8>,
     closed: bool,
 }
 
@@ -36,7 +36,7 @@ impl DaemonSocket {
         Ok(DaemonSocket {
             socket,
             decoder: FrameDecoder::new(),
-            outbound: VecDeque::new(),
+            outbound_bytes: VecDeque::new(),
             closed: false,
         })
     }
@@ -47,12 +47,12 @@ impl DaemonSocket {
 
     /// True if bytes are queued for writing and the daemon is still connected.
     pub(crate) fn wants_write(&self) -> bool {
-        !self.outbound.is_empty() && !self.closed
+        !self.outbound_bytes.is_empty() && !self.closed
     }
 
     /// True if so many bytes are queued that the tasks' output must not be read.
     pub(crate) fn is_congested(&self) -> bool {
-        self.outbound.len() >= OUTBOUND_BYTES_HIGH_WATER
+        self.outbound_bytes.len() >= OUTBOUND_BYTES_HIGH_WATER
     }
 
     /// True if the daemon has disconnected, or the socket was closed after an error.
@@ -66,7 +66,7 @@ impl DaemonSocket {
         let frame = encode_control(message)
             .or_else(|error| encode_control(&substitute_for(message, &error)));
         match frame {
-            Ok(frame) => self.outbound.extend(frame.iter()),
+            Ok(frame) => self.outbound_bytes.extend(frame.iter()),
             // Without this message the daemon would wait forever. If the socket closes, the daemon
             // considers the tasker dead and starts another one.
             Err(error) => {
@@ -80,9 +80,9 @@ impl DaemonSocket {
     /// Writes queued bytes until the socket accepts no more.
     pub(crate) fn flush(&mut self) {
         while self.wants_write() {
-            let (front, _) = self.outbound.as_slices();
+            let (front, _) = self.outbound_bytes.as_slices();
             match nix::unistd::write(&self.socket, front) {
-                Ok(written) => drop(self.outbound.drain(..written)),
+                Ok(written) => drop(self.outbound_bytes.drain(..written)),
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => return,
                 Err(_) => self.closed = true,
@@ -137,9 +137,9 @@ fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
             verdict: vec![refusal()],
             supports_post_copy: false,
         },
-        FromTasker::QueryJudged {
+        FromTasker::QueryVerdict {
             query: question, ..
-        } => FromTasker::QueryJudged {
+        } => FromTasker::QueryVerdict {
             query: *question,
             verdict: vec![refusal()],
         },
@@ -175,21 +175,24 @@ mod tests {
     #[test]
     fn oversized_message_is_replaced_by_a_refusal() {
         let (here, mut there) = UnixStream::pair().expect("a pair");
-        let mut control = DaemonSocket::new(here.into()).expect("it can be made so");
+        let mut daemon_socket = DaemonSocket::new(here.into()).expect("it can be made so");
         let (migration, question) = (MigrationId(7), RequestId(8));
         let (memory_can_follow, can_pre_copy) = (true, true);
-        control.send(&FromTasker::Inspected {
+        daemon_socket.send(&FromTasker::Inspected {
             migration,
             result: Ok(oversized_facts()),
             supports_post_copy: memory_can_follow,
             supports_pre_copy: can_pre_copy,
         });
-        control.send(&FromTasker::QueryInspected {
+        daemon_socket.send(&FromTasker::QueryInspected {
             query: question,
             result: Ok(oversized_facts()),
         });
-        assert!(!control.is_closed() && !control.wants_write(), "it goes on");
-        drop(control);
+        assert!(
+            !daemon_socket.is_closed() && !daemon_socket.wants_write(),
+            "it goes on"
+        );
+        drop(daemon_socket);
         let (mut bytes, mut decoder) = (Vec::new(), FrameDecoder::new());
         there.read_to_end(&mut bytes).expect("it was sent");
         decoder.push(&bytes);

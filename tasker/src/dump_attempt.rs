@@ -2,7 +2,7 @@
 //! several attempts because it can collide with other dumps.
 
 use checkpoint::dump_retry::DumpRetry;
-use checkpoint::engine::{Cancel, SentPages};
+use checkpoint::engine::{CancelHandle, SentPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
@@ -45,7 +45,7 @@ impl DumpAttempt {
 }
 
 /// Sleeps for `duration`, or until `cancel` fires.
-pub(crate) fn sleep_unless_cancelled(cancel: &Cancel, duration: Duration) {
+pub(crate) fn sleep_unless_cancelled(cancel: &CancelHandle, duration: Duration) {
     let until = Instant::now() + duration;
     loop {
         let left = until.saturating_duration_since(Instant::now());
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn delay_lasts_until_cancelled() {
-        let cancel = Cancel::new().expect("a descriptor");
+        let cancel = CancelHandle::new().expect("a descriptor");
         let begun = Instant::now();
         sleep_unless_cancelled(&cancel, Duration::from_millis(20));
         assert!(begun.elapsed() >= Duration::from_millis(20));

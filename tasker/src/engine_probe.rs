@@ -122,7 +122,7 @@ impl Supervisor {
 
     /// Handles the result of the post-copy check, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
-        self.migrations.post_copies.possible = result.map_err(PostCopyUnavailable::CheckFailed);
+        self.migrations.post_copies.support = result.map_err(PostCopyUnavailable::CheckFailed);
         if let Err(why) = self.dump_probe() {
             self.finish_probe(Err(why));
         }

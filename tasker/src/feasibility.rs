@@ -4,7 +4,7 @@
 use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
 use crate::workers::WorkerResult;
-use checkpoint::engine::Cancel;
+use checkpoint::engine::CancelHandle;
 use checkpoint::facts::{self, TaskProcesses, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -132,7 +132,7 @@ impl Supervisor {
     /// for its images.
     pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
         let reply = match requester {
-            Requester::Query(question) => FromTasker::QueryJudged {
+            Requester::Query(question) => FromTasker::QueryVerdict {
                 query: question,
                 verdict,
             },
@@ -160,7 +160,7 @@ impl Supervisor {
         &mut self,
         work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
-        let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+        let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
         self.migrations.workers.start(&cancel, None, work)
     }
 }

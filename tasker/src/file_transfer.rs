@@ -16,7 +16,7 @@ use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::workers::WorkerResult;
-use checkpoint::engine::Cancel;
+use checkpoint::engine::CancelHandle;
 use checkpoint::facts::{self, COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile};
 use checkpoint::file_transfer_journal::{FileTransferJournal, JournalEntry, rename_no_replace};
 use nix::fcntl::{AtFlags, OFlag, openat};
@@ -69,7 +69,7 @@ pub(crate) fn copy_files_to_images(
     let mut transferred = Vec::new();
     for (number, file) in open.into_iter().enumerate() {
         let image = format!("{IMAGE_FILE_PREFIX}{number}");
-        left -= copy_out(&file, &dir.join(&image), left).map_err(|e| {
+        left -= copy_file_to_images(&file, &dir.join(&image), left).map_err(|e| {
             Failure::Io(format!(
                 "{}, which is to be carried along, cannot be read: {e}",
                 file.path.display()
@@ -85,7 +85,7 @@ pub(crate) fn copy_files_to_images(
     Ok(transferred)
 }
 
-fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
+fn copy_file_to_images(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     let from = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
@@ -138,9 +138,9 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
             dir.display()
         ))
     };
-    let mut notes = FileTransferJournal::create_next_to(dir).map_err(note_failure)?;
+    let mut journal = FileTransferJournal::create_next_to(dir).map_err(note_failure)?;
     for file in files {
-        let done = write_file(dir, file, &mut notes);
+        let done = write_file(dir, file, &mut journal);
         done.map_err(|e| {
             Failure::Io(format!(
                 "{} cannot be carried along: {e}",
@@ -148,14 +148,14 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
             ))
         })?;
     }
-    Ok(PlacedFiles(Some(notes)))
+    Ok(PlacedFiles(Some(journal)))
 }
 
 /// Writes one file under a temporary name, then renames it.
 fn write_file(
     dir: &Path,
     file: &TransferredFile,
-    notes: &mut FileTransferJournal,
+    journal: &mut FileTransferJournal,
 ) -> io::Result<()> {
     let (folder, name) = facts::open_parent_dir(&file.path)?;
     // An existing file is not replaced: the feasibility check has accepted it, or the engine will
@@ -164,7 +164,7 @@ fn write_file(
         return Ok(());
     }
     let temporary = OsString::from(format!("{TEMPORARY_PREFIX}{:016x}", random_number()));
-    notes.record(JournalEntry::Temporary(
+    journal.record(JournalEntry::Temporary(
         file.path.with_file_name(&temporary),
     ))?;
     let flags =
@@ -188,7 +188,7 @@ fn write_file(
     }
     // Set the mode last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
-    notes.record(JournalEntry::Final(
+    journal.record(JournalEntry::Final(
         file.path.clone(),
         meta.dev(),
         meta.ino(),
@@ -214,7 +214,7 @@ impl Supervisor {
             migration,
             result: write_files(&from, &manifest.transferred_files),
         };
-        let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
+        let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
         let started = cancel.and_then(|cancel| self.migrations.workers.start(&cancel, None, work));
         match (started, self.migrations.targets.get_mut(&migration)) {
             (Ok(_), Some(target)) => {
@@ -266,7 +266,7 @@ impl Supervisor {
         match result {
             Ok(placed) => {
                 target.placed_files = placed;
-                self.build(migration, &dir, redirection);
+                self.start_engine_restore(migration, &dir, redirection);
             }
             Err(why) => {
                 let mut last = vec![FromTasker::Restored {
@@ -300,16 +300,16 @@ mod tests {
             TestDir { _dir: dir, real }
         }
 
-        fn at(&self, name: &str) -> PathBuf {
+        fn path(&self, name: &str) -> PathBuf {
             self.real.join(name)
         }
 
-        fn carried(&self, path: &str, content: &str) -> TransferredFile {
+        fn transferred_file(&self, path: &str, content: &str) -> TransferredFile {
             let image = format!("{IMAGE_FILE_PREFIX}{}", path.replace('/', "-"));
-            std::fs::write(self.at("images").join(&image), content).expect("written");
-            let gid = std::fs::metadata(self.at("data")).expect("there").gid();
+            std::fs::write(self.path("images").join(&image), content).expect("written");
+            let gid = std::fs::metadata(self.path("data")).expect("there").gid();
             TransferredFile {
-                path: self.at(path),
+                path: self.path(path),
                 image,
                 mode: 0o640,
                 gid,
@@ -320,7 +320,7 @@ mod tests {
         fn place_in_thread(&self, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
             std::thread::scope(|scope| {
                 scope
-                    .spawn(|| write_files(&self.at("images"), files))
+                    .spawn(|| write_files(&self.path("images"), files))
                     .join()
                     .expect("it ends")
             })
@@ -330,23 +330,28 @@ mod tests {
     #[test]
     fn files_are_placed_and_removed_unless_kept() {
         let dir = TestDir::new();
-        let files = [dir.carried("data/a", "one"), dir.carried("data/b", "two")];
+        let files = [
+            dir.transferred_file("data/a", "one"),
+            dir.transferred_file("data/b", "two"),
+        ];
         drop(dir.place_in_thread(&files).expect("put"));
-        assert!(!dir.at("data/a").exists() && !dir.at("data/b").exists());
+        assert!(!dir.path("data/a").exists() && !dir.path("data/b").exists());
         let placed = dir.place_in_thread(&files).expect("put");
         assert_eq!(
-            std::fs::metadata(dir.at("data/a")).expect("there").mode() & 0o7777,
+            std::fs::metadata(dir.path("data/a")).expect("there").mode() & 0o7777,
             0o640
         );
-        std::fs::rename(dir.at("data/a"), dir.at("data/c")).expect("renamed");
-        std::fs::write(dir.at("data/a"), "somebody else's").expect("written");
+        std::fs::rename(dir.path("data/a"), dir.path("data/c")).expect("renamed");
+        std::fs::write(dir.path("data/a"), "somebody else's").expect("written");
         drop(placed);
         assert!(
-            dir.at("data/a").exists() && dir.at("data/c").exists() && !dir.at("data/b").exists()
+            dir.path("data/a").exists()
+                && dir.path("data/c").exists()
+                && !dir.path("data/b").exists()
         );
         dir.place_in_thread(&files[1..]).expect("put").keep();
         assert_eq!(
-            std::fs::read_to_string(dir.at("data/b")).expect("there"),
+            std::fs::read_to_string(dir.path("data/b")).expect("there"),
             "two"
         );
     }
@@ -354,25 +359,26 @@ mod tests {
     #[test]
     fn nothing_is_overwritten_and_no_link_followed() {
         let dir = TestDir::new();
-        std::fs::write(dir.at("data/old"), "old").expect("written");
-        std::fs::write(dir.at("victim"), "victim").expect("written");
-        symlink(dir.at("victim"), dir.at("data/link")).expect("linked");
-        symlink(dir.at("nothing"), dir.at("data/hanging")).expect("linked");
-        symlink(dir.at("data"), dir.at("way")).expect("linked");
-        let there = ["data/old", "data/link", "data/hanging"].map(|path| dir.carried(path, "new"));
+        std::fs::write(dir.path("data/old"), "old").expect("written");
+        std::fs::write(dir.path("victim"), "victim").expect("written");
+        symlink(dir.path("victim"), dir.path("data/link")).expect("linked");
+        symlink(dir.path("nothing"), dir.path("data/hanging")).expect("linked");
+        symlink(dir.path("data"), dir.path("way")).expect("linked");
+        let there =
+            ["data/old", "data/link", "data/hanging"].map(|path| dir.transferred_file(path, "new"));
         drop(dir.place_in_thread(&there).expect("what is there stays"));
         assert_eq!(
-            std::fs::read_to_string(dir.at("data/old")).expect("there"),
+            std::fs::read_to_string(dir.path("data/old")).expect("there"),
             "old"
         );
         assert_eq!(
-            std::fs::read_to_string(dir.at("victim")).expect("there"),
+            std::fs::read_to_string(dir.path("victim")).expect("there"),
             "victim"
         );
-        assert!(!dir.at("nothing").exists());
+        assert!(!dir.path("nothing").exists());
         let files = [
-            dir.carried("data/first", "one"),
-            dir.carried("way/second", "two"),
+            dir.transferred_file("data/first", "one"),
+            dir.transferred_file("way/second", "two"),
         ];
         let why = dir
             .place_in_thread(&files)
@@ -380,7 +386,7 @@ mod tests {
             .to_string();
         assert!(why.contains("way/second cannot be carried along"), "{why}");
         assert!(
-            !dir.at("data/first").exists() && !dir.at("data/second").exists(),
+            !dir.path("data/first").exists() && !dir.path("data/second").exists(),
             "none of them is there"
         );
     }
@@ -388,25 +394,28 @@ mod tests {
     #[test]
     fn image_name_cannot_leave_the_image_directory() {
         let dir = TestDir::new();
-        std::fs::write(dir.at("secret"), "secret").expect("written");
+        std::fs::write(dir.path("secret"), "secret").expect("written");
         let file = TransferredFile {
             image: "../secret".into(),
-            ..dir.carried("data/a", "")
+            ..dir.transferred_file("data/a", "")
         };
         assert!(dir.place_in_thread(&[file]).is_err());
-        assert_eq!(std::fs::read_dir(dir.at("data")).expect("there").count(), 0);
+        assert_eq!(
+            std::fs::read_dir(dir.path("data")).expect("there").count(),
+            0
+        );
     }
 
     /// The journal of a killed tasker suffices to remove the files that it had written.
     #[test]
     fn notes_of_a_killed_tasker_undo_its_files() {
         let dir = TestDir::new();
-        std::fs::write(dir.at("data/old"), "old").expect("written");
-        let files = ["data/a", "data/old"].map(|path| dir.carried(path, "new"));
+        std::fs::write(dir.path("data/old"), "old").expect("written");
+        let files = ["data/a", "data/old"].map(|path| dir.transferred_file(path, "new"));
         std::mem::forget(dir.place_in_thread(&files).expect("put"));
-        assert!(dir.at("data/a").exists());
+        assert!(dir.path("data/a").exists());
         checkpoint::file_transfer_journal::undo_all(&dir.real);
-        let left: Vec<_> = std::fs::read_dir(dir.at("data"))
+        let left: Vec<_> = std::fs::read_dir(dir.path("data"))
             .expect("there")
             .flatten()
             .map(|e| e.file_name())

@@ -27,16 +27,16 @@ use thiserror::Error;
 
 /// Prefix of the name of the directory that a tasker creates below its own control group for the
 /// groups of its tasks.
-const FOLDER_PREFIX: &str = "sempa-";
+const CGROUP_DIR_PREFIX: &str = "sempa-";
 /// Environment variable that disables control groups if its value is `off`.
-const SWITCH_VARIABLE: &str = "SEMPA_FREEZER";
+const FREEZER_VARIABLE: &str = "SEMPA_FREEZER";
 /// Time limit for the processes of the probe to freeze.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
 const PROBE_INTERVAL: Duration = Duration::from_micros(100);
 /// Maximum number of attempts to create the tasker's directory. Another tasker that removes stale
 /// directories may remove the new directory before it is locked.
-const FOLDER_ATTEMPTS_MAX: usize = 3;
+const CREATE_DIR_ATTEMPTS_MAX: usize = 3;
 
 /// The directory of this tasker's control groups. Dropping this value removes all the groups.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(crate) struct Freezer {
     /// Number of groups created so far; the name of the next group.
     created_groups: u64,
     /// Paths of dropped groups that could not be removed yet because they contained processes.
-    unremoved: Rc<RefCell<Vec<PathBuf>>>,
+    unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
 }
 
 /// A control group for the processes of a task. It is removed when this value is dropped, or later
@@ -59,7 +59,7 @@ pub(crate) struct Freezer {
 pub(crate) struct ControlGroup {
     path: PathBuf,
     frozen: Cell<bool>,
-    unremoved: Rc<RefCell<Vec<PathBuf>>>,
+    unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
 }
 
 /// Why paused tasks cannot be frozen on this host; they are stopped by signals. No control group
@@ -92,15 +92,15 @@ impl Freezer {
     /// # Errors
     /// Freezing is not possible on this host.
     pub(crate) fn new() -> Result<Freezer, FreezerUnavailable> {
-        if std::env::var_os(SWITCH_VARIABLE).is_some_and(|value| value == "off") {
+        if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
             return Err(FreezerUnavailable::SwitchedOff);
         }
-        if !clone_into_cgroup::SUPPORTED {
+        if !clone_into_cgroup::CLONE_INTO_CGROUP_SUPPORTED {
             return Err(FreezerUnavailable::UnsupportedProcessor);
         }
         let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
         let mounts = of_self("mountinfo");
-        if cgroup::mount_point(&mounts, None).is_some() {
+        if cgroup::find_mount_point(&mounts, None).is_some() {
             // Use the existing mount as the administrator has configured it.
             let own = cgroup::group_dir(&mounts, &of_self("cgroup"), None)
                 .ok_or(FreezerUnavailable::OwnGroupNotVisible)?;
@@ -113,9 +113,9 @@ impl Freezer {
 
     /// Creates the tasker's directory in the control group `own`, and probes freezing.
     fn create_in(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, FreezerUnavailable> {
-        remove_stale_folders(own);
-        let (path, folder) = (0..FOLDER_ATTEMPTS_MAX)
-            .find_map(|_| make_folder(own).transpose())
+        remove_stale_dirs(own);
+        let (path, folder) = (0..CREATE_DIR_ATTEMPTS_MAX)
+            .find_map(|_| create_locked_dir(own).transpose())
             .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
             .map_err(|source| FreezerUnavailable::CreateGroup {
                 own: own.into(),
@@ -126,7 +126,7 @@ impl Freezer {
             path,
             _mount: mount,
             created_groups: 0,
-            unremoved: Rc::default(),
+            unremoved_groups: Rc::default(),
         };
         freezer
             .probe()
@@ -143,7 +143,7 @@ impl Freezer {
     /// The system's error, for example because the number of groups is limited.
     pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
         // Groups that still contain processes remain in the list.
-        self.unremoved
+        self.unremoved_groups
             .borrow_mut()
             .retain(|path| fs::remove_dir(path).is_err());
         self.created_groups += 1;
@@ -152,7 +152,7 @@ impl Freezer {
         Ok(ControlGroup {
             path,
             frozen: Cell::new(false),
-            unremoved: Rc::clone(&self.unremoved),
+            unremoved_groups: Rc::clone(&self.unremoved_groups),
         })
     }
 
@@ -171,7 +171,7 @@ impl Freezer {
 fn kill_and_reap(process: &Child) {
     sys::kill_pidfd(process.pidfd.as_fd());
     // The process is a child of the tasker, and only this function reaps it.
-    let _ = sys::reap_wait(process.pid);
+    let _ = sys::wait_and_reap(process.pid);
 }
 
 impl Drop for Freezer {
@@ -259,7 +259,7 @@ impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
         if fs::remove_dir(&self.path).is_err() {
-            self.unremoved
+            self.unremoved_groups
                 .borrow_mut()
                 .push(std::mem::take(&mut self.path));
         }
@@ -271,7 +271,7 @@ impl Drop for ControlGroup {
 ///
 /// # Errors
 /// An existing process could not be added.
-pub(crate) fn move_into_group(procs_file: &Path, pids: &[i32]) -> io::Result<()> {
+pub(crate) fn add_to_group(procs_file: &Path, pids: &[i32]) -> io::Result<()> {
     for pid in pids {
         match fs::write(procs_file, pid.to_string()) {
             Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
@@ -307,8 +307,8 @@ fn mount_own_group() -> io::Result<OwnedFd> {
 
 /// Creates a new directory for the groups of this tasker in `own`, and locks it. Returns `None` if
 /// another tasker has removed it as stale.
-fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
-    let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_PREFIX}XXXXXX")))?;
+fn create_locked_dir(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
+    let path = nix::unistd::mkdtemp(&own.join(format!("{CGROUP_DIR_PREFIX}XXXXXX")))?;
     let Ok(file) = File::open(&path) else {
         return Ok(None);
     };
@@ -320,13 +320,13 @@ fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
 
 /// Removes the directories of taskers that were killed. Their tasks died with them. Groups that
 /// still contain ending processes are removed by the next tasker.
-fn remove_stale_folders(own: &Path) {
+fn remove_stale_dirs(own: &Path) {
     for entry in fs::read_dir(own).into_iter().flatten().flatten() {
         let path = entry.path();
         if !entry
             .file_name()
             .to_string_lossy()
-            .starts_with(FOLDER_PREFIX)
+            .starts_with(CGROUP_DIR_PREFIX)
         {
             continue;
         }

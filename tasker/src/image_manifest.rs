@@ -25,7 +25,7 @@ pub(crate) struct ImageManifest {
     pub(crate) output_pipe: u64,
     /// PIDs, in the task's namespace, of processes that were already stopped before the migration
     /// stopped the task.
-    pub(crate) stopped_before: Vec<i32>,
+    pub(crate) already_stopped_pids: Vec<i32>,
     /// Memory of the task in bytes, including post-copied memory.
     pub(crate) memory_bytes: u64,
     /// Files that the task has open for writing, with their lengths at the time of the dump.
@@ -52,7 +52,7 @@ impl ImageManifest {
         Ok(ImageManifest {
             version: MANIFEST_VERSION,
             output_pipe,
-            stopped_before,
+            already_stopped_pids: stopped_before,
             memory_bytes,
             written_files,
             transferred_files,

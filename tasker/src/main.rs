@@ -41,7 +41,7 @@ use std::process::ExitCode;
 
 /// Capabilities that the tasker retains if it runs as root. Tasks regain all of root's capabilities
 /// by their exec, and so does the engine, which needs them to restore tasks.
-const NEEDED_CAPABILITIES: [Capability; 11] = [
+const RETAINED_CAPABILITIES: [Capability; 11] = [
     // For files transferred with a task, and for images.
     Capability::CHOWN,
     Capability::DAC_OVERRIDE,
@@ -100,9 +100,9 @@ fn run() -> anyhow::Result<()> {
     let socket = sys::take_inherited_fd(fd)
         .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     ignore_terminal_signals()?;
-    capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
+    capabilities::drop_capabilities_except(capabilities::capability_set(&RETAINED_CAPABILITIES))
         .context("cannot give up rights")?;
-    let _notes = checkpoint::criu::KdatCleanup::arm();
+    let _kdat_cleanup = checkpoint::criu::KdatCleanup::remove_unless_present();
     // The owner waits for this thread to stop the guests. The thread never computes for long, and
     // its children start with normal priority.
     sempa_socket::boost_priority();

@@ -132,7 +132,7 @@ impl Supervisor {
     ///
     /// With post-copy, a lack of memory would otherwise be detected only after the source has
     /// released the task.
-    pub(crate) fn check_room(
+    pub(crate) fn check_memory_for(
         &mut self,
         migration: MigrationId,
         memory: u64,

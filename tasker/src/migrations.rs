@@ -21,7 +21,7 @@ use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::task::{Task, TaskPhase, micros};
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{CallLimits, Cancel, DumpJob, Engine, MemoryServer};
+use checkpoint::engine::{CallLimits, CancelHandle, DumpJob, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAddress;
@@ -78,7 +78,7 @@ pub(crate) struct Migrations {
     pub(crate) failed_probes: u32,
     pub(crate) targets: BTreeMap<MigrationId, IncomingTask>,
     /// Orders that wait until the engine has been probed.
-    deferred: Vec<ToTasker>,
+    deferred_orders: Vec<ToTasker>,
     pub(crate) post_copies: PostCopies,
     pub(crate) pre_copies: PreCopies,
     pub(crate) hashes: Arc<HashCache>,
@@ -118,7 +118,7 @@ impl Migrations {
             probe: None,
             failed_probes: 0,
             targets: BTreeMap::new(),
-            deferred: Vec::new(),
+            deferred_orders: Vec::new(),
             post_copies: PostCopies::new(),
             pre_copies: PreCopies::new(),
             binary_hasher: BinaryHasher::new(hashes.clone()),
@@ -153,7 +153,7 @@ impl Migrations {
 
     /// True for a process that must not be reaped as an unowned child: an engine process, which its
     /// worker reaps, or the first process of a restored task that does not run yet.
-    pub(crate) fn is_waited_for(&self, pid: i32) -> bool {
+    pub(crate) fn owns_process(&self, pid: i32) -> bool {
         let held = |target: &IncomingTask| match &target.stage {
             TargetStage::Restored { process, .. } => process.pid == pid,
             _ => false,
@@ -189,9 +189,9 @@ impl Supervisor {
     pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
         if matches!(self.migrations.engine_status, EngineStatus::Probing(_))
             && feasibility::needs_engine(&order)
-            && self.migrations.deferred.len() < DEFERRED_ORDERS_MAX
+            && self.migrations.deferred_orders.len() < DEFERRED_ORDERS_MAX
         {
-            self.migrations.deferred.push(order);
+            self.migrations.deferred_orders.push(order);
             return;
         }
         match order {
@@ -227,13 +227,13 @@ impl Supervisor {
                 migration,
                 tid,
                 memory_write: redirection,
-            } => self.stop(migration, tid, redirection),
+            } => self.stop_task(migration, tid, redirection),
             ToTasker::Dump {
                 migration,
                 tid,
                 dir,
                 memory_socket: memory_way,
-            } => self.dump(migration, tid, dir, memory_way.as_deref()),
+            } => self.dump_task(migration, tid, dir, memory_way.as_deref()),
             ToTasker::AbortMigration { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillSource { migration, tid } => self.kill_migrated(migration, tid),
             ToTasker::Restore {
@@ -247,13 +247,13 @@ impl Supervisor {
             }
             ToTasker::MemoryLost { migration, why } => self.on_memory_lost(migration, why),
             ToTasker::PrepareRestart { migration, start } => {
-                self.build_by_restart(migration, &start)
+                self.start_stopped_program(migration, &start)
             }
             ToTasker::Run {
                 migration,
                 used,
                 paused: held,
-            } => self.run_copy(migration, used, held),
+            } => self.run_restored_task(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
@@ -269,7 +269,7 @@ impl Supervisor {
 
     /// Handles the orders that were deferred until the engine was probed.
     pub(crate) fn handle_deferred_orders(&mut self) {
-        for order in std::mem::take(&mut self.migrations.deferred) {
+        for order in std::mem::take(&mut self.migrations.deferred_orders) {
             self.handle_migration_order(order);
         }
     }
@@ -292,9 +292,10 @@ impl Supervisor {
                     self.on_files_placed(migration, result)
                 }
                 WorkerResult::Restored { migration, result } => self.on_restored(migration, result),
-                WorkerResult::JoinedCgroup { migration, done } => {
-                    self.on_joined_group(migration, done)
-                }
+                WorkerResult::JoinedCgroup {
+                    migration,
+                    succeeded: done,
+                } => self.on_joined_group(migration, done),
                 WorkerResult::Inspected { requester, result } => {
                     self.on_inspected(requester, result)
                 }
@@ -321,7 +322,7 @@ impl Supervisor {
         }
     }
 
-    fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<MemoryWrite>) {
+    fn stop_task(&mut self, migration: MigrationId, tid: Tid, redirection: Option<MemoryWrite>) {
         let result = match self.tasks.get_mut(&tid) {
             None => Err(Failure::TaskEnded),
             Some(Task {
@@ -371,7 +372,7 @@ impl Supervisor {
             if stop::stop_all(&TaskProcesses::Namespace(namespace), signalled)
                 && !stop::continue_unfinished_forks(
                     &namespace.members(),
-                    &task.stopped_before,
+                    &task.already_stopped_pids,
                     signalled,
                 )
             {
@@ -399,12 +400,23 @@ impl Supervisor {
         }
     }
 
-    fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf, memory_way: Option<&Path>) {
+    fn dump_task(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        dir: PathBuf,
+        memory_socket: Option<&Path>,
+    ) {
         let pre_copied = self.migrations.pre_copies.take_sent(migration);
-        let started = private_directory(&dir).and_then(|()| {
-            let (page_socket, sent) = match (memory_way, pre_copied) {
+        let started = prepare_image_dir(&dir).and_then(|()| {
+            let (page_socket, sent) = match (memory_socket, pre_copied) {
                 (Some(_), Some((stream, sent))) => (Some(stream), Some(sent)),
-                (way, _) => (way.map(post_copy::connect).transpose()?.map(Arc::new), None),
+                (way, _) => (
+                    way.map(post_copy::connect_memory_socket)
+                        .transpose()?
+                        .map(Arc::new),
+                    None,
+                ),
             };
             let attempt = DumpAttempt::first(dir, page_socket, sent);
             Ok((self.start_dump(migration, tid, &attempt)?, attempt))
@@ -414,7 +426,7 @@ impl Supervisor {
             Err(why) => {
                 self.migrations
                     .post_copies
-                    .on_failure(Some(&why).filter(|_| memory_way.is_some()));
+                    .on_failure(Some(&why).filter(|_| memory_socket.is_some()));
                 self.send(&FromTasker::Dumped {
                     migration,
                     result: Err(why),
@@ -463,7 +475,7 @@ impl Supervisor {
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
         let (output_and_stopped, root) = (
-            (task.output.inode(), task.stopped_before.clone()),
+            (task.output.inode(), task.already_stopped_pids.clone()),
             task.process.pid,
         );
         let mut limits = engine_limits(memory)?;
@@ -599,7 +611,7 @@ impl Supervisor {
         else {
             return false;
         };
-        let (failure, cancel) = (failure.clone(), Cancel::new());
+        let (failure, cancel) = (failure.clone(), CancelHandle::new());
         let resting = cancel
             .map_err(|e| Failure::Io(e.to_string()))
             .and_then(|cancel| {
@@ -646,7 +658,7 @@ impl Supervisor {
             ..attempt
         };
         let begun = emptied
-            .and_then(|()| private_directory(&attempt.dir))
+            .and_then(|()| prepare_image_dir(&attempt.dir))
             .and_then(|()| self.start_dump(migration, tid, &attempt));
         let Ok(worker) = begun else { return false };
         self.set_dumping(migration, tid, worker, attempt);
@@ -690,7 +702,7 @@ impl Supervisor {
                     self.migrations.workers.cancel(worker);
                 }
                 let used = task
-                    .used_before
+                    .usage_on_other_hosts
                     .plus(stop::resource_usage(task.process.pid));
                 nice::deprioritize(&task.processes().pids());
                 self.migrations.post_copies.keep_after_kill(migration);
@@ -777,7 +789,7 @@ pub(crate) fn write_redirection(
 /// Returns the time limit of a dump or restore of `bytes` bytes of memory, with a new cancellation
 /// handle.
 pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
-    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+    let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(CallLimits {
         timeout: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
         cancel,
@@ -785,7 +797,7 @@ pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
 }
 
 /// Creates an image directory with mode 0700, or checks that an existing one is empty.
-pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
+pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
     let bad = |e: &dyn std::fmt::Display| {
         Failure::Io(format!(
             "cannot make the image directory {}: {e}",

@@ -24,10 +24,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Minimum number of spare namespaces. Each costs a sleeping process.
-const SPARE_MIN: usize = 4;
+const SPARE_NAMESPACES_MIN: usize = 4;
 /// Maximum number of spare namespaces while tasks start and end.
-const SPARE_MAX: usize = 64;
-/// Time without a new task after which only [`SPARE_MIN`] spare namespaces are kept.
+const SPARE_NAMESPACES_MAX: usize = 64;
+/// Time without a new task after which only [`SPARE_NAMESPACES_MIN`] spare namespaces are kept.
 const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time of the tasker after which it creates spare namespaces.
 const IDLE_DELAY: Duration = Duration::from_millis(1);
@@ -38,14 +38,14 @@ const IDLE_DELAY: Duration = Duration::from_millis(1);
 pub(crate) struct Namespace {
     init: Child,
     /// Write end of the pipe on which the init waits for the order to end.
-    control: OwnedFd,
+    init_control: OwnedFd,
     inode: u64,
     /// True if the init was ordered to end.
     ending: Cell<bool>,
     /// The control group for the processes in the namespace, if one could be created.
     group: Option<ControlGroup>,
     /// True if the processes in the namespace are members of the control group.
-    in_group: Cell<bool>,
+    members_in_group: Cell<bool>,
 }
 
 impl Namespace {
@@ -62,14 +62,14 @@ impl Namespace {
             Ok(about) => Ok(Namespace {
                 inode: about.st_ino(),
                 init,
-                control: ours,
+                init_control: ours,
                 ending: Cell::new(false),
                 group: freezer.and_then(|freezer| freezer.create_group().ok()),
-                in_group: Cell::new(false),
+                members_in_group: Cell::new(false),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
-                let _ = sys::reap_wait(init.pid);
+                let _ = sys::wait_and_reap(init.pid);
                 Err(error)
             }
         }
@@ -81,7 +81,7 @@ impl Namespace {
             return false;
         };
         namespace.kill();
-        sys::reap_wait(namespace.init.pid).is_ok()
+        sys::wait_and_reap(namespace.init.pid).is_ok()
     }
 
     /// True when the init has ended, and with it all processes in the namespace.
@@ -125,7 +125,7 @@ impl Namespace {
     ///
     /// # Errors
     /// As [`sys::start_program`].
-    pub(crate) fn start(
+    pub(crate) fn start_program(
         &self,
         plan: &ExecPlan<'_>,
         guard: &StartGuard,
@@ -155,13 +155,13 @@ impl Namespace {
             self.with_children_inside(|| make(group))
                 .map_err(StartError::NoProcess)?
         };
-        self.in_group.set(false);
+        self.members_in_group.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {
                 // The kernel refused this control group; try without it.
                 Err(StartError::NoProcess(_)) => {}
                 other => {
-                    self.in_group.set(true);
+                    self.members_in_group.set(true);
                     return other;
                 }
             }
@@ -170,8 +170,8 @@ impl Namespace {
     }
 
     /// Returns the control group if all processes in the namespace are members of it.
-    pub(crate) fn group(&self) -> Option<&ControlGroup> {
-        self.group.as_ref().filter(|_| self.in_group.get())
+    pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
+        self.group.as_ref().filter(|_| self.members_in_group.get())
     }
 
     /// Returns the PIDs of all processes in the namespace except the init.
@@ -179,7 +179,7 @@ impl Namespace {
     /// With a control group this reads the group's list. [`Namespace::pids`] scans all processes of
     /// the host; during such a scan, tasks that must be stopped immediately would continue to run.
     pub(crate) fn members(&self) -> Vec<i32> {
-        self.group()
+        self.control_group()
             .and_then(|group| group.members().ok())
             .unwrap_or_else(|| self.pids())
     }
@@ -189,13 +189,13 @@ impl Namespace {
     pub(crate) fn group_to_join(&self) -> Option<PathBuf> {
         self.group
             .as_ref()
-            .filter(|_| !self.in_group.get())
+            .filter(|_| !self.members_in_group.get())
             .map(ControlGroup::procs_file)
     }
 
     /// Records that the processes in the namespace are members of the control group.
     pub(crate) fn set_in_group(&self) {
-        self.in_group.set(true);
+        self.members_in_group.set(true);
     }
 
     /// Starts a process in the namespace that sleeps in the directory `dir`.
@@ -231,7 +231,7 @@ impl Namespace {
         self.ending.set(true);
         // The pipe never contains more than this byte, so it has space. A failure means that the
         // init has ended.
-        let _ = nix::unistd::write(&self.control, b"e");
+        let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
     /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
@@ -270,7 +270,7 @@ pub(crate) struct SpareNamespaces {
     last_taken: Instant,
     /// True if the last attempt to create a namespace failed. The start of the next task reports
     /// the reason.
-    failed: bool,
+    creation_failed: bool,
 }
 
 impl SpareNamespaces {
@@ -278,7 +278,7 @@ impl SpareNamespaces {
         SpareNamespaces {
             ready: Vec::new(),
             last_taken: Instant::now(),
-            failed: false,
+            creation_failed: false,
         }
     }
 
@@ -287,7 +287,7 @@ impl SpareNamespaces {
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
     pub(crate) fn take(&mut self, freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
-        (self.last_taken, self.failed) = (Instant::now(), false);
+        (self.last_taken, self.creation_failed) = (Instant::now(), false);
         while let Some(namespace) = self.ready.pop() {
             // Any privileged process may have killed the init.
             if !namespace.has_ended() {
@@ -300,10 +300,10 @@ impl SpareNamespaces {
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
     /// cannot be reused.
     pub(crate) fn recycle(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.ready.len() >= SPARE_MAX || !namespace.is_reusable() {
+        if self.ready.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
             return Some(namespace);
         }
-        namespace.in_group.set(false);
+        namespace.members_in_group.set(false);
         self.ready.push(namespace);
         None
     }
@@ -312,8 +312,8 @@ impl SpareNamespaces {
     /// call is needed.
     pub(crate) fn check_delay(&self) -> Option<Duration> {
         match self.ready.len() {
-            ready if ready < SPARE_MIN && !self.failed => Some(IDLE_DELAY),
-            ready if ready > SPARE_MIN => Some(SPARE_IDLE_TIMEOUT),
+            ready if ready < SPARE_NAMESPACES_MIN && !self.creation_failed => Some(IDLE_DELAY),
+            ready if ready > SPARE_NAMESPACES_MIN => Some(SPARE_IDLE_TIMEOUT),
             _ => None,
         }
     }
@@ -321,15 +321,15 @@ impl SpareNamespaces {
     /// Creates a missing spare namespace, or ends namespaces that were not needed for
     /// [`SPARE_IDLE_TIMEOUT`]. Must be called when the tasker is idle.
     pub(crate) fn maintain(&mut self, freezer: Option<&mut Freezer>) {
-        if self.ready.len() < SPARE_MIN {
+        if self.ready.len() < SPARE_NAMESPACES_MIN {
             match Namespace::new(freezer) {
                 // Insert the new namespace before those that were used recently, which are taken
                 // first.
                 Ok(namespace) => self.ready.insert(0, namespace),
-                Err(_) => self.failed = true,
+                Err(_) => self.creation_failed = true,
             }
         } else if self.last_taken.elapsed() >= SPARE_IDLE_TIMEOUT {
-            self.ready.truncate(SPARE_MIN);
+            self.ready.truncate(SPARE_NAMESPACES_MIN);
         }
     }
 }

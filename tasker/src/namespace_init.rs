@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 /// Maximum number of memory ranges that an init unmaps. Further ranges remain mapped.
-const RANGES_MAX: usize = 256;
+const HEAP_RANGES_MAX: usize = 256;
 
 /// Creates the idle init of a new PID namespace.
 ///
@@ -38,7 +38,7 @@ pub(crate) fn start_init(
 /// Memory ranges (address, size) that a copy of this process does not need if it makes only system
 /// calls. The list itself is not on the heap.
 struct HeapRanges {
-    ranges: [(usize, usize); RANGES_MAX],
+    ranges: [(usize, usize); HEAP_RANGES_MAX],
     count: usize,
 }
 
@@ -46,7 +46,7 @@ impl HeapRanges {
     /// Lists the ranges; empty if /proc/self/maps cannot be read.
     fn of_this_process() -> HeapRanges {
         let mut heap = HeapRanges {
-            ranges: [(0, 0); RANGES_MAX],
+            ranges: [(0, 0); HEAP_RANGES_MAX],
             count: 0,
         };
         let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
@@ -59,9 +59,9 @@ impl HeapRanges {
             (&raw const heap).addr(),
             unsafe { libc::__errno_location() }.addr(),
         ];
-        for range in heap_in(&maps)
+        for range in parse_heap_ranges(&maps)
             .filter(|range| !needed.iter().any(|place| range.contains(place)))
-            .take(RANGES_MAX)
+            .take(HEAP_RANGES_MAX)
         {
             heap.ranges[heap.count] = (range.start, range.len());
             heap.count += 1;
@@ -73,7 +73,7 @@ impl HeapRanges {
 /// Returns the ranges of private memory without a file: the heap, and stacks of threads. A range
 /// that adjoins a mapped file contains variables of the program or a library (proc_pid_maps(5)) and
 /// is not returned.
-fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
+fn parse_heap_ranges(maps: &str) -> impl Iterator<Item = Range<usize>> {
     let mut end_of_file = None;
     maps.lines().filter_map(move |line| {
         let mut fields = line.split_ascii_whitespace();
@@ -152,7 +152,7 @@ mod tests {
             e000-f000 rw-p 00000000 00:00 0   [stack]\n\
             nonsense\n";
         assert_eq!(
-            heap_in(maps).collect::<Vec<_>>(),
+            parse_heap_ranges(maps).collect::<Vec<_>>(),
             [0x5000..0x7000, 0x8000..0x9000, 0xd000..0xe000]
         );
     }
@@ -192,7 +192,7 @@ mod tests {
                 ours.write_all(&[byte]).expect("it reads");
             }
             drop((ours, theirs));
-            let ended = sys::reap_wait(init.pid).expect("a child");
+            let ended = sys::wait_and_reap(init.pid).expect("a child");
             assert_eq!(ended.0, 0, "it ends by itself");
         }
         assert_eq!((large[1 << 20], small[99_999][99]), (7, 7));

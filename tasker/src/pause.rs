@@ -38,16 +38,16 @@ pub(crate) enum Pause {
     /// The task still runs so that its library can quiesce.
     Quiescing {
         /// Time at which the task is stopped even if it has not quiesced.
-        until: Instant,
+        stop_at: Instant,
         /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
         /// Whether only the library's threads may run.
-        library_only: LibraryOnly,
+        program_freeze: ProgramThreadFreeze,
     },
     /// The task was ordered to stop, and some processes may still run.
     Stopping {
         /// Processes that received SIGSTOP; empty if a control group is frozen instead.
-        signalled: BTreeSet<i32>,
+        signalled_pids: BTreeSet<i32>,
         /// Time at which the task was ordered to stop.
         since: Instant,
         /// The previous priorities of the task's threads.
@@ -60,7 +60,7 @@ pub(crate) enum Pause {
 /// Whether the program's threads of a quiescing task are frozen, so that only the library's threads
 /// run.
 #[derive(Debug, Default)]
-pub(crate) enum LibraryOnly {
+pub(crate) enum ProgramThreadFreeze {
     /// The program's threads are not frozen: that was not requested or is not possible.
     #[default]
     Inactive,
@@ -76,9 +76,9 @@ pub(crate) enum LibraryOnly {
     Expired,
 }
 
-impl LibraryOnly {
+impl ProgramThreadFreeze {
     fn has_expired(&self, now: Instant) -> bool {
-        matches!(self, LibraryOnly::Active { until, .. } if *until <= now)
+        matches!(self, ProgramThreadFreeze::Active { until, .. } if *until <= now)
     }
 }
 
@@ -89,11 +89,11 @@ impl Pause {
         match self {
             Pause::NotPaused | Pause::Paused => None,
             Pause::Quiescing {
-                until,
-                library_only,
+                stop_at: until,
+                program_freeze: library_only,
                 ..
             } => {
-                let first = if let LibraryOnly::Active {
+                let first = if let ProgramThreadFreeze::Active {
                     until: alone_until, ..
                 } = library_only
                 {
@@ -116,15 +116,15 @@ impl Pause {
             Pause::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
             Pause::Stopping {
                 deprioritized,
-                signalled,
+                signalled_pids: signalled,
                 ..
             } => (deprioritized, signalled),
         };
-        deprioritized.restore(&task.members());
+        deprioritized.restore(&task.member_pids());
         signalled
     }
 
-    pub(crate) fn is_not_paused(&self) -> bool {
+    pub(crate) fn is_inactive(&self) -> bool {
         matches!(self, Pause::NotPaused)
     }
 }
@@ -137,18 +137,18 @@ impl Task {
             (TaskPhase::Running, pause) => {
                 let until = Instant::now() + after;
                 let (deprioritized, was_stopped) = match pause {
-                    Pause::NotPaused => (DeprioritizedThreads::lower(&self.members()), false),
+                    Pause::NotPaused => (DeprioritizedThreads::lower(&self.member_pids()), false),
                     Pause::Quiescing { deprioritized, .. } => (deprioritized, false),
                     Pause::Stopping { deprioritized, .. } => (deprioritized, true),
-                    Pause::Paused => (DeprioritizedThreads::lower(&self.members()), true),
+                    Pause::Paused => (DeprioritizedThreads::lower(&self.member_pids()), true),
                 };
                 if was_stopped {
                     self.continue_processes();
                 }
                 self.pause = Pause::Quiescing {
-                    until,
+                    stop_at: until,
                     deprioritized,
-                    library_only: LibraryOnly::Inactive,
+                    program_freeze: ProgramThreadFreeze::Inactive,
                 };
             }
             // The task is stopped for a migration, or soon will be. It remains stopped when the
@@ -169,7 +169,7 @@ impl Task {
         }
         let was_stopped = match std::mem::take(&mut self.pause) {
             pause @ Pause::Quiescing {
-                library_only: LibraryOnly::Active { .. } | LibraryOnly::Expired,
+                program_freeze: ProgramThreadFreeze::Active { .. } | ProgramThreadFreeze::Expired,
                 ..
             } => return self.pause = pause,
             // Freezing a thread wakes it first, so the threads must not have the lowest priority.
@@ -182,19 +182,21 @@ impl Task {
         if !was_stopped {
             self.record_stopped();
         }
-        let (now, pinned) = (Instant::now(), self.freeze_program_threads());
-        let library_only = pinned.map_or(LibraryOnly::Inactive, |pinned| LibraryOnly::Active {
-            until: now + library_only,
-            _frozen_threads: pinned,
+        let (now, frozen_threads) = (Instant::now(), self.freeze_program_threads());
+        let library_only = frozen_threads.map_or(ProgramThreadFreeze::Inactive, |frozen_threads| {
+            ProgramThreadFreeze::Active {
+                until: now + library_only,
+                _frozen_threads: frozen_threads,
+            }
         });
-        let deprioritized = DeprioritizedThreads::lower(&self.members());
+        let deprioritized = DeprioritizedThreads::lower(&self.member_pids());
         if was_stopped {
             self.continue_processes();
         }
         self.pause = Pause::Quiescing {
-            until: now + after,
+            stop_at: now + after,
             deprioritized,
-            library_only,
+            program_freeze: library_only,
         };
     }
 
@@ -212,14 +214,17 @@ impl Task {
     fn stop_paused(&mut self, pause: Pause) {
         let (deprioritized, library_only) = match pause {
             Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
-            Pause::NotPaused => (DeprioritizedThreads::default(), LibraryOnly::Inactive),
+            Pause::NotPaused => (
+                DeprioritizedThreads::default(),
+                ProgramThreadFreeze::Inactive,
+            ),
             Pause::Quiescing {
                 deprioritized,
-                library_only,
+                program_freeze: library_only,
                 ..
             } => (deprioritized, library_only),
         };
-        if let Some(group) = self.group() {
+        if let Some(group) = self.control_group() {
             // Fails if the group was removed. Then it has no members, and the processes are stopped
             // by signals.
             let _ = group.freeze();
@@ -228,14 +233,14 @@ impl Task {
         // all processes of a frozen group appear as stopped.
         self.record_stopped();
         let signalled = match library_only {
-            LibraryOnly::Active { .. } if self.frozen_group().is_none() => {
+            ProgramThreadFreeze::Active { .. } if self.frozen_group().is_none() => {
                 stop::signal_frozen(&self.processes())
             }
             _ => BTreeSet::new(),
         };
         drop(library_only);
         self.pause = Pause::Stopping {
-            signalled,
+            signalled_pids: signalled,
             since: Instant::now(),
             deprioritized,
         };
@@ -245,8 +250,8 @@ impl Task {
     /// stopped are not frozen, because they do not run and must remain in that state.
     fn freeze_program_threads(&self) -> Option<FrozenThreads> {
         let threads = nice::program_threads(&stop::without_stopped_before(
-            self.members(),
-            &self.stopped_before,
+            self.member_pids(),
+            &self.already_stopped_pids,
         ));
         if threads.is_empty() {
             None
@@ -257,7 +262,7 @@ impl Task {
 
     /// Records which processes are already stopped for reasons other than the pause.
     fn record_stopped(&mut self) {
-        self.stopped_before = stop::stopped_by_signal(&self.members());
+        self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids());
     }
 
     /// Ends the pause's control of the task, so that a migration can stop it. Returns the processes
@@ -267,12 +272,12 @@ impl Task {
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
             self.record_stopped();
         }
-        if !pause.is_not_paused() {
+        if !pause.is_inactive() {
             self.pause = Pause::Paused;
         }
         let mut signalled = match pause {
             Pause::Quiescing {
-                library_only: LibraryOnly::Active { .. },
+                program_freeze: ProgramThreadFreeze::Active { .. },
                 ..
             } => stop::signal_frozen(&self.processes()),
             _ => BTreeSet::new(),
@@ -303,14 +308,14 @@ impl Task {
     fn check_pause(&mut self) -> bool {
         let now = Instant::now();
         if let Pause::Quiescing {
-            until,
-            library_only,
+            stop_at: until,
+            program_freeze: library_only,
             ..
         } = &mut self.pause
         {
             if *until > now {
                 if library_only.has_expired(now) {
-                    *library_only = LibraryOnly::Expired;
+                    *library_only = ProgramThreadFreeze::Expired;
                 }
                 return false;
             }
@@ -318,7 +323,7 @@ impl Task {
             self.stop_paused(pause);
         }
         let Pause::Stopping {
-            mut signalled,
+            signalled_pids: mut signalled,
             since,
             deprioritized,
         } = std::mem::take(&mut self.pause)
@@ -332,11 +337,11 @@ impl Task {
         if has_stopped {
             // Images include the threads' priorities, so the priorities must be restored before a
             // dump.
-            deprioritized.restore(&self.members());
+            deprioritized.restore(&self.member_pids());
             self.pause = Pause::Paused;
         } else {
             self.pause = Pause::Stopping {
-                signalled,
+                signalled_pids: signalled,
                 since,
                 deprioritized,
             };
@@ -367,10 +372,10 @@ impl Supervisor {
             return;
         };
         change(task);
-        let is_still = matches!(task.pause, Pause::Paused);
+        let was_paused = matches!(task.pause, Pause::Paused);
         // A paused task does not change its memory, so pre-copying it has no advantage.
-        self.migrations.pre_copies.stop_soon(tid);
-        if is_still {
+        self.migrations.pre_copies.stop_early(tid);
+        if was_paused {
             self.send(&FromTasker::Paused { tid });
         }
         self.check_pauses();

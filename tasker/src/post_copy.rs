@@ -11,7 +11,7 @@ use crate::target::TargetStage;
 use crate::task::{Task, TaskPhase};
 use crate::workers::WorkerResult;
 use checkpoint::engine::{
-    CallLimits, Cancel, FetchCompletion, MemoryServer, ReceivedPages, ServedMemory, UffdGuard,
+    CallLimits, CancelHandle, FetchCompletion, MemoryServer, ReceivedPages, ServedMemory, UffdGuard,
 };
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
@@ -104,10 +104,10 @@ pub(crate) struct PostCopies {
     mode: PostCopyMode,
     /// Whether this host supports post-copy; `Err` has the reason. Known after the probe of the
     /// engine.
-    pub(crate) possible: Result<(), PostCopyUnavailable>,
+    pub(crate) support: Result<(), PostCopyUnavailable>,
     /// Time of the last failure of a post-copy.
     failed_at: Option<Instant>,
-    outgoing: BTreeMap<MigrationId, ServedMemory>,
+    served_memory: BTreeMap<MigrationId, ServedMemory>,
     arriving: BTreeMap<MigrationId, ArrivingMemory>,
 }
 
@@ -122,9 +122,9 @@ impl PostCopies {
         let (outgoing, arriving) = (BTreeMap::new(), BTreeMap::new());
         PostCopies {
             mode,
-            possible: Err(PostCopyUnavailable::NotProbed),
+            support: Err(PostCopyUnavailable::NotProbed),
             failed_at: None,
-            outgoing,
+            served_memory: outgoing,
             arriving,
         }
     }
@@ -132,10 +132,10 @@ impl PostCopies {
     /// True if post-copy may be used on this host: it is supported, not disabled, and has not
     /// failed recently.
     pub(crate) fn is_available(&self) -> bool {
-        let is_out = self
+        let is_backing_off = self
             .failed_at
             .is_some_and(|at| at.elapsed() < FAILURE_BACKOFF);
-        self.mode != PostCopyMode::Never && self.possible.is_ok() && !is_out
+        self.mode != PostCopyMode::Never && self.support.is_ok() && !is_backing_off
     }
 
     /// True if post-copy should be used for a task with these facts.
@@ -164,19 +164,21 @@ impl PostCopies {
 
     /// Retains the memory of a task that is about to be killed because it runs on another host.
     pub(crate) fn keep_after_kill(&self, migration: MigrationId) {
-        if let Some(memory) = self.outgoing.get(&migration) {
-            memory.keep_after_kill();
+        if let Some(memory) = self.served_memory.get(&migration) {
+            memory.retain_memory_after_kill();
         }
     }
 
     /// Stops serving memory for all migrations. Called when the tasker ends.
     pub(crate) fn stop_serving_all(&self) {
-        self.outgoing.values().for_each(ServedMemory::stop_serving);
+        self.served_memory
+            .values()
+            .for_each(ServedMemory::stop_serving);
     }
 }
 
 /// Connects to the socket at `path` through which the daemon forwards memory.
-pub(crate) fn connect(path: &Path) -> Result<OwnedFd, Failure> {
+pub(crate) fn connect_memory_socket(path: &Path) -> Result<OwnedFd, Failure> {
     let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", path.display()));
     UnixStream::connect(path).map(OwnedFd::from).map_err(failed)
 }
@@ -187,8 +189,8 @@ pub(crate) fn shut_down_socket(socket: &OwnedFd) {
     let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
 }
 
-fn limits() -> Result<CallLimits, Failure> {
-    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+fn transfer_limits() -> Result<CallLimits, Failure> {
+    let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(CallLimits {
         timeout: TRANSFER_TIMEOUT,
         cancel,
@@ -205,7 +207,7 @@ impl Supervisor {
         tid: Tid,
         serving: Box<dyn MemoryServer>,
     ) -> Result<(), Failure> {
-        let (limits, memory) = (limits()?, serving.handle());
+        let (limits, memory) = (transfer_limits()?, serving.handle());
         let cancel = limits.cancel.clone();
         let work = move || WorkerResult::Served {
             migration,
@@ -215,7 +217,7 @@ impl Supervisor {
         let worker = self.migrations.workers.start(&cancel, None, work)?;
         self.migrations
             .post_copies
-            .outgoing
+            .served_memory
             .insert(migration, memory);
         if let Some(task) = self.tasks.get_mut(&tid) {
             task.phase = TaskPhase::Serving {
@@ -229,7 +231,7 @@ impl Supervisor {
 
     /// Stops serving memory, because the migration was aborted or its task has exited.
     pub(crate) fn stop_serving(&self, migration: MigrationId, worker: u64) {
-        if let Some(memory) = self.migrations.post_copies.outgoing.get(&migration) {
+        if let Some(memory) = self.migrations.post_copies.served_memory.get(&migration) {
             memory.stop_serving();
         }
         self.migrations.workers.cancel(worker);
@@ -242,7 +244,7 @@ impl Supervisor {
         tid: Tid,
         result: &Result<(), Failure>,
     ) {
-        self.migrations.post_copies.outgoing.remove(&migration);
+        self.migrations.post_copies.served_memory.remove(&migration);
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
@@ -276,7 +278,7 @@ impl Supervisor {
         dir: &Path,
         path: &Path,
     ) -> Result<(), Failure> {
-        let pre_copied = self.migrations.pre_copies.take_store(migration)?;
+        let pre_copied = self.migrations.pre_copies.take_received(migration)?;
         let engine = self
             .migrations
             .engine
@@ -289,17 +291,21 @@ impl Supervisor {
                     .map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
                 (stream, store)
             }
-            None => (connect(path)?, ReceivedPages::empty()),
+            None => (connect_memory_socket(path)?, ReceivedPages::empty()),
         };
         let arriving = engine.start_fetch(dir, stream, store)?;
-        let (limits, pid, completeness) = (limits()?, arriving.engine_pid(), arriving.completion());
+        let (limits, pid, completeness) = (
+            transfer_limits()?,
+            arriving.engine_pid(),
+            arriving.completion(),
+        );
         let cancel = limits.cancel.clone();
         let work = move || WorkerResult::MemoryArrived {
             migration,
             result: arriving.finish(&limits),
         };
         let worker = self.migrations.workers.start(&cancel, Some(pid), work)?;
-        let coming = ArrivingMemory {
+        let arriving_memory = ArrivingMemory {
             worker,
             completeness,
             running_tid: None,
@@ -311,7 +317,7 @@ impl Supervisor {
         self.migrations
             .post_copies
             .arriving
-            .insert(migration, coming);
+            .insert(migration, arriving_memory);
         Ok(())
     }
 
@@ -431,7 +437,9 @@ impl Supervisor {
     /// Keeps the guard `missing` until these killed processes have exited. A killed process may
     /// still be in a long system call, and must not read zeros in place of the missing memory.
     fn keep_until_dead(&mut self, missing: UffdGuard, pids: Vec<i32>) {
-        let Ok(cancel) = Cancel::new() else { return };
+        let Ok(cancel) = CancelHandle::new() else {
+            return;
+        };
         let work = move || {
             let deadline = Instant::now() + EXIT_TIMEOUT;
             while !pids.iter().all(|pid| stop::has_ended(*pid)) && Instant::now() < deadline {

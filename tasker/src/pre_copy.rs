@@ -3,12 +3,12 @@
 //! ([`crate::post_copy`]).
 
 use crate::migrations::resident_bytes;
-use crate::post_copy::{ModeOverride, connect, mode_override, shut_down_socket};
+use crate::post_copy::{ModeOverride, connect_memory_socket, mode_override, shut_down_socket};
 use crate::supervisor::Supervisor;
 use crate::task::TaskPhase;
 use crate::workers::WorkerResult;
 use checkpoint::criu::acknowledge_pre_copy;
-use checkpoint::engine::{PreCopyStop, ReceivedPages, SentPages};
+use checkpoint::engine::{PreCopyStopCondition, ReceivedPages, SentPages};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{MigrationId, Tid};
@@ -25,26 +25,26 @@ const PRE_COPY_BYTES_MIN: u64 = 64 << 20;
 /// After the transfer, pre-copied memory is inserted into the task at about 370 MB/s. At the rate
 /// of this limit the whole migration takes two fifths longer than without pre-copy, at higher rates
 /// up to twice as long.
-const FAST_BYTES_PER_SECOND: u64 = 150_000_000;
+const PRE_COPY_RATE_MAX_BYTES_PER_SECOND: u64 = 150_000_000;
 /// Environment variable that selects when pre-copy is used before a post-copy: `never` or `always`.
 /// If it is not set, pre-copy is used from [`PRE_COPY_BYTES_MIN`] on, and up to the rate
-/// [`FAST_BYTES_PER_SECOND`].
+/// [`PRE_COPY_RATE_MAX_BYTES_PER_SECOND`].
 const PRE_COPY_VARIABLE: &str = "SEMPA_PRE_COPY";
 /// Maximum number of bytes that a pre-copy may send in addition to the task's memory at the
 /// feasibility check. Memory beyond it is post-copied.
-const GROWTH_BYTES_MAX: u64 = 64 << 20;
+const ACCEPTED_GROWTH_BYTES_MAX: u64 = 64 << 20;
 /// Time limit of a pre-copy of a task without memory. The limit is well within the time limit of
 /// the migration step. After it the remaining memory is post-copied.
-const TIMEOUT_BASE: Duration = Duration::from_secs(300);
+const PRE_COPY_TIMEOUT_BASE: Duration = Duration::from_secs(300);
 /// Additional time limit of a pre-copy for each GiB of memory.
-const TIMEOUT_PER_GIB: Duration = Duration::from_secs(300);
+const PRE_COPY_TIMEOUT_PER_GIB: Duration = Duration::from_secs(300);
 
 /// A pre-copy from this host.
 #[derive(Debug)]
 struct OutgoingPreCopy {
     tid: Tid,
     stream: Arc<OwnedFd>,
-    stop: PreCopyStop,
+    stop: PreCopyStopCondition,
     /// The pages that were sent; `None` until all of them are at the target.
     sent: Option<Arc<SentPages>>,
 }
@@ -54,7 +54,7 @@ struct OutgoingPreCopy {
 struct IncomingPreCopy {
     stream: Arc<OwnedFd>,
     /// The received pages; `None` until all of them have arrived.
-    store: Option<ReceivedPages>,
+    received: Option<ReceivedPages>,
 }
 
 /// The state of all pre-copies from this host and to it. Their number is bounded by the limits on
@@ -64,7 +64,7 @@ pub(crate) struct PreCopies {
     /// Minimum resident memory for pre-copy; `None` if pre-copy is disabled.
     bytes_min: Option<u64>,
     /// Tasks of this host whose pre-copy has failed. Their next migration does not use pre-copy.
-    failed: BTreeSet<Tid>,
+    failed_tasks: BTreeSet<Tid>,
     outgoing: BTreeMap<MigrationId, OutgoingPreCopy>,
     incoming: BTreeMap<MigrationId, IncomingPreCopy>,
 }
@@ -83,7 +83,7 @@ impl PreCopies {
     fn with_bytes_min(bytes_min: Option<u64>) -> PreCopies {
         PreCopies {
             bytes_min,
-            failed: BTreeSet::new(),
+            failed_tasks: BTreeSet::new(),
             outgoing: BTreeMap::new(),
             incoming: BTreeMap::new(),
         }
@@ -91,13 +91,13 @@ impl PreCopies {
 
     /// True if pre-copy should be used for this task, provided that post-copy is used.
     pub(crate) fn applies_to(&self, tid: Tid, facts: &TaskFacts) -> bool {
-        !self.failed.contains(&tid)
+        !self.failed_tasks.contains(&tid)
             && self
                 .bytes_min
                 .is_some_and(|from| facts.resident_bytes >= from)
     }
 
-    /// True if pre-copy is used even at rates above [`FAST_BYTES_PER_SECOND`].
+    /// True if pre-copy is used even at rates above [`PRE_COPY_RATE_MAX_BYTES_PER_SECOND`].
     fn ignores_rate(&self) -> bool {
         self.bytes_min == Some(0)
     }
@@ -117,11 +117,15 @@ impl PreCopies {
     ///
     /// # Errors
     /// The pre-copied memory was expected and has not arrived.
-    pub(crate) fn take_store(
+    pub(crate) fn take_received(
         &mut self,
         migration: MigrationId,
     ) -> Result<Option<(Arc<OwnedFd>, ReceivedPages)>, Failure> {
-        let Some(IncomingPreCopy { stream, store }) = self.incoming.remove(&migration) else {
+        let Some(IncomingPreCopy {
+            stream,
+            received: store,
+        }) = self.incoming.remove(&migration)
+        else {
             return Ok(None);
         };
         let store = store.ok_or_else(|| {
@@ -131,7 +135,7 @@ impl PreCopies {
     }
 
     /// Stops the pre-copies of this task early, because they no longer shorten its migration.
-    pub(crate) fn stop_soon(&self, tid: Tid) {
+    pub(crate) fn stop_early(&self, tid: Tid) {
         self.outgoing
             .values()
             .filter(|pre_copy| pre_copy.tid == tid)
@@ -148,7 +152,7 @@ impl PreCopies {
 
     /// Aborts the pre-copies of a task that has exited.
     pub(crate) fn on_task_exit(&mut self, tid: Tid) {
-        self.failed.remove(&tid);
+        self.failed_tasks.remove(&tid);
         let of_task = self
             .outgoing
             .iter()
@@ -165,7 +169,7 @@ impl PreCopies {
         let Some(pre_copy) = self.incoming.get_mut(&migration) else {
             return false;
         };
-        if let Some(store) = pre_copy.store.take() {
+        if let Some(store) = pre_copy.received.take() {
             free_in_background(store);
         }
         shut_down_socket(&pre_copy.stream);
@@ -225,17 +229,19 @@ impl Supervisor {
             .ok_or_else(|| self.engine_failure())?;
         let processes = task.processes().pids();
         let gib = resident_bytes(&processes) >> 30;
-        let stop = PreCopyStop::at(Instant::now() + TIMEOUT_BASE + TIMEOUT_PER_GIB * gib as u32);
+        let stop = PreCopyStopCondition::at_deadline(
+            Instant::now() + PRE_COPY_TIMEOUT_BASE + PRE_COPY_TIMEOUT_PER_GIB * gib as u32,
+        );
         let stop = if self.migrations.pre_copies.ignores_rate() {
             stop
         } else {
-            stop.or_above_rate(FAST_BYTES_PER_SECOND)
+            stop.with_rate_limit(PRE_COPY_RATE_MAX_BYTES_PER_SECOND)
         };
         // A paused task does not change its memory, so pre-copying it has no advantage.
-        if !task.pause.is_not_paused() {
+        if !task.pause.is_inactive() {
             stop.request();
         }
-        let stream = Arc::new(connect(path)?);
+        let stream = Arc::new(connect_memory_socket(path)?);
         let work = {
             let (stream, stop) = (stream.clone(), stop.clone());
             move || WorkerResult::PreCopied {
@@ -268,7 +274,7 @@ impl Supervisor {
             return;
         };
         let result = result.map(|sent| {
-            let bytes = sent.bytes();
+            let bytes = sent.sent_bytes();
             pre_copy.sent = Some(Arc::new(sent));
             bytes
         });
@@ -276,9 +282,9 @@ impl Supervisor {
             let (here, tid) = (&self.tasks, pre_copy.tid);
             self.migrations
                 .pre_copies
-                .failed
+                .failed_tasks
                 .retain(|failed| here.contains_key(failed));
-            self.migrations.pre_copies.failed.insert(tid);
+            self.migrations.pre_copies.failed_tasks.insert(tid);
             self.migrations.pre_copies.abort_outgoing(migration);
         }
         self.send(&FromTasker::PreCopied { migration, result });
@@ -306,19 +312,19 @@ impl Supervisor {
             .migrations
             .reservations
             .reserved_for(migration)
-            .saturating_add(GROWTH_BYTES_MAX);
-        let stream = Arc::new(connect(path)?);
-        let comes = stream.clone();
+            .saturating_add(ACCEPTED_GROWTH_BYTES_MAX);
+        let stream = Arc::new(connect_memory_socket(path)?);
+        let worker_stream = stream.clone();
         let work = move || WorkerResult::PreCopyReceived {
             migration,
-            result: engine.receive_pre_copy(&comes, bytes_max),
+            result: engine.receive_pre_copy(&worker_stream, bytes_max),
         };
         self.start_uncancelled(work)?;
         self.migrations.pre_copies.incoming.insert(
             migration,
             IncomingPreCopy {
                 stream,
-                store: None,
+                received: None,
             },
         );
         Ok(())
@@ -343,8 +349,8 @@ impl Supervisor {
             Ok(store) => {
                 self.migrations
                     .reservations
-                    .record_pre_copied(migration, store.bytes());
-                pre_copy.store = Some(store);
+                    .record_pre_copied(migration, store.stored_bytes());
+                pre_copy.received = Some(store);
             }
             Err(why) => {
                 self.migrations.pre_copies.abort_incoming(migration);
@@ -384,7 +390,7 @@ mod tests {
         assert_eq!(should(Some(PRE_COPY_BYTES_MIN)), [false, false, true]);
         assert_eq!((should(None), should(Some(0))), ([false; 3], [true; 3]));
         let mut all = PreCopies::with_bytes_min(Some(0));
-        all.failed.insert(tid);
+        all.failed_tasks.insert(tid);
         assert_eq!(
             [tid, other].map(|tid| all.applies_to(tid, &of(0))),
             [false, true],
@@ -396,12 +402,22 @@ mod tests {
     #[test]
     fn missing_expected_pre_copy_is_an_error() {
         let mut all = PreCopies::with_bytes_min(None);
-        assert!(all.take_store(ONE).expect("nothing was to come").is_none());
+        assert!(
+            all.take_received(ONE)
+                .expect("nothing was to come")
+                .is_none()
+        );
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(ReceivedPages::empty()));
-        all.incoming.insert(ONE, IncomingPreCopy { stream, store });
+        all.incoming.insert(
+            ONE,
+            IncomingPreCopy {
+                stream,
+                received: store,
+            },
+        );
         assert!(all.abort_incoming(ONE));
-        assert!(matches!(all.take_store(ONE), Err(Failure::Images(_))));
+        assert!(matches!(all.take_received(ONE), Err(Failure::Images(_))));
         assert_eq!(
             std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"),
             0
@@ -412,7 +428,10 @@ mod tests {
     fn exit_aborts_the_pre_copies_of_the_task() {
         let mut all = PreCopies::with_bytes_min(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (tid, stop) = (Tid::from_raw(0x40001), PreCopyStop::at(Instant::now()));
+        let (tid, stop) = (
+            Tid::from_raw(0x40001),
+            PreCopyStopCondition::at_deadline(Instant::now()),
+        );
         all.outgoing.insert(
             ONE,
             OutgoingPreCopy {

@@ -85,17 +85,18 @@ pub(crate) fn continue_all(processes: &TaskProcesses<'_>, stopped_before: &[i32]
 /// parent, which waits for the child in the kernel, could never stop. A second SIGSTOP would stay
 /// pending and disturb a dump.
 pub(crate) fn stop_all(processes: &TaskProcesses<'_>, signalled: &mut BTreeSet<i32>) -> bool {
-    let seen: BTreeMap<i32, (RunState, Option<i32>)> = processes
+    let first_states: BTreeMap<i32, (RunState, Option<i32>)> = processes
         .pids()
         .into_iter()
-        .map(|pid| (pid, (state(pid), parent(pid))))
+        .map(|pid| (pid, (run_state(pid), parent(pid))))
         .collect();
     let is_running = |pid: &i32| {
-        seen.get(pid)
+        first_states
+            .get(pid)
             .is_some_and(|(state, _)| *state == RunState::Running)
     };
     let mut all_stopped = true;
-    for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_running(pid)) {
+    for (pid, (_, parent)) in first_states.iter().filter(|(pid, _)| is_running(pid)) {
         all_stopped = false;
         if !parent.is_some_and(|parent| is_running(&parent)) && signalled.insert(*pid) {
             // A process that has ended needs no signal.
@@ -104,7 +105,11 @@ pub(crate) fn stop_all(processes: &TaskProcesses<'_>, signalled: &mut BTreeSet<i
     }
     // A process may have forked after the first list was read and before it stopped; a second list
     // contains the child.
-    all_stopped && processes.pids().iter().all(|pid| seen.contains_key(pid))
+    all_stopped
+        && processes
+            .pids()
+            .iter()
+            .all(|pid| first_states.contains_key(pid))
 }
 
 /// Continues those of these stopped processes that were stopped before they returned from fork(2):
@@ -150,12 +155,12 @@ pub(crate) fn signal_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
 /// detached from them.
 pub(crate) fn wait_until_stopped(pids: &[i32]) {
     let until = Instant::now() + SETTLE_TIMEOUT;
-    while pids.iter().any(|pid| state(*pid) == RunState::Running) && Instant::now() < until {
+    while pids.iter().any(|pid| run_state(*pid) == RunState::Running) && Instant::now() < until {
         std::thread::sleep(SETTLE_POLL_INTERVAL);
     }
 }
 
-fn state(pid: i32) -> RunState {
+fn run_state(pid: i32) -> RunState {
     let can_run = |letter| !matches!(letter, 'T' | 'Z' | 'X');
     if thread_states(pid).into_iter().any(can_run) {
         RunState::Running

@@ -9,7 +9,7 @@ use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
-use crate::sys::{self, InheritedState, StartGuard};
+use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{
     self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, StartTaskError, StartTaskFailure, Task, TaskPhase,
 };
@@ -22,7 +22,7 @@ use nix::unistd::Pid;
 use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
-use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
+use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
 use std::io;
@@ -66,7 +66,7 @@ pub(crate) struct Supervisor {
     pub(crate) uses_namespaces: bool,
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
-    pub(crate) inherited: InheritedState,
+    pub(crate) inherited: TaskStartState,
     start_guard: StartGuard,
     orphaned_namespaces: Vec<OrphanedNamespace>,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
@@ -75,7 +75,7 @@ pub(crate) struct Supervisor {
     heap_trim_at: Option<Instant>,
     signals: SignalFd,
     /// True after SIGTERM: the main loop must end.
-    ending: bool,
+    must_end: bool,
     /// The freezer of paused tasks, or the reason why they are stopped by signals. Declared last,
     /// because it must be dropped after all its groups.
     pub(crate) freezer: Result<Freezer, FreezerUnavailable>,
@@ -89,9 +89,9 @@ enum EventSource {
     Workers,
     TaskExit(Tid),
     Output(Tid),
-    OrphansGone,
-    OrphansOutput(usize),
-    HeldCopy(MigrationId),
+    NamespaceEnded,
+    OrphanOutput(usize),
+    RestoredTaskExit(MigrationId),
 }
 
 impl Supervisor {
@@ -117,13 +117,13 @@ impl Supervisor {
             migrations: Migrations::new(uses_namespaces)?,
             uses_namespaces,
             spare_namespaces: SpareNamespaces::new(),
-            inherited: InheritedState::prepare()?,
+            inherited: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
             orphaned_namespaces: Vec::new(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
             signals,
-            ending: false,
+            must_end: false,
             freezer: match uses_namespaces {
                 true => Freezer::new(),
                 false => Err(FreezerUnavailable::NoPrivileges),
@@ -143,8 +143,8 @@ impl Supervisor {
     }
 
     /// Returns the capabilities of this host that are known so far.
-    pub(crate) fn capabilities(&self) -> Capabilities {
-        Capabilities {
+    pub(crate) fn capabilities(&self) -> TaskerCapabilities {
+        TaskerCapabilities {
             pid_namespaces: self.uses_namespaces,
             engine: self.migrations.engine_state(),
             freezer: self
@@ -161,7 +161,7 @@ impl Supervisor {
     }
 
     fn serve(&mut self) -> anyhow::Result<()> {
-        while !self.ending && !self.daemon_socket.is_closed() {
+        while !self.must_end && !self.daemon_socket.is_closed() {
             let ready = self.poll_events()?;
             for (source, events) in &ready {
                 match *source {
@@ -174,13 +174,15 @@ impl Supervisor {
                     }
                     EventSource::TaskExit(tid) => self.on_task_exit(tid),
                     EventSource::Output(tid) => self.forward_output(tid),
-                    EventSource::OrphansGone => {}
-                    EventSource::OrphansOutput(index) => {
+                    EventSource::NamespaceEnded => {}
+                    EventSource::OrphanOutput(index) => {
                         if let Some(output) = &mut self.orphaned_namespaces[index].output {
                             output.read(drop);
                         }
                     }
-                    EventSource::HeldCopy(migration) => self.on_copy_killed(migration),
+                    EventSource::RestoredTaskExit(migration) => {
+                        self.on_restored_task_killed(migration)
+                    }
                 }
             }
             if ready
@@ -204,7 +206,7 @@ impl Supervisor {
             {
                 allocator::trim_freed();
             }
-            self.check_orphaned_namespaces();
+            self.remove_ended_namespaces();
             self.check_stopping();
             self.check_pauses();
         }
@@ -241,18 +243,18 @@ impl Supervisor {
             watched.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
         for (index, left) in self.orphaned_namespaces.iter().enumerate() {
-            watched.push((EventSource::OrphansGone, left.namespace.end_fd()));
+            watched.push((EventSource::NamespaceEnded, left.namespace.end_fd()));
             watched.extend(
                 left.output
                     .iter()
                     .filter_map(Output::fd)
-                    .map(|fd| (EventSource::OrphansOutput(index), fd)),
+                    .map(|fd| (EventSource::OrphanOutput(index), fd)),
             );
         }
         watched.extend(
             self.migrations
                 .held_copies()
-                .map(|(migration, fd)| (EventSource::HeldCopy(migration), fd)),
+                .map(|(migration, fd)| (EventSource::RestoredTaskExit(migration), fd)),
         );
 
         let mut fds: Vec<PollFd<'_>> = watched
@@ -302,8 +304,8 @@ impl Supervisor {
 
     fn handle_order(&mut self, order: ToTasker) {
         match order {
-            ToTasker::Start(order) => self.start(&order),
-            ToTasker::Signal { tid, signal } => self.signal(tid, signal),
+            ToTasker::Start(order) => self.handle_start(&order),
+            ToTasker::Signal { tid, signal } => self.signal_task(tid, signal),
             ToTasker::RequestExit { tid, engine } => self.request_exit(tid, engine),
             ToTasker::CheckSignal {
                 migration,
@@ -324,7 +326,7 @@ impl Supervisor {
                     task.exit_requested_for = None;
                 }
             }
-            ToTasker::Kill { tid } => self.kill(tid),
+            ToTasker::Kill { tid } => self.kill_task(tid),
             ToTasker::Pause { tid, run_for } => self.pause_task(tid, run_for),
             ToTasker::ResumeToQuiesce {
                 tid,
@@ -343,7 +345,7 @@ impl Supervisor {
         }
     }
 
-    fn start(&mut self, order: &StartTask) {
+    fn handle_start(&mut self, order: &StartTask) {
         let tid = order.tid;
         let started = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
@@ -382,7 +384,7 @@ impl Supervisor {
             ),
             false => None,
         };
-        task::start(order, namespace, &self.inherited, &self.start_guard)
+        task::start_task_process(order, namespace, &self.inherited, &self.start_guard)
     }
 
     /// Returns the time until the spare namespaces must be checked; `None` if no check is needed,
@@ -405,15 +407,15 @@ impl Supervisor {
             .any(|task| matches!(task.phase, TaskPhase::Stopping { .. }))
     }
 
-    fn signal(&mut self, tid: Tid, signal: i32) {
+    fn signal_task(&mut self, tid: Tid, signal: i32) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
         let running = matches!(task.phase, TaskPhase::Running);
-        if running && task.pause.is_not_paused() {
-            task.send(signal);
+        if running && task.pause.is_inactive() {
+            task.send_signal(signal);
         } else if running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
-            task.send(signal);
+            task.send_signal(signal);
             if signal == libc::SIGTERM {
                 task.allow_exit();
             }
@@ -438,11 +440,11 @@ impl Supervisor {
                 let why = Refusal::SignalNotHandled { signal }.to_string();
                 return self.send(&FromTasker::ExitNotRequested { tid, why });
             }
-            AskMethod::Signal(signal) => task.send(signal),
+            AskMethod::Signal(signal) => task.send_signal(signal),
             AskMethod::Message(_) => {}
         }
         task.exit_requested_for = Some(engine);
-        if !task.pause.is_not_paused() {
+        if !task.pause.is_inactive() {
             task.allow_exit_within(Duration::from_secs(wait.into()));
         }
         if matches!(asked, AskMethod::Message(_)) {
@@ -450,7 +452,7 @@ impl Supervisor {
         }
     }
 
-    fn kill(&mut self, tid: Tid) {
+    fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
             task.kill();
         }
@@ -503,7 +505,7 @@ impl Supervisor {
         let Some(mut task) = self.tasks.remove(&tid) else {
             return;
         };
-        let used = task.used_before.plus(used);
+        let used = task.usage_on_other_hosts.plus(used);
         self.abandon_migration_of(&task);
         self.cancel_fetch_of_exited(&task);
         if task
@@ -531,10 +533,10 @@ impl Supervisor {
     }
 
     /// Kills the remaining processes of a task. Sends the message `then` when they have ended.
-    fn kill_remaining(&mut self, mut task: Task, then: FromTasker) {
+    fn kill_remaining(&mut self, mut task: Task, final_message: FromTasker) {
         match task.namespace.take() {
-            Some(namespace) => self.kill_namespace(namespace, vec![then]),
-            None => self.send(&then),
+            Some(namespace) => self.kill_namespace(namespace, vec![final_message]),
+            None => self.send(&final_message),
         }
     }
 
@@ -548,7 +550,7 @@ impl Supervisor {
         });
     }
 
-    fn check_orphaned_namespaces(&mut self) {
+    fn remove_ended_namespaces(&mut self) {
         let (ended, left) = std::mem::take(&mut self.orphaned_namespaces)
             .into_iter()
             .partition(|left: &OrphanedNamespace| left.namespace.has_ended());
@@ -562,7 +564,7 @@ impl Supervisor {
     fn on_signal(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
-                self.ending = true;
+                self.must_end = true;
             }
         }
         self.reap_unowned();
@@ -573,7 +575,7 @@ impl Supervisor {
     pub(crate) fn reap_unowned(&self) {
         let known = |pid: &i32| {
             self.tasks.values().any(|task| task.process.pid == *pid)
-                || self.migrations.is_waited_for(*pid)
+                || self.migrations.owns_process(*pid)
         };
         while let Some((pid, ended)) = sys::pending_child_event() {
             if !ended || known(&pid) {
@@ -586,7 +588,7 @@ impl Supervisor {
     }
 
     fn reap_all_but(&self, known: impl Fn(&i32) -> bool) {
-        for pid in children().into_iter().filter(|pid| !known(pid)) {
+        for pid in child_pids().into_iter().filter(|pid| !known(pid)) {
             // A process that still runs, or was already reaped, needs no action.
             let _ = sys::reap(pid);
         }
@@ -605,13 +607,13 @@ impl Supervisor {
         while Instant::now() < until {
             // Workers end their engines and reap them.
             self.drain_workers();
-            let left = children();
+            let left = child_pids();
             if left.is_empty() && self.migrations.is_idle() {
                 return;
             }
             for pid in left
                 .into_iter()
-                .filter(|pid| !self.migrations.is_waited_for(*pid))
+                .filter(|pid| !self.migrations.owns_process(*pid))
             {
                 // Fails only if the process has ended.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
@@ -625,7 +627,7 @@ impl Supervisor {
 }
 
 /// Returns the PIDs of all children of the tasker.
-fn children() -> Vec<i32> {
+fn child_pids() -> Vec<i32> {
     let threads = Process::myself().and_then(|tasker| tasker.tasks());
     threads
         .into_iter()

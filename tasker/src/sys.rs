@@ -152,7 +152,7 @@ pub(crate) struct ExecPlan<'a> {
     env: Vec<*const c_char>,
     stdin: RawFd,
     output: RawFd,
-    inherited: &'a InheritedState,
+    inherited: &'a TaskStartState,
     /// True if the kernel must kill the process when the tasker dies. Not needed for processes in a
     /// namespace, which are killed with it.
     die_with_parent: bool,
@@ -168,7 +168,7 @@ impl<'a> ExecPlan<'a> {
         program: &'a Program,
         stdin: BorrowedFd<'_>,
         output: BorrowedFd<'_>,
-        inherited: &'a InheritedState,
+        inherited: &'a TaskStartState,
         die_with_parent: bool,
     ) -> ExecPlan<'a> {
         let pointers = |list: &[CString]| {
@@ -191,7 +191,7 @@ impl<'a> ExecPlan<'a> {
     }
 
     /// Makes the process stop before its exec; see [`start_waiting`].
-    pub(crate) fn waiting(mut self) -> ExecPlan<'a> {
+    pub(crate) fn stopping_before_exec(mut self) -> ExecPlan<'a> {
         self.wait_before_exec = true;
         self
     }
@@ -199,37 +199,37 @@ impl<'a> ExecPlan<'a> {
 
 /// State of the tasker that differs from the state a program must start with.
 #[derive(Debug)]
-pub(crate) struct InheritedState {
+pub(crate) struct TaskStartState {
     /// The limit on open descriptors with which the tasker was started. Tasks get the same limit.
     files_limit: libc::rlimit,
     /// Signals that the tasker ignores. `execve` resets all other signals to their default action.
     ignored: Vec<i32>,
 }
 
-impl InheritedState {
+impl TaskStartState {
     /// Raises the tasker's limit on open descriptors to the hard limit, because each task needs a
     /// few. Records the state that a task gets instead. Must be called after the tasker has set the
     /// signals that it ignores.
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn prepare() -> io::Result<InheritedState> {
+    pub(crate) fn prepare() -> io::Result<TaskStartState> {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
         let files_limit = libc::rlimit {
             rlim_cur: soft,
             rlim_max: hard,
         };
-        Ok(InheritedState {
+        Ok(TaskStartState {
             files_limit,
             ignored: (1..=SIGNAL_MAX)
-                .filter(|signal| is_ignored(*signal))
+                .filter(|signal| signal_is_ignored(*signal))
                 .collect(),
         })
     }
 }
 
-fn is_ignored(signal: i32) -> bool {
+fn signal_is_ignored(signal: i32) -> bool {
     let mut now = [0usize; SIGACTION_WORDS];
     // A raw system call: the C library hides the signals that it uses itself.
     //
@@ -257,7 +257,7 @@ pub(crate) unsafe fn clone3(
     group: Option<BorrowedFd<'_>>,
 ) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
-    let into = group.map_or(0, |_| clone_into_cgroup::INTO_CGROUP);
+    let into = group.map_or(0, |_| clone_into_cgroup::CLONE_INTO_CGROUP);
     let args = libc::clone_args {
         flags: (flags | libc::CLONE_PIDFD) as u64 | into,
         pidfd: &raw mut pidfd as u64,
@@ -351,7 +351,7 @@ pub(crate) fn start_program(
 }
 
 /// Creates a process that stops before its exec and executes the program of `plan` at the next
-/// SIGCONT. The plan must be made by [`ExecPlan::waiting`]. Unlike with [`start_program`], the
+/// SIGCONT. The plan must be made by [`ExecPlan::stopping_before_exec`]. Unlike with [`start_program`], the
 /// process has a copy of the tasker's memory while it is stopped. Returns when the process has
 /// stopped.
 ///
@@ -581,8 +581,8 @@ impl GuardedStart<'_> {
     }
 }
 
-fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
-    let fd = place.swap(NO_FD, Ordering::AcqRel);
+fn take_fd(slot: &AtomicI32) -> Option<OwnedFd> {
+    let fd = slot.swap(NO_FD, Ordering::AcqRel);
     // SAFETY: the kernel has stored the descriptor for this process, and the swap removes it, so it
     // has one owner.
     (fd != NO_FD).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
@@ -624,7 +624,7 @@ pub(crate) fn peek_exit_status(pid: i32) -> Option<i32> {
 ///
 /// # Errors
 /// `ECHILD` if the process is not, or no longer, a child.
-pub(crate) fn reap_wait(pid: i32) -> io::Result<(i32, Usage)> {
+pub(crate) fn wait_and_reap(pid: i32) -> io::Result<(i32, Usage)> {
     loop {
         match wait4(pid, 0) {
             Ok(Some(end)) => return Ok(end),
@@ -648,11 +648,11 @@ fn wait4(pid: i32, flags: i32) -> io::Result<Option<(i32, Usage)>> {
     match got {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
-        _ => Ok(Some((status, usage(&used)))),
+        _ => Ok(Some((status, usage_from_rusage(&used)))),
     }
 }
 
-fn usage(used: &libc::rusage) -> Usage {
+fn usage_from_rusage(used: &libc::rusage) -> Usage {
     let micros = |t: libc::timeval| Micros(t.tv_sec as u64 * 1_000_000 + t.tv_usec as u64);
     Usage {
         user: micros(used.ru_utime),
@@ -740,12 +740,12 @@ pub(crate) fn share_memory(one: i32, other: i32) -> bool {
 ///
 /// # Errors
 /// The memory does not exist, or access is denied.
-pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_memory(pid: i32, address: u64, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     std::fs::OpenOptions::new()
         .write(true)
         .open(format!("/proc/{pid}/mem"))?
-        .write_all_at(bytes, at)
+        .write_all_at(bytes, address)
 }
 
 /// Drops all capabilities of the calling thread, so that its file accesses have only its user's

@@ -11,7 +11,7 @@ use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
-use checkpoint::engine::{Cancel, ExternalResources, RestoreJob};
+use checkpoint::engine::{CancelHandle, ExternalResources, RestoreJob};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, StartTask};
 use sempa_proto::{MigrationId, Tid};
@@ -155,7 +155,7 @@ impl Supervisor {
         let image_manifest = ImageManifest::read(dir);
         self.migrations.reservations.record_images(migration, dir);
         let reserved = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
-            self.check_room(migration, image_manifest.memory_bytes)
+            self.check_memory_for(migration, image_manifest.memory_bytes)
         });
         let fetches = reserved.and_then(|()| {
             memory_socket.map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
@@ -178,12 +178,12 @@ impl Supervisor {
                 self.place_files(migration, dir, image_manifest, redirection)
             }
             // A defect of the manifest is reported when `build` reads it.
-            _ => self.build(migration, dir, redirection),
+            _ => self.start_engine_restore(migration, dir, redirection),
         }
     }
 
     /// Starts the restore of a task by the engine. All other preparations must be complete.
-    pub(crate) fn build(
+    pub(crate) fn start_engine_restore(
         &mut self,
         migration: MigrationId,
         dir: &Path,
@@ -205,8 +205,8 @@ impl Supervisor {
 
     /// Starts a program from its beginning in place of a restore. The program stops before its
     /// exec.
-    pub(crate) fn build_by_restart(&mut self, migration: MigrationId, start: &StartTask) {
-        let room = match self.migrations.targets.get(&migration) {
+    pub(crate) fn start_stopped_program(&mut self, migration: MigrationId, start: &StartTask) {
+        let prepared = match self.migrations.targets.get(&migration) {
             Some(IncomingTask {
                 stage: TargetStage::Prepared,
                 ..
@@ -214,13 +214,13 @@ impl Supervisor {
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
             None => self.reserve_target(migration, start.tid),
         };
-        let built = room.and_then(|()| {
+        let built = prepared.and_then(|()| {
             let namespace = self
                 .migrations
                 .targets
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref());
-            task::build_stopped(start, namespace, &self.inherited)
+            task::start_stopped_process(start, namespace, &self.inherited)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
         match (built, self.migrations.targets.get_mut(&migration)) {
@@ -358,7 +358,7 @@ impl Supervisor {
                 let joining_group = namespace.is_some_and(|n| {
                     start_joining_group(migration, n, &mut self.migrations.workers)
                 });
-                let stopped_before = manifest.stopped_before;
+                let stopped_before = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
                     process,
                     stopped_before,
@@ -392,7 +392,7 @@ impl Supervisor {
 
     /// Handles the death of a restored task that does not run yet, because another process has
     /// killed it.
-    pub(crate) fn on_copy_killed(&mut self, migration: MigrationId) {
+    pub(crate) fn on_restored_task_killed(&mut self, migration: MigrationId) {
         let is_held = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
         if self.migrations.targets.get(&migration).is_some_and(is_held) {
             let why = Failure::Engine("the restored task was killed before it could go on".into());
@@ -420,11 +420,11 @@ impl Supervisor {
             namespace.set_in_group();
         }
         if let Some((used, held)) = pending_run.take() {
-            self.run_copy(migration, used, held);
+            self.run_restored_task(migration, used, held);
         }
     }
 
-    pub(crate) fn run_copy(&mut self, migration: MigrationId, used: Usage, held: bool) {
+    pub(crate) fn run_restored_task(&mut self, migration: MigrationId, used: Usage, paused: bool) {
         if let Some(IncomingTask {
             stage:
                 TargetStage::Restored {
@@ -437,7 +437,7 @@ impl Supervisor {
         {
             // A stopped task cannot fork, so no process is missed. The task runs after all its
             // processes are in the group.
-            *pending_run = Some((used, held));
+            *pending_run = Some((used, paused));
             return;
         }
         let (tid, namespace, process, stopped_before, output) =
@@ -474,19 +474,19 @@ impl Supervisor {
             process,
             namespace,
             output,
-            used_before: used,
+            usage_on_other_hosts: used,
             phase: TaskPhase::Running,
-            pause: if held {
+            pause: if paused {
                 Pause::Paused
             } else {
                 Pause::NotPaused
             },
-            stopped_before,
+            already_stopped_pids: stopped_before,
             exit_requested_for: None,
             redirection: None,
             kept_signals: Vec::new(),
         };
-        if !held {
+        if !paused {
             task.continue_running();
         }
         self.tasks.insert(tid, task);
@@ -554,16 +554,16 @@ fn start_joining_group(
     namespace: &Namespace,
     workers: &mut Workers,
 ) -> bool {
-    let Some(entrance) = namespace.group_to_join() else {
+    let Some(procs_file) = namespace.group_to_join() else {
         return false;
     };
-    let Ok(cancel) = Cancel::new() else {
+    let Ok(cancel) = CancelHandle::new() else {
         return false;
     };
     let pids = namespace.pids();
     let work = move || WorkerResult::JoinedCgroup {
         migration,
-        done: freezer::move_into_group(&entrance, &pids).is_ok(),
+        succeeded: freezer::add_to_group(&procs_file, &pids).is_ok(),
     };
     // Without a worker, the task will be paused by signals, as without a freezer.
     workers.start(&cancel, None, work).is_ok()

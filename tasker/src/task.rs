@@ -6,7 +6,7 @@ use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::stop::{self, TaskProcesses};
 use crate::sys::{
-    self, Child, ExecError, ExecPlan, ExecStage, InheritedState, Program, StartError, StartGuard,
+    self, Child, ExecError, ExecPlan, ExecStage, Program, StartError, StartGuard, TaskStartState,
     ZeroByteError,
 };
 use nix::errno::Errno;
@@ -76,13 +76,13 @@ pub(crate) struct Task {
     pub(crate) namespace: Option<Namespace>,
     pub(crate) output: Output,
     /// Resources that the task has used on other hosts.
-    pub(crate) used_before: Usage,
+    pub(crate) usage_on_other_hosts: Usage,
     pub(crate) phase: TaskPhase,
     /// Progress of pausing the task, independent of migrations.
     pub(crate) pause: Pause,
     /// Processes that were already stopped before the task was stopped. They are not continued with
     /// the task.
-    pub(crate) stopped_before: Vec<i32>,
+    pub(crate) already_stopped_pids: Vec<i32>,
     /// Set if the task was requested to exit so that its program can be restarted.
     pub(crate) exit_requested_for: Option<Engine>,
     /// Data that must be written into the task's memory when it is next stopped.
@@ -93,7 +93,7 @@ pub(crate) struct Task {
 
 impl Task {
     /// Sends a signal to the task's first process.
-    pub(crate) fn send(&self, signal: i32) {
+    pub(crate) fn send_signal(&self, signal: i32) {
         // The PID stays valid until the tasker reaps the process. An invalid signal number or an
         // ended process is not an error here.
         let _ = sys::kill_raw(self.process.pid, signal);
@@ -108,7 +108,7 @@ impl Task {
 
     /// Returns the PIDs of the task's processes, from the control group if possible, because that
     /// is fastest.
-    pub(crate) fn members(&self) -> Vec<i32> {
+    pub(crate) fn member_pids(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
             .map_or_else(|| self.processes().pids(), Namespace::members)
@@ -117,24 +117,24 @@ impl Task {
     /// Continues a stopped task, unless it is paused, and sends it the kept signals.
     pub(crate) fn continue_running(&mut self) {
         self.phase = TaskPhase::Running;
-        if !self.pause.is_not_paused() {
+        if !self.pause.is_inactive() {
             return;
         }
         self.continue_processes();
-        self.stopped_before.clear();
+        self.already_stopped_pids.clear();
         for signal in std::mem::take(&mut self.kept_signals) {
-            self.send(signal);
+            self.send_signal(signal);
         }
     }
 
     /// Returns the task's control group if all its processes are in it.
-    pub(crate) fn group(&self) -> Option<&ControlGroup> {
-        self.namespace.as_ref()?.group()
+    pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
+        self.namespace.as_ref()?.control_group()
     }
 
     /// Returns the task's control group if it is frozen.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
-        self.group().filter(|group| group.is_frozen())
+        self.control_group().filter(|group| group.is_frozen())
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
@@ -142,7 +142,7 @@ impl Task {
     pub(crate) fn continue_processes(&self) {
         match self.frozen_group() {
             Some(group) => group.thaw(),
-            None => stop::continue_all(&self.processes(), &self.stopped_before),
+            None => stop::continue_all(&self.processes(), &self.already_stopped_pids),
         }
     }
 
@@ -218,7 +218,7 @@ impl Output {
     /// Reads some of the available output and passes it to `take` in chunks.
     pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
         for _ in 0..CHUNKS_PER_READ_MAX {
-            match self.chunk(OUTPUT_CHUNK_BYTES_MAX) {
+            match self.read_chunk(OUTPUT_CHUNK_BYTES_MAX) {
                 Some(bytes) => take(bytes),
                 None => return,
             }
@@ -230,7 +230,7 @@ impl Output {
     pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
         let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
         while left > 0 {
-            let Some(bytes) = self.chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else {
+            let Some(bytes) = self.read_chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else {
                 return;
             };
             left -= bytes.len();
@@ -238,7 +238,7 @@ impl Output {
         }
     }
 
-    fn chunk(&mut self, bytes_max: usize) -> Option<Vec<u8>> {
+    fn read_chunk(&mut self, bytes_max: usize) -> Option<Vec<u8>> {
         let pipe = self.pipe.as_ref()?;
         let mut bytes = vec![0u8; bytes_max];
         loop {
@@ -262,10 +262,10 @@ impl Output {
 ///
 /// # Errors
 /// What failed and why. Nothing of the attempt remains.
-pub(crate) fn start(
+pub(crate) fn start_task_process(
     order: &StartTask,
     namespace: Option<Namespace>,
-    inherited: &InheritedState,
+    inherited: &TaskStartState,
     guard: &StartGuard,
 ) -> Result<Task, StartTaskError> {
     let (process, output) =
@@ -274,7 +274,7 @@ pub(crate) fn start(
             inherited,
             namespace.is_none(),
             |plan| match &namespace {
-                Some(namespace) => namespace.start(&plan, guard),
+                Some(namespace) => namespace.start_program(&plan, guard),
                 None => sys::start_program(&plan, guard, None),
             },
         )?;
@@ -283,10 +283,10 @@ pub(crate) fn start(
         process,
         namespace,
         output,
-        used_before: Usage::default(),
+        usage_on_other_hosts: Usage::default(),
         phase: TaskPhase::Running,
         pause: Pause::NotPaused,
-        stopped_before: Vec::new(),
+        already_stopped_pids: Vec::new(),
         exit_requested_for: None,
         redirection: None,
         kept_signals: Vec::new(),
@@ -297,14 +297,14 @@ pub(crate) fn start(
 /// process and its output.
 ///
 /// # Errors
-/// As [`start`].
-pub(crate) fn build_stopped(
+/// As [`start_task_process`].
+pub(crate) fn start_stopped_process(
     order: &StartTask,
     namespace: Option<&Namespace>,
-    inherited: &InheritedState,
+    inherited: &TaskStartState,
 ) -> Result<(Child, Output), StartTaskError> {
     create_process(order, inherited, namespace.is_none(), |plan| {
-        let plan = plan.waiting();
+        let plan = plan.stopping_before_exec();
         match namespace {
             Some(namespace) => namespace.start_waiting(&plan, EXEC_TIMEOUT),
             None => sys::start_waiting(&plan, EXEC_TIMEOUT, None),
@@ -316,7 +316,7 @@ pub(crate) fn build_stopped(
 /// its own process group.
 fn create_process(
     order: &StartTask,
-    inherited: &InheritedState,
+    inherited: &TaskStartState,
     own_group: bool,
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
 ) -> Result<(Child, Output), StartTaskError> {

@@ -6,7 +6,9 @@
 
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
-use checkpoint::engine::{Cancel, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard};
+use checkpoint::engine::{
+    CancelHandle, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard,
+};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::DumpReport;
@@ -76,7 +78,10 @@ pub(crate) enum WorkerResult {
     },
     /// The processes of a restored task were added to their control group (`done`), or adding them
     /// failed.
-    JoinedCgroup { migration: MigrationId, done: bool },
+    JoinedCgroup {
+        migration: MigrationId,
+        succeeded: bool,
+    },
     /// A task was inspected for a migration or a query.
     Inspected {
         requester: Requester,
@@ -97,19 +102,19 @@ pub(crate) enum WorkerResult {
 
 /// The main loop's record of a running worker.
 #[derive(Debug)]
-struct Worker {
-    cancel: Cancel,
+struct RunningWorker {
+    cancel: CancelHandle,
     /// PID of the engine process that the worker waits for, if any.
-    engine: Option<i32>,
+    engine_pid: Option<i32>,
 }
 
 /// All worker threads of the tasker.
 pub(crate) struct Workers {
-    running: BTreeMap<u64, Worker>,
-    next: u64,
+    running: BTreeMap<u64, RunningWorker>,
+    next_id: u64,
     sender: Sender<(u64, WorkerResult)>,
     receiver: Receiver<(u64, WorkerResult)>,
-    wake: Arc<EventFd>,
+    results_event: Arc<EventFd>,
 }
 
 impl Workers {
@@ -124,16 +129,16 @@ impl Workers {
         )?);
         Ok(Workers {
             running: BTreeMap::new(),
-            next: 1,
+            next_id: 1,
             sender,
             receiver,
-            wake,
+            results_event: wake,
         })
     }
 
     /// Returns a descriptor that becomes readable when results are available.
     pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+        self.results_event.as_fd()
     }
 
     /// True if no worker is running.
@@ -145,11 +150,11 @@ impl Workers {
     pub(crate) fn has_engine(&self, pid: i32) -> bool {
         self.running
             .values()
-            .any(|worker| worker.engine == Some(pid))
+            .any(|worker| worker.engine_pid == Some(pid))
     }
 
     /// True if another worker may be started.
-    pub(crate) fn has_room(&self) -> bool {
+    pub(crate) fn can_start_worker(&self) -> bool {
         self.running.len() < WORKERS_MAX
     }
 
@@ -160,18 +165,18 @@ impl Workers {
     /// The limit is reached or the system refused; `work` is dropped.
     pub(crate) fn start(
         &mut self,
-        cancel: &Cancel,
+        cancel: &CancelHandle,
         engine: Option<i32>,
         work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
-        if !self.has_room() {
+        if !self.can_start_worker() {
             return Err(Failure::Engine(format!(
                 "{WORKERS_MAX} steps of moves run on this host already, the limit"
             )));
         }
-        let number = self.next;
-        self.next += 1;
-        let (sender, wake) = (self.sender.clone(), self.wake.clone());
+        let number = self.next_id;
+        self.next_id += 1;
+        let (sender, wake) = (self.sender.clone(), self.results_event.clone());
         std::thread::Builder::new()
             .name(format!("worker-{number}"))
             .spawn(move || {
@@ -183,9 +188,9 @@ impl Workers {
             .map_err(|e| Failure::Io(format!("no thread for a step of a move: {e}")))?;
         self.running.insert(
             number,
-            Worker {
+            RunningWorker {
                 cancel: cancel.clone(),
-                engine,
+                engine_pid: engine,
             },
         );
         Ok(number)
@@ -194,7 +199,7 @@ impl Workers {
     /// Returns the results since the last call.
     pub(crate) fn take_results(&mut self) -> Vec<WorkerResult> {
         // Clears the event. It is not set if no worker has finished.
-        let _ = self.wake.read();
+        let _ = self.results_event.read();
         let mut results = Vec::new();
         while let Ok((number, result)) = self.receiver.try_recv() {
             self.running.remove(&number);

@@ -61,10 +61,11 @@ fn truncate(path: &Path, bytes: u64) -> io::Result<()> {
 }
 
 /// True if the open file is the regular file whose metadata was read before.
-fn is_same_file(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
+fn is_same_file(file: &File, expected: &std::fs::Metadata) -> io::Result<bool> {
     let meta = file.metadata()?;
     let is_regular = SFlag::from_bits_truncate(meta.mode()).contains(SFlag::S_IFREG);
-    Ok(is_regular && (meta.dev(), meta.ino(), meta.uid()) == (seen.dev(), seen.ino(), seen.uid()))
+    Ok(is_regular
+        && (meta.dev(), meta.ino(), meta.uid()) == (expected.dev(), expected.ino(), expected.uid()))
 }
 
 #[cfg(test)]

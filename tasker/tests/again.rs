@@ -3,7 +3,7 @@
 mod common;
 
 use checkpoint::proc;
-use common::{Tasker, is_alive, order, tid, wait_until};
+use common::{Tasker, is_alive, start_order, tid, wait_until};
 use procfs::process::Process;
 use sempa_proto::MigrationId;
 use sempa_proto::engine::{AskMethod, Engine};
@@ -11,40 +11,42 @@ use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
 use std::path::Path;
 
-const MOVE: MigrationId = MigrationId(7);
-const OWN: Engine = Engine::SelfCheckpoint {
+const MIGRATION: MigrationId = MigrationId(7);
+const SELF_CHECKPOINT: Engine = Engine::SelfCheckpoint {
     ask_method: AskMethod::Signal(10),
     exit_status: 85,
     timeout_s: 30,
 };
 /// Command that removes all capabilities; without them a process may not create namespaces.
-const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
+const WITHOUT_CAPABILITIES: [&str; 2] = ["setpriv", "--bounding-set=-all"];
 
-fn shell(script: &str) -> StartTask {
-    order(tid(1), Path::new("/bin/sh"), &["-c", script])
+fn shell_order(script: &str) -> StartTask {
+    start_order(tid(1), Path::new("/bin/sh"), &["-c", script])
 }
 
-fn restored(tasker: &mut Tasker) -> Result<i32, Failure> {
-    tasker.until(&mut Vec::new(), |m| match m {
+fn wait_until_restored(tasker: &mut Tasker) -> Result<i32, Failure> {
+    tasker.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     })
 }
 
 /// Waits until the task has exited. Returns its output and its wait status.
-fn end(tasker: &mut Tasker) -> (String, i32) {
-    let (out, status, _) = tasker.follow_to_the_end(tid(1));
+fn wait_for_exit(tasker: &mut Tasker) -> (String, i32) {
+    let (out, status, _) = tasker.wait_for_exit(tid(1));
     (String::from_utf8_lossy(&out).into_owned(), status)
 }
 
 /// Starts a task with a sleeping child and waits until the task prints `ready`. Returns the child's
 /// PID.
-fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
-    tasker.send(ToTasker::Start(shell(&format!("sleep 1000 & {script}"))));
+fn start_with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
+    tasker.send(ToTasker::Start(shell_order(&format!(
+        "sleep 1000 & {script}"
+    ))));
     let mut out = Vec::new();
     let mut task = None;
     while !String::from_utf8_lossy(&out).contains("ready") {
-        match tasker.next() {
+        match tasker.wait_for_message() {
             FromTasker::Output { bytes, .. } => out.extend(bytes),
             FromTasker::Started { pid, .. } => task = Some(pid),
             _ => {}
@@ -64,8 +66,8 @@ fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
 fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
     test(&mut Tasker::start());
     if nix::unistd::geteuid().is_root() {
-        let mut tasker = Tasker::start_by(&WITHOUT_RIGHTS, &[]);
-        assert!(!tasker.ready.pid_namespaces);
+        let mut tasker = Tasker::start_wrapped(&WITHOUT_CAPABILITIES, &[]);
+        assert!(!tasker.capabilities.pid_namespaces);
         test(&mut tasker);
     }
 }
@@ -77,20 +79,20 @@ fn built_program_waits_for_run() {
         let dir = tempfile::tempdir().expect("dir");
         let file = dir.path().join("ran");
         tasker.send(ToTasker::PrepareRestart {
-            migration: MOVE,
-            start: shell(&format!("echo hello; touch {}", file.display())),
+            migration: MIGRATION,
+            start: shell_order(&format!("echo hello; touch {}", file.display())),
         });
-        let pid = restored(tasker).expect("built");
+        let pid = wait_until_restored(tasker).expect("built");
         assert_eq!(proc::stat(pid).expect("it is there").state, 'T');
         let process = Process::new(pid).expect("it is there");
         assert_eq!(process.fd_count().expect("its descriptors"), 3);
         assert!(!file.exists());
         tasker.send(ToTasker::Run {
-            migration: MOVE,
+            migration: MIGRATION,
             used: Usage::default(),
             paused: false,
         });
-        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+        assert_eq!(wait_for_exit(tasker), ("hello\n".to_string(), 0));
         assert!(file.exists());
     });
 }
@@ -101,24 +103,26 @@ fn built_program_waits_for_run() {
 fn discarded_program_never_runs() {
     with_and_without_rights(|tasker| {
         tasker.send(ToTasker::PrepareRestart {
-            migration: MOVE,
-            start: shell("exit 0"),
+            migration: MIGRATION,
+            start: shell_order("exit 0"),
         });
-        let pid = restored(tasker).expect("built");
-        tasker.send(ToTasker::Discard { migration: MOVE });
-        tasker.until(&mut Vec::new(), |m| {
+        let pid = wait_until_restored(tasker).expect("built");
+        tasker.send(ToTasker::Discard {
+            migration: MIGRATION,
+        });
+        tasker.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Discarded { .. }).then_some(())
         });
         wait_until("it is gone", || !is_alive(pid));
         let start = StartTask {
             working_dir: "/nowhere/at/all".into(),
-            ..shell("exit 0")
+            ..shell_order("exit 0")
         };
         tasker.send(ToTasker::PrepareRestart {
             migration: MigrationId(8),
             start,
         });
-        let Err(Failure::Io(why)) = restored(tasker) else {
+        let Err(Failure::Io(why)) = wait_until_restored(tasker) else {
             panic!("it began")
         };
         assert!(
@@ -133,10 +137,10 @@ fn discarded_program_never_runs() {
             migration: MigrationId(9),
             start: StartTask {
                 path,
-                ..shell("exit 0")
+                ..shell_order("exit 0")
             },
         });
-        let Err(Failure::Io(why)) = restored(tasker) else {
+        let Err(Failure::Io(why)) = wait_until_restored(tasker) else {
             panic!("it began")
         };
         assert!(why.contains("no-program: Permission denied"), "{why}");
@@ -148,21 +152,21 @@ fn discarded_program_never_runs() {
 fn held_program_begins_when_freed() {
     with_and_without_rights(|tasker| {
         tasker.send(ToTasker::PrepareRestart {
-            migration: MOVE,
-            start: shell("echo hello"),
+            migration: MIGRATION,
+            start: shell_order("echo hello"),
         });
-        let pid = restored(tasker).expect("built");
+        let pid = wait_until_restored(tasker).expect("built");
         tasker.send(ToTasker::Run {
-            migration: MOVE,
+            migration: MIGRATION,
             used: Usage::default(),
             paused: true,
         });
-        tasker.until(&mut Vec::new(), |m| {
+        tasker.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Running { .. }).then_some(())
         });
         assert_eq!(proc::stat(pid).expect("it is there").state, 'T');
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+        assert_eq!(wait_for_exit(tasker), ("hello\n".to_string(), 0));
     });
 }
 
@@ -172,15 +176,15 @@ fn held_program_begins_when_freed() {
 fn agreed_exit_ends_children_left_behind() {
     with_and_without_rights(|tasker| {
         for (code, stays) in [(85, false), (3, true)] {
-            let sleeper = with_sleeper(
+            let sleeper = start_with_sleeper(
                 tasker,
                 &format!("trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done"),
             );
             tasker.send(ToTasker::RequestExit {
                 tid: tid(1),
-                engine: OWN,
+                engine: SELF_CHECKPOINT,
             });
-            assert_eq!(end(tasker).1, code << 8);
+            assert_eq!(wait_for_exit(tasker).1, code << 8);
             if !stays {
                 wait_until("it is gone", || !is_alive(sleeper));
             }
@@ -210,17 +214,17 @@ fn exit_before_the_message_is_accepted() {
             "echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85",
             go.display()
         );
-        let sleeper = with_sleeper(tasker, &script);
+        let sleeper = start_with_sleeper(tasker, &script);
         tasker.send(ToTasker::RequestExit {
             tid: tid(1),
             engine: by_message,
         });
-        tasker.until(&mut Vec::new(), |m| {
+        tasker.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::ExitExpected { .. }).then_some(())
         });
         assert!(is_alive(sleeper));
         std::fs::write(&go, "").expect("written");
-        assert_eq!(end(tasker).1, 85 << 8);
+        assert_eq!(wait_for_exit(tasker).1, 85 << 8);
         wait_until("the sleeper is ended", || !is_alive(sleeper));
     });
 }
@@ -235,15 +239,15 @@ fn program_without_handler_gets_no_signal() {
             "until [ -e {} ]; do sleep 0.01; done; trap 'exit 85' USR1; echo ready; while :; do sleep 0.01; done",
             file.display()
         );
-        tasker.send(ToTasker::Start(shell(&script)));
-        tasker.until(&mut Vec::new(), |m| {
+        tasker.send(ToTasker::Start(shell_order(&script)));
+        tasker.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Started { .. }).then_some(())
         });
         tasker.send(ToTasker::RequestExit {
             tid: tid(1),
-            engine: OWN,
+            engine: SELF_CHECKPOINT,
         });
-        let why = tasker.until(&mut Vec::new(), |m| match m {
+        let why = tasker.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::ExitNotRequested { why, .. } => Some(why.clone()),
             _ => None,
         });
@@ -251,14 +255,14 @@ fn program_without_handler_gets_no_signal() {
         std::fs::write(&file, "").expect("written");
         let mut out = Vec::new();
         while !String::from_utf8_lossy(&out).contains("ready") {
-            if let FromTasker::Output { bytes, .. } = tasker.next() {
+            if let FromTasker::Output { bytes, .. } = tasker.wait_for_message() {
                 out.extend(bytes);
             }
         }
         tasker.send(ToTasker::RequestExit {
             tid: tid(1),
-            engine: OWN,
+            engine: SELF_CHECKPOINT,
         });
-        assert_eq!(end(tasker).1, 85 << 8);
+        assert_eq!(wait_for_exit(tasker).1, 85 << 8);
     });
 }

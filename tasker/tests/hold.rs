@@ -4,7 +4,7 @@ mod common;
 
 use checkpoint::proc;
 use common::moving::*;
-use common::{PATIENCE, Tasker, is_alive, sh, tid, wait_until};
+use common::{Tasker, WAIT_TIMEOUT, is_alive, sh, tid, wait_until};
 use procfs::process::{MMapPath, Process};
 use sempa_proto::Micros;
 use sempa_proto::task::RedirectAddress;
@@ -12,31 +12,31 @@ use sempa_proto::tasker::{FromTasker, MemoryWrite, ToTasker};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-const NOW: Micros = Micros(0);
+const IMMEDIATELY: Micros = Micros(0);
 
-fn held(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>) {
+fn pause_and_wait(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Pause {
         tid: tid(1),
         run_for: after,
     });
-    tasker.until(seen, |m| {
+    tasker.wait_for(seen, |m| {
         matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
     });
 }
 
 /// Returns the processor time of a process in ticks.
-fn used(pid: i32) -> u64 {
+fn cpu_ticks(pid: i32) -> u64 {
     let stat = proc::stat(pid).expect("it is there");
     stat.utime + stat.stime
 }
 
 /// Returns the number of write calls that a process has made. The counter writes all the time.
-fn written(pid: i32) -> u64 {
+fn write_calls(pid: i32) -> u64 {
     let io = Process::new(pid).and_then(|process| process.io());
     io.expect("the kernel counts them").syscw
 }
 
-fn niceness(pid: i32) -> Vec<String> {
+fn thread_nice_values(pid: i32) -> Vec<String> {
     let threads = proc::thread_ids(pid).expect("it is there");
     let stats = threads.into_iter().filter_map(proc::stat);
     stats.map(|stat| stat.nice.to_string()).collect()
@@ -48,31 +48,31 @@ fn niceness(pid: i32) -> Vec<String> {
 fn held_task_uses_no_cpu_and_loses_nothing() {
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start();
-    let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let pid = tasker.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
-    tasker.output_until(tid(1), &mut output, |text| lines(text) > 100);
-    for after in [NOW, Micros::from_millis(30), NOW] {
-        held(&mut tasker, after, &mut seen);
+    tasker.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
+    for after in [IMMEDIATELY, Micros::from_millis(30), IMMEDIATELY] {
+        pause_and_wait(&mut tasker, after, &mut seen);
         output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
-        let before = used(pid);
+        let before = cpu_ticks(pid);
         assert!(
             tasker.poll().is_none() && tasker.poll().is_none(),
             "it says nothing"
         );
-        assert_eq!(used(pid), before);
+        assert_eq!(cpu_ticks(pid), before);
         assert!(
-            niceness(pid).iter().all(|nice| nice == "0"),
+            thread_nice_values(pid).iter().all(|nice| nice == "0"),
             "a dump must not find it lowered"
         );
         // Pause the task again: it runs for a short time, then it is stopped.
-        held(&mut tasker, Micros::from_millis(20), &mut seen);
+        pause_and_wait(&mut tasker, Micros::from_millis(20), &mut seen);
         output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
-        let before = used(pid);
+        let before = cpu_ticks(pid);
         assert!(tasker.poll().is_none());
-        assert_eq!(used(pid), before);
+        assert_eq!(cpu_ticks(pid), before);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        let more = lines(&output) + 200;
-        tasker.output_until(tid(1), &mut output, |text| lines(text) > more);
+        let more = count_lines(&output) + 200;
+        tasker.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     }
     assert_no_line_lost(&output);
     tasker.stop();
@@ -82,26 +82,26 @@ fn held_task_uses_no_cpu_and_loses_nothing() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn last_order_wins_during_a_migration() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start();
-    let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let pid = tasker.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
-    tasker.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    tasker.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
     let stands_still = |tasker: &mut Tasker| {
-        let before = used(pid);
+        let before = cpu_ticks(pid);
         assert!(tasker.poll().is_none());
-        assert_eq!(used(pid), before);
+        assert_eq!(cpu_ticks(pid), before);
     };
     // After a cancelled migration the task is paused or runs, as the owner's last order requires.
-    held(&mut tasker, Micros::from_millis(5), &mut seen);
+    pause_and_wait(&mut tasker, Micros::from_millis(5), &mut seen);
     stop(&mut tasker, tid(1), common::migration(1), &mut seen);
     continue_task(&mut tasker, tid(1), common::migration(1), &mut seen);
     stands_still(&mut tasker);
     // The owner appears while the task is stopped for a migration.
     tasker.send(ToTasker::Resume { tid: tid(1) });
     stop(&mut tasker, tid(1), common::migration(2), &mut seen);
-    held(&mut tasker, Micros::from_millis(30), &mut seen);
+    pause_and_wait(&mut tasker, Micros::from_millis(30), &mut seen);
     continue_task(&mut tasker, tid(1), common::migration(2), &mut seen);
     stands_still(&mut tasker);
     // The owner leaves while the task is stopped for a migration.
@@ -110,8 +110,8 @@ fn last_order_wins_during_a_migration() {
     stands_still(&mut tasker);
     continue_task(&mut tasker, tid(1), common::migration(3), &mut seen);
     output.extend(output_of(&seen, tid(1)));
-    let more = lines(&output) + 200;
-    tasker.output_until(tid(1), &mut output, |text| lines(text) > more);
+    let more = count_lines(&output) + 200;
+    tasker.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     assert_no_line_lost(&output);
     tasker.stop();
 }
@@ -121,13 +121,13 @@ fn last_order_wins_during_a_migration() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn held_task_migrates_without_running() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
-    here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    here.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
-    here.output_until(tid(1), &mut output, |text| lines(text) > 100);
-    held(&mut here, Micros::from_millis(10), &mut seen);
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
+    pause_and_wait(&mut here, Micros::from_millis(10), &mut seen);
     output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
     let (id, images) = (common::migration(1), dir.path().join("images"));
     let facts = inspect(&mut here, tid(1), id).expect("it can move");
@@ -136,25 +136,25 @@ fn held_task_migrates_without_running() {
     dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
     assert!(output_of(&seen, tid(1)).is_empty(), "it has run");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
-    let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
+    let used_here = kill_migrated(&mut here, tid(1), id, &mut seen);
     there.send(ToTasker::Run {
         migration: id,
         used: used_here,
         paused: true,
     });
-    there.until(&mut Vec::new(), |m| {
+    there.wait_for(&mut Vec::new(), |m| {
         matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
     });
     output.extend(output_of(&seen, tid(1)));
-    let before = used(copy);
+    let before = cpu_ticks(copy);
     assert!(
         there.poll().is_none() && there.poll().is_none(),
         "it says nothing"
     );
-    assert_eq!(used(copy), before);
+    assert_eq!(cpu_ticks(copy), before);
     there.send(ToTasker::Resume { tid: tid(1) });
-    let more = lines(&output) + 200;
-    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    let more = count_lines(&output) + 200;
+    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     assert_no_line_lost(&output);
     here.stop();
     there.stop();
@@ -167,40 +167,40 @@ fn held_task_can_be_terminated_and_killed() {
     let asked = "trap 'echo asked; exit 7' TERM; echo ready; while :; do :; done";
     tasker.run(tid(1), &sh(), &["-c", asked]);
     let mut output = Vec::new();
-    tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
-    held(&mut tasker, NOW, &mut Vec::new());
+    tasker.wait_for_output(tid(1), &mut output, |text| text == b"ready\n");
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
     tasker.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
-    let (rest, status, _) = tasker.follow_to_the_end(tid(1));
+    let (rest, status, _) = tasker.wait_for_exit(tid(1));
     assert_eq!((rest.as_slice(), status), (&b"asked\n"[..], 7 << 8));
 
     let deaf = "trap '' TERM; echo ready; while :; do :; done";
     let pid = tasker.run(tid(1), &sh(), &["-c", deaf]);
     let mut output = Vec::new();
-    tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
-    held(&mut tasker, NOW, &mut Vec::new());
+    tasker.wait_for_output(tid(1), &mut output, |text| text == b"ready\n");
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
     tasker.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
-    tasker.until(&mut Vec::new(), |m| {
+    tasker.wait_for(&mut Vec::new(), |m| {
         matches!(m, FromTasker::Paused { .. }).then_some(())
     });
-    let before = used(pid);
+    let before = cpu_ticks(pid);
     // A signal that would continue the task is kept until it is resumed.
     tasker.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGCONT,
     });
     assert!(tasker.poll().is_none());
-    assert_eq!(used(pid), before);
+    assert_eq!(cpu_ticks(pid), before);
     tasker.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGKILL,
     });
-    let (_, status, _) = tasker.follow_to_the_end(tid(1));
+    let (_, status, _) = tasker.wait_for_exit(tid(1));
     assert_eq!(status, libc::SIGKILL);
     tasker.stop();
 }
@@ -209,13 +209,13 @@ fn held_task_can_be_terminated_and_killed() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn redirection_is_written_into_a_stopped_task() {
-    require_moves();
+    require_migration();
     let mut tasker = Tasker::start();
     let script = "w=0123456789; echo ready; while :; do echo $w; sleep 0.01; done";
     let pid = tasker.run(tid(1), &sh(), &["-c", script]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
-    tasker.output_until(tid(1), &mut output, |text| lines(text) > 3);
-    held(&mut tasker, NOW, &mut seen);
+    tasker.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 3);
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut seen);
     // Use an address in writable memory after the mapping's first page; any other address in it
     // would do as well.
     let maps = Process::new(pid).and_then(|process| process.maps());
@@ -232,7 +232,7 @@ fn redirection_is_written_into_a_stopped_task() {
             tid: tid(1),
             memory_write: redirection,
         });
-        let result = tasker.until(seen, |m| match m {
+        let result = tasker.wait_for(seen, |m| match m {
             FromTasker::Stopped { result, .. } => Some(result.clone()),
             _ => None,
         });
@@ -240,7 +240,7 @@ fn redirection_is_written_into_a_stopped_task() {
             migration: common::migration(number),
             tid: tid(1),
         });
-        tasker.until(seen, |m| {
+        tasker.wait_for(seen, |m| {
             matches!(m, FromTasker::MigrationAborted { .. }).then_some(())
         });
         result
@@ -260,7 +260,7 @@ fn redirection_is_written_into_a_stopped_task() {
         "this is none of its processes"
     );
     tasker.send(ToTasker::Kill { tid: tid(1) });
-    tasker.follow_to_the_end(tid(1));
+    tasker.wait_for_exit(tid(1));
     tasker.stop();
 }
 
@@ -272,32 +272,32 @@ fn own_stopped_children_stay_stopped() {
         "sh -c 'echo child; kill -STOP $$; echo woken' & wait $!; echo over; wait $!; echo end";
     tasker.run(tid(1), &sh(), &["-c", script]);
     let mut output = Vec::new();
-    tasker.output_until(tid(1), &mut output, |text| text.starts_with(b"child"));
+    tasker.wait_for_output(tid(1), &mut output, |text| text.starts_with(b"child"));
     let asleep = || {
         common::processes_with("echo woken")
             .iter()
             .any(|pid| proc::stat(*pid).is_some_and(|stat| stat.state == 'T'))
     };
     wait_until("the child has stopped itself", asleep);
-    held(&mut tasker, NOW, &mut Vec::new());
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
     tasker.send(ToTasker::Resume { tid: tid(1) });
     assert!(tasker.poll().is_none(), "nobody says that it was woken");
     assert!(asleep());
     tasker.send(ToTasker::Kill { tid: tid(1) });
-    tasker.follow_to_the_end(tid(1));
+    tasker.wait_for_exit(tid(1));
     tasker.stop();
 }
 
 /// Lets a paused task quiesce. For at most `alone` only its library's threads run.
-fn eased(tasker: &mut Tasker, alone: Micros) {
+fn let_quiesce(tasker: &mut Tasker, alone: Micros) {
     tasker.send(ToTasker::ResumeToQuiesce {
         tid: tid(1),
         library_only_for: alone,
-        run_for: LONG,
+        run_for: LONG_TIME,
     });
 }
 
-const LONG: Micros = Micros::from_millis(600_000);
+const LONG_TIME: Micros = Micros::from_millis(600_000);
 
 /// If a paused task must quiesce, only its library's threads run at first; the program runs if that
 /// is not enough.
@@ -305,28 +305,31 @@ const LONG: Micros = Micros::from_millis(600_000);
 #[ignore = "system tier: needs gcc"]
 fn quiesce_of_held_task_runs_the_library_first() {
     let dir = tempfile::tempdir().expect("dir");
-    let program = program(dir.path(), "halves");
-    for env in [&[][..], BY_SIGNAL] {
-        let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
+    let program = compile_program(dir.path(), "halves");
+    for env in [&[][..], PAUSE_BY_SIGNAL_ENV] {
+        let (mut tasker, counts) = (Tasker::start_with_env(env), SharedCounters::new(dir.path()));
         let pid = tasker.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
-        let (of_program, of_library) = (|| counts.word(0) + counts.word(2), || counts.word(1));
-        counts.wait_for_the_stopped();
+        let (of_program, of_library) = (
+            || counts.counter(0) + counts.counter(2),
+            || counts.counter(1),
+        );
+        counts.wait_for_stopped_process();
         let counts_on = |what: &str, counts: &dyn Fn() -> u64| {
             let before = counts();
             wait_until(what, || counts() > before + 10);
         };
         counts_on("the program runs", &of_program);
         counts_on("the library runs", &of_library);
-        let (mut rounds, end) = (0, Instant::now() + PATIENCE);
+        let (mut rounds, end) = (0, Instant::now() + WAIT_TIMEOUT);
         while rounds < 5 {
-            held(&mut tasker, NOW, &mut Vec::new());
+            pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
             let before = of_program();
-            eased(&mut tasker, LONG);
+            let_quiesce(&mut tasker, LONG_TIME);
             counts_on("the library runs alone", &of_library);
             // A second order has no effect.
-            eased(&mut tasker, LONG);
+            let_quiesce(&mut tasker, LONG_TIME);
             counts_on("the library runs alone", &of_library);
-            held(&mut tasker, NOW, &mut Vec::new());
+            pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
             if of_program() != before {
                 // The tasker freezes the program's threads within 20 ms, or lets them run.
                 assert!(Instant::now() < end, "the program runs in each round");
@@ -340,40 +343,40 @@ fn quiesce_of_held_task_runs_the_library_first() {
             );
             assert_eq!((of_library(), of_program()), before, "somebody runs");
             assert!(
-                niceness(pid).iter().all(|nice| nice == "0"),
+                thread_nice_values(pid).iter().all(|nice| nice == "0"),
                 "a dump must not find it lowered"
             );
         }
-        eased(&mut tasker, Micros::from_millis(50));
+        let_quiesce(&mut tasker, Micros::from_millis(50));
         counts_on(
             "the program runs when the library was alone for long enough",
             &of_program,
         );
-        held(&mut tasker, NOW, &mut Vec::new());
-        eased(&mut tasker, LONG);
+        pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
+        let_quiesce(&mut tasker, LONG_TIME);
         tasker.send(ToTasker::Resume { tid: tid(1) });
         counts_on("the program goes on", &of_program);
-        counts_on("its child does", &|| counts.word(2));
+        counts_on("its child does", &|| counts.counter(2));
         // Pause the task while it quiesces.
         tasker.send(ToTasker::Pause {
             tid: tid(1),
-            run_for: LONG,
+            run_for: LONG_TIME,
         });
-        eased(&mut tasker, LONG);
+        let_quiesce(&mut tasker, LONG_TIME);
         let before = of_program();
         counts_on("the library runs alone", &of_library);
-        held(&mut tasker, NOW, &mut Vec::new());
+        pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
         tasker.send(ToTasker::Resume { tid: tid(1) });
         wait_until("the program goes on", || of_program() > before);
         assert_eq!(
-            counts.word(3),
+            counts.counter(3),
             0,
             "a child that had stopped itself was woken"
         );
-        held(&mut tasker, NOW, &mut Vec::new());
-        eased(&mut tasker, LONG);
+        pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
+        let_quiesce(&mut tasker, LONG_TIME);
         tasker.send(ToTasker::Kill { tid: tid(1) });
-        let (_, status, _) = tasker.follow_to_the_end(tid(1));
+        let (_, status, _) = tasker.wait_for_exit(tid(1));
         assert_eq!(status, libc::SIGKILL, "also while the library runs alone");
         tasker.stop();
     }
@@ -383,29 +386,31 @@ fn quiesce_of_held_task_runs_the_library_first() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn task_with_library_running_alone_migrates() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let program = program(dir.path(), "halves");
-    for env in [&[][..], BY_SIGNAL] {
-        let (mut here, mut there) = (Tasker::start_with(env), Tasker::start_with(env));
-        let counts = Counts::new(dir.path());
+    let program = compile_program(dir.path(), "halves");
+    for env in [&[][..], PAUSE_BY_SIGNAL_ENV] {
+        let (mut here, mut there) = (Tasker::start_with_env(env), Tasker::start_with_env(env));
+        let counts = SharedCounters::new(dir.path());
         here.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
         wait_until("all run", || {
-            [0, 1, 2].iter().all(|index| counts.word(*index) > 10)
+            [0, 1, 2].iter().all(|index| counts.counter(*index) > 10)
         });
-        counts.wait_for_the_stopped();
+        counts.wait_for_stopped_process();
         let (images, mut seen) = (dir.path().join("images"), Vec::new());
-        let of_program = || counts.word(0) + counts.word(2);
-        let (mut attempts, end) = (1, Instant::now() + PATIENCE);
+        let of_program = || counts.counter(0) + counts.counter(2);
+        let (mut attempts, end) = (1, Instant::now() + WAIT_TIMEOUT);
         let (id, before) = loop {
             let id = common::migration(attempts);
             let facts = inspect(&mut here, tid(1), id).expect("it can migrate");
             assert_eq!(prepare(&mut there, tid(1), id, facts), []);
-            held(&mut here, NOW, &mut seen);
+            pause_and_wait(&mut here, IMMEDIATELY, &mut seen);
             let before = of_program();
-            eased(&mut here, LONG);
-            let library = counts.word(1);
-            wait_until("the library runs alone", || counts.word(1) > library + 10);
+            let_quiesce(&mut here, LONG_TIME);
+            let library = counts.counter(1);
+            wait_until("the library runs alone", || {
+                counts.counter(1) > library + 10
+            });
             stop(&mut here, tid(1), id, &mut seen);
             if of_program() == before {
                 break (id, before);
@@ -419,26 +424,26 @@ fn task_with_library_running_alone_migrates() {
         dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
         assert_eq!(of_program(), before, "the program has run");
         restore(&mut there, tid(1), id, &images).expect("a restore");
-        let used = kill_moved(&mut here, tid(1), id, &mut seen);
+        let used = kill_migrated(&mut here, tid(1), id, &mut seen);
         there.send(ToTasker::Run {
             migration: id,
             used,
             paused: false,
         });
-        there.until(&mut Vec::new(), |m| {
+        there.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
         });
-        let (program, child) = (counts.word(0), counts.word(2));
+        let (program, child) = (counts.counter(0), counts.counter(2));
         wait_until("the program goes on there", || {
-            counts.word(0) > program && counts.word(2) > child
+            counts.counter(0) > program && counts.counter(2) > child
         });
         assert_eq!(
-            counts.word(3),
+            counts.counter(3),
             0,
             "a child that had stopped itself was woken"
         );
         there.send(ToTasker::Kill { tid: tid(1) });
-        there.follow_to_the_end(tid(1));
+        there.wait_for_exit(tid(1));
         here.stop();
         there.stop();
         std::fs::remove_dir_all(&images).expect("images");
@@ -447,39 +452,39 @@ fn task_with_library_running_alone_migrates() {
 
 /// Environment in which the tasker pauses tasks by signals, like a tasker that may not create
 /// control groups.
-const BY_SIGNAL: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
+const PAUSE_BY_SIGNAL_ENV: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
 
 /// Starts a tasker whose freezer the test can inspect.
-fn with_freezer() -> Tasker {
+fn start_with_freezer() -> Tasker {
     let mounts = std::fs::read("/proc/self/mountinfo").expect("it is there");
     assert!(
-        sempa_proto::cgroup::mount_point(&mounts, None).is_some(),
+        sempa_proto::cgroup::find_mount_point(&mounts, None).is_some(),
         "cannot run here: control groups of version 2 are not mounted"
     );
     let tasker = Tasker::start();
-    if let Err(why) = &tasker.ready.freezer {
+    if let Err(why) = &tasker.capabilities.freezer {
         panic!("cannot run here: no freezer: {why}");
     }
     tasker
 }
 
 /// Counters in a file that the test program maps into its memory.
-struct Counts(PathBuf);
+struct SharedCounters(PathBuf);
 
-impl Counts {
-    fn new(dir: &Path) -> Counts {
+impl SharedCounters {
+    fn new(dir: &Path) -> SharedCounters {
         let path = dir.join("counts");
         std::fs::write(&path, [0u8; 4096]).expect("written");
-        Counts(path)
+        SharedCounters(path)
     }
 
-    fn word(&self, index: usize) -> u64 {
+    fn counter(&self, index: usize) -> u64 {
         let bytes = std::fs::read(&self.0).expect("it is there");
         u64::from_ne_bytes(bytes[index * 8..][..8].try_into().expect("eight"))
     }
 
     /// Waits until one of the program's processes has stopped itself.
-    fn wait_for_the_stopped(&self) {
+    fn wait_for_stopped_process(&self) {
         let mark = self.0.to_str().expect("text");
         wait_until("one has stopped itself", || {
             common::processes_with(mark)
@@ -489,30 +494,32 @@ impl Counts {
     }
 
     fn steps(&self) -> u64 {
-        self.word(0)
+        self.counter(0)
     }
 
-    fn made(&self) -> u64 {
-        self.word(1)
+    fn created_processes(&self) -> u64 {
+        self.counter(1)
     }
 
     fn signals(&self) -> (u64, u64) {
-        (self.word(2), self.word(3))
+        (self.counter(2), self.counter(3))
     }
 
     /// Runs the program as a task, and pauses and resumes it several times.
-    fn rounds(&self, tasker: &mut Tasker, program: &Path, how: &str) {
+    fn run_pause_rounds(&self, tasker: &mut Tasker, program: &Path, how: &str) {
         tasker.run(tid(1), program, &[self.0.to_str().expect("text"), how]);
         for after in [
-            NOW,
+            IMMEDIATELY,
             Micros::from_millis(10),
-            NOW,
+            IMMEDIATELY,
             Micros::from_millis(1),
-            NOW,
+            IMMEDIATELY,
         ] {
-            let made = self.made();
-            wait_until("more processes are made", || self.made() > made + 20);
-            held(tasker, after, &mut Vec::new());
+            let made = self.created_processes();
+            wait_until("more processes are made", || {
+                self.created_processes() > made + 20
+            });
+            pause_and_wait(tasker, after, &mut Vec::new());
             let steps = self.steps();
             assert!(
                 tasker.poll().is_none() && tasker.poll().is_none(),
@@ -530,11 +537,11 @@ impl Counts {
 #[ignore = "system tier: needs gcc"]
 fn forking_task_is_held_by_freezer_and_signal() {
     let dir = tempfile::tempdir().expect("dir");
-    let program = program(dir.path(), "forker");
-    for env in [&[][..], BY_SIGNAL] {
-        let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
-        counts.rounds(&mut tasker, &program, "crowd");
-        if tasker.ready.freezer.is_ok() {
+    let program = compile_program(dir.path(), "forker");
+    for env in [&[][..], PAUSE_BY_SIGNAL_ENV] {
+        let (mut tasker, counts) = (Tasker::start_with_env(env), SharedCounters::new(dir.path()));
+        counts.run_pause_rounds(&mut tasker, &program, "crowd");
+        if tasker.capabilities.freezer.is_ok() {
             assert_eq!(
                 counts.signals(),
                 (0, 0),
@@ -544,7 +551,7 @@ fn forking_task_is_held_by_freezer_and_signal() {
             assert!(counts.signals().1 > 0, "this is what a freezer is for");
         }
         tasker.send(ToTasker::Kill { tid: tid(1) });
-        tasker.follow_to_the_end(tid(1));
+        tasker.wait_for_exit(tid(1));
         tasker.stop();
     }
 }
@@ -553,17 +560,17 @@ fn forking_task_is_held_by_freezer_and_signal() {
 #[test]
 #[ignore = "system tier: needs root, gcc and control groups of version 2"]
 fn fork_chain_does_not_escape_the_freezer() {
-    let mut tasker = with_freezer();
+    let mut tasker = start_with_freezer();
     let dir = tempfile::tempdir().expect("dir");
-    let counts = Counts::new(dir.path());
-    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
+    let counts = SharedCounters::new(dir.path());
+    counts.run_pause_rounds(&mut tasker, &compile_program(dir.path(), "forker"), "chain");
     tasker.send(ToTasker::Kill { tid: tid(1) });
-    tasker.follow_to_the_end(tid(1));
+    tasker.wait_for_exit(tid(1));
     tasker.stop();
 }
 
 /// Returns the control group of a process.
-fn group_of(pid: i32) -> PathBuf {
+fn control_group_of(pid: i32) -> PathBuf {
     let text = |path: String| std::fs::read(path).expect("it is there");
     let groups = text(format!("/proc/{pid}/cgroup"));
     sempa_proto::cgroup::group_dir(&text("/proc/self/mountinfo".into()), &groups, None)
@@ -578,20 +585,20 @@ fn is_frozen(group: &Path) -> bool {
 #[test]
 #[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
 fn held_task_stays_frozen_through_a_migration() {
-    require_moves();
-    let here = with_freezer();
-    moves_frozen(here, Tasker::start());
+    require_migration();
+    let here = start_with_freezer();
+    assert_frozen_task_migrates(here, Tasker::start());
 }
 
 /// Migrates a paused task between two taskers, and asserts that the task is frozen before and
 /// after.
-fn moves_frozen(mut here: Tasker, mut there: Tasker) {
+fn assert_frozen_task_migrates(mut here: Tasker, mut there: Tasker) {
     let dir = tempfile::tempdir().expect("dir");
-    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let pid = here.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
-    here.output_until(tid(1), &mut output, |text| lines(text) > 100);
-    held(&mut here, NOW, &mut seen);
-    assert!(is_frozen(&group_of(pid)));
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
+    pause_and_wait(&mut here, IMMEDIATELY, &mut seen);
+    assert!(is_frozen(&control_group_of(pid)));
     let (id, images) = (common::migration(1), dir.path().join("images"));
     assert_eq!(
         prepare(
@@ -602,38 +609,49 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
         ),
         []
     );
-    let before = written(pid);
+    let before = write_calls(pid);
     stop(&mut here, tid(1), id, &mut seen);
     assert!(
-        !is_frozen(&group_of(pid)),
+        !is_frozen(&control_group_of(pid)),
         "the engine cannot dump what is frozen"
     );
     // The counter of write calls is used because the kernel itself uses processor time for the task
     // during the migration.
-    assert_eq!(written(pid), before, "its program does not run in between");
+    assert_eq!(
+        write_calls(pid),
+        before,
+        "its program does not run in between"
+    );
     dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
-    let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
+    let used_here = kill_migrated(&mut here, tid(1), id, &mut seen);
     there.send(ToTasker::Run {
         migration: id,
         used: used_here,
         paused: false,
     });
-    there.until(&mut Vec::new(), |m| {
+    there.wait_for(&mut Vec::new(), |m| {
         matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
     });
     output.extend(output_of(&seen, tid(1)));
-    let more = lines(&output) + 200;
-    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    let more = count_lines(&output) + 200;
+    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     let mut seen = Vec::new();
-    held(&mut there, Micros::from_millis(5), &mut seen);
+    pause_and_wait(&mut there, Micros::from_millis(5), &mut seen);
     output.extend(output_of(&seen, tid(1)));
-    assert!(is_frozen(&group_of(copy)), "{}", group_of(copy).display());
+    assert!(
+        is_frozen(&control_group_of(copy)),
+        "{}",
+        control_group_of(copy).display()
+    );
     there.send(ToTasker::Resume { tid: tid(1) });
-    let more = lines(&output) + 200;
-    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    let more = count_lines(&output) + 200;
+    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     assert_no_line_lost(&output);
-    let folder = group_of(copy).parent().expect("a tasker's").to_path_buf();
+    let folder = control_group_of(copy)
+        .parent()
+        .expect("a tasker's")
+        .to_path_buf();
     here.stop();
     there.stop();
     assert!(!folder.exists(), "{} is left", folder.display());
@@ -643,33 +661,33 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
 #[test]
 #[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
 fn tasker_mounts_the_freezer_for_itself() {
-    let tasker = with_freezer();
+    let tasker = start_with_freezer();
     tasker.stop();
     let hides = "for at in $(findmnt -n -o TARGET -t cgroup2); do umount --lazy $at; done; exec \"$0\" \"$@\"";
     let start = || {
-        let tasker = Tasker::start_by(&["unshare", "--mount", "sh", "-c", hides], &[]);
-        assert_eq!(tasker.ready.freezer, Ok(()));
+        let tasker = Tasker::start_wrapped(&["unshare", "--mount", "sh", "-c", hides], &[]);
+        assert_eq!(tasker.capabilities.freezer, Ok(()));
         let seen =
             std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
         assert_eq!(
-            sempa_proto::cgroup::mount_point(&seen, None),
+            sempa_proto::cgroup::find_mount_point(&seen, None),
             None,
             "nobody else sees it"
         );
         tasker
     };
-    require_moves();
-    moves_frozen(start(), start());
+    require_migration();
+    assert_frozen_task_migrates(start(), start());
     let mut tasker = start();
     let dir = tempfile::tempdir().expect("dir");
-    let counts = Counts::new(dir.path());
-    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
-    held(&mut tasker, NOW, &mut Vec::new());
+    let counts = SharedCounters::new(dir.path());
+    counts.run_pause_rounds(&mut tasker, &compile_program(dir.path(), "forker"), "chain");
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
     let mark = counts.0.to_str().expect("text").to_string();
-    let group = group_of(common::processes_with(&mark)[0]);
+    let group = control_group_of(common::processes_with(&mark)[0]);
     assert!(is_frozen(&group));
     tasker.send(ToTasker::Kill { tid: tid(1) });
-    tasker.follow_to_the_end(tid(1));
+    tasker.wait_for_exit(tid(1));
     tasker.stop();
     assert!(
         !group.parent().expect("a tasker's").exists(),
@@ -682,15 +700,15 @@ fn tasker_mounts_the_freezer_for_itself() {
 #[test]
 #[ignore = "system tier: needs root, gcc and control groups of version 2"]
 fn frozen_task_dies_with_its_tasker() {
-    let mut tasker = with_freezer();
+    let mut tasker = start_with_freezer();
     let dir = tempfile::tempdir().expect("dir");
-    let counts = Counts::new(dir.path());
-    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
-    held(&mut tasker, NOW, &mut Vec::new());
+    let counts = SharedCounters::new(dir.path());
+    counts.run_pause_rounds(&mut tasker, &compile_program(dir.path(), "forker"), "chain");
+    pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
     let mark = counts.0.to_str().expect("text").to_string();
     let pids = common::processes_with(&mark);
     assert!(pids.len() > 1, "{pids:?}");
-    let group = group_of(pids[0]);
+    let group = control_group_of(pids[0]);
     assert!(is_frozen(&group));
     tasker.child.kill().expect("it is there");
     wait_until("nobody is left", || !pids.iter().any(|pid| is_alive(*pid)));
@@ -704,14 +722,14 @@ fn frozen_task_dies_with_its_tasker() {
 #[test]
 #[ignore = "system tier: needs root, gcc and control groups of version 2"]
 fn frozen_task_with_vfork_child_can_be_stopped() {
-    let mut tasker = with_freezer();
+    let mut tasker = start_with_freezer();
     let dir = tempfile::tempdir().expect("dir");
-    let counts = Counts::new(dir.path());
-    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "vfork");
+    let counts = SharedCounters::new(dir.path());
+    counts.run_pause_rounds(&mut tasker, &compile_program(dir.path(), "forker"), "vfork");
     for round in 1..=10 {
         let steps = counts.steps();
         wait_until("it runs", || counts.steps() > steps);
-        held(&mut tasker, NOW, &mut Vec::new());
+        pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
         stop(
             &mut tasker,
             tid(1),
@@ -731,6 +749,6 @@ fn frozen_task_with_vfork_child_can_be_stopped() {
         wait_until("it goes on", || counts.steps() > steps);
     }
     tasker.send(ToTasker::Kill { tid: tid(1) });
-    tasker.follow_to_the_end(tid(1));
+    tasker.wait_for_exit(tid(1));
     tasker.stop();
 }

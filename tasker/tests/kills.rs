@@ -11,18 +11,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Starts a tasker with this engine, and waits until the engine has been probed.
-fn with_engine(engine: &Path) -> Tasker {
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+fn start_with_engine(engine: &Path) -> Tasker {
+    let mut here = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
     inspect(&mut here, tid(9), migration(9)).expect("the engine works");
     here
 }
 
 /// Starts a tasker and a dump of the counter. The engine waits to be killed.
-fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
-    let mut here = with_engine(&waiting_wrapper(dir));
-    stopped_counter(&mut here, dir, output);
-    armed(dir);
+fn start_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
+    let mut here = start_with_engine(&write_waiting_wrapper(dir));
+    start_stopped_counter(&mut here, dir, output);
+    make_wrapper_wait(dir);
     here.send(ToTasker::Dump {
         migration: migration(1),
         tid: tid(1),
@@ -36,26 +36,26 @@ fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_dump_leaves_task_at_source() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut there = Tasker::start();
     let mut output = Vec::new();
-    let mut here = with_waiting_dump(dir.path(), &mut output);
-    let engine = pid_in(&dir.path().join("pid"));
+    let mut here = start_waiting_dump(dir.path(), &mut output);
+    let engine = wait_for_pid_file(&dir.path().join("pid"));
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(engine),
         nix::sys::signal::SIGKILL,
     )
     .expect("kill");
     assert_eq!(
-        dumped(&mut here, &mut Vec::new()),
+        wait_until_dumped(&mut here, &mut Vec::new()),
         Err(Failure::Killed { signal: 9 })
     );
-    disarmed(dir.path());
-    goes_on(&mut here, &mut output);
-    move_task(&mut here, &mut there, tid(1), 2, &mut output);
-    let more = lines(&output) + 100;
-    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    make_wrapper_run(dir.path());
+    assert_counter_continues(&mut here, &mut output);
+    migrate_task(&mut here, &mut there, tid(1), 2, &mut output);
+    let more = count_lines(&output) + 100;
+    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     assert_no_line_lost(&output);
     here.stop();
     there.stop();
@@ -65,19 +65,19 @@ fn killed_dump_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn hanging_dump_is_tried_once_more() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
-    let mut here = with_waiting_dump(dir.path(), &mut output);
-    pid_in(&dir.path().join("pid"));
-    disarmed(dir.path());
+    let mut here = start_waiting_dump(dir.path(), &mut output);
+    wait_for_pid_file(&dir.path().join("pid"));
+    make_wrapper_run(dir.path());
     assert!(
-        dumped(&mut here, &mut Vec::new())
+        wait_until_dumped(&mut here, &mut Vec::new())
             .expect("the second attempt works")
             .bytes
             > 0
     );
-    goes_on(&mut here, &mut output);
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
 }
 
@@ -95,17 +95,17 @@ fn pages_written(images: &Path) -> u64 {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_while_writing_leaves_task_whole() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
-    let engine = wrapper(
+    let engine = write_engine_wrapper(
         dir.path(),
         &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"),
     );
-    let mut here = with_engine(&engine);
+    let mut here = start_with_engine(&engine);
     let mut output = Vec::new();
-    let pid = here.run(tid(1), &program(dir.path(), "counter"), &["150"]);
-    here.output_until(tid(1), &mut output, |text| lines(text) > 10);
+    let pid = here.run(tid(1), &compile_program(dir.path(), "counter"), &["150"]);
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 10);
     for (number, bytes) in [2 << 20, 20 << 20, 80 << 20].into_iter().enumerate() {
         let id = migration(number as u64 + 1);
         let images = dir.path().join(format!("images-{number}"));
@@ -118,7 +118,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
             dir: images.clone(),
             memory_socket: None,
         });
-        let engine = pid_in(&dir.path().join("pid"));
+        let engine = wait_for_pid_file(&dir.path().join("pid"));
         wait_until("it writes", || {
             pages_written(&images) >= bytes || !is_alive(engine)
         });
@@ -127,7 +127,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
             nix::unistd::Pid::from_raw(engine),
             nix::sys::signal::SIGKILL,
         );
-        let result = dumped(&mut here, &mut seen);
+        let result = wait_until_dumped(&mut here, &mut seen);
         assert!(
             result.is_ok() || result == Err(Failure::Killed { signal: 9 }),
             "{result:?}"
@@ -135,8 +135,8 @@ fn engine_killed_while_writing_leaves_task_whole() {
         assert!(is_alive(pid));
         continue_task(&mut here, tid(1), id, &mut seen);
         output.extend(output_of(&seen, tid(1)));
-        let more = lines(&output) + 50;
-        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        let more = count_lines(&output) + 50;
+        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
         assert_no_line_lost(&output);
         let status = proc::status(pid).expect("it lives");
         assert_eq!(status.sigblk, 0, "signals stay blocked: {status:?}");
@@ -148,26 +148,26 @@ fn engine_killed_while_writing_leaves_task_whole() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_dump_ends_the_engine() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
-    let mut here = with_waiting_dump(dir.path(), &mut output);
-    let engine = pid_in(&dir.path().join("pid"));
+    let mut here = start_waiting_dump(dir.path(), &mut output);
+    let engine = wait_for_pid_file(&dir.path().join("pid"));
     here.send(ToTasker::AbortMigration {
         migration: migration(1),
         tid: tid(1),
     });
     assert!(matches!(
-        dumped(&mut here, &mut Vec::new()),
+        wait_until_dumped(&mut here, &mut Vec::new()),
         Err(Failure::Cancelled(_))
     ));
     assert!(!is_alive(engine));
-    goes_on(&mut here, &mut output);
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
 }
 
 /// Compiles the library that kills the engine at one of its ptrace calls.
-fn killer(dir: &Path) -> PathBuf {
+fn compile_killer_library(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
     let out = dir.join("killer.so");
     let done = Command::new("gcc")
@@ -182,38 +182,38 @@ fn killer(dir: &Path) -> PathBuf {
 
 /// Distance between the ptrace calls at which the engine is killed. A seed selects the first of
 /// them. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace call.
-const STRIDE: usize = 23;
+const PTRACE_CALL_STRIDE: usize = 23;
 
 /// If CRIU is killed before or after any of its ptrace calls, the task continues undamaged.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn engine_killed_at_any_ptrace_leaves_task_whole() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let (killer, at) = (killer(dir.path()), dir.path().join("at"));
+    let (killer, at) = (compile_killer_library(dir.path()), dir.path().join("at"));
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
     // The variable affects only the engine, because the shell makes no ptrace calls.
-    let engine = wrapper_in_env(
+    let engine = write_engine_wrapper_with_env(
         dir.path(),
         &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()),
     );
-    let mut here = with_engine(&engine);
+    let mut here = start_with_engine(&engine);
     let mut output = Vec::new();
-    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let pid = here.run(tid(1), &compile_program(dir.path(), "counter"), &[]);
     let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
     let seed = number("SEMPA_TEST_SEED").unwrap_or(0);
     let (stride, first) =
         if std::env::var_os("SEMPA_TEST_FULL").is_some_and(|text| !text.is_empty()) {
             (1, 1)
         } else {
-            (STRIDE, 1 + seed % STRIDE)
+            (PTRACE_CALL_STRIDE, 1 + seed % PTRACE_CALL_STRIDE)
         };
     println!("SEMPA_TEST_SEED={seed}");
     let mut kills = 0;
     for step in (first..).step_by(stride) {
         std::fs::write(&at, step.to_string()).expect("write");
-        let more = lines(&output) + 20;
-        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        let more = count_lines(&output) + 20;
+        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
         let id = migration(step as u64 + 1);
         let mut seen = Vec::new();
         stop(&mut here, tid(1), id, &mut seen);
@@ -230,8 +230,8 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
         });
         continue_task(&mut here, tid(1), id, &mut seen);
         output.extend(output_of(&seen, tid(1)));
-        let more = lines(&output) + 20;
-        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        let more = count_lines(&output) + 20;
+        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
         assert_no_line_lost(&output);
         let status = proc::status(pid).expect("it lives");
         assert_eq!(status.sigblk, 0, "killed at step {step}: {status:?}");

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::moving::{self, discard, program, stop};
+use common::moving::{self, compile_program, discard, stop};
 use common::{Tasker, is_alive, migration, processes_with, tid, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -17,11 +17,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 /// Memory of the task in megabytes, as an argument of the program.
-const MEGABYTES: &str = "48";
+const TASK_MEGABYTES: &str = "48";
 /// Name of the file whose creation starts the task's work during post-copy.
-const SIGN: &str = "sign";
+const START_FILE: &str = "sign";
 /// Environment that enables post-copy for tasks of any size, and pre-copy if a test orders it.
-const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
+const ALWAYS_ENV: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 
 /// Number of bytes that are forwarded before the stream is opened. A restore needs some of them,
 /// because the kernel writes into the task's memory.
@@ -29,46 +29,48 @@ const FIRST_BYTES: usize = 8 << 20;
 
 /// The forwarded memory stream: `FIRST_BYTES` are forwarded immediately, all other data when the
 /// stream is opened.
-struct Way {
+struct MemoryStream {
     source: PathBuf,
     target: PathBuf,
     /// Number of bytes that may still be forwarded, and a condition variable for its changes.
-    gate: Arc<(Mutex<usize>, Condvar)>,
-    leave: Arc<Leave>,
+    forwardable_bytes: Arc<(Mutex<usize>, Condvar)>,
+    final_message: Arc<FinalMessage>,
 }
 
 /// State of the final message, by which the target confirms that all memory has arrived.
 #[derive(Default)]
-struct Leave {
+struct FinalMessage {
     /// True if the final message must not be forwarded.
-    stays: AtomicBool,
+    is_withheld: AtomicBool,
     /// True when the target has sent the final message.
-    is_said: AtomicBool,
+    is_sent: AtomicBool,
     /// True when the target has closed its end of the stream.
     is_closed: AtomicBool,
 }
 
-impl Leave {
+impl FinalMessage {
     /// Command numbers of the final message, for two versions of CRIU.
-    const WORDS: [u32; 2] = [0x1023, 0x1024];
+    const COMMANDS: [u32; 2] = [0x1023, 0x1024];
     /// Size in bytes of a page request, for two versions of CRIU.
-    const QUESTION_BYTES: [usize; 2] = [24, 32];
+    const REQUEST_BYTES: [usize; 2] = [24, 32];
 
     /// True if `questions`, the target's requests, end with the final message.
-    fn is_in(questions: &[u8]) -> bool {
-        let last = Leave::QUESTION_BYTES
+    fn ends_requests(questions: &[u8]) -> bool {
+        let last = FinalMessage::REQUEST_BYTES
             .iter()
             .filter_map(|bytes| questions.len().checked_sub(*bytes));
         let mut commands = last.filter_map(|at| questions[at..].first_chunk());
-        commands.any(|command| Leave::WORDS.contains(&u32::from_ne_bytes(*command)))
+        commands.any(|command| FinalMessage::COMMANDS.contains(&u32::from_ne_bytes(*command)))
     }
 
-    fn pass_questions(&self, mut from: UnixStream, mut to: UnixStream) {
+    fn forward_requests(&self, mut from: UnixStream, mut to: UnixStream) {
         let mut bytes = vec![0; 1 << 16];
         while let Ok(length @ 1..) = from.read(&mut bytes) {
-            self.is_said
-                .fetch_or(Leave::is_in(&bytes[..length]), Ordering::SeqCst);
-            while self.stays.load(Ordering::SeqCst) && self.is_said.load(Ordering::SeqCst) {
+            self.is_sent.fetch_or(
+                FinalMessage::ends_requests(&bytes[..length]),
+                Ordering::SeqCst,
+            );
+            while self.is_withheld.load(Ordering::SeqCst) && self.is_sent.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if to.write_all(&bytes[..length]).is_err() {
@@ -80,12 +82,12 @@ impl Leave {
     }
 }
 
-impl Way {
-    fn new(dir: &Path) -> Way {
+impl MemoryStream {
+    fn new(dir: &Path) -> MemoryStream {
         let (source, target) = (dir.join("memory-source"), dir.join("memory-target"));
         let listeners = [&source, &target].map(|path| UnixListener::bind(path).expect("a socket"));
         let gate = Arc::new((Mutex::new(FIRST_BYTES), Condvar::new()));
-        let leave = Arc::<Leave>::default();
+        let leave = Arc::<FinalMessage>::default();
         let (of_thread, of_questions) = (gate.clone(), leave.clone());
         std::thread::spawn(move || {
             let [here, there] = listeners.map(|listener| listener.accept().expect("a tasker").0);
@@ -93,23 +95,23 @@ impl Way {
                 there.try_clone().expect("a copy"),
                 here.try_clone().expect("a copy"),
             );
-            std::thread::spawn(move || of_questions.pass_questions(asks, here));
-            pass(answers, there, &of_thread);
+            std::thread::spawn(move || of_questions.forward_requests(asks, here));
+            forward_limited(answers, there, &of_thread);
         });
-        Way {
+        MemoryStream {
             source,
             target,
-            gate,
-            leave,
+            forwardable_bytes: gate,
+            final_message: leave,
         }
     }
 
     /// Opens the stream at a limited rate, so that some memory is always in transit.
     fn open_slowly(&self) {
-        let gate = self.gate.clone();
+        let gate = self.forwardable_bytes.clone();
         std::thread::spawn(move || {
             while Arc::strong_count(&gate) > 1 {
-                *gate.0.lock().expect("no panic") += SLOW_LINE_BYTES;
+                *gate.0.lock().expect("no panic") += SLOW_BYTES_PER_MS;
                 gate.1.notify_all();
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -117,35 +119,41 @@ impl Way {
     }
 
     fn open(&self) {
-        *self.gate.0.lock().expect("no panic") = usize::MAX;
-        self.gate.1.notify_all();
+        *self.forwardable_bytes.0.lock().expect("no panic") = usize::MAX;
+        self.forwardable_bytes.1.notify_all();
     }
 
     /// Opens the stream but withholds the final message, and waits until the target has sent that
     /// message.
-    fn open_until_all_is_there(&self) {
-        self.leave.stays.store(true, Ordering::SeqCst);
+    fn open_until_final_message(&self) {
+        self.final_message.is_withheld.store(true, Ordering::SeqCst);
         self.open();
         wait_until("it has everything", || {
-            self.leave.is_said.load(Ordering::SeqCst)
+            self.final_message.is_sent.load(Ordering::SeqCst)
         });
     }
 
     /// Forwards the final message as well.
-    fn lets_leave(&self) {
-        self.leave.stays.store(false, Ordering::SeqCst);
+    fn forward_final_message(&self) {
+        self.final_message
+            .is_withheld
+            .store(false, Ordering::SeqCst);
     }
 
     /// Blocks the stream as at the start of the test.
-    fn shut(&self) {
-        *self.gate.0.lock().expect("no panic") = FIRST_BYTES;
+    fn block(&self) {
+        *self.forwardable_bytes.0.lock().expect("no panic") = FIRST_BYTES;
     }
 }
 
 /// Number of bytes that are forwarded per millisecond if the stream is opened at a limited rate.
-const SLOW_LINE_BYTES: usize = 64 << 10;
+const SLOW_BYTES_PER_MS: usize = 64 << 10;
 
-fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
+fn forward_limited(
+    mut from: UnixStream,
+    mut to: UnixStream,
+    (left, opened): &(Mutex<usize>, Condvar),
+) {
     let mut bytes = vec![0; 1 << 16];
     loop {
         let may = *opened
@@ -169,39 +177,42 @@ struct Scene {
     dir: tempfile::TempDir,
     here: Tasker,
     there: Tasker,
-    way: Way,
-    copy: i32,
+    memory_stream: MemoryStream,
+    restored_pid: i32,
 }
 
 impl Scene {
     fn new() -> Scene {
-        Scene::of("pages")
+        Scene::with_program("pages")
     }
 
     /// Creates a scene with a task that runs the program `name`.
-    fn of(name: &str) -> Scene {
-        let scene = Scene::begin(name).go_on();
-        std::fs::write(scene.dir.path().join(SIGN), "").expect("a file");
+    fn with_program(name: &str) -> Scene {
+        let scene = Scene::begin(name).dump_and_restore();
+        std::fs::write(scene.dir.path().join(START_FILE), "").expect("a file");
         scene
     }
 
     /// Starts a task with the program `name`, which still runs at the source.
     fn begin(name: &str) -> Scene {
         let dir = tempfile::tempdir().expect("dir");
-        let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
-        let way = Way::new(dir.path());
-        let sign = dir.path().join(SIGN);
+        let (mut here, mut there) = (
+            Tasker::start_with_env(&ALWAYS_ENV),
+            Tasker::start_with_env(&ALWAYS_ENV),
+        );
+        let way = MemoryStream::new(dir.path());
+        let sign = dir.path().join(START_FILE);
         here.run(
             tid(1),
-            &program(dir.path(), name),
-            &[MEGABYTES, sign.to_str().expect("text")],
+            &compile_program(dir.path(), name),
+            &[TASK_MEGABYTES, sign.to_str().expect("text")],
         );
-        here.output_until(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
+        here.wait_for_output(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
         here.send(ToTasker::Inspect {
             migration: migration(1),
             tid: tid(1),
         });
-        let inspected = here.until(&mut Vec::new(), |m| match m {
+        let inspected = here.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::Inspected {
                 result,
                 supports_post_copy: memory_can_follow,
@@ -220,7 +231,7 @@ impl Scene {
             tid: tid(1),
             facts: TaskFacts::default(),
         });
-        let prepared = there.until(&mut Vec::new(), |m| match m {
+        let prepared = there.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::Prepared {
                 verdict,
                 supports_post_copy: memory_can_follow,
@@ -233,14 +244,17 @@ impl Scene {
             dir,
             here,
             there,
-            way,
-            copy: 0,
+            memory_stream: way,
+            restored_pid: 0,
         }
     }
 
     /// Pre-copies the task's memory and returns the number of bytes.
     fn pre_copy(&mut self) -> u64 {
-        let (source, target) = (self.way.source.clone(), self.way.target.clone());
+        let (source, target) = (
+            self.memory_stream.source.clone(),
+            self.memory_stream.target.clone(),
+        );
         self.there.send(ToTasker::ReceivePreCopy {
             migration: migration(1),
             memory_socket: target,
@@ -250,22 +264,22 @@ impl Scene {
             tid: tid(1),
             memory_socket: source,
         });
-        self.way.open();
-        let went = self.here.until(&mut Vec::new(), |m| match m {
+        self.memory_stream.open();
+        let went = self.here.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::PreCopied { result, .. } => Some(result.clone()),
             _ => None,
         });
-        self.way.shut();
+        self.memory_stream.block();
         went.expect("it is there")
     }
 
     /// Stops and dumps the task, and restores it at the target.
-    fn go_on(self) -> Scene {
+    fn dump_and_restore(self) -> Scene {
         let Scene {
             dir,
             mut here,
             mut there,
-            way,
+            memory_stream: way,
             ..
         } = self;
         stop(&mut here, tid(1), migration(1), &mut Vec::new());
@@ -277,7 +291,7 @@ impl Scene {
             dir: images.clone(),
             memory_socket: memory_way,
         });
-        let report = moving::dumped(&mut here, &mut Vec::new()).expect("a dump");
+        let report = moving::wait_until_dumped(&mut here, &mut Vec::new()).expect("a dump");
         assert!(
             report.bytes < 8 << 20,
             "the images lack the memory: {} bytes",
@@ -291,7 +305,7 @@ impl Scene {
             memory_write: None,
             memory_socket: memory_way,
         });
-        let restored = there.until(&mut Vec::new(), |m| match m {
+        let restored = there.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::Restored { result, .. } => Some(result.clone()),
             _ => None,
         });
@@ -300,22 +314,22 @@ impl Scene {
             dir,
             here,
             there,
-            way,
-            copy,
+            memory_stream: way,
+            restored_pid: copy,
         }
     }
 
     /// Kills the task at the source and runs it at the target; most of its memory is missing.
     fn commit(&mut self) {
-        let used = moving::kill_moved(&mut self.here, tid(1), migration(1), &mut Vec::new());
+        let used = moving::kill_migrated(&mut self.here, tid(1), migration(1), &mut Vec::new());
         assert_ne!(used, Usage::default());
-        assert!(is_alive(self.copy));
+        assert!(is_alive(self.restored_pid));
         moving::run(&mut self.there, migration(1), used, &mut Vec::new());
     }
 
-    fn arrival(&mut self) -> (Result<(), Failure>, Vec<FromTasker>) {
+    fn wait_for_arrival(&mut self) -> (Result<(), Failure>, Vec<FromTasker>) {
         let mut seen = Vec::new();
-        let result = self.there.until(&mut seen, |m| match m {
+        let result = self.there.wait_for(&mut seen, |m| match m {
             FromTasker::MemoryArrived { result, .. } => Some(result.clone()),
             _ => None,
         });
@@ -323,7 +337,7 @@ impl Scene {
     }
 
     /// Asserts that the task at the target was killed and never read a wrong word.
-    fn dies(mut self, seen: Vec<FromTasker>) {
+    fn assert_killed(mut self, seen: Vec<FromTasker>) {
         let mut output = moving::output_of(&seen, tid(1));
         let exited = |m: &FromTasker| match m {
             FromTasker::Exited { status, .. } => Some(*status),
@@ -333,7 +347,7 @@ impl Scene {
         let status = seen
             .iter()
             .find_map(exited)
-            .unwrap_or_else(|| self.there.until(&mut rest, exited));
+            .unwrap_or_else(|| self.there.wait_for(&mut rest, exited));
         output.extend(moving::output_of(&rest, tid(1)));
         assert_eq!(status, 9, "{}", String::from_utf8_lossy(&output));
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
@@ -341,7 +355,7 @@ impl Scene {
     }
 
     /// Sends a signal to the process that fetches the task's memory.
-    fn to_fetching(&self, signal: Signal) {
+    fn signal_fetcher(&self, signal: Signal) {
         let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
         let [fetching] = fetching[..] else {
             panic!("one process fetches it: {fetching:?}")
@@ -351,21 +365,21 @@ impl Scene {
 
     /// Waits for all memory, and asserts that the task at the target continues and never read a
     /// wrong word.
-    fn arrives_and_goes_on(mut self) {
-        let arrived = self.arrival();
-        self.goes_on(arrived);
+    fn assert_arrives_and_continues(mut self) {
+        let arrived = self.wait_for_arrival();
+        self.assert_continues(arrived);
     }
 
     /// Asserts that all memory has arrived and that the task continues.
-    fn goes_on(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
+    fn assert_continues(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
         let mut output = moving::output_of(&seen, tid(1));
-        let more = moving::lines(&output) + 100;
+        let more = moving::count_lines(&output) + 100;
         self.there
-            .output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+            .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > more);
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
         self.there.send(ToTasker::Kill { tid: tid(1) });
-        let (_, status, _) = self.there.follow_to_the_end(tid(1));
+        let (_, status, _) = self.there.wait_for_exit(tid(1));
         assert_eq!(status, 9);
         self.end();
     }
@@ -383,11 +397,11 @@ impl Scene {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn post_copy_task_runs_before_its_memory_arrives() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
-    scene.way.open();
-    scene.arrives_and_goes_on();
+    scene.memory_stream.open();
+    scene.assert_arrives_and_continues();
 }
 
 /// After a pre-copy a task needs little memory from the source: at most a sixth of its memory is
@@ -396,22 +410,25 @@ fn post_copy_task_runs_before_its_memory_arrives() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pre_copied_task_needs_few_pages_more() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::begin("pages");
     let went = scene.pre_copy();
     assert!(went >= 48 << 20, "{went} bytes went ahead");
-    let mut scene = scene.go_on();
+    let mut scene = scene.dump_and_restore();
     scene.commit();
-    scene.arrives_and_goes_on();
+    scene.assert_arrives_and_continues();
 }
 
 /// A cancelled migration ends the pre-copy, and the task continues.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_migration_ends_the_pre_copy() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::begin("pages");
-    let (source, target) = (scene.way.source.clone(), scene.way.target.clone());
+    let (source, target) = (
+        scene.memory_stream.source.clone(),
+        scene.memory_stream.target.clone(),
+    );
     scene.there.send(ToTasker::ReceivePreCopy {
         migration: migration(1),
         memory_socket: target,
@@ -423,17 +440,23 @@ fn cancelled_migration_ends_the_pre_copy() {
         memory_socket: source,
     });
     wait_until("some of it is there", || {
-        *scene.way.gate.0.lock().expect("no panic") == 0
+        *scene
+            .memory_stream
+            .forwardable_bytes
+            .0
+            .lock()
+            .expect("no panic")
+            == 0
     });
     scene.here.send(ToTasker::StopPreCopy {
         migration: migration(1),
     });
     discard(&mut scene.there, migration(1), &mut Vec::new());
-    scene.way.open();
+    scene.memory_stream.open();
     let mut output = Vec::new();
     scene
         .here
-        .output_until(tid(1), &mut output, |text| moving::lines(text) > 100);
+        .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > 100);
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
     scene.end();
 }
@@ -442,7 +465,7 @@ fn cancelled_migration_ends_the_pre_copy() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn lost_pre_copy_fails_the_restore() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::begin("pages");
     scene.pre_copy();
     scene.there.send(ToTasker::MemoryLost {
@@ -450,7 +473,7 @@ fn lost_pre_copy_fails_the_restore() {
         why: "the line is cut".into(),
     });
     let images = scene.dir.path().join("none");
-    let memory_way = Some(scene.way.target.clone());
+    let memory_way = Some(scene.memory_stream.target.clone());
     scene.there.send(ToTasker::Restore {
         migration: migration(1),
         tid: tid(1),
@@ -459,7 +482,7 @@ fn lost_pre_copy_fails_the_restore() {
         memory_socket: memory_way,
     });
     let mut said = Vec::new();
-    let restored = scene.there.until(&mut said, |m| match m {
+    let restored = scene.there.wait_for(&mut said, |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
@@ -473,12 +496,12 @@ fn lost_pre_copy_fails_the_restore() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unmapped_pages_do_not_return_in_post_copy() {
-    moving::require_moves();
-    let mut scene = Scene::of("giver");
+    moving::require_migration();
+    let mut scene = Scene::with_program("giver");
     scene.commit();
     let mut output = Vec::new();
-    scene.way.open_slowly();
-    let (result, seen) = scene.arrival();
+    scene.memory_stream.open_slowly();
+    let (result, seen) = scene.wait_for_arrival();
     assert_eq!(result, Ok(()));
     output.extend(moving::output_of(&seen, tid(1)));
     let done = |text: &[u8]| {
@@ -486,7 +509,7 @@ fn unmapped_pages_do_not_return_in_post_copy() {
             .iter()
             .any(|word| String::from_utf8_lossy(text).contains(word))
     };
-    scene.there.output_until(tid(1), &mut output, done);
+    scene.there.wait_for_output(tid(1), &mut output, done);
     assert_eq!(
         output,
         b"gives\ngave\nright\n",
@@ -494,7 +517,7 @@ fn unmapped_pages_do_not_return_in_post_copy() {
         String::from_utf8_lossy(&output)
     );
     scene.there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
+    let (_, status, _) = scene.there.wait_for_exit(tid(1));
     assert_eq!(status, 9);
     scene.end();
 }
@@ -503,45 +526,45 @@ fn unmapped_pages_do_not_return_in_post_copy() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_process_may_fork_in_post_copy() {
-    moving::require_moves();
-    let mut scene = Scene::of("family");
+    moving::require_migration();
+    let mut scene = Scene::with_program("family");
     scene.commit();
-    scene.way.open_slowly();
-    scene.arrives_and_goes_on();
+    scene.memory_stream.open_slowly();
+    scene.assert_arrives_and_continues();
 }
 
 /// A task whose memory does not arrive ends. It never reads zeros in place of its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_memory_ends_the_task_without_zeros() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
     scene.there.send(ToTasker::MemoryLost {
         migration: migration(1),
         why: "the line is cut".into(),
     });
-    let (result, seen) = scene.arrival();
+    let (result, seen) = scene.wait_for_arrival();
     assert_eq!(result, Err(Failure::Images("the line is cut".into())));
-    scene.way.open();
-    scene.dies(seen);
+    scene.memory_stream.open();
+    scene.assert_killed(seen);
 }
 
 /// A task that has all its memory continues if the stream ends before the final message.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_closed_memory_stream() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
-    scene.way.open_until_all_is_there();
+    scene.memory_stream.open_until_final_message();
     scene.there.send(ToTasker::MemoryLost {
         migration: migration(1),
         why: "the line is cut".into(),
     });
-    let arrived = scene.arrival();
-    scene.way.lets_leave();
-    scene.goes_on(arrived);
+    let arrived = scene.wait_for_arrival();
+    scene.memory_stream.forward_final_message();
+    scene.assert_continues(arrived);
 }
 
 /// The memory stream is closed when all memory has arrived, even if CRIU does not exit. The
@@ -549,31 +572,35 @@ fn complete_task_survives_a_closed_memory_stream() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_memory_closes_the_stream() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
-    scene.way.open_until_all_is_there();
-    scene.to_fetching(Signal::SIGSTOP);
-    scene.way.lets_leave();
+    scene.memory_stream.open_until_final_message();
+    scene.signal_fetcher(Signal::SIGSTOP);
+    scene.memory_stream.forward_final_message();
     wait_until("it is closed", || {
-        scene.way.leave.is_closed.load(Ordering::SeqCst)
+        scene
+            .memory_stream
+            .final_message
+            .is_closed
+            .load(Ordering::SeqCst)
     });
-    scene.to_fetching(Signal::SIGCONT);
-    scene.arrives_and_goes_on();
+    scene.signal_fetcher(Signal::SIGCONT);
+    scene.assert_arrives_and_continues();
 }
 
 /// A task that has all its memory continues if the process that fetches memory is killed.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_task_survives_a_killed_fetcher() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
-    scene.way.open_until_all_is_there();
-    scene.to_fetching(Signal::SIGKILL);
-    let arrived = scene.arrival();
-    scene.way.lets_leave();
-    scene.goes_on(arrived);
+    scene.memory_stream.open_until_final_message();
+    scene.signal_fetcher(Signal::SIGKILL);
+    let arrived = scene.wait_for_arrival();
+    scene.memory_stream.forward_final_message();
+    scene.assert_continues(arrived);
 }
 
 /// If the process that fetches memory is killed, the task ends. It never reads zeros in place of
@@ -581,32 +608,32 @@ fn complete_task_survives_a_killed_fetcher() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_fetcher_ends_the_task_without_zeros() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     scene.commit();
-    scene.to_fetching(Signal::SIGKILL);
-    let (result, seen) = scene.arrival();
+    scene.signal_fetcher(Signal::SIGKILL);
+    let (result, seen) = scene.wait_for_arrival();
     assert_eq!(result, Err(Failure::Killed { signal: 9 }));
-    scene.way.open();
-    scene.dies(seen);
+    scene.memory_stream.open();
+    scene.assert_killed(seen);
 }
 
 /// A migration that is cancelled before the commit leaves the task at the source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn cancelled_post_copy_leaves_task_at_source() {
-    moving::require_moves();
+    moving::require_migration();
     let mut scene = Scene::new();
     discard(&mut scene.there, migration(1), &mut Vec::new());
-    assert!(!is_alive(scene.copy));
+    assert!(!is_alive(scene.restored_pid));
     let mut seen = Vec::new();
     moving::continue_task(&mut scene.here, tid(1), migration(1), &mut seen);
     let mut output = moving::output_of(&seen, tid(1));
-    let more = moving::lines(&output) + 100;
+    let more = moving::count_lines(&output) + 100;
     scene
         .here
-        .output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+        .wait_for_output(tid(1), &mut output, |text| moving::count_lines(text) > more);
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
-    scene.way.open();
+    scene.memory_stream.open();
     scene.end();
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::moving::*;
-use common::{Tasker, is_alive, migration, order, processes_with, sh, tid, wait_until};
+use common::{Tasker, is_alive, migration, processes_with, sh, start_order, tid, wait_until};
 use sempa_proto::Micros;
 use sempa_proto::migration::{Failure, FileRequirement, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -15,26 +15,26 @@ use std::time::{Duration, Instant};
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn counter_migrates_there_and_back_without_loss() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let counter = program(dir.path(), "counter");
+    let counter = compile_program(dir.path(), "counter");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     here.run(tid(1), &counter, &[]);
     let mut output = Vec::new();
-    here.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
     for round in 0..3 {
-        move_task(&mut here, &mut there, tid(1), round * 2 + 1, &mut output);
-        let more = lines(&output) + 200;
-        there.output_until(tid(1), &mut output, |text| lines(text) > more);
-        move_task(&mut there, &mut here, tid(1), round * 2 + 2, &mut output);
-        let more = lines(&output) + 200;
-        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        migrate_task(&mut here, &mut there, tid(1), round * 2 + 1, &mut output);
+        let more = count_lines(&output) + 200;
+        there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
+        migrate_task(&mut there, &mut here, tid(1), round * 2 + 2, &mut output);
+        let more = count_lines(&output) + 200;
+        here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     }
     here.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
-    let (rest, status, used) = here.follow_to_the_end(tid(1));
+    let (rest, status, used) = here.wait_for_exit(tid(1));
     output.extend(rest);
     assert_eq!(status, libc::SIGTERM);
     assert!(used.user + used.system > Micros(0), "{used:?}");
@@ -48,19 +48,19 @@ fn counter_migrates_there_and_back_without_loss() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn two_hundred_mebibytes_migrate_intact() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let counter = program(dir.path(), "counter");
+    let counter = compile_program(dir.path(), "counter");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     here.run(tid(1), &counter, &["200"]);
     let mut output = Vec::new();
-    here.output_until(tid(1), &mut output, |text| lines(text) > 10);
-    move_task(&mut here, &mut there, tid(1), 1, &mut output);
-    let more = lines(&output) + 200;
-    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 10);
+    migrate_task(&mut here, &mut there, tid(1), 1, &mut output);
+    let more = count_lines(&output) + 200;
+    there.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
     assert_no_line_lost(&output);
     there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, used) = there.follow_to_the_end(tid(1));
+    let (_, status, used) = there.wait_for_exit(tid(1));
     assert_eq!(status, libc::SIGKILL);
     assert!(
         used.resident_max_bytes > 200 << 20,
@@ -74,13 +74,13 @@ fn two_hundred_mebibytes_migrate_intact() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn children_migrate_and_exit_is_reported_there() {
-    require_moves();
+    require_migration();
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let script = "sleep 57721 & echo ready; while kill -0 $! 2>/dev/null; do wait $!; done; echo child gone; exit 9";
     here.run(tid(1), &sh(), &["-c", script]);
     let mut output = Vec::new();
-    here.output_until(tid(1), &mut output, |text| text == b"ready\n");
-    move_task(&mut here, &mut there, tid(1), 1, &mut output);
+    here.wait_for_output(tid(1), &mut output, |text| text == b"ready\n");
+    migrate_task(&mut here, &mut there, tid(1), 1, &mut output);
     let children = processes_with("sleep 57721");
     let sleeper = children
         .iter()
@@ -91,7 +91,7 @@ fn children_migrate_and_exit_is_reported_there() {
         nix::sys::signal::SIGTERM,
     )
     .expect("kill");
-    let (rest, status, _) = there.follow_to_the_end(tid(1));
+    let (rest, status, _) = there.wait_for_exit(tid(1));
     // Some shells report how the child ended.
     assert_eq!(
         (rest.ends_with(b"child gone\n"), status),
@@ -127,7 +127,7 @@ os.waitpid(child, 0)
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn child_stopped_in_fork_returns_before_the_dump() {
-    require_moves();
+    require_migration();
     let python = ["/usr/bin/python3", "/bin/python3"]
         .into_iter()
         .map(PathBuf::from)
@@ -135,13 +135,13 @@ fn child_stopped_in_fork_returns_before_the_dump() {
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     here.run(tid(1), &python.expect("python3"), &["-c", FORKED]);
     let mut output = Vec::new();
-    here.output_until(tid(1), &mut output, |text| text == b"ready\n");
-    move_task(&mut here, &mut there, tid(1), 1, &mut output);
+    here.wait_for_output(tid(1), &mut output, |text| text == b"ready\n");
+    migrate_task(&mut here, &mut there, tid(1), 1, &mut output);
     there.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
-    assert_eq!(there.follow_to_the_end(tid(1)).1, libc::SIGTERM);
+    assert_eq!(there.wait_for_exit(tid(1)).1, libc::SIGTERM);
     here.stop();
     there.stop();
 }
@@ -150,17 +150,17 @@ fn child_stopped_in_fork_returns_before_the_dump() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_restore_leaves_task_at_source() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let engine = waiting_wrapper(dir.path());
+    let engine = write_waiting_wrapper(dir.path());
     let mut here = Tasker::start();
-    let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut there = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(
         prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
         []
     );
-    armed(dir.path());
+    make_wrapper_wait(dir.path());
     there.send(ToTasker::Restore {
         migration: migration(1),
         tid: tid(1),
@@ -168,20 +168,20 @@ fn killed_restore_leaves_task_at_source() {
         memory_write: None,
         memory_socket: None,
     });
-    let engine = pid_in(&dir.path().join("pid"));
+    let engine = wait_for_pid_file(&dir.path().join("pid"));
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(engine),
         nix::sys::signal::SIGKILL,
     )
     .expect("kill");
-    let result = there.until(&mut Vec::new(), |m| match m {
+    let result = there.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert_eq!(result, Err(Failure::Killed { signal: 9 }));
-    disarmed(dir.path());
-    assert_eq!(counters(dir.path()).len(), 1, "only the source is left");
-    goes_on(&mut here, &mut output);
+    make_wrapper_run(dir.path());
+    assert_eq!(counter_pids(dir.path()).len(), 1, "only the source is left");
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -190,7 +190,7 @@ fn killed_restore_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn discarded_copy_leaves_task_at_source() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -199,7 +199,7 @@ fn discarded_copy_leaves_task_at_source() {
     let mut seen = Vec::new();
     discard(&mut there, migration(1), &mut seen);
     assert!(!is_alive(copy) && output_of(&seen, tid(1)).is_empty());
-    goes_on(&mut here, &mut output);
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -208,29 +208,29 @@ fn discarded_copy_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn restored_copy_needs_no_engine() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
-    let engine = wrapper(
+    let engine = write_engine_wrapper(
         dir.path(),
         &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"),
     );
     let mut here = Tasker::start();
-    let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut there = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(
         prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
         []
     );
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
-    let engine = pid_in(&dir.path().join("pid"));
+    let engine = wait_for_pid_file(&dir.path().join("pid"));
     assert!(
         !is_alive(engine),
         "an engine that is killed from now on could take the only copy along"
     );
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(copy), nix::sys::signal::SIGKILL)
         .expect("kill");
-    let result = there.until(&mut Vec::new(), |m| match m {
+    let result = there.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
@@ -241,12 +241,12 @@ fn restored_copy_needs_no_engine() {
         used: Usage::default(),
         paused: false,
     });
-    let ran = there.until(&mut Vec::new(), |m| match m {
+    let ran = there.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Running { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert!(ran.is_err());
-    goes_on(&mut here, &mut output);
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -255,7 +255,7 @@ fn restored_copy_needs_no_engine() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn damaged_images_fail_and_leave_no_process() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -289,8 +289,8 @@ fn damaged_images_fail_and_leave_no_process() {
         "{bad:?}"
     );
     assert!(begin.elapsed() < Duration::from_secs(30));
-    assert_eq!(counters(dir.path()).len(), 1, "only the source is left");
-    goes_on(&mut here, &mut output);
+    assert_eq!(counter_pids(dir.path()).len(), 1, "only the source is left");
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -299,7 +299,7 @@ fn damaged_images_fail_and_leave_no_process() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn images_of_another_user_are_refused() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -336,8 +336,8 @@ fn images_of_another_user_are_refused() {
         restore(&mut there, tid(1), migration(1), &images),
         Err(other)
     );
-    assert_eq!(counters(dir.path()).len(), 1, "there is no copy");
-    goes_on(&mut here, &mut output);
+    assert_eq!(counter_pids(dir.path()).len(), 1, "there is no copy");
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -346,25 +346,25 @@ fn images_of_another_user_are_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn hanging_engine_is_killed_at_its_deadline() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let engine = waiting_wrapper(dir.path());
+    let engine = write_waiting_wrapper(dir.path());
     let mut here = Tasker::start();
-    let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut there = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(
         prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
         []
     );
-    armed(dir.path());
+    make_wrapper_wait(dir.path());
     let result = restore(&mut there, tid(1), migration(1), &images);
     assert!(
         matches!(result, Err(Failure::Deadline { .. })),
         "{result:?}"
     );
-    assert!(!is_alive(pid_in(&dir.path().join("pid"))));
-    disarmed(dir.path());
-    goes_on(&mut here, &mut output);
+    assert!(!is_alive(wait_for_pid_file(&dir.path().join("pid"))));
+    make_wrapper_run(dir.path());
+    assert_counter_continues(&mut here, &mut output);
     here.stop();
     there.stop();
 }
@@ -373,7 +373,7 @@ fn hanging_engine_is_killed_at_its_deadline() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn tasker_killed_in_migration_leaves_no_process() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, _) = dumped_counter(&mut here, dir.path());
@@ -382,7 +382,7 @@ fn tasker_killed_in_migration_leaves_no_process() {
     wait_until("the held copy is gone", || !is_alive(copy));
     here.child.kill().expect("kill");
     wait_until("the stopped source is gone", || {
-        counters(dir.path()).is_empty()
+        counter_pids(dir.path()).is_empty()
     });
     wait_until("the engine is gone", || {
         processes_with(&format!("criu swrk {}", there.child.id())).is_empty()
@@ -393,10 +393,10 @@ fn tasker_killed_in_migration_leaves_no_process() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn exit_of_stopped_task_fails_the_migration() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
-    stopped_counter(&mut here, dir.path(), &mut Vec::new());
+    start_stopped_counter(&mut here, dir.path(), &mut Vec::new());
     // A signal is kept until the task continues; the daemon's order to kill takes effect
     // immediately.
     here.send(ToTasker::Signal {
@@ -404,7 +404,7 @@ fn exit_of_stopped_task_fails_the_migration() {
         signal: libc::SIGCONT,
     });
     here.send(ToTasker::Kill { tid: tid(1) });
-    assert_eq!(here.follow_to_the_end(tid(1)).1, libc::SIGKILL);
+    assert_eq!(here.wait_for_exit(tid(1)).1, libc::SIGKILL);
     let result = dump(
         &mut here,
         tid(1),
@@ -421,7 +421,7 @@ fn exit_of_stopped_task_fails_the_migration() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn signals_wait_while_a_task_is_stopped() {
-    require_moves();
+    require_migration();
     let mut here = Tasker::start();
     here.run(
         tid(1),
@@ -431,14 +431,14 @@ fn signals_wait_while_a_task_is_stopped() {
             "trap 'echo got it; exit 4' TERM; echo ready; while :; do sleep 0.01; done",
         ],
     );
-    here.output_until(tid(1), &mut Vec::new(), |text| text == b"ready\n");
+    here.wait_for_output(tid(1), &mut Vec::new(), |text| text == b"ready\n");
     stop(&mut here, tid(1), migration(1), &mut Vec::new());
     here.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
     continue_task(&mut here, tid(1), migration(1), &mut Vec::new());
-    let (output, status, _) = here.follow_to_the_end(tid(1));
+    let (output, status, _) = here.wait_for_exit(tid(1));
     assert_eq!(
         (String::from_utf8_lossy(&output).as_ref(), status),
         ("got it\n", 4 << 8)
@@ -451,10 +451,10 @@ fn signals_wait_while_a_task_is_stopped() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unsupported_resources_are_refused_by_name() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
-    let holder = program(dir.path(), "holder");
+    let holder = compile_program(dir.path(), "holder");
     let cases = [
         ("sysv", "System V shared memory"),
         ("tcp", "a TCP connection to 127.0.0.1:"),
@@ -469,7 +469,7 @@ fn unsupported_resources_are_refused_by_name() {
         let scratch = dir.path().join(what);
         here.run(tid, &holder, &[what, scratch.to_str().expect("text")]);
         let mut said = Vec::new();
-        here.output_until(tid, &mut said, |text| text.ends_with(b"\n"));
+        here.wait_for_output(tid, &mut said, |text| text.ends_with(b"\n"));
         let result = inspect(&mut here, tid, migration(1));
         match (said.as_slice(), what) {
             (b"unable\n", _) => eprintln!("{what}: not possible on this machine"),
@@ -481,7 +481,7 @@ fn unsupported_resources_are_refused_by_name() {
             ),
         }
         here.send(ToTasker::Kill { tid });
-        here.follow_to_the_end(tid);
+        here.wait_for_exit(tid);
     }
     here.stop();
 }
@@ -490,7 +490,7 @@ fn unsupported_resources_are_refused_by_name() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unfit_target_refuses_before_the_stop() {
-    require_moves();
+    require_migration();
     let mut there = Tasker::start();
     let mut facts = TaskFacts::default();
     facts.kernel_features.push("no_such_call".into());
@@ -515,13 +515,13 @@ fn unfit_target_refuses_before_the_stop() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn concurrent_migrations_share_free_memory() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let mut output = Vec::new();
-    let counter = program(dir.path(), "counter");
+    let counter = compile_program(dir.path(), "counter");
     here.run(tid(1), &counter, &[]);
-    here.output_until(tid(1), &mut output, |text| lines(text) > 50);
+    here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 50);
     let facts = inspect(&mut here, tid(1), migration(1)).expect("it can move");
     let free = match &prepare(
         &mut there,
@@ -552,7 +552,7 @@ fn concurrent_migrations_share_free_memory() {
     }
     let mut verdicts = std::collections::BTreeMap::new();
     while verdicts.len() < 3 {
-        let (number, verdict) = there.until(&mut Vec::new(), |m| match m {
+        let (number, verdict) = there.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::Prepared {
                 migration, verdict, ..
             } => Some((migration.0, verdict.clone())),
@@ -602,8 +602,12 @@ fn concurrent_migrations_share_free_memory() {
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_engine_is_reported_with_a_remedy() {
     let dir = tempfile::tempdir().expect("dir");
-    let mut tasker = Tasker::start_with(&[("SEMPA_CRIU", "/no/such/criu")]);
-    let why = tasker.ready.engine.clone().expect_err("there is none");
+    let mut tasker = Tasker::start_with_env(&[("SEMPA_CRIU", "/no/such/criu")]);
+    let why = tasker
+        .capabilities
+        .engine
+        .clone()
+        .expect_err("there is none");
     assert!(
         why.contains("/no/such/criu") && why.contains("cargo xtask criu"),
         "{why}"
@@ -624,7 +628,7 @@ fn missing_engine_is_reported_with_a_remedy() {
     )
     .expect("write");
     std::fs::set_permissions(&broken, std::fs::Permissions::from_mode(0o755)).expect("mode");
-    let mut tasker = Tasker::start_with(&[("SEMPA_CRIU", broken.to_str().expect("text"))]);
+    let mut tasker = Tasker::start_with_env(&[("SEMPA_CRIU", broken.to_str().expect("text"))]);
     tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
     let refused = inspect(&mut tasker, tid(1), migration(1));
     assert!(
@@ -637,14 +641,14 @@ fn missing_engine_is_reported_with_a_remedy() {
 /// Starts, stops and dumps a counter. Returns the image directory and the output until the dump.
 fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     let mut output = Vec::new();
-    stopped_counter(tasker, dir, &mut output);
+    start_stopped_counter(tasker, dir, &mut output);
     let images = dir.join("images");
     dump(tasker, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
     (images, output)
 }
 
 /// Returns the PIDs of the running processes of the counter that was compiled in this directory.
-fn counters(dir: &Path) -> Vec<i32> {
+fn counter_pids(dir: &Path) -> Vec<i32> {
     processes_with(dir.join("counter").to_str().expect("text"))
 }
 
@@ -652,19 +656,19 @@ fn counters(dir: &Path) -> Vec<i32> {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn tasks_with_one_directory_migrate_at_once() {
-    require_moves();
+    require_migration();
     const TASKS: u32 = 8;
     let dir = tempfile::tempdir().expect("dir");
-    let counter = program(dir.path(), "counter");
+    let counter = compile_program(dir.path(), "counter");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     for n in 1..=TASKS {
-        let mut start = order(tid(n), &counter, &[]);
+        let mut start = start_order(tid(n), &counter, &[]);
         start.working_dir = dir.path().into();
         here.send(ToTasker::Start(start));
     }
     let mut seen = Vec::new();
     while (1..=TASKS).any(|n| output_of(&seen, tid(n)).is_empty()) {
-        seen.push(here.next());
+        seen.push(here.wait_for_message());
     }
     let count = |seen: &[FromTasker], what: fn(&FromTasker) -> bool| {
         seen.iter().filter(|m| what(m)).count()
@@ -677,7 +681,7 @@ fn tasks_with_one_directory_migrate_at_once() {
         });
     }
     while count(&seen, |m| matches!(m, FromTasker::Stopped { .. })) < TASKS as usize {
-        seen.push(here.next());
+        seen.push(here.wait_for_message());
     }
     for n in 1..=TASKS {
         let dir = dir.path().join(format!("images-{n}"));
@@ -689,7 +693,7 @@ fn tasks_with_one_directory_migrate_at_once() {
         });
     }
     while count(&seen, |m| matches!(m, FromTasker::Dumped { .. })) < TASKS as usize {
-        seen.push(here.next());
+        seen.push(here.wait_for_message());
     }
     for message in &seen {
         if let FromTasker::Dumped { migration, result } = message {
@@ -708,21 +712,21 @@ fn tasks_with_one_directory_migrate_at_once() {
     }
     let mut restored = Vec::new();
     while restored.len() < TASKS as usize {
-        if let FromTasker::Restored { migration, result } = there.next() {
+        if let FromTasker::Restored { migration, result } = there.wait_for_message() {
             result.expect("a restore");
             restored.push(migration);
         }
     }
     let mut seen_there = Vec::new();
     for id in restored {
-        let used = kill_moved(&mut here, tid(id.0 as u32), id, &mut seen);
+        let used = kill_migrated(&mut here, tid(id.0 as u32), id, &mut seen);
         run(&mut there, id, used, &mut seen_there);
     }
     let left = (1..=TASKS)
         .map(|n| output_of(&seen, tid(n)))
         .collect::<Vec<_>>();
-    while (1..=TASKS).any(|n| lines(&output_of(&seen_there, tid(n))) < 20) {
-        let message = there.next();
+    while (1..=TASKS).any(|n| count_lines(&output_of(&seen_there, tid(n))) < 20) {
+        let message = there.wait_for_message();
         assert!(!matches!(message, FromTasker::Exited { .. }), "{message:?}");
         seen_there.push(message);
     }
@@ -735,8 +739,8 @@ fn tasks_with_one_directory_migrate_at_once() {
 }
 
 /// Waits for the tasker's next report about the engine. Returns the engine's version or the error.
-fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
-    tasker.until(&mut Vec::new(), |m| match m {
+fn wait_for_engine_report(tasker: &mut Tasker) -> Result<String, String> {
+    tasker.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Ready(capabilities) => Some(capabilities.engine.clone()),
         _ => None,
     })
@@ -747,32 +751,32 @@ fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn failed_engine_is_tried_again() {
-    require_moves();
+    require_migration();
     let dir = tempfile::tempdir().expect("dir");
     let (broken, late) = (dir.path().join("broken"), dir.path().join("late"));
     std::fs::write(&broken, "").expect("write");
-    let engine = wrapper(
+    let engine = write_engine_wrapper(
         dir.path(),
         &format!("[ -e {} ] && exit 7", broken.display()),
     );
     let start =
-        |engine: &Path| Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+        |engine: &Path| Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (mut fails, lacks) = (start(&engine), start(&late));
     assert!(
         lacks
-            .ready
+            .capabilities
             .engine
             .as_ref()
             .is_err_and(|why| why.contains("there is no dump engine")),
         "{:?}",
-        lacks.ready
+        lacks.capabilities
     );
-    let why = engine_said(&mut fails).expect_err("it fails");
+    let why = wait_for_engine_report(&mut fails).expect_err("it fails");
     assert!(why.contains("failed its trial here"), "{why}");
     std::fs::remove_file(&broken).expect("remove");
     std::os::unix::fs::symlink(&engine, &late).expect("a name");
     for mut tasker in [fails, lacks] {
-        engine_said(&mut tasker).expect("it works now");
+        wait_for_engine_report(&mut tasker).expect("it works now");
         tasker.run(tid(9), &sh(), &["-c", "sleep 1000"]);
         let facts = inspect(&mut tasker, tid(9), migration(9)).expect("it can be moved");
         assert_eq!(prepare(&mut tasker, tid(8), migration(8), facts), []);

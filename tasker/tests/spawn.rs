@@ -3,7 +3,8 @@
 mod common;
 
 use common::{
-    PATIENCE, Tasker, can_make_namespaces, is_alive, order, processes_with, sh, tid, wait_until,
+    Tasker, WAIT_TIMEOUT, can_make_namespaces, is_alive, processes_with, sh, start_order, tid,
+    wait_until,
 };
 use sempa_proto::Micros;
 use sempa_proto::tasker::{FromTasker, OUTPUT_CHUNK_BYTES_MAX, ToTasker};
@@ -15,10 +16,10 @@ use std::time::{Duration, Instant};
 fn task_gets_its_arguments_and_reports_its_exit() {
     let mut tasker = Tasker::start();
     let script = "echo $0 $1 $MARK; pwd; read x || echo eof; ls -l /proc/self/fd | wc -l; exit 7";
-    let mut start = order(tid(1), &sh(), &["-c", script, "name", "arg"]);
+    let mut start = start_order(tid(1), &sh(), &["-c", script, "name", "arg"]);
     start.working_dir = "/usr".into();
     tasker.send(ToTasker::Start(start));
-    let (output, status, _) = tasker.follow_to_the_end(tid(1));
+    let (output, status, _) = tasker.wait_for_exit(tid(1));
     // Descriptors 0, 1, 2, the directory that ls reads, and the line "total".
     assert_eq!(
         String::from_utf8_lossy(&output),
@@ -37,14 +38,14 @@ fn death_by_signal_is_reported() {
         tid: tid(1),
         signal: libc::SIGTERM,
     });
-    assert_eq!(tasker.follow_to_the_end(tid(1)).1, libc::SIGTERM);
+    assert_eq!(tasker.wait_for_exit(tid(1)).1, libc::SIGTERM);
     tasker.run(
         tid(2),
         &sh(),
         &["-c", "trap '' TERM; while :; do sleep 1000; done"],
     );
     tasker.send(ToTasker::Kill { tid: tid(2) });
-    assert_eq!(tasker.follow_to_the_end(tid(2)).1, libc::SIGKILL);
+    assert_eq!(tasker.wait_for_exit(tid(2)).1, libc::SIGKILL);
     tasker.stop();
 }
 
@@ -56,7 +57,7 @@ fn processor_time_and_memory_are_reported() {
         &sh(),
         &["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"],
     );
-    let (_, status, used) = tasker.follow_to_the_end(tid(1));
+    let (_, status, used) = tasker.wait_for_exit(tid(1));
     assert_eq!(status, 0);
     assert!(
         used.user + used.system > Micros::from_millis(20),
@@ -79,7 +80,7 @@ fn output_comes_in_order_and_before_the_exit() {
             "i=0; while [ $i -lt 3000 ]; do echo out $i; echo err $i >&2; i=$((i+1)); done",
         ],
     );
-    let (output, ..) = tasker.follow_to_the_end(tid(1));
+    let (output, ..) = tasker.wait_for_exit(tid(1));
     let expected: String = (0..3000).map(|i| format!("out {i}\nerr {i}\n")).collect();
     assert_eq!(String::from_utf8_lossy(&output), expected);
     tasker.stop();
@@ -92,7 +93,7 @@ fn large_output_arrives_in_limited_chunks() {
     tasker.run(tid(1), &sh(), &["-c", "head -c 20000000 /dev/zero"]);
     let mut bytes = 0;
     loop {
-        match tasker.next() {
+        match tasker.wait_for_message() {
             FromTasker::Output { bytes: chunk, .. } => {
                 assert!(!chunk.is_empty() && chunk.len() <= OUTPUT_CHUNK_BYTES_MAX);
                 bytes += chunk.len();
@@ -111,26 +112,26 @@ fn failed_start_is_reported_with_reason() {
     let mut tasker = Tasker::start();
     let mut why_of = |start| {
         tasker.send(ToTasker::Start(start));
-        tasker.until(&mut Vec::new(), |m| match m {
+        tasker.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::StartFailed { why, .. } => Some(why.clone()),
             FromTasker::Started { .. } => panic!("it was started"),
             _ => None,
         })
     };
-    let why = why_of(order(tid(1), Path::new("/no/such/program"), &[]));
+    let why = why_of(start_order(tid(1), Path::new("/no/such/program"), &[]));
     assert_eq!(
         why,
         "cannot start /no/such/program: No such file or directory"
     );
-    let why = why_of(order(tid(2), Path::new("/etc/passwd"), &[]));
+    let why = why_of(start_order(tid(2), Path::new("/etc/passwd"), &[]));
     assert_eq!(why, "cannot start /etc/passwd: Permission denied");
-    let mut start = order(tid(3), &sh(), &[]);
+    let mut start = start_order(tid(3), &sh(), &[]);
     start.working_dir = "/no/such/folder".into();
     assert_eq!(
         why_of(start),
         "cannot start /bin/sh: working directory /no/such/folder: No such file or directory"
     );
-    let mut start = order(tid(4), &sh(), &[]);
+    let mut start = start_order(tid(4), &sh(), &[]);
     start.argv.push(b"a\0b".to_vec());
     assert_eq!(
         why_of(start),
@@ -148,7 +149,7 @@ fn new_task_ignores_hangup_and_broken_pipes() {
         &sh(),
         &["-c", "grep -E 'Sig(Blk|Ign)' /proc/self/status"],
     );
-    let (output, ..) = tasker.follow_to_the_end(tid(1));
+    let (output, ..) = tasker.wait_for_exit(tid(1));
     let output = String::from_utf8_lossy(&output).into_owned();
     // SIGHUP is 1, SIGPIPE is 13.
     assert_eq!(
@@ -164,7 +165,7 @@ fn fifty_tasks_start_and_end() {
     let mut tasker = Tasker::start();
     let begin = Instant::now();
     for local in 1..=50 {
-        tasker.send(ToTasker::Start(order(
+        tasker.send(ToTasker::Start(start_order(
             tid(local),
             Path::new("/bin/true"),
             &[],
@@ -172,7 +173,7 @@ fn fifty_tasks_start_and_end() {
     }
     let (mut started, mut ended) = (0, 0);
     while ended < 50 {
-        match tasker.next() {
+        match tasker.wait_for_message() {
             FromTasker::Started { .. } => started += 1,
             FromTasker::Exited { status, .. } => {
                 assert_eq!(status, 0);
@@ -183,7 +184,7 @@ fn fifty_tasks_start_and_end() {
     }
     assert_eq!(started, 50);
     eprintln!("50 tasks in {:?}", begin.elapsed());
-    assert!(begin.elapsed() < PATIENCE);
+    assert!(begin.elapsed() < WAIT_TIMEOUT);
     tasker.stop();
 }
 
@@ -193,7 +194,7 @@ fn child_left_behind_ends_with_the_tasker() {
     let mut tasker = Tasker::start();
     let begin = Instant::now();
     tasker.run(tid(1), &sh(), &["-c", "sleep 31415 & echo $!"]);
-    let (output, status, _) = tasker.follow_to_the_end(tid(1));
+    let (output, status, _) = tasker.wait_for_exit(tid(1));
     assert_eq!(status, 0);
     assert!(!output.is_empty());
     assert!(
@@ -259,7 +260,7 @@ fn empty_namespace_is_reused() {
         let script = format!("readlink /proc/self/ns/pid; {more}");
         tasker.run(tid(number), &sh(), &["-c", &script]);
         // A remaining child has the pipe open, so the test does not wait for the end of the output.
-        String::from_utf8(tasker.follow_to_the_end(tid(number)).0).expect("text")
+        String::from_utf8(tasker.wait_for_exit(tid(number)).0).expect("text")
     };
     let first = namespace_of(1, "exit 3");
     assert_eq!(namespace_of(2, ""), first);

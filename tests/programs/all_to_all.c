@@ -388,9 +388,15 @@ static int worker(void)
     work();
     wait_for_children();
     int lost = 0;
-    for (int i = 0; i < job.workers; i++)
-        if (talks(i))
-            lost += pairs[i].missing_count + (pairs[i].fin < 0 ? 1 : pairs[i].fin + 1 - pairs[i].expected);
+    for (int i = 0; i < job.workers; i++) {
+        if (!talks(i))
+            continue;
+        int from_peer = pairs[i].missing_count + (pairs[i].fin < 0 ? 1 : pairs[i].fin + 1 - pairs[i].expected);
+        if (from_peer > 0) /* The daemon's log shows this line. */
+            fprintf(stderr, "worker %d misses %d messages of worker %d (t%x): next is %d, its last %d\n", me, from_peer, i,
+                    peers[i], pairs[i].expected, pairs[i].fin);
+        lost += from_peer;
+    }
     int summary[SUMMARY] = { me, checked, lost, doubled, disordered, damaged, children_failed, children };
     must(pvm_initsend(PvmDataDefault), "initsend");
     pvm_pkint(summary, SUMMARY, 1);

@@ -3,26 +3,26 @@
 
 /// The speed and the number of processors of a host.
 #[derive(Clone, Copy, Debug)]
-pub struct Speed {
+pub struct HostSpeed {
     /// Work that one processor of the host does per second, in the caller's unit.
-    pub each: f64,
+    pub work_per_second: f64,
     pub processors: f64,
 }
 
 /// Returns the seconds until the last task of a host ends. `sum` is the work of all its tasks,
 /// `largest` that of the largest one. No schedule of the tasks is shorter.
-fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
-    (sum / (host.each * host.processors)).max(largest / host.each)
+fn end_seconds(host: &HostSpeed, (sum, largest): (f64, f64)) -> f64 {
+    (sum / (host.work_per_second * host.processors)).max(largest / host.work_per_second)
 }
 
 /// Returns the seconds until the last task ends in the best assignment. Tries all assignments that
 /// can be the best.
-pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
-    fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
+pub fn best_seconds(hosts: &[HostSpeed], work: &[f64]) -> f64 {
+    fn search(hosts: &[HostSpeed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
         let now = hosts
             .iter()
             .zip(sums.iter())
-            .map(|(host, sums)| end(host, *sums))
+            .map(|(host, sums)| end_seconds(host, *sums))
             .fold(0.0, f64::max);
         if now >= *best {
             return;
@@ -49,8 +49,8 @@ pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
 /// Returns the seconds until the last task ends if all running tasks make progress at the same
 /// speed and migrations cost nothing. No scheduler without knowledge of the work can be expected to
 /// do better.
-pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
-    let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
+pub fn uninformed_seconds(hosts: &[HostSpeed], work: &[f64]) -> f64 {
+    let each = |host: &HostSpeed| vec![host.work_per_second; host.processors.round() as usize];
     let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();
     speeds.sort_by(|a, b| b.total_cmp(a));
     let mut work = work.to_vec();
@@ -69,22 +69,25 @@ pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    const ORDINARY: Speed = Speed {
-        each: 1.0,
+    const ORDINARY: HostSpeed = HostSpeed {
+        work_per_second: 1.0,
         processors: 1.0,
     };
 
     #[test]
     fn best_assignment_gives_fast_host_more() {
-        let fast = Speed {
-            each: 2.0,
+        let fast = HostSpeed {
+            work_per_second: 2.0,
             ..ORDINARY
         };
-        assert_eq!(best(&[ORDINARY, fast], &[10.0, 10.0, 10.0]), 10.0);
-        assert_eq!(best(&[ORDINARY, fast], &[30.0, 10.0, 10.0]), 15.0 + 5.0);
+        assert_eq!(best_seconds(&[ORDINARY, fast], &[10.0, 10.0, 10.0]), 10.0);
         assert_eq!(
-            best(
-                &[Speed {
+            best_seconds(&[ORDINARY, fast], &[30.0, 10.0, 10.0]),
+            15.0 + 5.0
+        );
+        assert_eq!(
+            best_seconds(
+                &[HostSpeed {
                     processors: 2.0,
                     ..ORDINARY
                 }],
@@ -98,12 +101,18 @@ mod tests {
     #[test]
     fn uninformed_seconds_are_of_equal_progress() {
         // Each task does ten units in ten seconds. Then one processor is idle for twenty seconds.
-        assert_eq!(blind(&[ORDINARY, ORDINARY], &[10.0, 30.0]), 30.0);
-        assert_eq!(blind(&[ORDINARY], &[10.0, 30.0]), 40.0);
-        let fast = Speed {
-            each: 3.0,
+        assert_eq!(
+            uninformed_seconds(&[ORDINARY, ORDINARY], &[10.0, 30.0]),
+            30.0
+        );
+        assert_eq!(uninformed_seconds(&[ORDINARY], &[10.0, 30.0]), 40.0);
+        let fast = HostSpeed {
+            work_per_second: 3.0,
             ..ORDINARY
         };
-        assert_eq!(blind(&[ORDINARY, fast], &[8.0, 20.0]), 4.0 + 4.0);
+        assert_eq!(
+            uninformed_seconds(&[ORDINARY, fast], &[8.0, 20.0]),
+            4.0 + 4.0
+        );
     }
 }

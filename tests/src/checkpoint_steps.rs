@@ -9,18 +9,20 @@ mod fault_points;
 mod hold;
 mod judge;
 
-pub use fault_points::{FaultPoint, Hold, Operation, Sampling, all_rounds, daemon_points};
+pub use fault_points::{
+    FaultPoint, HoldPoint, Operation, Sampling, daemon_points, full_round_count,
+};
 
-use crate::fake_criu::behave;
-use crate::faults::{self, Fault, Point, PointLog, Role, Targets, signal};
-use crate::move_steps::all_others_have_ended;
+use crate::fake_criu::set_behaviour;
+use crate::faults::{self, Fault, FaultTargets, Point, PointLog, Role, send_signal};
+use crate::migration_steps::slaves_have_ended;
 use crate::ring_job::Job;
 use crate::rng::seed;
-use crate::run::{Running, eventually};
-use crate::testbed::gone;
-use crate::vm::{Sure, Task, Vm};
+use crate::run::{RunningCommand, wait_for};
+use crate::testbed::wait_until_no_process;
+use crate::vm::{OrPanicWithLogs, Task, Vm};
 use anyhow::{Context, Result, ensure};
-use fault_points::{has_engine, round, word};
+use fault_points::{fake_criu_word, has_engine, round_points};
 use nix::fcntl::Flock;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -32,29 +34,29 @@ use std::time::{Duration, Instant};
 
 /// Time limit for an operation to reach a point, for an operation to end, and for the virtual
 /// machine to notice a lost host.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Number of jobs, and maximum number of operations in a round.
-const JOBS: usize = 5;
+const JOB_COUNT: usize = 5;
 /// Hosts of the testbed: the master's host, and one for each job.
-pub const HOSTS: usize = 1 + JOBS;
+pub const HOST_COUNT: usize = 1 + JOB_COUNT;
 /// Interval of periodic checkpoints. None is due during a test, but an interval must be set, so
 /// that a job rolls back to its newest checkpoint when it loses a task.
-const SELDOM: &str = "1h";
-/// Maximum number of taskers and resource managers that are killed within [`DEATHS_PERIOD`]. It is
+const CHECKPOINT_INTERVAL: &str = "1h";
+/// Maximum number of taskers and resource managers that are killed within [`KILLS_WINDOW`]. It is
 /// below the number of restarts that daemons allow in that period.
-const DEATHS_MAX: usize = 4;
-const DEATHS_PERIOD: Duration = Duration::from_secs(65);
+const KILLS_MAX: usize = 4;
+const KILLS_WINDOW: Duration = Duration::from_secs(65);
 /// Number of rounds of a job's computation that prove progress: more than the number of lines of
 /// its log that may arrive late.
-const PROGRESS: usize = 4;
+const PROGRESS_ROUNDS: usize = 4;
 
 /// The process that a fault hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Victim {
     /// The daemon of the host that no other job uses.
-    Host,
+    OwnDaemon,
     /// The tasker of the host that no other job uses.
-    Tasker,
+    OwnTasker,
     /// CRIU processes that this tasker has started.
     Engine,
     /// The daemon of the master's host.
@@ -65,8 +67,8 @@ pub enum Victim {
 impl Victim {
     fn role(self, own_host: usize) -> (usize, Role) {
         match self {
-            Victim::Host => (own_host, Role::Daemon),
-            Victim::Tasker => (own_host, Role::Tasker),
+            Victim::OwnDaemon => (own_host, Role::Daemon),
+            Victim::OwnTasker => (own_host, Role::Tasker),
             Victim::Engine => (own_host, Role::Engine),
             Victim::Master => (1, Role::Daemon),
             Victim::ResourceManager => (1, Role::ResourceManager),
@@ -76,8 +78,8 @@ impl Victim {
     /// Returns what a job loses if `fault` hits this victim.
     fn loss(self, fault: Fault) -> Loss {
         match (self, fault) {
-            (Victim::Host | Victim::Master, _) if fault.is_lasting() => Loss::Host,
-            (Victim::Tasker, Fault::Kill) => Loss::Tasker,
+            (Victim::OwnDaemon | Victim::Master, _) if fault.is_lasting() => Loss::Host,
+            (Victim::OwnTasker, Fault::Kill) => Loss::Tasker,
             _ => Loss::Nothing,
         }
     }
@@ -92,46 +94,46 @@ enum Loss {
 
 /// The means by which an operation is held.
 #[derive(Debug)]
-enum Holder {
+enum HoldMeans {
     /// A process that was stopped by a signal.
     Process(Pid),
     /// The fake CRIU, which waits for another command word.
-    Word,
+    FakeCriu,
     /// The lock of the checkpoint store, which this process has acquired.
-    Lock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
+    StoreLock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
 }
 
 /// An operation that is held at a fault point.
 #[derive(Debug)]
-struct Held {
+struct HeldOperation {
     point: FaultPoint,
     job: usize,
     /// `None` if the operation ended before it could be held.
-    holder: Option<Holder>,
-    console: Running,
+    holder: Option<HoldMeans>,
+    console: RunningCommand,
     /// Names of the job's checkpoints before the operation.
-    before: Vec<String>,
+    checkpoints_before: Vec<String>,
 }
 
 /// A job and the host that no other job uses.
 #[derive(Debug)]
-struct Member {
+struct JobOnHost {
     host: usize,
     job: Job,
     /// The tid of the job's task on that host.
-    worker: String,
+    worker_tid: String,
     runs: bool,
     /// True if a fault has hit a checkpoint of the job, and its newest checkpoint has not been
     /// restarted since.
-    owes_restart: bool,
+    must_restart: bool,
 }
 
-impl Member {
+impl JobOnHost {
     fn tids(&self) -> [&str; 2] {
-        [&self.job.tid, &self.worker]
+        [&self.job.tid, &self.worker_tid]
     }
 
-    fn name(&self) -> String {
+    fn host_name(&self) -> String {
         format!("h{}", self.host)
     }
 }
@@ -141,17 +143,17 @@ impl Member {
 pub struct CheckpointFaults<'a> {
     vm: &'a Vm<'a>,
     breakpoints: PathBuf,
-    members: Vec<Member>,
+    members: Vec<JobOnHost>,
     /// Selects the points of the next round; incremented by each round.
     turn: usize,
     /// The number of engine processes that faults have hit so far.
-    engines: usize,
+    engines_hit: usize,
     /// Times at which a test has killed a tasker or the resource manager.
-    killed: Vec<Instant>,
+    kill_times: Vec<Instant>,
     /// Number of operations that were held so far.
-    held: usize,
+    held_count: usize,
     /// Number of held operations that ended before the fault.
-    early: usize,
+    ended_early_count: usize,
 }
 
 impl<'a> CheckpointFaults<'a> {
@@ -161,30 +163,30 @@ impl<'a> CheckpointFaults<'a> {
     pub fn start(vm: &'a Vm<'a>, offset: usize) -> Result<CheckpointFaults<'a>> {
         let bed = vm.bed();
         let breakpoints = bed
-            .steps()
+            .breakpoints_folder()
             .context("a testbed with breakpoints")?
             .to_path_buf();
-        vm.take_in(&bed.hosts().iter().collect::<Vec<_>>())?;
-        vm.program("ring_job")?;
+        vm.add_missing(&bed.hosts().iter().collect::<Vec<_>>())?;
+        vm.compile_program("ring_job")?;
         let start = |host| {
             let here = format!("h{host}");
             (host, Job::start_small(vm, &format!("ring-{here}"), &here))
         };
-        let started: Vec<(usize, Job)> = (2..=HOSTS).map(start).collect();
+        let started: Vec<(usize, Job)> = (2..=HOST_COUNT).map(start).collect();
         let mut members = Vec::new();
         for (host, job) in started {
-            job.go_on(vm, PROGRESS);
+            job.wait_for_rounds(vm, PROGRESS_ROUNDS);
             let here = format!("h{host}");
-            let is_worker = |task: &Task| is_ring(task) && task.host.as_deref() == Some(&here);
+            let is_worker = |task: &Task| is_ring_job(task) && task.host.as_deref() == Some(&here);
             let worker = vm.tasks()?.into_iter().find(is_worker);
             let worker = worker.with_context(|| format!("no worker on {here}"))?.tid;
-            vm.json(&["checkpoint", "--every", SELDOM, &job.tid])?;
-            members.push(Member {
+            vm.json(&["checkpoint", "--every", CHECKPOINT_INTERVAL, &job.tid])?;
+            members.push(JobOnHost {
                 host,
                 job,
-                worker,
+                worker_tid: worker,
                 runs: true,
-                owes_restart: false,
+                must_restart: false,
             });
         }
         Ok(CheckpointFaults {
@@ -192,42 +194,42 @@ impl<'a> CheckpointFaults<'a> {
             breakpoints,
             members,
             turn: usize::try_from(seed())? + offset,
-            engines: 0,
-            killed: Vec::new(),
-            held: 0,
-            early: 0,
+            engines_hit: 0,
+            kill_times: Vec::new(),
+            held_count: 0,
+            ended_early_count: 0,
         })
     }
 
     /// Restarts the same jobs on `vm`, the next virtual machine of the testbed, each from its
     /// newest checkpoint in the store. Checks that the store has no incomplete checkpoints.
-    pub fn start_again<'b>(mut self, vm: &'b Vm<'b>) -> Result<CheckpointFaults<'b>> {
-        vm.take_in(&vm.bed().hosts().iter().collect::<Vec<_>>())?;
+    pub fn restart_jobs<'b>(mut self, vm: &'b Vm<'b>) -> Result<CheckpointFaults<'b>> {
+        vm.add_missing(&vm.bed().hosts().iter().collect::<Vec<_>>())?;
         for member in &mut self.members {
             member.runs = false;
         }
         let mut faults = CheckpointFaults { vm, ..self };
-        for job in 0..JOBS {
+        for job in 0..JOB_COUNT {
             faults.restart(job)?;
         }
-        faults.all_make_progress()?;
-        faults.nothing_is_left()?;
+        faults.check_progress()?;
+        faults.check_nothing_is_left()?;
         Ok(faults)
     }
 
     /// Returns the number of engine processes that faults have hit so far.
     pub fn engines(&self) -> usize {
-        self.engines
+        self.engines_hit
     }
 
     /// Makes a checkpoint of a job and restarts the job from it, without a fault. Returns the
     /// points that the daemon of the job's own host reaches in each of the two operations.
-    pub fn undisturbed(&mut self) -> Result<[(Operation, BTreeSet<Point>); 2]> {
+    pub fn run_without_fault(&mut self) -> Result<[(Operation, BTreeSet<Point>); 2]> {
         let member = &self.members[0];
-        let log = PointLog::new(&self.breakpoints, &member.worker)?;
+        let log = PointLog::new(&self.breakpoints, &member.worker_tid)?;
         self.vm.json(&["checkpoint", &member.job.tid])?;
         let checkpoint = log.take()?;
-        self.end(&[0])?;
+        self.end_jobs(&[0])?;
         self.restart(0)?;
         Ok([
             (Operation::Checkpoint, checkpoint),
@@ -238,7 +240,7 @@ impl<'a> CheckpointFaults<'a> {
     fn next_rounds(&mut self, sampling: Sampling) -> Vec<Vec<FaultPoint>> {
         let rounds = sampling.rounds();
         self.turn += rounds;
-        (self.turn - rounds..self.turn).map(round).collect()
+        (self.turn - rounds..self.turn).map(round_points).collect()
     }
 
     /// Injects `fault` into `victim` at the points of the next rounds.
@@ -266,7 +268,8 @@ impl<'a> CheckpointFaults<'a> {
     fn run_round(&mut self, cases: &[(FaultPoint, Victim)], fault: Fault) {
         let points: Vec<FaultPoint> = cases.iter().map(|(point, _)| *point).collect();
         let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
-        self.wait_for_restarts(&victims, fault).sure(self.vm);
+        self.wait_for_restarts(&victims, fault)
+            .or_panic_with_logs(self.vm);
         let begun = Instant::now();
         let done = self.hold(&points).and_then(|(mut held, from)| {
             let all_held = begun.elapsed();
@@ -294,18 +297,18 @@ impl<'a> CheckpointFaults<'a> {
     /// # Errors
     /// An operation cannot be held, or something remains.
     pub fn kill_master(&mut self) -> Result<()> {
-        let (mut held, from) = self.hold(&round(self.turn))?;
+        let (mut held, from) = self.hold(&round_points(self.turn))?;
         let victims = vec![Victim::Master; held.len()];
         self.inject(&mut held, &victims, Fault::Kill, from)?;
-        self.vm.is_gone(TIMEOUT)?;
+        self.vm.wait_until_gone(STEP_TIMEOUT)?;
         for host in self.vm.bed().hosts() {
-            gone(host, "ring_job", TIMEOUT)?;
+            wait_until_no_process(host, "ring_job", STEP_TIMEOUT)?;
         }
         for one in held {
-            one.console.finish(TIMEOUT)?;
+            one.console.finish(STEP_TIMEOUT)?;
             let checkpoints = self.checkpoints(one.job)?.into_iter();
             let new = checkpoints
-                .filter(|name| !one.before.contains(name))
+                .filter(|name| !one.checkpoints_before.contains(name))
                 .count();
             let (operation, _) = one.point;
             ensure!(
@@ -320,36 +323,36 @@ impl<'a> CheckpointFaults<'a> {
     /// Restarts the jobs of which a checkpoint was interrupted, from their newest checkpoints in
     /// the store. Then lets all jobs finish and checks their results.
     pub fn finish(mut self) {
-        let (held, early) = (self.held, self.early);
+        let (held, early) = (self.held_count, self.ended_early_count);
         assert!(
             early * 2 <= held,
             "{early} of {held} operations ended before the fault"
         );
-        let owing: Vec<usize> = (0..JOBS)
-            .filter(|job| self.members[*job].owes_restart)
+        let owing: Vec<usize> = (0..JOB_COUNT)
+            .filter(|job| self.members[*job].must_restart)
             .collect();
-        self.end(&owing).sure(self.vm);
+        self.end_jobs(&owing).or_panic_with_logs(self.vm);
         for job in owing {
-            self.restart(job).sure(self.vm);
+            self.restart(job).or_panic_with_logs(self.vm);
         }
-        self.nothing_is_left().sure(self.vm);
+        self.check_nothing_is_left().or_panic_with_logs(self.vm);
         self.members
             .iter()
             .for_each(|member| member.job.finish(self.vm));
     }
 
-    /// Waits until another kill of these victims does not exceed [`DEATHS_MAX`] in
-    /// [`DEATHS_PERIOD`].
+    /// Waits until another kill of these victims does not exceed [`KILLS_MAX`] in
+    /// [`KILLS_WINDOW`].
     fn wait_for_restarts(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
         let is_limited =
-            |victim: &Victim| matches!(victim, Victim::Tasker | Victim::ResourceManager);
+            |victim: &Victim| matches!(victim, Victim::OwnTasker | Victim::ResourceManager);
         if fault != Fault::Kill || !victims.iter().any(is_limited) {
             return Ok(());
         }
-        let killed = &mut self.killed;
-        eventually(TIMEOUT, || {
-            killed.retain(|at| at.elapsed() < DEATHS_PERIOD);
-            if killed.len() < DEATHS_MAX {
+        let killed = &mut self.kill_times;
+        wait_for(STEP_TIMEOUT, || {
+            killed.retain(|at| at.elapsed() < KILLS_WINDOW);
+            if killed.len() < KILLS_MAX {
                 Ok(())
             } else {
                 Err("they have died too often".to_string())
@@ -363,7 +366,7 @@ impl<'a> CheckpointFaults<'a> {
     /// number of the first event since the operations began.
     fn inject(
         &mut self,
-        held: &mut [Held],
+        held: &mut [HeldOperation],
         victims: &[Victim],
         fault: Fault,
         from: u64,
@@ -371,36 +374,37 @@ impl<'a> CheckpointFaults<'a> {
         let (vm, bed, members) = (self.vm, self.vm.bed(), &self.members);
         let hosts: Vec<usize> = held.iter().map(|one| members[one.job].host).collect();
         let roles = hosts.iter().zip(victims);
-        let targets = Targets {
+        let targets = FaultTargets {
             roles: roles.map(|(host, victim)| victim.role(*host)).collect(),
             pairs: Vec::new(),
         };
-        let holders: Vec<(FaultPoint, usize, Option<Holder>)> = held
+        let holders: Vec<(FaultPoint, usize, Option<HoldMeans>)> = held
             .iter_mut()
             .zip(&hosts)
             .map(|(one, host)| (one.point, *host, one.holder.take()))
             .collect();
         let resume = |hit: &[Pid]| {
             for (point, host, holder) in holders {
-                if word(&point).is_some() {
-                    behave(bed, &format!("h{host}"), "");
+                if fake_criu_word(&point).is_some() {
+                    set_behaviour(bed, &format!("h{host}"), "");
                 }
                 match holder {
-                    Some(Holder::Process(pid)) if !hit.contains(&pid) => {
-                        let told = signal(pid, Signal::SIGCONT);
+                    Some(HoldMeans::Process(pid)) if !hit.contains(&pid) => {
+                        let told = send_signal(pid, Signal::SIGCONT);
                         // An engine may have ended with its tasker, so an error is ignored.
-                        if point.1 != Hold::EngineWorks {
+                        if point.1 != HoldPoint::EngineWorks {
                             told?;
                         }
                     }
-                    Some(Holder::Process(_) | Holder::Word | Holder::Lock(_)) | None => {}
+                    Some(HoldMeans::Process(_) | HoldMeans::FakeCriu | HoldMeans::StoreLock(_))
+                    | None => {}
                 }
             }
             Ok(())
         };
         let noticed = || {
             if victims.contains(&Victim::Master) {
-                return all_others_have_ended(vm);
+                return slaves_have_ended(vm);
             }
             for one in held.iter_mut() {
                 if matches!(one.console.poll(), Ok(None)) {
@@ -408,13 +412,13 @@ impl<'a> CheckpointFaults<'a> {
                 }
             }
             let lost = hosts.iter().zip(victims);
-            let lost = lost.filter(|(_, victim)| **victim == Victim::Host);
+            let lost = lost.filter(|(_, victim)| **victim == Victim::OwnDaemon);
             for (host, _) in lost {
-                is_lost(vm, from, *host)?;
+                host_is_lost(vm, from, *host)?;
             }
             Ok(())
         };
-        self.engines += faults::inject(bed, fault, &targets, resume, noticed)?;
+        self.engines_hit += faults::inject(bed, fault, &targets, resume, noticed)?;
         Ok(())
     }
 
@@ -425,7 +429,7 @@ impl<'a> CheckpointFaults<'a> {
     /// Returns the complete checkpoints of a job, oldest first.
     fn checkpoints(&self, job: usize) -> Result<Vec<String>> {
         let begin = format!("{}-", self.members[job].job.tid);
-        let checkpoints: Vec<String> = names(&self.store())
+        let checkpoints: Vec<String> = file_names(&self.store())
             .into_iter()
             .filter(|name| name.starts_with(&begin))
             .collect();
@@ -434,7 +438,7 @@ impl<'a> CheckpointFaults<'a> {
     }
 
     /// Ends these jobs with all their tasks.
-    fn end(&mut self, jobs: &[usize]) -> Result<()> {
+    fn end_jobs(&mut self, jobs: &[usize]) -> Result<()> {
         let running = || {
             let jobs = jobs.iter().copied();
             jobs.filter(|job| self.members[*job].runs)
@@ -444,7 +448,7 @@ impl<'a> CheckpointFaults<'a> {
             return Ok(());
         }
         self.vm.pvm(&[&["kill"], &tids[..]].concat())?;
-        eventually(TIMEOUT, || {
+        wait_for(STEP_TIMEOUT, || {
             let mut left = self.vm.tasks().map_err(|error| error.to_string())?;
             left.retain(|task| tids.contains(&&*task.tid));
             if left.is_empty() {
@@ -464,19 +468,19 @@ impl<'a> CheckpointFaults<'a> {
     fn restart(&mut self, job: usize) -> Result<()> {
         let newest = self.checkpoints(job)?.pop().context("a checkpoint")?;
         let member = &mut self.members[job];
-        let on = format!("h1,{}", member.name());
+        let on = format!("h1,{}", member.host_name());
         self.vm
             .pvm(&["restart", &newest, "--on", &on])?
-            .expect_good("the restart of the newest checkpoint")?;
-        (member.runs, member.owes_restart) = (true, false);
-        member.job.go_on(self.vm, PROGRESS);
-        member.job.is_right();
+            .expect_success("the restart of the newest checkpoint")?;
+        (member.runs, member.must_restart) = (true, false);
+        member.job.wait_for_rounds(self.vm, PROGRESS_ROUNDS);
+        member.job.check_log();
         Ok(())
     }
 }
 
 /// Succeeds if the master has lost the host since event number `from`.
-fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
+fn host_is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
     find_event(vm, from, |kind| {
         let name = vm.bed().host(host).name();
         matches!(kind, EventKind::HostGone { name: gone, .. } if gone == name).then_some(())
@@ -496,11 +500,11 @@ fn find_event<T>(
     found.next().ok_or_else(|| "no such event".to_string())
 }
 
-fn is_ring(task: &Task) -> bool {
+fn is_ring_job(task: &Task) -> bool {
     task.name == "ring_job"
 }
 
-fn names(folder: &Path) -> Vec<String> {
+fn file_names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())

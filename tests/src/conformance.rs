@@ -11,10 +11,10 @@
 //! If a sentence does not hold on a system, `differences.txt` lists the sentence, the system, and a
 //! text of `docs/COMPATIBILITY.md` that explains the difference to users.
 
-use crate::run::{Done, must, run};
-use crate::testbed::{Host, Testbed, gone};
+use crate::run::{CommandResult, run, run_ok};
+use crate::testbed::{Host, Testbed, wait_until_no_process};
 use crate::vm::{Settings, Vm};
-use crate::{needs, real::RealVm};
+use crate::{real_pvm::RealVm, requirements};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -28,9 +28,9 @@ const PROGRAM_TIMEOUT: Duration = Duration::from_secs(90);
 /// Time limit for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for a virtual machine to end after a program has halted it.
-const TIMEOUT: Duration = Duration::from_secs(5);
+const HALT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of lines of a program's standard error that are shown in a report.
-const LINES_SHOWN: usize = 4;
+const STDERR_LINES_SHOWN: usize = 4;
 /// Hosts of the testbed. Programs add the ones they need to the virtual machine.
 const HOSTS: usize = 3;
 
@@ -57,7 +57,7 @@ impl System {
 
     /// True if `word`, the first column of a line in `differences.txt`, stands for this system.
     /// Both variants of Sempa have the same word.
-    fn is_meant_by(self, word: &str) -> bool {
+    fn matches_word(self, word: &str) -> bool {
         word == if self == System::Pvm3 {
             "pvm3"
         } else {
@@ -73,11 +73,11 @@ pub struct Outcome {
     pub program: String,
     pub sentence: String,
     /// `None` if the sentence holds; otherwise what the program observed and what it expected.
-    pub wrong: Option<String>,
+    pub failure: Option<String>,
 }
 
 impl Outcome {
-    fn who_and_what(&self) -> (&str, &str) {
+    fn program_and_sentence(&self) -> (&str, &str) {
         (&self.program, &self.sentence)
     }
 }
@@ -89,7 +89,7 @@ pub struct Difference {
     pub system: String,
     pub sentence: String,
     /// A text of `docs/COMPATIBILITY.md` that explains the difference.
-    pub explained: String,
+    pub explanation: String,
 }
 
 /// Returns the folder of the programs.
@@ -146,7 +146,7 @@ pub fn differences() -> Result<Vec<Difference>> {
         all.push(Difference {
             system: own(system),
             sentence: own(sentence),
-            explained: own(explained),
+            explanation: own(explained),
         });
     }
     Ok(all)
@@ -161,7 +161,7 @@ pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
     let prefix = if system == System::Pvm3 {
         None
     } else {
-        Some(needs::prefix()?)
+        Some(requirements::prefix()?)
     };
     let bed = Testbed::new(HOSTS, prefix.as_deref(), &[])?;
     let place = bed.home().join("pvm3/bin/LINUX64");
@@ -170,16 +170,19 @@ pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
     names
         .retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
     compile(&names, ours, &place)?;
-    group_server(prefix.as_deref(), &place)?;
+    provide_group_server(prefix.as_deref(), &place)?;
     let mut all = Vec::new();
     for name in names {
-        let done = on_a_machine_of_its_own(&bed, system, &place.join(&name));
-        all.extend(heard(&name, done.map_err(|error| format!("{error:#}"))));
+        let done = run_on_new_vm(&bed, system, &place.join(&name));
+        all.extend(parse_outcomes(
+            &name,
+            done.map_err(|error| format!("{error:#}")),
+        ));
     }
     Ok(all)
 }
 
-fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Result<Done> {
+fn run_on_new_vm(bed: &Testbed, system: System, program: &Path) -> Result<CommandResult> {
     if system == System::Pvm3 {
         let vm = RealVm::start(bed)?;
         let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
@@ -188,7 +191,7 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
     }
     let vm = Vm::start(bed, Settings::default())?;
     let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
-    let logs = if done.as_ref().is_ok_and(Done::good) {
+    let logs = if done.as_ref().is_ok_and(CommandResult::succeeded) {
         String::new()
     } else {
         vm.logs()
@@ -196,10 +199,12 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
     let left = |deadline| {
         bed.hosts()
             .iter()
-            .try_for_each(|host| gone(host, "pvmd", deadline))
+            .try_for_each(|host| wait_until_no_process(host, "pvmd", deadline))
     };
     // The program may have halted the virtual machine.
-    let halted = vm.halt().or_else(|error| left(TIMEOUT).map_err(|_| error));
+    let halted = vm
+        .halt()
+        .or_else(|error| left(HALT_TIMEOUT).map_err(|_| error));
     if halted.is_err() {
         bed.hosts().iter().for_each(Host::kill_all);
         left(PROGRAM_TIMEOUT)?;
@@ -210,11 +215,11 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
 
 /// Parses the outcomes in a program's output. If the program did not run to its end, adds an
 /// outcome for that.
-fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
+fn parse_outcomes(program: &str, done: Result<CommandResult, String>) -> Vec<Outcome> {
     let outcome = |sentence: &str, wrong: Option<String>| Outcome {
         program: program.to_string(),
         sentence: sentence.to_string(),
-        wrong,
+        failure: wrong,
     };
     let (text, trouble) = match &done {
         Ok(done) => (done.out.as_str(), None),
@@ -233,18 +238,18 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
         .collect();
     let ended = done
         .as_ref()
-        .is_ok_and(|done| done.good() && done.out.lines().any(|line| line == "end"));
+        .is_ok_and(|done| done.succeeded() && done.out.lines().any(|line| line == "end"));
     if !ended {
         let last = all.last().map_or("its start".to_string(), |last| {
             format!("{:?}", last.sentence)
         });
         let words = trouble.unwrap_or_else(|| {
             done.as_ref().map_or(String::new(), |done| {
-                format!("{}, its last words: {}", done.status, end_of(&done.err))
+                format!("{}, its last words: {}", done.status, last_lines(&done.err))
             })
         });
         all.push(outcome(
-            &ending(program),
+            &exit_sentence(program),
             Some(format!("not after {last}: {words}")),
         ));
     }
@@ -252,14 +257,14 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
 }
 
 /// Returns the sentence that holds if a program exits with success.
-fn ending(program: &str) -> String {
+fn exit_sentence(program: &str) -> String {
     format!("{program} runs to its end")
 }
 
 /// Returns the last lines of a text.
-fn end_of(text: &str) -> String {
+fn last_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" / ")
+    lines[lines.len().saturating_sub(STDERR_LINES_SHOWN)..].join(" / ")
 }
 
 /// Compiles the programs into the folder `place`: against our header and library in `ours`, or
@@ -321,13 +326,13 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
     command
         .args(libraries)
         .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
-    must(command, COMPILE_TIMEOUT)
+    run_ok(command, COMPILE_TIMEOUT)
         .map(|_| ())
         .with_context(|| format!("compiling {}", source.display()))
 }
 
 /// Provides PVM's group server in the search path if the library is PVM's. Our library needs none.
-fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
+fn provide_group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
     if own {
         Ok(())
@@ -358,7 +363,7 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
         for Outcome {
             program,
             sentence,
-            wrong,
+            failure: wrong,
         } in outcomes
         {
             let counts = verdict.table.entry((program.clone(), *system)).or_default();
@@ -371,8 +376,9 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
                     system.name()
                 ));
             }
-            let about =
-                |line: &&Difference| line.sentence == *sentence && system.is_meant_by(&line.system);
+            let about = |line: &&Difference| {
+                line.sentence == *sentence && system.matches_word(&line.system)
+            };
             match (known.iter().find(about), wrong) {
                 (None, None) => {}
                 (None, Some(wrong)) => {
@@ -384,7 +390,7 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
                     verdict.explained.push(format!(
                         "{}: {sentence} ({})",
                         system.name(),
-                        line.explained
+                        line.explanation
                     ));
                 }
                 (Some(_), None) => verdict.unexplained.push(format!(
@@ -393,8 +399,9 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
                 )),
             }
         }
-        let missing =
-            |line: &&Difference| system.is_meant_by(&line.system) && !seen.contains(&line.sentence);
+        let missing = |line: &&Difference| {
+            system.matches_word(&line.system) && !seen.contains(&line.sentence)
+        };
         for line in known.iter().filter(missing).filter(|_| whole) {
             verdict
                 .unexplained
@@ -404,17 +411,18 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
     let said: BTreeSet<(&str, &str)> = runs
         .iter()
         .flat_map(|(_, all)| all)
-        .map(Outcome::who_and_what)
+        .map(Outcome::program_and_sentence)
         .collect();
     for (system, outcomes) in runs {
-        let own: BTreeSet<(&str, &str)> = outcomes.iter().map(Outcome::who_and_what).collect();
+        let own: BTreeSet<(&str, &str)> =
+            outcomes.iter().map(Outcome::program_and_sentence).collect();
         // A program that has failed is already listed as failed.
-        let broken = |program: &str| own.contains(&(program, ending(program).as_str()));
+        let broken = |program: &str| own.contains(&(program, exit_sentence(program).as_str()));
         for (program, sentence) in said
             .difference(&own)
             .filter(|(program, _)| !broken(program))
         {
-            if *sentence != ending(program) {
+            if *sentence != exit_sentence(program) {
                 verdict.unexplained.push(format!(
                     "{}: {program}: never said: {sentence}",
                     system.name()
@@ -495,8 +503,8 @@ mod tests {
     use super::*;
     use std::os::unix::process::ExitStatusExt;
 
-    fn done(status: i32, out: &str) -> Result<Done, String> {
-        Ok(Done {
+    fn done(status: i32, out: &str) -> Result<CommandResult, String> {
+        Ok(CommandResult {
             status: std::process::ExitStatus::from_raw(status),
             out: out.into(),
             err: String::new(),
@@ -507,12 +515,12 @@ mod tests {
         Difference {
             system: system.into(),
             sentence: sentence.into(),
-            explained: "a defect".into(),
+            explanation: "a defect".into(),
         }
     }
 
     fn unexplained(system: System, out: &str, known: &[Difference]) -> Vec<String> {
-        judge(&[(system, heard("p", done(0, out)))], known, true).unexplained
+        judge(&[(system, parse_outcomes("p", done(0, out)))], known, true).unexplained
     }
 
     #[test]
@@ -550,15 +558,15 @@ mod tests {
     #[test]
     fn a_failed_or_repeating_program_is_unexplained() {
         for outcome in [
-            heard("p", done(11, "ok a\n")),
-            heard("p", done(0, "ok a\n")),
-            heard("p", Err("stuck".into())),
+            parse_outcomes("p", done(11, "ok a\n")),
+            parse_outcomes("p", done(0, "ok a\n")),
+            parse_outcomes("p", Err("stuck".into())),
         ] {
             assert_eq!(
                 outcome.last().expect("it is said").sentence,
                 "p runs to its end"
             );
-            assert!(outcome.last().expect("it is said").wrong.is_some());
+            assert!(outcome.last().expect("it is said").failure.is_some());
         }
         assert_eq!(unexplained(System::Pvm3, "ok a\nok a\nend\n", &[]).len(), 1);
     }
@@ -567,8 +575,11 @@ mod tests {
     #[test]
     fn sentence_missing_on_one_system_is_unexplained() {
         let runs = [
-            (System::Pvm3, heard("p", done(0, "ok a\nok b\nend\n"))),
-            (System::Sempa, heard("p", done(0, "ok a\nend\n"))),
+            (
+                System::Pvm3,
+                parse_outcomes("p", done(0, "ok a\nok b\nend\n")),
+            ),
+            (System::Sempa, parse_outcomes("p", done(0, "ok a\nend\n"))),
         ];
         assert_eq!(
             judge(&runs, &[], true).unexplained,

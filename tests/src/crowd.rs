@@ -1,7 +1,7 @@
 //! Starts and migrates tasks that exchange messages all the time (`tests/programs/all_to_all.c`).
 
 use crate::rng::Rng;
-use crate::run::{Running, eventually};
+use crate::run::{RunningCommand, wait_for};
 use crate::vm::Vm;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
@@ -12,12 +12,12 @@ use std::time::Duration;
 /// Time limit for all workers to start, and for all of them to finish.
 const TIMEOUT: Duration = Duration::from_secs(240);
 /// Time limit for one migration on a loaded machine.
-const MOVE_TIMEOUT: Duration = Duration::from_secs(120);
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The director process and its worker tasks.
 #[derive(Debug)]
 pub struct Crowd {
-    director: Running,
+    director: RunningCommand,
     /// Tid and current host of each worker.
     pub workers: Vec<(String, String)>,
     hosts: Vec<String>,
@@ -25,7 +25,7 @@ pub struct Crowd {
 
 /// The sum of the final reports of all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Account {
+pub struct CrowdReport {
     /// Number of messages whose sequence number and checksum were checked.
     pub checked: u64,
     pub lost: u64,
@@ -34,14 +34,14 @@ pub struct Account {
     pub damaged: u64,
 }
 
-impl Account {
+impl CrowdReport {
     /// True if every message was received once, intact and in order.
-    pub fn is_good(&self) -> bool {
+    pub fn is_faultless(&self) -> bool {
         self.checked > 0 && self.lost + self.doubled + self.disordered + self.damaged == 0
     }
 
-    fn read(line: &str) -> Option<Account> {
-        let mut account = Account::default();
+    fn read(line: &str) -> Option<CrowdReport> {
+        let mut account = CrowdReport::default();
         for word in line.strip_prefix("summary: ")?.split(' ') {
             let (name, value) = word.split_once('=')?;
             let value = value.parse().ok()?;
@@ -69,7 +69,7 @@ impl Crowd {
         options: &[&str],
         hosts: &[&str],
     ) -> Result<Crowd> {
-        let program = vm.program("all_to_all")?;
+        let program = vm.compile_program("all_to_all")?;
         let mut command = vm.command(vm.bed().host(1), program);
         command
             .args([
@@ -82,8 +82,8 @@ impl Crowd {
             ])
             .args(options)
             .args(hosts);
-        let director = Running::start(command, Stdio::piped())?;
-        let workers = eventually(TIMEOUT, || {
+        let director = RunningCommand::start(command, Stdio::piped())?;
+        let workers = wait_for(TIMEOUT, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;
             let workers: Vec<(String, String)> = out.lines().filter_map(worker).collect();
             let silent = (0..count).find(|i| !out.contains(&format!("progress {i} ")));
@@ -105,7 +105,7 @@ impl Crowd {
 
     /// Returns a random host among the other hosts with the fewest workers. So the workers stay
     /// evenly distributed, and the load of the hosts stays the same.
-    fn elsewhere(&self, who: usize, rng: &mut Rng) -> String {
+    fn choose_other_host(&self, who: usize, rng: &mut Rng) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
         let others: Vec<&String> = self
             .hosts
@@ -124,24 +124,24 @@ impl Crowd {
     ///
     /// # Errors
     /// A migration failed; the error has the console's output.
-    pub fn move_some(&mut self, vm: &Vm<'_>, rng: &mut Rng, at_once: usize) -> Result<()> {
+    pub fn migrate_random(&mut self, vm: &Vm<'_>, rng: &mut Rng, count: usize) -> Result<()> {
         let mut moves = Vec::new();
-        for who in rng.choose(self.workers.len(), at_once) {
-            let to = self.elsewhere(who, rng);
+        for who in rng.choose(self.workers.len(), count) {
+            let to = self.choose_other_host(who, rng);
             moves.push((who, vm.start_migrate(&self.workers[who].0, &to)?));
             self.workers[who].1 = to;
         }
         for (who, moving) in moves {
             let (tid, to) = &self.workers[who];
-            let done = moving.finish(MOVE_TIMEOUT)?;
+            let done = moving.finish(MIGRATION_TIMEOUT)?;
             // The library may not have completed the worker's previous migration. Then the
             // migration is repeated until it is accepted.
-            let done = if done.good() {
+            let done = if done.succeeded() {
                 done
             } else {
                 vm.migrate_when_ready(tid, to)?
             };
-            done.expect_good(&format!("{tid} to {to}"))?;
+            done.expect_success(&format!("{tid} to {to}"))?;
         }
         Ok(())
     }
@@ -150,25 +150,25 @@ impl Crowd {
     ///
     /// # Errors
     /// The migration failed; the error has the console's output.
-    pub fn move_to_another(&mut self, vm: &Vm<'_>, rng: &mut Rng, who: usize) -> Result<()> {
-        let to = self.elsewhere(who, rng);
-        self.move_one(vm, who, &to)
+    pub fn migrate_to_other_host(&mut self, vm: &Vm<'_>, rng: &mut Rng, who: usize) -> Result<()> {
+        let to = self.choose_other_host(who, rng);
+        self.migrate_worker(vm, who, &to)
     }
 
     /// Migrates one worker to a host and waits until it has arrived.
     ///
     /// # Errors
     /// The migration failed; the error has the console's output.
-    pub fn move_one(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
+    pub fn migrate_worker(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
         let tid = &self.workers[who].0;
         vm.migrate_when_ready(tid, to)?
-            .expect_good(&format!("{tid} to {to}"))?;
+            .expect_success(&format!("{tid} to {to}"))?;
         self.workers[who].1 = to.to_string();
         Ok(())
     }
 
     /// Returns the number of direct routes so far, including rings, by (worker, other worker).
-    pub fn routes(&self) -> Result<HashMap<(usize, usize), u32>> {
+    pub fn route_counts(&self) -> Result<HashMap<(usize, usize), u32>> {
         let route = |line: &str| {
             let mut words = line.strip_prefix("route ")?.split(' ');
             let pair = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
@@ -184,13 +184,13 @@ impl Crowd {
 
     /// Waits until each worker in `who` has had more routes with every other worker than in
     /// `before`, in both directions. Returns the numbers of routes.
-    pub fn have_routes(
+    pub fn wait_for_new_routes(
         &self,
         who: &[usize],
         before: &HashMap<(usize, usize), u32>,
     ) -> Result<HashMap<(usize, usize), u32>> {
-        eventually(TIMEOUT, || {
-            let now = self.routes().map_err(|error| error.to_string())?;
+        wait_for(TIMEOUT, || {
+            let now = self.route_counts().map_err(|error| error.to_string())?;
             let of = |map: &HashMap<(usize, usize), u32>, pair: &(usize, usize)| {
                 map.get(pair).copied().unwrap_or(0)
             };
@@ -216,7 +216,7 @@ impl Crowd {
     ///
     /// # Errors
     /// A worker is on another host, or has ended.
-    pub fn all_in_place(&self, vm: &Vm<'_>) -> Result<()> {
+    pub fn check_hosts(&self, vm: &Vm<'_>) -> Result<()> {
         let tasks = vm.tasks()?;
         for (tid, host) in &self.workers {
             let task = tasks
@@ -232,7 +232,7 @@ impl Crowd {
     }
 
     /// True while the director runs. The director ends on request or after an error.
-    pub fn goes_on(&mut self) -> Result<bool> {
+    pub fn director_runs(&mut self) -> Result<bool> {
         Ok(self.director.poll()?.is_none())
     }
 
@@ -240,13 +240,13 @@ impl Crowd {
     ///
     /// # Errors
     /// A report is missing.
-    pub fn finish(mut self) -> Result<Account> {
+    pub fn finish(mut self) -> Result<CrowdReport> {
         self.director
             .take_stdin()
             .context("its input is piped")?
             .write_all(b"end\n")?;
         let done = self.director.finish(TIMEOUT)?;
-        match done.out.lines().find_map(Account::read) {
+        match done.out.lines().find_map(CrowdReport::read) {
             Some(account) => Ok(account),
             None => {
                 let reports: Vec<&str> = done
@@ -271,12 +271,15 @@ mod tests {
 
     #[test]
     fn an_account_is_read_and_judged() {
-        let good = Account::read("summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0")
+        let good = CrowdReport::read("summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0")
             .expect("one");
-        assert!(good.is_good() && good.checked == 7);
-        let bad = Account::read("summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0")
+        assert!(good.is_faultless() && good.checked == 7);
+        let bad = CrowdReport::read("summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0")
             .expect("one");
-        assert!(!bad.is_good());
-        assert_eq!(Account::read("summary: 3 workers gave no account"), None);
+        assert!(!bad.is_faultless());
+        assert_eq!(
+            CrowdReport::read("summary: 3 workers gave no account"),
+            None
+        );
     }
 }

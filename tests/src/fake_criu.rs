@@ -7,12 +7,12 @@ use std::os::unix::fs::PermissionsExt;
 
 /// The command that the fake CRIU executes when it must hang. No other process of a host has these
 /// arguments.
-const HANGING: &str = "sleep 14142";
+const HANG_COMMAND: &str = "sleep 14142";
 
 /// Python program: forwards messages between the real CRIU and the tasker. When all images are
 /// written, and before CRIU's report is forwarded, truncates the images of one kind to half their
 /// size. Without a kind, removes all images.
-const CUTTER: &str = r#"
+const TRUNCATE_IMAGES_PY: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +35,7 @@ while True:
 
 /// Python program: stops the real CRIU as soon as it has written this number of bytes of memory.
 /// With a megabyte, a part of the memory has already been sent to the other host.
-const STALLER: &str = r#"
+const STALL_DUMP_PY: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
 engine = subprocess.Popen([real, "swrk", number], close_fds=False)
@@ -52,7 +52,7 @@ sys.exit(status)
 
 /// Python program: reports a restored task without restoring one. With the word `nobody`, first
 /// reports a process number that cannot exist. Passes all other requests to the real CRIU.
-const CLAIMER: &str = r#"
+const FALSE_RESTORE_PY: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
 starter = socket.socket(fileno=int(number))
@@ -65,7 +65,7 @@ if how == "nobody":
 starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
-/// Installs the fake CRIU on all hosts. [`behave`] selects its behaviour.
+/// Installs the fake CRIU on all hosts. [`set_behaviour`] selects its behaviour.
 pub fn install(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link").display().to_string();
@@ -76,13 +76,13 @@ pub fn install(bed: &Testbed) {
          [[ $lie != @(wait|stall*) ]] || compgen -G '/tmp/sempa-0/pvm/images-*' >/dev/null || lie=\n\
          [[ -z $lie ]] || echo \"$lie\" >>{folder}/lied-$(hostname)\n\
          case $lie in\n\
-         hang | lazy-pages-lazy-hang) exec {HANGING} ;;\n\
+         hang | lazy-pages-lazy-hang) exec {HANG_COMMAND} ;;\n\
          silent | lazy-pages-lazy-silent) exit 0 ;;\n\
-         garbage) printf 'neither yes nor no' >&$2; exec {HANGING} ;;\n\
+         garbage) printf 'neither yes nor no' >&$2; exec {HANG_COMMAND} ;;\n\
          lazy-pages-lazy-early) {real} \"$@\" & sleep 1; kill -9 $!; exit 0 ;;\n\
          lazy-pages-lazy-garbage)\n\
          while [[ $1 != --ps-socket ]]; do shift; done\n\
-         printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANGING} ;;\n\
+         printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANG_COMMAND} ;;\n\
          killed) kill -9 $$ ;;\n\
          wait) while grep -qsx wait {folder}/lie-$(hostname); do sleep 0.02; done ;;\n\
          stall*) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" \"${{lie#stall }}\" ;;\n\
@@ -92,9 +92,9 @@ pub fn install(bed: &Testbed) {
          esac\nexec {real} \"$@\"\n",
         folder = bed.folder().display(),
     );
-    fs::write(bed.folder().join("cutter.py"), CUTTER).expect("written");
-    fs::write(bed.folder().join("staller.py"), STALLER).expect("written");
-    fs::write(bed.folder().join("claimer.py"), CLAIMER).expect("written");
+    fs::write(bed.folder().join("cutter.py"), TRUNCATE_IMAGES_PY).expect("written");
+    fs::write(bed.folder().join("staller.py"), STALL_DUMP_PY).expect("written");
+    fs::write(bed.folder().join("claimer.py"), FALSE_RESTORE_PY).expect("written");
     let fresh = link.with_extension("fresh");
     fs::write(&fresh, script).expect("written");
     fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -122,21 +122,21 @@ pub fn install(bed: &Testbed) {
 ///
 /// # Panics
 /// The testbed's folder cannot be written.
-pub fn behave(bed: &Testbed, host: &str, word: &str) {
+pub fn set_behaviour(bed: &Testbed, host: &str, word: &str) {
     fs::write(bed.folder().join(format!("lie-{host}")), word).expect("written");
 }
 
 /// Returns the words by which the fake CRIU of a host has misbehaved since the last call of
-/// [`take_misbehaved`], oldest first.
-pub fn misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
+/// [`take_misbehaviours`], oldest first.
+pub fn misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaved`]; also clears the record. A line that is added between the read and the removal
-/// is lost, so a test that waits for a line must call [`misbehaved`].
-pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
-    let lines = misbehaved(bed, host);
+/// As [`misbehaviours`]; also clears the record. A line that is added between the read and the removal
+/// is lost, so a test that waits for a line must call [`misbehaviours`].
+pub fn take_misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
+    let lines = misbehaviours(bed, host);
     // The file may not exist.
     let _ = fs::remove_file(bed.folder().join(format!("lied-{host}")));
     lines
@@ -144,7 +144,7 @@ pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
 
 /// True for the command line of CRIU or of the fake CRIU.
 pub fn is_engine(line: &str) -> bool {
-    [" swrk ", " lazy-pages ", HANGING]
+    [" swrk ", " lazy-pages ", HANG_COMMAND]
         .iter()
         .any(|words| line.contains(words))
 }

@@ -4,7 +4,7 @@
 //! of one task. The test then injects a fault and resumes the daemon.
 
 use crate::fake_criu;
-use crate::run::eventually;
+use crate::run::wait_for;
 use crate::testbed::{Host, Testbed};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 
 /// Duration of a fault that exceeds no lease. Even with the delays before and after the fault, it
 /// is well below the default lease of 10 s.
-pub const BRIEF: Until = Until::Elapsed(Duration::from_secs(1));
+pub const SHORT_FAULT: Until = Until::Elapsed(Duration::from_secs(1));
 /// Duration of a fault that also exceeds retries and deadlines shorter than a lease, but no lease.
-pub const LONGER: Until = Until::Elapsed(Duration::from_secs(5));
+pub const LONG_FAULT: Until = Until::Elapsed(Duration::from_secs(5));
 /// Maximum duration of a fault with [`Until::Noticed`].
-const NOTICED_WITHIN: Duration = Duration::from_secs(30);
+const NOTICED_FAULT_MAX: Duration = Duration::from_secs(30);
 /// Time limit for a killed process to die, and for a fault to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -32,11 +32,11 @@ pub const SHORT_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
 
 /// Environment variable that requests every fault on every victim at every step. Without it, each
 /// fault is tried once per step, and a seed selects the victim.
-const FULL: &str = "SEMPA_TEST_FULL";
+const FULL_ENV: &str = "SEMPA_TEST_FULL";
 
 /// True if all cases are requested, not only a sample.
 pub fn is_full() -> bool {
-    std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
+    std::env::var_os(FULL_ENV).is_some_and(|value| !value.is_empty())
 }
 
 /// An edge of a step: its start or its end.
@@ -58,7 +58,7 @@ impl StepEdge {
 
     /// Returns the edge before a step for an even number, and the one after a step for an odd
     /// number.
-    pub(crate) fn of(number: usize) -> StepEdge {
+    pub(crate) fn from_parity(number: usize) -> StepEdge {
         if number.is_multiple_of(2) {
             StepEdge::Before
         } else {
@@ -84,12 +84,12 @@ pub struct Breakpoint {
 }
 
 impl Breakpoint {
-    /// Sets a breakpoint. `folder` is [`Testbed::steps`].
+    /// Sets a breakpoint. `folder` is [`Testbed::breakpoints_folder`].
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Breakpoint> {
-        let request = folder.join(format!("{tid}-{}", name(point)));
+        let request = folder.join(format!("{tid}-{}", point_name(point)));
         fs::write(&request, "")?;
         Ok(Breakpoint { request })
     }
@@ -124,7 +124,7 @@ pub struct PointLog {
 }
 
 impl PointLog {
-    /// Starts recording. `folder` is [`Testbed::steps`].
+    /// Starts recording. `folder` is [`Testbed::breakpoints_folder`].
     ///
     /// # Errors
     /// The file cannot be written.
@@ -141,8 +141,9 @@ impl PointLog {
     pub fn take(&self) -> Result<BTreeSet<Point>> {
         let text = fs::read_to_string(&self.file)?;
         fs::write(&self.file, "")?;
-        let all: BTreeMap<String, Point> =
-            edges(Step::ALL).map(|point| (name(point), point)).collect();
+        let all: BTreeMap<String, Point> = edges(Step::ALL)
+            .map(|point| (point_name(point), point))
+            .collect();
         text.lines()
             .map(|line| {
                 all.get(line)
@@ -154,7 +155,7 @@ impl PointLog {
 }
 
 /// Returns the name of a point in the daemons' files.
-fn name((step, edge): Point) -> String {
+fn point_name((step, edge): Point) -> String {
     format!("{}{step}", edge.prefix())
 }
 
@@ -187,16 +188,16 @@ pub enum Fault {
     /// Sends SIGSTOP, and SIGCONT at the end.
     Pause(Until),
     /// Disconnects the host from the network until the end of the fault.
-    Cut(Until),
+    Disconnect(Until),
     /// Interrupts the network between two hosts. All other hosts can reach both of them.
-    Part(Until),
+    Partition(Until),
 }
 
 impl Fault {
     fn until(self) -> Option<Until> {
         match self {
             Fault::Kill => None,
-            Fault::Pause(until) | Fault::Cut(until) | Fault::Part(until) => Some(until),
+            Fault::Pause(until) | Fault::Disconnect(until) | Fault::Partition(until) => Some(until),
         }
     }
 
@@ -208,10 +209,10 @@ impl Fault {
 
 /// The victims of a fault.
 #[derive(Clone, Debug, Default)]
-pub struct Targets {
+pub struct FaultTargets {
     /// Kinds of processes, each with the number of its host.
     pub roles: Vec<(usize, Role)>,
-    /// Pairs of hosts for [`Fault::Part`].
+    /// Pairs of hosts for [`Fault::Partition`].
     pub pairs: Vec<(usize, usize)>,
 }
 
@@ -222,7 +223,7 @@ pub struct Targets {
 pub fn inject(
     bed: &Testbed,
     fault: Fault,
-    targets: &Targets,
+    targets: &FaultTargets,
     resume: impl FnOnce(&[Pid]) -> Result<()>,
     noticed: impl FnMut() -> Result<(), String>,
 ) -> Result<usize> {
@@ -235,7 +236,7 @@ pub fn inject(
     // An engine may exit at any moment.
     let may_be_gone = targets.roles.iter().all(|(_, role)| *role == Role::Engine);
     let tell = |pid: Pid, what| {
-        signal(pid, what).or_else(|error| if may_be_gone { Ok(()) } else { Err(error) })
+        send_signal(pid, what).or_else(|error| if may_be_gone { Ok(()) } else { Err(error) })
     };
     switch_networks(bed, fault, targets, false)?;
     let first = if fault == Fault::Kill {
@@ -248,7 +249,7 @@ pub fn inject(
     if fault == Fault::Kill {
         // On a loaded machine a killed process may die late. If other daemons were resumed before
         // its death, they could leave the step.
-        victims.iter().copied().try_for_each(dies)?;
+        victims.iter().copied().try_for_each(wait_for_death)?;
     }
     resume(&victims)?;
     let Some(until) = fault.until() else {
@@ -262,7 +263,7 @@ pub fn inject(
     Ok(engines)
 }
 
-fn victims(bed: &Testbed, targets: &Targets) -> Result<(Vec<Pid>, usize)> {
+fn victims(bed: &Testbed, targets: &FaultTargets) -> Result<(Vec<Pid>, usize)> {
     let (mut victims, mut engines) = (Vec::new(), 0);
     for &(host, role) in &targets.roles {
         let found = processes_of(bed.host(host), role);
@@ -279,16 +280,16 @@ fn victims(bed: &Testbed, targets: &Targets) -> Result<(Vec<Pid>, usize)> {
 
 /// Disconnects the hosts of a network fault, or reconnects them if `on` is true. Does nothing for
 /// other faults.
-fn switch_networks(bed: &Testbed, fault: Fault, targets: &Targets, on: bool) -> Result<()> {
+fn switch_networks(bed: &Testbed, fault: Fault, targets: &FaultTargets, on: bool) -> Result<()> {
     match fault {
-        Fault::Cut(_) => targets
+        Fault::Disconnect(_) => targets
             .roles
             .iter()
-            .try_for_each(|(host, _)| bed.plug(*host, on)),
-        Fault::Part(_) => targets
+            .try_for_each(|(host, _)| bed.set_connected(*host, on)),
+        Fault::Partition(_) => targets
             .pairs
             .iter()
-            .try_for_each(|(i, j)| bed.part(*i, *j, !on)),
+            .try_for_each(|(i, j)| bed.set_partitioned(*i, *j, !on)),
         Fault::Kill | Fault::Pause(_) => Ok(()),
     }
 }
@@ -299,7 +300,7 @@ fn wait_until(
     mut noticed: impl FnMut() -> Result<(), String>,
 ) -> Result<()> {
     match until {
-        Until::Elapsed(span) => eventually(span + TIMEOUT, || {
+        Until::Elapsed(span) => wait_for(span + TIMEOUT, || {
             if begun.elapsed() >= span {
                 Ok(())
             } else {
@@ -308,7 +309,7 @@ fn wait_until(
         }),
         Until::Noticed => {
             // Some faults are noticed only after their end.
-            if let Err(error) = eventually(NOTICED_WITHIN, &mut noticed) {
+            if let Err(error) = wait_for(NOTICED_FAULT_MAX, &mut noticed) {
                 eprintln!("the fault ends although {error:#}");
             }
             Ok(())
@@ -320,7 +321,7 @@ fn wait_until(
 ///
 /// # Errors
 /// The kernel refuses, or the process is gone.
-pub fn signal(pid: Pid, signal: Signal) -> Result<()> {
+pub fn send_signal(pid: Pid, signal: Signal) -> Result<()> {
     kill(pid, signal).with_context(|| format!("{signal} to {pid}"))
 }
 
@@ -368,7 +369,7 @@ pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
 /// Returns the images and resume tokens that remain on a host from migrations, checkpoints and
 /// restarts.
 pub fn leftovers(host: &Host) -> Vec<String> {
-    let entries = fs::read_dir(host.path("/tmp/sempa-0/pvm"))
+    let entries = fs::read_dir(host.machine_path("/tmp/sempa-0/pvm"))
         .into_iter()
         .flatten()
         .flatten();
@@ -390,11 +391,11 @@ pub fn leftovers(host: &Host) -> Vec<String> {
 /// The process cannot be killed, or does not die in time.
 pub fn kill_and_wait(pid: Pid) {
     kill(pid, Signal::SIGKILL).expect("killed");
-    dies(pid).expect("dead");
+    wait_for_death(pid).expect("dead");
 }
 
-fn dies(pid: Pid) -> Result<()> {
-    eventually(TIMEOUT, || {
+fn wait_for_death(pid: Pid) -> Result<()> {
+    wait_for(TIMEOUT, || {
         if is_dead(pid) {
             Ok(())
         } else {

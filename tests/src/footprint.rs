@@ -19,17 +19,17 @@ pub const KINDS: [&str; 6] = [
     "tasks",
 ];
 /// Index in [`KINDS`] for tasks.
-pub const TASKS: usize = KINDS.len() - 1;
+pub const TASKS_KIND: usize = KINDS.len() - 1;
 
 /// Name of the records' disk space in tables.
-pub const RECORDS: &str = "records: KiB";
+pub const RECORDS_KIB_NAME: &str = "records: KiB";
 /// Upper bound of the records' disk space in KiB: the resource manager's history, and two files of
 /// 1 MiB each with committed migrations.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
 /// The total resources of all processes of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sum {
+pub struct ProcessResources {
     pub processes: u64,
     pub threads: u64,
     pub descriptors: u64,
@@ -43,7 +43,7 @@ pub struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
     /// Resources of the processes, in the order of [`KINDS`].
-    pub kinds: [Sum; KINDS.len()],
+    pub kinds: [ProcessResources; KINDS.len()],
     /// Number of files in the daemons' folders and the shared memory of all hosts.
     pub files: u64,
     /// Disk space of these files in KiB, without the records and the store.
@@ -57,7 +57,7 @@ pub struct Footprint {
 
 impl Footprint {
     /// Measures all hosts. A process that ends during the measurement is not counted.
-    pub fn of(vm: &Vm<'_>) -> Footprint {
+    pub fn measure(vm: &Vm<'_>) -> Footprint {
         let mut seen = Footprint::default();
         let mut kinds = HashMap::new();
         for host in vm.bed().hosts() {
@@ -77,7 +77,7 @@ impl Footprint {
         }
         for (pid, kind) in kinds {
             let Some(kind) = kind else { continue };
-            if let Some(sum) = sum_of(pid) {
+            if let Some(sum) = process_resources(pid) {
                 let all = &mut seen.kinds[kind];
                 all.processes += 1;
                 all.threads += sum.threads;
@@ -106,7 +106,7 @@ impl Footprint {
         }
         all.push(("files of daemons".to_string(), self.files));
         all.push(("files of daemons: KiB".to_string(), self.files_kib));
-        all.push((RECORDS.to_string(), self.records_kib));
+        all.push((RECORDS_KIB_NAME.to_string(), self.records_kib));
         all.push(("store: KiB".to_string(), self.store_kib));
         all
     }
@@ -116,7 +116,7 @@ impl Footprint {
 /// space in KiB.
 pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(host.path("/tmp"))
+    for entry in fs::read_dir(host.machine_path("/tmp"))
         .into_iter()
         .flatten()
         .flatten()
@@ -126,7 +126,7 @@ pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
             collect(&entry.path(), &mut found);
         }
     }
-    collect(&host.path("/dev/shm"), &mut found);
+    collect(&host.machine_path("/dev/shm"), &mut found);
     found
 }
 
@@ -147,16 +147,16 @@ fn kind_of(host: &Host, line: &str) -> Option<usize> {
         "pvm-rm" => Some(3),
         "pvm-load-watcher" => Some(4),
         "sshd" | "sshd:" | "sempa-host" | "pvm" | "sh" | "env" | "sshd-session" | "criu" => None,
-        _ => Some(TASKS),
+        _ => Some(TASKS_KIND),
     }
 }
 
-fn sum_of(pid: u32) -> Option<Sum> {
+fn process_resources(pid: u32) -> Option<ProcessResources> {
     let process = Process::new(pid.cast_signed()).ok()?;
     let rollup = process.smaps_rollup().ok()?.memory_map_rollup;
     let sizes = &rollup.0.first()?.extension.map;
     let parts = ["Anonymous", "Pss_File", "Pss_Shmem"].map(|name| sizes.get(name));
-    Some(Sum {
+    Some(ProcessResources {
         processes: 1,
         threads: process.status().ok()?.threads,
         descriptors: process.fd_count().ok()? as u64,

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Folders that are private to each host, with their modes.
-const PRIVATE: [(&str, u32); 5] = [
+const PRIVATE_FOLDERS: [(&str, u32); 5] = [
     ("/tmp", 0o1777),
     ("/run", 0o755),
     ("/dev/shm", 0o1777),
@@ -32,9 +32,11 @@ pub struct HostPlan {
     pub name: String,
     /// Folders of the machine that stay visible although a private folder covers them, as (folder,
     /// path in the host).
-    pub keep: Vec<(PathBuf, PathBuf)>,
+    #[serde(rename = "keep")]
+    pub visible_folders: Vec<(PathBuf, PathBuf)>,
     /// Files that are mounted over other files, as (file with the content, path in the host).
-    pub over: Vec<(PathBuf, PathBuf)>,
+    #[serde(rename = "over")]
+    pub replaced_files: Vec<(PathBuf, PathBuf)>,
     /// Folder that this host removes when it has ended. Only one host of a testbed has such a
     /// folder.
     pub remove_at_end: Option<PathBuf>,
@@ -46,7 +48,7 @@ pub struct HostPlan {
 ///
 /// # Errors
 /// The kernel refuses, mostly for lack of privileges.
-pub fn outer(plan_file: &Path) -> Result<()> {
+pub fn run_outer_process(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWPID)
         .context("new namespaces")?;
@@ -55,24 +57,23 @@ pub fn outer(plan_file: &Path) -> Result<()> {
         .arg("init")
         .arg(plan_file)
         .spawn()?;
-    say(&format!("pid {}", init.id()))?;
+    print_line(&format!("pid {}", init.id()))?;
     init.wait()?;
     if let Some(folder) = &plan.remove_at_end {
         // Other hosts may still write into the folder.
-        let _ =
-            crate::run::eventually(
-                std::time::Duration::from_secs(5),
-                || match fs::remove_dir_all(folder) {
-                    Err(error) if folder.exists() => Err(error.to_string()),
-                    _ => Ok(()),
-                },
-            );
+        let _ = crate::run::wait_for(
+            std::time::Duration::from_secs(5),
+            || match fs::remove_dir_all(folder) {
+                Err(error) if folder.exists() => Err(error.to_string()),
+                _ => Ok(()),
+            },
+        );
     }
     Ok(())
 }
 
 /// Runs process 1 of the host. Returns only after an error.
-pub fn init(plan_file: &Path) -> Result<()> {
+pub fn run_init_process(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
     let mut children = SigSet::empty();
     children.add(Signal::SIGCHLD);
@@ -80,14 +81,14 @@ pub fn init(plan_file: &Path) -> Result<()> {
     // The outer process needs the machine's mounts to remove files, so the new mount namespace is
     // made only here.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
-    mounts(&plan)?;
+    mount_all(&plan)?;
     let up = Command::new("ip")
         .args(["link", "set", "lo", "up"])
         .status()?;
     if !up.success() {
         bail!("the loopback device does not come up");
     }
-    say("ready")?;
+    print_line("ready")?;
     std::thread::spawn(|| {
         let mut rest = Vec::new();
         let _ = std::io::stdin().read_to_end(&mut rest);
@@ -102,37 +103,37 @@ pub fn init(plan_file: &Path) -> Result<()> {
     }
 }
 
-fn say(line: &str) -> Result<()> {
+fn print_line(line: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;
     Ok(out.flush()?)
 }
 
-const NO_DATA: Option<&str> = None;
+const NO_MOUNT_ARG: Option<&str> = None;
 
-fn mounts(plan: &HostPlan) -> Result<()> {
+fn mount_all(plan: &HostPlan) -> Result<()> {
     mount(
-        NO_DATA,
+        NO_MOUNT_ARG,
         "/",
-        NO_DATA,
+        NO_MOUNT_ARG,
         MsFlags::MS_REC | MsFlags::MS_PRIVATE,
-        NO_DATA,
+        NO_MOUNT_ARG,
     )
     .context("private mounts")?;
-    leave_a_chroot()?;
+    leave_chroot()?;
     mount(
         Some("proc"),
         "/proc",
         Some("proc"),
         MsFlags::empty(),
-        NO_DATA,
+        NO_MOUNT_ARG,
     )
     .context("/proc")?;
     let keep: Vec<(File, &PathBuf)> = plan
-        .keep
+        .visible_folders
         .iter()
         .filter(|(_, place)| {
-            PRIVATE
+            PRIVATE_FOLDERS
                 .iter()
                 .any(|(covered, _)| place.starts_with(covered))
         })
@@ -144,11 +145,11 @@ fn mounts(plan: &HostPlan) -> Result<()> {
         })
         .collect::<Result<_>>()?;
     let over: Vec<(File, &PathBuf)> = plan
-        .over
+        .replaced_files
         .iter()
         .map(|(content, place)| Ok((File::open(content)?, place)))
         .collect::<Result<_>>()?;
-    for (path, mode) in PRIVATE {
+    for (path, mode) in PRIVATE_FOLDERS {
         let options = format!("mode={mode:o}");
         mount(
             Some("tmpfs"),
@@ -193,9 +194,9 @@ fn bind(open: &File, place: &Path) -> Result<()> {
     mount(
         Some(source.as_str()),
         place,
-        NO_DATA,
+        NO_MOUNT_ARG,
         MsFlags::MS_BIND | MsFlags::MS_REC,
-        NO_DATA,
+        NO_MOUNT_ARG,
     )
     .with_context(|| format!("{} over {}", source, place.display()))
 }
@@ -203,7 +204,7 @@ fn bind(open: &File, place: &Path) -> Result<()> {
 /// Makes the root of this process the root of its mount namespace. In a chroot the two differ: a
 /// process that enters the namespace would be outside of the chroot, and CRIU would find no parent
 /// of a mount.
-fn leave_a_chroot() -> Result<()> {
+fn leave_chroot() -> Result<()> {
     let root = || fs::metadata("/").map(|meta| (meta.dev(), meta.ino()));
     // Entering a mount namespace, even one's own, changes the root of the process to that of the
     // namespace.
@@ -217,9 +218,9 @@ fn leave_a_chroot() -> Result<()> {
         mount(
             Some("/"),
             "/mnt",
-            NO_DATA,
+            NO_MOUNT_ARG,
             MsFlags::MS_BIND | MsFlags::MS_REC,
-            NO_DATA,
+            NO_MOUNT_ARG,
         )
         .context("root onto /mnt")?;
         let copy = File::open("/mnt")?;

@@ -2,7 +2,7 @@
 //! those of org.freedesktop.login1(5).
 
 use crate::Host;
-use crate::run::{Running, eventually};
+use crate::run::{RunningCommand, wait_for};
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::fs;
@@ -14,25 +14,26 @@ use tokio::runtime::Runtime;
 use zbus::zvariant::{OwnedObjectPath, Value};
 use zbus::{Connection, connection, fdo, interface};
 
-const DAEMON: &str = "/usr/bin/dbus-daemon";
+const DBUS_DAEMON: &str = "/usr/bin/dbus-daemon";
 /// The socket of the system bus.
 const SOCKET: &str = "/run/dbus/system_bus_socket";
 /// Path in the host of the bus configuration, which permits everything.
 const CONFIG: &str = "/run/dbus/all.conf";
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
-const NAME: &str = "org.freedesktop.login1";
+const BUS_NAME: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const SESSION_PATH: &str = "/org/freedesktop/login1/session/c1";
 
 /// Returns why no bus can run on this machine; `None` if one can.
 pub fn lacks() -> Option<String> {
-    (!Path::new(DAEMON).exists()).then(|| format!("{DAEMON} is missing: install dbus-daemon"))
+    (!Path::new(DBUS_DAEMON).exists())
+        .then(|| format!("{DBUS_DAEMON} is missing: install dbus-daemon"))
 }
 
 /// The state of the fake's only session: a desktop on terminal 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Desk {
+pub struct DesktopSession {
     /// The name of the session's user.
     pub user: String,
     /// True if the desktop reports that it is idle.
@@ -43,40 +44,40 @@ pub struct Desk {
     pub locked: bool,
 }
 
-type Seat = Arc<Mutex<Option<Desk>>>;
+type SharedSession = Arc<Mutex<Option<DesktopSession>>>;
 /// An entry in the list of sessions: session name, user number, user name, seat, and object path.
-type Listed = (String, u32, String, String, OwnedObjectPath);
+type ListedSession = (String, u32, String, String, OwnedObjectPath);
 
-fn look(seat: &Seat) -> Option<Desk> {
+fn current_session(seat: &SharedSession) -> Option<DesktopSession> {
     seat.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// The fake logind on the bus of a host. The bus ends with the host at the latest.
 #[derive(Debug)]
 pub struct Logind {
-    bus: Running,
+    bus: RunningCommand,
     runtime: Runtime,
     connection: Connection,
-    seat: Seat,
+    seat: SharedSession,
 }
 
 impl Logind {
     /// Starts the bus and the fake logind, without a session.
     pub fn start(host: &Host) -> Result<Logind> {
-        fs::create_dir_all(host.path("/run/dbus"))?;
+        fs::create_dir_all(host.machine_path("/run/dbus"))?;
         let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
         let listen = format!("<listen>unix:path={SOCKET}</listen><auth>EXTERNAL</auth>");
         let config =
             format!("<busconfig>{listen}<policy context='default'>{rules}</policy></busconfig>");
-        fs::write(host.path(CONFIG), config)?;
-        let mut command = host.command(DAEMON);
+        fs::write(host.machine_path(CONFIG), config)?;
+        let mut command = host.command(DBUS_DAEMON);
         command.args([
             "--nofork",
             "--print-address=1",
             &format!("--config-file={CONFIG}"),
         ]);
-        let bus = Running::start(command, Stdio::null())?;
-        eventually(STARTUP_TIMEOUT, || match bus.out_so_far() {
+        let bus = RunningCommand::start(command, Stdio::null())?;
+        wait_for(STARTUP_TIMEOUT, || match bus.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(()),
             other => Err(format!(
                 "the bus names no address: {other:?}, {:?}",
@@ -87,9 +88,9 @@ impl Logind {
             .worker_threads(1)
             .enable_all()
             .build()?;
-        let seat = Seat::default();
-        let address = format!("unix:path={}", host.path(SOCKET).display());
-        let builder = connection::Builder::address(address.as_str())?.name(NAME)?;
+        let seat = SharedSession::default();
+        let address = format!("unix:path={}", host.machine_path(SOCKET).display());
+        let builder = connection::Builder::address(address.as_str())?.name(BUS_NAME)?;
         let builder = builder.serve_at(MANAGER_PATH, Manager(Arc::clone(&seat)))?;
         let builder = builder.serve_at(SESSION_PATH, Session(Arc::clone(&seat)))?;
         let connection = runtime.block_on(builder.build()).context("on the bus")?;
@@ -106,13 +107,13 @@ impl Logind {
     ///
     /// # Errors
     /// The bus has ended.
-    pub fn say(&self, desk: Option<Desk>) -> Result<()> {
+    pub fn set_session(&self, desk: Option<DesktopSession>) -> Result<()> {
         let before = std::mem::replace(
             &mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner),
             desk.clone(),
         );
         let session = ("c1", OwnedObjectPath::try_from(SESSION_PATH)?);
-        let manager = format!("{NAME}.Manager");
+        let manager = format!("{BUS_NAME}.Manager");
         let to = None::<zbus::names::BusName<'_>>;
         self.runtime.block_on(async {
             match (before.is_some(), desk.is_some()) {
@@ -130,7 +131,7 @@ impl Logind {
                     let properties = "org.freedesktop.DBus.Properties";
                     let changed = HashMap::<&str, Value<'_>>::new();
                     let body = (
-                        format!("{NAME}.Session"),
+                        format!("{BUS_NAME}.Session"),
                         changed,
                         vec!["IdleHint", "IdleSinceHint", "LockedHint"],
                     );
@@ -151,14 +152,14 @@ impl Logind {
 }
 
 #[derive(Debug)]
-struct Manager(Seat);
+struct Manager(SharedSession);
 
 #[interface(name = "org.freedesktop.login1.Manager")]
 impl Manager {
-    fn list_sessions(&self) -> fdo::Result<Vec<Listed>> {
+    fn list_sessions(&self) -> fdo::Result<Vec<ListedSession>> {
         let path = OwnedObjectPath::try_from(SESSION_PATH)
             .map_err(|error| fdo::Error::Failed(error.to_string()))?;
-        Ok(look(&self.0)
+        Ok(current_session(&self.0)
             .into_iter()
             .map(|desk| ("c1".into(), 1000, desk.user, "seat0".into(), path.clone()))
             .collect())
@@ -166,11 +167,11 @@ impl Manager {
 }
 
 #[derive(Debug)]
-struct Session(Seat);
+struct Session(SharedSession);
 
 impl Session {
-    fn desk(&self) -> fdo::Result<Desk> {
-        look(&self.0).ok_or_else(|| fdo::Error::UnknownObject("it has ended".into()))
+    fn desk(&self) -> fdo::Result<DesktopSession> {
+        current_session(&self.0).ok_or_else(|| fdo::Error::UnknownObject("it has ended".into()))
     }
 }
 

@@ -1,10 +1,10 @@
 //! Runs Debian's PVM programs, and the examples built from Debian's sources, on PVM 3.4.6 and on
 //! Sempa. Compares their output without times and tids.
 
-use crate::real::RealVm;
-use crate::run::{Done, Running, eventually, run};
+use crate::real_pvm::RealVm;
+use crate::run::{CommandResult, RunningCommand, run, wait_for};
 use crate::vm::{Settings, Vm};
-use crate::{Host, Testbed, needs, sources};
+use crate::{Host, Testbed, pvm_examples, requirements};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::io::Write;
@@ -16,14 +16,14 @@ use std::time::Duration;
 /// Time limit for one program on a loaded machine.
 const TIMEOUT: Duration = Duration::from_secs(40);
 /// Number of times a run on PVM is tried, because PVM itself sometimes fails.
-const RUNS_OF_PVM: usize = 3;
+const PVM_ATTEMPTS_MAX: usize = 3;
 /// Number of hosts of each virtual machine.
 const HOSTS: usize = 3;
 /// The smallest number that counts as a tid.
-const SMALLEST_TID: u64 = 0x40000;
+const TID_MIN: u64 = 0x40000;
 
 /// The output of a case, or the reason why there is no output.
-pub type Heard = Result<String, String>;
+pub type CaseOutput = Result<String, String>;
 
 /// A system, and the programs that run on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,30 +31,30 @@ pub enum System {
     /// PVM 3.4.6 with Debian's programs.
     Pvm,
     /// Sempa with Debian's programs.
-    Ours,
+    SempaDebianPrograms,
     /// Sempa with PVM's examples, built with our headers and libraries, and with Debian's other
     /// programs.
-    Built,
+    SempaBuiltPrograms,
 }
 
 /// A virtual machine of three hosts.
 #[derive(Debug)]
-pub struct Machine<'a> {
+pub struct ComparedVm<'a> {
     bed: &'a Testbed,
-    vm: Either<'a>,
+    vm: RealOrSempa<'a>,
     /// The folder that is searched for programs first.
     programs: PathBuf,
 }
 
 #[derive(Debug)]
-enum Either<'a> {
+enum RealOrSempa<'a> {
     Real(RealVm<'a>),
     Ours(Vm<'a>),
 }
 
 /// A program with arguments and standard input, to be run on a host.
 #[derive(Clone, Copy, Debug)]
-pub struct Shell<'a> {
+pub struct ProgramRun<'a> {
     /// Number of the host, counted from 1.
     pub host: usize,
     /// Name of the program, found in the search path.
@@ -64,8 +64,8 @@ pub struct Shell<'a> {
 }
 
 /// Returns a run of `program` on h1 without arguments and input.
-pub fn alone(program: &str) -> Shell<'_> {
-    Shell {
+pub fn without_arguments(program: &str) -> ProgramRun<'_> {
+    ProgramRun {
         host: 1,
         program,
         words: &[],
@@ -74,29 +74,29 @@ pub fn alone(program: &str) -> Shell<'_> {
 }
 
 /// Returns a run of `program` on h1 with these arguments and without input.
-pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
-    Shell {
+pub fn with_arguments<'a>(program: &'a str, words: &'a [&'a str]) -> ProgramRun<'a> {
+    ProgramRun {
         words,
-        ..alone(program)
+        ..without_arguments(program)
     }
 }
 
-impl Machine<'_> {
+impl ComparedVm<'_> {
     /// Returns a command that runs `program` on a host with the environment of this virtual
     /// machine.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         match &self.vm {
-            Either::Real(vm) => vm.command(host, program),
-            Either::Ours(vm) => vm.command(host, program),
+            RealOrSempa::Real(vm) => vm.command(host, program),
+            RealOrSempa::Ours(vm) => vm.command(host, program),
         }
     }
 
-    /// As [`Machine::command`], for one of Debian's programs; its output is line buffered.
-    fn by_lines(&self, host: &Host, program: &str) -> Command {
+    /// As [`ComparedVm::command`], for one of Debian's programs; its output is line buffered.
+    fn line_buffered_command(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
         command
             .arg("-oL")
-            .arg(place_of_program(&self.programs, program));
+            .arg(program_path(&self.programs, program));
         command
     }
 
@@ -108,22 +108,26 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(&self, shell: Shell) -> Result<Running> {
+    pub fn start(&self, shell: ProgramRun) -> Result<RunningCommand> {
         self.start_with(shell, |_| {})
     }
 
-    /// As [`Machine::start`]. Calls `change` with the command before the start.
+    /// As [`ComparedVm::start`]. Calls `change` with the command before the start.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start_with(&self, shell: Shell, change: impl FnOnce(&mut Command)) -> Result<Running> {
-        let mut command = self.by_lines(self.bed.host(shell.host), shell.program);
+    pub fn start_with(
+        &self,
+        shell: ProgramRun,
+        change: impl FnOnce(&mut Command),
+    ) -> Result<RunningCommand> {
+        let mut command = self.line_buffered_command(self.bed.host(shell.host), shell.program);
         command.args(shell.words);
         change(&mut command);
         if shell.input.is_empty() {
-            return Running::start(command, Stdio::null());
+            return RunningCommand::start(command, Stdio::null());
         }
-        let mut running = Running::start(command, Stdio::piped())?;
+        let mut running = RunningCommand::start(command, Stdio::piped())?;
         let mut pipe = running.take_stdin().context("its input is piped")?;
         pipe.write_all(shell.input.as_bytes())?;
         Ok(running)
@@ -133,13 +137,13 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The program does not start or does not end.
-    pub fn run(&self, shell: Shell) -> Result<String> {
+    pub fn run(&self, shell: ProgramRun) -> Result<String> {
         Ok(self.text(&self.start(shell)?.finish(TIMEOUT)?))
     }
 
     /// Returns output, exit status and error output as one text. The path of the testbed's folder
     /// is masked, and paths of built programs are replaced by Debian's.
-    pub fn text(&self, done: &Done) -> String {
+    pub fn text(&self, done: &CommandResult) -> String {
         let status = done
             .status
             .code()
@@ -155,11 +159,11 @@ impl Machine<'_> {
     /// # Errors
     /// The output never contains `until`, or the console fails.
     pub fn console(&self, commands: &str, until: &str) -> Result<String> {
-        let command = self.by_lines(self.bed.host(1), "pvm");
-        let mut running = Running::start(command, Stdio::piped())?;
+        let command = self.line_buffered_command(self.bed.host(1), "pvm");
+        let mut running = RunningCommand::start(command, Stdio::piped())?;
         let mut pipe = running.take_stdin().context("its input is piped")?;
         pipe.write_all(commands.as_bytes())?;
-        eventually(TIMEOUT, || match running.out_so_far() {
+        wait_for(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(until) => Ok(()),
             other => Err(format!("no {until:?} in: {other:?}")),
         })?;
@@ -177,8 +181,8 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The words are not printed within the time limit.
-    pub fn printed(&self, running: &Running, words: &str) -> Result<()> {
-        eventually(TIMEOUT, || match running.out_so_far() {
+    pub fn wait_until_printed(&self, running: &RunningCommand, words: &str) -> Result<()> {
+        wait_for(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(words) => Ok(()),
             other => Err(format!("no {words:?} in {other:?}")),
         })
@@ -189,8 +193,8 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// No program connects within the time limit.
-    pub fn connected(&self) -> Result<()> {
-        eventually(TIMEOUT, || match self.console("ps -ax\n", "\n") {
+    pub fn wait_for_connection(&self) -> Result<()> {
+        wait_for(TIMEOUT, || match self.console("ps -ax\n", "\n") {
             Ok(out)
                 if out
                     .lines()
@@ -206,8 +210,8 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The name is not in the mailbox within the time limit.
-    pub fn in_mailbox(&self, name: &str) -> Result<()> {
-        eventually(TIMEOUT, || match self.run(alone("gmbi")) {
+    pub fn wait_until_in_mailbox(&self, name: &str) -> Result<()> {
+        wait_for(TIMEOUT, || match self.run(without_arguments("gmbi")) {
             Ok(out) if out.contains(name) => Ok(()),
             other => Err(format!("no {name:?} in {other:?}")),
         })
@@ -217,8 +221,8 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The words are not printed within the time limit.
-    pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
-        eventually(TIMEOUT, || match self.console(command, "\n") {
+    pub fn wait_until_console_shows(&self, command: &str, words: &str) -> Result<()> {
+        wait_for(TIMEOUT, || match self.console(command, "\n") {
             Ok(out)
                 if out
                     .split_whitespace()
@@ -234,8 +238,8 @@ impl Machine<'_> {
 
     fn halt(self) -> Result<()> {
         match self.vm {
-            Either::Real(vm) => vm.halt(),
-            Either::Ours(vm) => vm.halt(),
+            RealOrSempa::Real(vm) => vm.halt(),
+            RealOrSempa::Ours(vm) => vm.halt(),
         }
     }
 }
@@ -245,17 +249,18 @@ impl Machine<'_> {
 ///
 /// # Panics
 /// The machine lacks something, a system does not start, or `what` fails.
-pub fn on<const N: usize>(
+pub fn run_on_systems<const N: usize>(
     systems: [System; N],
-    what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync,
-) -> [Vec<Heard>; N] {
-    needs::require(needs::lacks());
-    if systems.contains(&System::Built) {
-        needs::require(sources::lacks());
+    what: impl Fn(&ComparedVm) -> Result<Vec<CaseOutput>> + Sync,
+) -> [Vec<CaseOutput>; N] {
+    requirements::require(requirements::lacks());
+    if systems.contains(&System::SempaBuiltPrograms) {
+        requirements::require(pvm_examples::lacks());
     }
     std::thread::scope(|scope| {
         let what = &what;
-        let running = systems.map(|system| (system, scope.spawn(move || on_one(system, what))));
+        let running =
+            systems.map(|system| (system, scope.spawn(move || run_on_system(system, what))));
         running.map(|(system, thread)| match thread.join() {
             Ok(Ok(heard)) => heard,
             Ok(Err(error)) => panic!("{system:?}: {error:#}"),
@@ -264,22 +269,25 @@ pub fn on<const N: usize>(
     })
 }
 
-fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+fn run_on_system(
+    system: System,
+    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+) -> Result<Vec<CaseOutput>> {
     if system == System::Pvm {
-        return on_pvm_until_it_judges(what);
+        return run_on_pvm_with_retries(what);
     }
-    let prefix = needs::prefix()?;
+    let prefix = requirements::prefix()?;
     let bed = Testbed::new(HOSTS, Some(&prefix), &[])?;
-    if system == System::Built {
-        sources::build(&prefix, &own_programs(&bed))?;
+    if system == System::SempaBuiltPrograms {
+        pvm_examples::build(&prefix, &own_programs(&bed))?;
     }
-    let programs = programs_where_spawn_looks(&bed)?;
+    let programs = link_programs(&bed)?;
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2", "h3"])?;
-    finished(
-        Machine {
+    run_and_halt(
+        ComparedVm {
             bed: &bed,
-            vm: Either::Ours(vm),
+            vm: RealOrSempa::Ours(vm),
             programs,
         },
         what,
@@ -291,9 +299,11 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
 /// The first task that joins a group starts PVM's group server. On a loaded machine tasks that join
 /// at the same time start several servers. All but one of the servers end, and the tasks that have
 /// sent requests to those fail ("Could not join group").
-fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
-    for _ in 1..RUNS_OF_PVM {
-        let error = match on_pvm(what) {
+fn run_on_pvm_with_retries(
+    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+) -> Result<Vec<CaseOutput>> {
+    for _ in 1..PVM_ATTEMPTS_MAX {
+        let error = match run_on_pvm(what) {
             Ok(heard) => match heard.iter().find_map(|case| case.as_ref().err()) {
                 Some(error) => error.clone(),
                 None => return Ok(heard),
@@ -302,14 +312,14 @@ fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
         };
         eprintln!("PVM 3.4.6 failed itself, it is run again: {error}");
     }
-    on_pvm(what)
+    run_on_pvm(what)
 }
 
-fn on_pvm(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+fn run_on_pvm(what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>) -> Result<Vec<CaseOutput>> {
     let bed = Testbed::new(HOSTS, None, &[])?;
-    let programs = programs_where_spawn_looks(&bed)?;
+    let programs = link_programs(&bed)?;
     let vm = RealVm::start(&bed)?;
-    let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
+    let mut add = RunningCommand::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
     add.take_stdin()
         .context("its input is piped")?
         .write_all(b"add h2 h3\n")?;
@@ -317,19 +327,22 @@ fn on_pvm(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     if !added.out.contains("2 successful") {
         bail!("{added:?}");
     }
-    finished(
-        Machine {
+    run_and_halt(
+        ComparedVm {
             bed: &bed,
-            vm: Either::Real(vm),
+            vm: RealOrSempa::Real(vm),
             programs,
         },
         what,
     )
 }
 
-fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+fn run_and_halt(
+    machine: ComparedVm,
+    what: &dyn Fn(&ComparedVm) -> Result<Vec<CaseOutput>>,
+) -> Result<Vec<CaseOutput>> {
     let result = what(&machine);
-    if let (Err(error), Either::Ours(vm)) = (&result, &machine.vm) {
+    if let (Err(error), RealOrSempa::Ours(vm)) = (&result, &machine.vm) {
         eprintln!("{error:#}\n{}", vm.logs());
     }
     let halted = machine.halt();
@@ -343,7 +356,7 @@ fn own_programs(bed: &Testbed) -> PathBuf {
 }
 
 /// Returns the path of a program: in `programs` if it exists there, otherwise Debian's.
-fn place_of_program(programs: &Path, name: &str) -> PathBuf {
+fn program_path(programs: &Path, name: &str) -> PathBuf {
     let own = programs.join(name);
     if own.exists() {
         own
@@ -352,7 +365,7 @@ fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     }
 }
 
-fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
+fn link_programs(bed: &Testbed) -> Result<PathBuf> {
     let (place, programs) = (bed.home().join("pvm3/bin/LINUX64"), own_programs(bed));
     let listed = run(
         {
@@ -367,7 +380,7 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
         .lines()
         .filter_map(|line| line.strip_prefix("/usr/bin/"));
     for name in own.chain(["pvmgs"]) {
-        symlink(place_of_program(&programs, name), place.join(name))
+        symlink(program_path(&programs, name), place.join(name))
             .with_context(|| name.to_string())?;
     }
     let slang = Path::new("/usr/share/doc/slang-pvm/examples");
@@ -385,7 +398,7 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
 
 /// The form in which two texts are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compare {
+pub enum Comparison {
     /// All lines in order; tids are masked.
     Lines,
     /// All lines in any order; tids are masked.
@@ -397,9 +410,9 @@ pub enum Compare {
 }
 
 /// Returns a text in the form in which `how` compares it.
-pub fn normal(text: &str, how: Compare) -> String {
-    let all = matches!(how, Compare::Shapes | Compare::Kinds);
-    let any_order = matches!(how, Compare::Sorted | Compare::Kinds);
+pub fn normalize(text: &str, how: Comparison) -> String {
+    let all = matches!(how, Comparison::Shapes | Comparison::Kinds);
+    let any_order = matches!(how, Comparison::Sorted | Comparison::Kinds);
     // The console's prompt may precede output that arrives at any time.
     let bare = |line: String| {
         if any_order {
@@ -408,14 +421,14 @@ pub fn normal(text: &str, how: Compare) -> String {
             line
         }
     };
-    let lines = text.lines().map(|line| bare(masked(line, all)));
+    let lines = text.lines().map(|line| bare(mask_numbers(line, all)));
     let mut lines: Vec<String> = lines
         .filter(|line| !line.is_empty() && line != "pvm>")
         .collect();
     if any_order {
         lines.sort();
     }
-    if how == Compare::Kinds {
+    if how == Comparison::Kinds {
         lines.dedup();
     }
     lines.join("\n")
@@ -423,7 +436,7 @@ pub fn normal(text: &str, how: Compare) -> String {
 
 /// Returns a line with single blanks and masked tids. A tid is `t` or `0x` with hexadecimal digits,
 /// or a large decimal number. If `all` is true, masks all numbers.
-fn masked(line: &str, all: bool) -> String {
+fn mask_numbers(line: &str, all: bool) -> String {
     let mut out = String::new();
     let bytes: Vec<char> = line
         .split_whitespace()
@@ -456,13 +469,13 @@ fn masked(line: &str, all: bool) -> String {
         if decimal > 0 && !before.is_alphabetic() {
             let number: String = rest[..decimal].iter().collect();
             let fraction = if all {
-                fraction_behind(&rest[decimal..])
+                fraction_length(&rest[decimal..])
             } else {
                 0
             };
             let is_tid = number
                 .parse::<u64>()
-                .is_ok_and(|value| (SMALLEST_TID..1 << 30).contains(&value));
+                .is_ok_and(|value| (TID_MIN..1 << 30).contains(&value));
             out.push_str(if all {
                 "N"
             } else if is_tid {
@@ -481,7 +494,7 @@ fn masked(line: &str, all: bool) -> String {
 
 /// Returns the length of the fraction and exponent after the integer part of a number: `.5`,
 /// `.5e-03`.
-fn fraction_behind(rest: &[char]) -> usize {
+fn fraction_length(rest: &[char]) -> usize {
     let digits = |from: usize| {
         rest.get(from..)
             .unwrap_or(&[])
@@ -508,7 +521,7 @@ mod tests {
     fn tids_are_masked_and_other_numbers_stay() {
         let line = "from t80001:  hello 0x40003 262146 tid: 4000a from h2, 700.5 of 0x2 time";
         assert_eq!(
-            normal(line, Compare::Lines),
+            normalize(line, Comparison::Lines),
             "from TID: hello TID TID tid: TID from h2, 700.5 of 0x2 time"
         );
     }
@@ -516,9 +529,9 @@ mod tests {
     #[test]
     fn shapes_have_no_numbers_but_names_keep_theirs() {
         assert_eq!(
-            normal(
+            normalize(
                 "  0:  1 bytes  77 times --> 1.5e-03 Mbps h2",
-                Compare::Shapes
+                Comparison::Shapes
             ),
             "N: N bytes N times --> N Mbps h2"
         );
@@ -526,6 +539,6 @@ mod tests {
 
     #[test]
     fn kinds_are_each_line_once_in_any_order() {
-        assert_eq!(normal("b 1\na 2\nb 3\n", Compare::Kinds), "a N\nb N");
+        assert_eq!(normalize("b 1\na 2\nb 3\n", Comparison::Kinds), "a N\nb N");
     }
 }

@@ -1,7 +1,7 @@
 //! Detects whether a task runs twice or loses a message: the tasks of `tests/programs/witness.c`
 //! and the director process that exchanges messages with them.
 
-use crate::run::{Running, eventually};
+use crate::run::{RunningCommand, wait_for};
 use crate::vm::Vm;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
@@ -18,17 +18,17 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Oracle {
     direct: bool,
-    director: Running,
-    words: ChildStdin,
+    director: RunningCommand,
+    director_input: ChildStdin,
     folder: PathBuf,
     program: String,
 }
 
 /// The director's account of the messages between itself and a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Account {
+pub struct MessageAccount {
     /// Number of messages that the director has received from the task.
-    pub got: u64,
+    pub received: u64,
     /// Number of lost, repeated, damaged or disordered messages that the director or the task has
     /// detected.
     pub faults: u64,
@@ -49,7 +49,7 @@ impl Oracle {
     /// # Errors
     /// The director does not start.
     pub fn start_on(vm: &Vm<'_>, host: usize, direct: bool) -> Result<Oracle> {
-        let program = vm.program("witness")?;
+        let program = vm.compile_program("witness")?;
         // Several virtual machines may run on one testbed, one after another, so the folder needs a
         // new name.
         let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
@@ -60,24 +60,26 @@ impl Oracle {
         let name = program.display().to_string();
         let mut command = vm.command(vm.bed().host(host), program);
         command.args(direct.then_some("direct"));
-        let mut director = Running::start(command, Stdio::piped())?;
+        let mut director = RunningCommand::start(command, Stdio::piped())?;
         let words = director.take_stdin().context("its input is piped")?;
         Ok(Oracle {
             direct,
             director,
-            words,
+            director_input: words,
             folder,
             program: name,
         })
     }
 
-    fn say(&mut self, line: &str) -> Result<()> {
-        Ok(self.words.write_all(format!("{line}\n").as_bytes())?)
+    fn send_command(&mut self, line: &str) -> Result<()> {
+        Ok(self
+            .director_input
+            .write_all(format!("{line}\n").as_bytes())?)
     }
 
     /// Returns the lines of the director's output that start with `begin`, without `begin`, newest
     /// first.
-    fn said(&self, begin: &str) -> Result<Vec<String>, String> {
+    fn output_lines(&self, begin: &str) -> Result<Vec<String>, String> {
         let out = self
             .director
             .out_so_far()
@@ -96,15 +98,15 @@ impl Oracle {
     /// their tids in the same order.
     pub fn spawn(&mut self, which: &[(String, String)]) -> Result<Vec<String>> {
         for (host, name) in which {
-            self.say(&format!("spawn {host} {name} {}", self.folder.display()))?;
+            self.send_command(&format!("spawn {host} {name} {}", self.folder.display()))?;
         }
         let mut tids = Vec::new();
         for (host, name) in which {
-            let tid = eventually(TIMEOUT, || {
-                if let Some(code) = self.said(&format!("refused {name} "))?.pop() {
+            let tid = wait_for(TIMEOUT, || {
+                if let Some(code) = self.output_lines(&format!("refused {name} "))?.pop() {
                     return Ok(Err(code));
                 }
-                self.said(&format!("witness {name} "))?
+                self.output_lines(&format!("witness {name} "))?
                     .pop()
                     .map(Ok)
                     .ok_or(format!("no {name} on {host}"))
@@ -112,21 +114,21 @@ impl Oracle {
             tids.push(tid.map_err(|code| anyhow::anyhow!("{name} on {host}: {code}"))?);
         }
         for tid in &tids {
-            self.talks(tid)?;
+            self.wait_for_messages(tid)?;
             if self.direct {
-                self.has_route(tid, 1)?;
+                self.wait_for_routes(tid, 1)?;
             }
         }
         Ok(tids)
     }
 
     /// Requests and returns the account of a task.
-    pub fn account(&mut self, tid: &str) -> Result<Account> {
+    pub fn account(&mut self, tid: &str) -> Result<MessageAccount> {
         let begin = format!("account {tid} ");
-        let before = self.said(&begin).map_err(anyhow::Error::msg)?.len();
-        self.say(&format!("ask {tid}"))?;
-        let line = eventually(TIMEOUT, || {
-            let said = self.said(&begin)?;
+        let before = self.output_lines(&begin).map_err(anyhow::Error::msg)?.len();
+        self.send_command(&format!("ask {tid}"))?;
+        let line = wait_for(TIMEOUT, || {
+            let said = self.output_lines(&begin)?;
             if said.len() > before {
                 Ok(said[0].clone())
             } else {
@@ -137,8 +139,8 @@ impl Oracle {
         let ["got", got, "bad", bad, "theirs", theirs] = words[..] else {
             bail!("{line}")
         };
-        Ok(Account {
-            got: got.parse()?,
+        Ok(MessageAccount {
+            received: got.parse()?,
             faults: bad.parse::<u64>()? + theirs.parse::<u64>()?,
         })
     }
@@ -148,13 +150,13 @@ impl Oracle {
     ///
     /// # Errors
     /// The task sends nothing, or a message was lost, repeated, damaged or out of order.
-    pub fn talks(&mut self, tid: &str) -> Result<()> {
+    pub fn wait_for_messages(&mut self, tid: &str) -> Result<()> {
         // Exceeds the number of messages that a task sends without an answer.
         const SOME: u64 = 12;
         let begin = self.account(tid)?;
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             let now = self.account(tid).map_err(|error| error.to_string())?;
-            if now.got >= begin.got + SOME {
+            if now.received >= begin.received + SOME {
                 Ok(())
             } else {
                 Err(format!("{tid} is silent: {begin:?}, {now:?}"))
@@ -169,9 +171,13 @@ impl Oracle {
     ///
     /// # Errors
     /// The number is not reached within the time limit.
-    pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
-        eventually(TIMEOUT, || {
-            let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
+    pub fn wait_for_routes(&self, tid: &str, count: usize) -> Result<()> {
+        wait_for(TIMEOUT, || {
+            let had = self
+                .output_lines("route ")?
+                .iter()
+                .filter(|of| *of == tid)
+                .count();
             if had >= count {
                 Ok(())
             } else {
@@ -181,15 +187,15 @@ impl Oracle {
     }
 
     /// True if the director was notified that a task has ended.
-    pub fn has_gone(&self, tid: &str) -> Result<bool, String> {
-        Ok(!self.said(&format!("gone {tid}"))?.is_empty())
+    pub fn was_notified_of_end(&self, tid: &str) -> Result<bool, String> {
+        Ok(!self.output_lines(&format!("gone {tid}"))?.is_empty())
     }
 
     /// Ends a task and waits until the director is notified of the end.
-    pub fn stop(&mut self, tid: &str) -> Result<()> {
-        self.say(&format!("stop {tid}"))?;
-        eventually(TIMEOUT, || {
-            if self.has_gone(tid)? {
+    pub fn end_task(&mut self, tid: &str) -> Result<()> {
+        self.send_command(&format!("stop {tid}"))?;
+        wait_for(TIMEOUT, || {
+            if self.was_notified_of_end(tid)? {
                 Ok(())
             } else {
                 Err(format!("{tid} does not end"))
@@ -199,7 +205,7 @@ impl Oracle {
 
     /// Checks the lines of a task's file: they must be 0, 1, 2, …. Otherwise two copies of the task
     /// have run at some time. Returns the number of lines.
-    pub fn ran_once(&self, name: &str) -> Result<usize> {
+    pub fn check_ran_once(&self, name: &str) -> Result<usize> {
         let text = fs::read_to_string(self.folder.join(name))?;
         let lines: Vec<&str> = text.lines().collect();
         for (number, line) in lines.iter().enumerate() {
@@ -214,7 +220,7 @@ impl Oracle {
     }
 
     /// Returns the number of processes of all hosts, by name of the task.
-    pub fn processes(&self) -> HashMap<String, usize> {
+    pub fn process_counts(&self) -> HashMap<String, usize> {
         let mut found = HashMap::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
             let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();

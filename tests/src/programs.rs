@@ -1,7 +1,7 @@
 //! The C programs of `tests/programs`, compiled against the installed header and library.
 
-use crate::needs;
-use crate::run::must;
+use crate::requirements;
+use crate::run::run_ok;
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Installed files below `prefix` on which the programs depend.
-const INSTALLED: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
+const INSTALLED_INPUTS: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
 
 /// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries under `prefix`.
 /// Returns the program's path.
@@ -24,20 +24,20 @@ pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
     // A child process makes the copy. If this process did, a parallel test could fork and inherit
     // the open file, and a program that is open for writing cannot be executed.
     let mut copy = Command::new("cp");
-    copy.arg(built(name, prefix)?).arg(&program);
-    must(copy, COMPILE_TIMEOUT)?;
+    copy.arg(compile_if_outdated(name, prefix)?).arg(&program);
+    run_ok(copy, COMPILE_TIMEOUT)?;
     Ok(program)
 }
 
 /// Compiles a program into the build folder unless it is up to date there. Returns its path.
-fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
+fn compile_if_outdated(name: &str, prefix: &Path) -> Result<PathBuf> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs");
     let source = sources.join(name).with_extension("c");
-    let folder = needs::build_folder()?.join("test-programs");
+    let folder = requirements::build_folder()?.join("test-programs");
     fs::create_dir_all(&folder)?;
     let program = folder.join(name);
     let mut inputs = vec![source.clone(), sources.join("steps.h")];
-    inputs.extend(INSTALLED.map(|file| prefix.join(file)));
+    inputs.extend(INSTALLED_INPUTS.map(|file| prefix.join(file)));
     if is_newer(&program, &inputs) {
         return Ok(program);
     }
@@ -53,7 +53,7 @@ fn built(name: &str, prefix: &Path) -> Result<PathBuf> {
         .arg("-L")
         .arg(prefix.join("lib"));
     gcc.args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
-    must(gcc, COMPILE_TIMEOUT).with_context(|| format!("compiling {}", source.display()))?;
+    run_ok(gcc, COMPILE_TIMEOUT).with_context(|| format!("compiling {}", source.display()))?;
     fs::rename(&fresh, &program)?;
     Ok(program)
 }

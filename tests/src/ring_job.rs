@@ -2,25 +2,25 @@
 //! self-checkpoints). Every line that the job writes is known in advance, so tests can check the
 //! results.
 
-use crate::run::eventually;
-use crate::vm::{Sure, Vm};
+use crate::run::wait_for;
+use crate::vm::{OrPanicWithLogs, Vm};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// Time limit for anything that a test waits for in a job, on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(300);
+const JOB_TIMEOUT: Duration = Duration::from_secs(300);
 /// Number of tasks of a job in addition to the first one.
-pub const WORKERS: usize = 4;
+pub const WORKER_COUNT: usize = 4;
 const MODULUS: i64 = 1_000_003;
 /// Work of a task in one round: microseconds of computation if positive, microseconds of sleep if
 /// negative. Sleep leaves the processors to the system under test.
-const PAUSE: i32 = -2000;
+const ROUND_WORK_US: i32 = -2000;
 /// Work of a task of a small job in one round. Several small jobs run at the same time, so it is
-/// longer than [`PAUSE`].
-const SMALL_PAUSE: i32 = -10_000;
+/// longer than [`ROUND_WORK_US`].
+const SMALL_JOB_ROUND_WORK_US: i32 = -10_000;
 /// Number of rounds that no job reaches. A job ends when [`Job::finish`] requests it.
-pub const ENDLESS: &str = "100000000";
+pub const ENDLESS_ROUNDS: &str = "100000000";
 
 /// Returns the sums that a job with this number of workers writes in its first `rounds` rounds.
 fn sums(workers: usize, rounds: i64) -> Vec<i64> {
@@ -54,28 +54,28 @@ pub struct Job {
 }
 
 /// A round that the job has computed, and the time of its end in microseconds since 1970.
-pub type Mark = (i64, u64);
+pub type ComputedRound = (i64, u64);
 
 /// The parameters with which a job is started.
-struct Start<'a> {
+struct JobStart<'a> {
     program: &'a str,
     folder: &'a str,
     /// Option of the console's `spawn` command that selects the host of the first task.
-    place: &'a str,
+    host_option: &'a str,
     workers: usize,
-    pause: i32,
+    round_work_us: i32,
     /// The host of all workers; `None` if the spawn selects their hosts.
     host: Option<&'a str>,
 }
 
-impl Default for Start<'_> {
+impl Default for JobStart<'_> {
     fn default() -> Self {
-        Start {
+        JobStart {
             program: "ring_job",
             folder: "ring",
-            place: "-h1",
-            workers: WORKERS,
-            pause: PAUSE,
+            host_option: "-h1",
+            workers: WORKER_COUNT,
+            round_work_us: ROUND_WORK_US,
             host: None,
         }
     }
@@ -87,12 +87,12 @@ impl Job {
     ///
     /// # Panics
     /// The job does not start.
-    pub fn start(vm: &Vm<'_>, place: &str) -> Job {
+    pub fn start(vm: &Vm<'_>, host_option: &str) -> Job {
         Job::start_with(
             vm,
-            &Start {
-                place,
-                ..Start::default()
+            &JobStart {
+                host_option,
+                ..JobStart::default()
             },
         )
     }
@@ -104,10 +104,10 @@ impl Job {
     pub fn start_slow(vm: &Vm<'_>, place: &str, pause: i32) -> Job {
         Job::start_with(
             vm,
-            &Start {
-                place,
-                pause,
-                ..Start::default()
+            &JobStart {
+                host_option: place,
+                round_work_us: pause,
+                ..JobStart::default()
             },
         )
     }
@@ -116,13 +116,13 @@ impl Job {
     ///
     /// # Panics
     /// The job does not start.
-    pub fn start_beside(vm: &Vm<'_>, folder: &str, place: &str) -> Job {
+    pub fn start_in_folder(vm: &Vm<'_>, folder: &str, place: &str) -> Job {
         Job::start_with(
             vm,
-            &Start {
-                place,
+            &JobStart {
+                host_option: place,
                 folder,
-                ..Start::default()
+                ..JobStart::default()
             },
         )
     }
@@ -137,12 +137,12 @@ impl Job {
         let _ = std::fs::remove_dir_all(vm.home().join(folder));
         Job::start_with(
             vm,
-            &Start {
+            &JobStart {
                 folder,
                 workers: 1,
-                pause: SMALL_PAUSE,
+                round_work_us: SMALL_JOB_ROUND_WORK_US,
                 host: Some(host),
-                ..Start::default()
+                ..JobStart::default()
             },
         )
     }
@@ -151,25 +151,32 @@ impl Job {
     ///
     /// # Panics
     /// The job does not start.
-    pub fn start_own(vm: &Vm<'_>, place: &str) -> Job {
+    pub fn start_with_self_checkpoints(vm: &Vm<'_>, place: &str) -> Job {
         Job::start_with(
             vm,
-            &Start {
+            &JobStart {
                 program: "own_ring",
-                place,
-                ..Start::default()
+                host_option: place,
+                ..JobStart::default()
             },
         )
     }
 
-    fn start_with(vm: &Vm<'_>, start: &Start<'_>) -> Job {
-        vm.program(start.program).expect("gcc");
-        let folder = folder_of(vm, start.folder);
-        let (workers, pause) = (start.workers.to_string(), start.pause.to_string());
+    fn start_with(vm: &Vm<'_>, start: &JobStart<'_>) -> Job {
+        vm.compile_program(start.program).expect("gcc");
+        let folder = make_folder(vm, start.folder);
+        let (workers, pause) = (start.workers.to_string(), start.round_work_us.to_string());
         let path = folder.to_str().expect("text");
-        let mut words = vec![start.place, start.program, &workers, ENDLESS, &pause, path];
+        let mut words = vec![
+            start.host_option,
+            start.program,
+            &workers,
+            ENDLESS_ROUNDS,
+            &pause,
+            path,
+        ];
         words.extend(start.host);
-        let tid = vm.spawn(&words).sure(vm);
+        let tid = vm.spawn(&words).or_panic_with_logs(vm);
         Job {
             folder,
             workers: start.workers,
@@ -179,15 +186,15 @@ impl Job {
 
     /// Returns a job that was started by other means, or that writes to another folder than at its
     /// start.
-    pub fn at(folder: PathBuf, tid: String) -> Job {
+    pub fn existing(folder: PathBuf, tid: String) -> Job {
         Job {
             folder,
-            workers: WORKERS,
+            workers: WORKER_COUNT,
             tid,
         }
     }
 
-    fn lines(&self) -> usize {
+    fn line_count(&self) -> usize {
         std::fs::read_to_string(self.folder.join("log"))
             .map(|log| log.lines().count())
             .unwrap_or_default()
@@ -195,7 +202,7 @@ impl Job {
 
     /// Returns all rounds that the job has computed, in the order of time. Rounds that a rollback
     /// has undone are included.
-    pub fn marks(&self) -> Vec<Mark> {
+    pub fn computed_rounds(&self) -> Vec<ComputedRound> {
         let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let mark = |line: &str| {
@@ -209,27 +216,27 @@ impl Job {
     ///
     /// # Panics
     /// The rounds are not computed within the time limit.
-    pub fn go_on(&self, vm: &Vm<'_>, rounds: usize) {
-        let until = self.lines() + rounds;
-        let gone = eventually(TIMEOUT, || {
-            let lines = self.lines();
+    pub fn wait_for_rounds(&self, vm: &Vm<'_>, rounds: usize) {
+        let until = self.line_count() + rounds;
+        let gone = wait_for(JOB_TIMEOUT, || {
+            let lines = self.line_count();
             if lines >= until {
                 Ok(())
             } else {
                 Err(format!("{lines} of {until} rounds"))
             }
         });
-        gone.sure(vm);
+        gone.or_panic_with_logs(vm);
     }
 
     /// Checks that the job's log has each line once and all lines so far are correct.
-    pub fn is_right(&self) {
+    pub fn check_log(&self) {
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let whole = log.rfind('\n').map_or("", |end| &log[..end]);
         let count = whole.lines().count();
         assert_eq!(
             whole.lines().collect::<Vec<_>>(),
-            wanted(&sums(self.workers, count as i64)),
+            expected_lines(&sums(self.workers, count as i64)),
             "{:?}",
             self.folder
         );
@@ -242,22 +249,22 @@ impl Job {
     /// The job does not end, or a check fails.
     pub fn finish(&self, vm: &Vm<'_>) {
         std::fs::write(self.folder.join("last"), "").expect("written");
-        let result = eventually(TIMEOUT, || {
+        let result = wait_for(JOB_TIMEOUT, || {
             let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
             text.trim()
                 .parse::<i64>()
-                .map_err(|_| format!("no result after {} rounds", self.lines()))
+                .map_err(|_| format!("no result after {} rounds", self.line_count()))
         });
-        let result = result.sure(vm);
+        let result = result.or_panic_with_logs(vm);
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let sums = sums(self.workers, log.lines().count() as i64);
         assert_eq!(Some(&result), sums.last());
-        assert!(log.lines().eq(wanted(&sums)), "{log}");
+        assert!(log.lines().eq(expected_lines(&sums)), "{log}");
     }
 }
 
 /// Returns the expected lines of the log.
-fn wanted(sums: &[i64]) -> Vec<String> {
+fn expected_lines(sums: &[i64]) -> Vec<String> {
     (0..)
         .zip(sums)
         .map(|(round, sum): (i64, _)| format!("{round} {sum}"))
@@ -265,7 +272,7 @@ fn wanted(sums: &[i64]) -> Vec<String> {
 }
 
 /// Makes the folder of a job. Returns its path.
-fn folder_of(vm: &Vm<'_>, name: &str) -> PathBuf {
+fn make_folder(vm: &Vm<'_>, name: &str) -> PathBuf {
     let folder = vm.home().join(name);
     std::fs::create_dir_all(&folder).expect("a folder");
     std::fs::write(folder.join("times"), "").expect("written");

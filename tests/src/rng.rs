@@ -4,26 +4,26 @@ use crate::faults::is_full;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Environment variable with the seed of tests that try a sample of their cases.
-const SEED: &str = "SEMPA_TEST_SEED";
+const SEED_ENV: &str = "SEMPA_TEST_SEED";
 const SECONDS_PER_DAY: u64 = 86_400;
 
 /// Returns the seed for this run, and prints it so that a failed run can be repeated.
 ///
-/// Without the environment variable [`SEED`] the seed is the number of the day. All runs on one day
+/// Without the environment variable `SEED_ENV` the seed is the number of the day. All runs on one day
 /// try the same sample; on the next day the sample is another one.
 ///
 /// # Panics
 /// The environment variable is not a number.
 pub fn seed() -> u64 {
-    let seed = match std::env::var(SEED) {
+    let seed = match std::env::var(SEED_ENV) {
         Ok(text) => text
             .parse()
-            .unwrap_or_else(|error| panic!("{SEED}={text:?}: {error}")),
+            .unwrap_or_else(|error| panic!("{SEED_ENV}={text:?}: {error}")),
         Err(_) => SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| since.as_secs() / SECONDS_PER_DAY),
     };
-    eprintln!("seed: {SEED}={seed} repeats this sample");
+    eprintln!("seed: {SEED_ENV}={seed} repeats this sample");
     seed
 }
 

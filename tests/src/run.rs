@@ -13,25 +13,25 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Minimum pause between two checks of a condition. The pause is a sixteenth of the time waited so
-/// far, between this minimum and [`PAUSE_MAX`]. Many checks start a console, and frequent checks
+/// far, between this minimum and [`CHECK_INTERVAL_MAX`]. Many checks start a console, and frequent checks
 /// would slow down the work that the test waits for.
-const PAUSE_MIN: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
+const CHECK_INTERVAL_MAX: Duration = Duration::from_millis(100);
 
 /// Time limit for a killed process to end.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Exit status and output of a command that has ended.
 #[derive(Debug, Clone)]
-pub struct Done {
+pub struct CommandResult {
     pub status: ExitStatus,
     pub out: String,
     pub err: String,
 }
 
-impl Done {
+impl CommandResult {
     /// True for exit status 0.
-    pub fn good(&self) -> bool {
+    pub fn succeeded(&self) -> bool {
         self.status.success()
     }
 
@@ -39,8 +39,8 @@ impl Done {
     ///
     /// # Errors
     /// The command has failed; the error has its output.
-    pub fn expect_good(self, what: &str) -> Result<Done> {
-        if self.good() {
+    pub fn expect_success(self, what: &str) -> Result<CommandResult> {
+        if self.succeeded() {
             return Ok(self);
         }
         bail!(
@@ -57,10 +57,7 @@ impl Done {
 ///
 /// # Errors
 /// The deadline has passed; the error is the last one of `check`.
-pub fn eventually<T>(
-    deadline: Duration,
-    mut check: impl FnMut() -> Result<T, String>,
-) -> Result<T> {
+pub fn wait_for<T>(deadline: Duration, mut check: impl FnMut() -> Result<T, String>) -> Result<T> {
     let begun = Instant::now();
     loop {
         match check() {
@@ -69,7 +66,7 @@ pub fn eventually<T>(
                 bail!("not within {} s: {missing}", deadline.as_secs_f32())
             }
             Err(_) => {
-                let pause = (begun.elapsed() / 16).clamp(PAUSE_MIN, PAUSE_MAX);
+                let pause = (begun.elapsed() / 16).clamp(CHECK_INTERVAL_MIN, CHECK_INTERVAL_MAX);
                 std::thread::park_timeout(pause);
             }
         }
@@ -78,16 +75,16 @@ pub fn eventually<T>(
 
 /// A running command, with its output in files.
 #[derive(Debug)]
-pub struct Running {
-    what: String,
+pub struct RunningCommand {
+    description: String,
     child: Child,
     out: File,
     err: File,
 }
 
-impl Running {
+impl RunningCommand {
     /// Starts a command with `stdin` as its standard input.
-    pub fn start(mut command: Command, stdin: Stdio) -> Result<Running> {
+    pub fn start(mut command: Command, stdin: Stdio) -> Result<RunningCommand> {
         let what = format!("{command:?}");
         let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
         command
@@ -97,8 +94,8 @@ impl Running {
         let child = command
             .spawn()
             .with_context(|| format!("cannot start {what}"))?;
-        Ok(Running {
-            what,
+        Ok(RunningCommand {
+            description: what,
             child,
             out,
             err,
@@ -107,12 +104,12 @@ impl Running {
 
     /// Returns the standard output of the command so far.
     pub fn out_so_far(&self) -> Result<String> {
-        slurp(&self.out)
+        read_all(&self.out)
     }
 
     /// Returns the standard error of the command so far.
     pub fn err_so_far(&self) -> Result<String> {
-        slurp(&self.err)
+        read_all(&self.err)
     }
 
     /// Returns the process number on the machine.
@@ -147,18 +144,18 @@ impl Running {
     ///
     /// # Errors
     /// The command did not end before the deadline; the error has its output.
-    pub fn finish(mut self, deadline: Duration) -> Result<Done> {
-        let ended = eventually(deadline, || match self.child.try_wait() {
+    pub fn finish(mut self, deadline: Duration) -> Result<CommandResult> {
+        let ended = wait_for(deadline, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
             Ok(None) => Err("it still runs".to_string()),
             Err(error) => Err(error.to_string()),
         });
-        let (out, err) = (slurp(&self.out)?, slurp(&self.err)?);
+        let (out, err) = (read_all(&self.out)?, read_all(&self.err)?);
         match ended {
-            Ok(status) => Ok(Done { status, out, err }),
+            Ok(status) => Ok(CommandResult { status, out, err }),
             Err(late) => bail!(
                 "{}: {late}\nstdout: {}\nstderr: {}",
-                self.what,
+                self.description,
                 out.trim(),
                 err.trim()
             ),
@@ -166,7 +163,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningCommand {
     fn drop(&mut self) {
         // Both calls do nothing if the process has ended.
         let _ = self.child.kill();
@@ -174,7 +171,7 @@ impl Drop for Running {
     }
 }
 
-fn slurp(file: &File) -> Result<String> {
+fn read_all(file: &File) -> Result<String> {
     // A duplicate of the descriptor would share the file offset with the writer, so the file is
     // opened again.
     use std::os::fd::AsRawFd;
@@ -190,15 +187,15 @@ fn slurp(file: &File) -> Result<String> {
 /// # Errors
 /// The command does not start, or does not end before the deadline. A failure of the command is no
 /// error.
-pub fn run(command: Command, deadline: Duration) -> Result<Done> {
-    Running::start(command, Stdio::null())?.finish(deadline)
+pub fn run(command: Command, deadline: Duration) -> Result<CommandResult> {
+    RunningCommand::start(command, Stdio::null())?.finish(deadline)
 }
 
 /// Runs a command to its end. The command must succeed.
 ///
 /// # Errors
 /// As [`run`]; also if the exit status is not 0.
-pub fn must(command: Command, deadline: Duration) -> Result<Done> {
+pub fn run_ok(command: Command, deadline: Duration) -> Result<CommandResult> {
     let what = format!("{command:?}");
-    run(command, deadline)?.expect_good(&what)
+    run(command, deadline)?.expect_success(&what)
 }

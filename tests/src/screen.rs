@@ -1,7 +1,7 @@
 //! A virtual display in a host, for programs that draw. Tests read its pixels and move its mouse.
 
 use crate::Host;
-use crate::run::{Running, eventually, must};
+use crate::run::{RunningCommand, run_ok, wait_for};
 use anyhow::{Context, Result, bail, ensure};
 use std::ops::Range;
 use std::path::Path;
@@ -17,11 +17,11 @@ const PROGRAMS: [(&str, &str); 3] = [
     ("/usr/bin/xdotool", "xdotool"),
 ];
 /// Path in the host of the file with a dump of the display.
-const DUMP: &str = "/tmp/screen.xwd";
+const DUMP_PATH: &str = "/tmp/screen.xwd";
 /// Number of 32-bit words of a dump's header; the window's name follows them.
 const HEAD_WORDS: usize = 25;
-const COLOUR_ENTRY: usize = 12;
-const PIXEL: usize = 4;
+const COLOUR_ENTRY_BYTES: usize = 12;
+const PIXEL_BYTES: usize = 4;
 
 /// Returns why no display can run on this machine; `None` if one can.
 pub fn lacks() -> Option<String> {
@@ -34,7 +34,7 @@ pub fn lacks() -> Option<String> {
 #[derive(Debug)]
 pub struct Screen<'a> {
     host: &'a Host,
-    server: Running,
+    server: RunningCommand,
     name: String,
 }
 
@@ -54,8 +54,8 @@ impl<'a> Screen<'a> {
         // Without this option the server resets when its last client (for instance a dump)
         // disconnects, and refuses clients that connect at that moment.
         command.arg("-noreset");
-        let server = Running::start(command, Stdio::null())?;
-        let number = eventually(STARTUP_TIMEOUT, || match server.out_so_far() {
+        let server = RunningCommand::start(command, Stdio::null())?;
+        let number = wait_for(STARTUP_TIMEOUT, || match server.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(out.trim().to_string()),
             other => Err(format!(
                 "the server names no display: {other:?}, {:?}",
@@ -77,11 +77,11 @@ impl<'a> Screen<'a> {
     /// Dumps the display and returns its pixels.
     pub fn picture(&self) -> Result<Picture> {
         let mut command = self.command(PROGRAMS[1].0);
-        command.args(["-root", "-silent", "-out", DUMP]);
-        must(command, STARTUP_TIMEOUT)?;
-        let dump = std::fs::read(self.host.path(DUMP))?;
-        std::fs::remove_file(self.host.path(DUMP))?;
-        Picture::of_dump(&dump)
+        command.args(["-root", "-silent", "-out", DUMP_PATH]);
+        run_ok(command, STARTUP_TIMEOUT)?;
+        let dump = std::fs::read(self.host.machine_path(DUMP_PATH))?;
+        std::fs::remove_file(self.host.machine_path(DUMP_PATH))?;
+        Picture::parse_dump(&dump)
     }
 
     /// Moves the mouse and presses its buttons. `words` are the arguments of xdotool.
@@ -91,7 +91,7 @@ impl<'a> Screen<'a> {
     pub fn mouse(&self, words: &str) -> Result<()> {
         let mut command = self.command(PROGRAMS[2].0);
         command.args(words.split_whitespace());
-        must(command, STARTUP_TIMEOUT).map(|_| ())
+        run_ok(command, STARTUP_TIMEOUT).map(|_| ())
     }
 
     fn command(&self, program: &str) -> Command {
@@ -125,7 +125,7 @@ pub struct Picture {
 
 impl Picture {
     /// Parses a dump of xwd with 32 bits per pixel.
-    fn of_dump(dump: &[u8]) -> Result<Picture> {
+    fn parse_dump(dump: &[u8]) -> Result<Picture> {
         let word = |at: usize| -> Result<usize> {
             let bytes = dump
                 .get(at * 4..at * 4 + 4)
@@ -136,16 +136,16 @@ impl Picture {
         let (width, height, low_first) = (word(4)?, word(5)?, word(7)? == 0);
         let (bits, line) = (word(11)?, word(12)?);
         ensure!(
-            bits == PIXEL * 8 && low_first && line >= width * PIXEL,
+            bits == PIXEL_BYTES * 8 && low_first && line >= width * PIXEL_BYTES,
             "a dump of another form: {bits} bits"
         );
-        let from = word(0)? + word(19)? * COLOUR_ENTRY;
+        let from = word(0)? + word(19)? * COLOUR_ENTRY_BYTES;
         let Some(body) = dump.get(from..from + line * height) else {
             bail!("the dump is cut")
         };
         let rows = body
             .chunks_exact(line)
-            .flat_map(|row| row[..width * PIXEL].chunks_exact(PIXEL));
+            .flat_map(|row| row[..width * PIXEL_BYTES].chunks_exact(PIXEL_BYTES));
         Ok(Picture {
             width,
             pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect(),
@@ -153,7 +153,7 @@ impl Picture {
     }
 
     /// Returns the pixels within these lines and columns, line by line.
-    pub fn part(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
+    pub fn pixels_in(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
         let rows = self
             .pixels
             .chunks_exact(self.width)
@@ -195,7 +195,7 @@ mod tests {
     /// Returns a dump of a display with one line of pixels.
     fn dump(pixels: &[Colour]) -> Vec<u8> {
         let mut words = [0u32; HEAD_WORDS];
-        let line = (pixels.len() * PIXEL) as u32;
+        let line = (pixels.len() * PIXEL_BYTES) as u32;
         for (place, word) in [
             (0, 100),
             (4, pixels.len() as u32),
@@ -207,7 +207,7 @@ mod tests {
             words[place] = word;
         }
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes()).collect();
-        bytes.extend([7; COLOUR_ENTRY]);
+        bytes.extend([7; COLOUR_ENTRY_BYTES]);
         bytes.extend(
             pixels
                 .iter()
@@ -218,17 +218,18 @@ mod tests {
 
     #[test]
     fn dump_is_parsed_and_shown_as_text() {
-        let picture = Picture::of_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
+        let picture =
+            Picture::parse_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
         assert_eq!(
             picture.text(),
             "0 is [0, 0, 0]\n1 is [1, 2, 3]\n2 is [255, 255, 255]\n2 of 0, 1 of 1, 1 of 2, \n"
         );
-        assert_eq!(picture.part(0..1, 1..3), [BLACK, [1, 2, 3]]);
+        assert_eq!(picture.pixels_in(0..1, 1..3), [BLACK, [1, 2, 3]]);
     }
 
     #[test]
     fn a_dump_that_is_cut_is_an_error() {
         let whole = dump(&[BLACK, WHITE]);
-        assert!((0..whole.len()).all(|len| Picture::of_dump(&whole[..len]).is_err()));
+        assert!((0..whole.len()).all(|len| Picture::parse_dump(&whole[..len]).is_err()));
     }
 }

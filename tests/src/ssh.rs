@@ -1,6 +1,6 @@
 //! Sets up ssh in a testbed: keys, daemons and client settings. Also makes logins with a terminal.
 
-use crate::run::{Running, eventually, must};
+use crate::run::{RunningCommand, run_ok, wait_for};
 use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed};
 use anyhow::{Context, Result};
 use std::fs;
@@ -13,7 +13,7 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes the keys of users and hosts and the settings of clients and daemons, all in the testbed's
 /// folder. `remote` is the environment of commands that are started through ssh.
-pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> {
+pub(crate) fn make_keys_and_settings(folder: &Path, names: &[String], remote: &str) -> Result<()> {
     let all = folder.join("ssh");
     fs::create_dir_all(&all)?;
     let mut authorized = String::new();
@@ -23,7 +23,7 @@ pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> 
         std::os::unix::fs::chown(&key, Some(uid), Some(uid))?;
         let config = client_config(folder, user);
         fs::create_dir_all(config.parent().context("it is in a folder")?)?;
-        fs::write(config, client_text(folder, &key))?;
+        fs::write(config, client_settings(folder, &key))?;
     }
     fs::write(all.join("authorized_keys"), authorized)?;
     let mut known = String::new();
@@ -32,7 +32,10 @@ pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> 
         fs::create_dir_all(&own)?;
         let public = make_key(&own.join("host_key"), name)?;
         known.push_str(&format!("{name},{}.{i} {public}", crate::testbed::NETWORK));
-        fs::write(own.join("sshd_config"), daemon_text(folder, &own, remote))?;
+        fs::write(
+            own.join("sshd_config"),
+            daemon_settings(folder, &own, remote),
+        )?;
     }
     fs::write(all.join("known_hosts"), known)?;
     Ok(())
@@ -43,7 +46,7 @@ fn make_key(file: &Path, comment: &str) -> Result<String> {
     command
         .args(["-q", "-t", "ed25519", "-N", "", "-C", comment, "-f"])
         .arg(file);
-    must(command, STARTUP_TIMEOUT)?;
+    run_ok(command, STARTUP_TIMEOUT)?;
     let public = file.with_extension("pub");
     fs::set_permissions(&public, fs::Permissions::from_mode(0o644))?;
     Ok(fs::read_to_string(public)?)
@@ -60,7 +63,7 @@ pub fn remote_shell(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config(folder, user).display())
 }
 
-fn client_text(folder: &Path, key: &Path) -> String {
+fn client_settings(folder: &Path, key: &Path) -> String {
     let known = folder.join("ssh/known_hosts");
     format!(
         "IdentityFile {}\nIdentitiesOnly yes\nIdentityAgent none\nUserKnownHostsFile {}\nGlobalKnownHostsFile /dev/null\n\
@@ -70,7 +73,7 @@ fn client_text(folder: &Path, key: &Path) -> String {
     )
 }
 
-fn daemon_text(folder: &Path, own: &Path, remote: &str) -> String {
+fn daemon_settings(folder: &Path, own: &Path, remote: &str) -> String {
     format!(
         "Port 22\nHostKey {own}/host_key\nPidFile {own}/sshd.pid\nAuthorizedKeysFile {all}/ssh/authorized_keys\n\
          StrictModes no\nUsePAM no\nPrintMotd no\nPrintLastLog no\nPermitRootLogin yes\nPasswordAuthentication no\n\
@@ -82,7 +85,7 @@ fn daemon_text(folder: &Path, own: &Path, remote: &str) -> String {
 }
 
 /// Starts the sshd of a host and waits until it listens.
-pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
+pub(crate) fn start_sshd(host: &Host, folder: &Path) -> Result<()> {
     let own = folder.join(host.name());
     let mut command = host.command("/usr/sbin/sshd");
     command
@@ -90,9 +93,9 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
         .arg(own.join("sshd_config"))
         .arg("-E")
         .arg(own.join("sshd.log"));
-    must(command, STARTUP_TIMEOUT)?;
+    run_ok(command, STARTUP_TIMEOUT)?;
     // sshd starts to listen before it writes its process number.
-    eventually(STARTUP_TIMEOUT, || {
+    wait_for(STARTUP_TIMEOUT, || {
         if own.join("sshd.pid").exists() {
             Ok(())
         } else {
@@ -104,7 +107,7 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
 /// A login on a host, with a terminal, from the desk. Dropping ends the login.
 #[derive(Debug)]
 pub struct Login {
-    session: Running,
+    session: RunningCommand,
     input: Option<ChildStdin>,
 }
 
@@ -119,13 +122,13 @@ impl Login {
             .arg(client_config(testbed.folder(), "root"))
             .arg("-tt")
             .arg(format!("{user}@{}", host.name()));
-        let mut session = Running::start(command, Stdio::piped())?;
+        let mut session = RunningCommand::start(command, Stdio::piped())?;
         let input = session.take_stdin().context("its input is piped")?;
         let mut login = Login {
             session,
             input: Some(input),
         };
-        eventually(STARTUP_TIMEOUT, || {
+        wait_for(STARTUP_TIMEOUT, || {
             if crate::utmp::logins(host).is_ok_and(|logins| logins.len() > before) {
                 return Ok(());
             }
@@ -150,14 +153,14 @@ impl Login {
     ///
     /// # Errors
     /// ssh does not end.
-    pub fn out(mut self) -> Result<()> {
+    pub fn log_out(mut self) -> Result<()> {
         use std::io::Write;
         if let Some(mut input) = self.input.take() {
             // The shell may have ended before, so an error is ignored.
             let _ = input.write_all(b"exit\n");
         }
         let session = &mut self.session;
-        eventually(STARTUP_TIMEOUT, || match session.poll() {
+        wait_for(STARTUP_TIMEOUT, || match session.poll() {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err("the login session does not end".to_string()),
             Err(error) => Err(error.to_string()),

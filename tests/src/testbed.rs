@@ -6,8 +6,8 @@
 //! the next testbed removes.
 
 use crate::hosts::HostPlan;
-use crate::run::{Done, Running, eventually, must, run};
-use crate::{needs, ssh};
+use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
+use crate::{requirements, ssh};
 use anyhow::{Context, Result, bail};
 use procfs::process::all_processes;
 use std::fs;
@@ -30,15 +30,15 @@ pub const OLGA_UID: u32 = 21_002;
 /// Time limit for a program to start on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Parent of the folders of all testbeds. All users can access it, whatever TMPDIR is.
-const TOP: &str = "/tmp";
+const TESTBEDS_PARENT: &str = "/tmp";
 /// Beginning of the name of a testbed's folder. The number of the testbed's process follows.
-const FOLDER: &str = "sempa-testbed-";
+const FOLDER_PREFIX: &str = "sempa-testbed-";
 
 /// A host of the testbed, or the desk.
 #[derive(Debug)]
 pub struct Host {
     name: String,
-    init: u32,
+    init_pid: u32,
     home: PathBuf,
     prefix: Option<PathBuf>,
     child: Child,
@@ -50,7 +50,7 @@ pub struct Host {
 pub struct Testbed {
     folder: PathBuf,
     engine: Option<PathBuf>,
-    steps: Option<PathBuf>,
+    breakpoints_folder: Option<PathBuf>,
     prefix: Option<PathBuf>,
     desk: Host,
     hosts: Vec<Host>,
@@ -58,10 +58,10 @@ pub struct Testbed {
 
 /// The parameters of a testbed.
 #[derive(Clone, Copy, Debug)]
-struct Wanted<'a> {
+struct TestbedParams<'a> {
     count: usize,
     prefix: Option<&'a Path>,
-    keep: &'a [&'a Path],
+    shared_folders: &'a [&'a Path],
     own_engine: bool,
     env: &'a [(&'a str, &'a str)],
 }
@@ -71,25 +71,25 @@ impl Testbed {
     /// `prefix` is where the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses. Nothing of the testbed
+    /// The machine lacks something ([`requirements::lacks`]) or the kernel refuses. Nothing of the testbed
     /// remains.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
-        Testbed::make(&Wanted {
+        Testbed::make(&TestbedParams {
             count,
             prefix,
-            keep,
+            shared_folders: keep,
             own_engine: false,
             env: &[],
         })
     }
 
     /// As [`Testbed::new`]. On all hosts `SEMPA_CRIU` is [`Testbed::engine`], a link to the real
-    /// CRIU that a test may replace. Daemons stop at breakpoints in [`Testbed::steps`].
+    /// CRIU that a test may replace. Daemons stop at breakpoints in [`Testbed::breakpoints_folder`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
-        Testbed::make(&Wanted {
+        Testbed::make(&TestbedParams {
             count,
             prefix,
-            keep: &[],
+            shared_folders: &[],
             own_engine: true,
             env: &[],
         })
@@ -101,37 +101,37 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_env(count: usize, prefix: Option<&Path>, env: &[(&str, &str)]) -> Result<Testbed> {
-        Testbed::make(&Wanted {
+        Testbed::make(&TestbedParams {
             count,
             prefix,
-            keep: &[],
+            shared_folders: &[],
             own_engine: true,
             env,
         })
     }
 
-    fn make(wanted: &Wanted<'_>) -> Result<Testbed> {
+    fn make(wanted: &TestbedParams<'_>) -> Result<Testbed> {
         let count = wanted.count;
-        if let Some(lack) = needs::lacks() {
+        if let Some(lack) = requirements::lacks() {
             bail!("no testbed: {lack}");
         }
         if !(1..=HOSTS_MAX).contains(&count) {
             bail!("a testbed has 1 to {HOSTS_MAX} hosts, not {count}");
         }
-        remove_what_dead_ones_left();
+        remove_stale_folders();
         let folder = make_folder()?;
-        let made = Testbed::fill(&folder, wanted);
+        let made = Testbed::start_hosts(&folder, wanted);
         if made.is_err() {
             let _ = fs::remove_dir_all(&folder);
         }
         made
     }
 
-    fn fill(folder: &Path, wanted: &Wanted<'_>) -> Result<Testbed> {
-        let &Wanted {
+    fn start_hosts(folder: &Path, wanted: &TestbedParams<'_>) -> Result<Testbed> {
+        let &TestbedParams {
             count,
             prefix,
-            keep,
+            shared_folders: keep,
             own_engine,
             env,
         } = wanted;
@@ -143,13 +143,13 @@ impl Testbed {
             fs::create_dir_all(own.join("pvm3/bin/LINUX64"))?;
             std::os::unix::fs::chown(&own, Some(uid), Some(uid))?;
         }
-        accounts(folder, &names)?;
-        let inside = prefix.map(place_of);
-        let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", path_of(inside.as_deref()));
+        write_etc_files(folder, &names)?;
+        let inside = prefix.map(prefix_in_hosts);
+        let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", search_path(inside.as_deref()));
         let mut engine = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
         if own_engine {
             let link = folder.join("engine");
-            let real = needs::engine().context("no CRIU: run cargo xtask criu")?;
+            let real = requirements::engine().context("no CRIU: run cargo xtask criu")?;
             std::os::unix::fs::symlink(real, &link)?;
             engine = Some(link);
         }
@@ -162,19 +162,19 @@ impl Testbed {
             remote.push_str(&format!(" SEMPA_TEST_STEPS={}", steps.display()));
         }
         remote.extend(env.iter().map(|(name, value)| format!(" {name}={value}")));
-        ssh::keys(folder, &names, &remote)?;
+        ssh::make_keys_and_settings(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
         kept.extend(keep.iter().map(|path| path.to_path_buf()));
-        if let Some(real) = needs::engine() {
+        if let Some(real) = requirements::engine() {
             kept.extend(real.parent().and_then(Path::parent).map(Path::to_path_buf));
         }
         let mut kept: Vec<(PathBuf, PathBuf)> =
             kept.into_iter().map(|path| (path.clone(), path)).collect();
-        kept.extend(prefix.map(|prefix| (prefix.to_path_buf(), place_of(prefix))));
+        kept.extend(prefix.map(|prefix| (prefix.to_path_buf(), prefix_in_hosts(prefix))));
         let plan = |name: &str, remove_at_end| HostPlan {
             name: name.to_string(),
-            keep: kept.clone(),
-            over: ["hosts", "passwd", "group", "shadow"]
+            visible_folders: kept.clone(),
+            replaced_files: ["hosts", "passwd", "group", "shadow"]
                 .map(|file| (folder.join(file), Path::new("/etc").join(file)))
                 .to_vec(),
             remove_at_end,
@@ -198,20 +198,20 @@ impl Testbed {
         let testbed = Testbed {
             folder: folder.to_path_buf(),
             engine,
-            steps,
+            breakpoints_folder: steps,
             prefix,
             desk,
             hosts,
         };
-        testbed.wire()?;
+        testbed.connect_hosts()?;
         for host in &testbed.hosts {
-            ssh::daemon(host, folder)?;
+            ssh::start_sshd(host, folder)?;
         }
         Ok(testbed)
     }
 
     /// Connects host number `i` to the network if `on` is true; disconnects it otherwise.
-    pub fn plug(&self, i: usize, on: bool) -> Result<()> {
+    pub fn set_connected(&self, i: usize, on: bool) -> Result<()> {
         self.desk
             .ip(&format!("link set p{i} {}", if on { "up" } else { "down" }))
             .map(drop)
@@ -219,7 +219,7 @@ impl Testbed {
 
     /// Interrupts the connection between hosts `i` and `j` if `apart` is true; restores it
     /// otherwise. All other hosts can reach both of them.
-    pub fn part(&self, i: usize, j: usize, apart: bool) -> Result<()> {
+    pub fn set_partitioned(&self, i: usize, j: usize, apart: bool) -> Result<()> {
         for (here, there) in [(i, j), (j, i)] {
             // Frames for the other host are sent to an unused hardware address.
             let line = if apart {
@@ -255,11 +255,11 @@ impl Testbed {
         }
         self.host(i)
             .shell(&line, STARTUP_TIMEOUT)?
-            .expect_good("another /tmp")
+            .expect_success("another /tmp")
             .map(drop)
     }
 
-    fn wire(&self) -> Result<()> {
+    fn connect_hosts(&self) -> Result<()> {
         let desk = |line: &str| self.desk.ip(line);
         desk("link add br0 type bridge")?;
         desk(&format!("addr add {NETWORK}.254/24 dev br0"))?;
@@ -267,7 +267,7 @@ impl Testbed {
         for (i, host) in (1..).zip(&self.hosts) {
             desk(&format!(
                 "link add p{i} type veth peer name eth0 netns {}",
-                host.init
+                host.init_pid
             ))?;
             desk(&format!("link set p{i} master br0 up"))?;
             for line in [
@@ -307,8 +307,8 @@ impl Testbed {
 
     /// Returns the value of `SEMPA_TEST_STEPS` on all hosts: the folder of breakpoints
     /// ([`crate::faults::Breakpoint`]).
-    pub fn steps(&self) -> Option<&Path> {
-        self.steps.as_deref()
+    pub fn breakpoints_folder(&self) -> Option<&Path> {
+        self.breakpoints_folder.as_deref()
     }
 
     /// Returns the folder on the machine where the programs are installed.
@@ -338,7 +338,7 @@ impl Host {
         fs::create_dir_all(&own)?;
         let plan_file = own.join("plan.json");
         fs::write(&plan_file, serde_json::to_vec(&plan)?)?;
-        let program = needs::build_folder()?.join("sempa-host");
+        let program = requirements::build_folder()?.join("sempa-host");
         let mut child = Command::new(&program)
             .arg("outer")
             .arg(&plan_file)
@@ -359,7 +359,7 @@ impl Host {
             if let (Some(init), true) = (init, ready) {
                 return Ok(Host {
                     name: plan.name,
-                    init,
+                    init_pid: init,
                     home: home.to_path_buf(),
                     prefix,
                     child,
@@ -376,12 +376,12 @@ impl Host {
     }
 
     /// Runs `ip` in the host's network.
-    fn ip(&self, line: &str) -> Result<Done> {
+    fn ip(&self, line: &str) -> Result<CommandResult> {
         let mut command = Command::new("nsenter");
         command
-            .args(["-t", &self.init.to_string(), "-n", "--", "ip"])
+            .args(["-t", &self.init_pid.to_string(), "-n", "--", "ip"])
             .args(line.split(' '));
-        must(command, STARTUP_TIMEOUT)
+        run_ok(command, STARTUP_TIMEOUT)
     }
 
     pub fn name(&self) -> &str {
@@ -389,13 +389,13 @@ impl Host {
     }
 
     /// Returns the number on the machine of the host's process 1.
-    pub fn init(&self) -> u32 {
-        self.init
+    pub fn init_pid(&self) -> u32 {
+        self.init_pid
     }
 
     /// Converts a path in the host to a path on the machine.
-    pub fn path(&self, inside: &str) -> PathBuf {
-        Path::new(&format!("/proc/{}/root", self.init)).join(inside.trim_start_matches('/'))
+    pub fn machine_path(&self, inside: &str) -> PathBuf {
+        Path::new(&format!("/proc/{}/root", self.init_pid)).join(inside.trim_start_matches('/'))
     }
 
     /// Returns a command that runs in the host as root, in root's home folder, with a minimal
@@ -412,7 +412,15 @@ impl Host {
         program: impl AsRef<Path>,
     ) -> Command {
         let mut command = Command::new("nsenter");
-        command.args(["-t", &self.init.to_string(), "-n", "-u", "-p", "-m", "--"]);
+        command.args([
+            "-t",
+            &self.init_pid.to_string(),
+            "-n",
+            "-u",
+            "-p",
+            "-m",
+            "--",
+        ]);
         if let Some((_, uid, _)) = user {
             let uid = uid.to_string();
             command.args([
@@ -437,7 +445,7 @@ impl Host {
             .env("LOGNAME", name)
             .env("LANG", "C.UTF-8");
         command
-            .env("PATH", path_of(self.prefix.as_deref()))
+            .env("PATH", search_path(self.prefix.as_deref()))
             .env("TERM", "dumb");
         if let Some(prefix) = &self.prefix {
             command.env("LD_LIBRARY_PATH", prefix.join("lib"));
@@ -446,21 +454,21 @@ impl Host {
     }
 
     /// Runs a command line with the shell, in the host, as root.
-    pub fn shell(&self, line: &str, deadline: Duration) -> Result<Done> {
+    pub fn shell(&self, line: &str, deadline: Duration) -> Result<CommandResult> {
         let mut command = self.command("/bin/sh");
         command.args(["-c", line]);
         run(command, deadline)
     }
 
     /// Starts a command that was made for the host, and returns without waiting for its end.
-    pub fn start_command(&self, command: Command) -> Result<Running> {
-        Running::start(command, Stdio::null())
+    pub fn start_command(&self, command: Command) -> Result<RunningCommand> {
+        RunningCommand::start(command, Stdio::null())
     }
 
     /// Returns the processes of the host except for process 1, as (number on the machine, command
     /// line).
     pub fn processes(&self) -> Vec<(u32, String)> {
-        let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else {
+        let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init_pid)) else {
             return Vec::new();
         };
         let mut found = Vec::new();
@@ -469,7 +477,7 @@ impl Host {
             // Network namespaces are compared, because tasks have process-id namespaces of their
             // own.
             let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
-            if inside && pid != self.init {
+            if inside && pid != self.init_pid {
                 let words = process.cmdline().unwrap_or_default();
                 found.push((pid, words.join(" ").trim().to_string()));
             }
@@ -480,7 +488,7 @@ impl Host {
 
     /// Kills all processes of the host except for those of the testbed.
     pub fn kill_all(&self) {
-        self.kill_those(|line| {
+        self.kill_matching(|line| {
             !["sshd", "sempa-host"]
                 .iter()
                 .any(|word| line.contains(word))
@@ -488,7 +496,7 @@ impl Host {
     }
 
     /// Kills the processes of the host whose command line matches.
-    pub fn kill_those(&self, is_one: impl Fn(&str) -> bool) {
+    pub fn kill_matching(&self, is_one: impl Fn(&str) -> bool) {
         for (pid, line) in self
             .processes()
             .into_iter()
@@ -511,7 +519,7 @@ impl Host {
 
     /// Returns the files under `/tmp`, `/run` and `/dev/shm` of the host that the testbed has not
     /// made.
-    pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
+    pub fn leftover_files(&self, folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is CRIU's cache of kernel features.
         let ours = |path: &Path| {
             ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
@@ -526,7 +534,11 @@ impl Host {
         };
         let mut left = Vec::new();
         for top in ["/tmp", "/run", "/dev/shm"] {
-            for entry in fs::read_dir(self.path(top)).into_iter().flatten().flatten() {
+            for entry in fs::read_dir(self.machine_path(top))
+                .into_iter()
+                .flatten()
+                .flatten()
+            {
                 let inside = Path::new(top).join(entry.file_name());
                 if !ours(&inside) {
                     left.push(inside);
@@ -550,7 +562,7 @@ impl Drop for Host {
 
 /// Returns where the programs are installed, as seen in the hosts: under the same path, unless
 /// ordinary users cannot access that path.
-pub(crate) fn place_of(prefix: &Path) -> PathBuf {
+pub(crate) fn prefix_in_hosts(prefix: &Path) -> PathBuf {
     let open = |folder: &Path| {
         fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005)
     };
@@ -562,7 +574,7 @@ pub(crate) fn place_of(prefix: &Path) -> PathBuf {
 }
 
 /// Returns the value of PATH for commands in a host.
-pub(crate) fn path_of(prefix: Option<&Path>) -> String {
+pub(crate) fn search_path(prefix: Option<&Path>) -> String {
     let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     match prefix {
         Some(prefix) => format!("{}:{usual}", prefix.join("bin").display()),
@@ -572,9 +584,9 @@ pub(crate) fn path_of(prefix: Option<&Path>) -> String {
 
 fn make_folder() -> Result<PathBuf> {
     let own = std::process::id();
-    let top = Path::new(TOP);
+    let top = Path::new(TESTBEDS_PARENT);
     for number in 0..1000 {
-        let folder = top.join(format!("{FOLDER}{own}-{number}"));
+        let folder = top.join(format!("{FOLDER_PREFIX}{own}-{number}"));
         match fs::create_dir(&folder) {
             Ok(()) => {
                 fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
@@ -588,12 +600,16 @@ fn make_folder() -> Result<PathBuf> {
 }
 
 /// Removes the folders of testbeds of which both the process and the desk were killed.
-fn remove_what_dead_ones_left() {
-    for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
+fn remove_stale_folders() {
+    for entry in fs::read_dir(TESTBEDS_PARENT)
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let name = entry.file_name();
         let owner = name
             .to_str()
-            .and_then(|name| name.strip_prefix(FOLDER))
+            .and_then(|name| name.strip_prefix(FOLDER_PREFIX))
             .and_then(|rest| rest.split('-').next());
         let Some(owner) = owner.and_then(|pid| pid.parse::<u32>().ok()) else {
             continue;
@@ -611,7 +627,7 @@ pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
 
 /// Writes the files that replace files of /etc on all hosts: the host table, and the accounts with
 /// two additional ordinary users.
-fn accounts(folder: &Path, names: &[String]) -> Result<()> {
+fn write_etc_files(folder: &Path, names: &[String]) -> Result<()> {
     let mut hosts = format!("127.0.0.1 localhost\n{NETWORK}.254 desk\n");
     for (i, name) in (1..).zip(names) {
         hosts.push_str(&format!("{NETWORK}.{i} {name}\n"));
@@ -653,10 +669,10 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
 ///
 /// # Panics
 /// The host has no network.
-pub fn left(host: &Host) -> u64 {
+pub fn sent_bytes(host: &Host) -> u64 {
     let done = host
         .shell("grep eth0 /proc/net/dev", STARTUP_TIMEOUT)
-        .and_then(|done| done.expect_good("grep"));
+        .and_then(|done| done.expect_success("grep"));
     let done = done.expect("a network");
     let numbers = done
         .out
@@ -674,8 +690,8 @@ pub fn left(host: &Host) -> u64 {
 ///
 /// # Errors
 /// Such a process remains at the deadline; the error names it.
-pub fn gone(host: &Host, word: &str, deadline: Duration) -> Result<()> {
-    eventually(deadline, || {
+pub fn wait_until_no_process(host: &Host, word: &str, deadline: Duration) -> Result<()> {
+    wait_for(deadline, || {
         let left: Vec<String> = host
             .processes()
             .into_iter()

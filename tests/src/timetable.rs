@@ -18,29 +18,29 @@ pub struct School {
     /// Days of a school week.
     pub days: usize,
     /// Number of lessons per day.
-    pub lessons: usize,
+    pub lessons_per_day: usize,
     /// Number of lessons that take place at the same time, at most `classes`.
-    pub at_once: usize,
+    pub concurrent_lessons: usize,
 }
 
-/// The school of the demo. With [`PATIENCE`] the search takes 30 to 60 seconds on two cores.
-pub const SCHOOL: School = School {
+/// The school of the demo. With [`FINISH_OPTION`] the search takes 30 to 60 seconds on two cores.
+pub const DEMO_SCHOOL: School = School {
     classes: 14,
     teachers: 18,
     days: 5,
-    lessons: 7,
-    at_once: 10,
+    lessons_per_day: 7,
+    concurrent_lessons: 10,
 };
 /// tablix2's option `finish`: number of populations without improvement after which a kernel stops.
-pub const PATIENCE: &str = "finish=1300";
+pub const FINISH_OPTION: &str = "finish=1300";
 
 /// Returns the problem as XML for tablix2.
 pub fn problem(school: School, seed: u64) -> String {
     let mut rng = Rng::new(seed);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
-    for _ in 0..school.days * school.lessons {
-        let classes = rng.choose(school.classes, school.at_once);
-        let teachers = rng.choose(school.teachers, school.at_once);
+    for _ in 0..school.days * school.lessons_per_day {
+        let classes = rng.choose(school.classes, school.concurrent_lessons);
+        let teachers = rng.choose(school.teachers, school.concurrent_lessons);
         for pair in classes.into_iter().zip(teachers) {
             *events.entry(pair).or_default() += 1;
         }
@@ -50,37 +50,37 @@ pub fn problem(school: School, seed: u64) -> String {
          <info><title>Timetable</title><address>Any town</address><author>Sempa demo</author></info>\n<modules>\n",
     );
     for module in ["sametime", "timeplace"] {
-        line(
+        write_line(
             &mut xml,
             &format!("<module name=\"{module}\" weight=\"60\" mandatory=\"yes\"/>"),
         );
     }
     for module in ["holes", "freemorning"] {
         let wish = "<option name=\"resourcetype\">class</option></module>";
-        line(
+        write_line(
             &mut xml,
             &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{wish}"),
         );
     }
-    line(&mut xml, "</modules>\n<resources>\n<constant>");
-    resources(&mut xml, "teacher", school.teachers);
-    resources(&mut xml, "class", school.classes);
-    line(&mut xml, "</constant>\n<variable>");
+    write_line(&mut xml, "</modules>\n<resources>\n<constant>");
+    write_resources(&mut xml, "teacher", school.teachers);
+    write_resources(&mut xml, "class", school.classes);
+    write_line(&mut xml, "</constant>\n<variable>");
     let matrix = format!(
         "<matrix width=\"{}\" height=\"{}\"/>",
-        school.days, school.lessons
+        school.days, school.lessons_per_day
     );
-    line(
+    write_line(
         &mut xml,
         &format!("<resourcetype type=\"time\">{matrix}</resourcetype>"),
     );
-    resources(&mut xml, "room", school.classes);
-    line(&mut xml, "</variable>\n</resources>\n<events>");
+    write_resources(&mut xml, "room", school.classes);
+    write_line(&mut xml, "</variable>\n</resources>\n<events>");
     for ((class, teacher), repeats) in events {
         let who = format!(
             "<resource type=\"teacher\" name=\"teacher{teacher}\"/><resource type=\"class\" name=\"class{class}\"/>"
         );
-        line(
+        write_line(
             &mut xml,
             &format!("<event name=\"lesson{class}-{teacher}\" repeats=\"{repeats}\">{who}</event>"),
         );
@@ -89,16 +89,16 @@ pub fn problem(school: School, seed: u64) -> String {
     xml
 }
 
-fn line(xml: &mut String, text: &str) {
+fn write_line(xml: &mut String, text: &str) {
     // Writing to a String cannot fail.
     let _ = writeln!(xml, "{text}");
 }
 
-fn resources(xml: &mut String, kind: &str, count: usize) {
+fn write_resources(xml: &mut String, kind: &str, count: usize) {
     let names: String = (0..count)
         .map(|i| format!("<resource name=\"{kind}{i}\"/>"))
         .collect();
-    line(
+    write_line(
         xml,
         &format!("<resourcetype type=\"{kind}\">{names}</resourcetype>"),
     );
@@ -118,7 +118,7 @@ pub struct Solution {
 ///
 /// # Errors
 /// The file is malformed, or a hard constraint is violated; the error names it.
-pub fn check(csv: &str) -> Result<Solution> {
+pub fn check_solution(csv: &str) -> Result<Solution> {
     let mut rows = csv.lines().map(|line| {
         line.split(',')
             .map(|field| field.trim_matches('"'))
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_problem_has_every_lesson_of_its_timetable() {
-        let xml = problem(SCHOOL, 1);
+        let xml = problem(DEMO_SCHOOL, 1);
         let repeats = xml
             .split("repeats=\"")
             .skip(1)
@@ -166,8 +166,8 @@ mod tests {
             .map(|number| number.parse::<usize>().expect("a number"))
             .sum();
         assert_eq!(lessons, 5 * 7 * 10);
-        assert_eq!(xml, problem(SCHOOL, 1));
-        assert_ne!(xml, problem(SCHOOL, 2));
+        assert_eq!(xml, problem(DEMO_SCHOOL, 1));
+        assert_ne!(xml, problem(DEMO_SCHOOL, 2));
     }
 
     #[test]
@@ -177,14 +177,19 @@ mod tests {
             "{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n"
         );
         assert_eq!(
-            check(&good).expect("good"),
+            check_solution(&good).expect("good"),
             Solution {
                 fitness: 18,
                 lessons: 2
             }
         );
         let bad = format!("{good}\"c\",\"t0\",\"c2\",\"0 2\",\"r3\"\n");
-        assert!(check(&bad).expect_err("twice").to_string().contains("t0"));
-        assert!(check("").is_err());
+        assert!(
+            check_solution(&bad)
+                .expect_err("twice")
+                .to_string()
+                .contains("t0")
+        );
+        assert!(check_solution("").is_err());
     }
 }

@@ -10,7 +10,7 @@ const USER_PROCESS: i16 = 7;
 
 /// A record of a login.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct LoginRecord {
     pub user: String,
     /// The name of the terminal.
     pub line: String,
@@ -21,15 +21,15 @@ pub struct Record {
 }
 
 /// Returns the logins that the utmp file of a host lists.
-pub fn logins(host: &Host) -> Result<Vec<Record>> {
-    let bytes = std::fs::read(host.path("/run/utmp")).context("utmp of the host")?;
+pub fn logins(host: &Host) -> Result<Vec<LoginRecord>> {
+    let bytes = std::fs::read(host.machine_path("/run/utmp")).context("utmp of the host")?;
     Ok(bytes
         .chunks_exact(RECORD_BYTES)
-        .filter_map(record)
+        .filter_map(parse_record)
         .collect())
 }
 
-fn record(bytes: &[u8]) -> Option<Record> {
+fn parse_record(bytes: &[u8]) -> Option<LoginRecord> {
     let text = |at: usize, len: usize| {
         let field = &bytes[at..at + len];
         let end = field.iter().position(|byte| *byte == 0).unwrap_or(len);
@@ -41,7 +41,7 @@ fn record(bytes: &[u8]) -> Option<Record> {
         return None;
     }
     let (seconds, micros) = (int(340), int(344));
-    Some(Record {
+    Some(LoginRecord {
         user: text(44, 32),
         line: text(8, 32),
         from: text(76, 256),

@@ -1,7 +1,7 @@
 //! A virtual machine on the hosts of a testbed. Tests use it through the console, as a user does.
 
 use crate::programs;
-use crate::run::{Done, Running, eventually, must, run};
+use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
 use crate::testbed::{ALICE_UID, Host, Testbed, home_of};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
@@ -27,27 +27,27 @@ const LOG_LINES_SHOWN: usize = 150;
 
 /// Part of the message with which the console refuses a task that has been spawned and is not
 /// enrolled yet. The refusal is temporary.
-const NOT_YET: &str = "it is not connected to its daemon";
+const NOT_CONNECTED_TEXT: &str = "it is not connected to its daemon";
 
 /// Number of events that are shown when a test fails.
 const EVENTS_SHOWN: usize = 100;
 
 /// Formats the newest events. Omits those of consoles, because a test that waits starts many
 /// consoles.
-fn newest_of(events: &[Entry]) -> String {
-    let asking = |entry: &Entry| match &entry.kind {
+fn format_newest_events(events: &[EventEntry]) -> String {
+    let asking = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
         _ => None,
     };
     let asking: BTreeSet<Tid> = events.iter().filter_map(asking).collect();
-    let asks = |entry: &&Entry| match &entry.kind {
+    let asks = |entry: &&EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, .. } | EventKind::TaskEnded { tid, .. } => {
             asking.contains(tid)
         }
         _ => false,
     };
-    let others: Vec<&Entry> = events.iter().filter(|entry| !asks(entry)).collect();
-    let line = |entry: &&Entry| {
+    let others: Vec<&EventEntry> = events.iter().filter(|entry| !asks(entry)).collect();
+    let line = |entry: &&EventEntry| {
         let host = entry.host.as_deref().unwrap_or("?");
         format!("{:.3} {host} {}", entry.at_us as f64 / 1e6, entry.text)
     };
@@ -103,7 +103,7 @@ pub struct Task {
 
 /// One line of `pvm events --json`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Entry {
+pub struct EventEntry {
     pub number: u64,
     /// The time in microseconds since 1970.
     pub at_us: u64,
@@ -121,17 +121,17 @@ pub struct Vm<'a> {
 }
 
 /// A result that a test needs in order to continue.
-pub trait Sure<T> {
+pub trait OrPanicWithLogs<T> {
     /// Returns the value.
     ///
     /// # Panics
     /// There is no value. The message has the reason, the newest events and the daemons' logs.
-    fn sure(self, vm: &Vm<'_>) -> T;
+    fn or_panic_with_logs(self, vm: &Vm<'_>) -> T;
 }
 
-impl<T, E: Display> Sure<T> for Result<T, E> {
+impl<T, E: Display> OrPanicWithLogs<T> for Result<T, E> {
     #[track_caller]
-    fn sure(self, vm: &Vm<'_>) -> T {
+    fn or_panic_with_logs(self, vm: &Vm<'_>) -> T {
         match self {
             Ok(value) => value,
             Err(error) => panic!("{error:#}\n{}", vm.logs()),
@@ -151,13 +151,13 @@ impl<'a> Vm<'a> {
             .context("the testbed was made without installed programs")?;
         let vm = Vm {
             bed,
-            prefix: crate::testbed::place_of(prefix),
+            prefix: crate::testbed::prefix_in_hosts(prefix),
             settings,
         };
         vm.pvm(&["start"])?
-            .expect_good("starting the virtual machine")?;
+            .expect_success("starting the virtual machine")?;
         if with_rm {
-            vm.event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
+            vm.wait_for_event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
             })?;
         }
@@ -196,7 +196,7 @@ impl<'a> Vm<'a> {
         if let Some(engine) = self.bed.engine() {
             command.env("SEMPA_CRIU", engine);
         }
-        if let Some(steps) = self.bed.steps() {
+        if let Some(steps) = self.bed.breakpoints_folder() {
             command.env("SEMPA_TEST_STEPS", steps);
         }
         command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
@@ -204,12 +204,12 @@ impl<'a> Vm<'a> {
     }
 
     /// Runs the console on h1 with one command. A failure of the command is no error.
-    pub fn pvm(&self, words: &[&str]) -> Result<Done> {
+    pub fn pvm(&self, words: &[&str]) -> Result<CommandResult> {
         self.pvm_on(self.bed.host(1), words)
     }
 
     /// As [`Vm::pvm`], on any host.
-    pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<Done> {
+    pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<CommandResult> {
         let mut command = self.command(host, self.prefix.join("bin/pvm"));
         command.args(words);
         run(command, COMMAND_TIMEOUT)
@@ -223,7 +223,7 @@ impl<'a> Vm<'a> {
         let words = [&["--json"], words].concat();
         let done = self
             .pvm(&words)?
-            .expect_good(&format!("pvm {}", words.join(" ")))?;
+            .expect_success(&format!("pvm {}", words.join(" ")))?;
         let lines = done.out.lines().filter(|line| !line.trim().is_empty());
         lines
             .map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}")))
@@ -234,7 +234,7 @@ impl<'a> Vm<'a> {
     pub fn add(&self, hosts: &[&str]) -> Result<()> {
         let mut words = vec!["add"];
         words.extend(hosts);
-        self.pvm(&words)?.expect_good("adding hosts").map(|_| ())
+        self.pvm(&words)?.expect_success("adding hosts").map(|_| ())
     }
 
     /// Returns the names of the hosts of the virtual machine.
@@ -259,8 +259,8 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// A host is no member within the time limit.
-    pub fn take_in(&self, hosts: &[&Host]) -> Result<()> {
-        eventually(JOIN_TIMEOUT, || {
+    pub fn add_missing(&self, hosts: &[&Host]) -> Result<()> {
+        wait_for(JOIN_TIMEOUT, || {
             let here = self.hosts().map_err(|error| error.to_string())?;
             let names = hosts.iter().map(|host| host.name());
             let missing: Vec<&str> = names
@@ -294,12 +294,12 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// The console fails.
-    pub fn events(&self) -> Result<Vec<Entry>> {
+    pub fn events(&self) -> Result<Vec<EventEntry>> {
         self.events_from(0)
     }
 
     /// Returns the events with this number and later ones.
-    pub fn events_from(&self, number: u64) -> Result<Vec<Entry>> {
+    pub fn events_from(&self, number: u64) -> Result<Vec<EventEntry>> {
         let values = self.json(&["events", "--from", &number.to_string()])?;
         values
             .into_iter()
@@ -312,13 +312,13 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// The event does not happen before the deadline; the error has the newest events.
-    pub fn event(
+    pub fn wait_for_event(
         &self,
         deadline: Duration,
         what: &str,
-        is_it: impl Fn(&Entry) -> bool,
-    ) -> Result<Entry> {
-        eventually(deadline, || {
+        is_it: impl Fn(&EventEntry) -> bool,
+    ) -> Result<EventEntry> {
+        wait_for(deadline, || {
             let events = self.events().map_err(|error| error.to_string())?;
             if let Some(entry) = events.iter().find(|entry| is_it(entry)) {
                 return Ok(entry.clone());
@@ -338,9 +338,9 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// No job rolls back for this reason before the deadline.
-    pub fn went_back(&self, deadline: Duration, reason: &str) -> Result<Entry> {
-        let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
-        self.event(deadline, "a job that went back", is_it)
+    pub fn wait_for_rollback(&self, deadline: Duration, reason: &str) -> Result<EventEntry> {
+        let is_it = |entry: &EventEntry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
+        self.wait_for_event(deadline, "a job that went back", is_it)
     }
 
     /// Spawns one task with arguments of the console's `spawn` command, such as `-h2`. Waits until
@@ -352,7 +352,7 @@ impl<'a> Vm<'a> {
         let Some(tid) = answer["results"][0]["tid"].as_str() else {
             bail!("spawn {}: {answer}", words.join(" "))
         };
-        eventually(COMMAND_TIMEOUT, || {
+        wait_for(COMMAND_TIMEOUT, || {
             let tasks = self.tasks().map_err(|error| format!("{error:#}"))?;
             let connected = tasks
                 .iter()
@@ -369,7 +369,7 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// The console does not start or does not end.
-    pub fn migrate(&self, tid: &str, host: &str) -> Result<Done> {
+    pub fn migrate(&self, tid: &str, host: &str) -> Result<CommandResult> {
         self.pvm(&["migrate", tid, host])
     }
 
@@ -379,9 +379,9 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// The task does not connect within the time limit, or the console does not end.
-    pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<Done> {
-        eventually(COMMAND_TIMEOUT, || match self.migrate(tid, host) {
-            Ok(done) if done.err.contains(NOT_YET) => Err(done.err),
+    pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<CommandResult> {
+        wait_for(COMMAND_TIMEOUT, || match self.migrate(tid, host) {
+            Ok(done) if done.err.contains(NOT_CONNECTED_TEXT) => Err(done.err),
             other => Ok(other),
         })?
     }
@@ -389,19 +389,19 @@ impl<'a> Vm<'a> {
     /// Migrates a task with the console as soon as the task is connected to its daemon.
     pub fn must_migrate(&self, tid: &str, host: &str) {
         match self.migrate_when_ready(tid, host) {
-            Ok(done) if done.good() => {}
+            Ok(done) if done.succeeded() => {}
             other => panic!("{tid} to {host}: {other:?}\n{}", self.logs()),
         }
     }
 
     /// Starts a migration with the console, and returns without waiting for its end.
-    pub fn start_migrate(&self, tid: &str, host: &str) -> Result<Running> {
+    pub fn start_migrate(&self, tid: &str, host: &str) -> Result<RunningCommand> {
         self.start_pvm(&["migrate", tid, host])
     }
 
     /// Starts the console on h1 with one command, and returns without waiting for its end.
-    pub fn start_pvm(&self, words: &[&str]) -> Result<Running> {
-        Running::start(self.pvm_command(words), Stdio::null())
+    pub fn start_pvm(&self, words: &[&str]) -> Result<RunningCommand> {
+        RunningCommand::start(self.pvm_command(words), Stdio::null())
     }
 
     /// Returns a command that runs the console on h1 with these arguments. Without arguments the
@@ -428,7 +428,7 @@ impl<'a> Vm<'a> {
     }
 
     /// Compiles a C program of the tests into the folder where `spawn` searches. Returns its path.
-    pub fn program(&self, name: &str) -> Result<PathBuf> {
+    pub fn compile_program(&self, name: &str) -> Result<PathBuf> {
         let prefix = self
             .bed
             .prefix()
@@ -438,10 +438,10 @@ impl<'a> Vm<'a> {
 
     /// Returns the intervals in which a task of the test program `busy` did not run, by the task's
     /// own clock, as (begin, end) in microseconds since 1970, oldest first.
-    pub fn gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
+    pub fn busy_gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
         let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
         command.args(["ask", tid]);
-        let done = must(command, COMMAND_TIMEOUT)?;
+        let done = run_ok(command, COMMAND_TIMEOUT)?;
         ensure!(
             done.out.contains("now "),
             "{tid} says something else: {done:?}"
@@ -458,12 +458,13 @@ impl<'a> Vm<'a> {
     pub fn logs(&self) -> String {
         let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
         let place = format!("/tmp/sempa-{uid}/pvm/pvml");
-        let newest = self
-            .events()
-            .map_or_else(|error| format!("{error:#}"), |events| newest_of(&events));
+        let newest = self.events().map_or_else(
+            |error| format!("{error:#}"),
+            |events| format_newest_events(&events),
+        );
         let mut all = format!("--- newest events ---\n{newest}\n");
         for host in self.bed.hosts() {
-            let bytes = std::fs::read(host.path(&place))
+            let bytes = std::fs::read(host.machine_path(&place))
                 .unwrap_or_else(|error| error.to_string().into_bytes());
             let text = String::from_utf8_lossy(&bytes);
             let lines: Vec<&str> = text
@@ -480,10 +481,10 @@ impl<'a> Vm<'a> {
     ///
     /// # Errors
     /// Such a process remains at the deadline; the error names it.
-    pub fn is_gone(&self, deadline: Duration) -> Result<()> {
+    pub fn wait_until_gone(&self, deadline: Duration) -> Result<()> {
         for host in self.bed.hosts() {
-            crate::testbed::gone(host, "pvmd", deadline)?;
-            crate::testbed::gone(host, "pvm-tasker", deadline)?;
+            crate::testbed::wait_until_no_process(host, "pvmd", deadline)?;
+            crate::testbed::wait_until_no_process(host, "pvm-tasker", deadline)?;
         }
         Ok(())
     }
@@ -493,9 +494,9 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// A process remains; the error names it.
     pub fn halt(&self) -> Result<()> {
-        self.pvm(&["halt"])?.expect_good("halt")?;
+        self.pvm(&["halt"])?.expect_success("halt")?;
         for host in self.bed.hosts() {
-            crate::testbed::gone(host, "pvm", COMMAND_TIMEOUT)?;
+            crate::testbed::wait_until_no_process(host, "pvm", COMMAND_TIMEOUT)?;
         }
         Ok(())
     }

@@ -2,28 +2,28 @@
 //! result.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
-use sempa_tests::ring_job::{ENDLESS, Job, WORKERS};
-use sempa_tests::run::Done;
-use sempa_tests::speaker::owner;
+use sempa_tests::owner_agent::run_owner_command;
+use sempa_tests::requirements::testbed;
+use sempa_tests::ring_job::{ENDLESS_ROUNDS, Job, WORKER_COUNT};
+use sempa_tests::run::CommandResult;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-fn pvm(vm: &Vm, words: &[&str]) -> Done {
-    vm.pvm(words).sure(vm)
+fn pvm(vm: &Vm, words: &[&str]) -> CommandResult {
+    vm.pvm(words).or_panic_with_logs(vm)
 }
 
 /// Makes a checkpoint of a job. Returns its name.
 fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     let all = [&["checkpoint"], words].concat();
-    let values = vm.json(&all).sure(vm);
+    let values = vm.json(&all).or_panic_with_logs(vm);
     assert_eq!(
         values[0]["tasks"].as_array().map(Vec::len),
-        Some(WORKERS + 1),
+        Some(WORKER_COUNT + 1),
         "{values:?}"
     );
     values[0]["set"].as_str().expect("a name").to_string()
@@ -55,9 +55,9 @@ fn job_restarts_in_new_virtual_machine() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 20);
+    job.wait_for_rounds(&vm, 20);
     let first = checkpoint(&vm, &[&job.tid]);
-    job.go_on(&vm, 15);
+    job.wait_for_rounds(&vm, 15);
     let set = checkpoint(&vm, &[&job.tid]);
     assert_ne!(first, set);
     let listed = pvm(&vm, &["checkpoints"]);
@@ -67,13 +67,15 @@ fn job_restarts_in_new_virtual_machine() {
     );
     let alive = pvm(&vm, &["restart", &set]);
     assert!(
-        !alive.good() && alive.err.contains("are alive"),
+        !alive.succeeded() && alive.err.contains("are alive"),
         "{alive:?}"
     );
-    job.go_on(&vm, 15);
-    let ended = vm.json(&["checkpoint", "--end", &job.tid]).sure(&vm);
+    job.wait_for_rounds(&vm, 15);
+    let ended = vm
+        .json(&["checkpoint", "--end", &job.tid])
+        .or_panic_with_logs(&vm);
     assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
-    let gone = eventually(TIMEOUT, || {
+    let gone = wait_for(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))
@@ -81,18 +83,18 @@ fn job_restarts_in_new_virtual_machine() {
             Ok(())
         }
     });
-    gone.sure(&vm);
+    gone.or_panic_with_logs(&vm);
     vm.halt().expect("halts");
 
     let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let unknown = pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
     assert!(
-        !unknown.good() && unknown.err.contains("was not started"),
+        !unknown.succeeded() && unknown.err.contains("was not started"),
         "{unknown:?}"
     );
     let again = pvm(&vm, &["restart", &set, "--on", "h1,h3"]);
-    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
     assert!(
         again.out.contains(&format!("{} runs on h", job.tid)) && !again.out.contains("h2"),
         "{again:?}"
@@ -111,7 +113,7 @@ fn checkpoints_are_listed_and_removed() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     let [first, second] = [(); 2].map(|()| checkpoint(&vm, &[&job.tid]));
     let newest = checkpoint(&vm, &["--every", "10m", &job.tid]);
     let one = pvm(
@@ -124,30 +126,30 @@ fn checkpoints_are_listed_and_removed() {
         ],
     );
     assert!(
-        !one.good() && one.out.contains(&format!("{first} removed, ")),
+        !one.succeeded() && one.out.contains(&format!("{first} removed, ")),
         "{one:?}"
     );
     assert!(
         one.out
-            .contains("t40001-20000101T000000-1 stays: there is no such checkpoint"),
+            .contains("t40001-20000101T000000-1 is kept: there is no such checkpoint"),
         "{one:?}"
     );
     let all = pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
     assert!(
-        !all.good() && all.out.contains(&format!("{second} removed, ")),
+        !all.succeeded() && all.out.contains(&format!("{second} removed, ")),
         "{all:?}"
     );
-    let stays = format!("{newest} stays: job {} goes back to it", job.tid);
+    let stays = format!("{newest} is kept: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
-    let logged = vm.event(TIMEOUT, "removal", |entry| match &entry.kind {
+    let logged = vm.wait_for_event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::CheckpointsRemoved {
             checkpoints: sets, ..
         } => *sets == [second.as_str()],
         _ => false,
     });
-    logged.sure(&vm);
+    logged.or_panic_with_logs(&vm);
     job.finish(&vm);
-    let over = eventually(TIMEOUT, || {
+    let over = wait_for(TIMEOUT, || {
         let listed = pvm(&vm, &["checkpoints"]).out;
         let told = listed
             .lines()
@@ -158,9 +160,11 @@ fn checkpoints_are_listed_and_removed() {
             Err(listed)
         }
     });
-    over.sure(&vm);
+    over.or_panic_with_logs(&vm);
     pvm(&vm, &["checkpoint", "--stop", &job.tid]);
-    let last = vm.json(&["checkpoints", "--remove", &newest]).sure(&vm);
+    let last = vm
+        .json(&["checkpoints", "--remove", &newest])
+        .or_panic_with_logs(&vm);
     assert_eq!(
         last[0]["removed"][0]["set"].as_str(),
         Some(&*newest),
@@ -178,7 +182,7 @@ fn job_rolls_back_when_host_is_killed() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 10);
+    job.wait_for_rounds(&vm, 10);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     for lost in [3, 2] {
         let made = |vm: &Vm| {
@@ -189,18 +193,18 @@ fn job_rolls_back_when_host_is_killed() {
                 .count()
         };
         let before = made(&vm);
-        let newer = eventually(TIMEOUT, || {
+        let newer = wait_for(TIMEOUT, || {
             if made(&vm) > before {
                 Ok(())
             } else {
                 Err("no newer checkpoint".to_string())
             }
         });
-        newer.sure(&vm);
-        job.go_on(&vm, 5);
+        newer.or_panic_with_logs(&vm);
+        job.wait_for_rounds(&vm, 5);
         bed.host(lost).kill_all();
-        vm.went_back(TIMEOUT, &format!("h{lost} was lost"))
-            .sure(&vm);
+        vm.wait_for_rollback(TIMEOUT, &format!("h{lost} was lost"))
+            .or_panic_with_logs(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -214,14 +218,14 @@ fn job_rolls_back_when_tasker_is_killed() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 10);
+    job.wait_for_rounds(&vm, 10);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     for struck in [3, 2] {
-        job.go_on(&vm, 5);
+        job.wait_for_rounds(&vm, 5);
         bed.host(struck)
-            .kill_those(|line| line.contains("pvm-tasker"));
-        vm.went_back(TIMEOUT, &format!("the tasker of h{struck} has ended"))
-            .sure(&vm);
+            .kill_matching(|line| line.contains("pvm-tasker"));
+        vm.wait_for_rollback(TIMEOUT, &format!("the tasker of h{struck} has ended"))
+            .or_panic_with_logs(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -244,25 +248,32 @@ fn log_file_migrates_with_each_line_once() {
     )
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("ring_job").expect("gcc");
+    vm.compile_program("ring_job").expect("gcc");
     // Each host has its own folder with this name.
-    let place = |host: usize| bed.host(host).path("/tmp/ring");
+    let place = |host: usize| bed.host(host).machine_path("/tmp/ring");
     std::fs::create_dir(place(2)).expect("made");
-    let workers = WORKERS.to_string();
-    let words = ["-h2", "ring_job", &workers, ENDLESS, "-2000", "/tmp/ring"];
-    let tid = vm.spawn(&words).sure(&vm);
-    let job = Job::at(place(2), tid);
-    job.go_on(&vm, 20);
+    let workers = WORKER_COUNT.to_string();
+    let words = [
+        "-h2",
+        "ring_job",
+        &workers,
+        ENDLESS_ROUNDS,
+        "-2000",
+        "/tmp/ring",
+    ];
+    let tid = vm.spawn(&words).or_panic_with_logs(&vm);
+    let job = Job::existing(place(2), tid);
+    job.wait_for_rounds(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
     let reason =
         "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
     assert!(
-        !nowhere.good() && nowhere.out.contains(reason),
+        !nowhere.succeeded() && nowhere.out.contains(reason),
         "{nowhere:?}"
     );
     std::fs::create_dir(place(3)).expect("made");
     vm.must_migrate(&job.tid, "h3");
-    let job = Job::at(place(3), job.tid);
+    let job = Job::existing(place(3), job.tid);
     job.finish(&vm);
     assert!(!place(2).join("result").exists() && place(2).join("log").exists());
     vm.halt().expect("halts");
@@ -280,26 +291,26 @@ fn rolled_back_job_migrates_and_finishes() {
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     bed.host(2).kill_all();
-    let back = vm.event(TIMEOUT, "a job that went back", |entry| {
+    let back = vm.wait_for_event(TIMEOUT, "a job that went back", |entry| {
         matches!(entry.kind, EventKind::Restarted { .. })
     });
-    back.sure(&vm);
-    let all = eventually(TIMEOUT, || {
+    back.or_panic_with_logs(&vm);
+    let all = wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
         let ours = tasks.iter().filter(|task| task.name == "ring_job").count();
-        if ours == WORKERS + 1 {
+        if ours == WORKER_COUNT + 1 {
             Ok(())
         } else {
             Err(format!("{tasks:?}"))
         }
     });
-    all.sure(&vm);
+    all.or_panic_with_logs(&vm);
     // The migration is refused while a checkpoint is in progress, so it is repeated.
-    let moved = eventually(TIMEOUT, || {
+    let moved = wait_for(TIMEOUT, || {
         let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
             "h3"
         } else {
@@ -308,9 +319,13 @@ fn rolled_back_job_migrates_and_finishes() {
         let done = vm
             .migrate_when_ready(&job.tid, to)
             .map_err(|error| error.to_string())?;
-        if done.good() { Ok(()) } else { Err(done.err) }
+        if done.succeeded() {
+            Ok(())
+        } else {
+            Err(done.err)
+        }
     });
-    moved.sure(&vm);
+    moved.or_panic_with_logs(&vm);
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -332,10 +347,10 @@ fn vacated_job_restarts_when_owner_leaves() {
         .expect("the testbed's own home");
     vm.add(&["h2"]).expect("it joins");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 10);
+    job.wait_for_rounds(&vm, 10);
     for host in [2, 1] {
-        let heard = eventually(TIMEOUT, || {
-            let said = owner(&bed, host, &["here"]);
+        let heard = wait_for(TIMEOUT, || {
+            let said = run_owner_command(&bed, host, &["here"]);
             let watched = said["virtual_machines"]
                 .as_array()
                 .is_none_or(|all| !all.is_empty());
@@ -345,16 +360,16 @@ fn vacated_job_restarts_when_owner_leaves() {
                 Err(format!("nobody heard it: {said}"))
             }
         });
-        heard.sure(&vm);
+        heard.or_panic_with_logs(&vm);
     }
     let told = |what: &str, is_so: fn(&EventKind) -> bool| {
-        let found = vm.event(TIMEOUT, what, |entry| is_so(&entry.kind));
-        found.sure(&vm);
+        let found = vm.wait_for_event(TIMEOUT, what, |entry| is_so(&entry.kind));
+        found.or_panic_with_logs(&vm);
     };
     told("a parked job", |kind| {
         matches!(kind, EventKind::Checkpointed { tasks: 5, .. })
     });
-    let gone = eventually(TIMEOUT, || {
+    let gone = wait_for(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))
@@ -362,8 +377,8 @@ fn vacated_job_restarts_when_owner_leaves() {
             Ok(())
         }
     });
-    gone.sure(&vm);
-    owner(&bed, 1, &["away"]);
+    gone.or_panic_with_logs(&vm);
+    run_owner_command(&bed, 1, &["away"]);
     told("a job that goes on", |kind| {
         matches!(kind, EventKind::Restarted { .. })
     });
@@ -385,11 +400,11 @@ fn a_changed_checkpoint_is_not_restarted() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let job = Job::start(&vm, "-h1");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     let set = checkpoint(&vm, &[&job.tid]);
-    assert!(pvm(&vm, &["kill", &job.tid]).good());
+    assert!(pvm(&vm, &["kill", &job.tid]).succeeded());
     pvm(&vm, &["reset"]);
-    let ended = eventually(TIMEOUT, || {
+    let ended = wait_for(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))
@@ -401,7 +416,7 @@ fn a_changed_checkpoint_is_not_restarted() {
     let store = vm.home().join(".local/state/sempa/checkpoints").join(&set);
     let secret = format!("{}/log", job.folder.display());
     let all = files(&store);
-    assert!(all.len() > WORKERS, "{all:?}");
+    assert!(all.len() > WORKER_COUNT, "{all:?}");
     for path in &all {
         let bytes = std::fs::read(path).expect("readable");
         let readable = bytes
@@ -419,12 +434,12 @@ fn a_changed_checkpoint_is_not_restarted() {
     std::fs::write(path, &bad).expect("written");
     let refused = pvm(&vm, &["restart", &set]);
     assert!(
-        !refused.good() && refused.err.contains("nothing of it runs"),
+        !refused.succeeded() && refused.err.contains("none of its tasks is running"),
         "{refused:?}"
     );
     std::fs::write(path, &good).expect("written");
     let again = pvm(&vm, &["restart", &set]);
-    assert!(again.good(), "{again:?}\n{}", vm.logs());
-    job.go_on(&vm, 5);
+    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
+    job.wait_for_rounds(&vm, 5);
     vm.halt().expect("halts");
 }

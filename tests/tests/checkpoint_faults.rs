@@ -6,13 +6,13 @@
 //! seed selects; with `SEMPA_TEST_FULL=1` it is tried at all points.
 
 use sempa_tests::checkpoint_steps::{
-    CheckpointFaults, HOSTS, Sampling, Victim, all_rounds, daemon_points,
+    CheckpointFaults, HOST_COUNT, Sampling, Victim, daemon_points, full_round_count,
 };
 use sempa_tests::fake_criu;
-use sempa_tests::faults::{BRIEF, Fault, LONGER, SHORT_LEASE, Until, is_full};
-use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::faults::{Fault, LONG_FAULT, SHORT_FAULT, SHORT_LEASE, Until, is_full};
+use sempa_tests::requirements::testbed_with_own_engine;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm};
 
 fn start<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
     let settings = Settings {
@@ -26,10 +26,10 @@ fn start<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
 /// Starts jobs and calls `test`, which injects faults. Then all jobs must finish with the correct
 /// result.
 fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut CheckpointFaults<'_>)) {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     fake_criu::install(&bed);
     let vm = start(&bed, env);
-    let mut faults = CheckpointFaults::start(&vm, offset).sure(&vm);
+    let mut faults = CheckpointFaults::start(&vm, offset).or_panic_with_logs(&vm);
     test(&mut faults);
     faults.finish();
     vm.halt().expect("halts");
@@ -41,7 +41,7 @@ fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut Checkpo
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_points_of_checkpoints_are_tried() {
     with_jobs(&[], 0, |faults| {
-        let reached = faults.undisturbed().expect("no fault");
+        let reached = faults.run_without_fault().expect("no fault");
         let tried = reached
             .each_ref()
             .map(|(operation, _)| (*operation, daemon_points(*operation)));
@@ -55,9 +55,9 @@ fn all_points_of_checkpoints_are_tried() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn no_job_is_lost_after_kill_during_checkpoint() {
     with_jobs(&[], 0, |faults| {
-        faults.run(Sampling::Half, Victim::ResourceManager, Fault::Kill);
-        for victim in [Victim::Tasker, Victim::Engine, Victim::Host] {
-            faults.run(Sampling::Both, victim, Fault::Kill);
+        faults.run(Sampling::OneRound, Victim::ResourceManager, Fault::Kill);
+        for victim in [Victim::OwnTasker, Victim::Engine, Victim::OwnDaemon] {
+            faults.run(Sampling::TwoRounds, victim, Fault::Kill);
         }
         assert!(faults.engines() > 0, "no engine was hit");
     });
@@ -68,14 +68,14 @@ fn no_job_is_lost_after_kill_during_checkpoint() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn jobs_restart_after_the_master_was_killed() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     fake_criu::install(&bed);
-    for offset in 4..if is_full() { 4 + all_rounds() } else { 5 } {
+    for offset in 4..if is_full() { 4 + full_round_count() } else { 5 } {
         let vm = start(&bed, &[SHORT_LEASE]);
-        let mut faults = CheckpointFaults::start(&vm, offset).sure(&vm);
-        faults.kill_master().sure(&vm);
+        let mut faults = CheckpointFaults::start(&vm, offset).or_panic_with_logs(&vm);
+        faults.kill_master().or_panic_with_logs(&vm);
         let vm = start(&bed, &[SHORT_LEASE]);
-        faults.start_again(&vm).sure(&vm).finish();
+        faults.restart_jobs(&vm).or_panic_with_logs(&vm).finish();
         vm.halt().expect("halts");
     }
 }
@@ -83,12 +83,17 @@ fn jobs_restart_after_the_master_was_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_pause_during_checkpoint_has_no_effect() {
-    let pause = Fault::Pause(BRIEF);
+    let pause = Fault::Pause(SHORT_FAULT);
     with_jobs(&[], 6, |faults| {
-        for victim in [Victim::Host, Victim::Master, Victim::Tasker, Victim::Engine] {
-            faults.run(Sampling::Half, victim, pause);
+        for victim in [
+            Victim::OwnDaemon,
+            Victim::Master,
+            Victim::OwnTasker,
+            Victim::Engine,
+        ] {
+            faults.run(Sampling::OneRound, victim, pause);
         }
-        faults.run(Sampling::Half, Victim::ResourceManager, pause);
+        faults.run(Sampling::OneRound, Victim::ResourceManager, pause);
     });
 }
 
@@ -96,13 +101,13 @@ fn short_pause_during_checkpoint_has_no_effect() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn long_pause_during_checkpoint_has_no_effect() {
     with_jobs(&[], 11, |faults| {
-        let victims = [Victim::Host, Victim::Tasker, Victim::Master];
+        let victims = [Victim::OwnDaemon, Victim::OwnTasker, Victim::Master];
         if is_full() {
             for victim in victims {
-                faults.run(Sampling::Half, victim, Fault::Pause(LONGER));
+                faults.run(Sampling::OneRound, victim, Fault::Pause(LONG_FAULT));
             }
         } else {
-            faults.run_mixed(Sampling::Half, &victims, Fault::Pause(LONGER));
+            faults.run_mixed(Sampling::OneRound, &victims, Fault::Pause(LONG_FAULT));
         }
     });
 }
@@ -112,8 +117,8 @@ fn long_pause_during_checkpoint_has_no_effect() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_paused_host_is_lost() {
     with_jobs(&[SHORT_LEASE], 14, |faults| {
-        let victims = [Victim::Host, Victim::Tasker];
-        faults.run_mixed(Sampling::Half, &victims, Fault::Pause(Until::Noticed));
+        let victims = [Victim::OwnDaemon, Victim::OwnTasker];
+        faults.run_mixed(Sampling::OneRound, &victims, Fault::Pause(Until::Noticed));
     });
 }
 
@@ -122,7 +127,11 @@ fn job_rolls_back_when_paused_host_is_lost() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn jobs_roll_back_when_master_loses_all_hosts() {
     with_jobs(&[SHORT_LEASE], 15, |faults| {
-        faults.run(Sampling::Half, Victim::Master, Fault::Pause(Until::Noticed));
+        faults.run(
+            Sampling::OneRound,
+            Victim::Master,
+            Fault::Pause(Until::Noticed),
+        );
     });
 }
 
@@ -130,8 +139,16 @@ fn jobs_roll_back_when_master_loses_all_hosts() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_disconnection_has_no_effect() {
     with_jobs(&[], 16, |faults| {
-        faults.run(Sampling::Half, Victim::Host, Fault::Cut(BRIEF));
-        faults.run(Sampling::Half, Victim::Master, Fault::Cut(BRIEF));
+        faults.run(
+            Sampling::OneRound,
+            Victim::OwnDaemon,
+            Fault::Disconnect(SHORT_FAULT),
+        );
+        faults.run(
+            Sampling::OneRound,
+            Victim::Master,
+            Fault::Disconnect(SHORT_FAULT),
+        );
     });
 }
 
@@ -141,7 +158,15 @@ fn short_disconnection_has_no_effect() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_rolls_back_when_host_is_disconnected() {
     with_jobs(&[SHORT_LEASE], 18, |faults| {
-        faults.run(Sampling::Both, Victim::Host, Fault::Cut(Until::Noticed));
-        faults.run(Sampling::Half, Victim::Master, Fault::Cut(Until::Noticed));
+        faults.run(
+            Sampling::TwoRounds,
+            Victim::OwnDaemon,
+            Fault::Disconnect(Until::Noticed),
+        );
+        faults.run(
+            Sampling::OneRound,
+            Victim::Master,
+            Fault::Disconnect(Until::Noticed),
+        );
     });
 }

@@ -1,13 +1,13 @@
 //! Runs the conformance suite of `tests/conformance` on PVM 3.4.6 and on Sempa.
 
 use sempa_tests::conformance::{System, differences, judge, outcomes};
-use sempa_tests::needs;
+use sempa_tests::requirements;
 
 /// Minimum number of checked sentences. It shows that the programs have run.
-const SENTENCES_AT_LEAST: usize = 300;
+const SENTENCES_MIN: usize = 300;
 
-fn all_sentences_hold_on(system: System) {
-    needs::require(needs::lacks());
+fn check_system(system: System) {
+    requirements::require(requirements::lacks());
     let outcomes = outcomes(system, &[]).expect("the programs compile and the system starts");
     let verdict = judge(
         &[(system, outcomes)],
@@ -16,7 +16,7 @@ fn all_sentences_hold_on(system: System) {
     );
     assert!(verdict.unexplained.is_empty(), "{}", verdict.text());
     assert!(
-        verdict.sentences.len() >= SENTENCES_AT_LEAST,
+        verdict.sentences.len() >= SENTENCES_MIN,
         "only {} sentences",
         verdict.sentences.len()
     );
@@ -25,20 +25,20 @@ fn all_sentences_hold_on(system: System) {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn sentences_hold_on_pvm_except_known_defects() {
-    all_sentences_hold_on(System::Pvm3);
+    check_system(System::Pvm3);
 }
 
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn sentences_hold_with_our_header() {
-    all_sentences_hold_on(System::Sempa);
+    check_system(System::Sempa);
 }
 
 /// The programs were compiled and linked for Debian's library.
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn sentences_hold_for_debian_binaries() {
-    all_sentences_hold_on(System::SempaUnchanged);
+    check_system(System::SempaUnchanged);
 }
 
 #[test]

@@ -2,12 +2,12 @@
 //! the master's host with its disk, and is removed when it is no longer needed.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed_with_env;
+use sempa_tests::requirements::testbed_with_env;
 use sempa_tests::ring_job::Job;
-use sempa_tests::run::must;
+use sempa_tests::run::run_ok;
 use sempa_tests::testbed::{Host, Testbed};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -24,15 +24,15 @@ const ENV: [(&str, &str); 3] = [
     ("SEMPA_STORE_COPIES", "1"),
 ];
 
-fn bed() -> Testbed {
+fn bed_with_stores() -> Testbed {
     let bed = testbed_with_env(3, &ENV);
     for n in 1..=3 {
-        fs::create_dir(bed.host(n).path("/tmp/own")).expect("made");
+        fs::create_dir(bed.host(n).machine_path("/tmp/own")).expect("made");
     }
     bed
 }
 
-fn started(bed: &Testbed) -> Vm<'_> {
+fn start_vm(bed: &Testbed) -> Vm<'_> {
     let env = ENV
         .iter()
         .map(|(name, value)| (name.to_string(), value.to_string()))
@@ -51,8 +51,8 @@ fn started(bed: &Testbed) -> Vm<'_> {
 
 /// Returns the names of all entries in a host's store: checkpoints, drafts, and checkpoints that
 /// are being deleted.
-fn sets(host: &Host) -> Vec<String> {
-    let entries = fs::read_dir(host.path(STORE))
+fn store_entries(host: &Host) -> Vec<String> {
+    let entries = fs::read_dir(host.machine_path(STORE))
         .into_iter()
         .flatten()
         .flatten();
@@ -62,21 +62,21 @@ fn sets(host: &Host) -> Vec<String> {
 
 /// Makes a checkpoint of a job. Returns its name.
 fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
-    let values = vm.json(&["checkpoint", &job.tid]).sure(vm);
+    let values = vm.json(&["checkpoint", &job.tid]).or_panic_with_logs(vm);
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
 /// Waits for the event about the copies of a checkpoint. Returns the number of hosts that have a
 /// copy, the number of missing copies, and the reason why they are missing.
-fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
+fn wait_for_copy_event(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     let is = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: of, .. } if of == set);
     let told = vm
-        .event(
+        .wait_for_event(
             TIMEOUT,
             "what became of the copies",
             |entry| is(&entry.kind),
         )
-        .sure(vm);
+        .or_panic_with_logs(vm);
     let EventKind::CheckpointCopied {
         hosts,
         missing,
@@ -90,10 +90,10 @@ fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
 }
 
 /// Waits until the copy of a checkpoint exists. Returns the number of its host.
-fn copied(vm: &Vm<'_>, set: &str) -> usize {
-    let (hosts, missing, why) = told(vm, set);
+fn wait_for_copy(vm: &Vm<'_>, set: &str) -> usize {
+    let (hosts, missing, why) = wait_for_copy_event(vm, set);
     assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
-    let listed = vm.json(&["checkpoints"]).sure(vm);
+    let listed = vm.json(&["checkpoints"]).or_panic_with_logs(vm);
     let entry = listed[0]["sets"]
         .as_array()
         .expect("a list")
@@ -111,18 +111,22 @@ fn copied(vm: &Vm<'_>, set: &str) -> usize {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_from_a_copy_of_its_checkpoint() {
-    let bed = bed();
-    let vm = started(&bed);
+    let bed = bed_with_stores();
+    let vm = start_vm(&bed);
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 20);
+    job.wait_for_rounds(&vm, 20);
     let set = checkpoint(&vm, &job);
-    let at = copied(&vm, &set);
-    let place = |n: usize, path: &str| bed.host(n).path(path);
+    let at = wait_for_copy(&vm, &set);
+    let place = |n: usize, path: &str| bed.host(n).machine_path(path);
     assert_eq!(
-        (sets(bed.host(1)), sets(bed.host(at))),
+        (store_entries(bed.host(1)), store_entries(bed.host(at))),
         (vec![set.clone()], vec![set.clone()])
     );
-    assert_eq!(sets(bed.host(5 - at)), [""; 0], "one copy was wanted");
+    assert_eq!(
+        store_entries(bed.host(5 - at)),
+        [""; 0],
+        "one copy was wanted"
+    );
     let mode = |path: PathBuf| path.metadata().expect("there").mode() & 0o7777;
     assert_eq!(
         [mode(place(at, STORE)), mode(place(at, KEY))],
@@ -131,7 +135,7 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     assert_eq!(mode(place(at, STORE).join(&set).join("manifest")), 0o600);
     let key = |n: usize| fs::read(place(n, KEY)).expect("there");
     assert_ne!(key(1), key(at), "each store has a key of its own");
-    job.go_on(&vm, 10);
+    job.wait_for_rounds(&vm, 10);
     for host in bed.hosts() {
         host.kill_all();
     }
@@ -141,10 +145,10 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     let mut copy = Command::new("cp");
     copy.arg("-a")
         .args([place(at, "/tmp/own"), place(1, "/tmp/own")]);
-    must(copy, TIMEOUT).expect("copied");
-    let vm = started(&bed);
-    let again = vm.pvm(&["restart", &set]).sure(&vm);
-    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    run_ok(copy, TIMEOUT).expect("copied");
+    let vm = start_vm(&bed);
+    let again = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
+    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -154,23 +158,23 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn only_the_newest_checkpoint_is_copied() {
-    let bed = bed();
-    let vm = started(&bed);
+    let bed = bed_with_stores();
+    let vm = start_vm(&bed);
     let job = Job::start(&vm, "-h3");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     let mut at = Vec::new();
     for _ in 0..3 {
         let set = checkpoint(&vm, &job);
-        at.push(copied(&vm, &set));
+        at.push(wait_for_copy(&vm, &set));
         let others = || {
-            let there = sets(bed.host(at[0]));
+            let there = store_entries(bed.host(at[0]));
             if there == [set.clone()] {
                 Ok(())
             } else {
                 Err(format!("{there:?}, not {set}"))
             }
         };
-        eventually(TIMEOUT, others).sure(&vm);
+        wait_for(TIMEOUT, others).or_panic_with_logs(&vm);
     }
     assert!(
         at.iter().all(|host| *host == at[0]),
@@ -178,16 +182,16 @@ fn only_the_newest_checkpoint_is_copied() {
     );
     job.finish(&vm);
     let none = || {
-        let there = sets(bed.host(at[0]));
+        let there = store_entries(bed.host(at[0]));
         if there.is_empty() {
             Ok(())
         } else {
             Err(format!("{there:?}"))
         }
     };
-    eventually(TIMEOUT, none).sure(&vm);
+    wait_for(TIMEOUT, none).or_panic_with_logs(&vm);
     assert_eq!(
-        sets(bed.host(1)).len(),
+        store_entries(bed.host(1)).len(),
         3,
         "what the master has stays for a day"
     );
@@ -199,10 +203,10 @@ fn only_the_newest_checkpoint_is_copied() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn other_host_stores_copy_if_store_fails() {
-    let bed = bed();
+    let bed = bed_with_stores();
     for n in [2, 3] {
         // A store in a folder that other users can read is refused.
-        let place = bed.host(n).path(STORE);
+        let place = bed.host(n).machine_path(STORE);
         fs::create_dir(&place).expect("made");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         fs::set_permissions(&place, mode).expect("changed");
@@ -210,16 +214,16 @@ fn other_host_stores_copy_if_store_fails() {
             fs::remove_dir(&place).expect("removed");
         }
     }
-    let vm = started(&bed);
+    let vm = start_vm(&bed);
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     // The order in which hosts are requested to store copies depends on the job.
     let set = checkpoint(&vm, &job);
-    assert_eq!(copied(&vm, &set), 3);
-    fs::remove_dir_all(bed.host(3).path(STORE)).expect("removed");
-    fs::write(bed.host(3).path(STORE), "no folder").expect("written");
+    assert_eq!(wait_for_copy(&vm, &set), 3);
+    fs::remove_dir_all(bed.host(3).machine_path(STORE)).expect("removed");
+    fs::write(bed.host(3).machine_path(STORE), "no folder").expect("written");
     let set = checkpoint(&vm, &job);
-    let (hosts, missing, why) = told(&vm, &set);
+    let (hosts, missing, why) = wait_for_copy_event(&vm, &set);
     assert_eq!((hosts, missing), (0, 1), "{why}");
     assert!(
         why.contains("h2: ") && why.contains("h3: ") && why.contains(STORE),

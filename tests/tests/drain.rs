@@ -5,11 +5,11 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
-use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::{Done, Running, must};
-use sempa_tests::testbed::gone;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::requirements::testbed_with_env;
+use sempa_tests::run::{CommandResult, RunningCommand, run_ok};
+use sempa_tests::testbed::wait_until_no_process;
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
@@ -31,24 +31,24 @@ fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     test(&vm);
     vm.halt().expect("halts");
 }
 
-fn pvm(vm: &Vm, words: &[&str]) -> Done {
-    vm.pvm(words).sure(vm)
+fn pvm(vm: &Vm, words: &[&str]) -> CommandResult {
+    vm.pvm(words).or_panic_with_logs(vm)
 }
 
 /// Checks that a task answers and that its memory is unchanged.
-fn lives(vm: &Vm, tid: &str) {
+fn check_memory(vm: &Vm, tid: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, TIMEOUT).sure(vm);
+    let done = run_ok(command, TIMEOUT).or_panic_with_logs(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
 }
 
-fn registered(vm: &Vm) -> usize {
+fn rm_registration_count(vm: &Vm) -> usize {
     let is = |kind: &EventKind| matches!(kind, EventKind::RmRegistered { .. });
     vm.events()
         .expect("events")
@@ -62,26 +62,23 @@ fn registered(vm: &Vm) -> usize {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn can_migrate_lists_accepting_hosts() {
     with_three_hosts(None, |vm| {
-        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        let place = |n: usize| vm.bed().host(n).machine_path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
         let tid = vm
             .spawn(&["-h2:/tmp/only-there", "hold", "1"])
             .expect("spawned");
-        lives(vm, &tid);
+        check_memory(vm, &tid);
         let nobody = pvm(vm, &["can-migrate", &tid]);
         let missing = "no: /tmp/only-there: it does not exist on the target";
         assert!(
-            !nobody.good() && nobody.out.ends_with("no host would take it\n"),
+            !nobody.succeeded() && nobody.out.ends_with("no host accepts it\n"),
             "{nobody:?}"
         );
         assert_eq!(nobody.out.matches(missing).count(), 2, "{nobody:?}");
         std::fs::create_dir(place(3)).expect("made");
         let one = pvm(vm, &["can-migrate", &tid]);
         assert!(
-            one.good()
-                && one
-                    .out
-                    .ends_with("the nearest host that would take it: h3\n"),
+            one.succeeded() && one.out.ends_with("nearest host that accepts it: h3\n"),
             "{one:?}"
         );
         let values = vm.json(&["can-migrate", &tid, "h1"]);
@@ -104,15 +101,15 @@ fn can_migrate_lists_accepting_hosts() {
             "nor is it a move"
         );
         vm.must_migrate(&tid, "h3");
-        lives(vm, &tid);
+        check_memory(vm, &tid);
         let refused = pvm(vm, &["can-migrate", "t40001"]);
         assert!(
-            !refused.good() && refused.err.contains("t40001 cannot move: "),
+            !refused.succeeded() && refused.err.contains("t40001 cannot move: "),
             "{refused:?}"
         );
         let nowhere = pvm(vm, &["can-migrate", &tid, "h9"]);
         assert!(
-            !nowhere.good() && nowhere.err.contains("there is no such host"),
+            !nowhere.succeeded() && nowhere.err.contains("there is no such host"),
             "{nowhere:?}"
         );
     });
@@ -127,30 +124,30 @@ fn a_drained_host_stays_empty_until_undrained() {
         let tids: Vec<String> = (0..2)
             .map(|_| vm.spawn(&["-h2", "hold", "4"]).expect("spawned"))
             .collect();
-        tids.iter().for_each(|tid| lives(vm, tid));
+        tids.iter().for_each(|tid| check_memory(vm, tid));
         let done = pvm(vm, &["drain", "h2", "--deadline", "50s"]);
-        assert!(done.good(), "{done:?}\n{}", vm.logs());
+        assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
         assert!(
-            done.out.starts_with("h2 takes no tasks; 2 are to leave\n")
+            done.out.starts_with("h2 accepts no tasks; 2 must leave\n")
                 && done.out.contains("\nh2 is empty after ")
         );
         for tid in &tids {
             assert!(done.out.contains(&format!("{tid} has left (")), "{done:?}");
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
-            lives(vm, tid);
+            check_memory(vm, tid);
         }
         let refused = |vm: &Vm| {
             let spawn = pvm(vm, &["spawn", "-h2", "hold", "1"]);
-            assert!(!spawn.good(), "{spawn:?}\n{}", vm.logs());
+            assert!(!spawn.succeeded(), "{spawn:?}\n{}", vm.logs());
         };
         refused(vm);
         let why = pvm(vm, &["why", "h2"]);
         assert!(
             why.out
-                .contains("now: nothing is placed on h2: it is being emptied, or kept empty"),
+                .contains("now: nothing is placed on h2: it is drained at the request of"),
             "{why:?}"
         );
-        let before = registered(vm);
+        let before = rm_registration_count(vm);
         let rm = vm
             .bed()
             .host(1)
@@ -160,31 +157,31 @@ fn a_drained_host_stays_empty_until_undrained() {
             .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
         // When the event is in the log, the drain is in the resource manager's file, too.
-        vm.event(TIMEOUT, "drain", |entry| {
+        vm.wait_for_event(TIMEOUT, "drain", |entry| {
             matches!(entry.kind, EventKind::DrainStarted { .. })
         })
         .expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        eventually(TIMEOUT, || {
-            if registered(vm) > before {
+        wait_for(TIMEOUT, || {
+            if rm_registration_count(vm) > before {
                 Ok(())
             } else {
                 Err("no other resource manager".into())
             }
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         refused(vm);
         let again = pvm(vm, &["undrain", "h2"]);
         assert_eq!(
-            (again.good(), again.out.as_str()),
-            (true, "h2 takes tasks\n"),
+            (again.succeeded(), again.out.as_str()),
+            (true, "h2 accepts tasks\n"),
             "{again:?}"
         );
-        let tid = vm.spawn(&["-h2", "hold", "1"]).sure(vm);
+        let tid = vm.spawn(&["-h2", "hold", "1"]).or_panic_with_logs(vm);
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
         let unknown = pvm(vm, &["drain", "h9"]);
         assert!(
-            !unknown.good() && unknown.err.contains("knows no host h9"),
+            !unknown.succeeded() && unknown.err.contains("knows no host h9"),
             "{unknown:?}"
         );
     });
@@ -195,15 +192,15 @@ fn a_drained_host_stays_empty_until_undrained() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn unmigratable_job_is_checkpointed_and_ended() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        let place = |n: usize| vm.bed().host(n).machine_path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
         let tid = vm
             .spawn(&["-h2:/tmp/only-there", "hold", "2"])
             .expect("spawned");
-        lives(vm, &tid);
+        check_memory(vm, &tid);
         let done = pvm(vm, &["drain", "h2", "--deadline", "2s", "--checkpoint"]);
         assert!(
-            done.good() && done.out.contains("h2 is empty after "),
+            done.succeeded() && done.out.contains("h2 is empty after "),
             "{done:?}\n{}",
             vm.logs()
         );
@@ -214,7 +211,7 @@ fn unmigratable_job_is_checkpointed_and_ended() {
         let set = says
             .and_then(|rest| rest.split('\'').next())
             .unwrap_or_else(|| panic!("{done:?}"));
-        let gone = eventually(TIMEOUT, || {
+        let gone = wait_for(TIMEOUT, || {
             let left = vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.tid == tid) {
                 Err(format!("{left:?}"))
@@ -222,20 +219,20 @@ fn unmigratable_job_is_checkpointed_and_ended() {
                 Ok(())
             }
         });
-        gone.sure(vm);
+        gone.or_panic_with_logs(vm);
         let not_there = pvm(vm, &["restart", set, "--on", "h3"]);
         assert!(
-            !not_there.good() && not_there.err.contains("/tmp/only-there"),
+            !not_there.succeeded() && not_there.err.contains("/tmp/only-there"),
             "{not_there:?}"
         );
         std::fs::create_dir(place(3)).expect("made");
         let again = pvm(vm, &["restart", set, "--on", "h3"]);
         assert!(
-            again.good() && again.out == format!("{tid} runs on h3\n"),
+            again.succeeded() && again.out == format!("{tid} runs on h3\n"),
             "{again:?}\n{}",
             vm.logs()
         );
-        lives(vm, &tid);
+        check_memory(vm, &tid);
     });
 }
 
@@ -244,7 +241,7 @@ fn unmigratable_job_is_checkpointed_and_ended() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn only_unmigratable_job_is_checkpointed() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
+        std::fs::create_dir(vm.bed().host(2).machine_path("/tmp/only-there")).expect("made");
         let stays = vm
             .spawn(&["-h2:/tmp/only-there", "hold", "2"])
             .expect("spawned");
@@ -252,10 +249,12 @@ fn only_unmigratable_job_is_checkpointed() {
             .iter()
             .map(|mib| vm.spawn(&["-h2", "hold", mib]).expect("spawned"))
             .collect();
-        goes.iter().chain([&stays]).for_each(|tid| lives(vm, tid));
+        goes.iter()
+            .chain([&stays])
+            .for_each(|tid| check_memory(vm, tid));
         let done = pvm(vm, &["drain", "h2", "--deadline", "15s", "--checkpoint"]);
         assert!(
-            done.good() && done.out.contains("h2 is empty after "),
+            done.succeeded() && done.out.contains("h2 is empty after "),
             "{done:?}\n{}",
             vm.logs()
         );
@@ -271,9 +270,9 @@ fn only_unmigratable_job_is_checkpointed() {
                 .find(|line| line.starts_with(&format!("{tid} has left (")));
             assert!(left.is_some_and(|line| line.ends_with(" MB)")), "{done:?}");
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
-            lives(vm, tid);
+            check_memory(vm, tid);
         }
-        let (until, written) = drain_and_sets(vm);
+        let (until, written) = drain_deadline_and_checkpoints(vm);
         assert_eq!(written.len(), 1, "the others were not written");
         assert!(
             written[0] < until.expect("a deadline"),
@@ -296,47 +295,47 @@ fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn unmigratable_job_has_checkpoint_by_deadline() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        let place = |n: usize| vm.bed().host(n).machine_path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
         let tid = vm
             .spawn(&["-h2:/tmp/only-there", "hold", "2"])
             .expect("spawned");
-        lives(vm, &tid);
+        check_memory(vm, &tid);
         let done = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         let set = word_after(&done.out, &format!("job {tid} is in the store as "));
         let set = set.unwrap_or_else(|| panic!("{done:?}\n{}", vm.logs()));
-        let told = format!("job {tid} loses what it has done since {set} if h2 leaves now\n");
-        assert!(!done.good() && done.out.contains(&told), "{done:?}");
+        let told = format!("job {tid} loses its work since {set} if h2 leaves now\n");
+        assert!(!done.succeeded() && done.out.contains(&told), "{done:?}");
         assert!(
             done.out
                 .contains(&format!("{tid} is still there: no host to go to")),
             "{done:?}"
         );
-        assert_eq!(vm.host_of(&tid).sure(vm), "h2");
-        lives(vm, &tid);
+        assert_eq!(vm.host_of(&tid).or_panic_with_logs(vm), "h2");
+        check_memory(vm, &tid);
         let value = pvm(vm, &["--json", "drain", "h2", "--deadline", "8s"]);
         let value: serde_json::Value = serde_json::from_str(value.out.trim()).expect("one value");
         assert_eq!(
             (&value["sets"], value["kept"].as_array().map(Vec::len)),
             (&serde_json::json!([]), Some(1))
         );
-        assert!(pvm(vm, &["delete", "h2"]).good());
+        assert!(pvm(vm, &["delete", "h2"]).succeeded());
         std::fs::create_dir(place(3)).expect("made");
         let again = pvm(vm, &["restart", set, "--on", "h3"]);
         assert!(
-            again.good() && again.out == format!("{tid} runs on h3\n"),
+            again.succeeded() && again.out == format!("{tid} runs on h3\n"),
             "{again:?}\n{}",
             vm.logs()
         );
-        lives(vm, &tid);
+        check_memory(vm, &tid);
     });
 }
 
 /// Returns the deadline of the newest drain, and the times after the start of that drain at which
 /// checkpoints were complete, in microseconds since 1970.
-fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
-    let events = vm.events().sure(vm);
-    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainStarted { .. });
+fn drain_deadline_and_checkpoints(vm: &Vm) -> (Option<u64>, Vec<u64>) {
+    let events = vm.events().or_panic_with_logs(vm);
+    let begun = |entry: &EventEntry| matches!(entry.kind, EventKind::DrainStarted { .. });
     let first = events.iter().rposition(begun).expect("one is emptied");
     let EventKind::DrainStarted {
         deadline: until, ..
@@ -358,24 +357,30 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_writes_no_second_checkpoint() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
+        std::fs::create_dir(vm.bed().host(2).machine_path("/tmp/only-there")).expect("made");
         let tid = vm
             .spawn(&["-h2:/tmp/only-there", "hold", "2"])
             .expect("spawned");
-        lives(vm, &tid);
-        vm.json(&["checkpoint", "--every", "1h", &tid]).sure(vm);
+        check_memory(vm, &tid);
+        vm.json(&["checkpoint", "--every", "1h", &tid])
+            .or_panic_with_logs(vm);
         let done = pvm(vm, &["drain", "h2", "--deadline", "9s"]);
         assert!(
-            !done.good() && !done.out.contains("is being written"),
+            !done.succeeded() && !done.out.contains("is being checkpointed"),
             "{done:?}"
         );
         assert!(
             done.out
-                .contains(&format!("job {tid} loses what it has done since ")),
+                .contains(&format!("job {tid} loses its work since ")),
             "{done:?}"
         );
-        assert_eq!(drain_and_sets(vm).1.len(), 1, "{done:?}\n{}", vm.logs());
-        lives(vm, &tid);
+        assert_eq!(
+            drain_deadline_and_checkpoints(vm).1.len(),
+            1,
+            "{done:?}\n{}",
+            vm.logs()
+        );
+        check_memory(vm, &tid);
     });
 }
 
@@ -390,10 +395,10 @@ fn queued_jobs_are_stored_while_others_leave() {
         ("SEMPA_PRE_COPY", "never"),
     ];
     with_three_hosts_in(&env, Some("pvm-rm"), |vm| {
-        let spawn = |mib: &str| vm.spawn(&["-h1", "hold", mib]).sure(vm);
+        let spawn = |mib: &str| vm.spawn(&["-h1", "hold", mib]).or_panic_with_logs(vm);
         let go: Vec<String> = (0..4).map(|_| spawn("4")).collect();
         let wait: Vec<String> = (0..6).map(|_| spawn("8")).collect();
-        go.iter().chain(&wait).for_each(|tid| lives(vm, tid));
+        go.iter().chain(&wait).for_each(|tid| check_memory(vm, tid));
         let done = pvm(vm, &["drain", "h1", "--deadline", "20s", "--checkpoint"]);
         let told = done
             .out
@@ -415,32 +420,35 @@ fn queued_jobs_are_stored_while_others_leave() {
 }
 
 /// Spawns a task that only h2 accepts. Returns its tid.
-fn spawn_what_stays(vm: &Vm) -> String {
-    std::fs::create_dir_all(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
-    let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).sure(vm);
-    lives(vm, &tid);
+fn spawn_unmigratable(vm: &Vm) -> String {
+    std::fs::create_dir_all(vm.bed().host(2).machine_path("/tmp/only-there"))
+        .or_panic_with_logs(vm);
+    let tid = vm
+        .spawn(&["-h2:/tmp/only-there", "hold", "2"])
+        .or_panic_with_logs(vm);
+    check_memory(vm, &tid);
     tid
 }
 
 /// Starts a drain with the console and waits until the host accepts no tasks.
-fn begin(vm: &Vm, words: &[&str]) -> Running {
-    let drain = vm.start_pvm(words).sure(vm);
+fn start_drain(vm: &Vm, words: &[&str]) -> RunningCommand {
+    let drain = vm.start_pvm(words).or_panic_with_logs(vm);
     let told = || match drain.out_so_far() {
-        Ok(out) if out.contains(" takes no tasks; ") => Ok(()),
+        Ok(out) if out.contains(" accepts no tasks; ") => Ok(()),
         other => Err(format!("{other:?} {:?}", drain.err_so_far())),
     };
-    eventually(TIMEOUT, told).sure(vm);
+    wait_for(TIMEOUT, told).or_panic_with_logs(vm);
     drain
 }
 
 /// Argument of the process that executes a drain. The console command that a user types only shows
 /// the progress.
-const APART: &str = "--apart";
+const EXECUTOR_OPTION: &str = "--apart";
 
 /// Sends a signal to the typed console command, but not to the process that executes the drain.
 fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     let own = format!("bin/pvm {words}");
-    let typed = |line: &str| !line.contains(APART) && line.ends_with(own.trim());
+    let typed = |line: &str| !line.contains(EXECUTOR_OPTION) && line.ends_with(own.trim());
     // `nsenter` and `env` have these words in their command lines until they execute the command,
     // so they are excluded.
     let mut found = vm
@@ -457,20 +465,22 @@ fn signal_command(vm: &Vm, words: &str, signal: Signal) {
 
 /// Checks that the newest drain was executed by its deadline: one checkpoint of the job was made,
 /// the job continues, and no process of the drain is left.
-fn is_written_and_goes_on(vm: &Vm, tid: &str) {
-    let written = |entry: &Entry| matches!(&entry.kind, EventKind::Checkpointed { job, .. } if job.to_string() == tid);
-    eventually(TIMEOUT, || match drain_and_sets(vm).1.len() {
-        0 => Err(format!("nothing was written\n{}", vm.logs())),
-        _ => Ok(()),
+fn check_drained_job(vm: &Vm, tid: &str) {
+    let written = |entry: &EventEntry| matches!(&entry.kind, EventKind::Checkpointed { job, .. } if job.to_string() == tid);
+    wait_for(TIMEOUT, || {
+        match drain_deadline_and_checkpoints(vm).1.len() {
+            0 => Err(format!("nothing was written\n{}", vm.logs())),
+            _ => Ok(()),
+        }
     })
-    .sure(vm);
-    gone(vm.bed().host(1), APART, TIMEOUT).sure(vm);
-    let (until, sets) = drain_and_sets(vm);
-    assert!(vm.events().sure(vm).iter().any(written));
+    .or_panic_with_logs(vm);
+    wait_until_no_process(vm.bed().host(1), EXECUTOR_OPTION, TIMEOUT).or_panic_with_logs(vm);
+    let (until, sets) = drain_deadline_and_checkpoints(vm);
+    assert!(vm.events().or_panic_with_logs(vm).iter().any(written));
     assert_eq!(sets.len(), 1, "{}", vm.logs());
     assert!(until.is_some_and(|until| sets[0] < until), "{}", vm.logs());
-    assert_eq!(vm.host_of(tid).sure(vm), "h2");
-    lives(vm, tid);
+    assert_eq!(vm.host_of(tid).or_panic_with_logs(vm), "h2");
+    check_memory(vm, tid);
 }
 
 /// The job has a checkpoint at the deadline although the console command was killed or interrupted.
@@ -478,26 +488,26 @@ fn is_written_and_goes_on(vm: &Vm, tid: &str) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_survives_its_command() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let tid = spawn_what_stays(vm);
+        let tid = spawn_unmigratable(vm);
         let words = ["drain", "h2", "--deadline", "9s"];
-        let killed = begin(vm, &words);
+        let killed = start_drain(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
-        let killed = killed.finish(TIMEOUT).sure(vm);
+        let killed = killed.finish(TIMEOUT).or_panic_with_logs(vm);
         assert!(
-            !killed.good() && !killed.out.contains("is being written"),
+            !killed.succeeded() && !killed.out.contains("is being checkpointed"),
             "it was before: {killed:?}"
         );
-        is_written_and_goes_on(vm, &tid);
+        check_drained_job(vm, &tid);
         let words = ["drain", "h2", "--deadline", "10s"];
-        let interrupted = begin(vm, &words);
+        let interrupted = start_drain(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGINT);
-        let interrupted = interrupted.finish(TIMEOUT).sure(vm);
+        let interrupted = interrupted.finish(TIMEOUT).or_panic_with_logs(vm);
         assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
         assert_eq!(
             interrupted.err,
-            "drain: h2 goes on being emptied; 'undrain h2' calls it off\n"
+            "drain: h2 is still being drained; 'undrain h2' cancels it\n"
         );
-        is_written_and_goes_on(vm, &tid);
+        check_drained_job(vm, &tid);
     });
 }
 
@@ -506,9 +516,9 @@ fn a_drain_survives_its_command() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_survives_its_resource_managers() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let tid = spawn_what_stays(vm);
-        let drain = begin(vm, &["drain", "h2", "--deadline", "14s"]);
-        let before = registered(vm);
+        let tid = spawn_unmigratable(vm);
+        let drain = start_drain(vm, &["drain", "h2", "--deadline", "14s"]);
+        let before = rm_registration_count(vm);
         for number in 1..=2 {
             let rm = vm
                 .bed()
@@ -519,21 +529,21 @@ fn a_drain_survives_its_resource_managers() {
                 .expect("it runs");
             kill(Pid::from_raw(rm.0.cast_signed()), Signal::SIGKILL).expect("it is there");
             let again = || {
-                if registered(vm) >= before + number {
+                if rm_registration_count(vm) >= before + number {
                     Ok(())
                 } else {
                     Err("no other one".to_string())
                 }
             };
-            eventually(TIMEOUT, again).sure(vm);
+            wait_for(TIMEOUT, again).or_panic_with_logs(vm);
         }
-        let done = drain.finish(TIMEOUT).sure(vm);
+        let done = drain.finish(TIMEOUT).or_panic_with_logs(vm);
         assert!(
             word_after(&done.out, &format!("job {tid} is in the store as ")).is_some(),
             "{done:?}\n{}",
             vm.logs()
         );
-        is_written_and_goes_on(vm, &tid);
+        check_drained_job(vm, &tid);
     });
 }
 
@@ -543,32 +553,29 @@ fn a_drain_survives_its_resource_managers() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_later_drain_or_undrain_replaces_a_drain() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let tid = spawn_what_stays(vm);
+        let tid = spawn_unmigratable(vm);
         let words = ["drain", "h2", "--deadline", "1h", "--checkpoint"];
-        let killed = begin(vm, &words);
+        let killed = start_drain(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
-        killed.finish(TIMEOUT).sure(vm);
-        assert!(pvm(vm, &["undrain", "h2"]).good());
-        gone(vm.bed().host(1), APART, TIMEOUT).sure(vm);
-        let earlier = begin(vm, &words);
+        killed.finish(TIMEOUT).or_panic_with_logs(vm);
+        assert!(pvm(vm, &["undrain", "h2"]).succeeded());
+        wait_until_no_process(vm.bed().host(1), EXECUTOR_OPTION, TIMEOUT).or_panic_with_logs(vm);
+        let earlier = start_drain(vm, &words);
         // A drain command without a deadline only shows the progress of the drain.
-        let looks_on = begin(vm, &["drain", "h2"]);
+        let looks_on = start_drain(vm, &["drain", "h2"]);
         let later = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         assert!(
             word_after(&later.out, &format!("job {tid} is in the store as ")).is_some(),
             "{later:?}"
         );
-        let earlier = earlier.finish(TIMEOUT).sure(vm);
+        let earlier = earlier.finish(TIMEOUT).or_panic_with_logs(vm);
         assert!(
-            !earlier.good()
-                && earlier
-                    .out
-                    .contains("a later order to empty h2 counts, that of "),
+            !earlier.succeeded() && earlier.out.contains("a later drain of h2 by "),
             "{earlier:?}"
         );
-        let looked_on = looks_on.finish(TIMEOUT).sure(vm);
-        assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
-        is_written_and_goes_on(vm, &tid);
+        let looked_on = looks_on.finish(TIMEOUT).or_panic_with_logs(vm);
+        assert!(!looked_on.out.contains("a later drain"), "{looked_on:?}");
+        check_drained_job(vm, &tid);
     });
 }
 
@@ -578,16 +585,17 @@ fn a_later_drain_or_undrain_replaces_a_drain() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_outlives_its_console() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
+        std::fs::create_dir(vm.bed().host(2).machine_path("/tmp/only-there"))
+            .or_panic_with_logs(vm);
         let start = || {
             let mut command = vm.pvm_command(&[]);
             command.env("TERM", "dumb");
-            Running::start(command, Stdio::piped()).sure(vm)
+            RunningCommand::start(command, Stdio::piped()).or_panic_with_logs(vm)
         };
         let mut console = start();
         let mut keys = console.take_stdin().expect("piped");
         keys.write_all(b"spawn -h2:/tmp/only-there hold 2\n")
-            .sure(vm);
+            .or_panic_with_logs(vm);
         let of_console = || {
             let tasks = vm.tasks().map_err(|error| error.to_string())?;
             let task = tasks
@@ -596,37 +604,39 @@ fn a_drain_outlives_its_console() {
             task.map(|task| task.tid.clone())
                 .ok_or_else(|| format!("{tasks:?}"))
         };
-        let tid = eventually(TIMEOUT, of_console).sure(vm);
-        keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
+        let tid = wait_for(TIMEOUT, of_console).or_panic_with_logs(vm);
+        keys.write_all(b"drain h2 --deadline 8s\n")
+            .or_panic_with_logs(vm);
         let written = || match console.out_so_far().map_err(|error| error.to_string())? {
             out if out.contains(&format!("job {tid} is in the store as ")) => Ok(out),
             out => Err(out),
         };
-        let out = eventually(TIMEOUT, written).sure(vm);
+        let out = wait_for(TIMEOUT, written).or_panic_with_logs(vm);
         assert!(
-            out.contains("h2 takes no tasks; 1 is to leave\n")
+            out.contains("h2 accepts no tasks; 1 must leave\n")
                 && out.contains(" is still there: no host"),
             "{out}"
         );
         let orders = |vm: &Vm| {
-            let events = vm.events().sure(vm);
+            let events = vm.events().or_panic_with_logs(vm);
             events
                 .iter()
                 .filter(|entry| matches!(entry.kind, EventKind::DrainStarted { .. }))
                 .count()
         };
-        keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
-        eventually(TIMEOUT, || {
+        keys.write_all(b"drain h2 --deadline 8s\n")
+            .or_panic_with_logs(vm);
+        wait_for(TIMEOUT, || {
             if orders(vm) == 2 {
                 Ok(())
             } else {
                 Err("no second order".to_string())
             }
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         signal_command(vm, "", Signal::SIGKILL);
-        console.finish(TIMEOUT).sure(vm);
-        is_written_and_goes_on(vm, &tid);
+        console.finish(TIMEOUT).or_panic_with_logs(vm);
+        check_drained_job(vm, &tid);
     });
 }
 
@@ -637,7 +647,7 @@ fn a_drain_needs_a_resource_manager() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);
         assert!(
-            !done.good() && done.err.contains("no resource manager runs"),
+            !done.succeeded() && done.err.contains("no resource manager runs"),
             "{done:?}"
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_ok());

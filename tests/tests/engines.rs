@@ -2,10 +2,10 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
-use sempa_tests::needs::{testbed, testbed_with_own_engine};
-use sempa_tests::run::must;
+use sempa_tests::requirements::{testbed, testbed_with_own_engine};
+use sempa_tests::run::run_ok;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ fn count_file(vm: &Vm) -> String {
     vm.home().join("again.count").display().to_string()
 }
 
-fn exported(engine: &str) -> Vec<(String, String)> {
+fn exported_engine(engine: &str) -> Vec<(String, String)> {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
     vec![
         pair("SEMPA_ENGINE", engine),
@@ -33,7 +33,7 @@ fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
     let vm = Vm::start(
         &bed,
         Settings {
-            env: exported(engine),
+            env: exported_engine(engine),
             ..Settings::default()
         },
     )
@@ -43,7 +43,7 @@ fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
 
 fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
     vm.add(&["h2"]).expect("h2 joins");
-    vm.program("again").expect("gcc");
+    vm.compile_program("again").expect("gcc");
     test(vm);
     vm.halt().expect("halts");
 }
@@ -53,11 +53,11 @@ fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
 fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
     command.args([how, tid, &count.to_string()]);
-    let done = must(command, TIMEOUT).sure(vm);
-    answers(&done.out)
+    let done = run_ok(command, TIMEOUT).or_panic_with_logs(vm);
+    parse_answers(&done.out)
 }
 
-fn answers(out: &str) -> Vec<(u32, u32, String)> {
+fn parse_answers(out: &str) -> Vec<(u32, u32, String)> {
     let one = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let [number, "again", again, "in", place] = words[..] else {
@@ -76,16 +76,16 @@ fn numbers(answers: &[(u32, u32, String)]) -> Vec<u32> {
     answers.iter().map(|(number, ..)| *number).collect()
 }
 
-fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
+fn check_migration(vm: &Vm, tid: &str, host: &str, by: &str) {
     let asked = vm.pvm(&["can-migrate", tid, host]).expect("ends");
     assert!(
-        asked.good() && asked.out.contains(&format!("yes, by {by}")),
+        asked.succeeded() && asked.out.contains(&format!("yes, by {by}")),
         "{asked:?}\n{}",
         vm.logs()
     );
     let moved = vm.migrate_when_ready(tid, host).expect("ends");
     assert!(
-        moved.good() && moved.out.contains(&format!("moved to {host} by {by}")),
+        moved.succeeded() && moved.out.contains(&format!("migrated to {host} by {by}")),
         "{moved:?}\n{}",
         vm.logs()
     );
@@ -94,8 +94,8 @@ fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
 
 fn failure(vm: &Vm) -> Failure {
     let is_it = |kind: &EventKind| matches!(kind, EventKind::MigrationFailed { .. });
-    let entry = vm.event(TIMEOUT, "failed move", |entry| is_it(&entry.kind));
-    match entry.sure(vm).kind {
+    let entry = vm.wait_for_event(TIMEOUT, "failed move", |entry| is_it(&entry.kind));
+    match entry.or_panic_with_logs(vm).kind {
         EventKind::MigrationFailed { why, .. } => why,
         other => panic!("{other:?}"),
     }
@@ -103,7 +103,7 @@ fn failure(vm: &Vm) -> Failure {
 
 /// Migrates a task with its self-checkpoint to the other host and back. The task's counter
 /// continues.
-fn counts_on(vm: &Vm) {
+fn check_counter_migrates(vm: &Vm) {
     let file = count_file(vm);
     let place = vm.home().join("place");
     fs::create_dir_all(&place).expect("a folder");
@@ -111,7 +111,7 @@ fn counts_on(vm: &Vm) {
         .spawn(&[&format!("-h2:{}", place.display()), "again", &file])
         .expect("spawned");
     assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
-    moves(vm, &tid, "h1", "its own checkpoint");
+    check_migration(vm, &tid, "h1", "its own checkpoint");
     let after = ask(vm, "ask", &tid, 2);
     assert_eq!(numbers(&after), [4, 5]);
     assert!(
@@ -120,7 +120,7 @@ fn counts_on(vm: &Vm) {
             .all(|(_, again, dir)| *again == 1 && *dir == place.display().to_string()),
         "{after:?}"
     );
-    moves(vm, &tid, "h2", "its own checkpoint");
+    check_migration(vm, &tid, "h2", "its own checkpoint");
     let after = ask(vm, "ask", &tid, 1);
     assert_eq!((after[0].0, after[0].1), (6, 2));
     let said = vm
@@ -139,7 +139,7 @@ fn counts_on(vm: &Vm) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_migrates_by_self_checkpoint() {
-    without_criu("own", counts_on);
+    without_criu("own", check_counter_migrates);
 }
 
 /// A program that waits for messages is requested by a message to write its self-checkpoint.
@@ -151,12 +151,12 @@ fn program_is_asked_to_exit_by_message() {
             .spawn(&["-h2", "again", &count_file(vm), "waits"])
             .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
-        moves(vm, &tid, "h1", "its own checkpoint");
+        check_migration(vm, &tid, "h1", "its own checkpoint");
         assert_eq!(
             numbers(&ask(vm, "flood", &tid, 20)),
             (4..24).collect::<Vec<u32>>()
         );
-        moves(vm, &tid, "h2", "its own checkpoint");
+        check_migration(vm, &tid, "h2", "its own checkpoint");
         let after = ask(vm, "ask", &tid, 1);
         assert_eq!((after[0].0, after[0].1), (24, 2));
         let said = vm.logs();
@@ -170,7 +170,7 @@ fn ordinary_users_task_migrates_by_self_checkpoint() {
     let bed = testbed(2);
     let settings = Settings {
         as_alice: true,
-        env: exported("criu,own:signal=USR1:exit=85:wait=30"),
+        env: exported_engine("criu,own:signal=USR1:exit=85:wait=30"),
         ..Settings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
@@ -179,7 +179,7 @@ fn ordinary_users_task_migrates_by_self_checkpoint() {
             .spawn(&["-h2", "again", &count_file(vm)])
             .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
-        moves(vm, &tid, "h1", "its own checkpoint");
+        check_migration(vm, &tid, "h1", "its own checkpoint");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 2)), [4, 5]);
     });
 }
@@ -197,17 +197,18 @@ fn a_moving_task_answers_all_questions_in_order() {
             let mut command =
                 vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
             command.args(["until", &tid, &again.to_string()]);
-            let asking = sempa_tests::run::Running::start(command, std::process::Stdio::null())
-                .expect("starts");
-            eventually(TIMEOUT, || match asking.out_so_far() {
+            let asking =
+                sempa_tests::run::RunningCommand::start(command, std::process::Stdio::null())
+                    .expect("starts");
+            wait_for(TIMEOUT, || match asking.out_so_far() {
                 Ok(out) if out.contains('\n') => Ok(()),
                 other => Err(format!("nothing has been answered yet: {other:?}")),
             })
             .expect("answers");
-            moves(vm, &tid, host, "its own checkpoint");
+            check_migration(vm, &tid, host, "its own checkpoint");
             let done = asking.finish(TIMEOUT).expect("ends");
-            assert!(done.good(), "{}\n{}", done.out, vm.logs());
-            let answers = answers(&done.out);
+            assert!(done.succeeded(), "{}\n{}", done.out, vm.logs());
+            let answers = parse_answers(&done.out);
             let count = u32::try_from(answers.len()).expect("few");
             assert!(count > 1, "it answered before and after: {}", done.out);
             assert_eq!(
@@ -232,7 +233,7 @@ fn restartable_task_migrates_and_starts_over() {
             .spawn(&["-h2", "again", &count_file(vm), "plain"])
             .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
-        moves(vm, &tid, "h1", "restart");
+        check_migration(vm, &tid, "h1", "restart");
         let after = ask(vm, "ask", &tid, 2);
         assert_eq!((numbers(&after), after[0].1), (vec![1, 2], 1));
     });
@@ -248,7 +249,7 @@ fn a_program_that_ignores_the_signal_stays() {
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
         let refused = vm.migrate(&tid, "h1").expect("ends");
         assert!(
-            !refused.good() && refused.err.contains("asked by signal 10"),
+            !refused.succeeded() && refused.err.contains("asked by signal 10"),
             "{refused:?}"
         );
         assert!(matches!(failure(vm), Failure::Engine(why) if why.contains("within 1 s")));
@@ -271,7 +272,7 @@ fn program_that_exits_late_restarts_at_source() {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "late"])
             .expect("spawned");
-        assert!(!vm.migrate(&tid, "h1").expect("ends").good());
+        assert!(!vm.migrate(&tid, "h1").expect("ends").succeeded());
         // The task answers the questions that arrive before it checks its inbox for the last time,
         // and exits. The next question waits for the new process.
         let after = ask(vm, "until", &tid, 1);
@@ -298,13 +299,13 @@ fn program_that_dies_on_request_has_ended() {
                 .expect("spawned");
             let refused = vm.migrate(&tid, "h1").expect("ends");
             assert!(
-                !refused.good() && refused.err.contains("the task ended"),
+                !refused.succeeded() && refused.err.contains("the task ended"),
                 "{refused:?}"
             );
             let is_end = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, status: with, .. } if of.to_string() == tid && *with == status);
-            vm.event(TIMEOUT, "end of the task", |entry| is_end(&entry.kind))
-                .sure(vm);
-            eventually(TIMEOUT, || match vm.tasks() {
+            vm.wait_for_event(TIMEOUT, "end of the task", |entry| is_end(&entry.kind))
+                .or_panic_with_logs(vm);
+            wait_for(TIMEOUT, || match vm.tasks() {
                 Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
                 other => Err(format!("{tid} is still there: {other:?}")),
             })
@@ -319,7 +320,7 @@ fn program_that_dies_on_request_has_ended() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn missing_programs_and_wrong_settings_are_named() {
     without_criu("own", |vm| {
-        let local = vm.bed().host(2).path("/tmp").join("only-here");
+        let local = vm.bed().host(2).machine_path("/tmp").join("only-here");
         fs::create_dir_all(&local).expect("a folder");
         let tid = vm
             .spawn(&["-h2:/tmp/only-here", "again", &count_file(vm)])
@@ -333,7 +334,7 @@ fn missing_programs_and_wrong_settings_are_named() {
         );
         let refused = vm.migrate(&tid, "h1").expect("ends");
         assert!(
-            !refused.good() && refused.err.contains("no such directory"),
+            !refused.succeeded() && refused.err.contains("no such directory"),
             "{refused:?}"
         );
         assert_eq!(
@@ -342,7 +343,10 @@ fn missing_programs_and_wrong_settings_are_named() {
             "it was not even asked"
         );
         let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
-        assert!(!none.good() && none.err.contains("SEMPA_STATE"), "{none:?}");
+        assert!(
+            !none.succeeded() && none.err.contains("SEMPA_STATE"),
+            "{none:?}"
+        );
         let mut bad = vm.command(
             vm.bed().host(1),
             vm.bed().prefix().expect("programs").join("bin/pvm"),

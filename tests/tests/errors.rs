@@ -3,12 +3,12 @@
 
 use procfs::process::Process;
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::{self, testbed, testbed_with_own_engine};
+use sempa_tests::requirements::{self, testbed, testbed_with_own_engine};
 use sempa_tests::run::run;
 use sempa_tests::ssh::{client_config, remote_shell};
-use sempa_tests::testbed::{ALICE_UID, gone};
+use sempa_tests::testbed::{ALICE_UID, wait_until_no_process};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Done, Host, Testbed, Vm, eventually};
+use sempa_tests::{CommandResult, Host, Testbed, Vm, wait_for};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -19,8 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Checks that a command has failed with exactly one line on standard error, which contains these
 /// words.
-fn one_line(done: &Done, words: &[&str]) {
-    assert!(!done.good(), "it must fail: {done:?}");
+fn check_one_line_error(done: &CommandResult, words: &[&str]) {
+    assert!(!done.succeeded(), "it must fail: {done:?}");
     let lines: Vec<&str> = done
         .err
         .lines()
@@ -38,7 +38,7 @@ fn one_line(done: &Done, words: &[&str]) {
 
 fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
     let bed = testbed(count);
-    let prefix = needs::prefix_in_bed();
+    let prefix = requirements::prefix_in_bed();
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     if !joined.is_empty() {
         vm.add(joined).expect("they join");
@@ -51,9 +51,9 @@ fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_unreachable_host_is_named_with_the_reason() {
     with_hosts(1, &[], |vm, _| {
-        one_line(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
-        one_line(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
-        one_line(&vm.pvm(&["delete", "nohost"]).expect("ends"), &["nohost"]);
+        check_one_line_error(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
+        check_one_line_error(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
+        check_one_line_error(&vm.pvm(&["delete", "nohost"]).expect("ends"), &["nohost"]);
     });
 }
 
@@ -68,11 +68,11 @@ fn ssh_uses_fast_keys_unless_configured() {
         std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
         vm.add(&["h2"]).expect("it joins");
-        let log =
-            std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+        let log = std::fs::read_to_string(bed.host(1).machine_path("/tmp/sempa-0/pvm/pvml"))
+            .expect("a log");
         vm.halt().expect("halts");
         assert!(
-            !bed.host(1).path("/tmp/sempa-0").exists(),
+            !bed.host(1).machine_path("/tmp/sempa-0").exists(),
             "the settings of ssh stay behind"
         );
         let line = log
@@ -99,15 +99,15 @@ fn ssh_uses_fast_keys_unless_configured() {
 fn without_a_daemon_console_and_programs_say_so() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let program = vm.program("hold").expect("gcc");
+    let program = vm.compile_program("hold").expect("gcc");
     vm.halt().expect("halts");
-    one_line(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
+    check_one_line_error(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
     let mut command = vm.command(bed.host(1), program);
     command.args(["ask", "t40001"]);
     let done = run(command, TIMEOUT).expect("ends");
     // The second line is PVM's: its library prints it for every call that fails.
     let lines: Vec<&str> = done.err.lines().collect();
-    assert!(!done.good() && lines.len() == 2, "{done:?}");
+    assert!(!done.succeeded() && lines.len() == 2, "{done:?}");
     assert!(
         lines[0].contains("daemon")
             && lines[0].contains("start")
@@ -120,13 +120,13 @@ fn without_a_daemon_console_and_programs_say_so() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn root_is_refused_unless_allowed() {
     let bed = testbed(1);
-    let prefix = needs::prefix_in_bed();
+    let prefix = requirements::prefix_in_bed();
     for program in ["pvm", "pvmd"] {
         let mut command = bed.host(1).command(prefix.join("bin").join(program));
         if program == "pvm" {
             command.arg("start");
         }
-        one_line(
+        check_one_line_error(
             &run(command, TIMEOUT).expect("ends"),
             &["root", "PVM_ALLOW_ROOT"],
         );
@@ -137,11 +137,11 @@ fn root_is_refused_unless_allowed() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_is_not_on_the_host_is_named() {
     with_hosts(2, &["h2"], |vm, _| {
-        one_line(
+        check_one_line_error(
             &vm.pvm(&["spawn", "nosuchprogram"]).expect("ends"),
             &["nosuchprogram"],
         );
-        one_line(
+        check_one_line_error(
             &vm.pvm(&["spawn", "-h2", "nosuchprogram"]).expect("ends"),
             &["nosuchprogram"],
         );
@@ -152,14 +152,14 @@ fn a_program_that_is_not_on_the_host_is_named() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_resource_manager_is_refused() {
     let bed = testbed(1);
-    let prefix = needs::prefix_in_bed();
+    let prefix = requirements::prefix_in_bed();
     let rm = prefix.join("bin/pvm-rm");
     let settings = Settings {
         rm: Some(rm.display().to_string()),
         ..Settings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
-    one_line(
+    check_one_line_error(
         &run(vm.command(bed.host(1), &rm), TIMEOUT).expect("ends"),
         &["resource manager"],
     );
@@ -173,7 +173,7 @@ fn a_second_virtual_machine_is_refused() {
     with_hosts(2, &["h2"], |vm, prefix| {
         for host in vm.bed().hosts() {
             let done = run(vm.command(host, prefix.join("bin/pvmd")), TIMEOUT).expect("ends");
-            one_line(&done, &["running already"]);
+            check_one_line_error(&done, &["running already"]);
         }
     });
 }
@@ -193,9 +193,9 @@ fn a_missing_criu_is_named_with_the_remedy() {
         }
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine runs without CRIU");
         vm.add(&["h2"]).expect("h2 joins");
-        vm.program("hold").expect("gcc");
+        vm.compile_program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        one_line(
+        check_one_line_error(
             &vm.migrate(&tid, "h1").expect("ends"),
             &["criu", "cargo xtask criu"],
         );
@@ -208,11 +208,11 @@ fn a_missing_criu_is_named_with_the_remedy() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn impossible_migrations_are_refused_with_reason() {
     with_hosts(2, &["h2"], |vm, _| {
-        vm.program("hold").expect("gcc");
+        vm.compile_program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        one_line(&vm.migrate(&tid, "h2").expect("ends"), &["already"]);
-        one_line(&vm.migrate(&tid, "h9").expect("ends"), &["h9"]);
-        one_line(
+        check_one_line_error(&vm.migrate(&tid, "h2").expect("ends"), &["already"]);
+        check_one_line_error(&vm.migrate(&tid, "h9").expect("ends"), &["h9"]);
+        check_one_line_error(
             &vm.migrate("t40999", "h2").expect("ends"),
             &["no such task"],
         );
@@ -223,7 +223,7 @@ fn impossible_migrations_are_refused_with_reason() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_unix_socket_has_no_effect() {
     with_hosts(1, &[], |vm, _| {
-        let socket = vm.bed().host(1).path("/tmp/sempa-0/pvm/pvmd.sock");
+        let socket = vm.bed().host(1).machine_path("/tmp/sempa-0/pvm/pvmd.sock");
         let garbage: Vec<Vec<u8>> = vec![
             b"GET / HTTP/1.0\r\n\r\n".to_vec(),
             vec![0xff; 4096],
@@ -239,7 +239,11 @@ fn garbage_on_unix_socket_has_no_effect() {
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let mut answer = Vec::new();
             let _ = stream.read_to_end(&mut answer);
-            assert!(vm.pvm(&["conf"]).expect("ends").good(), "{}", vm.logs());
+            assert!(
+                vm.pvm(&["conf"]).expect("ends").succeeded(),
+                "{}",
+                vm.logs()
+            );
         }
     });
 }
@@ -253,12 +257,12 @@ fn garbage_on_udp_port_has_no_effect() {
             let line = format!("head -c {bytes} /dev/urandom >/dev/udp/h1/{port}");
             let mut command = vm.bed().desk().command("/bin/bash");
             command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
-            assert!(run(command, TIMEOUT).expect("ends").good());
+            assert!(run(command, TIMEOUT).expect("ends").succeeded());
         }
         assert!(
             vm.pvm_on(vm.bed().host(2), &["ps", "-a"])
                 .expect("ends")
-                .good(),
+                .succeeded(),
             "{}",
             vm.logs()
         );
@@ -266,9 +270,9 @@ fn garbage_on_udp_port_has_no_effect() {
 }
 
 fn udp_port(host: &Host) -> u16 {
-    let init = Process::new(host.init().cast_signed()).expect("it runs");
-    let mut sockets = init.udp().expect("readable");
-    sockets.extend(init.udp6().unwrap_or_default());
+    let init_pid = Process::new(host.init_pid().cast_signed()).expect("it runs");
+    let mut sockets = init_pid.udp().expect("readable");
+    sockets.extend(init_pid.udp6().unwrap_or_default());
     let socket = sockets.first().expect("the daemon has a UDP port");
     socket.local_address.port()
 }
@@ -281,7 +285,7 @@ fn a_foreign_daemon_is_refused_and_logged() {
     let bed = testbed(3);
     let ours = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     ours.add(&["h2"]).expect("h2 joins");
-    ours.program("hold").expect("gcc");
+    ours.compile_program("hold").expect("gcc");
     let tid = ours.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let shell = misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
     let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)]
@@ -295,30 +299,32 @@ fn a_foreign_daemon_is_refused_and_logged() {
     )
     .expect("a second one");
 
-    one_line(
+    check_one_line_error(
         &theirs.pvm(&["add", "h3"]).expect("ends"),
         &["h3", "did not connect", "somebody else"],
     );
     let refused =
         |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
     let event = ours
-        .event(TIMEOUT, "refusal", |entry| refused(&entry.text))
+        .wait_for_event(TIMEOUT, "refusal", |entry| refused(&entry.text))
         .expect("an event");
     assert!(
         event.text.contains("another virtual machine") && event.text.lines().count() == 1,
         "{}",
         event.text
     );
-    let log = std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+    let log =
+        std::fs::read_to_string(bed.host(1).machine_path("/tmp/sempa-0/pvm/pvml")).expect("a log");
     assert!(log.contains(&event.text), "{log}");
     theirs
-        .event(
+        .wait_for_event(
             TIMEOUT,
             "refusal",
             |entry| matches!(&entry.kind, EventKind::HostRefused { name, .. } if name == "h3"),
         )
         .expect("an event");
-    gone(bed.host(3), "pvmd", TIMEOUT).expect("the daemon that found no master has ended");
+    wait_until_no_process(bed.host(3), "pvmd", TIMEOUT)
+        .expect("the daemon that found no master has ended");
 
     for (vm, hosts) in [(&ours, 2), (&theirs, 1)] {
         let conf = vm
@@ -337,7 +343,7 @@ fn a_foreign_daemon_is_refused_and_logged() {
     theirs
         .pvm(&["halt"])
         .expect("ends")
-        .expect_good("halt")
+        .expect_success("halt")
         .expect("theirs halts");
     assert_eq!(ours.host_of(&tid).expect("alive"), "h1");
     ours.halt().expect("ours halts");
@@ -374,7 +380,7 @@ fn other_users_reach_neither_socket_nor_files() {
             command.args(["-c", line]);
             let done = run(command, TIMEOUT).expect("ends");
             assert!(
-                !done.good() || line == "ls /tmp/sempa-0",
+                !done.succeeded() || line == "ls /tmp/sempa-0",
                 "{line}: {done:?}"
             );
         }
@@ -400,15 +406,15 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
     )
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     let stays = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let moves = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
     vm.must_migrate(&moves, "h1");
     assert_eq!(vm.host_of(&stays).expect("alive"), "h2");
     vm.halt().expect("halts");
     for (host, before) in bed.hosts().iter().zip(before) {
-        gone(host, "hold", TIMEOUT).expect("no task");
-        eventually(TIMEOUT, || {
+        wait_until_no_process(host, "hold", TIMEOUT).expect("no task");
+        wait_for(TIMEOUT, || {
             let now = host.processes();
             if now.len() <= before {
                 Ok(())
@@ -418,7 +424,7 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
         })
         .expect("no process");
         assert_eq!(
-            host.files_left(bed.folder()),
+            host.leftover_files(bed.folder()),
             Vec::<std::path::PathBuf>::new(),
             "{}",
             host.name()

@@ -2,12 +2,15 @@
 //! do PVM's examples that are built from their sources with our headers and libraries.
 
 use anyhow::Result;
-use sempa_tests::eventually;
-use sempa_tests::matrix::{Compare, Heard, Machine, Shell, System, alone, normal, on, with};
-use sempa_tests::needs;
-use sempa_tests::run::{Running, must, run};
+use sempa_tests::matrix::{
+    CaseOutput, ComparedVm, Comparison, ProgramRun, System, normalize, run_on_systems,
+    with_arguments, without_arguments,
+};
+use sempa_tests::requirements;
+use sempa_tests::run::{RunningCommand, run, run_ok};
 use sempa_tests::screen::{self, BLACK, Picture, Screen, WHITE};
 use sempa_tests::timetable::{self, School};
+use sempa_tests::wait_for;
 use std::fs;
 use std::ops::Range;
 use std::process::{Command, Stdio};
@@ -18,28 +21,34 @@ const TIMEOUT: Duration = Duration::from_secs(40);
 /// A test case, as (name, form of the comparison, function that runs it).
 type Case<'a> = (
     &'a str,
-    Compare,
-    Box<dyn Fn(&Machine) -> Result<String> + Sync + 'a>,
+    Comparison,
+    Box<dyn Fn(&ComparedVm) -> Result<String> + Sync + 'a>,
 );
 
 /// Runs all cases on PVM and on Sempa, and compares the outputs. The cases run one after another on
 /// the same virtual machine.
-fn the_same_on_both(cases: &[Case]) {
-    let [real, ours] = on([System::Pvm, System::Ours], |machine| heard(machine, cases));
+fn check_on_two_systems(cases: &[Case]) {
+    let [real, ours] = run_on_systems([System::Pvm, System::SempaDebianPrograms], |machine| {
+        run_cases(machine, cases)
+    });
     let wrong = differences(cases, &real, "ours", &ours);
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// As [`the_same_on_both`]; also runs the programs that are built from their sources.
-fn the_same_on_both_and_built(cases: &[Case]) {
-    let systems = [System::Pvm, System::Ours, System::Built];
-    let [real, ours, built] = on(systems, |machine| heard(machine, cases));
+/// As [`check_on_two_systems`]; also runs the programs that are built from their sources.
+fn check_on_three_systems(cases: &[Case]) {
+    let systems = [
+        System::Pvm,
+        System::SempaDebianPrograms,
+        System::SempaBuiltPrograms,
+    ];
+    let [real, ours, built] = run_on_systems(systems, |machine| run_cases(machine, cases));
     let wrong =
         differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
+fn run_cases(machine: &ComparedVm, cases: &[Case]) -> Result<Vec<CaseOutput>> {
     Ok(cases
         .iter()
         .map(|(_, _, run)| run(machine).map_err(|error| format!("{error:#}")))
@@ -48,22 +57,28 @@ fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
 
 /// Returns a description of the differences between the outputs of PVM and of another system; an
 /// empty text if there are none.
-fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Heard]) -> String {
+fn differences(
+    cases: &[Case],
+    real: &[CaseOutput],
+    name_of_other: &str,
+    other: &[CaseOutput],
+) -> String {
     let mut wrong = String::new();
     for (((name, how, _), real), other) in cases.iter().zip(real).zip(other) {
         if std::env::var_os("SEMPA_SHOW").is_some() {
             eprintln!("=== {name}\n{real:?}\n--- {name_of_other}\n{other:?}");
         }
-        let compared = |heard: &Heard| {
+        let compared = |heard: &CaseOutput| {
             heard
                 .as_ref()
-                .map(|text| normal(text, *how))
+                .map(|text| normalize(text, *how))
                 .map_err(Clone::clone)
         };
         match (compared(real), compared(other)) {
             (Ok(real), Ok(other)) if real == other => {}
             (Ok(real), Ok(other)) => {
-                let (only_real, only_other) = (only_in(&real, &other), only_in(&other, &real));
+                let (only_real, only_other) =
+                    (lines_only_in(&real, &other), lines_only_in(&other, &real));
                 wrong += &format!(
                     "=== {name}\n--- only PVM's lines\n{only_real}\n--- only {name_of_other}\n{only_other}\n"
                 );
@@ -74,8 +89,9 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
                 }
             }
             (real, other) => {
-                let shown =
-                    |heard: Heard| heard.map_or_else(|error| error, |_| "it went well".to_string());
+                let shown = |heard: CaseOutput| {
+                    heard.map_or_else(|error| error, |_| "it went well".to_string())
+                };
                 wrong += &format!(
                     "=== {name} failed\n--- PVM: {}\n--- {name_of_other}: {}\n",
                     shown(real),
@@ -89,7 +105,7 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
 
 /// Returns the lines of `text` that `other` does not have. A repeated line counts as often as it
 /// occurs.
-fn only_in(text: &str, other: &str) -> String {
+fn lines_only_in(text: &str, other: &str) -> String {
     let mut rest: Vec<&str> = other.lines().collect();
     let missing = text
         .lines()
@@ -105,18 +121,22 @@ fn only_in(text: &str, other: &str) -> String {
 
 fn case<'a>(
     name: &'a str,
-    how: Compare,
-    run: impl Fn(&Machine) -> Result<String> + Sync + 'a,
+    how: Comparison,
+    run: impl Fn(&ComparedVm) -> Result<String> + Sync + 'a,
 ) -> Case<'a> {
     (name, how, Box::new(run))
 }
 
-fn plain<'a>(shell: Shell<'a>, how: Compare) -> Case<'a> {
+fn plain_case<'a>(shell: ProgramRun<'a>, how: Comparison) -> Case<'a> {
     case(shell.program, how, move |machine| machine.run(shell))
 }
 
 /// Returns a case whose output is compared without the lines for which `left_out` returns true.
-fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Case<'a> {
+fn case_without_lines<'a>(
+    left_out: fn(&str) -> bool,
+    shell: ProgramRun<'a>,
+    how: Comparison,
+) -> Case<'a> {
     case(shell.program, how, move |machine| {
         let text = machine.run(shell)?;
         Ok(text
@@ -129,7 +149,7 @@ fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Ca
 
 /// True for lines of Fortran's message about a missing number that depend on the paths of source
 /// and code.
-fn where_it_was_compiled(line: &str) -> bool {
+fn is_source_position(line: &str) -> bool {
     ["At line", "at ", "#"]
         .iter()
         .any(|start| line.trim().starts_with(start))
@@ -138,15 +158,15 @@ fn where_it_was_compiled(line: &str) -> bool {
 /// True for the line in which `frsg` prints a sum. The variable of the sum is not initialised, so
 /// the line is wrong on PVM, too, unless the stack happens to be zero. Another line of `frsg` shows
 /// that its group works.
-fn sum_of_frsg(line: &str) -> bool {
+fn is_frsg_sum(line: &str) -> bool {
     line.contains("Sum of Squares of")
 }
 
-fn typed<'a>(program: &'a str, input: &'a str, how: Compare) -> Case<'a> {
-    plain(
-        Shell {
+fn case_with_input<'a>(program: &'a str, input: &'a str, how: Comparison) -> Case<'a> {
+    plain_case(
+        ProgramRun {
             input,
-            ..alone(program)
+            ..without_arguments(program)
         },
         how,
     )
@@ -154,12 +174,12 @@ fn typed<'a>(program: &'a str, input: &'a str, how: Compare) -> Case<'a> {
 
 /// Returns a case that runs two copies of a program, on two hosts at the same time. Its output is
 /// that of both.
-fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
+fn case_of_two_copies<'a>(program: &'a str, how: Comparison) -> Case<'a> {
     case(program, how, move |machine| {
-        let first = machine.start(alone(program))?;
-        let second = machine.run(Shell {
+        let first = machine.start(without_arguments(program))?;
+        let second = machine.run(ProgramRun {
             host: 2,
-            ..alone(program)
+            ..without_arguments(program)
         })?;
         Ok(machine.text(&first.finish(TIMEOUT)?) + &second)
     })
@@ -167,10 +187,15 @@ fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
 
 /// Returns a case that runs a server and, when `name` is in the mailbox, the programs `others`. Its
 /// output is that of all programs, the server's last.
-fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Compare) -> Case<'a> {
+fn case_with_server<'a>(
+    server: ProgramRun<'a>,
+    name: &'a str,
+    others: &'a [ProgramRun<'a>],
+    how: Comparison,
+) -> Case<'a> {
     case(server.program, how, move |machine| {
         let running = machine.start(server)?;
-        machine.in_mailbox(name)?;
+        machine.wait_until_in_mailbox(name)?;
         let mut all = String::new();
         for other in others {
             all += &machine.run(*other)?;
@@ -181,12 +206,12 @@ fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Co
 
 /// Returns a case that runs a worker without a master. Its output is what the worker prints until
 /// `last_words`, which appear some time after it has connected.
-fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
-    case(program, Compare::Lines, move |machine| {
-        let mut slave = machine.start(alone(program))?;
-        machine.connected()?;
-        let out = eventually(TIMEOUT, || {
-            let text = |slave: &Running| Ok(slave.out_so_far()? + &slave.err_so_far()?);
+fn case_of_waiting_worker<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
+    case(program, Comparison::Lines, move |machine| {
+        let mut slave = machine.start(without_arguments(program))?;
+        machine.wait_for_connection()?;
+        let out = wait_for(TIMEOUT, || {
+            let text = |slave: &RunningCommand| Ok(slave.out_so_far()? + &slave.err_so_far()?);
             let out = text(&slave).map_err(|error: anyhow::Error| format!("{error:#}"))?;
             if out.contains(last_words) {
                 Ok(out)
@@ -200,51 +225,51 @@ fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
     })
 }
 
-fn at_console<'a>(name: &'a str, commands: &'a str, until: &'a str, how: Compare) -> Case<'a> {
+fn console_case<'a>(name: &'a str, commands: &'a str, until: &'a str, how: Comparison) -> Case<'a> {
     case(name, how, move |machine| machine.console(commands, until))
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_with_workers() {
-    the_same_on_both_and_built(&[
-        plain(alone("hello.pvm"), Compare::Lines),
-        plain(alone("hello_other"), Compare::Lines),
-        plain(alone("master1"), Compare::Sorted),
-        plain(alone("fmaster1"), Compare::Sorted),
-        plain(alone("spmd"), Compare::Lines),
-        plain(alone("fspmd"), Compare::Lines),
-        at_console(
+    check_on_three_systems(&[
+        plain_case(without_arguments("hello.pvm"), Comparison::Lines),
+        plain_case(without_arguments("hello_other"), Comparison::Lines),
+        plain_case(without_arguments("master1"), Comparison::Sorted),
+        plain_case(without_arguments("fmaster1"), Comparison::Sorted),
+        plain_case(without_arguments("spmd"), Comparison::Lines),
+        plain_case(without_arguments("fspmd"), Comparison::Lines),
+        console_case(
             "spmd from the console",
             "spawn -4 -> spmd\n",
             "finished",
-            Compare::Sorted,
+            Comparison::Sorted,
         ),
-        at_console(
+        console_case(
             "fspmd from the console",
             "spawn -4 -> fspmd\n",
             "finished",
-            Compare::Sorted,
+            Comparison::Sorted,
         ),
-        plain(alone("hitc"), Compare::Kinds),
-        plain(alone("timing"), Compare::Kinds),
-        waiting("slave1", ""),
-        waiting("timing_slave", "Bad parameter"),
+        plain_case(without_arguments("hitc"), Comparison::Kinds),
+        plain_case(without_arguments("timing"), Comparison::Kinds),
+        case_of_waiting_worker("slave1", ""),
+        case_of_waiting_worker("timing_slave", "Bad parameter"),
     ]);
 }
 
 /// Arguments of xdotool that press xep's button for the end.
-const QUIT: &str = "mousemove 19 46 click 1";
+const CLICK_QUIT: &str = "mousemove 19 46 click 1";
 /// Arguments of xdotool that drag the mouse over xep's picture, which selects a part of it.
-const ENLARGE: &str =
+const DRAG_PART: &str =
     "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
 /// Lines of xep's picture on the screen, without its frame.
-const LINES: Range<usize> = 70..268;
+const PICTURE_LINES: Range<usize> = 70..268;
 /// A column of the picture that has no white pixels when the whole set is drawn. White pixels are
 /// outside of the set, or not yet drawn by a worker.
-const IN_THE_WHOLE: usize = 106;
+const WHOLE_SET_COLUMN: usize = 106;
 /// A column of the picture that has no white pixels when the selected part is drawn.
-const IN_THE_PART: usize = 8;
+const PART_COLUMN: usize = 8;
 /// Lines and columns on the screen of xep's text and of its six buttons, which are black and white.
 const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (8..24, 8..130),
@@ -257,14 +282,17 @@ const LABELS: [(Range<usize>, Range<usize>); 7] = [
 ];
 
 /// Waits until xep has drawn all labels and its picture is complete in the column `column`.
-fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
-    eventually(TIMEOUT, || {
+fn wait_until_drawn(screen: &Screen, column: usize) -> Result<Picture> {
+    wait_for(TIMEOUT, || {
         let picture = screen.picture().map_err(|error| format!("{error:#}"))?;
         let labelled = LABELS.iter().filter(|(lines, columns)| {
-            let label = picture.part(lines.clone(), columns.clone());
+            let label = picture.pixels_in(lines.clone(), columns.clone());
             [BLACK, WHITE].iter().all(|colour| label.contains(colour))
         });
-        let (labelled, down) = (labelled.count(), picture.part(LINES, column..column + 1));
+        let (labelled, down) = (
+            labelled.count(),
+            picture.pixels_in(PICTURE_LINES, column..column + 1),
+        );
         let coloured = down.iter().any(|pixel| ![BLACK, WHITE].contains(pixel));
         let white = down.iter().filter(|pixel| **pixel == WHITE).count();
         if labelled == LABELS.len() && coloured && white == 0 {
@@ -280,23 +308,23 @@ fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn xep_and_its_workers_draw_the_same_pictures() {
-    needs::require(screen::lacks());
-    the_same_on_both(&[
-        plain(alone("xep"), Compare::Lines),
-        waiting("mtile", ""),
-        case("xep with a display", Compare::Lines, |machine| {
+    requirements::require(screen::lacks());
+    check_on_two_systems(&[
+        plain_case(without_arguments("xep"), Comparison::Lines),
+        case_of_waiting_worker("mtile", ""),
+        case("xep with a display", Comparison::Lines, |machine| {
             let screen = Screen::start(machine.bed().host(1))?;
-            let running = machine.start_with(alone("xep"), |command| {
+            let running = machine.start_with(without_arguments("xep"), |command| {
                 command.env("DISPLAY", screen.name());
             })?;
-            let whole = drawn(&screen, IN_THE_WHOLE)?;
-            screen.mouse(ENLARGE)?;
-            let part = drawn(&screen, IN_THE_PART)?;
+            let whole = wait_until_drawn(&screen, WHOLE_SET_COLUMN)?;
+            screen.mouse(DRAG_PART)?;
+            let part = wait_until_drawn(&screen, PART_COLUMN)?;
             let workers = machine
                 .console("ps -a\n", "mtile")?
                 .matches("mtile")
                 .count();
-            screen.mouse(QUIT)?;
+            screen.mouse(CLICK_QUIT)?;
             let said = machine.text(&running.finish(TIMEOUT)?);
             machine.console("ps -a\n", "COMMAND")?;
             screen.end()?;
@@ -334,15 +362,15 @@ const SCHOOL: School = School {
     classes: 5,
     teachers: 6,
     days: 5,
-    lessons: 4,
-    at_once: 4,
+    lessons_per_day: 4,
+    concurrent_lessons: 4,
 };
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn tablix_finds_valid_timetables() {
-    needs::require_program("/usr/bin/tablix2", "tablix2");
-    the_same_on_both(&[case("tablix2", Compare::Kinds, |machine| {
+    requirements::require_program("/usr/bin/tablix2", "tablix2");
+    check_on_two_systems(&[case("tablix2", Comparison::Kinds, |machine| {
         let folder = machine.bed().home().join("timetable");
         fs::create_dir_all(&folder)?;
         fs::write(folder.join("school.xml"), timetable::problem(SCHOOL, 1))?;
@@ -359,7 +387,7 @@ fn tablix_finds_valid_timetables() {
             &prefix,
             &problem,
         ];
-        let said = machine.run(with("tablix2", &words))?;
+        let said = machine.run(with_arguments("tablix2", &words))?;
         // The number, order and speed of the kernels' reports are random.
         let chance = |line: &&str| {
             [" reports ", "] kernel: ", "\t", "per minute"]
@@ -377,9 +405,9 @@ fn tablix_finds_valid_timetables() {
                 "csv",
                 &place(&format!("out_result{number}.xml")),
             ]);
-            must(output, TIMEOUT)?;
+            run_ok(output, TIMEOUT)?;
             // The check fails if a hard constraint is violated.
-            let solution = timetable::check(&fs::read_to_string(&table)?)?;
+            let solution = timetable::check_solution(&fs::read_to_string(&table)?)?;
             all += &format!(
                 "a valid table of {} lessons\n",
                 if solution.lessons == 80 {
@@ -396,75 +424,81 @@ fn tablix_finds_valid_timetables() {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_with_groups() {
-    the_same_on_both_and_built(&[
-        typed("gexample", "10 4\n", Compare::Sorted),
-        at_console(
+    check_on_three_systems(&[
+        case_with_input("gexample", "10 4\n", Comparison::Sorted),
+        console_case(
             "gexample from the console",
             "spawn -3 -> gexample\n",
             "finished",
-            Compare::Kinds,
+            Comparison::Kinds,
         ),
         // The last digits of its results depend on the order of multiplications.
-        plain(alone("fgexample"), Compare::Kinds),
-        but_for(
-            sum_of_frsg,
-            Shell {
+        plain_case(without_arguments("fgexample"), Comparison::Kinds),
+        case_without_lines(
+            is_frsg_sum,
+            ProgramRun {
                 input: "8\n4\n",
-                ..alone("frsg")
+                ..without_arguments("frsg")
             },
-            Compare::Sorted,
+            Comparison::Sorted,
         ),
-        but_for(
-            where_it_was_compiled,
-            Shell {
+        case_without_lines(
+            is_source_position,
+            ProgramRun {
                 input: "8 4\n",
-                ..alone("frsg")
+                ..without_arguments("frsg")
             },
-            Compare::Sorted,
+            Comparison::Sorted,
         ),
-        but_for(where_it_was_compiled, alone("frsg"), Compare::Sorted),
-        typed("trsg", "8 4\n", Compare::Sorted),
+        case_without_lines(
+            is_source_position,
+            without_arguments("frsg"),
+            Comparison::Sorted,
+        ),
+        case_with_input("trsg", "8 4\n", Comparison::Sorted),
         // A member may request the numbers of other members before all have joined.
-        but_for(
+        case_without_lines(
             |line| line.contains("doesn't match up"),
-            with("ge", &["4"]),
-            Compare::Kinds,
+            with_arguments("ge", &["4"]),
+            Comparison::Kinds,
         ),
-        plain(alone("ge"), Compare::Lines),
-        plain(with("gexamp", &["4"]), Compare::Kinds),
+        plain_case(without_arguments("ge"), Comparison::Lines),
+        plain_case(with_arguments("gexamp", &["4"]), Comparison::Kinds),
         // The line appears only if the children are slower than their parent.
-        but_for(
+        case_without_lines(
             |line| line.contains("waiting on kids"),
-            with("gs.pvm", &["4"]),
-            Compare::Kinds,
+            with_arguments("gs.pvm", &["4"]),
+            Comparison::Kinds,
         ),
-        plain(alone("gs.pvm"), Compare::Lines),
-        plain(with("joinleave", &["200"]), Compare::Lines),
-        plain(with("thb", &["3"]), Compare::Kinds),
+        plain_case(without_arguments("gs.pvm"), Comparison::Lines),
+        plain_case(with_arguments("joinleave", &["200"]), Comparison::Lines),
+        plain_case(with_arguments("thb", &["3"]), Comparison::Kinds),
         // The program reads one name beyond the end of its table.
-        but_for(
+        case_without_lines(
             |line| matches!(line.trim(), "joined" | "joined group32"),
-            alone("tjf"),
-            Compare::Lines,
+            without_arguments("tjf"),
+            Comparison::Lines,
         ),
-        plain(alone("tjl"), Compare::Lines),
-        plain(alone("tst"), Compare::Lines),
-        plain(alone("pvm_gstat"), Compare::Lines),
-        case("pvm_gstat of a group", Compare::Lines, |machine| {
-            let first = machine.start(alone("dbwtest"))?;
-            let shown = eventually(TIMEOUT, || match machine.run(alone("pvm_gstat")) {
-                Ok(out) if out.contains("size: 1,") => Ok(out),
-                other => Err(format!("no group with one member: {other:?}")),
+        plain_case(without_arguments("tjl"), Comparison::Lines),
+        plain_case(without_arguments("tst"), Comparison::Lines),
+        plain_case(without_arguments("pvm_gstat"), Comparison::Lines),
+        case("pvm_gstat of a group", Comparison::Lines, |machine| {
+            let first = machine.start(without_arguments("dbwtest"))?;
+            let shown = wait_for(TIMEOUT, || {
+                match machine.run(without_arguments("pvm_gstat")) {
+                    Ok(out) if out.contains("size: 1,") => Ok(out),
+                    other => Err(format!("no group with one member: {other:?}")),
+                }
             })?;
-            machine.run(alone("dbwtest"))?;
+            machine.run(without_arguments("dbwtest"))?;
             first.finish(TIMEOUT)?;
             Ok(shown)
         }),
         // PVM's server prints the dump to the log, our library to standard output.
-        but_for(
+        case_without_lines(
             |line| line.contains("DUMP"),
-            alone("pvmgroups"),
-            Compare::Lines,
+            without_arguments("pvmgroups"),
+            Comparison::Lines,
         ),
     ]);
 }
@@ -475,21 +509,21 @@ const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn calls_of_pvms_own_group_library_are_traced() {
-    the_same_on_both(&[case("tst traced", Compare::Kinds, |machine| {
+    check_on_two_systems(&[case("tst traced", Comparison::Kinds, |machine| {
         let host = machine.bed().host(1);
         let file = machine.bed().home().join("records");
         let place = file.display().to_string();
         let mut tracer = machine.command(host, "/usr/bin/tracer");
         tracer.args(["-T", &place]);
-        let mut tracer = Running::start(tracer, Stdio::piped())?;
+        let mut tracer = RunningCommand::start(tracer, Stdio::piped())?;
         // The tracer ends at the end of its input, so the input stays open.
         let input = tracer.take_stdin();
-        machine.connected()?;
+        machine.wait_for_connection()?;
         let mut task = machine.command(host, "/usr/bin/env");
         task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}"))
             .arg("/usr/bin/tst");
         let done = run(task, TIMEOUT)?;
-        let records = eventually(TIMEOUT, || match fs::read_to_string(&file) {
+        let records = wait_for(TIMEOUT, || match fs::read_to_string(&file) {
             Ok(text) if text.contains("\"lvgroup(1.1)\" {") => Ok(text),
             other => Err(format!("no record of leaving a group: {other:?}")),
         })?;
@@ -510,66 +544,75 @@ fn calls_of_pvms_own_group_library_are_traced() {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_that_measure() {
-    the_same_on_both_and_built(&[
-        twice("dbwtest", Compare::Kinds),
-        twice("ibwtest", Compare::Kinds),
-        twice("rbwtest", Compare::Kinds),
-        twice("pbwtest", Compare::Kinds),
+    check_on_three_systems(&[
+        case_of_two_copies("dbwtest", Comparison::Kinds),
+        case_of_two_copies("ibwtest", Comparison::Kinds),
+        case_of_two_copies("rbwtest", Comparison::Kinds),
+        case_of_two_copies("pbwtest", Comparison::Kinds),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_of_mailbox_and_contexts() {
-    the_same_on_both_and_built(&[
-        plain(with("lmbi", &["1", "d", "e"]), Compare::Lines),
-        plain(with("lmbi", &["2", "p", "e"]), Compare::Lines),
-        plain(with("lmbi", &["3", "pm", "e"]), Compare::Lines),
-        plain(with("lmbi", &["1", "o", "e"]), Compare::Lines),
-        plain(alone("lmbi"), Compare::Lines),
-        plain(alone("gmbi"), Compare::Lines),
-        plain(with("gmbi", &["entry"]), Compare::Lines),
-        plain(with("task1", &["svc", "0", "d"]), Compare::Lines),
-        served(
-            with("task0", &["svc", "d"]),
+    check_on_three_systems(&[
+        plain_case(with_arguments("lmbi", &["1", "d", "e"]), Comparison::Lines),
+        plain_case(with_arguments("lmbi", &["2", "p", "e"]), Comparison::Lines),
+        plain_case(with_arguments("lmbi", &["3", "pm", "e"]), Comparison::Lines),
+        plain_case(with_arguments("lmbi", &["1", "o", "e"]), Comparison::Lines),
+        plain_case(without_arguments("lmbi"), Comparison::Lines),
+        plain_case(without_arguments("gmbi"), Comparison::Lines),
+        plain_case(with_arguments("gmbi", &["entry"]), Comparison::Lines),
+        plain_case(
+            with_arguments("task1", &["svc", "0", "d"]),
+            Comparison::Lines,
+        ),
+        case_with_server(
+            with_arguments("task0", &["svc", "d"]),
             "svc",
             &[
-                Shell {
+                ProgramRun {
                     host: 2,
-                    ..with("task1", &["svc", "0", "d"])
+                    ..with_arguments("task1", &["svc", "0", "d"])
                 },
-                with("rme", &["svc", "0"]),
-                with("task1", &["svc", "0", "d"]),
-                with("task_end", &["svc", "0"]),
+                with_arguments("rme", &["svc", "0"]),
+                with_arguments("task1", &["svc", "0", "d"]),
+                with_arguments("task_end", &["svc", "0"]),
             ],
-            Compare::Lines,
+            Comparison::Lines,
         ),
-        plain(with("rme", &["svc", "0"]), Compare::Lines),
-        plain(alone("task0"), Compare::Lines),
-        plain(alone("task1"), Compare::Lines),
-        plain(alone("task_end"), Compare::Lines),
-        plain(with("inherita", &["inherit1"]), Compare::Sorted),
-        plain(with("inherita", &["inherit3"]), Compare::Sorted),
-        plain(alone("inheritb"), Compare::Sorted),
-        plain(alone("inherit1"), Compare::Lines),
-        plain(alone("inherit2"), Compare::Lines),
-        plain(alone("inherit3"), Compare::Lines),
+        plain_case(with_arguments("rme", &["svc", "0"]), Comparison::Lines),
+        plain_case(without_arguments("task0"), Comparison::Lines),
+        plain_case(without_arguments("task1"), Comparison::Lines),
+        plain_case(without_arguments("task_end"), Comparison::Lines),
+        plain_case(
+            with_arguments("inherita", &["inherit1"]),
+            Comparison::Sorted,
+        ),
+        plain_case(
+            with_arguments("inherita", &["inherit3"]),
+            Comparison::Sorted,
+        ),
+        plain_case(without_arguments("inheritb"), Comparison::Sorted),
+        plain_case(without_arguments("inherit1"), Comparison::Lines),
+        plain_case(without_arguments("inherit2"), Comparison::Lines),
+        plain_case(without_arguments("inherit3"), Comparison::Lines),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_of_message_handlers() {
-    the_same_on_both_and_built(&[
-        plain(alone("mhf_tickle"), Compare::Lines),
-        served(
-            alone("mhf_server"),
+    check_on_three_systems(&[
+        plain_case(without_arguments("mhf_tickle"), Comparison::Lines),
+        case_with_server(
+            without_arguments("mhf_server"),
             "mhf_server",
-            &[Shell {
+            &[ProgramRun {
                 input: "0\n1\n1\n1\n6\n0\n4\n1\n4\n6\n2\n9\n3\n9\n",
-                ..alone("mhf_tickle")
+                ..without_arguments("mhf_tickle")
             }],
-            Compare::Lines,
+            Comparison::Lines,
         ),
     ]);
 }
@@ -577,51 +620,54 @@ fn examples_of_message_handlers() {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn programs_of_other_packages() {
-    needs::require_program("/usr/bin/NPpvm", "netpipe-pvm");
-    needs::require_program("/usr/bin/slsh", "slang-pvm and slsh");
-    the_same_on_both(&[
-        case("NPpvm", Compare::Kinds, |machine| {
-            let receiver = machine.start(with("NPpvm", &["-u", "500", "-n", "20"]))?;
-            machine.connected()?;
-            let sender = machine.run(Shell {
+    requirements::require_program("/usr/bin/NPpvm", "netpipe-pvm");
+    requirements::require_program("/usr/bin/slsh", "slang-pvm and slsh");
+    check_on_two_systems(&[
+        case("NPpvm", Comparison::Kinds, |machine| {
+            let receiver = machine.start(with_arguments("NPpvm", &["-u", "500", "-n", "20"]))?;
+            machine.wait_for_connection()?;
+            let sender = machine.run(ProgramRun {
                 host: 2,
-                ..with("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"])
+                ..with_arguments("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"])
             })?;
             Ok(machine.text(&receiver.finish(TIMEOUT)?) + &sender)
         }),
-        case("slsh", Compare::Lines, |machine| {
+        case("slsh", Comparison::Lines, |machine| {
             let exported = |command: &mut Command| {
                 command.env("HOST", "somewhere").env("PVM_EXPORT", "HOST");
             };
             let said = machine
-                .start_with(with("slsh", &["hello_master"]), exported)?
+                .start_with(with_arguments("slsh", &["hello_master"]), exported)?
                 .finish(TIMEOUT)?;
             Ok(machine.text(&said))
         }),
         // The program does not wait for output that arrives after its slave's message about the
         // end.
-        but_for(
+        case_without_lines(
             |line| line == "hi",
-            with("slsh", &["master", "echo hi", "2"]),
-            Compare::Sorted,
+            with_arguments("slsh", &["master", "echo hi", "2"]),
+            Comparison::Sorted,
         ),
-        plain(alone("pvmgetarch"), Compare::Lines),
-        plain(alone("tracer"), Compare::Lines),
-        typed("tracer", "trace\nhelp\nquit\n", Compare::Lines),
-        plain(with("trcsort", &["no-such-file"]), Compare::Lines),
+        plain_case(without_arguments("pvmgetarch"), Comparison::Lines),
+        plain_case(without_arguments("tracer"), Comparison::Lines),
+        case_with_input("tracer", "trace\nhelp\nquit\n", Comparison::Lines),
+        plain_case(
+            with_arguments("trcsort", &["no-such-file"]),
+            Comparison::Lines,
+        ),
     ]);
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_resource_manager() {
-    the_same_on_both(&[case("srm.pvm", Compare::Lines, |machine| {
+    check_on_two_systems(&[case("srm.pvm", Comparison::Lines, |machine| {
         // PVM's daemons accept only a resource manager that was registered before they started.
         machine.console("delete h2 h3\n", "deleted")?;
-        machine.shown_at_console("conf\n", "1 host,")?;
-        let mut manager = machine.start(alone("srm.pvm"))?;
-        machine.printed(&manager, "registered as Resource Manager")?;
-        let served = machine.run(alone("hello.pvm"))?
+        machine.wait_until_console_shows("conf\n", "1 host,")?;
+        let mut manager = machine.start(without_arguments("srm.pvm"))?;
+        machine.wait_until_printed(&manager, "registered as Resource Manager")?;
+        let served = machine.run(without_arguments("hello.pvm"))?
             + &machine.console("conf\nspawn -1 nosuchprogram\n", "No such")?;
         let alive = manager.poll()?.is_none();
         manager.end_inside()?;
@@ -635,21 +681,21 @@ fn debians_resource_manager() {
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_console() {
-    the_same_on_both(&[
-        at_console(
+    check_on_two_systems(&[
+        console_case(
             "a job",
             "spawn -3 -> /bin/hostname\n",
             "finished",
-            Compare::Sorted,
+            Comparison::Sorted,
         ),
-        at_console("conf", "conf\n", "h3", Compare::Lines),
-        at_console(
+        console_case("conf", "conf\n", "h3", Comparison::Lines),
+        console_case(
             "a session",
             "version\nid\nconf\nmstat h2 nohost\npstat t99999\nadd nohost\nalias\n\
              spawn -2 -h2 nosuchprogram\nspawn\nfoo\ngetopt\nsetopt route 1\nsetopt foo 1\nputs\nnames\n\
              export PATH\nexport\nunexport PATH\necho a  b\nhelp conf\nps -a\njobs\ntrace\ndelete h3\necho done\n",
             "done\n",
-            Compare::Lines,
+            Comparison::Lines,
         ),
     ]);
 }

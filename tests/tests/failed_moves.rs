@@ -2,10 +2,10 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::must;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
+use sempa_tests::requirements::testbed_with_env;
+use sempa_tests::run::run_ok;
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{Host, OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -44,12 +44,12 @@ fn replace(link: &Path, script: &str) {
     fs::rename(&fresh, link).expect("in place");
 }
 
-fn hold(bed: &Testbed, host: &Host) {
+fn enable_gate(bed: &Testbed, host: &Host) {
     let _ = fs::remove_file(bed.folder().join(format!("at-{}", host.name())));
     fs::write(bed.folder().join(format!("hold-{}", host.name())), "").expect("written");
 }
 
-fn release(bed: &Testbed, host: &Host) {
+fn disable_gate(bed: &Testbed, host: &Host) {
     fs::remove_file(bed.folder().join(format!("hold-{}", host.name()))).expect("removed");
 }
 
@@ -60,9 +60,9 @@ fn open_gate(bed: &Testbed, host: &Host) {
 }
 
 /// Waits until the engine of a host waits at the gate. Returns its process number on the host.
-fn at_gate(bed: &Testbed, host: &Host) -> String {
+fn wait_for_engine_at_gate(bed: &Testbed, host: &Host) -> String {
     let file = bed.folder().join(format!("at-{}", host.name()));
-    eventually(TIMEOUT, || {
+    wait_for(TIMEOUT, || {
         fs::read_to_string(&file).map_err(|_| format!("no engine at the gate of {}", host.name()))
     })
     .expect("an engine at the gate")
@@ -74,7 +74,7 @@ fn kill_9(host: &Host, pid: &str) {
     assert!(
         host.shell(&format!("kill -9 {pid}"), TIMEOUT)
             .expect("runs")
-            .good(),
+            .succeeded(),
         "kill -9 {pid} on {}",
         host.name()
     );
@@ -95,13 +95,13 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     )
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     // The first migration waits for the tasker's engine probe. The gate must not hold the probe, so
     // a migration is made before.
     let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     vm.must_migrate(&first, "h3");
-    assert!(vm.pvm(&["kill", &first]).expect("ends").good());
-    eventually(TIMEOUT, || match vm.tasks() {
+    assert!(vm.pvm(&["kill", &first]).expect("ends").succeeded());
+    wait_for(TIMEOUT, || match vm.tasks() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != first) => Ok(()),
         other => Err(format!("{first} is still there: {other:?}")),
     })
@@ -111,19 +111,19 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
 }
 
 /// Checks that a task runs on `host`, answers, and that its memory is unchanged.
-fn lives_on(vm: &Vm, tid: &str, host: &str) {
+fn check_task_on(vm: &Vm, tid: &str, host: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, TIMEOUT).sure(vm);
+    let done = run_ok(command, TIMEOUT).or_panic_with_logs(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     assert_eq!(vm.host_of(tid).expect("alive"), host);
 }
 
-fn failure(vm: &Vm) -> Entry {
-    vm.event(TIMEOUT, "failed move", |entry| {
+fn wait_for_failure(vm: &Vm) -> EventEntry {
+    vm.wait_for_event(TIMEOUT, "failed move", |entry| {
         matches!(entry.kind, EventKind::MigrationFailed { .. })
     })
-    .sure(vm)
+    .or_panic_with_logs(vm)
 }
 
 #[test]
@@ -132,12 +132,15 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
     with_three_hosts(|vm| {
         let (bed, source) = (vm.bed(), vm.bed().host(2));
         let tid = vm.spawn(&["-h2", "hold", "8"]).expect("spawned");
-        hold(bed, source);
+        enable_gate(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
-        kill_9(source, &at_gate(bed, source));
+        kill_9(source, &wait_for_engine_at_gate(bed, source));
         let done = moving.finish(TIMEOUT).expect("ends");
-        assert!(!done.good() && done.err.lines().count() == 1, "{done:?}");
-        let entry = failure(vm);
+        assert!(
+            !done.succeeded() && done.err.lines().count() == 1,
+            "{done:?}"
+        );
+        let entry = wait_for_failure(vm);
         assert!(
             matches!(
                 &entry.kind,
@@ -149,10 +152,10 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
             ),
             "{entry:?}"
         );
-        lives_on(vm, &tid, "h2");
-        release(bed, source);
+        check_task_on(vm, &tid, "h2");
+        disable_gate(bed, source);
         vm.must_migrate(&tid, "h3");
-        lives_on(vm, &tid, "h3");
+        check_task_on(vm, &tid, "h3");
     });
 }
 
@@ -162,13 +165,13 @@ fn a_dump_killed_while_writing_leaves_the_task() {
     with_three_hosts(|vm| {
         let (bed, source) = (vm.bed(), vm.bed().host(2));
         let tid = vm.spawn(&["-h2", "hold", "384"]).expect("spawned");
-        lives_on(vm, &tid, "h2");
-        hold(bed, source);
+        check_task_on(vm, &tid, "h2");
+        enable_gate(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
-        let engine = at_gate(bed, source);
+        let engine = wait_for_engine_at_gate(bed, source);
         open_gate(bed, source);
-        let place = source.path("/tmp/sempa-0/pvm");
-        eventually(TIMEOUT, || {
+        let place = source.machine_path("/tmp/sempa-0/pvm");
+        wait_for(TIMEOUT, || {
             let pages = fs::read_dir(&place)
                 .into_iter()
                 .flatten()
@@ -187,19 +190,19 @@ fn a_dump_killed_while_writing_leaves_the_task() {
         .expect("the dump writes");
         kill_9(source, &engine);
         let done = moving.finish(TIMEOUT).expect("ends");
-        assert!(!done.good(), "{done:?}");
+        assert!(!done.succeeded(), "{done:?}");
         assert!(
             matches!(
-                failure(vm).kind,
+                wait_for_failure(vm).kind,
                 EventKind::MigrationFailed {
                     step: Step::Dump,
                     ..
                 }
             ),
             "{:?}",
-            failure(vm)
+            wait_for_failure(vm)
         );
-        lives_on(vm, &tid, "h2");
+        check_task_on(vm, &tid, "h2");
     });
 }
 
@@ -209,12 +212,12 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
     with_three_hosts(|vm| {
         let (bed, target) = (vm.bed(), vm.bed().host(3));
         let tid = vm.spawn(&["-h2", "hold", "8"]).expect("spawned");
-        hold(bed, target);
+        enable_gate(bed, target);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
-        kill_9(target, &at_gate(bed, target));
+        kill_9(target, &wait_for_engine_at_gate(bed, target));
         let done = moving.finish(TIMEOUT).expect("ends");
-        assert!(!done.good(), "{done:?}");
-        let entry = failure(vm);
+        assert!(!done.succeeded(), "{done:?}");
+        let entry = wait_for_failure(vm);
         assert!(
             matches!(
                 &entry.kind,
@@ -226,16 +229,16 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
             ),
             "{entry:?}"
         );
-        lives_on(vm, &tid, "h2");
+        check_task_on(vm, &tid, "h2");
         let left: Vec<_> = target
             .processes()
             .into_iter()
             .filter(|(_, line)| line.contains("hold"))
             .collect();
         assert!(left.is_empty(), "half a copy is left: {left:?}");
-        release(bed, target);
+        disable_gate(bed, target);
         vm.must_migrate(&tid, "h3");
-        lives_on(vm, &tid, "h3");
+        check_task_on(vm, &tid, "h3");
     });
 }
 
@@ -245,10 +248,10 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
     with_three_hosts(|vm| {
         let (bed, source, target) = (vm.bed(), vm.bed().host(2), vm.bed().host(3));
         let tid = vm.spawn(&["-h2", "hold", "64"]).expect("spawned");
-        lives_on(vm, &tid, "h2");
-        hold(bed, source);
+        check_task_on(vm, &tid, "h2");
+        enable_gate(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
-        at_gate(bed, source);
+        wait_for_engine_at_gate(bed, source);
         // The daemon that receives the images is stopped, so that the transfer begins and cannot
         // end.
         let daemon = target
@@ -263,7 +266,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         };
         signal(nix::sys::signal::Signal::SIGSTOP);
         open_gate(bed, source);
-        vm.event(TIMEOUT, "end of the dump", |entry| {
+        vm.wait_for_event(TIMEOUT, "end of the dump", |entry| {
             matches!(
                 entry.kind,
                 EventKind::MigrationStep {
@@ -272,11 +275,11 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
                 }
             )
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         signal(nix::sys::signal::Signal::SIGKILL);
         let done = moving.finish(TIMEOUT).expect("ends");
-        assert!(!done.good(), "{done:?}");
-        let entry = failure(vm);
+        assert!(!done.succeeded(), "{done:?}");
+        let entry = wait_for_failure(vm);
         assert!(
             matches!(
                 &entry.kind,
@@ -287,12 +290,12 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
             ),
             "{entry:?}"
         );
-        lives_on(vm, &tid, "h2");
-        sempa_tests::testbed::gone(target, "pvm-tasker", TIMEOUT)
+        check_task_on(vm, &tid, "h2");
+        sempa_tests::testbed::wait_until_no_process(target, "pvm-tasker", TIMEOUT)
             .expect("the tasker ends with its daemon");
-        release(bed, source);
+        disable_gate(bed, source);
         vm.must_migrate(&tid, "h1");
-        lives_on(vm, &tid, "h1");
+        check_task_on(vm, &tid, "h1");
     });
 }
 
@@ -306,27 +309,27 @@ fn a_full_disk_leaves_the_task_at_the_source() {
             let done = host
                 .shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT)
                 .expect("runs");
-            assert!(done.good(), "{done:?}");
+            assert!(done.succeeded(), "{done:?}");
         };
         for (index, step) in [(3, Step::Transfer), (2, Step::Dump)] {
-            lives_on(vm, &tid, "h2");
+            check_task_on(vm, &tid, "h2");
             resize(bed.host(index), "20m");
             let done = vm.migrate_when_ready(&tid, "h3").expect("ends");
             assert!(
-                !done.good() && done.err.contains("No space left on device"),
+                !done.succeeded() && done.err.contains("No space left on device"),
                 "{done:?}"
             );
-            vm.event(
+            vm.wait_for_event(
                 TIMEOUT,
                 "failed move at that step",
                 |entry| matches!(&entry.kind, EventKind::MigrationFailed { step: failed, .. } if *failed == step),
             )
-            .sure(vm);
-            lives_on(vm, &tid, "h2");
+            .or_panic_with_logs(vm);
+            check_task_on(vm, &tid, "h2");
             resize(bed.host(index), "4g");
         }
         vm.must_migrate(&tid, "h3");
-        lives_on(vm, &tid, "h3");
+        check_task_on(vm, &tid, "h3");
     });
 }
 
@@ -349,13 +352,13 @@ fn task_with_debugger_is_not_migrated() {
     )
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     let (debugged, other) = (
         vm.spawn(&["-?", "-h1", "hold", "1"]),
         vm.spawn(&["-h1", "hold", "1"]),
     );
     let (debugged, other) = (debugged.expect("spawned"), other.expect("spawned"));
-    lives_on(&vm, &debugged, "h1");
+    check_task_on(&vm, &debugged, "h1");
     let why = "it was spawned to be debugged (PvmTaskDebug)";
     for words in [
         &["can-migrate", debugged.as_str()][..],
@@ -364,11 +367,11 @@ fn task_with_debugger_is_not_migrated() {
     ] {
         let done = vm.pvm(words).expect("ends");
         assert!(
-            !done.good() && (done.err.contains(why) || done.out.contains(why)),
+            !done.succeeded() && (done.err.contains(why) || done.out.contains(why)),
             "{words:?}: {done:?}"
         );
     }
-    lives_on(&vm, &debugged, "h1");
+    check_task_on(&vm, &debugged, "h1");
     vm.must_migrate(&other, "h2");
     vm.halt().expect("halts");
 }

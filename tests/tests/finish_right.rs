@@ -2,11 +2,11 @@
 //! without migrations: Debian's unmodified tablix2, tasks in Python with ctypes, and tasks in
 //! Fortran with OpenMP.
 
-use sempa_tests::needs::{require_program, testbed};
-use sempa_tests::run::{Running, must};
+use sempa_tests::requirements::{require_program, testbed};
+use sempa_tests::run::{RunningCommand, run_ok};
 use sempa_tests::timetable::{self, School, Solution};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -15,20 +15,20 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(300);
 /// Number of migrations of each job. The tasks of a job migrate in turn.
-const MOVES: usize = 8;
+const MIGRATION_COUNT: usize = 8;
 /// Number of rounds that a job computes between two migrations.
 const ROUNDS_BETWEEN: usize = 3;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 /// Number of tablix2's kernels.
 const KERNELS: usize = 2;
 /// Argument of tablix2: number of populations without improvement after which a kernel stops.
-const PATIENCE: &str = "finish=400";
+const FINISH_OPTION: &str = "finish=400";
 const SCHOOL: School = School {
     classes: 10,
     teachers: 13,
     days: 5,
-    lessons: 6,
-    at_once: 7,
+    lessons_per_day: 6,
+    concurrent_lessons: 7,
 };
 
 fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
@@ -42,13 +42,13 @@ fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
     vm.halt().expect("halts");
 }
 
-fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
-    eventually(TIMEOUT, look).sure(vm)
+fn wait_until<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
+    wait_for(TIMEOUT, look).or_panic_with_logs(vm)
 }
 
 /// Returns the tids of all tasks of a program.
 fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
-    let tasks = vm.tasks().sure(vm);
+    let tasks = vm.tasks().or_panic_with_logs(vm);
     tasks
         .into_iter()
         .filter(|task| task.name.ends_with(program))
@@ -57,8 +57,8 @@ fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
 }
 
 /// Migrates a task to another host. `number` selects the host.
-fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
-    let from = vm.host_of(tid).sure(vm);
+fn migrate_to_next(vm: &Vm<'_>, tid: &str, number: usize) {
+    let from = vm.host_of(tid).or_panic_with_logs(vm);
     let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
     let to = others[number % others.len()];
     eprintln!("move {number}: {tid} from {from} to {to}");
@@ -83,7 +83,7 @@ impl<'a> Job<'a> {
             folder.to_str().expect("text"),
             &rounds.to_string(),
         ];
-        vm.spawn(&words).sure(vm);
+        vm.spawn(&words).or_panic_with_logs(vm);
         Job {
             vm,
             program,
@@ -96,9 +96,9 @@ impl<'a> Job<'a> {
         text.lines().map(str::to_string).collect()
     }
 
-    fn goes_on(&self) {
+    fn wait_for_rounds(&self) {
         let until = self.log().len() + ROUNDS_BETWEEN;
-        wait(self.vm, || match self.log().len() {
+        wait_until(self.vm, || match self.log().len() {
             rounds if rounds >= until => Ok(()),
             rounds => Err(format!(
                 "{} has come to round {rounds}, not {until}",
@@ -108,8 +108,8 @@ impl<'a> Job<'a> {
     }
 
     /// Waits for the end of all tasks of the job. Returns the lines of its log and its result.
-    fn ends(self) -> (Vec<String>, String) {
-        let result = wait(self.vm, || {
+    fn finish(self) -> (Vec<String>, String) {
+        let result = wait_until(self.vm, || {
             let text = fs::read_to_string(self.folder.join("result"));
             text.map_err(|_| {
                 format!(
@@ -119,7 +119,7 @@ impl<'a> Job<'a> {
                 )
             })
         });
-        wait(self.vm, || match tids(self.vm, self.program) {
+        wait_until(self.vm, || match tids(self.vm, self.program) {
             left if left.is_empty() => Ok(()),
             left => Err(format!("{left:?} have not ended")),
         });
@@ -129,23 +129,23 @@ impl<'a> Job<'a> {
 
 /// Runs the job with migrations of both tasks, and then without migrations for the same number of
 /// rounds. Checks that the results are equal.
-fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
+fn check_same_result(vm: &Vm<'_>, program: &'static str) {
     let job = Job::start(vm, program, "moved", 0);
-    job.goes_on();
+    job.wait_for_rounds();
     let both = tids(vm, program);
     assert_eq!(both.len(), 2, "{both:?}");
-    for number in 0..MOVES {
-        move_on(vm, &both[number % both.len()], number / both.len());
-        job.goes_on();
+    for number in 0..MIGRATION_COUNT {
+        migrate_to_next(vm, &both[number % both.len()], number / both.len());
+        job.wait_for_rounds();
     }
     fs::write(job.folder.join("enough"), "").expect("written");
-    let moved = job.ends();
+    let moved = job.finish();
     assert!(
-        moved.0.len() > MOVES * ROUNDS_BETWEEN,
+        moved.0.len() > MIGRATION_COUNT * ROUNDS_BETWEEN,
         "{} rounds",
         moved.0.len()
     );
-    let undisturbed = Job::start(vm, program, "undisturbed", moved.0.len()).ends();
+    let undisturbed = Job::start(vm, program, "undisturbed", moved.0.len()).finish();
     let first = moved
         .0
         .iter()
@@ -154,7 +154,7 @@ fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
     assert_eq!(first, None, "the first round that differs");
     assert!(moved == undisturbed, "{} and {}", moved.1, undisturbed.1);
     eprintln!(
-        "{program}: {} rounds, {MOVES} moves, {}",
+        "{program}: {} rounds, {MIGRATION_COUNT} moves, {}",
         moved.0.len(),
         moved.1.trim()
     );
@@ -173,7 +173,7 @@ fn moved_python_tasks_finish_with_the_right_result() {
         let program = vm.home().join("pvm3/bin/LINUX64/digest");
         fs::copy(source("digest.py"), &program).expect("copied");
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("executable");
-        moved_and_undisturbed_are_the_same(vm, "digest");
+        check_same_result(vm, "digest");
     });
 }
 
@@ -195,14 +195,14 @@ fn moved_fortran_tasks_finish_with_the_right_result() {
             .arg("-L")
             .arg(prefix.join("lib"))
             .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
-        must(gfortran, TIMEOUT).expect("gfortran takes it");
-        moved_and_undisturbed_are_the_same(vm, "waves");
+        run_ok(gfortran, TIMEOUT).expect("gfortran takes it");
+        check_same_result(vm, "waves");
     });
 }
 
 /// A running search of tablix2 and the folder of its results.
 struct Search {
-    running: Running,
+    running: RunningCommand,
     folder: PathBuf,
 }
 
@@ -213,16 +213,24 @@ impl Search {
         let problem = folder.join("school.xml");
         fs::write(&problem, timetable::problem(SCHOOL, 1)).expect("written");
         let mut command = vm.command(vm.bed().host(1), "tablix2");
-        command.args(["-n", &KERNELS.to_string(), "-d", "3", "-p", PATIENCE, "-o"]);
+        command.args([
+            "-n",
+            &KERNELS.to_string(),
+            "-d",
+            "3",
+            "-p",
+            FINISH_OPTION,
+            "-o",
+        ]);
         command.arg(folder.join("found_")).arg(&problem);
         Search {
-            running: Running::start(command, Stdio::null()).expect("it starts"),
+            running: RunningCommand::start(command, Stdio::null()).expect("it starts"),
             folder,
         }
     }
 
     /// Returns the number of progress reports of all kernels so far.
-    fn reports(&self) -> usize {
+    fn report_count(&self) -> usize {
         let out =
             |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
         out(self.running.out_so_far()) + out(self.running.err_so_far())
@@ -230,9 +238,9 @@ impl Search {
 
     /// Waits until the kernels have made more progress reports. Returns false if they have
     /// finished.
-    fn goes_on(&self, vm: &Vm<'_>) -> bool {
-        let until = self.reports() + KERNELS;
-        wait(vm, || match self.reports() {
+    fn wait_for_progress(&self, vm: &Vm<'_>) -> bool {
+        let until = self.report_count() + KERNELS;
+        wait_until(vm, || match self.report_count() {
             _ if tids(vm, "tablix2_kernel").len() < KERNELS => Ok(false),
             now if now >= until => Ok(true),
             now => Err(format!(
@@ -244,9 +252,9 @@ impl Search {
 
     /// Waits for the end of the search and checks the hard constraints. Returns the timetables, one
     /// for each kernel.
-    fn ends(self, vm: &Vm<'_>) -> Vec<Solution> {
-        let done = self.running.finish(TIMEOUT).sure(vm);
-        assert!(done.good(), "{done:?}\n{}", vm.logs());
+    fn finish(self, vm: &Vm<'_>) -> Vec<Solution> {
+        let done = self.running.finish(TIMEOUT).or_panic_with_logs(vm);
+        assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
         let solution = |number: usize| {
             let table = self.folder.join(format!("{number}.csv"));
             let mut command = vm.command(vm.bed().host(1), "tablix2_output");
@@ -255,8 +263,8 @@ impl Search {
                 .arg(&table)
                 .arg("csv")
                 .arg(self.folder.join(format!("found_result{number}.xml")));
-            must(command, TIMEOUT).expect("tablix2 reads its own result");
-            timetable::check(&fs::read_to_string(table).expect("written"))
+            run_ok(command, TIMEOUT).expect("tablix2 reads its own result");
+            timetable::check_solution(&fs::read_to_string(table).expect("written"))
                 .expect("nobody is needed twice")
         };
         (0..KERNELS).map(solution).collect()
@@ -270,7 +278,7 @@ fn moved_tablix_kernels_find_good_timetables() {
     with_three_hosts(&["tablix2", "tablix2_output"], |vm| {
         let search = Search::start(vm, "moved");
         let mut kernels = Vec::new();
-        wait(vm, || {
+        wait_until(vm, || {
             kernels = tids(vm, "tablix2_kernel");
             if kernels.len() == KERNELS {
                 Ok(())
@@ -280,12 +288,12 @@ fn moved_tablix_kernels_find_good_timetables() {
         });
         // The duration of the search is random, so it may end before the last migration.
         let mut moves = 0;
-        while moves < MOVES && (moves < KERNELS || search.goes_on(vm)) {
-            move_on(vm, &kernels[moves % KERNELS], moves / KERNELS);
+        while moves < MIGRATION_COUNT && (moves < KERNELS || search.wait_for_progress(vm)) {
+            migrate_to_next(vm, &kernels[moves % KERNELS], moves / KERNELS);
             moves += 1;
         }
-        let moved = search.ends(vm);
-        let undisturbed = Search::start(vm, "undisturbed").ends(vm);
+        let moved = search.finish(vm);
+        let undisturbed = Search::start(vm, "undisturbed").finish(vm);
         // A search is random: the hard constraints are met in every result, but the soft ones
         // differ.
         let lessons = |found: &[Solution]| {
@@ -297,7 +305,7 @@ fn moved_tablix_kernels_find_good_timetables() {
         assert_eq!(lessons(&moved), lessons(&undisturbed));
         assert_eq!(
             lessons(&moved),
-            vec![SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once; KERNELS]
+            vec![SCHOOL.days * SCHOOL.lessons_per_day * SCHOOL.concurrent_lessons; KERNELS]
         );
         eprintln!("{moves} moves; moved: {moved:?}; undisturbed: {undisturbed:?}");
     });

@@ -1,8 +1,8 @@
 //! Programs in Fortran that are built with gfortran and with the installed header and libraries.
 
 use sempa_tests::Vm;
-use sempa_tests::needs::{require_program, testbed};
-use sempa_tests::run::{must, run};
+use sempa_tests::requirements::{require_program, testbed};
+use sempa_tests::run::{run, run_ok};
 use sempa_tests::vm::Settings;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,7 +20,7 @@ fn on_one_host(test: impl FnOnce(&Vm)) {
 
 /// Compiles a source file into the folder in which `spawn` searches. `name` is the name of the
 /// program. Returns its path.
-fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
+fn compile_fortran(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64").join(name);
     let mut gfortran = Command::new("gfortran");
@@ -35,7 +35,7 @@ fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
         .arg("-L")
         .arg(prefix.join("lib"))
         .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
-    must(gfortran, TIMEOUT).expect("gfortran takes it");
+    run_ok(gfortran, TIMEOUT).expect("gfortran takes it");
     program
 }
 
@@ -50,10 +50,10 @@ fn all_argument_types_are_passed_and_returned() {
             ("-ffree-form", "calls-free"),
         ] {
             let words = [form, "-ffixed-line-length-132", "-fallow-argument-mismatch"];
-            let program = build(vm, &source, &words, name);
+            let program = compile_fortran(vm, &source, &words, name);
             let done = run(vm.command(vm.bed().host(1), program), TIMEOUT).expect("it ends");
             assert!(
-                done.good() && done.out.contains("all calls are right"),
+                done.succeeded() && done.out.contains("all calls are right"),
                 "{form}: {done:?}\n{}",
                 vm.logs()
             );

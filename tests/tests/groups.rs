@@ -1,10 +1,10 @@
 //! Groups without a server task: members on several hosts wait in barriers and make collective
 //! calls, are killed, migrate, and lose their hosts.
 
-use sempa_tests::needs::{prefix_in_bed, require_program, testbed};
-use sempa_tests::run::{Running, run};
+use sempa_tests::requirements::{prefix_in_bed, require_program, testbed};
+use sempa_tests::run::{RunningCommand, run};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Host, Testbed, Vm, eventually};
+use sempa_tests::{Host, Testbed, Vm, wait_for};
 use std::io::Write;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -17,31 +17,31 @@ const END_TIMEOUT: Duration = Duration::from_secs(120);
 /// A running member that reads commands from standard input.
 struct Member<'a> {
     host: &'a Host,
-    task: Running,
-    to: ChildStdin,
-    asked: usize,
+    task: RunningCommand,
+    input: ChildStdin,
+    command_count: usize,
 }
 
 impl<'a> Member<'a> {
     fn start(vm: &'a Vm, host: usize, program: &Path) -> Member<'a> {
         let host = vm.bed().host(host);
         let mut task =
-            Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+            RunningCommand::start(vm.command(host, program), Stdio::piped()).expect("it starts");
         let to = task.take_stdin().expect("piped");
         let member = Member {
             host,
             task,
-            to,
-            asked: 0,
+            input: to,
+            command_count: 0,
         };
-        member.line("task t", 0);
+        member.wait_for_line("task t", 0);
         member
     }
 
     /// Waits for the line number `number` (counted from 0) in the member's output. Returns what
     /// follows `start` in this line.
-    fn line(&self, start: &str, number: usize) -> String {
-        let found = eventually(TIMEOUT, || {
+    fn wait_for_line(&self, start: &str, number: usize) -> String {
+        let found = wait_for(TIMEOUT, || {
             let out = self.task.out_so_far().map_err(|error| error.to_string())?;
             let mut whole = out
                 .split_inclusive('\n')
@@ -62,29 +62,31 @@ impl<'a> Member<'a> {
 
     /// Sends a command to the member. [`Member::result`] waits for the result of the returned
     /// command.
-    fn tell(&mut self, command: &str) -> (String, usize) {
-        writeln!(self.to, "{command}").expect("it listens");
-        self.asked += 1;
-        (format!("{command} = "), self.asked)
+    fn send_command(&mut self, command: &str) -> (String, usize) {
+        writeln!(self.input, "{command}").expect("it listens");
+        self.command_count += 1;
+        (format!("{command} = "), self.command_count)
     }
 
     fn result(&self, (start, number): (String, usize)) -> i32 {
-        self.line(&start, number).parse().expect("a number")
+        self.wait_for_line(&start, number)
+            .parse()
+            .expect("a number")
     }
 
-    fn ask(&mut self, command: &str) -> i32 {
-        let asked = self.tell(command);
+    fn run_command(&mut self, command: &str) -> i32 {
+        let asked = self.send_command(command);
         self.result(asked)
     }
 
     fn kill(&self) {
-        let line = self.line("task t", 0);
+        let line = self.wait_for_line("task t", 0);
         let process = line.rsplit(' ').next().expect("words").to_string();
         assert!(
             self.host
                 .shell(&format!("kill -9 {process}"), TIMEOUT)
                 .expect("runs")
-                .good(),
+                .succeeded(),
             "kill -9 {process}"
         );
     }
@@ -98,24 +100,24 @@ fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
         vm.add(&others.iter().map(String::as_str).collect::<Vec<_>>())
             .expect("the others join");
     }
-    let program = vm.program("groups").expect("gcc");
+    let program = vm.compile_program("groups").expect("gcc");
     test(&vm, &program);
     vm.halt().expect("halts");
 }
 
 /// Starts one member on each of these hosts. All members join the group.
-fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
+fn start_members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
     let mut members: Vec<Member> = hosts
         .iter()
         .map(|host| Member::start(vm, *host, program))
         .collect();
     for (instance, member) in members.iter_mut().enumerate() {
-        assert_eq!(member.ask("join g"), instance as i32);
+        assert_eq!(member.run_command("join g"), instance as i32);
     }
     members
 }
 
-fn waiting(vm: &Vm, wanted: usize) {
+fn wait_for_barrier(vm: &Vm, wanted: usize) {
     let look = || {
         let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), TIMEOUT)
             .map_err(|error| error.to_string())?;
@@ -126,61 +128,71 @@ fn waiting(vm: &Vm, wanted: usize) {
             Err(format!("{wanted} do not wait: {shown:?}"))
         }
     };
-    eventually(TIMEOUT, look).expect("members wait");
+    wait_for(TIMEOUT, look).expect("members wait");
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn members_join_and_leave_barriers_together() {
     on_hosts(2, |vm, program| {
-        let mut m = members(vm, program, &[1, 2, 2]);
+        let mut m = start_members(vm, program, &[1, 2, 2]);
         assert_eq!(
-            (m[0].ask("join g"), m[0].ask("size g"), m[2].ask("inst g")),
+            (
+                m[0].run_command("join g"),
+                m[0].run_command("size g"),
+                m[2].run_command("inst g")
+            ),
             (-18, 3, 2)
         );
         assert_eq!(
             (
-                m[0].ask("tid g 7"),
-                m[0].ask("size nobody"),
-                m[0].ask("barrier g 0")
+                m[0].run_command("tid g 7"),
+                m[0].run_command("size nobody"),
+                m[0].run_command("barrier g 0")
             ),
             (-21, -19, -3)
         );
         assert_eq!(
             (
-                m[1].ask("leave g"),
-                m[1].ask("barrier g 2"),
-                m[1].ask("join g")
+                m[1].run_command("leave g"),
+                m[1].run_command("barrier g 2"),
+                m[1].run_command("join g")
             ),
             (0, -20, 1)
         );
         // A barrier does not prevent that messages are received.
-        assert_eq!(m[1].ask("listen 5"), 0);
-        let first = m[1].tell("barrier g 3");
-        waiting(vm, 1);
-        assert_eq!(m[0].ask("bcast g 5"), 0);
-        assert_eq!((m[2].ask("recv 5"), m[2].ask("barrier g 2")), (0, -3));
-        let second = m[2].tell("barrier g 3");
+        assert_eq!(m[1].run_command("listen 5"), 0);
+        let first = m[1].send_command("barrier g 3");
+        wait_for_barrier(vm, 1);
+        assert_eq!(m[0].run_command("bcast g 5"), 0);
+        assert_eq!(
+            (m[2].run_command("recv 5"), m[2].run_command("barrier g 2")),
+            (0, -3)
+        );
+        let second = m[2].send_command("barrier g 3");
         assert_eq!(
             (
-                m[0].ask("barrier g 3"),
+                m[0].run_command("barrier g 3"),
                 m[1].result(first),
                 m[2].result(second)
             ),
             (0, 0, 0)
         );
-        eventually(TIMEOUT, || match m[1].ask("handled") {
+        wait_for(TIMEOUT, || match m[1].run_command("handled") {
             1 => Ok(()),
             other => Err(format!("{other} messages were handled")),
         })
         .expect("the handler ran");
         // A member that leaves the virtual machine also leaves its groups. Another member may then
         // get its instance number.
-        let waits = m[0].tell("barrier g 3");
-        let waits_too = m[1].tell("barrier g 3");
-        waiting(vm, 2);
-        assert_eq!(m[2].ask("exit"), 0);
-        assert_eq!((m[2].ask("join g"), m[2].ask("barrier g 3")), (2, 0));
+        let waits = m[0].send_command("barrier g 3");
+        let waits_too = m[1].send_command("barrier g 3");
+        wait_for_barrier(vm, 2);
+        assert_eq!(m[2].run_command("exit"), 0);
+        assert_eq!(
+            (m[2].run_command("join g"), m[2].run_command("barrier g 3")),
+            (2, 0)
+        );
         assert_eq!((m[0].result(waits), m[1].result(waits_too)), (0, 0));
     });
 }
@@ -189,11 +201,11 @@ fn members_join_and_leave_barriers_together() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn collective_calls_support_every_type() {
     on_hosts(2, |vm, program| {
-        let mut m = members(vm, program, &[1, 2, 1, 2]);
+        let mut m = start_members(vm, program, &[1, 2, 1, 2]);
         for root in [0, 3] {
             let asked: Vec<_> = m
                 .iter_mut()
-                .map(|member| member.tell(&format!("collective g {root}")))
+                .map(|member| member.send_command(&format!("collective g {root}")))
                 .collect();
             for (member, asked) in m.iter().zip(asked) {
                 assert_eq!(member.result(asked), 0, "root {root}");
@@ -201,9 +213,9 @@ fn collective_calls_support_every_type() {
         }
         assert_eq!(
             (
-                m[1].ask("leave g"),
-                m[0].ask("gather g 0"),
-                m[0].ask("gather g 9")
+                m[1].run_command("leave g"),
+                m[0].run_command("gather g 0"),
+                m[0].run_command("gather g 9")
             ),
             (0, -21, -21)
         );
@@ -214,28 +226,28 @@ fn collective_calls_support_every_type() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn waiting_members_learn_of_killed_member() {
     on_hosts(2, |vm, program| {
-        let mut m = members(vm, program, &[1, 2, 2]);
+        let mut m = start_members(vm, program, &[1, 2, 2]);
         let waits: Vec<_> = m[..2]
             .iter_mut()
-            .map(|member| member.tell("barrier g 3"))
+            .map(|member| member.send_command("barrier g 3"))
             .collect();
-        waiting(vm, 2);
+        wait_for_barrier(vm, 2);
         m[2].kill();
         for (member, asked) in m.iter().zip(waits) {
             assert_eq!(member.result(asked), -19);
         }
-        assert_eq!(m[0].ask("size g"), 2);
+        assert_eq!(m[0].run_command("size g"), 2);
         // The member is killed while another one waits in the barrier.
-        let waits = m[0].tell("barrier g 2");
-        waiting(vm, 1);
+        let waits = m[0].send_command("barrier g 2");
+        wait_for_barrier(vm, 1);
         m[0].kill();
-        eventually(TIMEOUT, || match m[1].ask("size g") {
+        wait_for(TIMEOUT, || match m[1].run_command("size g") {
             1 => Ok(()),
             size => Err(format!("{size} members")),
         })
         .expect("its membership ends");
         drop(waits);
-        assert_eq!(m[1].ask("barrier g 1"), 0);
+        assert_eq!(m[1].run_command("barrier g 1"), 0);
     });
 }
 
@@ -245,31 +257,31 @@ fn waiting_members_learn_of_killed_member() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn frozen_group_accepts_no_members() {
     on_hosts(1, |vm, program| {
-        let mut m = members(vm, program, &[1, 1, 1]);
+        let mut m = start_members(vm, program, &[1, 1, 1]);
         let first: Vec<_> = m[..2]
             .iter_mut()
-            .map(|member| member.tell("freeze g 3"))
+            .map(|member| member.send_command("freeze g 3"))
             .collect();
-        assert_eq!(m[2].ask("freeze g 3"), 3);
+        assert_eq!(m[2].run_command("freeze g 3"), 3);
         for (member, asked) in m.iter().zip(first) {
             assert_eq!(member.result(asked), 3);
         }
         let mut late = Member::start(vm, 1, program);
         assert_eq!(
             (
-                late.ask("join g"),
-                m[0].ask("freeze g 3"),
-                late.ask("size g")
+                late.run_command("join g"),
+                m[0].run_command("freeze g 3"),
+                late.run_command("size g")
             ),
             (-20, -18, 3)
         );
-        let waits = m[0].tell("barrier g 3");
-        waiting(vm, 1);
+        let waits = m[0].send_command("barrier g 3");
+        wait_for_barrier(vm, 1);
         assert_eq!(
             (
-                m[2].ask("leave g"),
+                m[2].run_command("leave g"),
                 m[0].result(waits),
-                m[1].ask("barrier g 3")
+                m[1].run_command("barrier g 3")
             ),
             (0, -19, -19)
         );
@@ -280,18 +292,18 @@ fn frozen_group_accepts_no_members() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn receiver_is_notified_of_ended_member() {
     on_hosts(2, |vm, program| {
-        let mut m = members(vm, program, &[1, 2, 2]);
-        let root = m[0].tell("gather g 0");
+        let mut m = start_members(vm, program, &[1, 2, 2]);
+        let root = m[0].send_command("gather g 0");
         // The contribution that a member has sent before its end is used.
-        assert_eq!(m[1].ask("gather g 0"), 0);
+        assert_eq!(m[1].run_command("gather g 0"), 0);
         m[1].kill();
         m[2].kill();
         assert_eq!(m[0].result(root), -21);
-        assert_eq!(m[0].ask("size g"), 1);
+        assert_eq!(m[0].run_command("size g"), 1);
         // The root ends while a member waits for its part of the data.
         let mut root = Member::start(vm, 2, program);
-        assert_eq!(root.ask("join g"), 1);
-        let waits = m[0].tell("scatter g 1");
+        assert_eq!(root.run_command("join g"), 1);
+        let waits = m[0].send_command("scatter g 1");
         root.kill();
         assert_eq!(m[0].result(waits), -21);
     });
@@ -301,22 +313,22 @@ fn receiver_is_notified_of_ended_member() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_group_survives_the_loss_of_a_host() {
     on_hosts(3, |vm, program| {
-        let mut m = members(vm, program, &[1, 2, 3]);
+        let mut m = start_members(vm, program, &[1, 2, 3]);
         let waits: Vec<_> = m[..2]
             .iter_mut()
-            .map(|member| member.tell("barrier g 3"))
+            .map(|member| member.send_command("barrier g 3"))
             .collect();
-        waiting(vm, 2);
+        wait_for_barrier(vm, 2);
         vm.bed().host(3).kill_all();
         for (member, asked) in m.iter().zip(waits) {
             assert_eq!(member.result(asked), -19);
         }
-        let waits = m[0].tell("barrier g 2");
+        let waits = m[0].send_command("barrier g 2");
         assert_eq!(
             (
-                m[1].ask("barrier g 2"),
+                m[1].run_command("barrier g 2"),
                 m[0].result(waits),
-                m[1].ask("size g")
+                m[1].run_command("size g")
             ),
             (0, 0, 2)
         );
@@ -342,12 +354,24 @@ fn a_member_moves_during_a_barrier() {
                 "keep size",
             ])
             .expect("spawned");
-        waiting(vm, 1);
+        wait_for_barrier(vm, 1);
         vm.must_migrate(&tid, "h3");
         assert_eq!(vm.host_of(&tid).expect("a task"), "h3");
         let mut other = Member::start(vm, 1, program);
-        assert_eq!((other.ask("join g"), other.ask("barrier g 2")), (1, 0));
-        assert_eq!((other.ask("await result"), other.ask("await size")), (0, 2));
+        assert_eq!(
+            (
+                other.run_command("join g"),
+                other.run_command("barrier g 2")
+            ),
+            (1, 0)
+        );
+        assert_eq!(
+            (
+                other.run_command("await result"),
+                other.run_command("await size")
+            ),
+            (0, 2)
+        );
     });
 }
 
@@ -358,13 +382,13 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
         let show =
             |program: &str| run(vm.command(vm.bed().host(1), program), TIMEOUT).expect("it ends");
         assert_eq!(show("pvm_gstat").out, "no groups exist\n");
-        let mut m = members(vm, program, &[1, 1]);
-        assert_eq!(m[1].ask("join second"), 0);
-        let waits = m[1].tell("barrier g 2");
-        waiting(vm, 1);
+        let mut m = start_members(vm, program, &[1, 1]);
+        assert_eq!(m[1].run_command("join second"), 0);
+        let waits = m[1].send_command("barrier g 2");
+        wait_for_barrier(vm, 1);
         let ours = show("pvm_gstat");
         assert!(
-            ours.good()
+            ours.succeeded()
                 && ours
                     .out
                     .starts_with("group: g, size: 2,  barrier_count 2, barrier_reached 1\n"),
@@ -377,7 +401,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
         );
         let dump = show("pvmgroups");
         assert!(
-            dump.good() && dump.out.starts_with("DUMP 2 groups:\n group: g  size: 2 "),
+            dump.succeeded() && dump.out.starts_with("DUMP 2 groups:\n group: g  size: 2 "),
             "{dump:?}"
         );
         for name in ["pvm_gstat", "pvmgroups"] {
@@ -390,7 +414,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
                 done.err.clone()
             };
             assert!(
-                done.good() && text.contains("group: g") && text.contains("group: second"),
+                done.succeeded() && text.contains("group: g") && text.contains("group: second"),
                 "{done:?}"
             );
             assert!(
@@ -398,7 +422,10 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
                 "{done:?} is not {ours:?}"
             );
         }
-        assert_eq!((m[0].ask("barrier g 2"), m[1].result(waits)), (0, 0));
+        assert_eq!(
+            (m[0].run_command("barrier g 2"), m[1].result(waits)),
+            (0, 0)
+        );
     });
 }
 
@@ -428,7 +455,7 @@ const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
     ("tst", &[], "", "left prognosis 0, negative 0"),
 ];
 
-fn examples_where_spawn_looks(bed: &Testbed) {
+fn link_examples(bed: &Testbed) {
     for (name, ..) in EXAMPLES.iter().chain(&[("tnb", &[][..], "", "")]) {
         symlink(
             Path::new("/usr/bin").join(name),
@@ -440,10 +467,10 @@ fn examples_where_spawn_looks(bed: &Testbed) {
 
 /// Runs an example to its end. Panics unless its standard output or standard error has the line
 /// `sign`.
-fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &str) {
+fn check_example(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &str) {
     let mut command = vm.command(vm.bed().host(1), program);
     command.args(words);
-    let mut task = Running::start(command, Stdio::piped()).expect("it starts");
+    let mut task = RunningCommand::start(command, Stdio::piped()).expect("it starts");
     // A program that reads nothing may have ended before, so an error is ignored.
     let _ = task
         .take_stdin()
@@ -465,11 +492,11 @@ fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &st
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_group_programs_run_unmodified() {
     on_hosts(2, |vm, _| {
-        examples_where_spawn_looks(vm.bed());
+        link_examples(vm.bed());
         for (name, words, input, sign) in EXAMPLES {
             let program = Path::new("/usr/bin").join(name);
             require_program(&program.to_string_lossy(), "pvm-examples");
-            has_run_right(vm, &program, words, input, sign);
+            check_example(vm, &program, words, input, sign);
         }
         let none_left = || {
             let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), TIMEOUT)
@@ -480,7 +507,7 @@ fn debians_group_programs_run_unmodified() {
                 Err(format!("{shown:?}"))
             }
         };
-        eventually(TIMEOUT, none_left).expect("programs that ended are in no group");
+        wait_for(TIMEOUT, none_left).expect("programs that ended are in no group");
     });
 }
 
@@ -506,9 +533,9 @@ fn pvms_own_group_library_and_server_work() {
         },
     )
     .expect("a virtual machine");
-    examples_where_spawn_looks(&bed);
+    link_examples(&bed);
     let (name, words, input, sign) = EXAMPLES[0];
-    has_run_right(&vm, &Path::new("/usr/bin").join(name), words, input, sign);
+    check_example(&vm, &Path::new("/usr/bin").join(name), words, input, sign);
     let shown = run(vm.command(bed.host(1), "/usr/bin/pvm_gstat"), TIMEOUT).expect("it ends");
     assert_eq!(shown.out, "no groups exist\n");
     assert!(
@@ -530,7 +557,7 @@ fn tracer_gets_one_record_per_group_call() {
         let file = vm.bed().folder().join("trace");
         let mut command = vm.command(vm.bed().host(1), tracer);
         command.args(["-T".as_ref(), file.as_os_str(), "full".as_ref()]);
-        let mut tracer = Running::start(command, Stdio::piped()).expect("it starts");
+        let mut tracer = RunningCommand::start(command, Stdio::piped()).expect("it starts");
         let mut to = tracer.take_stdin().expect("piped");
         to.write_all(b"trace + gather\ntrace + setsbuf\n")
             .expect("it listens");
@@ -538,13 +565,19 @@ fn tracer_gets_one_record_per_group_call() {
             Ok(out) if out.contains("* setsbuf") => Ok(()),
             other => Err(format!("not yet: {other:?}")),
         };
-        eventually(TIMEOUT, ready).expect("a tracer");
+        wait_for(TIMEOUT, ready).expect("a tracer");
         let mut member = Member::start(vm, 1, program);
-        assert_eq!((member.ask("join g"), member.ask("gather g 0")), (0, 0));
+        assert_eq!(
+            (
+                member.run_command("join g"),
+                member.run_command("gather g 0")
+            ),
+            (0, 0)
+        );
         // The tracer checks its inbox only when a message arrives, so further calls must follow the
         // traced ones.
-        let told = eventually(TIMEOUT, || {
-            member.ask("barrier g 1");
+        let told = wait_for(TIMEOUT, || {
+            member.run_command("barrier g 1");
             let text = std::fs::read_to_string(&file).map_err(|error| error.to_string())?;
             if text.contains("\"barrier(1.1)\" {") {
                 Ok(text)
@@ -590,7 +623,7 @@ fn with_static_library(vm: &Vm) -> PathBuf {
         .arg(prefix.join("lib"))
         .args(["-lpvm3", "-lm"]);
     let done = run(gcc, END_TIMEOUT).expect("gcc");
-    assert!(done.good(), "{done:?}");
+    assert!(done.succeeded(), "{done:?}");
     program
 }
 
@@ -600,8 +633,11 @@ fn with_static_library(vm: &Vm) -> PathBuf {
 fn the_static_group_library_works() {
     on_hosts(1, |vm, _| {
         let program = with_static_library(vm);
-        let mut m = members(vm, &program, &[1, 1]);
-        let asked = m[0].tell("collective g 0");
-        assert_eq!((m[1].ask("collective g 0"), m[0].result(asked)), (0, 0));
+        let mut m = start_members(vm, &program, &[1, 1]);
+        let asked = m[0].send_command("collective g 0");
+        assert_eq!(
+            (m[1].run_command("collective g 0"), m[0].result(asked)),
+            (0, 0)
+        );
     });
 }

@@ -2,24 +2,24 @@
 //! guests' own records of when they ran.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
-use sempa_tests::run::must;
-use sempa_tests::speaker::Speaker;
+use sempa_tests::owner_agent::OwnerAgent;
+use sempa_tests::requirements::testbed;
+use sempa_tests::run::run_ok;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Path of the program that acts as an owner agent.
-const SPEAKS: &str = env!("CARGO_BIN_EXE_owner-speaks");
+const OWNER_AGENT_PROGRAM: &str = env!("CARGO_BIN_EXE_owner-speaks");
 /// Number of times the guests are stopped.
-const ROUNDS: usize = 5;
+const STOP_COUNT: usize = 5;
 /// Minimum duration in microseconds for which guests are stopped. It is longer than the gaps that
 /// running guests record.
-const STAY: u64 = 300_000;
+const STOPPED_MIN_US: u64 = 300_000;
 
-fn now() -> u64 {
+fn now_us() -> u64 {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
@@ -29,22 +29,22 @@ fn now() -> u64 {
 /// Returns the times in which a guest did not run, by its own clock, as (begin, end) in
 /// microseconds since 1970.
 fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
-    vm.gaps(tid).sure(vm)
+    vm.busy_gaps(tid).or_panic_with_logs(vm)
 }
 
 /// Returns the processor time that a process has used, in ticks.
-fn used(host: &Host, pid: i32) -> u64 {
+fn used_ticks(host: &Host, pid: i32) -> u64 {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = must(command, TIMEOUT).expect("it is there").out;
+    let stat = run_ok(command, TIMEOUT).expect("it is there").out;
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
         .split_whitespace()
         .collect();
     fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
 }
 
-fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
-    let tasks = vm.tasks().sure(vm);
+fn stopped_tids(vm: &Vm, tids: &[String]) -> Vec<String> {
+    let tasks = vm.tasks().or_panic_with_logs(vm);
     tasks
         .into_iter()
         .filter(|t| t.stopped && tids.contains(&t.tid))
@@ -53,7 +53,7 @@ fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
 }
 
 /// Returns the number of events so far that report that all guests of a host are stopped.
-fn stops(vm: &Vm) -> usize {
+fn stop_event_count(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
         .iter()
@@ -65,7 +65,7 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("busy").expect("gcc");
+    vm.compile_program("busy").expect("gcc");
     let guests: Vec<String> = (0..count)
         .map(|_| vm.spawn(&["-h2", "busy"]).expect("spawned"))
         .collect();
@@ -78,28 +78,28 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_do_not_run_by_their_clocks() {
     with_guests(4, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
+        let mut owner = OwnerAgent::new(vm, vm.bed().host(2), OWNER_AGENT_PROGRAM);
         let mut words = Vec::new();
-        for round in 0..ROUNDS {
-            let said = owner.say(&format!("stop round {round}"));
-            eventually(TIMEOUT, || {
-                if stops(vm) > round {
+        for round in 0..STOP_COUNT {
+            let said = owner.direct(&format!("stop round {round}"));
+            wait_for(TIMEOUT, || {
+                if stop_event_count(vm) > round {
                     Ok(())
                 } else {
                     Err("guests run".to_string())
                 }
             })
-            .sure(vm);
-            assert_eq!(stopped(vm, guests).len(), guests.len());
-            eventually(TIMEOUT, || {
-                if now() > said + STAY {
+            .or_panic_with_logs(vm);
+            assert_eq!(stopped_tids(vm, guests).len(), guests.len());
+            wait_for(TIMEOUT, || {
+                if now_us() > said + STOPPED_MIN_US {
                     Ok(())
                 } else {
                     Err("she stays".to_string())
                 }
             })
             .expect("time passes");
-            words.push((said, owner.say("welcome nobody is there")));
+            words.push((said, owner.direct("welcome nobody is there")));
         }
         let mut waits = Vec::new();
         for tid in guests {
@@ -146,29 +146,29 @@ fn guests_are_stopped_by_signals_without_freezer() {
         },
     )
     .expect("a virtual machine");
-    vm.program("busy").expect("gcc");
+    vm.compile_program("busy").expect("gcc");
     let guests: Vec<String> = (0..2)
         .map(|_| vm.spawn(&["-h1", "busy"]).expect("spawned"))
         .collect();
-    let mut owner = Speaker::new(&vm, vm.bed().host(1), SPEAKS);
-    let said = owner.say("stop olga is there");
-    eventually(TIMEOUT, || {
-        if stops(&vm) > 0 {
+    let mut owner = OwnerAgent::new(&vm, vm.bed().host(1), OWNER_AGENT_PROGRAM);
+    let said = owner.direct("stop olga is there");
+    wait_for(TIMEOUT, || {
+        if stop_event_count(&vm) > 0 {
             Ok(())
         } else {
             Err("guests run".to_string())
         }
     })
-    .sure(&vm);
-    eventually(TIMEOUT, || {
-        if now() > said + STAY {
+    .or_panic_with_logs(&vm);
+    wait_for(TIMEOUT, || {
+        if now_us() > said + STOPPED_MIN_US {
             Ok(())
         } else {
             Err("she stays".to_string())
         }
     })
     .expect("time passes");
-    let welcome = owner.say("welcome olga has left");
+    let welcome = owner.direct("welcome olga has left");
     for tid in &guests {
         let gaps = gaps(&vm, tid);
         assert!(
@@ -190,17 +190,17 @@ fn guests_are_stopped_by_signals_without_freezer() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_move_without_running() {
     with_guests(3, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
-        owner.say("stop olga is there");
-        eventually(TIMEOUT, || {
-            if stops(vm) > 0 {
+        let mut owner = OwnerAgent::new(vm, vm.bed().host(2), OWNER_AGENT_PROGRAM);
+        owner.direct("stop olga is there");
+        wait_for(TIMEOUT, || {
+            if stop_event_count(vm) > 0 {
                 Ok(())
             } else {
                 Err("guests run".to_string())
             }
         })
         .expect("they stop");
-        let stand = now();
+        let stand = now_us();
         let pids: Vec<i32> = vm
             .tasks()
             .expect("tasks")
@@ -210,27 +210,27 @@ fn stopped_guests_move_without_running() {
             .collect();
         let before: Vec<u64> = pids
             .iter()
-            .map(|pid| used(vm.bed().host(2), *pid))
+            .map(|pid| used_ticks(vm.bed().host(2), *pid))
             .collect();
         let spawn = vm
             .pvm(&["spawn", "-h2", "busy"])
             .expect("the console works");
-        assert!(!spawn.good(), "no guest is started there: {spawn:?}");
+        assert!(!spawn.succeeded(), "no guest is started there: {spawn:?}");
         let moved: Vec<(u64, u64)> = guests[..2]
             .iter()
             .map(|tid| {
-                let began = now();
+                let began = now_us();
                 vm.must_migrate(tid, "h3");
                 assert_eq!(vm.host_of(tid).expect("alive"), "h3");
-                (began, now())
+                (began, now_us())
             })
             .collect();
         let back = vm.migrate(&guests[0], "h2").expect("the console works");
         assert!(
-            !back.good() && back.err.contains("olga is there"),
+            !back.succeeded() && back.err.contains("olga is there"),
             "{back:?}"
         );
-        let here = used(vm.bed().host(2), pids[2]);
+        let here = used_ticks(vm.bed().host(2), pids[2]);
         assert_eq!(here, before[2], "it does not run");
         for (tid, (began, ended)) in guests[..2].iter().zip(moved) {
             let gaps = gaps(vm, tid);
@@ -241,7 +241,7 @@ fn stopped_guests_move_without_running() {
                 "{tid}: {gaps:?}; all stood at {stand}, it moved from {began} to {ended}"
             );
         }
-        owner.say("welcome olga has left");
+        owner.direct("welcome olga has left");
         for tid in guests {
             gaps(vm, tid);
         }
@@ -252,10 +252,10 @@ fn stopped_guests_move_without_running() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_continue_when_the_owners_agent_dies() {
     with_guests(2, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
-        owner.say("stop olga is there");
-        eventually(TIMEOUT, || {
-            if stops(vm) > 0 {
+        let mut owner = OwnerAgent::new(vm, vm.bed().host(2), OWNER_AGENT_PROGRAM);
+        owner.direct("stop olga is there");
+        wait_for(TIMEOUT, || {
+            if stop_event_count(vm) > 0 {
                 Ok(())
             } else {
                 Err("guests run".to_string())
@@ -263,14 +263,14 @@ fn guests_continue_when_the_owners_agent_dies() {
         })
         .expect("they stop");
         owner.kill();
-        vm.event(TIMEOUT, "continued guests", |entry| {
+        vm.wait_for_event(TIMEOUT, "continued guests", |entry| {
             matches!(entry.kind, EventKind::GuestsResumed { .. })
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         for tid in guests {
             gaps(vm, tid);
         }
-        assert!(stopped(vm, guests).is_empty());
+        assert!(stopped_tids(vm, guests).is_empty());
     });
 }
 
@@ -278,13 +278,13 @@ fn guests_continue_when_the_owners_agent_dies() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn overdue_guests_are_ended_if_the_owner_wants_it() {
     with_guests(2, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
-        owner.say("kill 1500 olga wants her machine");
-        vm.event(TIMEOUT, "guests that are ended", |entry| {
+        let mut owner = OwnerAgent::new(vm, vm.bed().host(2), OWNER_AGENT_PROGRAM);
+        owner.direct("kill 1500 olga wants her machine");
+        vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
             matches!(entry.kind, EventKind::GuestsEnded { .. })
         })
         .expect("told");
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             let left = vm.tasks().map_err(|error| format!("{error:#}"))?;
             let left: Vec<_> = left
                 .into_iter()
@@ -297,7 +297,7 @@ fn overdue_guests_are_ended_if_the_owner_wants_it() {
             }
         })
         .expect("they end");
-        owner.say("welcome olga has left");
+        owner.direct("welcome olga has left");
         vm.spawn(&["-h2", "busy"]).expect("the host is used again");
     });
 }

@@ -2,21 +2,21 @@
 //! spawns. Also tests that events can be followed.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
-use sempa_tests::run::Running;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::requirements::testbed;
+use sempa_tests::run::RunningCommand;
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::process::Stdio;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn with_rm(test: impl FnOnce(&Vm)) {
-    with("pvm-rm", test);
+    with_rm_command("pvm-rm", test);
 }
 
 /// Runs `test` on a virtual machine of two hosts with the resource manager `rm`.
-fn with(rm: &str, test: impl FnOnce(&Vm)) {
+fn with_rm_command(rm: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
     let vm = Vm::start(
         &bed,
@@ -36,11 +36,11 @@ fn with(rm: &str, test: impl FnOnce(&Vm)) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_that_ignores_exit_request_is_killed() {
     with_rm(|vm| {
-        let program = vm.program("deaf").expect("gcc");
+        let program = vm.compile_program("deaf").expect("gcc");
         let mut command = vm.command(vm.bed().host(1), program);
         command.arg("5");
-        let mut top = Running::start(command, Stdio::null()).expect("it starts");
-        let out = eventually(TIMEOUT, || {
+        let mut top = RunningCommand::start(command, Stdio::null()).expect("it starts");
+        let out = wait_for(TIMEOUT, || {
             let out = top.out_so_far().map_err(|error| format!("{error:#}"))?;
             if out.ends_with('\n') {
                 Ok(out)
@@ -62,7 +62,7 @@ fn job_that_ignores_exit_request_is_killed() {
                 .count()
         };
         assert_eq!(deaf(), 5);
-        let answer = vm.json(&["job", "kill", &tid]).sure(vm);
+        let answer = vm.json(&["job", "kill", &tid]).or_panic_with_logs(vm);
         let count = |name: &str| answer[0][name].as_u64();
         assert_eq!(
             (count("asked"), count("left")),
@@ -72,7 +72,7 @@ fn job_that_ignores_exit_request_is_killed() {
         // Five tasks ignore the request to exit; one task obeys.
         assert_eq!(count("forced"), Some(5), "{answer:?}");
         assert_eq!(deaf(), 0);
-        let status = eventually(TIMEOUT, || {
+        let status = wait_for(TIMEOUT, || {
             top.poll()
                 .map_err(|e| format!("{e:#}"))?
                 .ok_or("it runs".to_string())
@@ -94,7 +94,7 @@ fn job_that_ignores_exit_request_is_killed() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_file_starts_its_tasks_on_their_hosts() {
     with_rm(|vm| {
-        vm.program("hold").expect("gcc");
+        vm.compile_program("hold").expect("gcc");
         let file = vm.bed().folder().join("job.toml");
         let write = |text: &str| std::fs::write(&file, text).expect("it can be written");
         let path = file.to_string_lossy().into_owned();
@@ -103,7 +103,7 @@ fn a_job_file_starts_its_tasks_on_their_hosts() {
         );
         vm.pvm(&["spawn", "--job", &path])
             .expect("pvm")
-            .expect_good("spawn")
+            .expect_success("spawn")
             .expect("it is started");
         let tasks = vm.tasks().expect("tasks");
         let held: Vec<_> = tasks
@@ -115,13 +115,13 @@ fn a_job_file_starts_its_tasks_on_their_hosts() {
             assert_eq!(task.host.as_deref(), Some("h2"), "{task:?}");
             vm.pvm(&["kill", &task.tid])
                 .expect("pvm")
-                .expect_good("kill")
+                .expect_success("kill")
                 .expect("it ends");
         }
         write("program = \"hold\"\n\ncuont = 2\n");
         let wrong = vm.pvm(&["spawn", "--job", &path]).expect("pvm");
         assert!(
-            !wrong.good()
+            !wrong.succeeded()
                 && wrong
                     .err
                     .contains("job.toml, line 3: unknown field `cuont`"),
@@ -133,8 +133,8 @@ fn a_job_file_starts_its_tasks_on_their_hosts() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_waiting_spawn_is_listed_with_the_jobs() {
-    with("pvm-rm --wait 600 --user-tasks 1", |vm| {
-        vm.program("hold").expect("gcc");
+    with_rm_command("pvm-rm --wait 600 --user-tasks 1", |vm| {
+        vm.compile_program("hold").expect("gcc");
         let first = vm.spawn(&["hold", "1"]).expect("spawned");
         let second = vm.start_pvm(&["spawn", "hold", "1"]).expect("it starts");
         let waiting = || {
@@ -142,11 +142,11 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
                 .map_err(|error| format!("{error:#}"))
                 .map(|all| all[0]["waiting"].clone())
         };
-        let one = eventually(TIMEOUT, || match waiting()? {
+        let one = wait_for(TIMEOUT, || match waiting()? {
             list if list.as_array().is_some_and(|list| list.len() == 1) => Ok(list[0].clone()),
             other => Err(other.to_string()),
         });
-        let one = one.sure(vm);
+        let one = one.or_panic_with_logs(vm);
         assert_eq!(
             (&one["count"], &one["turn"]),
             (&1.into(), &1.into()),
@@ -165,9 +165,14 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
         );
         vm.pvm(&["kill", &first])
             .expect("pvm")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("it ends");
-        assert!(second.finish(TIMEOUT).expect("it has its place").good());
+        assert!(
+            second
+                .finish(TIMEOUT)
+                .expect("it has its place")
+                .succeeded()
+        );
         assert_eq!(waiting().expect("told").as_array().map(Vec::len), Some(0));
     });
 }
@@ -178,11 +183,11 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
 fn followed_events_arrive_one_per_line() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     let follower = vm
         .start_pvm(&["events", "--follow", "--json"])
         .expect("it starts");
-    let told = || -> Result<Vec<Entry>, String> {
+    let told = || -> Result<Vec<EventEntry>, String> {
         let out = follower
             .out_so_far()
             .map_err(|error| format!("{error:#}"))?;
@@ -194,7 +199,7 @@ fn followed_events_arrive_one_per_line() {
             .collect())
     };
     let seen = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
-        let seen = eventually(TIMEOUT, || {
+        let seen = wait_for(TIMEOUT, || {
             let told = told()?;
             if told.iter().any(|entry| is(&entry.kind)) {
                 Ok(told)
@@ -214,7 +219,7 @@ fn followed_events_arrive_one_per_line() {
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     vm.pvm(&["kill", &tid])
         .expect("pvm")
-        .expect_good("kill")
+        .expect_success("kill")
         .expect("it ends");
     let ended = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, .. } if of.to_string() == tid);
     let all = seen("the end of a task", &ended);

@@ -3,10 +3,10 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_tests::needs::testbed;
-use sempa_tests::run::Running;
+use sempa_tests::requirements::testbed;
+use sempa_tests::run::RunningCommand;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of messages that the sender sends before it is killed. The receiver does not acknowledge
 /// so few messages; an acknowledgement to a dead task would make the kernel drop the rest.
-const WORDS: usize = 7;
+const MESSAGE_COUNT: usize = 7;
 /// Size of each message in bytes.
-const WORD_BYTES: usize = 64 << 10;
+const MESSAGE_BYTES: usize = 64 << 10;
 
 /// Returns the process id of the receiver, as the machine numbers it.
-fn listener(vm: &Vm) -> Pid {
+fn receiver_pid(vm: &Vm) -> Pid {
     let host = vm.bed().host(3);
     let is_it = |line: &str| {
         line.split(' ')
@@ -46,11 +46,16 @@ fn a_killed_task_has_delivered_its_messages() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let program = vm.program("last_words").expect("gcc");
+    let program = vm.compile_program("last_words").expect("gcc");
     let mut command = vm.command(bed.host(1), program);
-    command.args([&WORDS.to_string(), &WORD_BYTES.to_string(), "h2", "h3"]);
-    let mut director = Running::start(command, Stdio::piped()).expect("it starts");
-    let talker = eventually(TIMEOUT, || {
+    command.args([
+        &MESSAGE_COUNT.to_string(),
+        &MESSAGE_BYTES.to_string(),
+        "h2",
+        "h3",
+    ]);
+    let mut director = RunningCommand::start(command, Stdio::piped()).expect("it starts");
+    let talker = wait_for(TIMEOUT, || {
         let out = director.out_so_far().map_err(|error| error.to_string())?;
         let talker = out.lines().find_map(|line| line.strip_prefix("talker "));
         talker
@@ -58,26 +63,26 @@ fn a_killed_task_has_delivered_its_messages() {
             .map(String::from)
             .ok_or(out.clone())
     })
-    .sure(&vm);
-    let listener = listener(&vm);
+    .or_panic_with_logs(&vm);
+    let listener = receiver_pid(&vm);
     kill(listener, Signal::SIGSTOP).expect("it is there");
     director
         .take_stdin()
         .expect("piped")
         .write_all(b"go\n")
         .expect("it listens");
-    eventually(TIMEOUT, || match vm.tasks() {
+    wait_for(TIMEOUT, || match vm.tasks() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != talker) => Ok(()),
         other => Err(format!("{talker} is still there: {other:?}")),
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     kill(listener, Signal::SIGCONT).expect("it is there");
-    let done = director.finish(TIMEOUT).sure(&vm);
+    let done = director.finish(TIMEOUT).or_panic_with_logs(&vm);
     assert!(
-        done.good()
+        done.succeeded()
             && done
                 .out
-                .contains(&format!("heard {WORDS} in order, then the end")),
+                .contains(&format!("heard {MESSAGE_COUNT} in order, then the end")),
         "{done:?}"
     );
     vm.halt().expect("halts");

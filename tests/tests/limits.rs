@@ -6,11 +6,11 @@
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
 use procfs::{Current, Meminfo};
-use sempa_tests::faults::{Fault, Role, Targets, Until, daemon_of, inject, is_full};
-use sempa_tests::needs::{require, testbed};
-use sempa_tests::run::{Running, run};
+use sempa_tests::faults::{Fault, FaultTargets, Role, Until, daemon_of, inject, is_full};
+use sempa_tests::requirements::{require, testbed};
+use sempa_tests::run::{RunningCommand, run};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::AsRawFd;
@@ -21,43 +21,47 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A message size, and the free memory that the test with this size needs, both in MiB.
-type Size = (u64, u64);
+type MessageAndMemoryMib = (u64, u64);
 
 /// A message whose length exceeds 32 bits. Copies of it are in the memory of the sender, in the
 /// growing inbox of the receiver, and in transit.
-const GIANT: Size = (4352, 14 << 10);
+const GIANT_MESSAGE: MessageAndMemoryMib = (4352, 14 << 10);
 /// A message that is larger than all buffers between two tasks.
-const LARGE: Size = (300, 2 << 10);
+const LARGE_MESSAGE: MessageAndMemoryMib = (300, 2 << 10);
 /// Amount of data that two tasks send each other before either receives. It is in the memory of the
 /// sender, of the daemons and of the receiver.
-const FLOOD: Size = (1024, 6 << 10);
+const FLOOD: MessageAndMemoryMib = (1024, 6 << 10);
 /// Amount of data that two tasks send each other by default, without `SEMPA_TEST_FULL`.
-const SMALL_FLOOD: Size = (256, 2 << 10);
+const SMALL_FLOOD: MessageAndMemoryMib = (256, 2 << 10);
 /// Number of tasks on one host: PVM supports 4095.
 const MANY_TASKS: u32 = 4100;
 /// Number of tasks on one host by default. It exceeds the default limit of 1024 descriptors per
 /// process.
 const SOME_TASKS: u32 = 1100;
 
-fn sized<T>(full: T, default: T) -> T {
+fn full_or_default<T>(full: T, default: T) -> T {
     if is_full() { full } else { default }
 }
 
-fn good(vm: &Vm, words: &[&str]) {
-    let program = vm.program("limits").expect("gcc");
+fn run_limits_program(vm: &Vm, words: &[&str]) {
+    let program = vm.compile_program("limits").expect("gcc");
     let mut command = vm.command(vm.bed().host(1), program);
     command.args(words);
-    let mut running = Running::start(command, Stdio::null()).expect("it starts");
-    let ended = eventually(TIMEOUT, || match running.poll() {
+    let mut running = RunningCommand::start(command, Stdio::null()).expect("it starts");
+    let ended = wait_for(TIMEOUT, || match running.poll() {
         Ok(Some(_)) => Ok(()),
         _ => Err("it runs".to_string()),
     });
     if let Err(error) = ended {
-        panic!("{words:?}: {error:#}\n{}\n{}", waiting_tasks(vm), vm.logs());
+        panic!(
+            "{words:?}: {error:#}\n{}\n{}",
+            describe_waiting_tasks(vm),
+            vm.logs()
+        );
     }
-    let done = running.finish(TIMEOUT).sure(vm);
+    let done = running.finish(TIMEOUT).or_panic_with_logs(vm);
     assert!(
-        done.good() && done.out == "good\n",
+        done.succeeded() && done.out == "good\n",
         "{words:?}: {}\n{}\n{}\n{}",
         done.status,
         done.out,
@@ -67,7 +71,7 @@ fn good(vm: &Vm, words: &[&str]) {
 }
 
 /// Describes for a report what some of the tasks wait for, and which sockets have unread bytes.
-fn waiting_tasks(vm: &Vm) -> String {
+fn describe_waiting_tasks(vm: &Vm) -> String {
     /// Number of tasks that are described: the first task and some of its children.
     const SOME: usize = 4;
     let host = vm.bed().host(1);
@@ -116,7 +120,7 @@ fn waiting_tasks(vm: &Vm) -> String {
 fn a_hundred_thousand_messages_arrive_in_order() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    good(&vm, &["pending", "100000"]);
+    run_limits_program(&vm, &["pending", "100000"]);
     vm.halt().expect("it ends");
 }
 
@@ -125,7 +129,7 @@ fn a_hundred_thousand_messages_arrive_in_order() {
 fn an_environment_of_more_than_a_megabyte_arrives() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    good(&vm, &["environment", "15"]);
+    run_limits_program(&vm, &["environment", "15"]);
     vm.halt().expect("it ends");
 }
 
@@ -134,8 +138,8 @@ fn an_environment_of_more_than_a_megabyte_arrives() {
 fn more_tasks_than_descriptors_live_on_one_host() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let count = sized(MANY_TASKS, SOME_TASKS).to_string();
-    good(&vm, &["tasks", &count]);
+    let count = full_or_default(MANY_TASKS, SOME_TASKS).to_string();
+    run_limits_program(&vm, &["tasks", &count]);
     vm.halt().expect("it ends");
 }
 
@@ -150,11 +154,12 @@ fn tasks_deliver_their_last_messages_to_a_slow_daemon() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     std::thread::scope(|scope| {
-        let tasks = scope.spawn(|| good(&vm, &["tasks", sized("300", "100")]));
+        let tasks =
+            scope.spawn(|| run_limits_program(&vm, &["tasks", full_or_default("300", "100")]));
         while !tasks.is_finished() {
-            let targets = Targets {
+            let targets = FaultTargets {
                 roles: vec![(1, Role::Daemon)],
-                ..Targets::default()
+                ..FaultTargets::default()
             };
             let pause = Fault::Pause(Until::Elapsed(PAUSED));
             inject(&bed, pause, &targets, |_| Ok(()), || Ok(())).expect("it is there");
@@ -176,16 +181,17 @@ fn limit_descriptors(pid: Pid, more: u32) {
         &format!("--nofile={}:", free + more),
     ]);
     let done = run(limit, TIMEOUT).expect("util-linux");
-    assert!(done.good(), "{}", done.err);
+    assert!(done.succeeded(), "{}", done.err);
 }
 
 /// Starts two tasks that exchange messages. When they have met, limits their daemon to `more`
 /// further descriptors.
-fn talk_with_limit(vm: &Vm, folder: &str, more: u32) {
+fn exchange_with_descriptor_limit(vm: &Vm, folder: &str, more: u32) {
     let folder = vm.home().join(folder);
     std::fs::create_dir(&folder).expect("made");
     std::thread::scope(|scope| {
-        let talk = scope.spawn(|| good(vm, &["full", folder.to_str().expect("text")]));
+        let talk =
+            scope.spawn(|| run_limits_program(vm, &["full", folder.to_str().expect("text")]));
         let ready = folder.join("ready");
         let met = || {
             ready
@@ -193,7 +199,7 @@ fn talk_with_limit(vm: &Vm, folder: &str, more: u32) {
                 .then_some(())
                 .ok_or("the tasks have not met".to_string())
         };
-        eventually(TIMEOUT, met).expect("they meet");
+        wait_for(TIMEOUT, met).expect("they meet");
         limit_descriptors(daemon_of(vm.bed().host(1)).expect("a daemon"), more);
         std::fs::write(folder.join("go"), "").expect("made");
         talk.join().expect("all comes");
@@ -205,9 +211,9 @@ fn talk_with_limit(vm: &Vm, folder: &str, more: u32) {
 fn no_message_is_lost_without_free_descriptors() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    good(&vm, &["full", "here"]);
-    good(&vm, &["full", "there"]);
-    talk_with_limit(&vm, "full", 0);
+    run_limits_program(&vm, &["full", "here"]);
+    run_limits_program(&vm, &["full", "there"]);
+    exchange_with_descriptor_limit(&vm, "full", 0);
 }
 
 #[test]
@@ -228,7 +234,7 @@ fn no_message_is_lost_with_many_descriptors_in_flight() {
         None,
     )
     .expect("nobody takes them");
-    talk_with_limit(&vm, "many", 16);
+    exchange_with_descriptor_limit(&vm, "many", 16);
 }
 
 fn free_mebibytes() -> u64 {
@@ -241,7 +247,7 @@ fn free_mebibytes() -> u64 {
 ///
 /// # Panics
 /// The machine does not have enough free memory.
-fn memory((_, mebibytes): Size) -> File {
+fn lock_memory((_, mebibytes): MessageAndMemoryMib) -> File {
     let turn = File::create(std::env::temp_dir().join("sempa-tests-memory.lock")).expect("a file");
     turn.lock().expect("a lock");
     let free = free_mebibytes();
@@ -255,26 +261,26 @@ fn memory((_, mebibytes): Size) -> File {
 #[test]
 #[ignore = "system tier: needs root, hosts and free memory"]
 fn a_giant_message_arrives_whole() {
-    let size = sized(GIANT, LARGE);
-    let _turn = memory(size);
+    let size = full_or_default(GIANT_MESSAGE, LARGE_MESSAGE);
+    let _turn = lock_memory(size);
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    good(&vm, &["giant", &size.0.to_string()]);
+    run_limits_program(&vm, &["giant", &size.0.to_string()]);
     vm.halt().expect("it ends");
 }
 
 /// A task on h1 and a task on `host` send each other a [`FLOOD`] of data by the route `route`
 /// before either receives.
 fn flood(route: &str, host: &str) {
-    let size = sized(FLOOD, SMALL_FLOOD);
-    let _turn = memory(size);
+    let size = full_or_default(FLOOD, SMALL_FLOOD);
+    let _turn = lock_memory(size);
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let folder = vm.home().join("flood");
     std::fs::create_dir(&folder).expect("made");
     let path = folder.to_str().expect("text");
-    good(&vm, &["flood", &size.0.to_string(), route, host, path]);
+    run_limits_program(&vm, &["flood", &size.0.to_string(), route, host, path]);
     vm.halt().expect("it ends");
 }
 

@@ -3,21 +3,21 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::faults::is_full;
-use sempa_tests::needs::testbed;
-use sempa_tests::ring_job::{Job, Mark};
+use sempa_tests::requirements::testbed;
+use sempa_tests::ring_job::{ComputedRound, Job};
 use sempa_tests::rng::{Rng, seed};
 use sempa_tests::testbed::Host;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time of work that may be lost.
-const BOUND: Duration = Duration::from_secs(5);
+const LOST_TIME_MAX: Duration = Duration::from_secs(5);
 /// Microseconds for which each task of the job computes in a round.
-const PAUSE: i32 = 4000;
+const ROUND_WORK_US: i32 = 4000;
 
-fn now() -> u64 {
+fn now_us() -> u64 {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
@@ -25,8 +25,8 @@ fn now() -> u64 {
 }
 
 /// Returns the complete checkpoints in the event log, as (time of completion, name).
-fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
-    let checkpoint = |entry: &Entry| match &entry.kind {
+fn checkpoints(events: &[EventEntry]) -> Vec<(u64, String)> {
+    let checkpoint = |entry: &EventEntry| match &entry.kind {
         EventKind::Checkpointed {
             checkpoint: set, ..
         } => Some((entry.at_us, set.clone())),
@@ -36,8 +36,8 @@ fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
 }
 
 /// Returns the names of the checkpoints to which the job has rolled back, in order.
-fn restarts(events: &[Entry]) -> Vec<String> {
-    let restart = |entry: &Entry| match &entry.kind {
+fn restarts(events: &[EventEntry]) -> Vec<String> {
+    let restart = |entry: &EventEntry| match &entry.kind {
         EventKind::Restarted {
             checkpoint: set, ..
         } => Some(set.clone()),
@@ -48,7 +48,7 @@ fn restarts(events: &[Entry]) -> Vec<String> {
 
 /// Returns the number of rounds that were lost with a host killed at the time `killed`, and the
 /// time from the last retained round until then. Returns `None` until the job computes again.
-fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
+fn lost_work(marks: &[ComputedRound], killed: u64) -> Option<(i64, Duration)> {
     let back = marks
         .windows(2)
         .position(|pair| pair[1].1 > killed && pair[1].0 <= pair[0].0)?;
@@ -65,23 +65,23 @@ fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
 
 /// The order in which the processes of a host are killed.
 #[derive(Clone, Copy, PartialEq)]
-enum Death {
+enum KillOrder {
     /// All processes are killed at once.
     Sudden,
     /// The tasks are killed first, so that the daemon reports their death.
     TasksFirst,
 }
 
-fn die(vm: &Vm<'_>, host: &Host, death: Death) {
-    if death == Death::TasksFirst {
+fn kill_host(vm: &Vm<'_>, host: &Host, death: KillOrder) {
+    if death == KillOrder::TasksFirst {
         let is_killed = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { status: 9, .. });
         let count = || {
-            let events = vm.events().sure(vm);
+            let events = vm.events().or_panic_with_logs(vm);
             let killed = events.iter().filter(|entry| is_killed(&entry.kind));
             killed.count()
         };
         let before = count();
-        host.kill_those(|line| line.contains("ring_job"));
+        host.kill_matching(|line| line.contains("ring_job"));
         let is_known = || {
             if count() > before {
                 Ok(())
@@ -89,15 +89,15 @@ fn die(vm: &Vm<'_>, host: &Host, death: Death) {
                 Err("the deaths are not reported".to_string())
             }
         };
-        eventually(TIMEOUT, is_known).sure(vm);
+        wait_for(TIMEOUT, is_known).or_panic_with_logs(vm);
     }
     host.kill_all();
 }
 
 /// Waits until a new checkpoint is complete. Returns the time of its completion.
-fn next_checkpoint(vm: &Vm<'_>) -> u64 {
-    let before = checkpoints(&vm.events().sure(vm)).len();
-    let newest = eventually(TIMEOUT, || {
+fn wait_for_checkpoint(vm: &Vm<'_>) -> u64 {
+    let before = checkpoints(&vm.events().or_panic_with_logs(vm)).len();
+    let newest = wait_for(TIMEOUT, || {
         let events = vm.events().map_err(|error| error.to_string())?;
         let made = checkpoints(&events);
         match made.last() {
@@ -105,35 +105,36 @@ fn next_checkpoint(vm: &Vm<'_>) -> u64 {
             _ => Err("no newer checkpoint".to_string()),
         }
     });
-    newest.sure(vm)
+    newest.or_panic_with_logs(vm)
 }
 
 /// Kills a host and waits until the job has rolled back to its newest checkpoint and computes
 /// again. Returns the time of work that was lost.
-fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Duration {
-    let before = vm.events().sure(vm);
-    let killed = now();
-    die(vm, host, death);
+fn kill_and_wait_for_rollback(vm: &Vm<'_>, job: &Job, host: &Host, death: KillOrder) -> Duration {
+    let before = vm.events().or_panic_with_logs(vm);
+    let killed = now_us();
+    kill_host(vm, host, death);
     let count = restarts(&before).len();
-    let back_to = eventually(TIMEOUT, || {
+    let back_to = wait_for(TIMEOUT, || {
         let events = vm.events().map_err(|error| error.to_string())?;
         let restarts = restarts(&events);
         let newest = restarts.last().filter(|_| restarts.len() > count);
         newest.cloned().ok_or("no restart".to_string())
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
     // The newest checkpoint may have become complete after the kill.
-    let made = checkpoints(&vm.events().sure(vm));
+    let made = checkpoints(&vm.events().or_panic_with_logs(vm));
     let old = checkpoints(&before).len();
     let newest = made[old - 1..].iter().map(|(_, name)| name);
     assert!(
         newest.clone().any(|name| *name == back_to),
         "back to {back_to}: {made:?}"
     );
-    let (rounds, time) = eventually(TIMEOUT, || {
-        lost(&job.marks(), killed).ok_or("the job does not compute again".to_string())
+    let (rounds, time) = wait_for(TIMEOUT, || {
+        lost_work(&job.computed_rounds(), killed)
+            .ok_or("the job does not compute again".to_string())
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
     eprintln!("{}: {rounds} rounds and {time:.2?} lost", host.name());
     time
 }
@@ -141,14 +142,15 @@ fn kill_and_go_back(vm: &Vm<'_>, job: &Job, host: &Host, death: Death) -> Durati
 /// Kills hosts at random times while a job with periodic checkpoints runs. `pace` is the console's
 /// option for the checkpoint interval. Each time the job must roll back to its newest checkpoint,
 /// and finally its result must be correct. The lost time depends on the machine, so only the
-/// campaign compares it with [`BOUND`].
-fn hosts_die(pace: &str, death: Death) {
+/// campaign compares it with [`LOST_TIME_MAX`].
+fn kill_hosts_under_job(interval_option: &str, death: KillOrder) {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start_slow(&vm, "-h2", PAUSE);
-    job.go_on(&vm, 5);
-    vm.json(&["checkpoint", pace, "5s", &job.tid]).sure(&vm);
+    let job = Job::start_slow(&vm, "-h2", ROUND_WORK_US);
+    job.wait_for_rounds(&vm, 5);
+    vm.json(&["checkpoint", interval_option, "5s", &job.tid])
+        .or_panic_with_logs(&vm);
     let (mut rng, mut times) = (Rng::new(seed()), Vec::new());
     let deaths = if is_full() { 6 } else { 1 };
     let first = rng.below(2);
@@ -156,35 +158,39 @@ fn hosts_die(pace: &str, death: Death) {
         let victim = bed.host(2 + number % 2);
         // The time of the kill is up to six seconds after a checkpoint: just before the next one is
         // complete, or within a second after it.
-        let moment = next_checkpoint(&vm) + rng.below(6_000_000) as u64;
-        eventually(TIMEOUT, || {
-            if now() >= moment {
+        let moment = wait_for_checkpoint(&vm) + rng.below(6_000_000) as u64;
+        wait_for(TIMEOUT, || {
+            if now_us() >= moment {
                 Ok(())
             } else {
                 Err("too early".to_string())
             }
         })
-        .sure(&vm);
-        times.push(kill_and_go_back(&vm, &job, victim, death));
-        vm.add(&[victim.name()]).sure(&vm);
+        .or_panic_with_logs(&vm);
+        times.push(kill_and_wait_for_rollback(&vm, &job, victim, death));
+        vm.add(&[victim.name()]).or_panic_with_logs(&vm);
     }
     job.finish(&vm);
     if is_full() {
-        is_within_bound(&vm, &times);
+        check_lost_times(&vm, &times);
     }
     vm.halt().expect("halts");
 }
 
 /// Checks the lost times. Only meaningful on a machine without other load.
-fn is_within_bound(vm: &Vm<'_>, times: &[Duration]) {
+fn check_lost_times(vm: &Vm<'_>, times: &[Duration]) {
     /// Additional time that may be lost on a slow machine, if an event warns that checkpoints take
     /// too long.
     const MARGIN: Duration = Duration::from_secs(4);
     let too_slow =
         |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains("may be lost"));
-    let events = vm.events().sure(vm);
+    let events = vm.events().or_panic_with_logs(vm);
     let warned = events.iter().any(|entry| too_slow(&entry.kind));
-    let bound = if warned { BOUND + MARGIN } else { BOUND };
+    let bound = if warned {
+        LOST_TIME_MAX + MARGIN
+    } else {
+        LOST_TIME_MAX
+    };
     assert!(
         times.iter().all(|time| *time <= bound),
         "{times:?}, warned: {warned}"
@@ -196,7 +202,7 @@ fn is_within_bound(vm: &Vm<'_>, times: &[Duration]) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_with_checkpoint_interval_loses_little() {
-    hosts_die("--every", Death::TasksFirst);
+    kill_hosts_under_job("--every", KillOrder::TasksFirst);
 }
 
 /// With a bound of five seconds for lost work, the job rolls back and finishes with the correct
@@ -204,7 +210,7 @@ fn job_with_checkpoint_interval_loses_little() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_with_loss_bound_loses_little() {
-    hosts_die("--loss", Death::Sudden);
+    kill_hosts_under_job("--loss", KillOrder::Sudden);
 }
 
 /// All hosts of a virtual machine are killed at once. A new virtual machine restarts the job.
@@ -215,19 +221,19 @@ fn a_job_restarts_after_the_death_of_all_hosts() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 5);
+    job.wait_for_rounds(&vm, 5);
     vm.json(&["checkpoint", "--every", "1s", &job.tid])
-        .sure(&vm);
+        .or_panic_with_logs(&vm);
     for _ in 0..2 {
-        next_checkpoint(&vm);
+        wait_for_checkpoint(&vm);
     }
-    job.go_on(&vm, 3);
+    job.wait_for_rounds(&vm, 3);
     for host in bed.hosts() {
         host.kill_all();
     }
-    let vm = Vm::start(&bed, Settings::default()).sure(&vm);
-    vm.add(&["h2", "h3"]).sure(&vm);
-    let listed = vm.pvm(&["checkpoints"]).sure(&vm);
+    let vm = Vm::start(&bed, Settings::default()).or_panic_with_logs(&vm);
+    vm.add(&["h2", "h3"]).or_panic_with_logs(&vm);
+    let listed = vm.pvm(&["checkpoints"]).or_panic_with_logs(&vm);
     let names = listed
         .out
         .lines()
@@ -236,8 +242,8 @@ fn a_job_restarts_after_the_death_of_all_hosts() {
         .filter(|name| name.starts_with(&job.tid))
         .max()
         .unwrap_or_else(|| panic!("{listed:?}"));
-    let again = vm.pvm(&["restart", newest]).sure(&vm);
-    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    let again = vm.pvm(&["restart", newest]).or_panic_with_logs(&vm);
+    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
     job.finish(&vm);
     vm.halt().expect("halts");
 }

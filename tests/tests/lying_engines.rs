@@ -4,14 +4,14 @@
 //!
 //! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
-use sempa_tests::fake_criu::{self, behave};
+use sempa_tests::fake_criu::{self, set_behaviour};
 use sempa_tests::faults::leftovers;
-use sempa_tests::needs::testbed_with_own_engine;
-use sempa_tests::ring_job::ENDLESS;
+use sempa_tests::requirements::testbed_with_own_engine;
+use sempa_tests::ring_job::ENDLESS_ROUNDS;
 use sempa_tests::rng::{sample, seed};
-use sempa_tests::run::Done;
+use sempa_tests::run::CommandResult;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -29,55 +29,57 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     fn start(vm: &'a Vm<'a>) -> Job<'a> {
-        vm.program("ring_job").expect("gcc");
+        vm.compile_program("ring_job").expect("gcc");
         let folder = vm.home().join("ring");
         fs::create_dir_all(&folder).expect("a folder");
         let words = [
             "-h1",
             "ring_job",
             &WORKERS.to_string(),
-            ENDLESS,
+            ENDLESS_ROUNDS,
             "-2000",
             folder.to_str().expect("text"),
         ];
-        let tid = vm.spawn(&words).sure(vm);
+        let tid = vm.spawn(&words).or_panic_with_logs(vm);
         let job = Job { vm, folder, tid };
-        job.goes_on();
+        job.wait_for_rounds();
         job
     }
 
     /// Waits for five more rounds. All tasks contribute to each round.
-    fn goes_on(&self) {
+    fn wait_for_rounds(&self) {
         let lines =
             || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
         let until = lines() + 5;
-        let gone = eventually(TIMEOUT, || {
+        let gone = wait_for(TIMEOUT, || {
             if lines() >= until {
                 Ok(())
             } else {
                 Err(format!("{} rounds", lines()))
             }
         });
-        gone.sure(self.vm);
+        gone.or_panic_with_logs(self.vm);
     }
 
-    fn checkpoint(&self) -> Done {
-        self.vm.pvm(&["checkpoint", &self.tid]).sure(self.vm)
+    fn checkpoint(&self) -> CommandResult {
+        self.vm
+            .pvm(&["checkpoint", &self.tid])
+            .or_panic_with_logs(self.vm)
     }
 
-    fn good_checkpoint(&self) -> String {
+    fn make_checkpoint(&self) -> String {
         let values = self.vm.json(&["checkpoint", &self.tid]);
-        let values = values.sure(self.vm);
+        let values = values.or_panic_with_logs(self.vm);
         values[0]["set"].as_str().expect("a name").to_string()
     }
 
     /// Makes a checkpoint, which must fail with one line that contains `words`. Checks that the job
     /// continues and nothing of the checkpoint remains.
-    fn fails(&self, what: &str, words: &[&str]) {
-        let sets = sets(self.vm);
+    fn check_checkpoint_fails(&self, what: &str, words: &[&str]) {
+        let sets = store_entries(self.vm);
         let done = self.checkpoint();
         assert!(
-            !done.good() && done.err.lines().count() == 1,
+            !done.succeeded() && done.err.lines().count() == 1,
             "{what}: {done:?}\n{}",
             self.vm.logs()
         );
@@ -86,8 +88,8 @@ impl<'a> Job<'a> {
             "{what}: {done:?}"
         );
         eprintln!("{what}: {}", done.err.trim());
-        self.goes_on();
-        nothing_new(self.vm, &sets, what);
+        self.wait_for_rounds();
+        wait_until_clean(self.vm, &sets, what);
     }
 
     fn end(&self) {
@@ -95,10 +97,10 @@ impl<'a> Job<'a> {
             self.vm
                 .pvm(&["kill", &self.tid])
                 .expect("the console")
-                .good()
+                .succeeded()
         );
-        assert!(self.vm.pvm(&["reset"]).expect("the console").good());
-        let ended = eventually(TIMEOUT, || {
+        assert!(self.vm.pvm(&["reset"]).expect("the console").succeeded());
+        let ended = wait_for(TIMEOUT, || {
             let left = self.vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.name == "ring_job") {
                 Err(format!("{left:?}"))
@@ -106,16 +108,16 @@ impl<'a> Job<'a> {
                 Ok(())
             }
         });
-        ended.sure(self.vm);
+        ended.or_panic_with_logs(self.vm);
     }
 
     /// Restarts a checkpoint, which must fail with `words`. Checks that no task runs and no files
     /// or processes remain.
-    fn is_not_started(&self, set: &str, what: &str, words: &[&str]) {
-        let sets = sets(self.vm);
+    fn check_restart_fails(&self, set: &str, what: &str, words: &[&str]) {
+        let sets = store_entries(self.vm);
         let done = self.vm.pvm(&["restart", set]).expect("the console");
         assert!(
-            !done.good() && done.err.lines().count() == 1,
+            !done.succeeded() && done.err.lines().count() == 1,
             "{what}: {done:?}\n{}",
             self.vm.logs()
         );
@@ -125,16 +127,16 @@ impl<'a> Job<'a> {
         );
         eprintln!("{what}: {}", done.err.trim());
         for host in self.vm.bed().hosts() {
-            sempa_tests::testbed::gone(host, "ring_job", TIMEOUT)
+            sempa_tests::testbed::wait_until_no_process(host, "ring_job", TIMEOUT)
                 .unwrap_or_else(|error| panic!("{what}: {error:#}"));
         }
-        nothing_new(self.vm, &sets, what);
+        wait_until_clean(self.vm, &sets, what);
     }
 
-    fn starts_again(&self, set: &str) {
+    fn check_restart(&self, set: &str) {
         let done = self.vm.pvm(&["restart", set]).expect("the console");
-        assert!(done.good(), "{done:?}\n{}", self.vm.logs());
-        self.goes_on();
+        assert!(done.succeeded(), "{done:?}\n{}", self.vm.logs());
+        self.wait_for_rounds();
     }
 }
 
@@ -143,7 +145,7 @@ fn store(vm: &Vm<'_>) -> PathBuf {
 }
 
 /// Returns the names of all checkpoints in the store, including incomplete ones.
-fn sets(vm: &Vm<'_>) -> Vec<String> {
+fn store_entries(vm: &Vm<'_>) -> Vec<String> {
     let entries = fs::read_dir(store(vm)).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
@@ -155,9 +157,9 @@ fn sets(vm: &Vm<'_>) -> Vec<String> {
 
 /// Waits until the store has the entries `before`, and no host has images, resume tokens or an
 /// engine process.
-fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
-    let clean = eventually(TIMEOUT, || {
-        let mut left: Vec<String> = sets(vm)
+fn wait_until_clean(vm: &Vm<'_>, before: &[String], what: &str) {
+    let clean = wait_for(TIMEOUT, || {
+        let mut left: Vec<String> = store_entries(vm)
             .into_iter()
             .filter(|name| !before.contains(name))
             .collect();
@@ -194,14 +196,14 @@ fn with_job(
 }
 
 /// Command words that make the fake CRIU fail, each with words of the error that follows.
-const LIES: [(&str, &str); 4] = [
+const FAILURES: [(&str, &str); 4] = [
     ("silent", "engine"),
     ("garbage", "engine's answer cannot be read"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];
 /// Kinds of images that are truncated to half their size.
-const IMAGES: [&str; 8] = [
+const IMAGE_KINDS: [&str; 8] = [
     "inventory",
     "files",
     "pstree",
@@ -219,28 +221,28 @@ fn failing_engines_harm_no_job() {
     with_job(
         |_| Settings::default(),
         |bed, _, job| {
-            let good = job.good_checkpoint();
-            for (what, words) in sample(LIES, 1, seed) {
-                behave(bed, "h2", what);
-                job.fails(what, &["the job goes on", words]);
-                behave(bed, "h2", "");
+            let good = job.make_checkpoint();
+            for (what, words) in sample(FAILURES, 1, seed) {
+                set_behaviour(bed, "h2", what);
+                job.check_checkpoint_fails(what, &["the job continues", words]);
+                set_behaviour(bed, "h2", "");
             }
-            for kind in sample(IMAGES, 2, seed) {
-                behave(bed, "h2", &format!("cut {kind}*.img"));
-                let words = ["the job goes on", "images: ", kind];
-                job.fails(&format!("{kind} cut"), &words);
-                behave(bed, "h2", "");
+            for kind in sample(IMAGE_KINDS, 2, seed) {
+                set_behaviour(bed, "h2", &format!("cut {kind}*.img"));
+                let words = ["the job continues", "images: ", kind];
+                job.check_checkpoint_fails(&format!("{kind} cut"), &words);
+                set_behaviour(bed, "h2", "");
             }
             job.end();
             // The kind of failure differs from the one that was tried with the checkpoint.
-            for (what, words) in sample(LIES, 1, seed + 1) {
-                behave(bed, "h1", what);
-                behave(bed, "h2", what);
-                job.is_not_started(&good, what, &["nothing of it runs", words]);
-                behave(bed, "h1", "");
-                behave(bed, "h2", "");
+            for (what, words) in sample(FAILURES, 1, seed + 1) {
+                set_behaviour(bed, "h1", what);
+                set_behaviour(bed, "h2", what);
+                job.check_restart_fails(&good, what, &["none of its tasks is running", words]);
+                set_behaviour(bed, "h1", "");
+                set_behaviour(bed, "h2", "");
             }
-            job.starts_again(&good);
+            job.check_restart(&good);
         },
     );
 }
@@ -253,7 +255,10 @@ fn with_small_store(bed: &Testbed) -> Settings {
         &format!("mkdir -m 700 {STORE} && mount -t tmpfs -o size=64m,mode=700 none {STORE}"),
         TIMEOUT,
     );
-    assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
+    assert!(
+        done.as_ref().is_ok_and(CommandResult::succeeded),
+        "{done:?}"
+    );
     let env = vec![
         ("SEMPA_STORE".to_string(), format!("{STORE}/store")),
         ("SEMPA_STORE_KEY".to_string(), format!("{STORE}/key")),
@@ -276,7 +281,7 @@ fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
         }
     }
     let mut found = Vec::new();
-    below(&bed.host(1).path(inside), &mut found);
+    below(&bed.host(1).machine_path(inside), &mut found);
     found
 }
 
@@ -284,13 +289,13 @@ fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_full_or_damaged_store_keeps_older_checkpoints() {
     with_job(with_small_store, |bed, vm, job| {
-        let good = job.good_checkpoint();
+        let good = job.make_checkpoint();
         let room = |size: &str| {
             let done = bed
                 .host(1)
                 .shell(&format!("mount -n -o remount,size={size} {STORE}"), TIMEOUT)
                 .expect("runs");
-            assert!(done.good(), "{done:?}");
+            assert!(done.succeeded(), "{done:?}");
         };
         let in_store = || {
             let mut names = files(bed, STORE);
@@ -310,11 +315,11 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
                 "{}k",
                 (one_set as f64 * (1.0 + part)) as u64 / 1024
             ));
-            job.fails(
+            job.check_checkpoint_fails(
                 &format!("room for {part} of a set"),
-                &["the disk is full", "the job goes on"],
+                &["the disk is full", "the job continues"],
             );
-            let left = eventually(TIMEOUT, || {
+            let left = wait_for(TIMEOUT, || {
                 let now = in_store();
                 if now == before {
                     Ok(())
@@ -325,7 +330,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             left.expect("nothing is left of it");
         }
         room("64m");
-        let newer = job.good_checkpoint();
+        let newer = job.make_checkpoint();
         job.end();
         let set = format!("{STORE}/store/{newer}");
         for path in files(bed, &set) {
@@ -355,7 +360,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
                     Some(bad) => fs::write(&path, bad).expect("written"),
                     None => fs::remove_file(&path).expect("removed"),
                 }
-                job.is_not_started(&newer, &format!("{name} {how}"), &[]);
+                job.check_restart_fails(&newer, &format!("{name} {how}"), &[]);
                 fs::write(&path, &bytes).expect("written");
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("as it was");
             }
@@ -365,18 +370,18 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             listed.out.contains(&good) && listed.out.contains(&newer),
             "{listed:?}"
         );
-        job.starts_again(&newer);
+        job.check_restart(&newer);
         job.end();
-        job.starts_again(&good);
+        job.check_restart(&good);
         job.end();
         // The restart has truncated the log to the older checkpoint, so a restart of the newer one
         // would leave a gap.
-        job.is_not_started(
+        job.check_restart_fails(
             &newer,
             "a log that is shorter",
             &["log has become shorter since the checkpoint", "truncate -s"],
         );
-        job.starts_again(&good);
+        job.check_restart(&good);
     });
 }
 
@@ -384,28 +389,28 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_unusable_store_key_is_named() {
     with_job(with_small_store, |bed, _, job| {
-        let key = bed.host(1).path(&format!("{STORE}/key"));
+        let key = bed.host(1).machine_path(&format!("{STORE}/key"));
         fs::write(&key, "short").expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("its mode");
-        job.fails(
+        job.check_checkpoint_fails(
             "a short key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::write(&key, [7; 32]).expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).expect("its mode");
-        job.fails(
+        job.check_checkpoint_fails(
             "a key that others can read",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_file(&key).expect("removed");
         fs::create_dir(&key).expect("made");
-        job.fails(
+        job.check_checkpoint_fails(
             "a folder for a key",
-            &["cannot use the key file", "the job goes on"],
+            &["cannot use the key file", "the job continues"],
         );
         fs::remove_dir(&key).expect("removed");
-        let set = job.good_checkpoint();
+        let set = job.make_checkpoint();
         job.end();
-        job.starts_again(&set);
+        job.check_restart(&set);
     });
 }

@@ -6,36 +6,36 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::fake_criu::{self, behave, take_misbehaved};
+use sempa_tests::fake_criu::{self, set_behaviour, take_misbehaviours};
 use sempa_tests::faults::leftovers;
 use sempa_tests::limits;
-use sempa_tests::move_steps::{self, MoveFaults, may_be_lost, sampled_points};
-use sempa_tests::needs::{self, testbed_with_env, testbed_with_own_engine};
-use sempa_tests::ring_job::{ENDLESS, Job};
+use sempa_tests::migration_steps::{self, MigrationFaults, may_be_lost, sampled_points};
+use sempa_tests::requirements::{self, testbed_with_env, testbed_with_own_engine};
+use sempa_tests::ring_job::{ENDLESS_ROUNDS, Job};
 use sempa_tests::rng::{sample, seed};
-use sempa_tests::run::{Done, must};
+use sempa_tests::run::{CommandResult, run_ok};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Host, Testbed, Vm, eventually};
+use sempa_tests::{Host, Testbed, Vm, wait_for};
 use std::fs;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Memory of a task, in MiB.
-const MIB: &str = "24";
+const TASK_MIB: &str = "24";
 /// Command words that make the fake CRIU fail, each with words of the error that follows.
-const LIES: [(&str, &str); 4] = [
+const FAILURES: [(&str, &str); 4] = [
     ("silent", "ended without an answer"),
     ("garbage", "cannot be read"),
     ("killed", "killed by signal 9"),
     ("hang", "not done within"),
 ];
-const ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
-const NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
+const POST_COPY_ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
+const POST_COPY_NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// Transfer rate in bytes per second with which the transfer of the memory exceeds the engine's
 /// timeout.
-const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+const SLOW_RATE: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
 /// Kinds of images that are truncated to half their size.
-const IMAGES: [&str; 8] = [
+const IMAGE_KINDS: [&str; 8] = [
     "inventory",
     "pstree",
     "files",
@@ -47,12 +47,12 @@ const IMAGES: [&str; 8] = [
 ];
 /// Command words that make the fake CRIU report a restore that it has not done, each with words of
 /// the error that follows.
-const CLAIMS: [(&str, &str); 2] = [
+const FALSE_REPORTS: [(&str, &str); 2] = [
     ("nothing", "let the task run without asking"),
     ("nobody", "no descriptor for process 4194304"),
 ];
 
-fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
+fn ok_or_panic<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
     done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
 }
 
@@ -66,56 +66,56 @@ fn with_fake_criu(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     test(&bed, &vm);
     vm.halt().expect("halts");
 }
 
 /// Spawns a task on h2. Waits until the task has written to all of its memory, and until the
 /// taskers' engine probes have ended.
-fn a_task(vm: &Vm<'_>) -> String {
-    a_task_with(vm, &[])
+fn spawn_task(vm: &Vm<'_>) -> String {
+    spawn_task_with(vm, &[])
 }
 
-/// As [`a_task`], with additional arguments for the task's program.
-fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
-    let tid = check(
+/// As [`spawn_task`], with additional arguments for the task's program.
+fn spawn_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
+    let tid = ok_or_panic(
         vm,
         "spawn",
-        vm.spawn(&[&["-h2", "hold", MIB], more].concat()),
+        vm.spawn(&[&["-h2", "hold", TASK_MIB], more].concat()),
     );
-    lives_on(vm, &tid, "h2", "at the beginning");
-    let ready = eventually(TIMEOUT, || {
+    check_task_on(vm, &tid, "h2", "at the beginning");
+    let ready = wait_for(TIMEOUT, || {
         let asked = vm
             .pvm(&["can-migrate", &tid, "h3"])
             .map_err(|error| error.to_string())?;
-        if asked.good() {
+        if asked.succeeded() {
             Ok(())
         } else {
             Err(asked.out + &asked.err)
         }
     });
-    check(vm, "the engines work", ready);
+    ok_or_panic(vm, "the engines work", ready);
     tid
 }
 
 /// Checks that a task answers from `host` and that its memory is unchanged.
-fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
+fn check_task_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = check(vm, what, must(command, TIMEOUT));
+    let done = ok_or_panic(vm, what, run_ok(command, TIMEOUT));
     assert!(
         done.out.contains("sum GOOD"),
         "{what}: {done:?}\n{}",
         vm.logs()
     );
-    assert_eq!(check(vm, what, vm.host_of(tid)), host, "{what}");
+    assert_eq!(ok_or_panic(vm, what, vm.host_of(tid)), host, "{what}");
 }
 
 /// Waits until no host has images, resume tokens or an engine process, and only h2 has a process of
 /// the task.
-fn nothing_is_left(vm: &Vm<'_>, what: &str) {
-    let clean = eventually(TIMEOUT, || {
+fn wait_until_clean(vm: &Vm<'_>, what: &str) {
+    let clean = wait_for(TIMEOUT, || {
         let mut left = Vec::new();
         for host in vm.bed().hosts() {
             left.extend(leftovers(host));
@@ -129,11 +129,11 @@ fn nothing_is_left(vm: &Vm<'_>, what: &str) {
             Err(left.join(", "))
         }
     });
-    check(vm, what, clean);
+    ok_or_panic(vm, what, clean);
 }
 
 fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
-    let events = check(vm, "events", vm.events());
+    let events = ok_or_panic(vm, "events", vm.events());
     let failure = |kind: &EventKind| match kind {
         EventKind::MigrationFailed {
             tid: of, step, why, ..
@@ -148,11 +148,11 @@ fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
 
 /// Migrates a task from h2 to h3. The migration must fail at `step`, with one line that contains
 /// `words`. Checks that the task continues on h2 and nothing else remains.
-fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
+fn check_migration_fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
-    let done = check(vm, what, vm.migrate_when_ready(tid, "h3"));
+    let done = ok_or_panic(vm, what, vm.migrate_when_ready(tid, "h3"));
     assert!(
-        !done.good() && done.err.lines().count() == 1,
+        !done.succeeded() && done.err.lines().count() == 1,
         "{what}: {done:?}\n{}",
         vm.logs()
     );
@@ -164,18 +164,24 @@ fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
         "{what}: {told:?}\n{}",
         vm.logs()
     );
-    lives_on(vm, tid, "h2", what);
-    nothing_is_left(vm, what);
+    check_task_on(vm, tid, "h2", what);
+    wait_until_clean(vm, what);
 }
 
 /// As [`fails`], with an engine on `host` that fails by the command word `word`.
-fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, words: &str) {
+fn check_failing_engine(
+    vm: &Vm<'_>,
+    tid: &str,
+    (host, word): (&str, &str),
+    step: Step,
+    words: &str,
+) {
     let what = format!("{word} on {host}");
-    behave(vm.bed(), host, word);
-    fails(vm, tid, step, &what, words);
-    behave(vm.bed(), host, "");
+    set_behaviour(vm.bed(), host, word);
+    check_migration_fails(vm, tid, step, &what, words);
+    set_behaviour(vm.bed(), host, "");
     assert!(
-        !take_misbehaved(vm.bed(), host).is_empty(),
+        !take_misbehaviours(vm.bed(), host).is_empty(),
         "{what}: the engine was not called"
     );
 }
@@ -185,22 +191,22 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_engine_leaves_task_at_source() {
     let seed = seed();
-    with_fake_criu(&[NEVER], |_, vm| {
-        let tid = a_task(vm);
-        for (word, words) in sample(LIES, 2, seed) {
-            lie_fails(vm, &tid, ("h2", word), Step::Dump, words);
+    with_fake_criu(&[POST_COPY_NEVER], |_, vm| {
+        let tid = spawn_task(vm);
+        for (word, words) in sample(FAILURES, 2, seed) {
+            check_failing_engine(vm, &tid, ("h2", word), Step::Dump, words);
         }
-        for kind in sample(IMAGES, 2, seed) {
+        for kind in sample(IMAGE_KINDS, 2, seed) {
             let word = format!("cut {kind}*.img");
-            lie_fails(vm, &tid, ("h2", &word), Step::Dump, kind);
+            check_failing_engine(vm, &tid, ("h2", &word), Step::Dump, kind);
         }
         let missing = "is missing although the engine said that all was written";
-        lie_fails(vm, &tid, ("h2", "empty"), Step::Dump, missing);
-        for (word, words) in sample(LIES.into_iter().chain(CLAIMS), 2, seed) {
-            lie_fails(vm, &tid, ("h3", word), Step::Restore, words);
+        check_failing_engine(vm, &tid, ("h2", "empty"), Step::Dump, missing);
+        for (word, words) in sample(FAILURES.into_iter().chain(FALSE_REPORTS), 2, seed) {
+            check_failing_engine(vm, &tid, ("h3", word), Step::Restore, words);
         }
         vm.must_migrate(&tid, "h3");
-        lives_on(vm, &tid, "h3", "in the end");
+        check_task_on(vm, &tid, "h3", "in the end");
     });
 }
 
@@ -226,20 +232,20 @@ fn failing_post_copy_engine_leaves_task_at_source() {
     let restores = restores.chain(sample(fetching, 1, seed));
     let cases = dumps.map(|lie| ("h2", Step::Dump, lie));
     let cases = cases.chain(restores.map(|lie| ("h3", Step::Restore, lie)));
-    with_fake_criu(&[ALWAYS], |_, vm| {
+    with_fake_criu(&[POST_COPY_ALWAYS], |_, vm| {
         for (host, step, (word, words)) in cases {
-            let tid = a_task(vm);
-            lie_fails(vm, &tid, (host, word), step, words);
+            let tid = spawn_task(vm);
+            check_failing_engine(vm, &tid, (host, word), step, words);
             // The next migration uses no post-copy.
             vm.must_migrate(&tid, "h3");
-            lives_on(vm, &tid, "h3", "afterwards");
+            check_task_on(vm, &tid, "h3", "afterwards");
             for words in [
                 &["kill", &*tid][..],
                 &["delete", "h2", "h3"],
                 &["add", "h2", "h3"],
             ] {
-                let done = check(vm, word, vm.pvm(words));
-                assert!(done.good(), "{words:?}: {done:?}\n{}", vm.logs());
+                let done = ok_or_panic(vm, word, vm.pvm(words));
+                assert!(done.succeeded(), "{words:?}: {done:?}\n{}", vm.logs());
             }
         }
     });
@@ -250,19 +256,19 @@ fn failing_post_copy_engine_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_arrives_whole_after_a_repeated_dump() {
-    with_fake_criu(&[NEVER], |bed, vm| {
-        let tid = a_task_with(vm, &["memfd"]);
+    with_fake_criu(&[POST_COPY_NEVER], |bed, vm| {
+        let tid = spawn_task_with(vm, &["memfd"]);
         // A case in which the engine ends before it is stopped does not count.
         let stalled = [(2, "h2", "h3"), (3, "h3", "h2")]
             .into_iter()
             .cycle()
             .take(6)
             .any(|(source, from, to)| {
-                behave(bed, from, "stall 1048576");
+                set_behaviour(bed, from, "stall 1048576");
                 vm.must_migrate(&tid, to);
-                lives_on(vm, &tid, to, "afterwards");
-                let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");
-                let told = eventually(TIMEOUT, || {
+                check_task_on(vm, &tid, to, "afterwards");
+                let log = bed.host(source).machine_path("/tmp/sempa-0/pvm/pvml");
+                let told = wait_for(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
                     let told = log.lines().rev().find_map(|line| {
                         line.split_once("in vain before that: ")
@@ -270,7 +276,7 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
                     });
                     told.ok_or(log)
                 });
-                check(vm, "what has left", told)
+                ok_or_panic(vm, "what has left", told)
             });
         assert!(stalled, "no engine was stopped in time");
     });
@@ -281,12 +287,12 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn memory_reported_too_early_ends_the_task() {
-    with_fake_criu(&[ALWAYS, SLOWLY], |bed, vm| {
-        let tid = a_task(vm);
-        behave(bed, "h3", "lazy-early");
-        let done = check(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
+    with_fake_criu(&[POST_COPY_ALWAYS, SLOW_RATE], |bed, vm| {
+        let tid = spawn_task(vm);
+        set_behaviour(bed, "h3", "lazy-early");
+        let done = ok_or_panic(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
         assert!(
-            !done.good() && done.err.lines().count() == 1,
+            !done.succeeded() && done.err.lines().count() == 1,
             "{done:?}\n{}",
             vm.logs()
         );
@@ -301,25 +307,28 @@ fn memory_reported_too_early_ends_the_task() {
             told[0].1.contains("as if all memory were there"),
             "{told:?}"
         );
-        let gone = eventually(TIMEOUT, || match vm.tasks() {
+        let gone = wait_for(TIMEOUT, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
         });
-        check(vm, "it has ended", gone);
-        nothing_is_left(vm, "lazy-early");
-        assert_eq!(take_misbehaved(bed, "h3"), ["lazy-pages-lazy-early"]);
+        ok_or_panic(vm, "it has ended", gone);
+        wait_until_clean(vm, "lazy-early");
+        assert_eq!(take_misbehaviours(bed, "h3"), ["lazy-pages-lazy-early"]);
     });
 }
 
 /// Fills the file system of a host's daemon if `full` is true; otherwise makes it usable again.
-fn fill(host: &Host, full: bool) {
+fn set_disk_full(host: &Host, full: bool) {
     let size = if full {
         "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
     } else {
         "4g"
     };
     let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT);
-    assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
+    assert!(
+        done.as_ref().is_ok_and(CommandResult::succeeded),
+        "{done:?}"
+    );
 }
 
 /// The disk of the source, of the target or of the master becomes full at some step. All files that
@@ -327,23 +336,23 @@ fn fill(host: &Host, full: bool) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn full_disk_at_any_step_loses_no_task() {
-    let bed = testbed_with_own_engine(move_steps::HOSTS);
+    let bed = testbed_with_own_engine(migration_steps::HOST_COUNT);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    let mut faults = MigrationFaults::new(&vm, may_be_lost).expect("an oracle");
     let seed = usize::try_from(seed()).expect("a seed");
     for (turn, whose) in (seed..).zip(["source", "target", "master"]) {
         for points in sampled_points(turn) {
             let what = format!("disk of the {whose} full from {points:?} on");
-            let moves = check(&vm, &what, faults.hold(&points));
+            let moves = ok_or_panic(&vm, &what, faults.hold(&points));
             let hosts: Vec<&Host> = match whose {
                 "source" => moves.iter().map(|held| bed.host(held.source)).collect(),
                 "target" => moves.iter().map(|held| bed.host(held.target)).collect(),
                 _ => vec![bed.host(1)],
             };
-            hosts.iter().for_each(|host| fill(host, true));
-            check(&vm, &what, faults.resume(&moves));
-            let ended = check(&vm, &what, faults.wait_for_end(moves));
-            hosts.iter().for_each(|host| fill(host, false));
+            hosts.iter().for_each(|host| set_disk_full(host, true));
+            ok_or_panic(&vm, &what, faults.resume(&moves));
+            let ended = ok_or_panic(&vm, &what, faults.wait_for_end(moves));
+            hosts.iter().for_each(|host| set_disk_full(host, false));
             for held in &ended {
                 let told = failures(&vm, &held.tid);
                 assert!(
@@ -352,7 +361,7 @@ fn full_disk_at_any_step_loses_no_task() {
                 );
                 eprintln!("{what}, {:?}: {told:?}", held.point);
             }
-            let alive = check(&vm, &what, faults.judge_ended(ended, |_| false));
+            let alive = ok_or_panic(&vm, &what, faults.judge_ended(ended, |_| false));
             assert_eq!(alive, points.len(), "{what}");
         }
     }
@@ -374,28 +383,31 @@ fn full_target_disk_leaves_task_at_source() {
     )
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("ring_job").expect("gcc");
-    let place = |host: usize| bed.host(host).path("/tmp/ring");
+    vm.compile_program("ring_job").expect("gcc");
+    let place = |host: usize| bed.host(host).machine_path("/tmp/ring");
     fs::create_dir(place(2)).expect("made");
     let small = bed.host(3).shell(
         "mkdir /tmp/ring && mount -t tmpfs -o size=8k none /tmp/ring && ! head -c 9000 /dev/zero >/tmp/ring/filler",
         TIMEOUT,
     );
-    assert!(small.as_ref().is_ok_and(Done::good), "{small:?}");
-    let words = ["-h2", "ring_job", "4", ENDLESS, "-2000", "/tmp/ring"];
-    let tid = check(&vm, "spawn", vm.spawn(&words));
-    let job = Job::at(place(2), tid);
-    job.go_on(&vm, 20);
-    let done = check(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
     assert!(
-        !done.good() && done.err.lines().count() == 1 && done.err.contains("/tmp/ring/log"),
+        small.as_ref().is_ok_and(CommandResult::succeeded),
+        "{small:?}"
+    );
+    let words = ["-h2", "ring_job", "4", ENDLESS_ROUNDS, "-2000", "/tmp/ring"];
+    let tid = ok_or_panic(&vm, "spawn", vm.spawn(&words));
+    let job = Job::existing(place(2), tid);
+    job.wait_for_rounds(&vm, 20);
+    let done = ok_or_panic(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
+    assert!(
+        !done.succeeded() && done.err.lines().count() == 1 && done.err.contains("/tmp/ring/log"),
         "{done:?}\n{}",
         vm.logs()
     );
     eprintln!("{}", done.err.trim());
-    assert_eq!(check(&vm, "where it is", vm.host_of(&job.tid)), "h2");
-    job.go_on(&vm, 20);
-    nothing_is_left(&vm, "no room for a file");
+    assert_eq!(ok_or_panic(&vm, "where it is", vm.host_of(&job.tid)), "h2");
+    job.wait_for_rounds(&vm, 20);
+    wait_until_clean(&vm, "no room for a file");
     let left: Vec<_> = fs::read_dir(place(3))
         .expect("there")
         .flatten()
@@ -409,27 +421,30 @@ fn full_target_disk_leaves_task_at_source() {
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and memory control groups"]
 fn a_control_group_without_memory_refuses_the_task() {
-    needs::require(limits::lacks_memory());
+    requirements::require(limits::lacks_memory());
     let bed = testbed_with_own_engine(3);
     // The control group can be removed only when it is empty, so it must be dropped after the
     // testbed.
     let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("hold").expect("gcc");
-    let tid = a_task(&vm);
-    let large = check(&vm, "spawn", vm.spawn(&["-h2", "hold", "160"]));
-    lives_on(&vm, &large, "h2", "at the beginning");
-    group.take_in(bed.host(3)).expect("all of its processes");
-    group.leave(128 << 20).expect("a limit");
-    fails(&vm, &large, Step::Prepare, "no memory for it", "memory");
-    let asked = check(&vm, "can-migrate", vm.pvm(&["can-migrate", &large, "h3"]));
-    assert!(!asked.good() && asked.out.contains("memory"), "{asked:?}");
+    vm.compile_program("hold").expect("gcc");
+    let tid = spawn_task(&vm);
+    let large = ok_or_panic(&vm, "spawn", vm.spawn(&["-h2", "hold", "160"]));
+    check_task_on(&vm, &large, "h2", "at the beginning");
+    group.add_host(bed.host(3)).expect("all of its processes");
+    group.limit_above_current_use(128 << 20).expect("a limit");
+    check_migration_fails(&vm, &large, Step::Prepare, "no memory for it", "memory");
+    let asked = ok_or_panic(&vm, "can-migrate", vm.pvm(&["can-migrate", &large, "h3"]));
+    assert!(
+        !asked.succeeded() && asked.out.contains("memory"),
+        "{asked:?}"
+    );
     // The memory suffices for the small task.
     vm.must_migrate(&tid, "h3");
-    lives_on(&vm, &tid, "h3", "the small one");
-    group.lift().expect("no limit");
+    check_task_on(&vm, &tid, "h3", "the small one");
+    group.remove_limit().expect("no limit");
     vm.must_migrate(&large, "h3");
-    lives_on(&vm, &large, "h3", "the large one");
+    check_task_on(&vm, &large, "h3", "the large one");
     vm.halt().expect("halts");
 }

@@ -5,20 +5,20 @@
 //! at each step, with a victim that a seed selects; with `SEMPA_TEST_FULL=1` it is tried at both
 //! edges of each step with each victim.
 
-use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, Until, is_full};
-use sempa_tests::move_steps::{
-    HOSTS, HeldMove, MoveFaults, Sampling, Victim, may_be_lost, sampled_points,
+use sempa_tests::faults::{Fault, LONG_FAULT, Point, SHORT_FAULT, SHORT_LEASE, Until, is_full};
+use sempa_tests::migration_steps::{
+    HOST_COUNT, HeldMigration, MigrationFaults, Sampling, Victim, may_be_lost, sampled_points,
 };
-use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::requirements::testbed_with_own_engine;
 use sempa_tests::rng::seed;
-use sempa_tests::testbed::gone;
+use sempa_tests::testbed::wait_until_no_process;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-const PAUSABLE: [Victim; 6] = [
+const PAUSE_VICTIMS: [Victim; 6] = [
     Victim::Source,
     Victim::Target,
     Victim::SourceTasker,
@@ -27,7 +27,7 @@ const PAUSABLE: [Victim; 6] = [
     Victim::Master,
 ];
 /// Victims whose loss the other hosts survive.
-const EXPENDABLE: [Victim; 5] = [
+const KILL_VICTIMS: [Victim; 5] = [
     Victim::Source,
     Victim::Target,
     Victim::SourceTasker,
@@ -38,7 +38,7 @@ const EXPENDABLE: [Victim; 5] = [
 fn with_faults(
     bed: &Testbed,
     env: &[(&str, &str)],
-    test: impl FnOnce(&Vm<'_>, &mut MoveFaults<'_>),
+    test: impl FnOnce(&Vm<'_>, &mut MigrationFaults<'_>),
 ) {
     let settings = Settings {
         rm: Some("pvm-rm".into()),
@@ -46,7 +46,7 @@ fn with_faults(
         ..Settings::default()
     };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
-    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    let mut faults = MigrationFaults::new(&vm, may_be_lost).expect("an oracle");
     test(&vm, &mut faults);
 }
 
@@ -65,9 +65,9 @@ fn rounds_of_points(count: usize) -> Vec<Vec<Point>> {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_runs_once_when_a_process_is_killed() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-        faults.run(Sampling::EachStep, &EXPENDABLE, Fault::Kill);
+        faults.run(Sampling::EachStep, &KILL_VICTIMS, Fault::Kill);
         vm.halt().expect("halts");
     });
 }
@@ -77,17 +77,22 @@ fn a_task_runs_once_when_a_process_is_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_tasks_end_when_the_master_is_killed() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     for points in rounds_of_points(2) {
         with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
-            let mut moves = faults.hold(&points).sure(vm);
+            let mut moves = faults.hold(&points).or_panic_with_logs(vm);
             let victims = vec![Victim::Master; moves.len()];
             faults
                 .inject(&mut moves, &victims, Fault::Kill)
                 .expect("killed");
-            faults.all_has_ended().expect("all end with their master");
+            faults
+                .wait_until_all_ended()
+                .expect("all end with their master");
             for held in &moves {
-                faults.oracle.ran_once(&held.name).expect("it ran once");
+                faults
+                    .oracle
+                    .check_ran_once(&held.task_name)
+                    .expect("it ran once");
             }
         });
     }
@@ -100,10 +105,18 @@ fn all_tasks_end_when_the_master_is_killed() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn pause_at_any_step_has_no_effect() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[], |vm, faults| {
-        faults.run(Sampling::EachStep, &PAUSABLE, Fault::Pause(BRIEF));
-        faults.run(Sampling::EachThirdStep, &PAUSABLE, Fault::Pause(LONGER));
+        faults.run(
+            Sampling::EachStep,
+            &PAUSE_VICTIMS,
+            Fault::Pause(SHORT_FAULT),
+        );
+        faults.run(
+            Sampling::EachThirdStep,
+            &PAUSE_VICTIMS,
+            Fault::Pause(LONG_FAULT),
+        );
         vm.halt().expect("halts");
     });
 }
@@ -112,11 +125,11 @@ fn pause_at_any_step_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_runs_once_when_a_paused_process_is_lost() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         faults.run(
             Sampling::EachStep,
-            &EXPENDABLE,
+            &KILL_VICTIMS,
             Fault::Pause(Until::Noticed),
         );
         vm.halt().expect("halts");
@@ -125,20 +138,23 @@ fn a_task_runs_once_when_a_paused_process_is_lost() {
 
 /// Injects `fault` into the master until all other hosts lose it and end. Checks that the master,
 /// which has lost all hosts, halts as well.
-fn master_is_lost(fault: Fault) {
-    let bed = testbed_with_own_engine(HOSTS);
+fn check_master_loss(fault: Fault) {
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         let points = rounds_of_points(1).swap_remove(0);
-        let mut moves: Vec<HeldMove> = faults.hold(&points).sure(vm);
+        let mut moves: Vec<HeldMigration> = faults.hold(&points).or_panic_with_logs(vm);
         let victims = vec![Victim::Master; moves.len()];
         faults
             .inject(&mut moves, &victims, fault)
             .expect("the fault is over");
         for host in &bed.hosts()[1..] {
-            gone(host, "pvm", TIMEOUT).expect("it ends with its master");
+            wait_until_no_process(host, "pvm", TIMEOUT).expect("it ends with its master");
         }
         for held in &moves {
-            faults.oracle.ran_once(&held.name).expect("it ran once");
+            faults
+                .oracle
+                .check_ran_once(&held.task_name)
+                .expect("it ran once");
         }
         vm.halt().expect("halts");
     });
@@ -147,26 +163,26 @@ fn master_is_lost(fault: Fault) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_hosts_end_when_the_master_is_paused_too_long() {
-    master_is_lost(Fault::Pause(Until::Noticed));
+    check_master_loss(Fault::Pause(Until::Noticed));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn all_hosts_end_when_master_is_disconnected() {
-    master_is_lost(Fault::Cut(Until::Noticed));
+    check_master_loss(Fault::Disconnect(Until::Noticed));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_disconnection_at_any_step_has_no_effect() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[], |vm, faults| {
         let victims = [Victim::Source, Victim::Target, Victim::Master];
-        faults.run(Sampling::EachStep, &victims, Fault::Cut(BRIEF));
+        faults.run(Sampling::EachStep, &victims, Fault::Disconnect(SHORT_FAULT));
         faults.run(
             Sampling::EachThirdStep,
             &[Victim::Source],
-            Fault::Part(BRIEF),
+            Fault::Partition(SHORT_FAULT),
         );
         vm.halt().expect("halts");
     });
@@ -175,10 +191,14 @@ fn short_disconnection_at_any_step_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_runs_once_when_host_is_disconnected() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         let victims = [Victim::Source, Victim::Target];
-        faults.run(Sampling::EachStep, &victims, Fault::Cut(Until::Noticed));
+        faults.run(
+            Sampling::EachStep,
+            &victims,
+            Fault::Disconnect(Until::Noticed),
+        );
         vm.halt().expect("halts");
     });
 }
@@ -187,12 +207,12 @@ fn task_runs_once_when_host_is_disconnected() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_runs_once_when_source_and_target_are_separated() {
-    let bed = testbed_with_own_engine(HOSTS);
+    let bed = testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
         faults.run(
             Sampling::EachStep,
             &[Victim::Source],
-            Fault::Part(Until::Noticed),
+            Fault::Partition(Until::Noticed),
         );
         vm.halt().expect("halts");
     });

@@ -5,19 +5,19 @@ use nix::unistd::Pid;
 use procfs::process::Process;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
-use sempa_tests::Sure;
+use sempa_tests::OrPanicWithLogs;
 use sempa_tests::Vm;
 use sempa_tests::faults::daemon_of;
-use sempa_tests::move_steps::{Victim, process_of};
-use sempa_tests::needs::testbed;
-use sempa_tests::run::must;
+use sempa_tests::migration_steps::{Victim, process_of};
+use sempa_tests::requirements::testbed;
+use sempa_tests::run::run_ok;
 use sempa_tests::vm::Settings;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Size in bytes of the kernel's buffer for a UDP port of root's daemons. The kernel doubles the
 /// requested number.
-const PORT_BYTES: usize = 8 << 20;
+const UDP_BUFFER_BYTES: usize = 8 << 20;
 
 /// Tasks of an ordinary user run. A migration or a checkpoint is refused with the reason.
 #[test]
@@ -33,23 +33,23 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     )
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
-    let program = vm.program("hold").expect("gcc");
+    let program = vm.compile_program("hold").expect("gcc");
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let mut ask = vm.command(bed.host(1), program);
     ask.args(["ask", &tid]);
-    let done = must(ask, TIMEOUT).sure(&vm);
+    let done = run_ok(ask, TIMEOUT).or_panic_with_logs(&vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     let refused = vm.migrate(&tid, "h1").expect("ends");
     assert!(
-        !refused.good() && refused.err.lines().count() == 1,
+        !refused.succeeded() && refused.err.lines().count() == 1,
         "{refused:?}"
     );
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     let entry = vm
-        .event(TIMEOUT, "refused move", |entry| {
+        .wait_for_event(TIMEOUT, "refused move", |entry| {
             matches!(entry.kind, EventKind::MigrationFailed { .. })
         })
-        .sure(&vm);
+        .or_panic_with_logs(&vm);
     let EventKind::MigrationFailed {
         why: Failure::Refused(reasons),
         ..
@@ -71,15 +71,15 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     );
     let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
     assert!(
-        !none.good()
+        !none.succeeded()
             && none.err.contains("cannot dump or restore")
-            && none.err.contains("the job goes on"),
+            && none.err.contains("the job continues"),
         "{none:?}"
     );
     let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     ask.args(["ask", &tid]);
     assert!(
-        must(ask, TIMEOUT)
+        run_ok(ask, TIMEOUT)
             .expect("it answers")
             .out
             .contains("sum GOOD")
@@ -88,7 +88,7 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
 }
 
 /// Returns the set of capabilities of a process with this name in its status file, as a bit mask.
-fn rights(pid: Pid, name: &str) -> u64 {
+fn capabilities(pid: Pid, name: &str) -> u64 {
     let status = Process::new(pid.as_raw()).and_then(|process| process.status());
     let status = status.unwrap_or_else(|e| panic!("process {pid}: {e}"));
     let set = match name {
@@ -110,7 +110,7 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let task = |host: usize| {
         let line = |(pid, line): (u32, String)| {
@@ -123,11 +123,11 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
             .find_map(line)
             .expect("it runs there")
     };
-    let all = rights(Pid::this(), "CapBnd");
+    let all = capabilities(Pid::this(), "CapBnd");
     let keeps_all = |host: usize| {
         for name in ["CapPrm", "CapEff", "CapBnd"] {
             assert_eq!(
-                rights(task(host), name),
+                capabilities(task(host), name),
                 all,
                 "{name} of a task of root on h{host}"
             );
@@ -145,19 +145,19 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
         let tasker = process_of(host, Victim::TargetTasker).expect("a tasker");
         for name in ["CapPrm", "CapEff"] {
             assert_eq!(
-                rights(daemon, name) & (never | of_the_tasker),
+                capabilities(daemon, name) & (never | of_the_tasker),
                 0,
                 "{name} of the daemon on {}",
                 host.name()
             );
             assert_eq!(
-                rights(tasker, name) & never,
+                capabilities(tasker, name) & never,
                 0,
                 "{name} of the tasker on {}",
                 host.name()
             );
             assert_eq!(
-                rights(tasker, name) & of_the_tasker,
+                capabilities(tasker, name) & of_the_tasker,
                 all & of_the_tasker,
                 "{name} on {}",
                 host.name()
@@ -167,7 +167,7 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
         // larger than ordinary users may have, shows that the size was set before.
         let ports = host.shell("ss -Huanm", TIMEOUT).expect("iproute2").out;
         assert!(
-            ports.contains(&format!("rb{}", 2 * PORT_BYTES)),
+            ports.contains(&format!("rb{}", 2 * UDP_BUFFER_BYTES)),
             "{}: {ports}",
             host.name()
         );

@@ -1,46 +1,46 @@
 //! A checkpoint of one job does not stop other jobs, even if it takes long.
 
-use sempa_tests::fake_criu::{self, behave, misbehaved, take_misbehaved};
-use sempa_tests::needs::testbed_with_own_engine;
-use sempa_tests::ring_job::{Job, WORKERS};
-use sempa_tests::run::Running;
+use sempa_tests::fake_criu::{self, misbehaviours, set_behaviour, take_misbehaviours};
+use sempa_tests::requirements::testbed_with_own_engine;
+use sempa_tests::ring_job::{Job, WORKER_COUNT};
+use sempa_tests::run::RunningCommand;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 2] = ["h1", "h2"];
 /// Number of rounds that the other job must compute during the checkpoint. They include some
 /// barriers of its group.
-const ROUNDS: usize = 20;
+const OTHER_JOB_ROUNDS: usize = 20;
 /// Maximum number of attempts. The engine's timeout is ten seconds, and on a loaded machine the
 /// rounds may take longer.
-const TRIES: usize = 5;
+const ATTEMPTS_MAX: usize = 5;
 
 /// Starts `pvm checkpoint` for a job. Returns when the engines on all hosts wait before they write
 /// anything.
-fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
+fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> RunningCommand {
     for host in HOSTS {
-        take_misbehaved(bed, host);
-        behave(bed, host, "wait");
+        take_misbehaviours(bed, host);
+        set_behaviour(bed, host, "wait");
     }
     let running = vm
         .start_pvm(&["--json", "checkpoint", &job.tid])
         .expect("it starts");
     for host in HOSTS {
-        let waits = || match misbehaved(bed, host) {
+        let waits = || match misbehaviours(bed, host) {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
             _ => Ok(()),
         };
-        eventually(TIMEOUT, waits).sure(vm);
+        wait_for(TIMEOUT, waits).or_panic_with_logs(vm);
     }
     running
 }
 
 /// Returns the number of tasks of both jobs on each host.
-fn spread(vm: &Vm<'_>) -> [usize; 2] {
-    let tasks = vm.tasks().sure(vm);
+fn tasks_per_host(vm: &Vm<'_>) -> [usize; 2] {
+    let tasks = vm.tasks().or_panic_with_logs(vm);
     let is_on = |name: &str| {
         tasks
             .iter()
@@ -52,30 +52,30 @@ fn spread(vm: &Vm<'_>) -> [usize; 2] {
 
 /// Holds a checkpoint of `job` until `outside` has computed [`ROUNDS`] rounds, and lets it finish.
 /// Returns true if the checkpoint was still held at that time; in that case it must succeed.
-fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool {
+fn other_job_runs_during_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool {
     let checkpoint = start_checkpoint(bed, vm, job);
-    let before = job.marks().len();
-    outside.go_on(vm, ROUNDS);
-    let rounds = job.marks().len() - before;
+    let before = job.computed_rounds().len();
+    outside.wait_for_rounds(vm, OTHER_JOB_ROUNDS);
+    let rounds = job.computed_rounds().len() - before;
     let waits = |host: &Host| {
         host.processes()
             .iter()
             .any(|(_, line)| fake_criu::is_engine(line))
     };
     let held = bed.hosts().iter().all(waits);
-    HOSTS.iter().for_each(|host| behave(bed, host, ""));
-    let done = checkpoint.finish(TIMEOUT).sure(vm);
+    HOSTS.iter().for_each(|host| set_behaviour(bed, host, ""));
+    let done = checkpoint.finish(TIMEOUT).or_panic_with_logs(vm);
     if held {
         assert_eq!(
             rounds, 0,
             "all its tasks stand still before the first one is written"
         );
-        assert!(done.good(), "{done:?}\n{}", vm.logs());
+        assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
         let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");
         let written = said["tasks"].as_array().map(Vec::len);
-        assert_eq!(written, Some(WORKERS + 1), "{said}");
+        assert_eq!(written, Some(WORKER_COUNT + 1), "{said}");
     }
-    job.go_on(vm, 5);
+    job.wait_for_rounds(vm, 5);
     held
 }
 
@@ -87,12 +87,12 @@ fn a_checkpoint_stops_no_other_job() {
     fake_criu::install(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let outside = Job::start_beside(&vm, "outside", "-h2");
-    outside.go_on(&vm, 5);
-    let of_outside = spread(&vm);
+    let outside = Job::start_in_folder(&vm, "outside", "-h2");
+    outside.wait_for_rounds(&vm, 5);
+    let of_outside = tasks_per_host(&vm);
     let job = Job::start(&vm, "-h2");
-    job.go_on(&vm, 5);
-    let of_both = spread(&vm);
+    job.wait_for_rounds(&vm, 5);
+    let of_both = tasks_per_host(&vm);
     let share_all = of_outside
         .iter()
         .zip(&of_both)
@@ -102,7 +102,8 @@ fn a_checkpoint_stops_no_other_job() {
         "both jobs are on all hosts, and talk on each: {of_outside:?} {of_both:?}"
     );
 
-    let held = (0..TRIES).any(|_| goes_on_beside(&bed, &vm, &job, &outside));
+    let held =
+        (0..ATTEMPTS_MAX).any(|_| other_job_runs_during_checkpoint(&bed, &vm, &job, &outside));
     assert!(held, "the engines' time was over each time\n{}", vm.logs());
     job.finish(&vm);
     outside.finish(&vm);

@@ -1,10 +1,10 @@
 //! Jobs with self-checkpoints, on hosts without CRIU or for a user who may not use CRIU.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::requirements::{testbed, testbed_with_own_engine};
 use sempa_tests::ring_job::Job;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -33,28 +33,28 @@ fn settings(as_alice: bool, first: &str, workers: &str) -> Settings {
     }
 }
 
-fn made(vm: &Vm<'_>) -> usize {
-    let events = vm.events().sure(vm);
+fn checkpoint_count(vm: &Vm<'_>) -> usize {
+    let events = vm.events().or_panic_with_logs(vm);
     events
         .iter()
         .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }))
         .count()
 }
 
-fn until_more_are_made(vm: &Vm<'_>, more: usize) {
-    let wanted = made(vm) + more;
+fn wait_for_checkpoints(vm: &Vm<'_>, more: usize) {
+    let wanted = checkpoint_count(vm) + more;
     let enough = || {
-        if made(vm) >= wanted {
+        if checkpoint_count(vm) >= wanted {
             Ok(())
         } else {
             Err("no newer checkpoint".to_string())
         }
     };
-    eventually(TIMEOUT, enough).sure(vm);
+    wait_for(TIMEOUT, enough).or_panic_with_logs(vm);
 }
 
 /// Returns the names of files in a folder that Sempa has made.
-fn strangers(folder: &Path) -> Vec<String> {
+fn files_of_sempa(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).expect("a folder").flatten();
     let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
     names.filter(|name| name.starts_with(".sempa")).collect()
@@ -62,12 +62,12 @@ fn strangers(folder: &Path) -> Vec<String> {
 
 /// Waits until a folder has no files of Sempa. Hosts may be notified of a failed checkpoint only
 /// after the console's answer.
-fn no_strangers(vm: &Vm<'_>, folder: &Path) {
-    let none = || match strangers(folder) {
+fn wait_until_no_files_of_sempa(vm: &Vm<'_>, folder: &Path) {
+    let none = || match files_of_sempa(folder) {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     };
-    eventually(TIMEOUT, none).sure(vm);
+    wait_for(TIMEOUT, none).or_panic_with_logs(vm);
 }
 
 /// The tasks of an ordinary user's job write self-checkpoints. The job rolls back to them when a
@@ -78,22 +78,22 @@ fn ordinary_users_job_rolls_back() {
     let bed = testbed(4);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2");
-    job.go_on(&vm, 5);
+    let job = Job::start_with_self_checkpoints(&vm, "-h2");
+    job.wait_for_rounds(&vm, 5);
     let first = vm
         .json(&["checkpoint", "--every", "1s", &job.tid])
-        .sure(&vm);
+        .or_panic_with_logs(&vm);
     let (own, tasks) = (first[0]["own"].as_array(), first[0]["tasks"].as_array());
     assert!(
         own.is_some_and(|own| own.len() == 5) && own == tasks,
         "{first:?}"
     );
     for lost in [3, 2] {
-        until_more_are_made(&vm, 2);
-        job.go_on(&vm, 2);
+        wait_for_checkpoints(&vm, 2);
+        job.wait_for_rounds(&vm, 2);
         bed.host(lost).kill_all();
-        vm.went_back(TIMEOUT, &format!("h{lost} was lost"))
-            .sure(&vm);
+        vm.wait_for_rollback(TIMEOUT, &format!("h{lost} was lost"))
+            .or_panic_with_logs(&vm);
     }
     job.finish(&vm);
     let frozen = |kind: &EventKind| match kind {
@@ -102,7 +102,7 @@ fn ordinary_users_job_rolls_back() {
     };
     let all: Vec<u64> = vm
         .events()
-        .sure(&vm)
+        .or_panic_with_logs(&vm)
         .iter()
         .filter_map(|entry| frozen(&entry.kind))
         .collect();
@@ -110,7 +110,7 @@ fn ordinary_users_job_rolls_back() {
         "{} checkpoints; milliseconds from the first that had ended until the last was kept: {all:?}",
         all.len()
     );
-    no_strangers(&vm, &job.folder);
+    wait_until_no_files_of_sempa(&vm, &job.folder);
     vm.halt().expect("halts");
 }
 
@@ -123,11 +123,11 @@ fn a_job_restarts_without_criu_on_any_host() {
     let vm =
         Vm::start(&bed, settings(false, "criu,own:wait=30", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2");
-    job.go_on(&vm, 5);
-    let said = vm.pvm(&["checkpoint", &job.tid]).sure(&vm);
+    let job = Job::start_with_self_checkpoints(&vm, "-h2");
+    job.wait_for_rounds(&vm, 5);
+    let said = vm.pvm(&["checkpoint", &job.tid]).or_panic_with_logs(&vm);
     assert!(
-        said.good()
+        said.succeeded()
             && said.out.contains(&format!(
                 "5 tasks of job {} by their own checkpoints",
                 job.tid
@@ -137,7 +137,7 @@ fn a_job_restarts_without_criu_on_any_host() {
     );
     let set = said.out.split(':').next().expect("a name").to_string();
     // The restart loses these rounds.
-    job.go_on(&vm, 20);
+    job.wait_for_rounds(&vm, 20);
     for host in bed.hosts() {
         host.kill_all();
     }
@@ -147,23 +147,27 @@ fn a_job_restarts_without_criu_on_any_host() {
         "of another time",
     )
     .expect("written");
-    let vm = Vm::start(&bed, settings(false, "own", "own")).sure(&vm);
-    vm.add(&["h2", "h3"]).sure(&vm);
-    let again = vm.pvm(&["restart", &set, "--on", "h1,h3"]).sure(&vm);
+    let vm = Vm::start(&bed, settings(false, "own", "own")).or_panic_with_logs(&vm);
+    vm.add(&["h2", "h3"]).or_panic_with_logs(&vm);
+    let again = vm
+        .pvm(&["restart", &set, "--on", "h1,h3"])
+        .or_panic_with_logs(&vm);
     assert!(
-        again.good() && !again.out.contains("h2"),
+        again.succeeded() && !again.out.contains("h2"),
         "{again:?}\n{}",
         vm.logs()
     );
     // A task migrates by its self-checkpoint.
-    let moved = vm.migrate_when_ready(&job.tid, "h2").sure(&vm);
+    let moved = vm
+        .migrate_when_ready(&job.tid, "h2")
+        .or_panic_with_logs(&vm);
     assert!(
-        moved.good() && moved.out.contains("by its own checkpoint"),
+        moved.succeeded() && moved.out.contains("by its own checkpoint"),
         "{moved:?}\n{}",
         vm.logs()
     );
     job.finish(&vm);
-    no_strangers(&vm, &job.folder);
+    wait_until_no_files_of_sempa(&vm, &job.folder);
     vm.halt().expect("halts");
 }
 
@@ -173,11 +177,11 @@ fn criu_and_programs_share_a_checkpoint() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, settings(false, "criu", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2");
-    job.go_on(&vm, 5);
+    let job = Job::start_with_self_checkpoints(&vm, "-h2");
+    job.wait_for_rounds(&vm, 5);
     let first = vm
         .json(&["checkpoint", "--every", "1s", &job.tid])
-        .sure(&vm);
+        .or_panic_with_logs(&vm);
     let own: Vec<&str> = first[0]["own"]
         .as_array()
         .into_iter()
@@ -189,14 +193,14 @@ fn criu_and_programs_share_a_checkpoint() {
         "{first:?}\n{}",
         vm.logs()
     );
-    until_more_are_made(&vm, 2);
-    job.go_on(&vm, 2);
+    wait_for_checkpoints(&vm, 2);
+    job.wait_for_rounds(&vm, 2);
     bed.host(3).kill_all();
     let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { .. });
-    vm.event(TIMEOUT, "a job that went back", |entry| {
+    vm.wait_for_event(TIMEOUT, "a job that went back", |entry| {
         is_back(&entry.kind)
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -209,28 +213,28 @@ fn a_restart_that_cannot_write_changes_nothing() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let job = Job::start_own(&vm, "-h2");
-    job.go_on(&vm, 5);
+    let job = Job::start_with_self_checkpoints(&vm, "-h2");
+    job.wait_for_rounds(&vm, 5);
     let blocked = job.folder.join(format!("state-{}", job.tid));
     let other = vm
         .tasks()
-        .sure(&vm)
+        .or_panic_with_logs(&vm)
         .into_iter()
         .map(|task| task.tid)
         .find(|tid| *tid != job.tid)
         .expect("a worker");
-    let good = vm.pvm(&["checkpoint", &job.tid]).sure(&vm);
-    assert!(good.good(), "{good:?}\n{}", vm.logs());
+    let good = vm.pvm(&["checkpoint", &job.tid]).or_panic_with_logs(&vm);
+    assert!(good.succeeded(), "{good:?}\n{}", vm.logs());
     let set = good.out.split(':').next().expect("a name").to_string();
     assert!(blocked.is_file(), "it has written it");
-    let alive = vm.pvm(&["restart", &set]).sure(&vm);
+    let alive = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
     assert!(
-        !alive.good() && alive.err.contains(&other) && alive.err.contains("alive"),
+        !alive.succeeded() && alive.err.contains(&other) && alive.err.contains("alive"),
         "{alive:?}"
     );
     job.finish(&vm);
     // When all tasks have ended, one of the files is made impossible to write.
-    eventually(TIMEOUT, || match vm.tasks() {
+    wait_for(TIMEOUT, || match vm.tasks() {
         Ok(tasks)
             if tasks
                 .iter()
@@ -240,14 +244,14 @@ fn a_restart_that_cannot_write_changes_nothing() {
         }
         other => Err(format!("{other:?}")),
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     fs::remove_file(&blocked).expect("removed");
     fs::create_dir(&blocked).expect("a folder");
     let newer = job.folder.join(format!("state-{other}"));
     fs::write(&newer, "newer").expect("written");
-    let refused = vm.pvm(&["restart", &set]).sure(&vm);
+    let refused = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
     assert!(
-        !refused.good() && refused.err.contains("it is no regular file"),
+        !refused.succeeded() && refused.err.contains("it is no regular file"),
         "{refused:?}\n{}",
         vm.logs()
     );
@@ -256,11 +260,11 @@ fn a_restart_that_cannot_write_changes_nothing() {
         "newer",
         "nothing has taken its place"
     );
-    no_strangers(&vm, &job.folder);
+    wait_until_no_files_of_sempa(&vm, &job.folder);
     fs::remove_dir(&blocked).expect("removed");
     fs::remove_file(job.folder.join("result")).expect("removed");
-    let again = vm.pvm(&["restart", &set]).sure(&vm);
-    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    let again = vm.pvm(&["restart", &set]).or_panic_with_logs(&vm);
+    assert!(again.succeeded(), "{again:?}\n{}", vm.logs());
     job.finish(&vm);
     vm.halt().expect("halts");
 }

@@ -2,19 +2,19 @@
 //! hosts, and the host is used again after the owner has logged out.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
-use sempa_tests::run::must;
+use sempa_tests::requirements::testbed;
+use sempa_tests::run::run_ok;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-fn ask(vm: &Vm, tid: &str) -> u64 {
+fn read_counter(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, TIMEOUT).sure(vm);
+    let done = run_ok(command, TIMEOUT).or_panic_with_logs(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     done.out
         .split(' ')
@@ -36,7 +36,7 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
-    eventually(TIMEOUT, || {
+    wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -49,7 +49,7 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
         }
     })
     .expect("a load watcher on every host");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     test(&vm);
     vm.halt().expect("halts");
 }
@@ -64,15 +64,15 @@ fn guests_leave_when_the_owner_logs_in() {
             .map(|_| vm.spawn(&["-h2", "hold", "16"]).expect("spawned"))
             .collect();
         let native = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
-        let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
+        let counts: Vec<u64> = guests.iter().map(|tid| read_counter(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(TIMEOUT, "clean host", |entry| {
+        vm.wait_for_event(TIMEOUT, "clean host", |entry| {
             matches!(entry.kind, EventKind::HostVacated { .. })
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         for (tid, count) in guests.iter().zip(counts) {
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
-            assert!(ask(vm, tid) > count, "{tid} has gone on counting");
+            assert!(read_counter(vm, tid) > count, "{tid} has gone on counting");
         }
         assert_eq!(
             vm.host_of(&native).expect("alive"),
@@ -87,12 +87,12 @@ fn guests_leave_when_the_owner_logs_in() {
             .filter(|(_, line)| line.contains("hold"))
             .collect();
         assert!(left.is_empty(), "{left:?}");
-        login.out().expect("logs out");
-        vm.event(TIMEOUT, "absent owner", |entry| {
+        login.log_out().expect("logs out");
+        vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             let tid = vm
                 .spawn(&["hold", "1"])
                 .map_err(|error| format!("{error:#}"))?;
@@ -119,7 +119,7 @@ fn guests_leave_when_the_owner_logs_in() {
 fn no_task_is_placed_while_the_owner_is_present() {
     with_policy("load", 2, |vm| {
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(TIMEOUT, "present owner", |entry| {
+        vm.wait_for_event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -127,7 +127,7 @@ fn no_task_is_placed_while_the_owner_is_present() {
             let tid = vm.spawn(&["hold", "1"]).expect("spawned");
             assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
         }
-        login.out().expect("logs out");
+        login.log_out().expect("logs out");
     });
 }
 
@@ -142,7 +142,7 @@ fn spawns_succeed_after_kill_of_resource_manager() {
             .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        vm.event(TIMEOUT, "lost resource manager", |entry| {
+        vm.wait_for_event(TIMEOUT, "lost resource manager", |entry| {
             matches!(entry.kind, EventKind::RmGone { .. })
         })
         .expect("seen");
@@ -150,7 +150,7 @@ fn spawns_succeed_after_kill_of_resource_manager() {
             let tid = vm
                 .spawn(&["hold", "1"])
                 .expect("spawned without a resource manager");
-            ask(vm, &tid);
+            read_counter(vm, &tid);
         }
     });
 }

@@ -5,25 +5,25 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::must;
-use sempa_tests::speaker::owner;
+use sempa_tests::owner_agent::run_owner_command;
+use sempa_tests::requirements::testbed_with_env;
+use sempa_tests::run::run_ok;
 use sempa_tests::ssh::Login;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Environment variable and value that set a lease of 120 s. A daemon is stopped for some time in
 /// these tests, and no host may be lost.
-const LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
+const LONG_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
 /// A guest that has used no processor time for this number of microseconds counts as stopped. It is
 /// longer than the gaps that a running guest records.
-const STILL: u64 = 1_000_000;
+const STOPPED_MIN_US: u64 = 1_000_000;
 
-fn now() -> u64 {
+fn now_us() -> u64 {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
@@ -44,7 +44,7 @@ fn processes(host: &Host, program: &str) -> Vec<Pid> {
         .collect()
 }
 
-fn only(host: &Host, program: &str) -> Pid {
+fn only_process(host: &Host, program: &str) -> Pid {
     let found = processes(host, program);
     assert_eq!(
         found.len(),
@@ -57,40 +57,40 @@ fn only(host: &Host, program: &str) -> Pid {
 }
 
 /// Returns the processor time that a guest has used, in ticks; `None` if the guest has ended.
-fn used(host: &Host, pid: i32) -> Option<u64> {
+fn used_ticks(host: &Host, pid: i32) -> Option<u64> {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = must(command, TIMEOUT).ok()?.out;
+    let stat = run_ok(command, TIMEOUT).ok()?.out;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_whitespace().collect();
     Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
 }
 
-/// Waits until a guest that computes has used no processor time for [`STILL`]. Returns the time of
+/// Waits until a guest that computes has used no processor time for [`STOPPED_MIN_US`]. Returns the time of
 /// this observation.
-fn stands_still(host: &Host, pid: i32) -> u64 {
-    let mut since = (used(host, pid), now());
+fn wait_until_stopped(host: &Host, pid: i32) -> u64 {
+    let mut since = (used_ticks(host, pid), now_us());
     let look = || {
-        let (ticks, at) = (used(host, pid), now());
+        let (ticks, at) = (used_ticks(host, pid), now_us());
         if ticks != since.0 {
             since = (ticks, at);
         }
-        if at - since.1 >= STILL {
+        if at - since.1 >= STOPPED_MIN_US {
             Ok(at)
         } else {
             Err(format!("it runs: {ticks:?} ticks"))
         }
     };
-    eventually(TIMEOUT, look).expect("it stands still")
+    wait_for(TIMEOUT, look).expect("it stands still")
 }
 
 /// Runs `test` on a virtual machine with a resource manager and load watchers. `policy` is the
 /// owner's policy. The arguments of `test` are the virtual machine, the tid of a guest that
 /// computes on h2, and the guest's process number.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
-    let bed = testbed_with_env(2, &[LEASE]);
+    let bed = testbed_with_env(2, &[LONG_LEASE]);
     let (rm, env) = (
         Some("pvm-rm --policy load".to_string()),
-        vec![(LEASE.0.into(), LEASE.1.into())],
+        vec![(LONG_LEASE.0.into(), LONG_LEASE.1.into())],
     );
     let vm = Vm::start(
         &bed,
@@ -105,8 +105,8 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
     fs::write(&file, policy).expect("the testbed's own home");
     vm.add(&["h2"]).expect("it joins");
-    (1..=2).for_each(|host| watched(&vm, host, |_| true));
-    vm.program("busy").expect("gcc");
+    (1..=2).for_each(|host| wait_for_status(&vm, host, |_| true));
+    vm.compile_program("busy").expect("gcc");
     let guest = vm.spawn(&["-h2", "busy"]).expect("spawned");
     let tasks = vm.tasks().expect("tasks");
     let pid = tasks
@@ -118,9 +118,9 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
 }
 
 /// Waits until the status of a host's load watcher matches `is_so`.
-fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
+fn wait_for_status(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     let look = || {
-        let value = owner(vm.bed(), host, &["status"]);
+        let value = run_owner_command(vm.bed(), host, &["status"]);
         let one = value["virtual_machines"]
             .as_array()
             .and_then(|all| all.first().cloned());
@@ -130,36 +130,36 @@ fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
             Err(value.to_string())
         }
     };
-    eventually(TIMEOUT, look).sure(vm);
+    wait_for(TIMEOUT, look).or_panic_with_logs(vm);
 }
 
 /// Waits until a guest has used more processor time.
-fn runs_on(host: &Host, pid: i32) {
-    let before = used(host, pid).expect("it is there");
-    let look = || match used(host, pid) {
+fn wait_until_runs(host: &Host, pid: i32) {
+    let before = used_ticks(host, pid).expect("it is there");
+    let look = || match used_ticks(host, pid) {
         Some(ticks) if ticks > before => Ok(()),
         other => Err(format!("{other:?} ticks as before")),
     };
-    eventually(TIMEOUT, look).expect("it runs on");
+    wait_for(TIMEOUT, look).expect("it runs on");
 }
 
 /// Waits until a host has no process of the guest.
-fn is_ended(host: &Host, pid: i32) {
-    let look = || match (used(host, pid), processes(host, "busy")) {
+fn wait_until_ended(host: &Host, pid: i32) {
+    let look = || match (used_ticks(host, pid), processes(host, "busy")) {
         (None, left) if left.is_empty() => Ok(()),
         other => Err(format!("{other:?}")),
     };
-    eventually(TIMEOUT, look).expect("it is ended");
+    wait_for(TIMEOUT, look).expect("it is ended");
 }
 
 /// Checks that the event log reports the end of this guest, and of no other task, for the owner of
 /// h2. Returns the owner's reason.
-fn told_as_ended(vm: &Vm, guest: &str) -> String {
+fn check_end_is_logged(vm: &Vm, guest: &str) -> String {
     let is_it = |tid: &Tid| tid.to_string() == guest;
-    let ended = vm.event(TIMEOUT, "guests that are ended", |entry| {
+    let ended = vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
         matches!(entry.kind, EventKind::GuestsEnded { .. })
     });
-    let ended = ended.sure(vm);
+    let ended = ended.or_panic_with_logs(vm);
     let EventKind::GuestsEnded { guests, why, .. } = ended.kind else {
         unreachable!()
     };
@@ -168,40 +168,40 @@ fn told_as_ended(vm: &Vm, guest: &str) -> String {
         "{guests:?}"
     );
     let over = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_it(tid));
-    vm.event(TIMEOUT, "its end", |entry| over(&entry.kind))
-        .sure(vm);
-    let tasks = vm.tasks().sure(vm);
+    vm.wait_for_event(TIMEOUT, "its end", |entry| over(&entry.kind))
+        .or_panic_with_logs(vm);
+    let tasks = vm.tasks().or_panic_with_logs(vm);
     assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
     why
 }
 
 /// Waits until a task can be spawned on h2 again.
-fn is_used_again(vm: &Vm) {
+fn wait_until_host_is_used(vm: &Vm) {
     let spawn = || {
         vm.spawn(&["-h2", "busy"])
             .map_err(|error| format!("{error:#}"))
     };
-    eventually(TIMEOUT, spawn).sure(vm);
+    wait_for(TIMEOUT, spawn).or_panic_with_logs(vm);
 }
 
-fn stopped(vm: &Vm) {
-    vm.event(TIMEOUT, "guests that stand still", |entry| {
+fn wait_for_pause_event(vm: &Vm) {
+    vm.wait_for_event(TIMEOUT, "guests that stand still", |entry| {
         matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
 }
 
-fn continued(vm: &Vm) {
-    vm.event(TIMEOUT, "guests that go on", |entry| {
+fn wait_for_resume_event(vm: &Vm) {
+    vm.wait_for_event(TIMEOUT, "guests that go on", |entry| {
         matches!(entry.kind, EventKind::GuestsResumed { .. })
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
 }
 
 /// Stops the master's daemon; then logs in the owner of h2. Returns the stopped process and the
 /// login.
-fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
-    let master = only(vm.bed().host(1), "pvmd");
+fn stop_master_and_log_in(vm: &Vm) -> (Pid, Login) {
+    let master = only_process(vm.bed().host(1), "pvmd");
     kill(master, Signal::SIGSTOP).expect("it is there");
     (
         master,
@@ -210,8 +210,8 @@ fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
 }
 
 /// Checks that a guest did not run between two times, by the guest's own clock.
-fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
-    let gaps = vm.gaps(guest).sure(vm);
+fn assert_not_run(vm: &Vm, guest: &str, from: u64, to: u64) {
+    let gaps = vm.busy_gaps(guest).or_panic_with_logs(vm);
     assert!(
         gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to),
         "{guest} ran between {from} and {to}: {gaps:?}"
@@ -224,13 +224,13 @@ fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
 fn an_owner_stops_guests_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
-        let (master, login) = logs_in_while_the_master_stands_still(vm);
-        let still = stands_still(theirs, pid);
-        let resumed = now();
+        let (master, login) = stop_master_and_log_in(vm);
+        let still = wait_until_stopped(theirs, pid);
+        let resumed = now_us();
         kill(master, Signal::SIGCONT).expect("it is there");
-        login.out().expect("logs out");
+        login.log_out().expect("logs out");
         // Only the guest's own host can have stopped it before the master's daemon was resumed.
-        assert_still(vm, guest, still - STILL, resumed);
+        assert_not_run(vm, guest, still - STOPPED_MIN_US, resumed);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         vm.halt().expect("halts");
     });
@@ -242,19 +242,19 @@ fn an_owner_stops_guests_without_the_master() {
 fn guests_continue_without_the_master() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
-        let (master, login) = logs_in_while_the_master_stands_still(vm);
-        let still = stands_still(theirs, pid);
-        let end = now();
-        login.out().expect("logs out");
-        runs_on(theirs, pid);
+        let (master, login) = stop_master_and_log_in(vm);
+        let still = wait_until_stopped(theirs, pid);
+        let end = now_us();
+        login.log_out().expect("logs out");
+        wait_until_runs(theirs, pid);
         kill(master, Signal::SIGCONT).expect("it is there");
-        assert_still(vm, guest, still - STILL, end);
-        stopped(vm);
-        continued(vm);
-        vm.event(TIMEOUT, "absent owner", |entry| {
+        assert_not_run(vm, guest, still - STOPPED_MIN_US, end);
+        wait_for_pause_event(vm);
+        wait_for_resume_event(vm);
+        vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
-        .sure(vm);
+        .or_panic_with_logs(vm);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         vm.halt().expect("halts");
     });
@@ -266,12 +266,12 @@ fn guests_continue_without_the_master() {
 fn guests_are_killed_without_the_master() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
-        let (master, login) = logs_in_while_the_master_stands_still(vm);
-        is_ended(theirs, pid);
+        let (master, login) = stop_master_and_log_in(vm);
+        wait_until_ended(theirs, pid);
         kill(master, Signal::SIGCONT).expect("it is there");
-        told_as_ended(vm, guest);
-        login.out().expect("logs out");
-        is_used_again(vm);
+        check_end_is_logged(vm, guest);
+        login.log_out().expect("logs out");
+        wait_until_host_is_used(vm);
         vm.halt().expect("halts");
     });
 }
@@ -285,8 +285,8 @@ fn guests_are_killed_and_the_reason_is_reported() {
         let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        is_ended(theirs, pid);
-        let said = told_as_ended(vm, guest);
+        wait_until_ended(theirs, pid);
+        let said = check_end_is_logged(vm, guest);
         assert!(said.contains("olga"), "{said}");
         let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
         for subject in ["h2", guest] {
@@ -295,13 +295,13 @@ fn guests_are_killed_and_the_reason_is_reported() {
                 Ok(done) if done.out.contains(&words) => Ok(()),
                 other => Err(format!("{other:?}")),
             };
-            eventually(TIMEOUT, told).sure(vm);
+            wait_for(TIMEOUT, told).or_panic_with_logs(vm);
         }
         // Guests on other hosts continue.
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
-        vm.gaps(&other).sure(vm);
-        login.out().expect("logs out");
-        is_used_again(vm);
+        vm.busy_gaps(&other).or_panic_with_logs(vm);
+        login.log_out().expect("logs out");
+        wait_until_host_is_used(vm);
         vm.halt().expect("halts");
     });
 }
@@ -313,16 +313,19 @@ fn guests_are_killed_and_the_reason_is_reported() {
 fn an_owner_has_all_processors_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, _, pid| {
         let theirs = vm.bed().host(2);
-        kill(only(vm.bed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
-        runs_on(theirs, pid);
+        kill(only_process(vm.bed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
+        wait_until_runs(theirs, pid);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        stands_still(theirs, pid);
+        wait_until_stopped(theirs, pid);
         assert_eq!(
             processes(theirs, "pvmd").len(),
             1,
             "its daemon has not given up the master yet"
         );
-        assert!(used(theirs, pid).is_some(), "it was stopped, not ended");
+        assert!(
+            used_ticks(theirs, pid).is_some(),
+            "it was stopped, not ended"
+        );
         drop(login);
         vm.bed().hosts().iter().for_each(Host::kill_all);
     });
@@ -336,35 +339,36 @@ fn guests_stay_stopped_without_load_watcher() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        stopped(vm);
-        let begin = stands_still(theirs, pid);
+        wait_for_pause_event(vm);
+        let begin = wait_until_stopped(theirs, pid);
         let present = |status: &serde_json::Value| status["owner"] == "present";
         for round in 0..2 {
             if round == 1 {
                 // SIGTERM is a request to exit, so the resource manager is not restarted.
-                kill(only(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM).expect("it is there");
-                vm.event(TIMEOUT, "no resource manager", |e| {
+                kill(only_process(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM)
+                    .expect("it is there");
+                vm.wait_for_event(TIMEOUT, "no resource manager", |e| {
                     matches!(e.kind, EventKind::RmGone { .. })
                 })
                 .expect("seen");
             }
-            let dead = only(theirs, "pvm-load-watcher");
+            let dead = only_process(theirs, "pvm-load-watcher");
             kill(dead, Signal::SIGKILL).expect("it is there");
-            eventually(
+            wait_for(
                 TIMEOUT,
                 || match processes(theirs, "pvm-load-watcher")[..] {
                     [pid] if pid != dead => Ok(()),
                     ref other => Err(format!("{other:?}")),
                 },
             )
-            .sure(vm);
-            watched(vm, 2, present);
+            .or_panic_with_logs(vm);
+            wait_for_status(vm, 2, present);
         }
-        stands_still(theirs, pid);
-        let end = now();
-        login.out().expect("logs out");
-        continued(vm);
-        assert_still(vm, guest, begin, end);
+        wait_until_stopped(theirs, pid);
+        let end = now_us();
+        login.log_out().expect("logs out");
+        wait_for_resume_event(vm);
+        assert_not_run(vm, guest, begin, end);
         vm.halt().expect("halts");
     });
 }
@@ -376,13 +380,13 @@ fn guests_stay_if_owner_leaves_early() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
-        stopped(vm);
-        let still = stands_still(theirs, pid);
-        let end = now();
-        login.out().expect("logs out");
-        continued(vm);
-        assert_still(vm, guest, still - STILL, end);
-        vm.event(TIMEOUT, "absent owner", |entry| {
+        wait_for_pause_event(vm);
+        let still = wait_until_stopped(theirs, pid);
+        let end = now_us();
+        login.log_out().expect("logs out");
+        wait_for_resume_event(vm);
+        assert_not_run(vm, guest, still - STOPPED_MIN_US, end);
+        vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");

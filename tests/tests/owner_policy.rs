@@ -7,14 +7,14 @@ use pvm_load_watcher::utmp;
 use sempa_proto::Micros;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::Login;
-use sempa_tests::logind::{self, Desk, Logind};
-use sempa_tests::needs::{self, testbed, testbed_with_env};
+use sempa_tests::logind::{self, DesktopSession, Logind};
+use sempa_tests::owner_agent::run_owner_command;
+use sempa_tests::requirements::{self, testbed, testbed_with_env};
 use sempa_tests::run::run;
-use sempa_tests::speaker::owner;
 use sempa_tests::ssh;
 use sempa_tests::testbed::{ALICE_UID, OLGA_UID};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use serde_json::Value;
 use std::fs::{self, FileTimes};
 use std::os::unix::fs::chown;
@@ -24,9 +24,9 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until the owner's status of a host matches `is_so`. `what` describes this status in the
 /// error. Returns the status.
-fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+fn wait_for_status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let look = || {
-        let value = owner(vm.bed(), host, &["status"]);
+        let value = run_owner_command(vm.bed(), host, &["status"]);
         let mut all = value["virtual_machines"]
             .as_array()
             .cloned()
@@ -36,7 +36,7 @@ fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> V
             _ => Err(format!("not {what}: {value}")),
         }
     };
-    eventually(TIMEOUT, look).sure(vm)
+    wait_for(TIMEOUT, look).or_panic_with_logs(vm)
 }
 
 /// True if guests are permitted and the owner is not certainly present. Other load on the machine
@@ -46,13 +46,13 @@ fn is_free(status: &Value) -> bool {
 }
 
 /// Runs `test` on a virtual machine of `hosts` hosts with load watchers.
-fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
+fn with_load_watchers(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
     let bed = testbed(hosts);
-    watched_on(&bed, as_alice, test);
+    with_load_watchers_on(&bed, as_alice, test);
 }
 
 /// As [`watched`], on the hosts of an existing testbed.
-fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
+fn with_load_watchers_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
         bed,
@@ -65,11 +65,11 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
-    vm.program("hold").expect("gcc");
-    (1..=bed.hosts().len()).for_each(|host| drop(status(&vm, host, "watched", |_| true)));
+    vm.compile_program("hold").expect("gcc");
+    (1..=bed.hosts().len()).for_each(|host| drop(wait_for_status(&vm, host, "watched", |_| true)));
     test(&vm);
     vm.halt().expect("halts");
-    let after = owner(bed, 1, &["status"]);
+    let after = run_owner_command(bed, 1, &["status"]);
     assert_eq!(
         after["virtual_machines"].as_array().map(Vec::len),
         Some(0),
@@ -77,20 +77,20 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     );
 }
 
-fn clean(vm: &Vm) {
-    vm.event(TIMEOUT, "clean host", |entry| {
+fn wait_until_vacated(vm: &Vm) {
+    vm.wait_for_event(TIMEOUT, "clean host", |entry| {
         matches!(entry.kind, EventKind::HostVacated { .. })
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
 }
 
-fn note(vm: &Vm, says: &str) {
-    vm.event(TIMEOUT, says, |entry| entry.text.contains(says))
-        .sure(vm);
+fn wait_for_note(vm: &Vm, says: &str) {
+    vm.wait_for_event(TIMEOUT, says, |entry| entry.text.contains(says))
+        .or_panic_with_logs(vm);
 }
 
 /// Waits until a spawned task for which no host was requested is placed on the host `wanted`.
-fn used_again(vm: &Vm, wanted: &str) {
+fn wait_until_host_is_used(vm: &Vm, wanted: &str) {
     let spawn = || {
         let tid = vm
             .spawn(&["hold", "1"])
@@ -102,7 +102,7 @@ fn used_again(vm: &Vm, wanted: &str) {
             Err(format!("placed on {host}"))
         }
     };
-    eventually(TIMEOUT, spawn).sure(vm);
+    wait_for(TIMEOUT, spawn).or_panic_with_logs(vm);
 }
 
 /// The command `here` makes guests leave the host. The command `away` permits guests although the
@@ -110,9 +110,9 @@ fn used_again(vm: &Vm, wanted: &str) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn owner_commands_here_and_away() {
-    watched(false, 2, |vm| {
+    with_load_watchers(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        let before = status(vm, 2, "used by one task", |s| {
+        let before = wait_for_status(vm, 2, "used by one task", |s| {
             s["tasks"].as_array().is_some_and(|t| t.len() == 1)
         });
         assert_eq!(
@@ -130,14 +130,14 @@ fn owner_commands_here_and_away() {
             "{before}"
         );
 
-        let said = owner(vm.bed(), 2, &["here"]);
+        let said = run_owner_command(vm.bed(), 2, &["here"]);
         assert_eq!(
             (said["said"].as_str(), said["until_visit"].as_bool()),
             (Some("here"), Some(true))
         );
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        let here = status(vm, 2, "present", |s| s["owner"] == "present");
+        let here = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(
             (&here["confidence"], &here["guests"]),
             (&100.into(), &"stopped".into())
@@ -151,28 +151,28 @@ fn owner_commands_here_and_away() {
         let other = vm.spawn(&["hold", "1"]).expect("spawned");
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
 
-        owner(vm.bed(), 2, &["auto"]);
-        status(vm, 2, "free", is_free);
+        run_owner_command(vm.bed(), 2, &["auto"]);
+        wait_for_status(vm, 2, "free", is_free);
         let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        status(vm, 2, "present", |s| {
+        wait_for_status(vm, 2, "present", |s| {
             s["owner"] == "present" && s["why"].as_str().is_some_and(|w| w.contains("logged in"))
         });
-        owner(vm.bed(), 2, &["away"]);
-        status(vm, 2, "absent", |s| {
+        run_owner_command(vm.bed(), 2, &["away"]);
+        wait_for_status(vm, 2, "absent", |s| {
             s["owner"] == "absent" && s["confidence"] == 100
         });
-        used_again(vm, "h2");
+        wait_until_host_is_used(vm, "h2");
         // The command applies only until the owner's next login.
         let second = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        status(vm, 2, "present", |s| s["owner"] == "present");
+        wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         for login in [login, second] {
-            login.out().expect("logs out");
+            login.log_out().expect("logs out");
         }
-        owner(vm.bed(), 2, &["auto"]);
+        run_owner_command(vm.bed(), 2, &["auto"]);
         assert!(
             !vm.bed()
                 .host(2)
-                .path("/var/tmp/sempa-owner-21002.toml")
+                .machine_path("/var/tmp/sempa-owner-21002.toml")
                 .exists(),
             "nothing is left of the word"
         );
@@ -180,7 +180,7 @@ fn owner_commands_here_and_away() {
 }
 
 /// Returns the number of processors on which a task may run.
-fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
+fn allowed_processors(vm: &Vm, host: usize, tid: &str) -> usize {
     let pid = vm
         .tasks()
         .expect("tasks")
@@ -207,9 +207,9 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_limits_guests_and_forbids_hours() {
-    watched(false, 2, |vm| {
-        owner(vm.bed(), 2, &["limit", "1", "cores"]);
-        status(vm, 2, "limited", |s| {
+    with_load_watchers(false, 2, |vm| {
+        run_owner_command(vm.bed(), 2, &["limit", "1", "cores"]);
+        wait_for_status(vm, 2, "limited", |s| {
             s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner"
         });
         // The placement of a second task depends on the load, which includes that of other
@@ -230,9 +230,9 @@ fn an_owner_limits_guests_and_forbids_hours() {
             refused.contains("resources") || refused.contains("-27"),
             "{refused}"
         );
-        note(vm, "h2: its owner allows one task, and it is there");
+        wait_for_note(vm, "h2: its owner allows one task, and it is there");
         let has = |host: usize, count: usize| {
-            eventually(TIMEOUT, || match processors(vm, host, there[0]) {
+            wait_for(TIMEOUT, || match allowed_processors(vm, host, there[0]) {
                 all if all == count => Ok(()),
                 other => Err(format!("{other} processors")),
             })
@@ -240,13 +240,13 @@ fn an_owner_limits_guests_and_forbids_hours() {
         };
         has(2, 1);
 
-        owner(vm.bed(), 2, &["never", "always"]);
-        note(vm, "h2 takes no guests: the owner wants no guests always");
-        clean(vm);
+        run_owner_command(vm.bed(), 2, &["never", "always"]);
+        wait_for_note(vm, "h2 takes no guests: the owner wants no guests always");
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(there[0]).expect("alive"), "h1");
         has(1, std::thread::available_parallelism().expect("some").get());
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
-        note(vm, "h2: no guests now (the owner wants no guests always)");
+        wait_for_note(vm, "h2: no guests now (the owner wants no guests always)");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
             why.contains("Z h2 takes no guests: the owner wants no guests always\n"),
@@ -255,10 +255,10 @@ fn an_owner_limits_guests_and_forbids_hours() {
         let now = "now: nothing is placed on h2: no guests now (the owner wants no guests always)";
         assert_eq!(why.lines().last(), Some(now), "{why}");
 
-        owner(vm.bed(), 2, &["never", "none"]);
-        owner(vm.bed(), 2, &["limit", "none"]);
-        note(vm, "h2 takes guests again");
-        used_again(vm, "h2");
+        run_owner_command(vm.bed(), 2, &["never", "none"]);
+        run_owner_command(vm.bed(), 2, &["limit", "none"]);
+        wait_for_note(vm, "h2 takes guests again");
+        wait_until_host_is_used(vm, "h2");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
         assert!(
             why.lines()
@@ -273,16 +273,16 @@ fn an_owner_limits_guests_and_forbids_hours() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn limit_is_withdrawn_without_load_watcher() {
-    watched(false, 2, |vm| {
+    with_load_watchers(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let has = |count: usize| {
-            eventually(TIMEOUT, || match processors(vm, 2, &guest) {
+            wait_for(TIMEOUT, || match allowed_processors(vm, 2, &guest) {
                 all if all == count => Ok(()),
                 other => Err(format!("{other} processors")),
             })
-            .sure(vm)
+            .or_panic_with_logs(vm)
         };
-        owner(vm.bed(), 2, &["limit", "1", "cores"]);
+        run_owner_command(vm.bed(), 2, &["limit", "1", "cores"]);
         has(1);
         let host = vm.bed().host(2);
         let is = |line: &str| {
@@ -298,7 +298,8 @@ fn limit_is_withdrawn_without_load_watcher() {
             .expect("it runs");
         let watcher = Pid::from_raw(watcher.cast_signed());
         kill(watcher, Signal::SIGSTOP).expect("it is there");
-        fs::remove_file(host.path("/var/tmp/sempa-owner-21002.toml")).expect("the word is there");
+        fs::remove_file(host.machine_path("/var/tmp/sempa-owner-21002.toml"))
+            .expect("the word is there");
         kill(watcher, Signal::SIGKILL).expect("it is there");
         has(std::thread::available_parallelism().expect("some").get());
     });
@@ -316,35 +317,36 @@ fn guests_leave_the_owner_enough_memory() {
             64 << 20,
             gigabytes << 20
         );
-        fs::write(bed.host(host).path("/tmp/meminfo"), text).expect("the testbed's own folder");
+        fs::write(bed.host(host).machine_path("/tmp/meminfo"), text)
+            .expect("the testbed's own folder");
     };
     has(1, 8);
     has(2, 8);
-    watched_on(&bed, false, |vm| {
+    with_load_watchers_on(&bed, false, |vm| {
         let policy = vm.home().join("mine.toml");
         fs::write(&policy, "memory_free = \"4G\"\n").expect("the testbed's own home");
-        owner(vm.bed(), 2, &["policy", policy.to_str().expect("text")]);
-        status(vm, 2, "kept", |s| setting(s, "memory_free").is_some());
+        run_owner_command(vm.bed(), 2, &["policy", policy.to_str().expect("text")]);
+        wait_for_status(vm, 2, "kept", |s| setting(s, "memory_free").is_some());
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         has(2, 3);
-        let stopped = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        let stopped = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert_eq!(
             stopped["guests_why"], "less memory was free than the 4G that the owner keeps",
             "{stopped}"
         );
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        note(
+        wait_for_note(
             vm,
             "h2 takes no guests: less memory was free than the 4G that the owner keeps",
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         has(2, 5);
-        note(vm, "h2 takes guests again");
-        used_again(vm, "h2");
+        wait_for_note(vm, "h2 takes guests again");
+        wait_until_host_is_used(vm, "h2");
     });
     for host in bed.hosts() {
-        fs::remove_file(host.path("/tmp/meminfo")).expect("the testbed's own file");
+        fs::remove_file(host.machine_path("/tmp/meminfo")).expect("the testbed's own file");
     }
 }
 
@@ -376,17 +378,18 @@ fn an_idle_owner_returns_with_the_first_key() {
             },
             &login,
         );
-        fs::write(bed.host(2).path("/tmp/utmp"), record).expect("the testbed's own folder");
+        fs::write(bed.host(2).machine_path("/tmp/utmp"), record).expect("the testbed's own folder");
     };
     let pressed = |keys: u32| {
         let text = format!("           CPU0\n  1:  {keys}   IO-APIC   1-edge      i8042\n");
-        fs::write(bed.host(2).path("/tmp/keys"), text).expect("the testbed's own folder");
+        fs::write(bed.host(2).machine_path("/tmp/keys"), text).expect("the testbed's own folder");
     };
     for host in bed.hosts() {
-        fs::create_dir_all(host.path("/tmp/terminals/pts")).expect("the testbed's own folder");
-        fs::write(host.path("/tmp/utmp"), "").expect("the testbed's own folder");
+        fs::create_dir_all(host.machine_path("/tmp/terminals/pts"))
+            .expect("the testbed's own folder");
+        fs::write(host.machine_path("/tmp/utmp"), "").expect("the testbed's own folder");
     }
-    let terminal = fs::File::create(bed.host(2).path("/tmp/terminals/pts/7"))
+    let terminal = fs::File::create(bed.host(2).machine_path("/tmp/terminals/pts/7"))
         .expect("the testbed's own folder");
     let typed = |at: SystemTime| {
         terminal
@@ -395,10 +398,10 @@ fn an_idle_owner_returns_with_the_first_key() {
     };
     typed(hours_ago);
     pressed(100);
-    watched_on(&bed, false, |vm| {
+    with_load_watchers_on(&bed, false, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         logged_in(true);
-        let idle = status(vm, 2, "maybe there", |s| s["owner"] == "maybe");
+        let idle = wait_for_status(vm, 2, "maybe there", |s| s["owner"] == "maybe");
         assert_eq!(idle["guests"], "welcome", "{idle}");
         assert!(
             idle["why"]
@@ -412,25 +415,25 @@ fn an_idle_owner_returns_with_the_first_key() {
             "nobody needs the machine"
         );
         typed(SystemTime::now());
-        let back = status(vm, 2, "present", |s| s["owner"] == "present");
+        let back = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(back["guests"], "stopped", "{back}");
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
 
         logged_in(false);
-        status(vm, 2, "free", is_free);
+        wait_for_status(vm, 2, "free", is_free);
         pressed(123);
-        let keys = status(vm, 2, "present", |s| s["owner"] == "present");
+        let keys = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(
             keys["why"], "somebody uses keyboard or mouse and is not logged in",
             "{keys}"
         );
     });
     for host in bed.hosts() {
-        fs::remove_dir_all(host.path("/tmp/terminals")).expect("the testbed's own folder");
-        fs::remove_file(host.path("/tmp/utmp")).expect("the testbed's own file");
+        fs::remove_dir_all(host.machine_path("/tmp/terminals")).expect("the testbed's own folder");
+        fs::remove_file(host.machine_path("/tmp/utmp")).expect("the testbed's own file");
     }
-    fs::remove_file(bed.host(2).path("/tmp/keys")).expect("the testbed's own file");
+    fs::remove_file(bed.host(2).machine_path("/tmp/keys")).expect("the testbed's own file");
 }
 
 fn since_1970(time: SystemTime) -> Duration {
@@ -442,7 +445,7 @@ fn since_1970(time: SystemTime) -> Duration {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_wrong_policy_file_leaves_the_old_policy() {
-    watched(false, 2, |vm| {
+    with_load_watchers(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
         fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
         let setting = |s: &Value, value: &str| {
@@ -455,18 +458,18 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
             "leave_after = 3600\n[blocked]\nprograms = [\"no-such-*\"]\n",
         )
         .expect("the testbed's own home");
-        status(vm, 2, "policy read", |s| {
+        wait_for_status(vm, 2, "policy read", |s| {
             setting(s, "3600") && setting(s, "[\"no-such-*\"]")
         });
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        let waits = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert!(
             waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
             "{waits}"
         );
-        vm.event(TIMEOUT, "present owner", |entry| {
+        vm.wait_for_event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -477,7 +480,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         );
 
         fs::write(&file, "leave_after = 0\nleaves = 1\n").expect("the testbed's own home");
-        let wrong = status(vm, 2, "refused", |s| {
+        let wrong = wait_for_status(vm, 2, "refused", |s| {
             s["wrong"].as_array().is_some_and(|w| !w.is_empty())
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
@@ -493,9 +496,9 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         );
 
         fs::write(&file, "leave_after = 0\n").expect("the testbed's own home");
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        login.out().expect("logs out");
+        login.log_out().expect("logs out");
     });
 }
 
@@ -504,11 +507,13 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn wrong_first_policy_permits_no_guest() {
     let bed = testbed(2);
-    let published = bed.host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
+    let published = bed
+        .host(2)
+        .machine_path("/var/tmp/sempa-owner-21002.policy.toml");
     fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
     chown(&published, Some(OLGA_UID), None).expect("the testbed's own file");
-    watched_on(&bed, false, |vm| {
-        let shut = status(vm, 2, "shut", |s| {
+    with_load_watchers_on(&bed, false, |vm| {
+        let shut = wait_for_status(vm, 2, "shut", |s| {
             s["wrong"].as_array().is_some_and(|w| !w.is_empty())
         });
         let why = shut["guests_why"].as_str().unwrap_or_default();
@@ -522,10 +527,10 @@ fn wrong_first_policy_permits_no_guest() {
             "{shut}"
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
-        note(vm, "h2 takes no guests: ");
+        wait_for_note(vm, "h2 takes no guests: ");
         fs::write(&published, "nice = 1\n").expect("the testbed's own file");
-        status(vm, 2, "free", is_free);
-        used_again(vm, "h2");
+        wait_for_status(vm, 2, "free", is_free);
+        wait_until_host_is_used(vm, "h2");
     });
     fs::remove_file(&published).expect("the testbed's own file");
 }
@@ -545,7 +550,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     // The daemon of h1 has the environment of the console, which does not have this setting.
-    note(
+    wait_for_note(
         &vm,
         "load watcher of h2 ends at its start, 3 times in a row",
     );
@@ -556,7 +561,7 @@ fn a_load_watcher_that_keeps_failing_is_reported() {
             Err(vm.logs())
         }
     };
-    eventually(TIMEOUT, why).sure(&vm);
+    wait_for(TIMEOUT, why).or_panic_with_logs(&vm);
     vm.halt().expect("halts");
 }
 
@@ -573,7 +578,7 @@ fn setting(status: &Value, name: &str) -> Option<(String, String)> {
 }
 
 /// Returns the nice level of a process.
-fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
+fn nice_level(vm: &Vm, host: usize, pid: i32) -> i32 {
     let mut command = vm.bed().host(host).command("cat");
     command.arg(format!("/proc/{pid}/stat"));
     let stat = run(command, TIMEOUT).expect("cat runs").out;
@@ -591,14 +596,14 @@ fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_publishes_a_policy_for_others() {
-    watched(true, 2, |vm| {
+    with_load_watchers(true, 2, |vm| {
         let file = vm.bed().folder().join("olga/rules.toml");
         let publish = |text: &str| {
             fs::write(&file, text).expect("the testbed's own home");
-            owner(vm.bed(), 2, &["policy", &file.display().to_string()])
+            run_owner_command(vm.bed(), 2, &["policy", &file.display().to_string()])
         };
         publish("leave_after = 3600\nnice = 7\n");
-        let read = status(vm, 2, "policy read", |s| {
+        let read = wait_for_status(vm, 2, "policy read", |s| {
             setting(s, "leave_after").is_some()
         });
         let from = "/var/tmp/sempa-owner-21002.policy.toml".to_string();
@@ -610,12 +615,12 @@ fn an_owner_publishes_a_policy_for_others() {
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        let waits = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert!(
             waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
             "{waits}"
         );
-        vm.event(TIMEOUT, "present owner", |entry| {
+        vm.wait_for_event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -624,8 +629,8 @@ fn an_owner_publishes_a_policy_for_others() {
             "h2",
             "its hour has not passed"
         );
-        login.out().expect("logs out");
-        status(vm, 2, "free", is_free);
+        login.log_out().expect("logs out");
+        wait_for_status(vm, 2, "free", is_free);
         let pid = vm
             .tasks()
             .expect("tasks")
@@ -633,8 +638,8 @@ fn an_owner_publishes_a_policy_for_others() {
             .find(|task| task.tid == guest)
             .expect("it is there")
             .pid;
-        eventually(TIMEOUT, || {
-            if nice(vm, 2, pid) >= 7 {
+        wait_for(TIMEOUT, || {
+            if nice_level(vm, 2, pid) >= 7 {
                 Ok(())
             } else {
                 Err("not nice yet".into())
@@ -653,15 +658,15 @@ fn an_owner_publishes_a_policy_for_others() {
         command.args(["owner", "policy", "rules.toml"]);
         let refused = run(command, TIMEOUT).expect("the console runs");
         assert!(
-            !refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
+            !refused.succeeded() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
             "{refused:?}"
         );
         let published = vm
             .bed()
             .host(2)
-            .path("/var/tmp/sempa-owner-21002.policy.toml");
+            .machine_path("/var/tmp/sempa-owner-21002.policy.toml");
         fs::write(&published, "nice = 1\n\nnice = 2\n").expect("the testbed's own file");
-        let wrong = status(vm, 2, "refused", |s| {
+        let wrong = wait_for_status(vm, 2, "refused", |s| {
             s["wrong"].as_array().is_some_and(|w| !w.is_empty())
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
@@ -676,7 +681,7 @@ fn an_owner_publishes_a_policy_for_others() {
         );
 
         publish("[blocked]\nusers = [\"alice\"]\n");
-        let shown = owner(vm.bed(), 2, &["policy"]);
+        let shown = run_owner_command(vm.bed(), 2, &["policy"]);
         assert_eq!(
             shown["policy"].as_str(),
             Some("[blocked]\nusers = [\"alice\"]\n"),
@@ -685,13 +690,13 @@ fn an_owner_publishes_a_policy_for_others() {
         // The tasks of an ordinary user cannot migrate, so they are stopped.
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
-        status(vm, 2, "blocked", blocked);
-        note(vm, "h2 takes no guests: user 21001 is blocked here");
+        wait_for_status(vm, 2, "blocked", blocked);
+        wait_for_note(vm, "h2 takes no guests: user 21001 is blocked here");
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
-        owner(vm.bed(), 2, &["policy", "none"]);
-        status(vm, 2, "free", is_free);
+        run_owner_command(vm.bed(), 2, &["policy", "none"]);
+        wait_for_status(vm, 2, "free", is_free);
         assert!(!published.exists(), "nothing is left of it");
-        used_again(vm, "h2");
+        wait_until_host_is_used(vm, "h2");
     });
 }
 
@@ -703,20 +708,20 @@ fn a_users_policy_overrides_no_administrator() {
     let place = "/var/tmp/the-administrators.toml";
     let bed = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]);
     let admin = |host: usize, text: &str| {
-        let file = bed.host(host).path(place);
+        let file = bed.host(host).machine_path(place);
         fs::write(&file, text).expect("the testbed's own file");
         file
     };
     // The file belongs to root on h2, and to a user on h3.
     admin(2, "cores = 1\n");
     chown(admin(3, "cores = 99\n"), Some(ALICE_UID), None).expect("the testbed's own file");
-    watched_on(&bed, true, |vm| {
+    with_load_watchers_on(&bed, true, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
         fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
         fs::write(&file, "cores = 8\nidle_after_min = 3\n").expect("the testbed's own home");
         let own = file.display().to_string();
         let mine = Some(("8".to_string(), own.clone()));
-        let both = status(vm, 2, "read", |s| setting(s, "idle_after_min").is_some());
+        let both = wait_for_status(vm, 2, "read", |s| setting(s, "idle_after_min").is_some());
         assert_eq!(
             setting(&both, "idle_after_min"),
             Some(("3".into(), own)),
@@ -727,9 +732,9 @@ fn a_users_policy_overrides_no_administrator() {
             Some(("1".into(), place.into())),
             "{both}"
         );
-        status(vm, 3, "hers", |s| setting(s, "cores") == mine);
+        wait_for_status(vm, 3, "hers", |s| setting(s, "cores") == mine);
         admin(2, "cores = 1\nowners = [\"alice\"]\n");
-        status(vm, 2, "hers", |s| setting(s, "cores") == mine);
+        wait_for_status(vm, 2, "hers", |s| setting(s, "cores") == mine);
     });
 }
 
@@ -738,16 +743,19 @@ fn a_users_policy_overrides_no_administrator() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn owners_need_no_rights_and_cannot_be_forged() {
-    watched(true, 2, |vm| {
+    with_load_watchers(true, 2, |vm| {
         // The file has olga's name, but belongs to another user.
-        let forged = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml");
+        let forged = vm
+            .bed()
+            .host(2)
+            .machine_path("/var/tmp/sempa-owner-21002.toml");
         fs::write(
             &forged,
             "state = \"here\"\nat_us = 1\nuntil_us = 9999999999999999\n",
         )
         .expect("the testbed's own folder");
         chown(&forged, Some(OLGA_UID + 7), None).expect("the testbed's own file");
-        let doubted = status(vm, 2, "doubtful", |s| {
+        let doubted = wait_for_status(vm, 2, "doubtful", |s| {
             s["wrong"].as_array().is_some_and(|w| !w.is_empty())
         });
         assert!(
@@ -759,9 +767,9 @@ fn owners_need_no_rights_and_cannot_be_forged() {
         assert!(is_free(&doubted) && doubted["user"] == "alice", "{doubted}");
         fs::remove_file(&forged).expect("the testbed's own file");
 
-        owner(vm.bed(), 2, &["here", "--for", "1h"]);
-        status(vm, 2, "present", |s| s["owner"] == "present");
-        vm.event(TIMEOUT, "present owner", |entry| {
+        run_owner_command(vm.bed(), 2, &["here", "--for", "1h"]);
+        wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
+        vm.wait_for_event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -769,8 +777,8 @@ fn owners_need_no_rights_and_cannot_be_forged() {
             let tid = vm.spawn(&["hold", "1"]).expect("spawned");
             assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
         }
-        owner(vm.bed(), 2, &["auto"]);
-        used_again(vm, "h2");
+        run_owner_command(vm.bed(), 2, &["auto"]);
+        wait_until_host_is_used(vm, "h2");
     });
 }
 
@@ -778,15 +786,15 @@ fn owners_need_no_rights_and_cannot_be_forged() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_systemd_session_counts_as_an_owner() {
-    watched(false, 2, |vm| {
+    with_load_watchers(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        let folder = vm.bed().host(2).path("/run/systemd/sessions");
+        let folder = vm.bed().host(2).machine_path("/run/systemd/sessions");
         fs::create_dir_all(&folder).expect("the testbed's own folder");
         let text = "USER=olga\nCLASS=user\nTYPE=wayland\nSTATE=active\nREMOTE=0\nTTY=tty2\nREALTIME=1700000000000000\n";
         fs::write(folder.join("c1"), text).expect("the testbed's own file");
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        let here = status(vm, 2, "present", |s| s["owner"] == "present");
+        let here = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert!(
             here["why"]
                 .as_str()
@@ -794,8 +802,8 @@ fn a_systemd_session_counts_as_an_owner() {
             "{here}"
         );
         fs::remove_file(folder.join("c1")).expect("the testbed's own file");
-        status(vm, 2, "free", is_free);
-        used_again(vm, "h2");
+        wait_for_status(vm, 2, "free", is_free);
+        wait_until_host_is_used(vm, "h2");
     });
 }
 
@@ -803,29 +811,29 @@ fn a_systemd_session_counts_as_an_owner() {
 #[ignore = "system tier: needs root, hosts and dbus-daemon"]
 fn logind_shows_whether_desktops_are_used() {
     let bed = testbed(2);
-    needs::require(logind::lacks());
+    requirements::require(logind::lacks());
     let logind = Logind::start(bed.host(2)).expect("a bus");
-    let desk = |idle, locked| Desk {
+    let desk = |idle, locked| DesktopSession {
         user: "olga".into(),
         idle,
         idle_since: 1_700_000_000_000_000,
         locked,
     };
-    watched_on(&bed, false, |vm| {
+    with_load_watchers_on(&bed, false, |vm| {
         let says = |s: &Value, what: &str| {
             let sources = s["sources"].as_array().expect("a list");
             sources.iter().any(|one| {
                 one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what))
             })
         };
-        status(vm, 2, "asked", |s| says(s, "nobody has one"));
+        wait_for_status(vm, 2, "asked", |s| says(s, "nobody has one"));
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         logind
-            .say(Some(desk(false, false)))
+            .set_session(Some(desk(false, false)))
             .expect("the bus is there");
-        clean(vm);
+        wait_until_vacated(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        let here = status(vm, 2, "present", |s| {
+        let here = wait_for_status(vm, 2, "present", |s| {
             s["owner"] == "present" && says(s, "tty2 in use")
         });
         assert!(
@@ -836,9 +844,9 @@ fn logind_shows_whether_desktops_are_used() {
         );
 
         logind
-            .say(Some(desk(true, false)))
+            .set_session(Some(desk(true, false)))
             .expect("the bus is there");
-        let idle = status(vm, 2, "idle", |s| {
+        let idle = wait_for_status(vm, 2, "idle", |s| {
             s["owner"] == "maybe" && says(s, "tty2 without input")
         });
         assert!(
@@ -848,21 +856,21 @@ fn logind_shows_whether_desktops_are_used() {
             "{idle}"
         );
         logind
-            .say(Some(desk(false, true)))
+            .set_session(Some(desk(false, true)))
             .expect("the bus is there");
-        status(vm, 2, "locked", |s| says(s, "tty2 without input"));
+        wait_for_status(vm, 2, "locked", |s| says(s, "tty2 without input"));
         logind
-            .say(Some(desk(false, false)))
+            .set_session(Some(desk(false, false)))
             .expect("the bus is there");
-        status(vm, 2, "used again", |s| {
+        wait_for_status(vm, 2, "used again", |s| {
             s["owner"] == "present" && says(s, "tty2 in use")
         });
 
-        logind.say(None).expect("the bus is there");
-        status(vm, 2, "free", is_free);
-        used_again(vm, "h2");
+        logind.set_session(None).expect("the bus is there");
+        wait_for_status(vm, 2, "free", is_free);
+        wait_until_host_is_used(vm, "h2");
         logind.end().expect("it ends");
-        status(vm, 2, "without logind", |s| {
+        wait_for_status(vm, 2, "without logind", |s| {
             says(s, "logind cannot be asked")
         });
     });
@@ -887,7 +895,7 @@ fn status_shows_how_guests_are_stopped() {
     )
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let first = status(&vm, 1, "known", |s| s["stopped_by"] != "unknown");
+    let first = wait_for_status(&vm, 1, "known", |s| s["stopped_by"] != "unknown");
     assert_eq!(
         (
             first["stopped_by"].as_str(),
@@ -896,7 +904,7 @@ fn status_shows_how_guests_are_stopped() {
         (Some("signals"), Some("SEMPA_FREEZER=off")),
         "{first}"
     );
-    let second = status(&vm, 2, "known", |s| s["stopped_by"] != "unknown");
+    let second = wait_for_status(&vm, 2, "known", |s| s["stopped_by"] != "unknown");
     let why = second["stopped_by_why"].as_str().expect("a text");
     match second["stopped_by"].as_str() {
         Some("control groups") => assert_eq!(why, ""),

@@ -3,30 +3,33 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, StepEdge, Until, is_full};
-use sempa_tests::holders::{is_whole, reached, with_hosts};
-use sempa_tests::move_steps::{HOSTS, MoveFaults, Sampling, Victim, not_committed};
-use sempa_tests::needs::testbed_with_env;
+use sempa_tests::faults::{
+    Fault, LONG_FAULT, Point, SHORT_FAULT, SHORT_LEASE, StepEdge, Until, is_full,
+};
+use sempa_tests::hold_tasks::{check_memory, wait_for_step, with_hosts};
+use sempa_tests::migration_steps::{HOST_COUNT, MigrationFaults, Sampling, Victim, not_committed};
+use sempa_tests::requirements::testbed_with_env;
 use sempa_tests::rng::seed;
-use sempa_tests::testbed::gone;
+use sempa_tests::testbed::wait_until_no_process;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a task in MiB.
-const MIB: &str = "80";
+const TASK_MIB: &str = "80";
 /// Maximum size in bytes of images that do not contain the task's memory.
-const IMAGES_MAX: u64 = 8 << 20;
+const IMAGES_BYTES_MAX: u64 = 8 << 20;
 /// Lease in milliseconds for tests in which a host is lost.
 const LEASE_MS: &str = "5000";
 /// Environment variables with which tasks of any size use post-copy and pre-copy.
-const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
+const POST_AND_PRE_COPY_ALWAYS: [(&str, &str); 2] =
+    [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 /// Environment variable and value that disable pre-copy. With a low transfer rate, pre-copy would
 /// take longer than the tests.
-const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
+const NO_PRE_COPY: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// Transfer rate in bytes per second with which the memory takes longer than any of these tests.
-const SLOWLY: &str = "1000000";
+const SLOW_RATE: &str = "1000000";
 
 /// The images do not contain the memory, all memory arrives, and the task can migrate again at
 /// once.
@@ -34,11 +37,11 @@ const SLOWLY: &str = "1000000";
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn large_task_uses_post_copy() {
     with_hosts(3, &[], |vm| {
-        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
-        is_whole(vm, &tid);
+        let tid = vm.spawn(&["-h2", "hold", TASK_MIB]).expect("spawned");
+        check_memory(vm, &tid);
         for host in ["h3", "h1", "h2"] {
             vm.must_migrate(&tid, host);
-            is_whole(vm, &tid);
+            check_memory(vm, &tid);
         }
         let events = vm.events().expect("events");
         let bytes = |kind: &EventKind| {
@@ -54,10 +57,11 @@ fn large_task_uses_post_copy() {
             .collect();
         assert_eq!(moved.len(), 3);
         assert!(
-            moved.iter().all(|bytes| *bytes < IMAGES_MAX),
+            moved.iter().all(|bytes| *bytes < IMAGES_BYTES_MAX),
             "the memory is not in the images: {moved:?}"
         );
-        gone(vm.bed().host(1), "lazy-pages", TIMEOUT).expect("nothing fetches any more");
+        wait_until_no_process(vm.bed().host(1), "lazy-pages", TIMEOUT)
+            .expect("nothing fetches any more");
     });
 }
 
@@ -65,11 +69,11 @@ fn large_task_uses_post_copy() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn administrator_can_disable_post_copy() {
     with_hosts(2, &[("SEMPA_POST_COPY", "never")], |vm| {
-        let tid = vm.spawn(&["-h1", "hold", MIB]).expect("spawned");
-        is_whole(vm, &tid);
+        let tid = vm.spawn(&["-h1", "hold", TASK_MIB]).expect("spawned");
+        check_memory(vm, &tid);
         vm.must_migrate(&tid, "h2");
-        is_whole(vm, &tid);
-        let took_all = |kind: &EventKind| matches!(kind, EventKind::Migrated { bytes, .. } if *bytes > IMAGES_MAX);
+        check_memory(vm, &tid);
+        let took_all = |kind: &EventKind| matches!(kind, EventKind::Migrated { bytes, .. } if *bytes > IMAGES_BYTES_MAX);
         assert!(
             vm.events()
                 .expect("events")
@@ -86,18 +90,18 @@ fn administrator_can_disable_post_copy() {
 fn a_task_ends_if_its_memory_is_lost() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
-        ("SEMPA_MOVE_RATE", SLOWLY),
-        NOTHING_AHEAD,
+        ("SEMPA_MOVE_RATE", SLOW_RATE),
+        NO_PRE_COPY,
     ];
     with_hosts(3, &env, |vm| {
-        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
-        is_whole(vm, &tid);
+        let tid = vm.spawn(&["-h2", "hold", TASK_MIB]).expect("spawned");
+        check_memory(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-        reached(vm, &tid, Step::Run);
+        wait_for_step(vm, &tid, Step::Run);
         assert_eq!(vm.host_of(&tid).expect("it lives"), "h3");
         let again = vm.migrate(&tid, "h1").expect("the console runs");
         assert!(
-            !again.good() && again.err.contains("being moved already"),
+            !again.succeeded() && again.err.contains("being moved already"),
             "{again:?}"
         );
         vm.bed().host(2).kill_all();
@@ -109,16 +113,17 @@ fn a_task_ends_if_its_memory_is_lost() {
             } => why.contains("its memory does not come any more"),
             _ => false,
         };
-        vm.event(TIMEOUT, "the reason", |entry| lost(&entry.kind))
-            .sure(vm);
+        vm.wait_for_event(TIMEOUT, "the reason", |entry| lost(&entry.kind))
+            .or_panic_with_logs(vm);
         let done = moving.finish(TIMEOUT).expect("the console ends");
-        assert!(!done.good(), "{done:?}");
-        eventually(TIMEOUT, || match vm.tasks() {
+        assert!(!done.succeeded(), "{done:?}");
+        wait_for(TIMEOUT, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
         })
         .expect("it has ended");
-        gone(vm.bed().host(3), "lazy-pages", TIMEOUT).expect("nothing fetches any more");
+        wait_until_no_process(vm.bed().host(3), "lazy-pages", TIMEOUT)
+            .expect("nothing fetches any more");
     });
 }
 
@@ -127,16 +132,17 @@ fn a_task_ends_if_its_memory_is_lost() {
 fn job_rolls_back_if_memory_is_lost() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
-        ("SEMPA_MOVE_RATE", SLOWLY),
-        ALWAYS[0],
-        NOTHING_AHEAD,
+        ("SEMPA_MOVE_RATE", SLOW_RATE),
+        POST_AND_PRE_COPY_ALWAYS[0],
+        NO_PRE_COPY,
     ];
     with_hosts(3, &env, |vm| {
         // The images of the checkpoint are sent at the same low rate.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
-        is_whole(vm, &tid);
+        check_memory(vm, &tid);
         let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
-            vm.event(TIMEOUT, what, |entry| is(&entry.kind)).sure(vm)
+            vm.wait_for_event(TIMEOUT, what, |entry| is(&entry.kind))
+                .or_panic_with_logs(vm)
         };
         vm.json(&["checkpoint", "--every", "1h", &tid])
             .expect("a pace");
@@ -144,7 +150,7 @@ fn job_rolls_back_if_memory_is_lost() {
             matches!(kind, EventKind::Checkpointed { .. })
         });
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-        reached(vm, &tid, Step::Run);
+        wait_for_step(vm, &tid, Step::Run);
         vm.bed().host(2).kill_all();
         event("its end", &|kind| {
             matches!(
@@ -158,31 +164,37 @@ fn job_rolls_back_if_memory_is_lost() {
         event("a restart", &|kind| {
             matches!(kind, EventKind::Restarted { .. })
         });
-        is_whole(vm, &tid);
-        assert!(!moving.finish(TIMEOUT).expect("the console ends").good());
+        check_memory(vm, &tid);
+        assert!(
+            !moving
+                .finish(TIMEOUT)
+                .expect("the console ends")
+                .succeeded()
+        );
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn task_may_end_during_post_copy() {
-    with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD], |vm| {
-        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
-        is_whole(vm, &tid);
+    with_hosts(3, &[("SEMPA_MOVE_RATE", SLOW_RATE), NO_PRE_COPY], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", TASK_MIB]).expect("spawned");
+        check_memory(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-        reached(vm, &tid, Step::Run);
+        wait_for_step(vm, &tid, Step::Run);
         vm.pvm(&["kill", &tid])
             .expect("the console runs")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("killed");
         moving
             .finish(TIMEOUT)
             .expect("the console ends")
-            .expect_good("migrate")
+            .expect_success("migrate")
             .expect("it had moved");
-        reached(vm, &tid, Step::Arrive);
+        wait_for_step(vm, &tid, Step::Arrive);
         for host in [2, 3] {
-            gone(vm.bed().host(host), "criu", TIMEOUT).expect("nothing is left of the engines");
+            wait_until_no_process(vm.bed().host(host), "criu", TIMEOUT)
+                .expect("nothing is left of the engines");
         }
     });
 }
@@ -198,7 +210,7 @@ fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.is_lasting() => false,
         // From the commit on, the target fetches memory from the source.
-        (_, Fault::Part(_)) => !not_committed(point) && not_arrived(point),
+        (_, Fault::Partition(_)) => !not_committed(point) && not_arrived(point),
         (Victim::Source, _) | (Victim::SourceTasker, Fault::Kill) => not_arrived(point),
         (Victim::Target, _) | (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
         // The target's tasker notices the fault first. The coordinator may commit before it is
@@ -219,7 +231,7 @@ const VICTIMS: [Victim; 5] = [
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_post_copy_task_runs_once_when_a_process_dies() {
-    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let bed = testbed_with_env(HOST_COUNT, &POST_AND_PRE_COPY_ALWAYS);
     with_faults(&bed, &[SHORT_LEASE], |faults| {
         faults.run(Sampling::EachStep, &VICTIMS, Fault::Kill);
     });
@@ -230,9 +242,17 @@ fn a_post_copy_task_runs_once_when_a_process_dies() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_post_copy_task_survives_faults_of_its_fetcher() {
-    let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
-    let bed = testbed_with_env(HOSTS, &env);
-    let env = [ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)];
+    let env = [
+        POST_AND_PRE_COPY_ALWAYS[0],
+        NO_PRE_COPY,
+        ("WITNESS_MIB", "3"),
+    ];
+    let bed = testbed_with_env(HOST_COUNT, &env);
+    let env = [
+        POST_AND_PRE_COPY_ALWAYS[0],
+        NO_PRE_COPY,
+        ("SEMPA_MOVE_RATE", SLOW_RATE),
+    ];
     with_faults(&bed, &env, |faults| {
         let points = [
             (Step::Restore, StepEdge::After),
@@ -243,8 +263,8 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
         ];
         let kinds = [
             Fault::Kill,
-            Fault::Pause(BRIEF),
-            Fault::Pause(LONGER),
+            Fault::Pause(SHORT_FAULT),
+            Fault::Pause(LONG_FAULT),
             Fault::Pause(Until::Noticed),
         ];
         let turn = usize::try_from(seed()).expect("a seed");
@@ -265,24 +285,28 @@ fn a_post_copy_task_survives_faults_of_its_fetcher() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_pause_during_post_copy_has_no_effect() {
-    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let bed = testbed_with_env(HOST_COUNT, &POST_AND_PRE_COPY_ALWAYS);
     let victims = [&VICTIMS[..], &[Victim::Master]].concat();
     with_faults(&bed, &[], |faults| {
-        faults.run(Sampling::EachStep, &victims, Fault::Pause(BRIEF));
+        faults.run(Sampling::EachStep, &victims, Fault::Pause(SHORT_FAULT));
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn short_disconnection_during_post_copy_has_no_effect() {
-    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let bed = testbed_with_env(HOST_COUNT, &POST_AND_PRE_COPY_ALWAYS);
     let victims = [Victim::Source, Victim::Target, Victim::Master];
     with_faults(&bed, &[], |faults| {
-        faults.run(Sampling::EachThirdStep, &victims, Fault::Cut(BRIEF));
+        faults.run(
+            Sampling::EachThirdStep,
+            &victims,
+            Fault::Disconnect(SHORT_FAULT),
+        );
         faults.run(
             Sampling::EachThirdStep,
             &[Victim::Source],
-            Fault::Part(BRIEF),
+            Fault::Partition(SHORT_FAULT),
         );
     });
 }
@@ -292,24 +316,28 @@ fn short_disconnection_during_post_copy_has_no_effect() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn post_copy_task_runs_once_when_host_is_disconnected() {
-    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let bed = testbed_with_env(HOST_COUNT, &POST_AND_PRE_COPY_ALWAYS);
     let victims = [Victim::Source, Victim::Target];
     with_faults(&bed, &[SHORT_LEASE], |faults| {
-        faults.run(Sampling::EachStep, &victims, Fault::Cut(Until::Noticed));
+        faults.run(
+            Sampling::EachStep,
+            &victims,
+            Fault::Disconnect(Until::Noticed),
+        );
         faults.run(
             Sampling::EachThirdStep,
             &[Victim::Source],
-            Fault::Part(Until::Noticed),
+            Fault::Partition(Until::Noticed),
         );
     });
 }
 
-fn with_faults(bed: &Testbed, env: &[(&str, &str)], test: impl FnOnce(&mut MoveFaults<'_>)) {
-    let nothing_ahead = env.contains(&NOTHING_AHEAD);
+fn with_faults(bed: &Testbed, env: &[(&str, &str)], test: impl FnOnce(&mut MigrationFaults<'_>)) {
+    let nothing_ahead = env.contains(&NO_PRE_COPY);
     let all = if nothing_ahead {
         env.to_vec()
     } else {
-        [&ALWAYS[..], env].concat()
+        [&POST_AND_PRE_COPY_ALWAYS[..], env].concat()
     };
     let settings = Settings {
         rm: Some("pvm-rm".into()),
@@ -317,7 +345,7 @@ fn with_faults(bed: &Testbed, env: &[(&str, &str)], test: impl FnOnce(&mut MoveF
         ..Settings::default()
     };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
-    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    let mut faults = MigrationFaults::new(&vm, may_be_lost).expect("an oracle");
     faults.pre_copies = !nothing_ahead;
     test(&mut faults);
     vm.halt().expect("halts");

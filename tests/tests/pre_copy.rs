@@ -3,30 +3,30 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::holders::{is_whole, reached, with_hosts};
-use sempa_tests::move_steps::{Victim, process_of};
-use sempa_tests::testbed::left;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::hold_tasks::{check_memory, wait_for_step, with_hosts};
+use sempa_tests::migration_steps::{Victim, process_of};
+use sempa_tests::testbed::sent_bytes;
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a large task, as (argument of its program in MiB, bytes).
-const LARGE: (&str, u64) = ("96", 96 << 20);
+const LARGE_TASK: (&str, u64) = ("96", 96 << 20);
 /// Environment variable and transfer rate in bytes per second with which the memory takes longer
 /// than any of these tests.
-const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+const VERY_SLOW_RATE: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
 /// Environment variable and transfer rate in bytes per second with which migrations use pre-copy.
 /// On a faster network they use post-copy.
-const SLOW: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
+const PRE_COPY_RATE: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
 /// Number of bytes that the host must have sent before a fault.
-const BEGUN: u64 = 2 << 20;
+const SENT_BEFORE_FAULT_BYTES: u64 = 2 << 20;
 /// Number of bytes that the program writes each time it increments its counter: four pages.
-const WRITTEN: u64 = 4 * 4096;
+const BYTES_PER_COUNT: u64 = 4 * 4096;
 /// Maximum size in bytes of images without memory, plus the messages between the hosts.
-const OVERHEAD: u64 = 8 << 20;
+const OVERHEAD_BYTES_MAX: u64 = 8 << 20;
 
 /// Returns the number of bytes that pre-copy has sent, for each migration so far.
-fn went_ahead(vm: &Vm) -> Vec<u64> {
+fn pre_copied_bytes(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
         EventKind::MigrationStep {
@@ -46,23 +46,23 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_writes_during_pre_copy_is_whole() {
-    with_hosts(3, &[SLOW], |vm| {
+    with_hosts(3, &[PRE_COPY_RATE], |vm| {
         let tid = vm
-            .spawn(&["-h2", "hold", LARGE.0, "writes"])
+            .spawn(&["-h2", "hold", LARGE_TASK.0, "writes"])
             .expect("spawned");
-        let mut count = is_whole(vm, &tid);
+        let mut count = check_memory(vm, &tid);
         for (from, to) in [(2, "h3"), (3, "h1"), (1, "h2")] {
-            let before = left(vm.bed().host(from));
+            let before = sent_bytes(vm.bed().host(from));
             vm.must_migrate(&tid, to);
-            let bytes = left(vm.bed().host(from)) - before;
-            let earlier = std::mem::replace(&mut count, is_whole(vm, &tid));
+            let bytes = sent_bytes(vm.bed().host(from)) - before;
+            let earlier = std::mem::replace(&mut count, check_memory(vm, &tid));
             // All memory is sent once, and then at most the pages that were written since.
-            let bound = LARGE.1 + (count - earlier) * WRITTEN + OVERHEAD;
+            let bound = LARGE_TASK.1 + (count - earlier) * BYTES_PER_COUNT + OVERHEAD_BYTES_MAX;
             assert!(bytes < bound, "{bytes} bytes have left, bound {bound}");
         }
-        let ahead = went_ahead(vm);
+        let ahead = pre_copied_bytes(vm);
         assert!(
-            ahead.len() == 3 && ahead.iter().all(|bytes| *bytes >= LARGE.1),
+            ahead.len() == 3 && ahead.iter().all(|bytes| *bytes >= LARGE_TASK.1),
             "{ahead:?}"
         );
     });
@@ -71,13 +71,13 @@ fn a_task_that_writes_during_pre_copy_is_whole() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn pre_copy_is_for_large_tasks_and_can_be_disabled() {
-    for (size, setting) in [("20", "usual"), (LARGE.0, "never")] {
+    for (size, setting) in [("20", "usual"), (LARGE_TASK.0, "never")] {
         with_hosts(2, &[("SEMPA_PRE_COPY", setting)], |vm| {
             let tid = vm.spawn(&["-h1", "hold", size]).expect("spawned");
-            is_whole(vm, &tid);
+            check_memory(vm, &tid);
             vm.must_migrate(&tid, "h2");
-            is_whole(vm, &tid);
-            assert_eq!(went_ahead(vm), [0; 0], "{size} MiB, {setting}");
+            check_memory(vm, &tid);
+            assert_eq!(pre_copied_bytes(vm), [0; 0], "{size} MiB, {setting}");
         });
     }
 }
@@ -85,25 +85,25 @@ fn pre_copy_is_for_large_tasks_and_can_be_disabled() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_suspended_task_does_not_wait_for_pre_copy() {
-    with_hosts(3, &[SLOWLY], |vm| {
-        let tid = vm.spawn(&["-h2", "hold", LARGE.0]).expect("spawned");
-        is_whole(vm, &tid);
+    with_hosts(3, &[VERY_SLOW_RATE], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", LARGE_TASK.0]).expect("spawned");
+        check_memory(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-        reached(vm, &tid, Step::Prepare);
+        wait_for_step(vm, &tid, Step::Prepare);
         vm.pvm(&["job", "suspend", "--task", &tid])
             .expect("the console runs")
-            .expect_good("suspend")
+            .expect_success("suspend")
             .expect("suspended");
-        reached(vm, &tid, Step::Run);
-        assert!(went_ahead(vm)[0] < LARGE.1, "not all memory");
+        wait_for_step(vm, &tid, Step::Run);
+        assert!(pre_copied_bytes(vm)[0] < LARGE_TASK.1, "not all memory");
         vm.pvm(&["kill", &tid])
             .expect("the console runs")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("killed");
         moving
             .finish(TIMEOUT)
             .expect("the console ends")
-            .expect_good("migrate")
+            .expect_success("migrate")
             .expect("it had moved");
     });
 }
@@ -112,7 +112,7 @@ fn a_suspended_task_does_not_wait_for_pre_copy() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_failed_pre_copy_leaves_the_task_at_the_source() {
-    with_hosts(3, &[SLOWLY], |vm| {
+    with_hosts(3, &[VERY_SLOW_RATE], |vm| {
         let kills: [(&str, &dyn Fn()); 2] = [
             ("the target's tasker", &|| {
                 let tasker =
@@ -124,20 +124,20 @@ fn a_failed_pre_copy_leaves_the_task_at_the_source() {
         ];
         for (victim, kill) in kills {
             let tid = vm
-                .spawn(&["-h2", "hold", LARGE.0, "writes"])
+                .spawn(&["-h2", "hold", LARGE_TASK.0, "writes"])
                 .expect("spawned");
-            is_whole(vm, &tid);
-            let before = left(vm.bed().host(2));
+            check_memory(vm, &tid);
+            let before = sent_bytes(vm.bed().host(2));
             let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-            eventually(TIMEOUT, || match left(vm.bed().host(2)) - before {
-                bytes if bytes >= BEGUN => Ok(()),
+            wait_for(TIMEOUT, || match sent_bytes(vm.bed().host(2)) - before {
+                bytes if bytes >= SENT_BEFORE_FAULT_BYTES => Ok(()),
                 bytes => Err(format!("{bytes} bytes have left")),
             })
-            .sure(vm);
+            .or_panic_with_logs(vm);
             kill();
             let done = moving.finish(TIMEOUT).expect("the console ends");
-            assert!(!done.good(), "{victim}: {done:?}");
-            is_whole(vm, &tid);
+            assert!(!done.succeeded(), "{victim}: {done:?}");
+            check_memory(vm, &tid);
             assert_eq!(vm.host_of(&tid).expect("it lives"), "h2", "{victim}");
         }
         let events = vm.events().expect("events");

@@ -10,12 +10,12 @@ use sempa_proto::rm::{
 };
 use sempa_proto::{HostId, Micros, Tid};
 use sempa_tests::faults::is_full;
-use sempa_tests::needs::testbed;
+use sempa_tests::owner_agent::run_owner_command;
+use sempa_tests::requirements::testbed;
 use sempa_tests::run::run;
-use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -43,19 +43,19 @@ fn with_command(bed: &Testbed, rm: String, test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
-    watchers(&vm, hosts);
-    vm.program("hold").expect("gcc");
+    wait_for_watchers(&vm, hosts);
+    vm.compile_program("hold").expect("gcc");
     test(&vm);
     vm.halt().expect("halts");
     for host in bed.hosts() {
-        let left = host.path("/tmp/sempa-0/pvm");
+        let left = host.machine_path("/tmp/sempa-0/pvm");
         assert!(!left.exists(), "{} is left", left.display());
     }
 }
 
 /// Waits until each host has a load watcher. Returns the tids of the load watchers.
-fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
-    eventually(TIMEOUT, || {
+fn wait_for_watchers(vm: &Vm, hosts: usize) -> Vec<String> {
+    wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -81,7 +81,7 @@ fn kill(vm: &Vm, what: &str) {
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
 }
 
-fn registered(events: &[Entry]) -> Vec<u64> {
+fn registration_times(events: &[EventEntry]) -> Vec<u64> {
     events
         .iter()
         .filter(|e| matches!(e.kind, EventKind::RmRegistered { .. }))
@@ -91,34 +91,37 @@ fn registered(events: &[Entry]) -> Vec<u64> {
 
 /// Kills the resource manager. Waits until the next one has registered.
 fn kill_rm(vm: &Vm) {
-    let before = registered(&vm.events().expect("events")).len();
+    let before = registration_times(&vm.events().expect("events")).len();
     kill(vm, "pvm-rm");
-    let newest = |events: &[Entry]| {
+    let newest = |events: &[EventEntry]| {
         let gone = events
             .iter()
             .rev()
             .find(|e| matches!(e.kind, EventKind::RmGone { .. }))
             .map(|e| e.at_us)?;
-        let at = registered(events);
+        let at = registration_times(events);
         (at.len() > before).then(|| at.last().copied().unwrap_or(0).saturating_sub(gone))
     };
-    let span = eventually(TIMEOUT, || {
+    let span = wait_for(TIMEOUT, || {
         let events = vm.events().map_err(|error| format!("{error:#}"))?;
         newest(&events).ok_or_else(|| "nobody has registered".to_string())
     });
-    let span = Duration::from_micros(span.sure(vm));
+    let span = Duration::from_micros(span.or_panic_with_logs(vm));
     eprintln!("the next resource manager has registered after {span:.2?}");
     assert!(!is_full() || span < RESTART_MAX, "{span:?}");
 }
 
 /// Waits until the resource manager has written its current knowledge to its file.
-fn written(vm: &Vm) {
-    written_to(vm, &vm.bed().host(1).path("/tmp/sempa-0/pvm/rm.redb"));
+fn wait_until_written(vm: &Vm) {
+    wait_until_file_is_written(
+        vm,
+        &vm.bed().host(1).machine_path("/tmp/sempa-0/pvm/rm.redb"),
+    );
 }
 
-fn written_to(vm: &Vm, file: &Path) {
+fn wait_until_file_is_written(vm: &Vm, file: &Path) {
     let now = SystemTime::now();
-    eventually(TIMEOUT * 5, || {
+    wait_for(TIMEOUT * 5, || {
         // Each console command is a task, which the resource manager must record.
         vm.events().map_err(|error| format!("{error:#}"))?;
         let at = file
@@ -134,14 +137,14 @@ fn written_to(vm: &Vm, file: &Path) {
     .expect("it is written");
 }
 
-fn why(vm: &Vm, subject: &str) -> Value {
+fn explain(vm: &Vm, subject: &str) -> Value {
     vm.json(&["why", subject])
         .expect("an answer")
         .pop()
         .expect("one value")
 }
 
-fn kinds(answer: &Value) -> Vec<String> {
+fn decision_kinds(answer: &Value) -> Vec<String> {
     let decisions = answer["decisions"].as_array().cloned().unwrap_or_default();
     let kind = |d: &Value| {
         d["decided"]
@@ -157,19 +160,19 @@ fn kinds(answer: &Value) -> Vec<String> {
 fn a_killed_resource_manager_keeps_its_knowledge() {
     with_rm(2, |vm| {
         let tid = vm.spawn(&["hold", "1"]).expect("spawned");
-        let before = why(vm, &tid);
-        assert_eq!(kinds(&before), ["Spawn"], "{before}");
-        written(vm);
+        let before = explain(vm, &tid);
+        assert_eq!(decision_kinds(&before), ["Spawn"], "{before}");
+        wait_until_written(vm);
         kill_rm(vm);
-        let after = why(vm, &tid);
+        let after = explain(vm, &tid);
         assert_eq!(after["task"], before["task"]);
-        assert_eq!(kinds(&after), ["Spawn"], "{after}");
+        assert_eq!(decision_kinds(&after), ["Spawn"], "{after}");
         vm.pvm(&["kill", &tid])
             .expect("pvm")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("it ends");
         let job = before["task"]["job"].as_str().expect("a job").to_string();
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             let status = vm
                 .json(&["job", "status", &job])
                 .map_err(|error| format!("{error:#}"))?;
@@ -189,7 +192,7 @@ fn a_killed_resource_manager_keeps_its_knowledge() {
 }
 
 /// Fills the history of a resource manager up to its limits.
-fn fill_books(folder: &Path) {
+fn fill_history(folder: &Path) {
     let shelf = StoreLocation {
         dir: folder.to_path_buf(),
         file_name: "rm-pvm.redb".into(),
@@ -270,13 +273,13 @@ fn fill_books(folder: &Path) {
 fn full_history_does_not_delay_spawns() {
     let bed = testbed(2);
     let state = bed.folder().join("state");
-    fill_books(&state);
+    fill_history(&state);
     let file = state.join("rm-pvm.redb");
     with_command(&bed, format!("pvm-rm --state {}", state.display()), |vm| {
         let tid = vm.spawn(&["hold", "1"]).expect("spawned");
-        let before = why(vm, &tid);
-        assert_eq!(kinds(&before), ["Spawn"], "{before}");
-        written_to(vm, &file);
+        let before = explain(vm, &tid);
+        assert_eq!(decision_kinds(&before), ["Spawn"], "{before}");
+        wait_until_file_is_written(vm, &file);
         let bytes = file.metadata().expect("it is there").len();
         let begun = Instant::now();
         kill(vm, "pvm-rm");
@@ -286,17 +289,17 @@ fn full_history_does_not_delay_spawns() {
                 let tid = vm.spawn(&["hold", "1"]).expect("spawned whoever places it");
                 (tid, begun.elapsed())
             });
-            let answered = eventually(TIMEOUT, || {
+            let answered = wait_for(TIMEOUT, || {
                 let done = vm
                     .pvm(&["--json", "why", &tid])
                     .map_err(|error| format!("{error:#}"))?;
-                if done.good() {
+                if done.succeeded() {
                     Ok(begun.elapsed())
                 } else {
                     Err(done.err)
                 }
             });
-            let answered = answered.sure(vm);
+            let answered = answered.or_panic_with_logs(vm);
             let (other, spawned) = spawner.join().expect("no spawn fails");
             println!(
                 "with {} MB of books: answered after {:.2} s, a spawn meanwhile took {:.2} s",
@@ -306,11 +309,11 @@ fn full_history_does_not_delay_spawns() {
             );
             let slowest = answered.max(spawned);
             assert!(!is_full() || slowest < RESTART_MAX * 4, "{slowest:?}");
-            assert_eq!(kinds(&why(vm, &tid)), ["Spawn"]);
+            assert_eq!(decision_kinds(&explain(vm, &tid)), ["Spawn"]);
             for tid in [&tid, &other] {
                 vm.pvm(&["kill", tid])
                     .expect("pvm")
-                    .expect_good("kill")
+                    .expect_success("kill")
                     .expect("it ends");
             }
         });
@@ -347,17 +350,17 @@ fn no_spawn_fails_while_resource_managers_die() {
             "{counted} of {} tasks are counted: {usage:?}",
             tids.len()
         );
-        watchers(vm, 2);
+        wait_for_watchers(vm, 2);
     });
 }
 
 /// Runs a program that spawns `count` tasks, one after another. Returns their tids.
-fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
+fn spawn_one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
     let mut command = vm.command(vm.bed().host(1), program);
     command.arg(count.to_string());
     let done = run(command, TIMEOUT * 2)
         .expect("it ends")
-        .expect_good("the spawns")
+        .expect_success("the spawns")
         .expect("all are started");
     assert!(
         done.out.ends_with(&format!("all {count} ended\n")),
@@ -376,10 +379,10 @@ fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn repeated_spawns_use_leases_and_are_explained() {
     with_rm(3, |vm| {
-        let program = vm.program("one_by_one").expect("gcc");
-        let tids = one_by_one(vm, &program, 30);
+        let program = vm.compile_program("one_by_one").expect("gcc");
+        let tids = spawn_one_by_one(vm, &program, 30);
         assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
-        let beforehand = |tid: &String| why(vm, tid).to_string().contains("said beforehand");
+        let beforehand = |tid: &String| explain(vm, tid).to_string().contains("said beforehand");
         let granted = tids.iter().filter(|tid| beforehand(tid)).count();
         // The first two tasks are always requested. Others may be requested if a placement lease
         // arrives late.
@@ -407,15 +410,15 @@ fn repeated_spawns_use_leases_and_are_explained() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn repeated_spawns_survive_resource_managers() {
     with_rm(2, |vm| {
-        let program = vm.program("one_by_one").expect("gcc");
+        let program = vm.compile_program("one_by_one").expect("gcc");
         std::thread::scope(|scope| {
-            let spawner = scope.spawn(|| one_by_one(vm, &program, 200));
+            let spawner = scope.spawn(|| spawn_one_by_one(vm, &program, 200));
             for _ in 0..2 {
                 kill_rm(vm);
             }
             assert_eq!(spawner.join().expect("no spawn fails").len(), 200);
         });
-        watchers(vm, 2);
+        wait_for_watchers(vm, 2);
     });
 }
 
@@ -430,13 +433,13 @@ fn a_waiting_spawn_survives_its_resource_manager() {
     );
     with_command(&bed, rm, |vm| {
         let first = vm.spawn(&["hold", "1"]).expect("one is allowed");
-        written(vm);
+        wait_until_written(vm);
         std::thread::scope(|scope| {
             let spawner = scope.spawn(|| {
                 vm.spawn(&["hold", "23"])
                     .expect("it waits as long as it has to")
             });
-            eventually(TIMEOUT, || {
+            wait_for(TIMEOUT, || {
                 let bytes = std::fs::read(&record).map_err(|error| error.to_string())?;
                 let asked = bytes.windows(4).filter(|bytes| bytes == b"hold").count();
                 if asked > 1 {
@@ -448,10 +451,10 @@ fn a_waiting_spawn_survives_its_resource_manager() {
             .expect("it asks");
             // The answer to this question shows that the resource manager has handled the spawn
             // request before it.
-            why(vm, &first);
+            explain(vm, &first);
             for _ in 0..2 {
                 kill_rm(vm);
-                why(vm, &first);
+                explain(vm, &first);
             }
             let holds = || {
                 vm.tasks()
@@ -464,11 +467,11 @@ fn a_waiting_spawn_survives_its_resource_manager() {
             assert!(!spawner.is_finished());
             vm.pvm(&["kill", &first])
                 .expect("pvm")
-                .expect_good("kill")
+                .expect_success("kill")
                 .expect("it ends");
             let second = spawner.join().expect("it is started");
-            let answer = why(vm, &second);
-            assert_eq!(kinds(&answer), ["Spawn"], "{answer}");
+            let answer = explain(vm, &second);
+            assert_eq!(decision_kinds(&answer), ["Spawn"], "{answer}");
             let waited = answer["decisions"][0]["decided"]["Spawn"]["waited"].as_u64();
             assert!(waited.is_some_and(|waited| waited > 0), "{answer}");
         });
@@ -478,20 +481,20 @@ fn a_waiting_spawn_survives_its_resource_manager() {
 /// Starts two hosts with load watchers and a resource manager. The resource manager was not started
 /// by the master, so the master does not restart it. Returns the virtual machine and the tids of
 /// the load watchers.
-fn with_rm_by_hand(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
+fn start_with_manual_rm(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
     let vm = Vm::start(bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     vm.spawn(&["-h1", "pvm-rm"]).expect("a resource manager");
-    let watchers = watchers(&vm, 2);
+    let watchers = wait_for_watchers(&vm, 2);
     (vm, watchers)
 }
 
 /// Kills a resource manager that is not restarted, and waits until the virtual machine knows its
 /// end.
-fn kill_for_good(vm: &Vm) {
+fn kill_manual_rm(vm: &Vm) {
     kill(vm, "pvm-rm");
-    vm.event(TIMEOUT, "no resource manager", |entry| {
+    vm.wait_for_event(TIMEOUT, "no resource manager", |entry| {
         matches!(entry.kind, EventKind::RmGone { .. })
     })
     .expect("it is gone");
@@ -502,14 +505,14 @@ fn kill_for_good(vm: &Vm) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn load_watchers_work_without_a_resource_manager() {
     let bed = testbed(2);
-    let (vm, before) = with_rm_by_hand(&bed);
+    let (vm, before) = start_with_manual_rm(&bed);
     let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    kill_for_good(&vm);
+    kill_manual_rm(&vm);
     let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-    vm.event(TIMEOUT, "guests that are stopped", |entry| {
+    vm.wait_for_event(TIMEOUT, "guests that are stopped", |entry| {
         matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     let is_stopped = |tid: &str| {
         vm.tasks()
             .expect("a list")
@@ -517,16 +520,20 @@ fn load_watchers_work_without_a_resource_manager() {
             .any(|task| task.tid == tid && task.stopped)
     };
     assert!(is_stopped(&guest));
-    assert_eq!(watchers(&vm, 2), before);
+    assert_eq!(wait_for_watchers(&vm, 2), before);
     vm.spawn(&["-h1", "pvm-rm"])
         .expect("another resource manager");
-    vm.event(TIMEOUT, "clean host", |entry| {
+    vm.wait_for_event(TIMEOUT, "clean host", |entry| {
         matches!(entry.kind, EventKind::HostVacated { .. })
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-    assert_eq!(watchers(&vm, 2), before, "they report to the next one");
-    login.out().expect("logs out");
+    assert_eq!(
+        wait_for_watchers(&vm, 2),
+        before,
+        "they report to the next one"
+    );
+    login.log_out().expect("logs out");
     vm.halt().expect("halts");
 }
 
@@ -534,9 +541,9 @@ fn load_watchers_work_without_a_resource_manager() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn owners_limits_hold_without_a_resource_manager() {
     let bed = testbed(2);
-    let (vm, _) = with_rm_by_hand(&bed);
-    vm.program("busy").expect("gcc");
-    kill_for_good(&vm);
+    let (vm, _) = start_with_manual_rm(&bed);
+    vm.compile_program("busy").expect("gcc");
+    kill_manual_rm(&vm);
     let in_turn: Vec<String> = (0..4)
         .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
         .collect();
@@ -549,17 +556,17 @@ fn owners_limits_hold_without_a_resource_manager() {
     for tid in &in_turn {
         vm.pvm(&["kill", tid])
             .expect("pvm")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("it ends");
     }
     let file = vm.home().join(".config/sempa/owner.toml");
     std::fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
     std::fs::write(&file, "[blocked]\nprograms = [\"busy\"]\n").expect("the testbed's own home");
-    owner(vm.bed(), 2, &["limit", "1", "cores"]);
+    run_owner_command(vm.bed(), 2, &["limit", "1", "cores"]);
     // When the daemon refuses both spawns, the load watcher has applied both settings. Tasks that
     // were started before that are killed.
     let refused = |spawn: &[&str], why: &str| {
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             if let Ok(tid) = vm.spawn(spawn) {
                 vm.pvm(&["kill", &tid])
                     .map_err(|error| format!("{error:#}"))?;
@@ -571,7 +578,7 @@ fn owners_limits_hold_without_a_resource_manager() {
                 Err(format!("no {why}"))
             }
         })
-        .sure(&vm);
+        .or_panic_with_logs(&vm);
     };
     refused(&["-h2", "busy"], "its owner lets nobody run busy");
     // The last of these tasks may still be ending.
@@ -579,7 +586,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         vm.spawn(&["-h2", "hold", "1"])
             .map_err(|error| format!("{error:#}"))
     };
-    let guest = eventually(TIMEOUT, allowed).sure(&vm);
+    let guest = wait_for(TIMEOUT, allowed).or_panic_with_logs(&vm);
     refused(
         &["-h2", "hold", "1"],
         "its owner allows one task, and it is there",
@@ -596,14 +603,14 @@ fn owners_limits_hold_without_a_resource_manager() {
     );
     let moved = vm.pvm(&["migrate", &others[0], "h2"]).expect("pvm");
     assert!(
-        !moved.good() && moved.err.contains("its owner allows one task"),
+        !moved.succeeded() && moved.err.contains("its owner allows one task"),
         "{moved:?}"
     );
     vm.pvm(&["kill", &guest])
         .expect("pvm")
-        .expect_good("kill")
+        .expect_success("kill")
         .expect("it ends");
-    owner(vm.bed(), 2, &["limit", "none"]);
+    run_owner_command(vm.bed(), 2, &["limit", "none"]);
     vm.halt().expect("halts");
 }
 
@@ -611,10 +618,10 @@ fn owners_limits_hold_without_a_resource_manager() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_load_watcher_that_is_killed_is_started_again() {
     with_rm(2, |vm| {
-        let before = watchers(vm, 2);
+        let before = wait_for_watchers(vm, 2);
         kill(vm, "pvm-load-watcher");
-        eventually(TIMEOUT, || {
-            let now = watchers(vm, 2);
+        wait_for(TIMEOUT, || {
+            let now = wait_for_watchers(vm, 2);
             if now == before {
                 Err(format!("still {now:?}"))
             } else {
@@ -654,8 +661,9 @@ fn a_policy_file_is_followed_and_can_be_replayed() {
             };
             assert_eq!(hosts(vm), ["h1", "h1", "h2", "h2"]);
             let note = |text: &str| {
-                let says = |entry: &Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
-                vm.event(TIMEOUT, text, says).sure(vm)
+                let says = |entry: &EventEntry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
+                vm.wait_for_event(TIMEOUT, text, says)
+                    .or_panic_with_logs(vm)
             };
             std::fs::write(
                 file("rm.toml"),
@@ -670,7 +678,10 @@ fn a_policy_file_is_followed_and_can_be_replayed() {
             .expect("it can be written");
             note("rm.toml is in force: placing round-robin");
             let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
-            assert!(!refused.good(), "seven tasks are too many: {refused:?}");
+            assert!(
+                !refused.succeeded(),
+                "seven tasks are too many: {refused:?}"
+            );
             std::fs::write(file("other.toml"), "placing = \"load\"\n").expect("it can be written");
             let other = file("other.toml").display().to_string();
             let both = vm
@@ -704,25 +715,28 @@ fn a_policy_survives_a_wrong_or_missing_file() {
     with_command(&bed, format!("pvm-rm --policy {}", file.display()), |vm| {
         let notes = |text: &str| {
             let events = vm.events().expect("events");
-            let says = |entry: &&Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
+            let says = |entry: &&EventEntry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
             events.iter().filter(says).count()
         };
         let noted = |text: &str, times: usize| {
-            eventually(TIMEOUT, || {
+            wait_for(TIMEOUT, || {
                 if notes(text) == times {
                     Ok(())
                 } else {
                     Err(format!("no {text}"))
                 }
             })
-            .sure(vm);
+            .or_panic_with_logs(vm);
         };
         let limited = || {
             let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
-            assert!(!refused.good(), "three tasks are too many: {refused:?}");
+            assert!(
+                !refused.succeeded(),
+                "three tasks are too many: {refused:?}"
+            );
         };
         limited();
-        written(vm);
+        wait_until_written(vm);
         let wrong = "rm.toml, line 2: unknown field `user_task`";
         std::fs::write(&file, "user_tasks = 3\nuser_task = 3\n").expect("it can be written");
         noted(wrong, 1);

@@ -2,18 +2,18 @@
 //! processes or other resources of a migration remain.
 
 use sempa_tests::crowd::Crowd;
-use sempa_tests::footprint::{Footprint, KINDS, TASKS};
-use sempa_tests::needs::testbed;
+use sempa_tests::footprint::{Footprint, KINDS, TASKS_KIND};
+use sempa_tests::requirements::testbed;
 use sempa_tests::rng::Rng;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
 const WORKERS: usize = 12;
 /// Number of neighbours on each side with which a worker exchanges messages.
-const REACH: usize = 2;
+const NEIGHBOURS_PER_SIDE: usize = 2;
 /// Migrations, as (migrations at the same time, repetitions).
 const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 
@@ -22,11 +22,11 @@ const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 const WARM_UP: [(usize, usize); 1] = [(4, 3)];
 /// Number of descriptors that a tasker holds for a spare process-id namespace and its process.
 /// Taskers keep some namespaces for the next tasks.
-const OF_A_NAMESPACE: u64 = 3;
+const SPARE_NAMESPACE_DESCRIPTORS: u64 = 3;
 
 /// Returns the numbers of descriptors and threads of the virtual machine's own processes, by kind.
 /// Those of spare namespaces are subtracted.
-fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
+fn resource_counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
         let sum = &footprint.kinds[kind];
         let namespaces = if KINDS[kind] == "taskers" {
@@ -37,29 +37,34 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
         (
             KINDS[kind],
             [
-                sum.descriptors - OF_A_NAMESPACE * namespaces,
+                sum.descriptors - SPARE_NAMESPACE_DESCRIPTORS * namespaces,
                 sum.threads - namespaces,
             ],
         )
     };
-    (0..TASKS).map(count).collect()
+    (0..TASKS_KIND).map(count).collect()
 }
 
 /// Starts tasks that exchange messages, migrates them, and checks that every message arrived once.
-fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
-    let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
+fn migrate_crowd(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
+    let mut crowd =
+        Crowd::start(vm, WORKERS, NEIGHBOURS_PER_SIDE, &[], &HOSTS).or_panic_with_logs(vm);
     for (at_once, times) in rounds {
         for _ in 0..*times {
-            crowd.move_some(vm, rng, *at_once).sure(vm);
+            crowd
+                .migrate_random(vm, rng, *at_once)
+                .or_panic_with_logs(vm);
         }
     }
-    crowd.all_in_place(vm).expect("where they were moved to");
-    let account = crowd.finish().sure(vm);
-    assert!(account.is_good(), "{account:?}\n{}", vm.logs());
+    crowd.check_hosts(vm).expect("where they were moved to");
+    let account = crowd.finish().or_panic_with_logs(vm);
+    assert!(account.is_faultless(), "{account:?}\n{}", vm.logs());
     eprintln!("{account:?}");
-    sempa_tests::eventually(TIMEOUT, || match Footprint::of(vm).kinds[TASKS].processes {
-        0 => Ok(()),
-        left => Err(format!("{left} tasks are left")),
+    sempa_tests::wait_for(TIMEOUT, || {
+        match Footprint::measure(vm).kinds[TASKS_KIND].processes {
+            0 => Ok(()),
+            left => Err(format!("{left} tasks are left")),
+        }
     })
     .expect("all end");
 }
@@ -73,13 +78,13 @@ fn many_moves_lose_nothing_and_leave_nothing() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
     let mut rng = Rng::new(5);
-    moved(&vm, &WARM_UP, &mut rng);
-    let quiet = Footprint::of(&vm);
-    moved(&vm, &ROUNDS, &mut rng);
+    migrate_crowd(&vm, &WARM_UP, &mut rng);
+    let quiet = Footprint::measure(&vm);
+    migrate_crowd(&vm, &ROUNDS, &mut rng);
     // Idle threads exit only after some time.
-    let same = eventually(TIMEOUT, || {
-        let now = Footprint::of(&vm);
-        let (before, after) = (counts(&quiet), counts(&now));
+    let same = wait_for(TIMEOUT, || {
+        let now = Footprint::measure(&vm);
+        let (before, after) = (resource_counts(&quiet), resource_counts(&now));
         let grown = before
             .iter()
             .zip(&after)

@@ -4,11 +4,11 @@
 use pvm_rm::store::{HistoryWriter, StoreLocation};
 use sempa_proto::event::EventKind;
 use sempa_proto::{Micros, Tid, cgroup};
-use sempa_tests::needs::{self, testbed};
-use sempa_tests::run::{Running, must};
+use sempa_tests::requirements::{self, testbed};
+use sempa_tests::run::{RunningCommand, run_ok};
 use sempa_tests::testbed::{ALICE_UID, Host, OLGA_UID};
 use sempa_tests::vm::{Settings, Task};
-use sempa_tests::{Sure, Vm, eventually, programs};
+use sempa_tests::{OrPanicWithLogs, Vm, programs, wait_for};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Stdio;
@@ -16,9 +16,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Microseconds for which suspended tasks are observed.
-const STAND: u64 = 1_000_000;
+const OBSERVED_US: u64 = 1_000_000;
 
-fn now() -> u64 {
+fn now_us() -> u64 {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
@@ -26,15 +26,15 @@ fn now() -> u64 {
 }
 
 /// Returns the content of a file, as a host sees it.
-fn file(host: &Host, path: &str) -> String {
+fn read_file(host: &Host, path: &str) -> String {
     let mut command = host.command("cat");
     command.arg(path);
-    must(command, TIMEOUT).expect("it is there").out
+    run_ok(command, TIMEOUT).expect("it is there").out
 }
 
 /// Returns the state of a process, and the processor time that it has used in ticks.
-fn stat(host: &Host, pid: i32) -> (String, u64) {
-    let stat = file(host, &format!("/proc/{pid}/stat"));
+fn state_and_ticks(host: &Host, pid: i32) -> (String, u64) {
+    let stat = read_file(host, &format!("/proc/{pid}/stat"));
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
         .split_whitespace()
         .collect();
@@ -44,27 +44,27 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
 
 /// True if the control group of a process is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
-    let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
+    let of = |name: &str| read_file(host, &format!("/proc/{pid}/{name}")).into_bytes();
     let Some(group) = cgroup::group_dir(&of("mountinfo"), &of("cgroup"), None) else {
         return false;
     };
     let events = group.join("cgroup.events");
     // The root group has no such file; it cannot be frozen.
     events.exists()
-        && file(host, &events.to_string_lossy())
+        && read_file(host, &events.to_string_lossy())
             .lines()
             .any(|line| line == "frozen 1")
 }
 
-fn task(vm: &Vm, tid: &str) -> Task {
-    let tasks = vm.tasks().sure(vm);
+fn find_task(vm: &Vm, tid: &str) -> Task {
+    let tasks = vm.tasks().or_panic_with_logs(vm);
     tasks
         .into_iter()
         .find(|t| t.tid == tid)
         .unwrap_or_else(|| panic!("{tid} is not there\n{}", vm.logs()))
 }
 
-fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
+fn host_of_task<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
     let name = task.host.as_deref().expect("it is on a host");
     vm.bed()
         .hosts()
@@ -75,25 +75,25 @@ fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
 
 /// Waits until a task is stopped by a signal or frozen. Returns the processor time that it has
 /// used, in ticks.
-fn still(vm: &Vm, tid: &str) -> u64 {
-    let task = task(vm, tid);
+fn wait_until_stopped(vm: &Vm, tid: &str) -> u64 {
+    let task = find_task(vm, tid);
     assert!(task.suspended && !task.stopped, "{task:?}");
-    eventually(TIMEOUT, || {
-        let stands = is_frozen(host(vm, &task), task.pid);
-        let (state, used) = stat(host(vm, &task), task.pid);
+    wait_for(TIMEOUT, || {
+        let stands = is_frozen(host_of_task(vm, &task), task.pid);
+        let (state, used) = state_and_ticks(host_of_task(vm, &task), task.pid);
         if stands || state == "T" {
             Ok(used)
         } else {
             Err(format!("{tid} is in state {state} and not frozen"))
         }
     })
-    .sure(vm)
+    .or_panic_with_logs(vm)
 }
 
 /// Waits until the time `until`, in microseconds since 1970.
-fn pass(until: u64) {
-    eventually(TIMEOUT, || {
-        if now() > until {
+fn wait_until_time(until: u64) {
+    wait_for(TIMEOUT, || {
+        if now_us() > until {
             Ok(())
         } else {
             Err("it is not time".to_string())
@@ -104,9 +104,9 @@ fn pass(until: u64) {
 
 /// Runs a `job` command of the console, such as `suspend`. Returns the answer of the resource
 /// manager.
-fn order(vm: &Vm, words: &[&str]) -> Value {
+fn run_job_command(vm: &Vm, words: &[&str]) -> Value {
     let answer = vm.json(&[&["job"], words].concat());
-    answer.sure(vm).pop().expect("one value")
+    answer.or_panic_with_logs(vm).pop().expect("one value")
 }
 
 fn tids(value: &Value) -> Vec<String> {
@@ -131,10 +131,10 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     )
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    vm.program("busy").expect("gcc");
+    vm.compile_program("busy").expect("gcc");
     let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
     // An answer shows that the first task is connected; it spawns the other task before it answers.
-    vm.gaps(&top).sure(&vm);
+    vm.busy_gaps(&top).or_panic_with_logs(&vm);
     let all = vm
         .tasks()
         .expect("tasks")
@@ -143,15 +143,15 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     let job: Vec<String> = all.map(|task| task.tid).collect();
     assert!(job.len() == 2 && job.contains(&top), "{job:?}");
     for tid in &job {
-        vm.gaps(tid).sure(&vm);
+        vm.busy_gaps(tid).or_panic_with_logs(&vm);
     }
     test(&vm, &job);
     vm.halt().expect("halts");
 }
 
 /// Checks that a task did not run between two times, by its own clock, and that it continues.
-fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
-    let gaps = vm.gaps(tid).sure(vm);
+fn assert_not_run(vm: &Vm, tid: &str, from: u64, to: u64) {
+    let gaps = vm.busy_gaps(tid).or_panic_with_logs(vm);
     assert!(
         gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to),
         "{tid}: {gaps:?}; it was still from {from} to {to}"
@@ -163,15 +163,15 @@ fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_suspended_job_gets_no_processor_time() {
     with_job(|vm, job| {
-        let answer = order(vm, &["suspend", &job[0]]);
+        let answer = run_job_command(vm, &["suspend", &job[0]]);
         let mut suspended = tids(&answer["tasks"]);
         suspended.sort();
         let mut all = job.to_vec();
         all.sort();
         assert_eq!(suspended, all, "{answer}");
-        let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
-        let stand = now();
-        let status = order(vm, &["status", &job[0]]);
+        let before: Vec<u64> = job.iter().map(|tid| wait_until_stopped(vm, tid)).collect();
+        let stand = now_us();
+        let status = run_job_command(vm, &["status", &job[0]]);
         assert!(
             status["job"]["suspended"]["since_us"]
                 .as_u64()
@@ -179,20 +179,28 @@ fn a_suspended_job_gets_no_processor_time() {
             "{status}"
         );
         vm.must_migrate(&job[1], "h3");
-        let moved = task(vm, &job[1]);
+        let moved = find_task(vm, &job[1]);
         assert_eq!(moved.host.as_deref(), Some("h3"));
-        let there = still(vm, &job[1]);
-        pass(now().max(stand) + STAND);
-        assert_eq!(still(vm, &job[0]), before[0], "it got no processor time");
-        assert_eq!(still(vm, &job[1]), there, "nor did the one that moved");
-        let resume = now();
-        let answer = order(vm, &["resume", &job[1]]);
+        let there = wait_until_stopped(vm, &job[1]);
+        wait_until_time(now_us().max(stand) + OBSERVED_US);
+        assert_eq!(
+            wait_until_stopped(vm, &job[0]),
+            before[0],
+            "it got no processor time"
+        );
+        assert_eq!(
+            wait_until_stopped(vm, &job[1]),
+            there,
+            "nor did the one that moved"
+        );
+        let resume = now_us();
+        let answer = run_job_command(vm, &["resume", &job[1]]);
         assert_eq!(tids(&answer["tasks"]).len(), 2, "{answer}");
         for tid in job {
-            assert_stood(vm, tid, stand, resume);
-            assert!(!task(vm, tid).suspended);
+            assert_not_run(vm, tid, stand, resume);
+            assert!(!find_task(vm, tid).suspended);
         }
-        let status = order(vm, &["status", &job[0]]);
+        let status = run_job_command(vm, &["status", &job[0]]);
         assert!(status["job"]["suspended"].is_null(), "{status}");
         let stood = status["tasks"]
             .as_array()
@@ -202,7 +210,7 @@ fn a_suspended_job_gets_no_processor_time() {
         let stood = stood
             .and_then(|t| t["suspended_before_us"].as_u64())
             .expect("it is counted");
-        assert!(stood >= STAND, "{status}");
+        assert!(stood >= OBSERVED_US, "{status}");
     });
 }
 
@@ -211,10 +219,11 @@ fn a_suspended_job_gets_no_processor_time() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_stays_suspended_without_its_manager() {
     with_job(|vm, job| {
-        order(vm, &["suspend", &job[0]]);
-        let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
-        let registered =
-            |entry: &sempa_tests::vm::Entry| matches!(entry.kind, EventKind::RmRegistered { .. });
+        run_job_command(vm, &["suspend", &job[0]]);
+        let before: Vec<u64> = job.iter().map(|tid| wait_until_stopped(vm, tid)).collect();
+        let registered = |entry: &sempa_tests::vm::EventEntry| {
+            matches!(entry.kind, EventKind::RmRegistered { .. })
+        };
         let times = |vm: &Vm| {
             vm.events()
                 .expect("events")
@@ -233,7 +242,7 @@ fn a_job_stays_suspended_without_its_manager() {
             nix::sys::signal::Signal::SIGKILL,
         )
         .expect("it is there");
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             if times(vm) > first {
                 Ok(())
             } else {
@@ -241,32 +250,34 @@ fn a_job_stays_suspended_without_its_manager() {
             }
         })
         .expect("another one");
-        let status = order(vm, &["status", &job[1]]);
+        let status = run_job_command(vm, &["status", &job[1]]);
         assert!(!status["job"]["suspended"].is_null(), "{status}");
         assert_eq!(
-            job.iter().map(|tid| still(vm, tid)).collect::<Vec<_>>(),
+            job.iter()
+                .map(|tid| wait_until_stopped(vm, tid))
+                .collect::<Vec<_>>(),
             before
         );
-        let resume = now();
-        let answer = order(vm, &["resume", &job[0]]);
+        let resume = now_us();
+        let answer = run_job_command(vm, &["resume", &job[0]]);
         assert_eq!(tids(&answer["tasks"]).len(), 2, "{answer}");
         for tid in job {
-            assert_stood(vm, tid, resume, resume);
+            assert_not_run(vm, tid, resume, resume);
             vm.pvm(&["kill", tid])
                 .expect("pvm")
-                .expect_good("kill")
+                .expect_success("kill")
                 .expect("it ends");
         }
         // A daemon can suspend a single task without a resource manager. A suspended task can be
         // ended.
         let alone = vm.spawn(&["-h3", "busy"]).expect("spawned");
-        order(vm, &["suspend", "--task", &alone]);
-        still(vm, &alone);
+        run_job_command(vm, &["suspend", "--task", &alone]);
+        wait_until_stopped(vm, &alone);
         vm.pvm(&["kill", &alone])
             .expect("pvm")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("it ends");
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
             if tasks.iter().all(|t| t.tid != alone) {
                 Ok(())
@@ -279,14 +290,16 @@ fn a_job_stays_suspended_without_its_manager() {
 }
 
 /// Writes the history of a resource manager into `folder`, in which `user` has used much.
-fn has_taken(folder: &Path, user: u32, index: f64) {
+fn write_usage_history(folder: &Path, user: u32, index: f64) {
     let shelf = StoreLocation {
         dir: folder.to_path_buf(),
         file_name: "rm-pvm.redb".into(),
     };
     let (mut ledger, notes) = HistoryWriter::open(Some(&shelf), user, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
-    ledger.history.set_indices(Micros(now()), [(user, index)]);
+    ledger
+        .history
+        .set_indices(Micros(now_us()), [(user, index)]);
     ledger.close();
 }
 
@@ -294,11 +307,11 @@ fn has_taken(folder: &Path, user: u32, index: f64) {
 /// used much.
 fn with_two_users(test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
-    let prefix = needs::prefix_in_bed();
+    let prefix = requirements::prefix_in_bed();
     let state = bed.folder().join("state");
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2 lo=alice"]).expect("it joins");
-    vm.program("hold").expect("gcc");
+    vm.compile_program("hold").expect("gcc");
     programs::compile(
         "hold",
         &prefix,
@@ -309,13 +322,13 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
         let home = bed.folder().join("olga");
         let mut owner = host.command_as(Some(("olga", OLGA_UID, &home)), "pvm");
         owner.args(["owner", "limit", "1", "cores"]);
-        must(owner, TIMEOUT).expect("her word is believed");
+        run_ok(owner, TIMEOUT).expect("her word is believed");
     }
-    has_taken(&state, 0, 100.0);
+    write_usage_history(&state, 0, 100.0);
     let mut manager = vm.command(bed.host(1), "pvm-rm");
     manager.args(["--wait", "600", "--state"]).arg(&state);
-    let _manager = Running::start(manager, Stdio::null()).expect("it starts");
-    eventually(TIMEOUT, || {
+    let _manager = RunningCommand::start(manager, Stdio::null()).expect("it starts");
+    wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -327,14 +340,14 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
             Err(format!("{watchers} watchers: {tasks:?}"))
         }
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     test(&vm);
     vm.halt().expect("halts");
 }
 
 fn why(vm: &Vm, tid: &str) -> String {
     vm.pvm(&["why", tid])
-        .and_then(|done| done.expect_good("why"))
+        .and_then(|done| done.expect_success("why"))
         .expect("an answer")
         .out
 }
@@ -358,18 +371,21 @@ fn job_of_heavy_user_is_preempted() {
         let (host, home) = (vm.bed().host(2), vm.bed().folder().join("alice"));
         let mut spawn = host.command_as(Some(("alice", ALICE_UID, &home)), "pvm");
         spawn.args(["--json", "spawn", "hold", "1"]);
-        let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
+        let spawn = RunningCommand::start(spawn, Stdio::null()).expect("the console runs");
         let done = spawn
             .finish(TIMEOUT)
-            .and_then(|done| done.expect_good("spawn"));
-        let done = done.sure(vm);
+            .and_then(|done| done.expect_success("spawn"));
+        let done = done.or_panic_with_logs(vm);
         let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
         let theirs = answer["results"][0]["tid"]
             .as_str()
             .unwrap_or_else(|| panic!("{answer}"))
             .to_string();
 
-        let gave_way: Vec<&String> = farm.iter().filter(|tid| task(vm, tid).suspended).collect();
+        let gave_way: Vec<&String> = farm
+            .iter()
+            .filter(|tid| find_task(vm, tid).suspended)
+            .collect();
         let [gave_way] = gave_way[..] else {
             panic!("{gave_way:?} of {farm:?}\n{}", vm.logs())
         };
@@ -377,7 +393,7 @@ fn job_of_heavy_user_is_preempted() {
             vm.host_of(&theirs).expect("alive"),
             vm.host_of(gave_way).expect("alive")
         );
-        let used = still(vm, gave_way);
+        let used = wait_until_stopped(vm, gave_way);
         let told = why(vm, gave_way);
         assert!(
             told.contains(&format!(
@@ -385,26 +401,30 @@ fn job_of_heavy_user_is_preempted() {
             )),
             "{told}"
         );
-        pass(now() + STAND);
-        assert_eq!(still(vm, gave_way), used, "it gets no processor time");
+        wait_until_time(now_us() + OBSERVED_US);
+        assert_eq!(
+            wait_until_stopped(vm, gave_way),
+            used,
+            "it gets no processor time"
+        );
 
         vm.pvm(&["kill", &theirs])
             .expect("pvm")
-            .expect_good("kill")
+            .expect_success("kill")
             .expect("it ends");
         let goes_on = || {
-            if task(vm, gave_way).suspended {
+            if find_task(vm, gave_way).suspended {
                 Err("it is suspended".to_string())
             } else {
                 Ok(())
             }
         };
-        eventually(TIMEOUT, goes_on).sure(vm);
+        wait_for(TIMEOUT, goes_on).or_panic_with_logs(vm);
         let told = why(vm, gave_way);
         assert!(told.contains("for user 0 again"), "{told}");
         let mut ask = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
         ask.args(["ask", gave_way]);
-        let answer = must(ask, TIMEOUT).sure(vm);
+        let answer = run_ok(ask, TIMEOUT).or_panic_with_logs(vm);
         assert!(answer.out.contains("sum GOOD"), "{answer:?}");
     });
 }

@@ -1,14 +1,14 @@
 //! Six tasks on three hosts exchange messages, each with all others, and migrate at the same time.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::fake_criu::{self, behave, misbehaved};
+use sempa_tests::fake_criu::{self, misbehaviours, set_behaviour};
 use sempa_tests::faults::is_full;
-use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::owner_agent::OwnerAgent;
+use sempa_tests::requirements::{testbed, testbed_with_own_engine};
 use sempa_tests::rng::Rng;
-use sempa_tests::run::Running;
-use sempa_tests::speaker::Speaker;
+use sempa_tests::run::RunningCommand;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Sure, Testbed, Vm, eventually};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::collections::{BTreeSet, HashMap};
 use std::io::Write;
 use std::process::Stdio;
@@ -17,7 +17,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
 /// Number of migrations: by default, and if all cases are requested.
-const MOVES: [usize; 2] = [15, 50];
+const MIGRATIONS: [usize; 2] = [15, 50];
 /// Number of migrations after each of which all routes must be restored: by default, and if all
 /// cases are requested.
 const MOVES_WITH_ROUTES: [usize; 2] = [6, 12];
@@ -25,7 +25,7 @@ const MOVES_WITH_ROUTES: [usize; 2] = [6, 12];
 const STOPS: [usize; 2] = [6, 16];
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 
-fn times([default, full]: [usize; 2]) -> usize {
+fn default_or_full([default, full]: [usize; 2]) -> usize {
     if is_full() { full } else { default }
 }
 
@@ -36,18 +36,18 @@ fn start(bed: &Testbed) -> Vm<'_> {
 }
 
 /// The director process, and its workers as (tid, host).
-struct Talk {
-    director: Running,
+struct AllToAll {
+    director: RunningCommand,
     workers: Vec<(String, String)>,
 }
 
-impl Talk {
-    fn start(vm: &Vm, words: &[&str]) -> Talk {
-        let program = vm.program("all_to_all").expect("gcc");
+impl AllToAll {
+    fn start(vm: &Vm, words: &[&str]) -> AllToAll {
+        let program = vm.compile_program("all_to_all").expect("gcc");
         let mut command = vm.command(vm.bed().host(1), program);
         command.args(words).args(HOSTS);
-        let director = Running::start(command, Stdio::piped()).expect("it starts");
-        let workers = eventually(TIMEOUT, || {
+        let director = RunningCommand::start(command, Stdio::piped()).expect("it starts");
+        let workers = wait_for(TIMEOUT, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;
             let lines = out.lines().filter_map(|line| line.strip_prefix("worker "));
             let workers: Vec<(String, String)> = lines
@@ -62,14 +62,14 @@ impl Talk {
             } else {
                 Err(format!(
                     "not all talk yet: {} {}",
-                    tail(&out),
+                    last_chars(&out),
                     director.err_so_far().unwrap_or_default()
                 ))
             }
         });
-        Talk {
+        AllToAll {
             director,
-            workers: workers.sure(vm),
+            workers: workers.or_panic_with_logs(vm),
         }
     }
 
@@ -81,7 +81,7 @@ impl Talk {
             .expect("piped")
             .write_all(b"end\n")
             .expect("it listens");
-        let done = self.director.finish(FINISH_TIMEOUT).sure(vm);
+        let done = self.director.finish(FINISH_TIMEOUT).or_panic_with_logs(vm);
         let summary = done
             .out
             .lines()
@@ -89,7 +89,7 @@ impl Talk {
             .collect::<Vec<_>>()
             .join("\n");
         assert!(
-            done.good(),
+            done.succeeded(),
             "{}\n{summary}\n{}\n{}",
             done.status,
             done.err,
@@ -104,7 +104,7 @@ impl Talk {
 }
 
 /// Returns the number of direct routes so far, by (worker, other worker).
-fn routes(out: &str) -> HashMap<(usize, usize), u32> {
+fn route_counts(out: &str) -> HashMap<(usize, usize), u32> {
     let route = |line: &str| {
         let mut words = line.strip_prefix("route ")?.split(' ');
         let pair = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
@@ -115,11 +115,11 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
 
 /// Migrates workers that use direct routes, one after another. Before each migration, every
 /// conversation of the previously migrated worker has a new route in both directions.
-fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
+fn move_and_wait_for_routes(vm: &Vm, talk: &mut AllToAll) {
     let mut rng = Rng::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
-        let found = eventually(TIMEOUT, || {
-            let now = routes(
+        let found = wait_for(TIMEOUT, || {
+            let now = route_counts(
                 &talk
                     .director
                     .out_so_far()
@@ -141,10 +141,10 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
                 Err(format!("no route yet: {missing:?} of {now:?}"))
             }
         });
-        found.sure(vm)
+        found.or_panic_with_logs(vm)
     };
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
-    for number in 0..times(MOVES_WITH_ROUTES) {
+    for number in 0..default_or_full(MOVES_WITH_ROUTES) {
         // The workers that compute, block and send large messages migrate first; then random
         // workers migrate.
         let who = if number < 3 { number } else { rng.below(6) };
@@ -158,7 +158,7 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     }
 }
 
-fn tail(text: &str) -> &str {
+fn last_chars(text: &str) -> &str {
     let from = text.len().saturating_sub(300);
     text.get(from..).unwrap_or(text)
 }
@@ -168,9 +168,9 @@ fn tail(text: &str) -> &str {
 fn messages_arrive_once_through_random_moves() {
     let bed = testbed(3);
     let vm = start(&bed);
-    let mut talk = Talk::start(&vm, &[]);
+    let mut talk = AllToAll::start(&vm, &[]);
     let mut rng = Rng::new(7);
-    for number in 0..times(MOVES) {
+    for number in 0..default_or_full(MIGRATIONS) {
         // The workers that compute, block and send large messages migrate first; then random
         // workers migrate.
         let who = if number < 3 { number } else { rng.below(6) };
@@ -195,7 +195,7 @@ fn messages_arrive_once_through_random_moves() {
 fn direct_routes_are_restored_after_moves() {
     let bed = testbed(3);
     let vm = start(&bed);
-    let mut talk = Talk::start(&vm, &["-d"]);
+    let mut talk = AllToAll::start(&vm, &["-d"]);
     move_and_wait_for_routes(&vm, &mut talk);
     eprintln!("{}", talk.finish(&vm));
     vm.halt().expect("halts");
@@ -207,7 +207,7 @@ fn direct_routes_are_restored_after_moves() {
 fn forked_children_do_not_disturb_moves() {
     let bed = testbed(3);
     let vm = start(&bed);
-    let mut talk = Talk::start(&vm, &["-f"]);
+    let mut talk = AllToAll::start(&vm, &["-f"]);
     move_and_wait_for_routes(&vm, &mut talk);
     let summary = talk.finish(&vm);
     eprintln!("{summary}");
@@ -223,8 +223,8 @@ fn forked_children_do_not_disturb_moves() {
 }
 
 /// Waits until the migration of a task is complete.
-fn has_moved(vm: &Vm, tid: &str) {
-    eventually(TIMEOUT, || {
+fn wait_until_migrated(vm: &Vm, tid: &str) {
+    wait_for(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let task = tasks
             .into_iter()
@@ -236,7 +236,7 @@ fn has_moved(vm: &Vm, tid: &str) {
             Ok(())
         }
     })
-    .sure(vm);
+    .or_panic_with_logs(vm);
 }
 
 /// Guests are stopped, migrate while they are stopped, and are resumed. Every message arrives once.
@@ -245,18 +245,18 @@ fn has_moved(vm: &Vm, tid: &str) {
 fn messages_arrive_once_to_stopped_guests() {
     let bed = testbed(3);
     let vm = start(&bed);
-    let mut owners: Vec<Speaker> = vm.bed().hosts()[1..]
+    let mut owners: Vec<OwnerAgent> = vm.bed().hosts()[1..]
         .iter()
-        .map(|host| Speaker::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks")))
+        .map(|host| OwnerAgent::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks")))
         .collect();
-    let mut talk = Talk::start(&vm, &[]);
+    let mut talk = AllToAll::start(&vm, &[]);
     let mut rng = Rng::new(11);
-    for number in 0..times(STOPS) {
+    for number in 0..default_or_full(STOPS) {
         let (place, other) = [("h2", "h3"), ("h3", "h2")][number % 2];
         let owner = &mut owners[number % 2];
         let theirs: Vec<usize> = (0..6).filter(|who| talk.workers[*who].1 == place).collect();
-        owner.say(&format!("stop number {number}"));
-        let told = |entry: &sempa_tests::vm::Entry| match &entry.kind {
+        owner.direct(&format!("stop number {number}"));
+        let told = |entry: &sempa_tests::vm::EventEntry| match &entry.kind {
             EventKind::GuestsPaused { guests, why, .. } => {
                 assert!(
                     *why != format!("number {number}") || guests.len() == theirs.len(),
@@ -266,7 +266,8 @@ fn messages_arrive_once_to_stopped_guests() {
             }
             _ => false,
         };
-        vm.event(TIMEOUT, "stopped guests", told).sure(&vm);
+        vm.wait_for_event(TIMEOUT, "stopped guests", told)
+            .or_panic_with_logs(&vm);
         if number % 3 != 0 && !theirs.is_empty() {
             let who = theirs[rng.below(theirs.len())];
             let to = if rng.below(2) == 0 { "h1" } else { other };
@@ -276,9 +277,9 @@ fn messages_arrive_once_to_stopped_guests() {
             );
             vm.must_migrate(&talk.workers[who].0, to);
             talk.workers[who].1 = to.to_string();
-            has_moved(&vm, &talk.workers[who].0);
+            wait_until_migrated(&vm, &talk.workers[who].0);
         }
-        owner.say("welcome nobody is there");
+        owner.direct("welcome nobody is there");
         // Workers that have left do not return without a request.
         if let Some(away) = (0..6)
             .find(|who| talk.workers[*who].1 == "h1")
@@ -286,7 +287,7 @@ fn messages_arrive_once_to_stopped_guests() {
         {
             vm.must_migrate(&talk.workers[away].0, place);
             talk.workers[away].1 = place.to_string();
-            has_moved(&vm, &talk.workers[away].0);
+            wait_until_migrated(&vm, &talk.workers[away].0);
         }
     }
     eprintln!("{}", talk.finish(&vm));
@@ -300,22 +301,22 @@ fn peers_make_progress_during_a_move() {
     let bed = testbed_with_own_engine(3);
     fake_criu::install(&bed);
     let vm = start(&bed);
-    let talk = Talk::start(&vm, &[]);
+    let talk = AllToAll::start(&vm, &[]);
     let (tid, host) = &talk.workers[2];
-    behave(&bed, host, "wait");
+    set_behaviour(&bed, host, "wait");
     let moving = vm.start_migrate(tid, "h1").expect("it begins");
-    eventually(TIMEOUT, || match misbehaved(&bed, host) {
+    wait_for(TIMEOUT, || match misbehaviours(&bed, host) {
         none if none.is_empty() => Err("no engine waits".to_string()),
         _ => Ok(()),
     })
-    .sure(&vm);
+    .or_panic_with_logs(&vm);
     let reported = || {
         let out = talk.director.out_so_far().map_err(|e| e.to_string())?;
-        let lines: Vec<(usize, u64)> = out.lines().filter_map(progress).collect();
+        let lines: Vec<(usize, u64)> = out.lines().filter_map(parse_progress).collect();
         Ok::<_, String>(lines)
     };
     let before = reported().expect("a report").len();
-    eventually(TIMEOUT, || {
+    wait_for(TIMEOUT, || {
         let since = &reported()?[before..];
         for peer in [0, 1, 3, 4, 5] {
             let counts: BTreeSet<u64> = since
@@ -328,16 +329,16 @@ fn peers_make_progress_during_a_move() {
         }
         Ok(())
     })
-    .sure(&vm);
-    behave(&bed, host, "");
-    let done = moving.finish(TIMEOUT).sure(&vm);
-    assert!(done.good(), "{done:?}\n{}", vm.logs());
+    .or_panic_with_logs(&vm);
+    set_behaviour(&bed, host, "");
+    let done = moving.finish(TIMEOUT).or_panic_with_logs(&vm);
+    assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
     talk.finish(&vm);
     vm.halt().expect("halts");
 }
 
 /// Returns (worker, count) of a line `progress WORKER TIME COUNT` of the director.
-fn progress(line: &str) -> Option<(usize, u64)> {
+fn parse_progress(line: &str) -> Option<(usize, u64)> {
     let mut words = line.strip_prefix("progress ")?.split(' ');
     let (worker, _time, count) = (words.next()?, words.next()?, words.next()?);
     Some((worker.parse().ok()?, count.parse().ok()?))

@@ -1,14 +1,14 @@
 //! Tests of the testbed: hosts are separate, logins are real, and no files or processes remain.
 
 use sempa_tests::ssh::{Login, client_config};
-use sempa_tests::{Testbed, eventually, needs, utmp};
+use sempa_tests::{Testbed, requirements, utmp, wait_for};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes a testbed of `count` hosts without installed programs.
 fn testbed(count: usize) -> Testbed {
-    needs::require(needs::lacks());
+    requirements::require(requirements::lacks());
     Testbed::new(count, None, &[]).expect("a testbed")
 }
 
@@ -20,7 +20,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
         let name = host
             .shell("hostname; ls -A /tmp; cat /proc/1/comm", TIMEOUT)
             .expect("runs")
-            .expect_good("ls")
+            .expect_success("ls")
             .expect("good");
         assert!(name.out.starts_with(&format!("h{i}\n")), "{name:?}");
         assert!(name.out.ends_with("sempa-host\n"), "{name:?}");
@@ -35,7 +35,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
         TIMEOUT,
     );
     assert_eq!(
-        far.expect("runs").expect_good("ssh").expect("good").out,
+        far.expect("runs").expect_success("ssh").expect("good").out,
         "h2\n"
     );
 }
@@ -56,8 +56,8 @@ fn a_login_writes_a_utmp_record() {
     );
     assert!(seen[0].line.starts_with("pts/"), "{seen:?}");
     assert_eq!(utmp::logins(bed.host(1)).expect("readable"), vec![]);
-    login.out().expect("logs out");
-    eventually(TIMEOUT, || {
+    login.log_out().expect("logs out");
+    wait_for(TIMEOUT, || {
         if utmp::logins(host).is_ok_and(|l| l.is_empty()) {
             Ok(())
         } else {
@@ -71,12 +71,12 @@ fn a_login_writes_a_utmp_record() {
 #[ignore = "system tier: needs root and hosts"]
 fn ended_testbed_leaves_nothing() {
     let bed = testbed(1);
-    let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
+    let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init_pid());
     let left = bed
         .host(1)
         .shell("sleep 1000 & setsid sleep 1000 & true", TIMEOUT);
-    assert!(left.expect("runs").good());
-    eventually(TIMEOUT, || {
+    assert!(left.expect("runs").succeeded());
+    wait_for(TIMEOUT, || {
         let sleeps = bed
             .host(1)
             .processes()
@@ -100,7 +100,7 @@ fn ended_testbed_leaves_nothing() {
     assert!(!folder.exists());
     for pid in inside.into_iter().chain([init]) {
         let path = format!("/proc/{pid}");
-        eventually(TIMEOUT, || {
+        wait_for(TIMEOUT, || {
             if std::path::Path::new(&path).exists() {
                 Err(format!("{path} exists"))
             } else {
@@ -115,7 +115,7 @@ fn ended_testbed_leaves_nothing() {
 #[ignore = "system tier: needs root and hosts"]
 fn killed_testbed_leaves_nothing() {
     use std::io::{BufRead, BufReader};
-    needs::require(needs::lacks());
+    requirements::require(requirements::lacks());
     let mut owner = std::process::Command::new(env!("CARGO_BIN_EXE_sempa-host"))
         .args(["testbed", "1"])
         .stdin(std::process::Stdio::piped())
@@ -139,7 +139,7 @@ fn killed_testbed_leaves_nothing() {
                 Ok(())
             }
         };
-        eventually(TIMEOUT, there).expect("gone");
+        wait_for(TIMEOUT, there).expect("gone");
     }
 }
 
@@ -154,7 +154,7 @@ fn two_testbeds_exist_at_once() {
             bed.desk()
                 .shell("ssh -V && getent hosts h1", TIMEOUT)
                 .expect("runs")
-                .good()
+                .succeeded()
         );
     }
 }

@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: selects and runs the benchmarks, and builds the programs that they measure.
 
-use crate::install::{self, Parts};
+use crate::install::{self, BuildParts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -11,7 +11,7 @@ use std::process::Stdio;
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum What {
+enum BenchTarget {
     /// Single layers: packing, frames, the link, the daemon's forwarding; compared with saved
     /// results
     Micro,
@@ -47,10 +47,10 @@ const OWNERS_MINUTES: u64 = 10;
 const LOAD_MINUTES: u64 = 3;
 
 #[derive(Args)]
-pub(crate) struct Words {
+pub(crate) struct BenchArgs {
     /// The measurement to run
     #[arg(default_value = "all")]
-    what: What,
+    what: BenchTarget,
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
     /// `2`; soak: only `tasks` or `moves`; all other stored results are retained
     #[arg(long, value_name = "ROW")]
@@ -91,49 +91,49 @@ pub(crate) struct Words {
 }
 
 /// Runs the selected measurements. Returns false if one fails or exceeds its limit.
-pub(crate) fn run(words: &Words) -> Result<bool> {
-    if words.what == What::Load {
-        setup::everything()?;
+pub(crate) fn run(words: &BenchArgs) -> Result<bool> {
+    if words.what == BenchTarget::Load {
+        setup::set_up_all()?;
         return bench_load::run(
-            &installed(words)?,
+            &installed_prefix(words)?,
             words.minutes.unwrap_or(LOAD_MINUTES),
-            &results(words)?,
+            &results_folder(words)?,
         );
     }
-    if words.what == What::Decide {
-        return bench_virtual::decide(&results(words)?);
+    if words.what == BenchTarget::Decide {
+        return bench_virtual::decide(&results_folder(words)?);
     }
-    if words.what == What::Sim {
-        return bench_virtual::simulate(&results(words)?);
+    if words.what == BenchTarget::Sim {
+        return bench_virtual::simulate(&results_folder(words)?);
     }
-    if words.what == What::Rm {
-        return managed(words);
+    if words.what == BenchTarget::Rm {
+        return measure_rm(words);
     }
-    if words.what == What::Balance {
+    if words.what == BenchTarget::Balance {
         return balance(words);
     }
-    if words.what == What::Migrate {
+    if words.what == BenchTarget::Migrate {
         return migrate(words);
     }
-    if words.what == What::Soak {
+    if words.what == BenchTarget::Soak {
         return soak(words);
     }
-    if words.what == What::Owners {
-        setup::everything()?;
+    if words.what == BenchTarget::Owners {
+        setup::set_up_all()?;
         if !words.sizes.is_empty() {
             return evict(words);
         }
         return bench_owners::run(
-            &installed(words)?,
+            &installed_prefix(words)?,
             words.minutes.unwrap_or(OWNERS_MINUTES),
-            &results(words)?,
+            &results_folder(words)?,
         );
     }
     let mut good = true;
-    if words.what != What::Peers {
+    if words.what != BenchTarget::Peers {
         good &= micro(words)?;
     }
-    if words.what != What::Micro {
+    if words.what != BenchTarget::Micro {
         good &= peers(words)?;
     }
     Ok(good)
@@ -141,7 +141,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
 
 /// Returns the folder of the installed programs. Builds and installs them first, unless the command
 /// line has a folder.
-fn installed(words: &Words) -> Result<PathBuf> {
+fn installed_prefix(words: &BenchArgs) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
             // The hosts of the testbed need a program of their own (`sempa-host`). It is built in
@@ -164,9 +164,9 @@ fn installed(words: &Words) -> Result<PathBuf> {
             prefix.clone()
         }
         None => {
-            install::build(install::RELEASE, Parts::ProgramsAndHosts)?;
-            let prefix = install::target()?.join("sempa-prefix");
-            install::lay_out(&prefix, install::RELEASE)?;
+            install::build(install::RELEASE, BuildParts::ProgramsAndHosts)?;
+            let prefix = install::target_folder()?.join("sempa-prefix");
+            install::install_files(&prefix, install::RELEASE)?;
             prefix
         }
     }
@@ -175,30 +175,30 @@ fn installed(words: &Words) -> Result<PathBuf> {
 
 /// Returns the folder for results: the one on the command line. Without one: the folder of the
 /// project for a complete run, or a folder below the target folder for a partial one.
-fn results(words: &Words) -> Result<PathBuf> {
+fn results_folder(words: &BenchArgs) -> Result<PathBuf> {
     let whole =
         words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
     let usual = if whole {
-        setup::project().join("benches/results")
+        setup::project_folder().join("benches/results")
     } else {
-        install::target()?.join("bench")
+        install::target_folder()?.join("bench")
     };
     Ok(words.results.clone().unwrap_or(usual))
 }
 
-fn balance(words: &Words) -> Result<bool> {
+fn balance(words: &BenchArgs) -> Result<bool> {
     let number = |word: &String| {
         word.parse()
             .with_context(|| format!("{word:?} is not the number of a repetition"))
     };
     let only = words.only.iter().map(number).collect::<Result<_>>()?;
     let usual = if words.quick {
-        install::target()?.join("bench")
+        install::target_folder()?.join("bench")
     } else {
-        setup::project().join("benches/results")
+        setup::project_folder().join("benches/results")
     };
     sempa_benches::bench_balance(&sempa_benches::BalanceSettings {
-        prefix: installed(words)?,
+        prefix: installed_prefix(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
         repetitions: words.repetitions,
@@ -207,39 +207,39 @@ fn balance(words: &Words) -> Result<bool> {
     })
 }
 
-fn migrate(words: &Words) -> Result<bool> {
-    setup::everything()?;
+fn migrate(words: &BenchArgs) -> Result<bool> {
+    setup::set_up_all()?;
     sempa_benches::bench_migrations(&sempa_benches::MigrationSettings {
-        prefix: installed(words)?,
+        prefix: installed_prefix(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
         sizes: words.sizes.clone(),
         rate: words.rate,
         repetitions: words.repetitions,
-        results: results(words)?,
+        results: results_folder(words)?,
     })
 }
 
-fn evict(words: &Words) -> Result<bool> {
+fn evict(words: &BenchArgs) -> Result<bool> {
     sempa_benches::bench_evictions(&sempa_benches::EvictionSettings {
-        prefix: installed(words)?,
+        prefix: installed_prefix(words)?,
         own_build: words.prefix.is_none(),
         sizes: words.sizes.clone(),
-        visits: words.repetitions,
-        results: results(words)?,
+        logins_per_task: words.repetitions,
+        results: results_folder(words)?,
     })?;
     Ok(true)
 }
 
-fn soak(words: &Words) -> Result<bool> {
-    setup::everything()?;
+fn soak(words: &BenchArgs) -> Result<bool> {
+    setup::set_up_all()?;
     let usual = if words.quick {
-        install::target()?.join("bench")
+        install::target_folder()?.join("bench")
     } else {
-        setup::project().join("benches/results")
+        setup::project_folder().join("benches/results")
     };
     sempa_benches::bench_soak(&sempa_benches::SoakSettings {
-        prefix: installed(words)?,
+        prefix: installed_prefix(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
         only: words.only.clone(),
@@ -247,19 +247,19 @@ fn soak(words: &Words) -> Result<bool> {
     })
 }
 
-fn managed(words: &Words) -> Result<bool> {
-    setup::packages(&PACKAGES)?;
+fn measure_rm(words: &BenchArgs) -> Result<bool> {
+    setup::ensure_packages(&PACKAGES)?;
     sempa_benches::bench_rm(
-        &installed(words)?,
+        &installed_prefix(words)?,
         words.prefix.is_none(),
         words.quick,
-        &results(words)?,
+        &results_folder(words)?,
     )
 }
 
 /// Runs the benchmarks of single layers. Prints each line of their output when it arrives, and
 /// evaluates all of it at the end.
-fn micro(words: &Words) -> Result<bool> {
+fn micro(words: &BenchArgs) -> Result<bool> {
     let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?
         .stdout(Stdio::piped())
         .spawn()?;
@@ -273,7 +273,7 @@ fn micro(words: &Words) -> Result<bool> {
     if !benches.wait()?.success() {
         return Ok(false);
     }
-    let usual = setup::project().join("benches/results");
+    let usual = setup::project_folder().join("benches/results");
     let results = words.results.as_ref().unwrap_or(&usual);
     MicroSettings {
         results,
@@ -284,14 +284,14 @@ fn micro(words: &Words) -> Result<bool> {
     .evaluate(&printed)
 }
 
-fn peers(words: &Words) -> Result<bool> {
-    setup::packages(&PACKAGES)?;
+fn peers(words: &BenchArgs) -> Result<bool> {
+    setup::ensure_packages(&PACKAGES)?;
     sempa_benches::bench_peers(&PeersSettings {
-        prefix: installed(words)?,
+        prefix: installed_prefix(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
         only: words.only.clone(),
         repetitions: words.repetitions,
-        results: results(words)?,
+        results: results_folder(words)?,
     })
 }

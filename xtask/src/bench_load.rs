@@ -5,10 +5,10 @@
 use crate::install;
 use anyhow::{Context, Result, bail};
 use procfs::process::Process;
-use sempa_tests::run::must;
+use sempa_tests::run::run_ok;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, eventually, needs};
+use sempa_tests::{Testbed, Vm, requirements, wait_for};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs;
@@ -53,17 +53,17 @@ const ROWS: [(&str, &str, &str, f64); 6] = [
 const LIVE_PERCENT_MAX: f64 = 0.01;
 /// Maximum share of the machine's processors in use, 0.0 to 1.0, on a quiet machine. On a busier
 /// machine the share of the load watcher is reported and not judged.
-const QUIET: f64 = 0.05;
+const QUIET_BUSY_SHARE_MAX: f64 = 0.05;
 /// Time after which a load watcher has no more startup costs.
-const SETTLES: Duration = Duration::from_secs(30);
+const STARTUP_DURATION: Duration = Duration::from_secs(30);
 /// Time limit for each condition that the benchmark waits for.
-const SOON: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Name of the program that sends load reports and measures the duration of the calls.
-const SENDER: &str = "report-cost";
+const SENDER_PROGRAM: &str = "report-cost";
 
 /// The processor time that a running load watcher has used.
 #[derive(Debug, Serialize)]
-struct Live {
+struct WatcherUsage {
     seconds: f64,
     /// Processor time of all threads of the load watcher during the measurement, in microseconds.
     used_us: f64,
@@ -85,7 +85,7 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     let text = String::from_utf8(out.stdout)?;
     let mut figures: Value =
         serde_json::from_str(text.trim()).context("the measurement printed something else")?;
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         bail!("bench load: {lack}");
     }
     let bed = Testbed::new(2, Some(prefix), &[])?;
@@ -117,7 +117,7 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
         "{:38} {sent:10.2} {:>10} {:>10}",
         "sending it, when nothing else is due", "", ""
     );
-    let Live {
+    let WatcherUsage {
         seconds,
         used_us,
         percent,
@@ -140,29 +140,33 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 
 /// Measures the running load watcher of h2. Also returns the microseconds for sending a report from
 /// h2.
-fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
+fn measure(vm: &Vm, span: Duration) -> Result<(WatcherUsage, f64)> {
     vm.add(&["h2"])?;
     let host = vm.bed().host(2);
-    let watcher = eventually(SOON, || {
-        watcher(host).ok_or("no load watcher runs".to_string())
+    let watcher = wait_for(WAIT_TIMEOUT, || {
+        watcher_pid(host).ok_or("no load watcher runs".to_string())
     })?;
-    std::thread::sleep(SETTLES);
-    let (begin, from, busy) = (Instant::now(), used(watcher)?, machine()?);
+    std::thread::sleep(STARTUP_DURATION);
+    let (begin, from, busy) = (Instant::now(), used_ns(watcher)?, machine_ticks()?);
     std::thread::sleep(span);
-    let (seconds, to, after) = (begin.elapsed().as_secs_f64(), used(watcher)?, machine()?);
+    let (seconds, to, after) = (
+        begin.elapsed().as_secs_f64(),
+        used_ns(watcher)?,
+        machine_ticks()?,
+    );
     let used_us = (to - from) / 1e3;
     let busy = 1.0 - (after.1 - busy.1) / (after.0 - busy.0).max(1.0);
-    let live = Live {
+    let live = WatcherUsage {
         seconds,
         used_us,
         percent: used_us / seconds / 1e4,
         busy,
-        quiet: busy <= QUIET,
+        quiet: busy <= QUIET_BUSY_SHARE_MAX,
     };
-    let program = vm.home().join(SENDER);
-    fs::copy(needs::build_folder()?.join(SENDER), &program)
+    let program = vm.home().join(SENDER_PROGRAM);
+    fs::copy(requirements::build_folder()?.join(SENDER_PROGRAM), &program)
         .context("the program that sends reports")?;
-    let said = must(vm.command(host, program), SOON)?.out;
+    let said = run_ok(vm.command(host, program), WAIT_TIMEOUT)?.out;
     let took: Vec<f64> = said
         .split_whitespace()
         .map(str::parse)
@@ -173,7 +177,7 @@ fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
 }
 
 /// Returns the process number of a host's load watcher; `None` if it does not run.
-fn watcher(host: &Host) -> Option<u32> {
+fn watcher_pid(host: &Host) -> Option<u32> {
     let is = |line: &str| {
         line.split(' ')
             .next()
@@ -186,7 +190,7 @@ fn watcher(host: &Host) -> Option<u32> {
 }
 
 /// Returns the processor time that all threads of a process have used, in nanoseconds.
-fn used(pid: u32) -> Result<f64> {
+fn used_ns(pid: u32) -> Result<f64> {
     let mut sum = 0.0;
     let watcher = Process::new(pid.cast_signed()).context("the load watcher has ended")?;
     for thread in watcher.tasks()? {
@@ -197,7 +201,7 @@ fn used(pid: u32) -> Result<f64> {
 
 /// Returns the processor time of this machine since it was started: in total, and the idle part.
 /// The unit is ticks.
-fn machine() -> Result<(f64, f64)> {
+fn machine_ticks() -> Result<(f64, f64)> {
     let text = fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;
     let ticks: Vec<f64> = line

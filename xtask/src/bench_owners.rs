@@ -8,16 +8,16 @@
 mod judge;
 mod kernels;
 
-use crate::demo::{self, hosts_join, start_search};
+use crate::demo::{self, add_hosts, start_search};
 use anyhow::{Context, Result, ensure};
-use judge::{Clocks, Decision, GotOn, Late, Outcome, RanOn, Stay};
-use kernels::{Watch, now_us};
+use judge::{Clocks, Decision, LateHost, LateKernel, LateWorker, Outcome, ScriptedLogin};
+use kernels::{SamplingThread, now_us};
 use sempa_tests::rng::Rng;
-use sempa_tests::run::Running;
+use sempa_tests::run::RunningCommand;
 use sempa_tests::ssh::Login;
 use sempa_tests::testbed::Host;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Testbed, Vm, needs};
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{Testbed, Vm, requirements};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -27,21 +27,21 @@ use std::time::{Duration, Instant};
 /// Number of hosts of the testbed. Owners log in on any of them, including the master's host.
 const HOSTS: usize = 4;
 /// Number of tasks of the farm. Each computes all the time and records when it ran.
-const WORKERS: usize = 4;
+const FARM_WORKERS: usize = 4;
 /// Units of work of each task per second of the run. A unit takes about 10 ms of processor time.
-/// With [`WORKERS`] tasks on as many processors, a farm takes a third of the run.
+/// With [`FARM_WORKERS`] tasks on as many processors, a farm takes a third of the run.
 const UNITS_PER_SECOND: u64 = 5;
 /// Maximum number of owners who are logged in at the same time, so that guests always have a host
 /// to which they can migrate.
-const AT_ONCE: usize = 2;
+const CONCURRENT_LOGINS_MAX: usize = 2;
 /// Minimum and maximum duration of a login, in milliseconds.
-const STAY_MS: (usize, usize) = (3_000, 15_000);
+const LOGIN_DURATION_MS: (usize, usize) = (3_000, 15_000);
 /// Minimum and maximum time between two logins, in milliseconds.
-const PAUSE_MS: (usize, usize) = (1_000, 6_000);
+const LOGIN_INTERVAL_MS: (usize, usize) = (1_000, 6_000);
 /// Time limit for each condition that the benchmark waits for.
-const SOON: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for tablix2 and the farm to end after the last logout.
-const REST_TIME: Duration = Duration::from_secs(900);
+const JOBS_END_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Runs the benchmark for `minutes` minutes. Writes JSON to the folder `results`. Returns false if
 /// a check fails.
@@ -49,7 +49,7 @@ const REST_TIME: Duration = Duration::from_secs(900);
 /// # Errors
 /// A step cannot be performed.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         anyhow::bail!("bench owners: {lack}");
     }
     let bed = Testbed::new(HOSTS, Some(prefix), &[])?;
@@ -60,10 +60,10 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
             ..Settings::default()
         },
     )?;
-    let outcome = watch(&vm, Duration::from_secs(60 * minutes))
+    let outcome = run_logins(&vm, Duration::from_secs(60 * minutes))
         .inspect_err(|_| eprintln!("{}", vm.logs()))?;
     vm.halt()?;
-    tell(&outcome);
+    print_outcome(&outcome);
     fs::create_dir_all(results)?;
     let file = results.join("owners.json");
     fs::write(&file, serde_json::to_vec_pretty(&outcome)?)
@@ -72,9 +72,9 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     Ok(outcome.good)
 }
 
-fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
-    let names = hosts_join(vm, say)?;
-    vm.program("busy")?;
+fn run_logins(vm: &Vm, span: Duration) -> Result<Outcome> {
+    let names = add_hosts(vm, say)?;
+    vm.compile_program("busy")?;
     let index_of = |host: &Host| {
         names
             .iter()
@@ -91,21 +91,21 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
         hosts.len() == HOSTS,
         "not all hosts are in the virtual machine: {names:?}"
     );
-    let kernels = Watch::start(&hosts, demo::KERNEL)?;
+    let kernels = SamplingThread::start(&hosts, demo::KERNEL_PROGRAM)?;
     let (mut outcome, mut events, mut stays) = (Outcome::default(), BTreeMap::new(), Vec::new());
     let begin = Instant::now();
     let mut jobs = Jobs::start(vm, span)?;
     let (mut rng, mut there) = (Rng::new(1), BTreeMap::new());
     while begin.elapsed() < span {
-        pause(&mut rng, PAUSE_MS);
-        leave(&mut there, &mut stays, |until| until <= Instant::now())?;
+        pause(&mut rng, LOGIN_INTERVAL_MS);
+        log_out_expired(&mut there, &mut stays, |until| until <= Instant::now())?;
         let (index, host) = hosts[rng.below(HOSTS)];
-        if there.len() < AT_ONCE && !there.contains_key(&index) {
-            let (stay, from) = (millis(&mut rng, STAY_MS), now_us());
+        if there.len() < CONCURRENT_LOGINS_MAX && !there.contains_key(&index) {
+            let (stay, from) = (millis(&mut rng, LOGIN_DURATION_MS), now_us());
             let login = Login::new(vm.bed(), "olga", host)?;
             there.insert(
                 index,
-                There {
+                ActiveLogin {
                     until: Instant::now() + stay,
                     from,
                     login,
@@ -113,16 +113,19 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
             );
             outcome.visits += 1;
         }
-        jobs.go_on(vm, &mut outcome)?;
+        jobs.restart_ended(vm, &mut outcome)?;
         // The event log is bounded, so new events are read before they can be overwritten.
-        note(vm, &mut events)?;
+        read_new_events(vm, &mut events)?;
     }
-    leave(&mut there, &mut stays, |_| true)?;
+    log_out_expired(&mut there, &mut stays, |_| true)?;
     say("everybody has left; waiting for tablix2 and the farm to end by themselves");
     let clocks = jobs.finish(vm, &mut outcome)?;
     outcome.seconds = begin.elapsed().as_secs();
-    note(vm, &mut events)?;
-    let (events, seen) = (events.into_values().collect::<Vec<Entry>>(), kernels.end()?);
+    read_new_events(vm, &mut events)?;
+    let (events, seen) = (
+        events.into_values().collect::<Vec<EventEntry>>(),
+        kernels.end()?,
+    );
     let decisions = names
         .into_iter()
         .map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
@@ -138,8 +141,8 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
 
 /// A running tablix2 and a running farm. Each is started again when it ends.
 struct Jobs {
-    search: Running,
-    farm: Running,
+    search: RunningCommand,
+    farm: RunningCommand,
     units: u64,
     clocks: Clocks,
 }
@@ -156,14 +159,14 @@ impl Jobs {
     }
 
     /// Checks the results of the jobs that have ended, and starts these jobs again.
-    fn go_on(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
+    fn restart_ended(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
         if self.search.poll()?.is_some() {
             let ended = std::mem::replace(&mut self.search, start_search(vm, say)?);
-            searched(vm, ended, SOON, outcome);
+            finish_search(vm, ended, WAIT_TIMEOUT, outcome);
         }
         if self.farm.poll()?.is_some() {
             let ended = std::mem::replace(&mut self.farm, start_farm(vm, self.units)?);
-            harvested(ended, SOON, outcome, &mut self.clocks);
+            finish_farm(ended, WAIT_TIMEOUT, outcome, &mut self.clocks);
         }
         Ok(())
     }
@@ -171,45 +174,50 @@ impl Jobs {
     /// Waits until both jobs have ended and checks their results. Returns the clocks of all
     /// workers.
     fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Clocks> {
-        searched(vm, self.search, REST_TIME, outcome);
-        harvested(self.farm, REST_TIME, outcome, &mut self.clocks);
+        finish_search(vm, self.search, JOBS_END_TIMEOUT, outcome);
+        finish_farm(self.farm, JOBS_END_TIMEOUT, outcome, &mut self.clocks);
         Ok(self.clocks)
     }
 }
 
-fn start_farm(vm: &Vm, units: u64) -> Result<Running> {
+fn start_farm(vm: &Vm, units: u64) -> Result<RunningCommand> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/busy"));
-    command.args(["farm", &WORKERS.to_string(), &units.to_string()]);
-    Running::start(command, Stdio::null())
+    command.args(["farm", &FARM_WORKERS.to_string(), &units.to_string()]);
+    RunningCommand::start(command, Stdio::null())
 }
 
 /// Waits until tablix2 has ended, and checks its timetables. Adds the result to `outcome`.
-fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome) {
+fn finish_search(vm: &Vm, search: RunningCommand, deadline: Duration, outcome: &mut Outcome) {
     let checked = search.finish(deadline).and_then(|done| {
-        done.expect_good("tablix2")?;
-        demo::solutions(vm)
+        done.expect_success("tablix2")?;
+        demo::read_solutions(vm)
     });
     outcome.searches += 1;
     match checked {
         Ok(solutions) => {
             outcome.timetables += solutions.len();
-            outcome.reasons.extend(demo::lacks(&solutions));
+            outcome.reasons.extend(demo::solution_error(&solutions));
         }
         Err(error) => outcome.reasons.push(format!("tablix2: {error:#}")),
     }
 }
 
 /// Waits until a farm has ended, and checks the result of each task. Adds the result to `outcome`.
-fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &mut Clocks) {
+fn finish_farm(
+    farm: RunningCommand,
+    deadline: Duration,
+    outcome: &mut Outcome,
+    clocks: &mut Clocks,
+) {
     outcome.farms += 1;
     match farm
         .finish(deadline)
-        .and_then(|done| done.expect_good("the farm"))
+        .and_then(|done| done.expect_success("the farm"))
     {
         Ok(done) => match read_farm(&done.out, clocks) {
-            right if right == WORKERS => outcome.results += right,
+            right if right == FARM_WORKERS => outcome.results += right,
             right => outcome.reasons.push(format!(
-                "{right} of {WORKERS} tasks of a farm had the right result: {}",
+                "{right} of {FARM_WORKERS} tasks of a farm had the right result: {}",
                 done.out
             )),
         },
@@ -254,7 +262,7 @@ fn pause(rng: &mut Rng, span: (usize, usize)) {
 }
 
 /// An owner who is logged in on a host.
-struct There {
+struct ActiveLogin {
     until: Instant,
     /// Time just before the login, in microseconds since 1970.
     from: u64,
@@ -262,9 +270,9 @@ struct There {
 }
 
 /// Logs out all owners for whose time of logout `is_over` returns true.
-fn leave(
-    there: &mut BTreeMap<u16, There>,
-    stays: &mut Vec<Stay>,
+fn log_out_expired(
+    there: &mut BTreeMap<u16, ActiveLogin>,
+    stays: &mut Vec<ScriptedLogin>,
     is_over: impl Fn(Instant) -> bool,
 ) -> Result<()> {
     let over: Vec<u16> = there
@@ -273,9 +281,9 @@ fn leave(
         .map(|(host, _)| *host)
         .collect();
     for host in over {
-        if let Some(There { from, login, .. }) = there.remove(&host) {
-            login.out()?;
-            stays.push(Stay {
+        if let Some(ActiveLogin { from, login, .. }) = there.remove(&host) {
+            login.log_out()?;
+            stays.push(ScriptedLogin {
                 host,
                 from,
                 to: now_us(),
@@ -285,7 +293,7 @@ fn leave(
     Ok(())
 }
 
-fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
+fn read_new_events(vm: &Vm, events: &mut BTreeMap<u64, EventEntry>) -> Result<()> {
     events.extend(vm.events()?.into_iter().map(|entry| (entry.number, entry)));
     Ok(())
 }
@@ -299,7 +307,7 @@ fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
     Ok(serde_json::from_value(answer["decisions"].take())?)
 }
 
-fn tell(outcome: &Outcome) {
+fn print_outcome(outcome: &Outcome) {
     let ms = |us: Option<&u64>| us.map_or("-".to_string(), |us| format!("{:.1}", *us as f64 / 1e3));
     let line = |what: &str, all: &[u64]| {
         let share = |percent: usize| {
@@ -353,7 +361,7 @@ fn tell(outcome: &Outcome) {
             outcome.workers_skipped, outcome.kernels_skipped
         );
     }
-    for Late {
+    for LateHost {
         host,
         clean_us,
         promised_us,
@@ -367,7 +375,7 @@ fn tell(outcome: &Outcome) {
         );
         story.iter().for_each(|line| println!("    {line}"));
     }
-    for RanOn {
+    for LateWorker {
         worker,
         ran_us,
         story,
@@ -376,7 +384,7 @@ fn tell(outcome: &Outcome) {
         println!("{worker} ran for {:.1} ms:", *ran_us as f64 / 1e3);
         story.iter().for_each(|line| println!("    {line}"));
     }
-    for GotOn { pid, got_us, story } in &outcome.got_on {
+    for LateKernel { pid, got_us, story } in &outcome.got_on {
         println!(
             "process {pid} of tablix2 got the processor for {:.1} ms:",
             *got_us as f64 / 1e3

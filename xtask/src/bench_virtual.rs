@@ -21,7 +21,7 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
     let measured = |name: &str| {
         format!(
             "--{name}={}",
-            setup::project()
+            setup::project_folder()
                 .join(format!("benches/results/{name}.json"))
                 .display()
         )
@@ -34,7 +34,7 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
 /// Builds and runs a benchmark. Returns its output, the path of its JSON file, and true if all
 /// results are within their limits.
 fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
-    let json = install::target()?.join(format!("{name}.json"));
+    let json = install::target_folder()?.join(format!("{name}.json"));
     if json.exists() {
         // The file of an earlier run is removed, so that it cannot be mistaken for that of this
         // run.

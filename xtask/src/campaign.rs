@@ -9,11 +9,11 @@ mod steps;
 
 use crate::install;
 use crate::runner;
-use crate::skips::Skips;
+use crate::skips::SkipDecider;
 use crate::test;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use journal::{Journal, Outcome, Record};
+use journal::{Journal, StepOutcome, StepRecord};
 use serde::Serialize;
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -21,13 +21,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-use steps::{PARTS, Step};
+use steps::{CampaignStep, PARTS};
 
 /// Time limit of one step. A step that exceeds it is killed and has failed.
-const STEP_TIME: Duration = Duration::from_secs(2 * 60 * 60);
+const STEP_TIMEOUT: Duration = Duration::from_secs(2 * 60 * 60);
 
 #[derive(Args)]
-pub(crate) struct Words {
+pub(crate) struct CampaignArgs {
     /// Only these parts: matrices, lies, soak, conformance, fuzz, limits, models, properties,
     /// release
     #[arg(long, value_name = "PART", value_delimiter = ',')]
@@ -62,20 +62,20 @@ struct PartSummary {
 
 /// The content of `summary.json`.
 #[derive(Debug, Serialize)]
-struct Summary {
+struct CampaignSummary {
     commit: String,
     seed: u64,
     complete: bool,
     parts: Vec<PartSummary>,
-    failures: Vec<Record>,
-    skipped: Vec<Record>,
+    failures: Vec<StepRecord>,
+    skipped: Vec<StepRecord>,
 }
 
 /// Runs the steps of the campaign that have not passed yet. Returns false if one fails.
 ///
 /// # Errors
 /// The set-up or the build fails, a part is unknown, or the results cannot be written.
-pub(crate) fn run(words: &Words) -> Result<bool> {
+pub(crate) fn run(words: &CampaignArgs) -> Result<bool> {
     if let Some(unknown) = words.only.iter().find(|name| !PARTS.contains(&&***name)) {
         bail!("there is no part {unknown:?}: {}", PARTS.join(", "));
     }
@@ -83,21 +83,21 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     let seed = words.seed.unwrap_or_else(test::seed);
     let folder = match &words.results {
         Some(folder) => folder.clone(),
-        None => install::target()?.join("campaign"),
+        None => install::target_folder()?.join("campaign"),
     };
     fs::create_dir_all(folder.join("logs")).with_context(|| folder.display().to_string())?;
     let profile = install::own_profile()?;
     let prepared = test::prepare(&profile)?;
-    let mut env = test::variables(&prepared.prefix, seed);
+    let mut env = test::test_variables(&prepared.prefix, seed);
     env.push(("SEMPA_TEST_FULL", "1".to_string()));
-    let whole = runner::Selection {
+    let whole = runner::TestSelection {
         packages: &["--workspace"],
         env: &env,
     };
     let tests = runner::runner(&profile).list(whole)?;
-    let mut skips = Skips::new(prepared.no_criu, true);
-    let all = steps::all(&tests, seed, &mut skips, &profile);
-    let chosen: Vec<&Step> = all
+    let mut skips = SkipDecider::new(prepared.no_criu, true);
+    let all = steps::all_steps(&tests, seed, &mut skips, &profile);
+    let chosen: Vec<&CampaignStep> = all
         .iter()
         .filter(|step| words.only.is_empty() || words.only.contains(&step.part.to_string()))
         .collect();
@@ -115,7 +115,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         .minutes
         .map(|minutes| begun + Duration::from_secs(minutes * 60));
     for step in &chosen {
-        if journal.passed(&step.id) {
+        if journal.has_passed(&step.id) {
             continue;
         }
         if end.is_some_and(|end| Instant::now() >= end) {
@@ -129,14 +129,14 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         );
         journal.add(record)?;
     }
-    finish(&chosen, &journal, &folder)
+    write_summary(&chosen, &journal, &folder)
 }
 
 /// Returns the commit that is checked out, or the error of git.
 fn commit() -> String {
     let done = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
-        .current_dir(crate::setup::project())
+        .current_dir(crate::setup::project_folder())
         .output();
     let text = done.map(|done| String::from_utf8_lossy(&done.stdout).trim().to_string());
     text.ok()
@@ -145,16 +145,16 @@ fn commit() -> String {
 }
 
 /// Runs one step and writes its output to a log file.
-fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record> {
+fn perform(step: &CampaignStep, folder: &Path, env: &[(&str, String)]) -> Result<StepRecord> {
     let begun = Instant::now();
     let log = folder
         .join("logs")
         .join(format!("{}.log", step.file_name()));
     let (outcome, why) = match &step.skip {
-        Some(reason) => (Outcome::Skipped, reason.clone()),
-        None => ended(step, &log, env)?,
+        Some(reason) => (StepOutcome::Skipped, reason.clone()),
+        None => run_program(step, &log, env)?,
     };
-    Ok(Record {
+    Ok(StepRecord {
         step: step.id.clone(),
         part: step.part.to_string(),
         outcome,
@@ -165,7 +165,11 @@ fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record>
 }
 
 /// Starts the program of a step and waits for its end. Returns the outcome and the reason for it.
-fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, String)> {
+fn run_program(
+    step: &CampaignStep,
+    log: &Path,
+    env: &[(&str, String)],
+) -> Result<(StepOutcome, String)> {
     let file = fs::File::create(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(&step.program);
     command
@@ -180,13 +184,13 @@ fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, St
     let mut child = command
         .spawn()
         .with_context(|| step.program.display().to_string())?;
-    let end = Instant::now() + STEP_TIME;
+    let end = Instant::now() + STEP_TIMEOUT;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(if status.success() {
-                (Outcome::Passed, String::new())
+                (StepOutcome::Passed, String::new())
             } else {
-                (Outcome::Failed, status.to_string())
+                (StepOutcome::Failed, status.to_string())
             });
         }
         if Instant::now() >= end {
@@ -194,15 +198,15 @@ fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, St
             let group = format!("-{}", child.id());
             let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
             child.wait()?;
-            let why = format!("stopped after {} s", STEP_TIME.as_secs());
-            return Ok((Outcome::Failed, why));
+            let why = format!("stopped after {} s", STEP_TIMEOUT.as_secs());
+            return Ok((StepOutcome::Failed, why));
         }
         sleep(Duration::from_millis(100));
     }
 }
 
 /// Writes and prints the summary of the campaign. Returns false if a step has failed.
-fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
+fn write_summary(steps: &[&CampaignStep], journal: &Journal, folder: &Path) -> Result<bool> {
     let mut parts: Vec<PartSummary> = Vec::new();
     let (mut failures, mut skipped) = (Vec::new(), Vec::new());
     for step in steps {
@@ -213,24 +217,24 @@ fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
             });
         }
         let part = parts.last_mut().context("just added")?;
-        let Some(record) = journal.last(&step.id) else {
+        let Some(record) = journal.last_record(&step.id) else {
             part.left += 1;
             continue;
         };
         part.seconds += record.seconds as u64;
         match record.outcome {
-            Outcome::Passed => part.passed += 1,
-            Outcome::Failed => {
+            StepOutcome::Passed => part.passed += 1,
+            StepOutcome::Failed => {
                 part.failed += 1;
                 failures.push(record.clone());
             }
-            Outcome::Skipped => {
+            StepOutcome::Skipped => {
                 part.skipped += 1;
                 skipped.push(record.clone());
             }
         }
     }
-    let summary = Summary {
+    let summary = CampaignSummary {
         commit: journal.commit.clone(),
         seed: journal.seed,
         complete: parts.iter().all(|part| part.left == 0),
@@ -238,7 +242,7 @@ fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
         failures,
         skipped,
     };
-    let text = text(&summary);
+    let text = summary_text(&summary);
     print!("{text}");
     fs::write(folder.join("summary.txt"), &text)?;
     fs::write(
@@ -249,7 +253,7 @@ fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
 }
 
 /// Returns the summary as text.
-fn text(summary: &Summary) -> String {
+fn summary_text(summary: &CampaignSummary) -> String {
     let mut text = format!(
         "campaign of {} with seed {}\n",
         summary.commit, summary.seed
@@ -279,15 +283,15 @@ mod tests {
     /// The summary has each failed step with its log, and the number of steps that have not run.
     #[test]
     fn summary_names_failures_and_what_is_left() {
-        let failure = Record {
+        let failure = StepRecord {
             step: "fuzz/3".into(),
             part: "fuzz".into(),
-            outcome: Outcome::Failed,
+            outcome: StepOutcome::Failed,
             why: "exit status: 101".into(),
             seconds: 2.0,
             log: "logs/fuzz-3.log".into(),
         };
-        let text = text(&Summary {
+        let text = summary_text(&CampaignSummary {
             commit: "abc".into(),
             seed: 7,
             complete: false,

@@ -1,11 +1,11 @@
 //! `cargo xtask conformance`: compares PVM 3.4.6 and Sempa with the conformance suite
 //! (`tests/conformance`).
 
-use crate::install::{self, Parts};
+use crate::install::{self, BuildParts};
 use crate::setup;
 use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
-use sempa_tests::needs;
+use sempa_tests::requirements;
 
 /// Runs the programs of the suite on the systems that `against` names. `chosen` are parts of
 /// program names; if empty, all programs run. With `as_installed`, builds and installs nothing.
@@ -14,7 +14,7 @@ use sempa_tests::needs;
 /// # Errors
 /// The machine lacks something for a testbed, or a system does not start.
 pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Result<bool> {
-    if let Some(lack) = needs::lacks() {
+    if let Some(lack) = requirements::lacks() {
         bail!("no conformance run: {lack}");
     }
     let systems: &[System] = match against {
@@ -23,10 +23,10 @@ pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Resul
         _ => &[System::Pvm3, System::Sempa, System::SempaUnchanged],
     };
     if !as_installed {
-        setup::everything()?;
-        install::build(&install::own_profile()?, Parts::ProgramsAndHosts)?;
-        install::lay_out(
-            &install::target()?.join("sempa-prefix"),
+        setup::set_up_all()?;
+        install::build(&install::own_profile()?, BuildParts::ProgramsAndHosts)?;
+        install::install_files(
+            &install::target_folder()?.join("sempa-prefix"),
             &install::own_profile()?,
         )?;
     }

@@ -1,6 +1,6 @@
 //! Builds the workspace and installs the programs under a prefix.
 
-use crate::setup::project;
+use crate::setup::project_folder;
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::fs;
@@ -32,14 +32,14 @@ const CRATES: [&str; 7] = [
 pub(crate) const RELEASE: &str = "release";
 
 /// Returns cargo's target folder of this build: two levels above the running program.
-pub(crate) fn target() -> Result<PathBuf> {
-    let build = sempa_tests::needs::build_folder()?;
+pub(crate) fn target_folder() -> Result<PathBuf> {
+    let build = sempa_tests::requirements::build_folder()?;
     Ok(build.parent().unwrap_or(&build).to_path_buf())
 }
 
 /// Returns the profile with which this program was built: `ci` for tests, otherwise `release`.
 pub(crate) fn own_profile() -> Result<String> {
-    let build = sempa_tests::needs::build_folder()?;
+    let build = sempa_tests::requirements::build_folder()?;
     let folder = build.file_name().unwrap_or_default().to_string_lossy();
     Ok(match &*folder {
         "debug" => "dev".to_string(),
@@ -48,7 +48,7 @@ pub(crate) fn own_profile() -> Result<String> {
 }
 
 /// Returns the name of the folder in the target folder that contains the programs of a profile.
-fn folder_of(profile: &str) -> &str {
+fn profile_folder(profile: &str) -> &str {
     if profile == "dev" { "debug" } else { profile }
 }
 
@@ -57,8 +57,8 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .args(words)
-        .current_dir(project())
-        .env("CARGO_TARGET_DIR", target()?);
+        .current_dir(project_folder())
+        .env("CARGO_TARGET_DIR", target_folder()?);
     // Cargo sets variables that describe this package. To the build scripts of other packages they
     // look like a change: cargo would rebuild those packages and all their dependents each time.
     let ours = |name: &OsString| {
@@ -73,7 +73,7 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Parts {
+pub(crate) enum BuildParts {
     /// The installed programs and libraries.
     Programs,
     /// The programs, and those that run the hosts of a testbed.
@@ -86,14 +86,14 @@ pub(crate) enum Parts {
 ///
 /// # Errors
 /// The build fails.
-pub(crate) fn build(profile: &str, parts: Parts) -> Result<()> {
+pub(crate) fn build(profile: &str, parts: BuildParts) -> Result<()> {
     let mut command = cargo(&["build", "--locked", "--profile", profile])?;
-    if parts == Parts::Tests {
+    if parts == BuildParts::Tests {
         command.args(["--workspace", "--all-targets"]);
     } else {
         command.args(CRATES.iter().flat_map(|name| ["-p", name]));
     }
-    if parts == Parts::ProgramsAndHosts {
+    if parts == BuildParts::ProgramsAndHosts {
         command.args(["-p", "sempa-tests"]);
     }
     if !command.status().context("cargo")?.success() {
@@ -107,56 +107,56 @@ pub(crate) fn build(profile: &str, parts: Parts) -> Result<()> {
 ///
 /// # Errors
 /// A program was not built, or the prefix cannot be written.
-pub(crate) fn lay_out(prefix: &Path, profile: &str) -> Result<()> {
-    let built = target()?.join(folder_of(profile));
+pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
+    let built = target_folder()?.join(profile_folder(profile));
     for folder in ["bin", "lib/pkgconfig", "include"] {
         let folder = prefix.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
     for name in PROGRAMS {
-        put(&built.join(name), &prefix.join("bin").join(name), 0o755)?;
+        install_file(&built.join(name), &prefix.join("bin").join(name), 0o755)?;
     }
-    put(
+    install_file(
         &built.join("libpvm3.so"),
         &prefix.join("lib/libpvm3.so.3"),
         0o755,
     )?;
-    link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
-    let capi = project().join("libpvm/capi");
+    replace_link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
+    let capi = project_folder().join("libpvm/capi");
     for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
-        put(
+        install_file(
             &capi.join("include").join(header),
             &prefix.join("include").join(header),
             0o644,
         )?;
     }
-    put(
+    install_file(
         &built.join("libpvm3.a"),
         &prefix.join("lib/libpvm3.a"),
         0o644,
     )?;
-    package_config(prefix, &capi.join("pvm3.pc.in"))?;
-    groups_and_fortran(prefix, &built)?;
-    manuals(prefix)
+    write_package_config(prefix, &capi.join("pvm3.pc.in"))?;
+    install_groups_and_fortran(prefix, &built)?;
+    install_manuals(prefix)
 }
 
 /// Installs the group library with its programs, and the files that Fortran programs need.
-fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
-    put(
+fn install_groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
+    install_file(
         &built.join("libgpvm3.so"),
         &prefix.join("lib/libgpvm3.so.3"),
         0o755,
     )?;
-    link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
-    put(
+    replace_link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
+    install_file(
         &built.join("libgpvm3.a"),
         &prefix.join("lib/libgpvm3.a"),
         0o644,
     )?;
-    link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
-    package_config(prefix, &project().join("libpvm/group/gpvm3.pc.in"))?;
-    replace(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
-    replace(
+    replace_link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
+    write_package_config(prefix, &project_folder().join("libpvm/group/gpvm3.pc.in"))?;
+    replace_file(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
+    replace_file(
         &prefix.join("include/fpvm3.h"),
         fpvm3::HEADER.as_bytes(),
         0o644,
@@ -164,7 +164,7 @@ fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
 }
 
 /// Writes a file for pkg-config from the template `form`.
-fn package_config(prefix: &Path, form: &Path) -> Result<()> {
+fn write_package_config(prefix: &Path, form: &Path) -> Result<()> {
     let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
     let place = std::path::absolute(prefix)?.display().to_string();
     let text = text
@@ -172,15 +172,15 @@ fn package_config(prefix: &Path, form: &Path) -> Result<()> {
         .replace("@prefix@", &place)
         .replace("@VERSION@", env!("CARGO_PKG_VERSION"));
     let name = form.file_stem().unwrap_or_default();
-    replace(
+    replace_file(
         &prefix.join("lib/pkgconfig").join(name),
         text.as_bytes(),
         0o644,
     )
 }
 
-fn manuals(prefix: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(project().join("docs/man")) else {
+fn install_manuals(prefix: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(project_folder().join("docs/man")) else {
         return Ok(());
     };
     let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -190,7 +190,7 @@ fn manuals(prefix: &Path) -> Result<()> {
     {
         let folder = prefix.join("share/man/man1");
         fs::create_dir_all(&folder)?;
-        put(
+        install_file(
             page,
             &folder.join(page.file_name().unwrap_or_default()),
             0o644,
@@ -199,29 +199,29 @@ fn manuals(prefix: &Path) -> Result<()> {
     Ok(())
 }
 
-fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
+fn install_file(from: &Path, to: &Path, mode: u32) -> Result<()> {
     let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
-    replace(to, &bytes, mode)
+    replace_file(to, &bytes, mode)
 }
 
 /// Replaces a file: writes a temporary file in the same folder and renames it. An identical file is
 /// not replaced, because other builds compare its time of modification.
-fn replace(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+fn replace_file(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(to).is_ok_and(|there| there == bytes) {
         return Ok(());
     }
-    let fresh = beside(to);
+    let fresh = temporary_path(to);
     let made = fs::write(&fresh, bytes)
         .and_then(|()| fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)))
         .and_then(|()| fs::rename(&fresh, to));
     made.with_context(|| format!("cannot write {}", to.display()))
 }
 
-fn link(content: &str, place: &Path) -> Result<()> {
+fn replace_link(content: &str, place: &Path) -> Result<()> {
     if fs::read_link(place).is_ok_and(|there| there == Path::new(content)) {
         return Ok(());
     }
-    let fresh = beside(place);
+    let fresh = temporary_path(place);
     let _ = fs::remove_file(&fresh);
     symlink(content, &fresh)
         .and_then(|()| fs::rename(&fresh, place))
@@ -229,7 +229,7 @@ fn link(content: &str, place: &Path) -> Result<()> {
 }
 
 /// Returns the path of a temporary file in the same folder. No other process uses this path.
-fn beside(place: &Path) -> PathBuf {
+fn temporary_path(place: &Path) -> PathBuf {
     let name = place
         .file_name()
         .unwrap_or_default()

@@ -7,8 +7,8 @@ mod bench_virtual;
 mod campaign;
 mod conformance;
 mod demo;
-mod demo_alone;
 mod install;
+mod one_host_demo;
 mod runner;
 mod setup;
 mod skips;
@@ -26,13 +26,13 @@ use std::process::ExitCode;
     about = "Builds, shows, tests and installs Sempa",
     arg_required_else_help = true
 )]
-struct Words {
+struct XtaskArgs {
     #[command(subcommand)]
-    command: What,
+    command: XtaskCommand,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum XtaskCommand {
     /// Show an owner who logs in: four hosts on this machine, a running PVM program
     Demo {
         /// The JSON file for the timeline
@@ -49,7 +49,7 @@ enum What {
     Tidy,
     /// Run checks that take hours: full matrices, soak, lies, conformance, fuzzing, limits;
     /// resumable
-    Campaign(campaign::Words),
+    Campaign(campaign::CampaignArgs),
     /// Build the programs and install them under a folder
     Install {
         /// The folder: programs go to DIR/bin, DIR/lib and DIR/include
@@ -75,23 +75,23 @@ enum What {
         programs: Vec<String>,
     },
     /// Measure single layers, or compare the running system with PVM 3.4.6, Open MPI and MPICH
-    Bench(bench::Words),
+    Bench(bench::BenchArgs),
 }
 
 fn main() -> ExitCode {
-    let done = match Words::parse().command {
-        What::Demo { json } => demo::run(&json),
-        What::Test { words } => test::run(&words),
-        What::Tidy => tidy::run(),
-        What::Campaign(words) => campaign::run(&words),
-        What::Install { prefix } => put_in_place(&prefix),
-        What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
-        What::Conformance {
+    let done = match XtaskArgs::parse().command {
+        XtaskCommand::Demo { json } => demo::run(&json),
+        XtaskCommand::Test { words } => test::run(&words),
+        XtaskCommand::Tidy => tidy::run(),
+        XtaskCommand::Campaign(words) => campaign::run(&words),
+        XtaskCommand::Install { prefix } => build_and_install(&prefix),
+        XtaskCommand::Criu { prefix } => setup::ensure_criu_at(&prefix).map(|()| true),
+        XtaskCommand::Conformance {
             against,
             as_installed,
             programs,
         } => conformance::run(&against, &programs, as_installed),
-        What::Bench(words) => bench::run(&words),
+        XtaskCommand::Bench(words) => bench::run(&words),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -103,9 +103,9 @@ fn main() -> ExitCode {
     }
 }
 
-fn put_in_place(prefix: &std::path::Path) -> Result<bool> {
-    install::build(install::RELEASE, install::Parts::Programs)?;
-    install::lay_out(prefix, install::RELEASE)?;
+fn build_and_install(prefix: &std::path::Path) -> Result<bool> {
+    install::build(install::RELEASE, install::BuildParts::Programs)?;
+    install::install_files(prefix, install::RELEASE)?;
     println!(
         "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
         prefix.display()

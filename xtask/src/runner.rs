@@ -25,13 +25,13 @@ pub(crate) struct Test {
 
 /// Number of tests of a run, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Counts {
+pub(crate) struct TestCounts {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
 }
 
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Counts) {
+impl std::ops::AddAssign for TestCounts {
+    fn add_assign(&mut self, other: TestCounts) {
         self.passed += other.passed;
         self.failed += other.failed;
     }
@@ -39,7 +39,7 @@ impl std::ops::AddAssign for Counts {
 
 /// The packages, features and environment variables of a run.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Selection<'a> {
+pub(crate) struct TestSelection<'a> {
     /// Arguments of cargo: `--workspace`, or packages with their features.
     pub(crate) packages: &'a [&'a str],
     /// Environment variables of the tests.
@@ -57,10 +57,15 @@ pub(crate) fn has_nextest() -> bool {
 /// Lists and runs tests.
 pub(crate) trait Runner {
     /// Builds the selected tests and lists them.
-    fn list(&self, selection: Selection) -> Result<Vec<Test>>;
+    fn list(&self, selection: TestSelection) -> Result<Vec<Test>>;
     /// Runs all tests of both tiers except for those in `skipped`. `words` are arguments that
     /// restrict the tests.
-    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts>;
+    fn run(
+        &self,
+        selection: TestSelection,
+        skipped: &[Test],
+        words: &[String],
+    ) -> Result<TestCounts>;
 }
 
 /// Returns the runner for this machine: [`Nextest`] if nextest is installed, otherwise [`Libtest`].
@@ -79,7 +84,7 @@ struct Nextest {
 }
 
 impl Nextest {
-    fn command(&self, verb: &str, selection: Selection) -> Result<Command> {
+    fn command(&self, verb: &str, selection: TestSelection) -> Result<Command> {
         let mut command = install::cargo(&["nextest", verb, "--locked", "--cargo-profile"])?;
         command
             .arg(&self.profile)
@@ -92,7 +97,7 @@ impl Nextest {
 }
 
 impl Runner for Nextest {
-    fn list(&self, selection: Selection) -> Result<Vec<Test>> {
+    fn list(&self, selection: TestSelection) -> Result<Vec<Test>> {
         let mut command = self.command("list", selection)?;
         let done = command
             .args(["--message-format", "json"])
@@ -102,20 +107,25 @@ impl Runner for Nextest {
         if !done.status.success() {
             bail!("cargo nextest list failed");
         }
-        listed(&serde_json::from_slice(&done.stdout)?)
+        parse_nextest_list(&serde_json::from_slice(&done.stdout)?)
     }
 
-    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts> {
-        let report = junit(&install::target()?);
+    fn run(
+        &self,
+        selection: TestSelection,
+        skipped: &[Test],
+        words: &[String],
+    ) -> Result<TestCounts> {
+        let report = junit_report_path(&install::target_folder()?);
         let _ = fs::remove_file(&report);
         let mut command = self.command("run", selection)?;
         command.arg("--no-fail-fast");
         if !skipped.is_empty() {
-            command.args(["-E", &without(skipped)]);
+            command.args(["-E", &exclusion_filter(skipped)]);
         }
         let status = command.args(words).status().context("cargo nextest run")?;
         let text = fs::read_to_string(&report).unwrap_or_default();
-        let counts = counted(&text);
+        let counts = parse_report(&text);
         if !status.success() && counts.failed == 0 {
             bail!("cargo nextest ended with {status} and reports no failed test");
         }
@@ -124,7 +134,7 @@ impl Runner for Nextest {
 }
 
 /// Returns the path of nextest's JUnit report.
-pub(crate) fn junit(target: &Path) -> PathBuf {
+pub(crate) fn junit_report_path(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
@@ -139,7 +149,7 @@ fn is_test(name: &str) -> bool {
 }
 
 /// Returns the tests in the JSON output of `cargo nextest list`.
-fn listed(list: &Value) -> Result<Vec<Test>> {
+fn parse_nextest_list(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
     for (binary, suite) in suites {
@@ -159,7 +169,7 @@ fn listed(list: &Value) -> Result<Vec<Test>> {
 }
 
 /// Returns nextest's filter expression that excludes these tests.
-fn without(tests: &[Test]) -> String {
+fn exclusion_filter(tests: &[Test]) -> String {
     let mut binaries: Vec<&str> = tests.iter().map(|test| test.binary.as_str()).collect();
     binaries.sort_unstable();
     binaries.dedup();
@@ -176,7 +186,7 @@ fn without(tests: &[Test]) -> String {
 }
 
 /// Returns the number of tests in a JUnit report, by outcome.
-fn counted(report: &str) -> Counts {
+fn parse_report(report: &str) -> TestCounts {
     let number = |name: &str| {
         let head = report.split_once("<testsuites ")?.1;
         let value = head.split_once(&format!(" {name}=\""))?.1;
@@ -184,7 +194,7 @@ fn counted(report: &str) -> Counts {
     };
     let of = |name| number(name).unwrap_or(0);
     let failed = of("failures") + of("errors");
-    Counts {
+    TestCounts {
         passed: of("tests").saturating_sub(failed),
         failed,
     }
@@ -195,7 +205,7 @@ struct Libtest {
     profile: String,
 }
 
-struct Binary {
+struct TestBinary {
     id: String,
     /// Names of functions that are not tests: they run in processes that tests start.
     children: Vec<String>,
@@ -204,7 +214,7 @@ struct Binary {
 }
 
 impl Libtest {
-    fn binaries(&self, selection: Selection) -> Result<Vec<Binary>> {
+    fn binaries(&self, selection: TestSelection) -> Result<Vec<TestBinary>> {
         let words = ["test", "--locked", "--no-run", "--message-format", "json"];
         let mut command = install::cargo(&words)?;
         let done = command
@@ -220,15 +230,17 @@ impl Libtest {
         let messages = lines
             .lines()
             .filter_map(|line| serde_json::from_str(line).ok());
-        let mut binaries: Vec<Binary> = messages.filter_map(|message| binary(&message)).collect();
+        let mut binaries: Vec<TestBinary> = messages
+            .filter_map(|message| parse_test_binary(&message))
+            .collect();
         for binary in &mut binaries {
-            let names = names_in(binary, &["--list", "--format", "terse"])?;
+            let names = list_names(binary, &["--list", "--format", "terse"])?;
             binary.children = names.into_iter().filter(|name| !is_test(name)).collect();
         }
         Ok(binaries)
     }
 
-    fn words(binary: &Binary, words: &[&str], env: &[(&str, String)]) -> Command {
+    fn words(binary: &TestBinary, words: &[&str], env: &[(&str, String)]) -> Command {
         let mut command = Command::new(&binary.path);
         command
             .args(words)
@@ -242,7 +254,7 @@ impl Libtest {
 
 /// Returns the test binary that a JSON message of cargo describes; `None` if the message describes
 /// something else.
-fn binary(message: &Value) -> Option<Binary> {
+fn parse_test_binary(message: &Value) -> Option<TestBinary> {
     let path = message["executable"].as_str()?;
     if message["profile"]["test"] != true {
         return None;
@@ -260,7 +272,7 @@ fn binary(message: &Value) -> Option<Binary> {
         "bin" | "bench" | "example" => format!("{package}::{kind}/{target}"),
         _ => package.to_string(),
     };
-    Some(Binary {
+    Some(TestBinary {
         id,
         children: Vec::new(),
         path: path.into(),
@@ -269,7 +281,7 @@ fn binary(message: &Value) -> Option<Binary> {
 }
 
 /// Runs a test binary with list arguments. Returns the names of the tests that it prints.
-fn names_in(binary: &Binary, words: &[&str]) -> Result<Vec<String>> {
+fn list_names(binary: &TestBinary, words: &[&str]) -> Result<Vec<String>> {
     let done = Libtest::words(binary, words, &[]).output()?;
     let text = String::from_utf8_lossy(&done.stdout);
     let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
@@ -277,11 +289,11 @@ fn names_in(binary: &Binary, words: &[&str]) -> Result<Vec<String>> {
 }
 
 impl Runner for Libtest {
-    fn list(&self, selection: Selection) -> Result<Vec<Test>> {
+    fn list(&self, selection: TestSelection) -> Result<Vec<Test>> {
         let mut tests = Vec::new();
         for binary in self.binaries(selection)? {
-            let ignored = names_in(&binary, &["--list", "--format", "terse", "--ignored"])?;
-            let all = names_in(&binary, &["--list", "--format", "terse"])?;
+            let ignored = list_names(&binary, &["--list", "--format", "terse", "--ignored"])?;
+            let all = list_names(&binary, &["--list", "--format", "terse"])?;
             for name in all.into_iter().filter(|name| is_test(name)) {
                 tests.push(Test {
                     binary: binary.id.clone(),
@@ -295,8 +307,13 @@ impl Runner for Libtest {
         Ok(tests)
     }
 
-    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts> {
-        let mut counts = Counts::default();
+    fn run(
+        &self,
+        selection: TestSelection,
+        skipped: &[Test],
+        words: &[String],
+    ) -> Result<TestCounts> {
+        let mut counts = TestCounts::default();
         for binary in self.binaries(selection)? {
             let mut all = vec!["--include-ignored", "--test-threads", "2"];
             let of = skipped.iter().filter(|test| test.binary == binary.id);
@@ -317,7 +334,7 @@ impl Runner for Libtest {
                 .with_context(|| binary.path.display().to_string())?;
             let text = String::from_utf8_lossy(&done.stdout);
             print!("{text}");
-            let of_this = summed(&text);
+            let of_this = sum_results(&text);
             if !done.status.success() && of_this.failed == 0 {
                 bail!("{} ended with {}", binary.id, done.status);
             }
@@ -328,8 +345,8 @@ impl Runner for Libtest {
 }
 
 /// Sums the result lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
-pub(crate) fn summed(text: &str) -> Counts {
-    let mut counts = Counts::default();
+pub(crate) fn sum_results(text: &str) -> TestCounts {
+    let mut counts = TestCounts::default();
     for line in text
         .lines()
         .filter(|line| line.starts_with("test result: "))
@@ -356,12 +373,12 @@ mod tests {
     #[test]
     fn report_is_counted() {
         let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">";
-        let counts = Counts {
+        let counts = TestCounts {
             passed: 5,
             failed: 2,
         };
-        assert_eq!(counted(report), counts);
-        assert_eq!(counted(""), Counts::default());
+        assert_eq!(parse_report(report), counts);
+        assert_eq!(parse_report(""), TestCounts::default());
     }
 
     /// The counts of several binaries are added.
@@ -369,11 +386,11 @@ mod tests {
     fn results_of_binaries_add_up() {
         let text = "test result: ok. 5 passed; 0 failed; 1 ignored\n\
                     test result: FAILED. 2 passed; 3 failed; 0 ignored\n";
-        let counts = Counts {
+        let counts = TestCounts {
             passed: 7,
             failed: 3,
         };
-        assert_eq!(summed(text), counts);
+        assert_eq!(sum_results(text), counts);
     }
 
     /// The filter contains each excluded test with its binary.
@@ -386,7 +403,7 @@ mod tests {
             path: PathBuf::new(),
             folder: PathBuf::new(),
         };
-        let filter = without(&[test("a::b", "x"), test("a::b", "y"), test("c", "z")]);
+        let filter = exclusion_filter(&[test("a::b", "x"), test("a::b", "y"), test("c", "z")]);
         assert_eq!(
             filter,
             "not ((binary_id(=a::b) & (test(=x) | test(=y))) | (binary_id(=c) & (test(=z))))"
@@ -398,7 +415,7 @@ mod tests {
     fn list_tells_the_tier() {
         let list = serde_json::json!({"rust-suites": {"a::b": {"testcases": {
             "pure": {"ignored": false}, "real": {"ignored": true}}}}});
-        let tests = listed(&list).expect("a list");
+        let tests = parse_nextest_list(&list).expect("a list");
         let tiers: Vec<(&str, bool)> = tests
             .iter()
             .map(|test| (test.name.as_str(), test.ignored))

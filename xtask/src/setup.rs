@@ -2,7 +2,7 @@
 //! its kernel.
 
 use anyhow::{Context, Result, bail};
-use sempa_tests::needs;
+use sempa_tests::requirements;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -40,11 +40,11 @@ pub(crate) const PACKAGES: [&str; 22] = [
 pub(crate) const CRIU_PREFIX: &str = "/opt/sempa/criu";
 
 pub(crate) fn is_root() -> bool {
-    needs::is_root()
+    requirements::is_root()
 }
 
 /// Returns the top folder of the project.
-pub(crate) fn project() -> PathBuf {
+pub(crate) fn project_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .unwrap_or(Path::new("/"))
@@ -55,12 +55,12 @@ pub(crate) fn project() -> PathBuf {
 ///
 /// # Errors
 /// A package or CRIU cannot be installed although the user is root.
-pub(crate) fn everything() -> Result<()> {
-    packages(&PACKAGES)?;
+pub(crate) fn set_up_all() -> Result<()> {
+    ensure_packages(&PACKAGES)?;
     // If no testbed can be made, no task can migrate and CRIU is not needed. The caller reports
     // this.
-    if needs::lacks().is_none() {
-        engine()
+    if requirements::lacks().is_none() {
+        ensure_criu()
     } else {
         Ok(())
     }
@@ -70,19 +70,19 @@ pub(crate) fn everything() -> Result<()> {
 /// this kernel.
 ///
 /// # Errors
-/// The user is not root, or the call of [`criu`] fails.
-pub(crate) fn engine() -> Result<()> {
+/// The user is not root, or the call of [`ensure_criu_at`] fails.
+pub(crate) fn ensure_criu() -> Result<()> {
     if !is_root() {
         bail!("tasks are moved by CRIU, which needs root");
     }
-    criu(Path::new(CRIU_PREFIX))
+    ensure_criu_at(Path::new(CRIU_PREFIX))
 }
 
 /// Installs those of these Debian packages that are missing.
 ///
 /// # Errors
 /// A package cannot be installed although the user is root.
-pub(crate) fn packages(names: &[&'static str]) -> Result<()> {
+pub(crate) fn ensure_packages(names: &[&'static str]) -> Result<()> {
     let missing: Vec<&str> = names
         .iter()
         .copied()
@@ -143,12 +143,12 @@ fn apt(words: &[&str]) -> Result<()> {
 ///
 /// # Errors
 /// No CRIU works, and none can be installed.
-pub(crate) fn criu(prefix: &Path) -> Result<()> {
-    if let Some(program) = needs::engine().filter(|program| works(program)) {
+pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
+    if let Some(program) = requirements::engine().filter(|program| criu_works(program)) {
         println!("setup: {} works", program.display());
         return Ok(());
     }
-    let script = project().join("xtask/scripts/install-criu.sh");
+    let script = project_folder().join("xtask/scripts/install-criu.sh");
     println!(
         "setup: getting a CRIU for this kernel into {}",
         prefix.display()
@@ -172,7 +172,7 @@ pub(crate) fn criu(prefix: &Path) -> Result<()> {
 
 /// True if `criu check` succeeds and the version is known to work. The version alone proves
 /// nothing, because the result depends on the kernel.
-fn works(program: &Path) -> bool {
+fn criu_works(program: &Path) -> bool {
     let quiet = |word: &str| Command::new(program).arg(word).output();
     let version = quiet("--version")
         .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())

@@ -4,13 +4,13 @@
 //! nevertheless panics with the same reason (`sempa_tests::needs`).
 
 use procfs::{Current, Meminfo};
-use sempa_tests::{limits, logind, needs, screen, sources};
+use sempa_tests::{limits, logind, pvm_examples, requirements, screen};
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Something that a test needs in addition to the programs of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Need {
+enum TestNeed {
     Root,
     /// Root, namespaces, and the programs that the testbed calls.
     Hosts,
@@ -35,26 +35,26 @@ enum Need {
     FreeMemory(u64, u64),
 }
 
-use Need::{
+use TestNeed::{
     Bus, Criu, Disk, Examples, Freezer, Hosts, MemoryGroups, ProcessorGroups, Root, Screen,
 };
 
-const GCC: Need = Need::Program("gcc", "gcc");
-const GFORTRAN: Need = Need::Program("gfortran", "gfortran");
-const MAKE: Need = Need::Program("make", "make");
-const PKG_CONFIG: Need = Need::Program("pkg-config", "pkg-config");
-const PYTHON: Need = Need::Program("python3", "python3");
-const PVM: Need = Need::Program("/usr/bin/pvm", "pvm");
-const PVM_EXAMPLES: Need = Need::Program("/usr/bin/hello.pvm", "pvm-examples");
-const PVM_DEV: Need = Need::Program("/usr/include/pvm3.h", "pvm-dev");
-const TABLIX: Need = Need::Program("/usr/bin/tablix2", "tablix2");
-const NETPIPE: Need = Need::Program("/usr/bin/NPpvm", "netpipe-pvm");
-const SLSH: Need = Need::Program("/usr/bin/slsh", "slsh");
+const GCC: TestNeed = TestNeed::Program("gcc", "gcc");
+const GFORTRAN: TestNeed = TestNeed::Program("gfortran", "gfortran");
+const MAKE: TestNeed = TestNeed::Program("make", "make");
+const PKG_CONFIG: TestNeed = TestNeed::Program("pkg-config", "pkg-config");
+const PYTHON: TestNeed = TestNeed::Program("python3", "python3");
+const PVM: TestNeed = TestNeed::Program("/usr/bin/pvm", "pvm");
+const PVM_EXAMPLES: TestNeed = TestNeed::Program("/usr/bin/hello.pvm", "pvm-examples");
+const PVM_DEV: TestNeed = TestNeed::Program("/usr/include/pvm3.h", "pvm-dev");
+const TABLIX: TestNeed = TestNeed::Program("/usr/bin/tablix2", "tablix2");
+const NETPIPE: TestNeed = TestNeed::Program("/usr/bin/NPpvm", "netpipe-pvm");
+const SLSH: TestNeed = TestNeed::Program("/usr/bin/slsh", "slsh");
 
 /// The needs of ignored tests, as (binary, test, needs). The binary has nextest's form; the part
 /// before `::` alone stands for all binaries of a package. The test is a part of the test's name,
 /// or empty for all tests.
-const TABLE: &[(&str, &str, &[Need])] = &[
+const NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests", "", &[Hosts]),
     ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
     ("sempa-tests::checkpoint", "", &[Criu]),
@@ -80,12 +80,12 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     (
         "sempa-tests::limits",
         "giant",
-        &[Need::FreeMemory(2 << 10, 14 << 10)],
+        &[TestNeed::FreeMemory(2 << 10, 14 << 10)],
     ),
     (
         "sempa-tests::limits",
         "floods",
-        &[Need::FreeMemory(2 << 10, 6 << 10)],
+        &[TestNeed::FreeMemory(2 << 10, 6 << 10)],
     ),
     ("sempa-tests::loss", "", &[Criu]),
     ("sempa-tests::lying_engines", "", &[Criu]),
@@ -133,15 +133,15 @@ const TABLE: &[(&str, &str, &[Need])] = &[
 
 /// Returns the needs of an ignored test. If the table does not have its binary, the test needs
 /// hosts.
-fn needs_of(binary: &str, test: &str) -> Vec<Need> {
+fn needs_of(binary: &str, test: &str) -> Vec<TestNeed> {
     let package = binary.split("::").next().unwrap_or(binary);
-    let rows = TABLE
+    let rows = NEEDS
         .iter()
         .filter(|(of, part, _)| (*of == binary || *of == package) && test.contains(part));
-    let needs: Vec<Need> = rows
+    let needs: Vec<TestNeed> = rows
         .flat_map(|(_, _, needs)| needs.iter().copied())
         .collect();
-    let known = TABLE
+    let known = NEEDS
         .iter()
         .any(|(of, _, _)| *of == binary || *of == package);
     if known { needs } else { vec![Hosts] }
@@ -149,36 +149,36 @@ fn needs_of(binary: &str, test: &str) -> Vec<Need> {
 
 /// Returns why a need is not met on this machine; `None` if it is met. `criu` is the reason why
 /// CRIU does not work, as found by the set-up. `full` is true if tests run with `SEMPA_TEST_FULL`.
-fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
+fn lack(need: TestNeed, criu: Option<&str>, full: bool) -> Option<String> {
     match need {
-        Need::FreeMemory(usual, all) => {
+        TestNeed::FreeMemory(usual, all) => {
             let wanted = if full { all } else { usual };
             let free = free_mebibytes();
             (free < wanted).then(|| format!("{wanted} MiB of free memory are needed, not {free}"))
         }
-        Need::Root => (!needs::is_root()).then(|| "this is not root".to_string()),
-        Need::Hosts => needs::lacks(),
-        Need::Criu => criu.map(String::from),
-        Need::Program(name, package) => {
+        TestNeed::Root => (!requirements::is_root()).then(|| "this is not root".to_string()),
+        TestNeed::Hosts => requirements::lacks(),
+        TestNeed::Criu => criu.map(String::from),
+        TestNeed::Program(name, package) => {
             let found = if name.starts_with('/') {
                 Path::new(name).exists()
             } else {
-                needs::find_in_path(name).is_some()
+                requirements::find_in_path(name).is_some()
             };
             (!found).then(|| format!("{name} is missing: install {package}"))
         }
-        Need::Examples => sources::lacks(),
-        Need::Screen => screen::lacks(),
-        Need::Bus => logind::lacks(),
-        Need::ProcessorGroups => limits::lacks(),
-        Need::MemoryGroups => limits::lacks_memory(),
-        Need::Freezer => {
+        TestNeed::Examples => pvm_examples::lacks(),
+        TestNeed::Screen => screen::lacks(),
+        TestNeed::Bus => logind::lacks(),
+        TestNeed::ProcessorGroups => limits::lacks(),
+        TestNeed::MemoryGroups => limits::lacks_memory(),
+        TestNeed::Freezer => {
             let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-            sempa_proto::cgroup::mount_point(&mounts, None)
+            sempa_proto::cgroup::find_mount_point(&mounts, None)
                 .is_none()
                 .then(|| "control groups of version 2 are not mounted".to_string())
         }
-        Need::Disk => needs::lacks_disk(),
+        TestNeed::Disk => requirements::lacks_disk(),
     }
 }
 
@@ -189,27 +189,27 @@ fn free_mebibytes() -> u64 {
 }
 
 /// Decides which tests are skipped. Each need is checked only once.
-pub(crate) struct Skips {
+pub(crate) struct SkipDecider {
     criu: Option<String>,
     full: bool,
-    answers: BTreeMap<Need, Option<String>>,
+    lacks_by_need: BTreeMap<TestNeed, Option<String>>,
 }
 
-impl Skips {
+impl SkipDecider {
     /// `criu` is the reason why CRIU does not work; `None` if it works. `full` is true if tests run
     /// with `SEMPA_TEST_FULL`.
-    pub(crate) fn new(criu: Option<String>, full: bool) -> Skips {
-        Skips {
+    pub(crate) fn new(criu: Option<String>, full: bool) -> SkipDecider {
+        SkipDecider {
             criu,
             full,
-            answers: BTreeMap::new(),
+            lacks_by_need: BTreeMap::new(),
         }
     }
 
     /// Returns the reason to skip an ignored test; `None` if the machine meets all its needs.
     pub(crate) fn reason(&mut self, binary: &str, test: &str) -> Option<String> {
         needs_of(binary, test).into_iter().find_map(|need| {
-            self.answers
+            self.lacks_by_need
                 .entry(need)
                 .or_insert_with(|| lack(need, self.criu.as_deref(), self.full))
                 .clone()
@@ -241,8 +241,8 @@ mod tests {
     /// Without CRIU the tests of migrations are skipped, with the reason from the set-up.
     #[test]
     fn missing_criu_skips_moves_only() {
-        let mut skips = Skips::new(Some("no CRIU".into()), false);
-        let reason = |skips: &mut Skips, name| skips.reason(name, "x");
+        let mut skips = SkipDecider::new(Some("no CRIU".into()), false);
+        let reason = |skips: &mut SkipDecider, name| skips.reason(name, "x");
         assert_eq!(
             reason(&mut skips, "pvm-tasker::moves").as_deref(),
             Some("no CRIU")

@@ -1,10 +1,10 @@
 //! `cargo xtask test`: sets up the machine, checks the sources, builds once, installs the programs,
 //! and runs the tests of both tiers.
 
-use crate::install::{self, Parts};
-use crate::runner::{self, Counts, Runner, Selection, Test};
+use crate::install::{self, BuildParts};
+use crate::runner::{self, Runner, Test, TestCounts, TestSelection};
 use crate::setup;
-use crate::skips::Skips;
+use crate::skips::SkipDecider;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ use std::time::{Instant, SystemTime};
 const PROPTEST_SEED: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
 
 /// Environment variable with the seed that selects faults, victims and steps.
-pub(crate) const SEED: &str = "SEMPA_TEST_SEED";
+pub(crate) const SEED_ENV: &str = "SEMPA_TEST_SEED";
 
 /// Environment variable and value that set the number of random inputs for all parsers of packed
 /// data.
@@ -30,32 +30,32 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     let start = Instant::now();
     let profile = install::own_profile()?;
     let seed = seed();
-    println!("test: profile {profile}, {SEED}={seed}");
-    let mut good = words.is_empty().then(formatted).is_none_or(|good| good);
+    println!("test: profile {profile}, {SEED_ENV}={seed}");
+    let mut good = words.is_empty().then(check_format).is_none_or(|good| good);
     let env = prepare(&profile)?;
-    let mut skips = Skips::new(env.no_criu, false);
+    let mut skips = SkipDecider::new(env.no_criu, false);
     println!(
         "test: set-up and build took {} s",
         start.elapsed().as_secs()
     );
     let begun = Instant::now();
-    let variables = variables(&env.prefix, seed);
-    let whole = Selection {
+    let variables = test_variables(&env.prefix, seed);
+    let whole = TestSelection {
         packages: &["--workspace"],
         env: &variables,
     };
     let runner = runner::runner(&profile);
-    let skipped = skipped(&runner.list(whole)?, &mut skips);
+    let skipped = skipped_tests(&runner.list(whole)?, &mut skips);
     let mut counts = runner.run(whole, &skipped, words)?;
     if words.is_empty() {
-        counts += models(&*runner)?;
-        counts += examples(&profile)?;
-        good &= lints(&profile)?;
+        counts += run_model_checker(&*runner)?;
+        counts += run_doc_tests(&profile)?;
+        good &= check_lints(&profile)?;
     }
     good &= counts.failed == 0;
     println!(
         "test: {}: {} passed, {} failed, {} skipped in {} s after {} s of set-up and build; \
-         {SEED}={seed}",
+         {SEED_ENV}={seed}",
         if good { "all passed" } else { "NOT ALL PASSED" },
         counts.passed,
         counts.failed,
@@ -67,7 +67,7 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
 }
 
 /// The result of the set-up for tests of the system tier.
-pub(crate) struct Prepared {
+pub(crate) struct TestSetup {
     /// Folder in which the programs are installed.
     pub(crate) prefix: String,
     /// The reason why CRIU does not work; `None` if it works.
@@ -78,21 +78,23 @@ pub(crate) struct Prepared {
 ///
 /// # Errors
 /// A package cannot be installed, or the build fails.
-pub(crate) fn prepare(profile: &str) -> Result<Prepared> {
-    setup::packages(&setup::PACKAGES)?;
-    let no_criu = setup::engine().err().map(|error| format!("{error:#}"));
-    install::build(profile, Parts::Tests)?;
-    let prefix = install::target()?.join("sempa-prefix");
-    install::lay_out(&prefix, profile)?;
-    Ok(Prepared {
+pub(crate) fn prepare(profile: &str) -> Result<TestSetup> {
+    setup::ensure_packages(&setup::PACKAGES)?;
+    let no_criu = setup::ensure_criu().err().map(|error| format!("{error:#}"));
+    install::build(profile, BuildParts::Tests)?;
+    let prefix = install::target_folder()?.join("sempa-prefix");
+    install::install_files(&prefix, profile)?;
+    Ok(TestSetup {
         prefix: prefix.display().to_string(),
         no_criu,
     })
 }
 
-/// Returns the seed of this run: the value of [`SEED`], or the number of the day.
+/// Returns the seed of this run: the value of [`SEED_ENV`], or the number of the day.
 pub(crate) fn seed() -> u64 {
-    let given = std::env::var(SEED).ok().and_then(|text| text.parse().ok());
+    let given = std::env::var(SEED_ENV)
+        .ok()
+        .and_then(|text| text.parse().ok());
     given.unwrap_or_else(|| {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         now.map_or(0, |time| time.as_secs() / (24 * 60 * 60))
@@ -101,7 +103,7 @@ pub(crate) fn seed() -> u64 {
 
 /// Returns the environment variables for all tests. A variable that the caller has set keeps its
 /// value.
-pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
+pub(crate) fn test_variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
     let usual = [PROPTEST_SEED, FUZZ_INPUTS];
     let unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
     let mut all: Vec<(&'static str, String)> = usual
@@ -110,13 +112,13 @@ pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> 
         .map(|(name, value)| (name, value.to_string()))
         .collect();
     all.push(("SEMPA_PREFIX", prefix.to_string()));
-    all.push((SEED, seed.to_string()));
+    all.push((SEED_ENV, seed.to_string()));
     all
 }
 
 /// Returns the tests of the system tier that this machine cannot run. Prints their number for each
 /// binary and reason.
-pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
+pub(crate) fn skipped_tests(tests: &[Test], skips: &mut SkipDecider) -> Vec<Test> {
     let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
     let mut skipped = Vec::new();
     for test in tests.iter().filter(|test| test.ignored) {
@@ -132,7 +134,7 @@ pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
 }
 
 /// Runs the model checker: checks rings and doorbells with two threads in all interleavings.
-fn models(runner: &dyn Runner) -> Result<Counts> {
+fn run_model_checker(runner: &dyn Runner) -> Result<TestCounts> {
     let packages = [
         "--package",
         "sempa-ring",
@@ -141,7 +143,7 @@ fn models(runner: &dyn Runner) -> Result<Counts> {
         "--test",
         "model",
     ];
-    let selection = Selection {
+    let selection = TestSelection {
         packages: &packages,
         env: &[],
     };
@@ -149,7 +151,7 @@ fn models(runner: &dyn Runner) -> Result<Counts> {
 }
 
 /// Tests the examples in the documentation, which nextest does not run.
-fn examples(profile: &str) -> Result<Counts> {
+fn run_doc_tests(profile: &str) -> Result<TestCounts> {
     let words = ["test", "--locked", "--doc", "--workspace"];
     let done = install::cargo(&words)?
         .args(["--profile", profile])
@@ -157,7 +159,7 @@ fn examples(profile: &str) -> Result<Counts> {
         .stderr(Stdio::inherit())
         .output()?;
     let text = String::from_utf8_lossy(&done.stdout);
-    let mut counts = runner::summed(&text);
+    let mut counts = runner::sum_results(&text);
     if !done.status.success() {
         print!("{text}");
         counts.failed = counts.failed.max(1);
@@ -166,7 +168,7 @@ fn examples(profile: &str) -> Result<Counts> {
 }
 
 /// True if a component of the toolchain is installed.
-fn has(component: &str) -> bool {
+fn has_component(component: &str) -> bool {
     Command::new("cargo")
         .args([component, "--version"])
         .output()
@@ -174,8 +176,8 @@ fn has(component: &str) -> bool {
 }
 
 /// Checks the format of the sources. Returns true if it is correct, or if rustfmt is not installed.
-fn formatted() -> bool {
-    if !has("fmt") {
+fn check_format() -> bool {
+    if !has_component("fmt") {
         println!("test: rustfmt is not installed: the format is not checked");
         return true;
     }
@@ -191,8 +193,8 @@ fn formatted() -> bool {
 /// Checks the workspace with clippy. Returns true if there are no findings, or if clippy is not
 /// installed. Uses the profile of the tests' build, so that build scripts and procedural macros are
 /// not compiled again.
-fn lints(profile: &str) -> Result<bool> {
-    if !has("clippy") {
+fn check_lints(profile: &str) -> Result<bool> {
+    if !has_component("clippy") {
         println!("test: clippy is not installed: the lints are not checked");
         return Ok(true);
     }

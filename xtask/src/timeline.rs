@@ -3,7 +3,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::vm::Entry;
+use sempa_tests::vm::EventEntry;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub(crate) struct Timeline {
     /// Time at which the last guest had stopped.
     pub(crate) guests_stopped_ms: Option<f64>,
     /// The migrations of guests off the host.
-    pub(crate) moves: Vec<Journey>,
+    pub(crate) moves: Vec<GuestMigration>,
     /// Time at which no guest was left on the host.
     pub(crate) host_clean_ms: Option<f64>,
     /// Migrations that have failed, each with the reason.
@@ -32,7 +32,7 @@ pub(crate) struct Timeline {
 /// The migration of one task. All times are milliseconds after the login record, except for
 /// `frozen_ms`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Journey {
+pub(crate) struct GuestMigration {
     pub(crate) tid: String,
     /// Name of the source host.
     pub(crate) from: String,
@@ -55,10 +55,10 @@ pub(crate) struct Journey {
 impl Timeline {
     /// Returns the timeline of the first login on the host `index`; `None` if the event log has no
     /// login there. `names` are the host names by index.
-    pub(crate) fn of(
+    pub(crate) fn from_events(
         index: u16,
         names: &BTreeMap<u16, String>,
-        events: &[Entry],
+        events: &[EventEntry],
     ) -> Option<Timeline> {
         let name = |index: u16| {
             names
@@ -83,7 +83,7 @@ impl Timeline {
             login_seen_ms: after(seen),
             ..Timeline::default()
         };
-        let mut journeys: Vec<(u64, Journey)> = Vec::new();
+        let mut journeys: Vec<(u64, GuestMigration)> = Vec::new();
         for entry in events.iter().filter(|entry| entry.at_us >= since) {
             let at = after(entry.at_us);
             match &entry.kind {
@@ -100,11 +100,11 @@ impl Timeline {
                         let (from, to) = (name(from.index()), name(to.index()));
                         journeys.push((
                             id.0,
-                            Journey {
+                            GuestMigration {
                                 tid: tid.to_string(),
                                 from,
                                 to,
-                                ..Journey::default()
+                                ..GuestMigration::default()
                             },
                         ));
                         journeys.len() - 1
@@ -164,7 +164,7 @@ impl Timeline {
     }
 
     /// Returns the parts that are missing in the timeline; empty if it is complete.
-    pub(crate) fn lacks(&self) -> Vec<String> {
+    pub(crate) fn missing_parts(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.moves.is_empty() {
             lacks.push(format!("no guest of {} has moved", self.host));
@@ -238,8 +238,8 @@ mod tests {
     use sempa_proto::migration::MigrationCause;
     use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
-    fn entry(at_us: u64, kind: EventKind) -> Entry {
-        Entry {
+    fn entry(at_us: u64, kind: EventKind) -> EventEntry {
+        EventEntry {
             number: 0,
             at_us,
             host: None,
@@ -292,8 +292,8 @@ mod tests {
             entry(1_041_000, EventKind::HostVacated { host: h2 }),
         ];
         let names = BTreeMap::from([(1, "h1".to_string()), (2, "h2".to_string())]);
-        let line = Timeline::of(2, &names, &events).expect("a login");
-        assert_eq!(line.lacks(), Vec::<String>::new());
+        let line = Timeline::from_events(2, &names, &events).expect("a login");
+        assert_eq!(line.missing_parts(), Vec::<String>::new());
         assert_eq!(
             (
                 line.login_seen_ms,
@@ -310,11 +310,11 @@ mod tests {
             ),
             (Some(40.0), Some(30.5), 5)
         );
-        assert!(Timeline::of(1, &names, &events).is_none());
+        assert!(Timeline::from_events(1, &names, &events).is_none());
         assert!(
-            !Timeline::of(2, &names, &events[..3])
+            !Timeline::from_events(2, &names, &events[..3])
                 .expect("a login")
-                .lacks()
+                .missing_parts()
                 .is_empty()
         );
     }

@@ -2,9 +2,9 @@
 //! stop-and-copy ([`StopAndCopy`]) or by post-copy ([`PostCopy`]). The hosts are used for nothing
 //! else.
 
-use super::{GapRecord, IMAGE_FOLDER, MigrationTimes, STEP_TIMEOUT, ms, now_us};
+use super::{GapRecord, IMAGE_FOLDER, MigrationTimes, STEP_TIMEOUT, ms_between, now_us};
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use sempa_tests::run::{Running, eventually, must};
+use sempa_tests::run::{RunningCommand, run_ok, wait_for};
 use sempa_tests::testbed::{Host, NETWORK, Testbed};
 use sempa_tests::vm::Vm;
 use std::fs;
@@ -27,9 +27,9 @@ const CRIU_PIPE_BYTES: u64 = 16 << 20;
 
 /// A process of the measured program, and the command that waits for its end.
 struct BareProcess {
-    notes: GapRecord,
+    gap_record: GapRecord,
     /// The command that started or restored the process and waits for its end.
-    running: Running,
+    waiting_command: RunningCommand,
     /// Id of the process, as seen on its host.
     pid: i64,
 }
@@ -39,11 +39,11 @@ impl BareProcess {
         let notes = GapRecord(vm.bed().folder().join(format!("notes-{mib}-{name}")));
         let mut command = host.command(vm.home().join("pvm3/bin/LINUX64/memory"));
         command.arg(mib.to_string()).arg(&notes.0).arg("alone");
-        let running = Running::start(command, Stdio::null())?;
+        let running = RunningCommand::start(command, Stdio::null())?;
         let pid = notes.await_ready()?;
         Ok(BareProcess {
-            notes,
-            running,
+            gap_record: notes,
+            waiting_command: running,
             pid,
         })
     }
@@ -52,13 +52,13 @@ impl BareProcess {
     fn kill(self, host: &Host) -> Result<()> {
         let mut kill = host.command("kill");
         kill.args(["-9", &self.pid.to_string()]);
-        must(kill, STEP_TIMEOUT)?;
-        self.running.finish(STEP_TIMEOUT).map(drop)
+        run_ok(kill, STEP_TIMEOUT)?;
+        self.waiting_command.finish(STEP_TIMEOUT).map(drop)
     }
 }
 
 /// Returns a command that runs CRIU on a host with the command word `word`.
-fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
+fn criu_command(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     let mut command = host.command(engine);
     command
         .arg(word)
@@ -112,25 +112,28 @@ impl<'a> StopAndCopy<'a> {
             Path::new(IMAGE_FOLDER).join("from"),
             Path::new(IMAGE_FOLDER).join("to"),
         );
-        let inside = self.host.path(IMAGE_FOLDER);
+        let inside = self.host.machine_path(IMAGE_FOLDER);
         fs::create_dir_all(inside.join("from"))?;
-        let mut dump = criu(self.host, &self.engine, "dump", &from);
+        let mut dump = criu_command(self.host, &self.engine, "dump", &from);
         dump.args(["-t", &self.process.pid.to_string()]);
         let begin = now_us();
         let told = |error: Error, which, word| {
             anyhow!("{error:#}{}", log_errors(&inside.join(which), word))
         };
-        must(dump, STEP_TIMEOUT).map_err(|error| told(error, "from", "dump"))?;
+        run_ok(dump, STEP_TIMEOUT).map_err(|error| told(error, "from", "dump"))?;
         let dumped = now_us();
         let mut copy = self.host.command("cp");
         copy.arg("-r").arg(&from).arg(&to);
-        must(copy, STEP_TIMEOUT)?;
+        run_ok(copy, STEP_TIMEOUT)?;
         let copied = now_us();
         // The restored process needs the id of the old one. The id is free, because the command
         // that waited for the old process has ended and so has reaped it.
-        let restore = Running::start(criu(self.host, &self.engine, "restore", &to), Stdio::null())?;
-        std::mem::replace(&mut self.process.running, restore).finish(STEP_TIMEOUT)?;
-        let gap = self.process.notes.await_gap(dumped);
+        let restore = RunningCommand::start(
+            criu_command(self.host, &self.engine, "restore", &to),
+            Stdio::null(),
+        )?;
+        std::mem::replace(&mut self.process.waiting_command, restore).finish(STEP_TIMEOUT)?;
+        let gap = self.process.gap_record.await_gap(dumped);
         let (stood, until) = gap.map_err(|error| told(error, "to", "restore"))?;
         let bytes = folder_bytes(&inside.join("from"))?;
         fs::remove_dir_all(inside)?;
@@ -140,11 +143,11 @@ impl<'a> StopAndCopy<'a> {
             ("restore", copied, until),
         ];
         let steps = steps
-            .map(|(step, from, to)| (step.to_string(), ms(from, to)))
+            .map(|(step, from, to)| (step.to_string(), ms_between(from, to)))
             .to_vec();
-        let total_ms = ms(begin, until);
+        let total_ms = ms_between(begin, until);
         Ok(MigrationTimes {
-            freeze_ms: ms(stood, until),
+            freeze_ms: ms_between(stood, until),
             total_ms,
             arrived_ms: total_ms,
             bytes,
@@ -174,9 +177,9 @@ pub(super) struct PostCopy<'a> {
 
 /// The CRIU processes of a post-copy migration. All of them run at the same time.
 struct CriuProcesses {
-    dump: Running,
-    pages: Running,
-    restore: Running,
+    dump: RunningCommand,
+    pages: RunningCommand,
+    restore: RunningCommand,
 }
 
 impl<'a> PostCopy<'a> {
@@ -188,7 +191,7 @@ impl<'a> PostCopy<'a> {
         let next = format!("echo {PID_MIN} > /proc/sys/kernel/ns_last_pid");
         bed.host(at)
             .shell(&next, STEP_TIMEOUT)?
-            .expect_good("the number of the next process")?;
+            .expect_success("the number of the next process")?;
         let process = BareProcess::start(vm, bed.host(at), mib, "followed")?;
         ensure!(
             process.pid > i64::from(PID_MIN),
@@ -210,7 +213,10 @@ impl<'a> PostCopy<'a> {
             self.bed.host(self.current_host),
             self.bed.host(self.other_host),
         );
-        let (here, there) = (from.path(IMAGE_FOLDER), to.path(IMAGE_FOLDER));
+        let (here, there) = (
+            from.machine_path(IMAGE_FOLDER),
+            to.machine_path(IMAGE_FOLDER),
+        );
         fs::create_dir_all(&here)?;
         let once = self.migrate(from, to).map_err(|error| {
             let logs = [(&here, "dump"), (&there, "lazy-pages"), (&there, "restore")];
@@ -229,7 +235,7 @@ impl<'a> PostCopy<'a> {
         let images = Path::new(IMAGE_FOLDER);
         let address = format!("{NETWORK}.{}", self.current_host);
         let port = ["--port", PAGE_SERVER_PORT, "--address", &address];
-        let mut dump = criu(from, &self.engine, "dump", images);
+        let mut dump = criu_command(from, &self.engine, "dump", images);
         dump.arg("--lazy-pages")
             .args(port)
             .args(["-t", &self.process.pid.to_string()]);
@@ -238,28 +244,31 @@ impl<'a> PostCopy<'a> {
         let dumped = now_us();
         let mut copy = Command::new("cp");
         copy.arg("-r")
-            .arg(from.path(IMAGE_FOLDER))
-            .arg(to.path(IMAGE_FOLDER));
-        must(copy, STEP_TIMEOUT)?;
+            .arg(from.machine_path(IMAGE_FOLDER))
+            .arg(to.machine_path(IMAGE_FOLDER));
+        run_ok(copy, STEP_TIMEOUT)?;
         let copied = now_us();
-        let mut pages = criu(to, &self.engine, "lazy-pages", images);
+        let mut pages = criu_command(to, &self.engine, "lazy-pages", images);
         pages.arg("--page-server").args(port);
         let pages = start_until_ready(pages).context("criu lazy-pages")?;
         let served = now_us();
-        let mut restore = criu(to, &self.engine, "restore", images);
+        let mut restore = criu_command(to, &self.engine, "restore", images);
         restore.arg("--lazy-pages");
         let mut parts = CriuProcesses {
             dump,
             pages,
-            restore: Running::start(restore, Stdio::null())?,
+            restore: RunningCommand::start(restore, Stdio::null())?,
         };
-        let (stood, until) = parts.await_gap(&self.process.notes, dumped)?;
-        let bytes = folder_bytes(&to.path(IMAGE_FOLDER))?;
+        let (stood, until) = parts.await_gap(&self.process.gap_record, dumped)?;
+        let bytes = folder_bytes(&to.machine_path(IMAGE_FOLDER))?;
         let restore = parts.await_arrival()?;
         let arrived = now_us().max(until);
         // The source process has exited, and so has the command that waited for it.
-        std::mem::replace(&mut self.process.running, restore).finish(STEP_TIMEOUT)?;
-        self.process.notes.number_pairs("gap").map_err(Error::msg)?;
+        std::mem::replace(&mut self.process.waiting_command, restore).finish(STEP_TIMEOUT)?;
+        self.process
+            .gap_record
+            .number_pairs("gap")
+            .map_err(Error::msg)?;
         let steps = [
             ("dump", begin, dumped),
             ("copy", dumped, copied),
@@ -267,10 +276,13 @@ impl<'a> PostCopy<'a> {
             ("restore", served, until),
         ];
         let steps = steps
-            .map(|(step, from, to)| (step.to_string(), ms(from, to)))
+            .map(|(step, from, to)| (step.to_string(), ms_between(from, to)))
             .to_vec();
-        let (freeze_ms, total_ms, arrived_ms) =
-            (ms(stood, until), ms(begin, until), ms(begin, arrived));
+        let (freeze_ms, total_ms, arrived_ms) = (
+            ms_between(stood, until),
+            ms_between(begin, until),
+            ms_between(begin, arrived),
+        );
         Ok(MigrationTimes {
             freeze_ms,
             total_ms,
@@ -289,7 +301,7 @@ impl CriuProcesses {
     /// Waits until the process runs again after it was stopped at time `at`. Returns the begin and
     /// the end of the gap. The inner error reports a CRIU process that has failed.
     fn await_gap(&mut self, notes: &GapRecord, at: i64) -> Result<(i64, i64)> {
-        eventually(STEP_TIMEOUT, || {
+        wait_for(STEP_TIMEOUT, || {
             for (part, word) in [
                 (&mut self.dump, "dump"),
                 (&mut self.pages, "lazy-pages"),
@@ -312,11 +324,13 @@ impl CriuProcesses {
 
     /// Waits until all memory has been transferred. Returns the CRIU process that has restored the
     /// process and waits for it.
-    fn await_arrival(self) -> Result<Running> {
+    fn await_arrival(self) -> Result<RunningCommand> {
         self.pages
             .finish(STEP_TIMEOUT)?
-            .expect_good("criu lazy-pages")?;
-        self.dump.finish(STEP_TIMEOUT)?.expect_good("criu dump")?;
+            .expect_success("criu lazy-pages")?;
+        self.dump
+            .finish(STEP_TIMEOUT)?
+            .expect_success("criu dump")?;
         Ok(self.restore)
     }
 }
@@ -325,10 +339,10 @@ impl CriuProcesses {
 ///
 /// The status pipe replaces standard input, which CRIU does not need. A command in a host inherits
 /// only the three standard descriptors.
-fn start_until_ready(mut command: Command) -> Result<Running> {
+fn start_until_ready(mut command: Command) -> Result<RunningCommand> {
     command.args(["--status-fd", "0"]);
     let (mut word, its_end) = std::io::pipe()?;
-    let running = Running::start(command, its_end.into())?;
+    let running = RunningCommand::start(command, its_end.into())?;
     let (ready_sender, ready_receiver) = mpsc::channel();
     std::thread::spawn(move || ready_sender.send(word.read(&mut [0])));
     match ready_receiver.recv_timeout(STEP_TIMEOUT) {

@@ -22,9 +22,9 @@ use anyhow::{Context, Result, bail, ensure};
 use bare::{PostCopy, StopAndCopy};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::run::eventually;
-use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Testbed, Vm, needs};
+use sempa_tests::run::wait_for;
+use sempa_tests::vm::{EventEntry, Settings};
+use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ const REPETITIONS_FEW: usize = 3;
 /// Minimum memory of a large task in MiB.
 const LARGE_MIB: u32 = 1024;
 /// Goal: maximum difference between our freeze time and that of bare CRIU, in milliseconds.
-const FREEZE_GOAL_MS: f64 = 30.0;
+const FREEZE_DIFFERENCE_MAX_MS: f64 = 30.0;
 /// Time limit for one step of a migration.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Environment variable and value that disable pre-copy.
@@ -51,7 +51,7 @@ const NO_POST_COPY: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// Environment variable with the limit of the transfer rate of migrations, in bytes per second.
 const RATE_VARIABLE: &str = "SEMPA_MOVE_RATE";
 /// Names of the compared methods, in the order in which they are measured.
-const SIDES: [&str; 5] = [
+const METHODS: [&str; 5] = [
     "bare CRIU",
     "bare CRIU, memory follows",
     "ours",
@@ -124,10 +124,11 @@ struct Results {
 /// Runs the measurement and prints a table. Writes the table, JSON and a plot after each size.
 /// Returns true if the medians meet the goal.
 pub fn bench_migrations(settings: &MigrationSettings) -> Result<bool> {
-    if let Some(missing) = needs::lacks() {
+    if let Some(missing) = requirements::lacks() {
         bail!("bench migrate: {missing}");
     }
-    let engine = needs::engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
+    let engine =
+        requirements::engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
     let usual = if settings.quick {
         &SIZES_QUICK[..]
     } else {
@@ -173,7 +174,7 @@ pub fn bench_migrations(settings: &MigrationSettings) -> Result<bool> {
         let (text, met) = table(&all);
         let results = Results {
             machine: machine.clone(),
-            goal_ms: FREEZE_GOAL_MS,
+            goal_ms: FREEZE_DIFFERENCE_MAX_MS,
             rate: settings.rate,
             sizes: all.clone(),
         };
@@ -200,7 +201,7 @@ fn start_vm<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
         },
     )?;
     vm.add(&["h2"])?;
-    vm.program("memory")?;
+    vm.compile_program("memory")?;
     Ok(vm)
 }
 
@@ -219,8 +220,8 @@ fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result
         ..SizeResult::default()
     };
     for number in 0..=times {
-        for side in 0..SIDES.len() {
-            let side = (side + number) % SIDES.len();
+        for side in 0..METHODS.len() {
+            let side = (side + number) % METHODS.len();
             let (once, all) = match side {
                 0 => (bare.migrate_once(), &mut size.bare),
                 1 => (followed.migrate_once(), &mut size.bare_follows),
@@ -228,10 +229,10 @@ fn measure_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result
                 3 => (tasks[1].migrate_once(), &mut size.not_ahead),
                 _ => (tasks[2].migrate_once(), &mut size.at_once),
             };
-            let once = once.with_context(|| format!("{mib} MiB, {}", SIDES[side]))?;
+            let once = once.with_context(|| format!("{mib} MiB, {}", METHODS[side]))?;
             eprintln!(
                 "bench migrate: {mib} MiB, {}: {:.0} ms",
-                SIDES[side], once.freeze_ms
+                METHODS[side], once.freeze_ms
             );
             // The first run of each method is not counted, because caches are cold.
             if number > 0 {
@@ -252,7 +253,7 @@ pub(crate) fn now_us() -> i64 {
         .map_or(0, |since| since.as_micros() as i64)
 }
 
-pub(crate) fn ms(from: i64, to: i64) -> f64 {
+pub(crate) fn ms_between(from: i64, to: i64) -> f64 {
     (to - from) as f64 / 1e3
 }
 
@@ -263,7 +264,7 @@ pub(crate) struct GapRecord(pub(crate) PathBuf);
 impl GapRecord {
     /// Waits until the program has filled its memory. Returns the process id that the program sees.
     pub(crate) fn await_ready(&self) -> Result<i64> {
-        eventually(STEP_TIMEOUT, || {
+        wait_for(STEP_TIMEOUT, || {
             let ready = self.number_pairs("ready")?.first().copied();
             ready
                 .map(|(pid, _)| pid)
@@ -287,7 +288,7 @@ impl GapRecord {
     /// Waits until the program has recorded the gap that contains the time `at`. Returns the gap's
     /// begin and end, in microseconds since 1970.
     fn await_gap(&self, at: i64) -> Result<(i64, i64)> {
-        eventually(STEP_TIMEOUT, || self.find_gap(at))
+        wait_for(STEP_TIMEOUT, || self.find_gap(at))
     }
 
     /// Returns the gap that contains the time `at`. The error reports that the gap is not recorded
@@ -305,7 +306,7 @@ impl GapRecord {
 struct SempaTask<'a> {
     vm: &'a Vm<'a>,
     tid: String,
-    notes: GapRecord,
+    gap_record: GapRecord,
     /// Number of the newest event log entry that was read.
     last_event: u64,
 }
@@ -323,7 +324,7 @@ impl<'a> SempaTask<'a> {
         Ok(SempaTask {
             vm,
             tid,
-            notes,
+            gap_record: notes,
             last_event: 0,
         })
     }
@@ -337,9 +338,10 @@ impl<'a> SempaTask<'a> {
         let begin = now_us();
         self.vm
             .migrate_when_ready(&self.tid, to)?
-            .expect_good("migrate")?;
+            .expect_success("migrate")?;
         let events = self.vm.events()?;
-        let new = |entry: &&Entry| entry.number > self.last_event && entry.at_us as i64 >= begin;
+        let new =
+            |entry: &&EventEntry| entry.number > self.last_event && entry.at_us as i64 >= begin;
         let mut steps: Vec<(String, i64)> = Vec::new();
         let mut bytes = 0;
         for entry in events.iter().filter(new) {
@@ -362,11 +364,11 @@ impl<'a> SempaTask<'a> {
             .find(|(step, _)| step == "dump")
             .context("the event log has no dump")?
             .1;
-        let (from, until) = self.notes.await_gap(dumped)?;
+        let (from, until) = self.gap_record.await_gap(dumped)?;
         let (freeze_ms, total_ms, arrived_ms) = (
-            ms(from, until),
-            ms(begin, until),
-            ms(begin, arrived.max(until)),
+            ms_between(from, until),
+            ms_between(begin, until),
+            ms_between(begin, arrived.max(until)),
         );
         Ok(MigrationTimes {
             freeze_ms,
@@ -380,7 +382,7 @@ impl<'a> SempaTask<'a> {
     fn kill(self) -> Result<()> {
         self.vm
             .pvm(&["kill", &self.tid])?
-            .expect_good("kill")
+            .expect_success("kill")
             .map(drop)
     }
 }
@@ -392,7 +394,7 @@ fn step_durations(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(Strin
     let last = steps.len().saturating_sub(1);
     let span = |(i, (step, at)): (usize, &(String, i64))| {
         let at = if i == last { until } else { *at };
-        let took = ms(before, at);
+        let took = ms_between(before, at);
         before = at;
         (step.clone(), took)
     };
@@ -432,7 +434,7 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
         let freeze = |all: &[MigrationTimes]| median_of(all, &|once| once.freeze_ms);
         let whole = |all: &[MigrationTimes]| median_of(all, &|once| once.total_ms);
         let more = freeze(ours) - freeze(bare);
-        let met = more <= FREEZE_GOAL_MS;
+        let met = more <= FREEZE_DIFFERENCE_MAX_MS;
         good &= met;
         let arrived = median_of(ours, &|once| once.arrived_ms);
         text.push_str(&format!(
@@ -449,7 +451,7 @@ fn table(sizes: &[SizeResult]) -> (String, bool) {
         ));
     }
     text.push_str(&format!(
-        "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {FREEZE_GOAL_MS} ms); from the \
+        "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {FREEZE_DIFFERENCE_MAX_MS} ms); from the \
          command until it ran again and until all of its memory had arrived; the whole move with memory and all at once, and \
          how many times that it takes until all has arrived (goal: 1.5)\n"
     ));
@@ -507,7 +509,7 @@ fn steps_text(sizes: &[SizeResult]) -> String {
         at_once,
     } in sizes
     {
-        for (name, all) in SIDES
+        for (name, all) in METHODS
             .iter()
             .zip([bare, bare_follows, ours, not_ahead, at_once])
         {

@@ -54,8 +54,8 @@ pub(super) enum QueueState {
 /// the time at which to call again, unless the states change before.
 pub(super) fn admit(now: Micros, states: &[QueueState]) -> (Vec<MigrationId>, Option<Micros>) {
     let (mut departing, mut sending_memory, mut queued) = (Vec::new(), Vec::new(), Vec::new());
-    for one in states {
-        match *one {
+    for state in states {
+        match *state {
             QueueState::SizeUnknown => {}
             QueueState::Queued {
                 id,
@@ -100,7 +100,7 @@ mod tests {
 
     const NOW: Micros = Micros::from_secs(9);
 
-    fn waits(id: u64, bytes: u64) -> QueueState {
+    fn queued_state(id: u64, bytes: u64) -> QueueState {
         QueueState::Queued {
             id: MigrationId(id),
             bytes,
@@ -109,28 +109,28 @@ mod tests {
         }
     }
 
-    fn go(all: &[QueueState]) -> Vec<u64> {
+    fn admitted_ids(all: &[QueueState]) -> Vec<u64> {
         admit(NOW, all).0.into_iter().map(|id| id.0).collect()
     }
 
     /// The smallest tasks depart first, four at a time.
     #[test]
     fn smallest_four_depart_first() {
-        assert_eq!(go(&[]), [0; 0]);
-        assert_eq!(go(&[waits(1, 90)]), [1]);
+        assert_eq!(admitted_ids(&[]), [0; 0]);
+        assert_eq!(admitted_ids(&[queued_state(1, 90)]), [1]);
         assert_eq!(
-            go(&[
-                waits(1, 90),
-                waits(2, 10),
-                waits(3, 50),
-                waits(4, 70),
-                waits(5, 20)
+            admitted_ids(&[
+                queued_state(1, 90),
+                queued_state(2, 10),
+                queued_state(3, 50),
+                queued_state(4, 70),
+                queued_state(5, 20)
             ]),
             [2, 5, 3, 4]
         );
         let three = [QueueState::Departing { bytes: 5 }; 3];
         assert_eq!(
-            go(&[&three[..], &[waits(7, 90), waits(8, 80)]].concat()),
+            admitted_ids(&[&three[..], &[queued_state(7, 90), queued_state(8, 80)]].concat()),
             [8]
         );
     }
@@ -140,12 +140,15 @@ mod tests {
     #[test]
     fn small_tasks_need_no_slot_of_large_ones() {
         let large = [QueueState::Departing { bytes: 1 << 30 }; 4];
-        let small: Vec<QueueState> = (1..=6).map(|id| waits(id, 1 << 20)).collect();
-        assert_eq!(go(&[&large[..], &small].concat()), [1, 2, 3, 4]);
-        assert_eq!(go(&[&large[..], &[waits(9, 1 << 30)]].concat()), [0; 0]);
+        let small: Vec<QueueState> = (1..=6).map(|id| queued_state(id, 1 << 20)).collect();
+        assert_eq!(admitted_ids(&[&large[..], &small].concat()), [1, 2, 3, 4]);
+        assert_eq!(
+            admitted_ids(&[&large[..], &[queued_state(9, 1 << 30)]].concat()),
+            [0; 0]
+        );
         let all = [&large[..], &[QueueState::Departing { bytes: 1 << 10 }; 4]].concat();
         assert_eq!(
-            go(&[&all[..], &[waits(9, 1)]].concat()),
+            admitted_ids(&[&all[..], &[queued_state(9, 1)]].concat()),
             [0; 0],
             "there is a limit to that, too"
         );
@@ -154,37 +157,57 @@ mod tests {
     /// Memory of post-copy occupies slots for running tasks, but not for paused ones.
     #[test]
     fn only_running_tasks_wait_for_post_copy() {
-        let stands = |id, bytes| QueueState::Queued {
+        let paused_state = |id, bytes| QueueState::Queued {
             id: MigrationId(id),
             bytes,
             since: NOW,
             paused: true,
         };
-        let follow = [QueueState::SendingMemory { bytes: 50 }; 4];
+        let sending_memory = [QueueState::SendingMemory { bytes: 50 }; 4];
         assert_eq!(
-            go(&[&follow[..], &[waits(1, 90), waits(2, 60), waits(3, 10)]].concat()),
+            admitted_ids(
+                &[
+                    &sending_memory[..],
+                    &[
+                        queued_state(1, 90),
+                        queued_state(2, 60),
+                        queued_state(3, 10)
+                    ]
+                ]
+                .concat()
+            ),
             [3]
         );
         assert_eq!(
-            go(&[&follow[..], &[waits(1, 90), stands(2, 95)]].concat()),
+            admitted_ids(
+                &[
+                    &sending_memory[..],
+                    &[queued_state(1, 90), paused_state(2, 95)]
+                ]
+                .concat()
+            ),
             [2]
         );
-        let three = [&follow[..3], &[waits(1, 90), waits(2, 60)]].concat();
+        let three = [
+            &sending_memory[..3],
+            &[queued_state(1, 90), queued_state(2, 60)],
+        ]
+        .concat();
         assert_eq!(
-            go(&three),
+            admitted_ids(&three),
             [2],
             "the smaller one has the place that is left"
         );
         let many = [QueueState::SendingMemory { bytes: 1 }; 20];
         let all = [
-            stands(1, 9),
-            stands(2, 9),
-            stands(3, 9),
-            stands(4, 9),
-            stands(5, 9),
+            paused_state(1, 9),
+            paused_state(2, 9),
+            paused_state(3, 9),
+            paused_state(4, 9),
+            paused_state(5, 9),
         ];
         assert_eq!(
-            go(&[&many[..], &all].concat()),
+            admitted_ids(&[&many[..], &all].concat()),
             [1, 2, 3, 4],
             "they wait for each other's images alone"
         );
@@ -194,7 +217,11 @@ mod tests {
     /// [`SIZE_WAIT_MAX`].
     #[test]
     fn admission_waits_for_unknown_sizes() {
-        let all = [QueueState::SizeUnknown, waits(1, 90), waits(2, 10)];
+        let all = [
+            QueueState::SizeUnknown,
+            queued_state(1, 90),
+            queued_state(2, 10),
+        ];
         assert_eq!(admit(NOW, &all), (vec![], Some(NOW + SIZE_WAIT_MAX)));
         assert_eq!(
             admit(NOW + SIZE_WAIT_MAX, &all),

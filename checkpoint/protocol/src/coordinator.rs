@@ -89,7 +89,7 @@ struct ActiveMigration {
     step: Step,
     deadline: Option<Micros>,
     /// Timeout of the steps that depend on the size of the task.
-    sized_timeout: Micros,
+    size_dependent_timeout: Micros,
     resume_token: PathBuf,
     /// The engine that the target has chosen; CRIU until the target has chosen.
     engine: Engine,
@@ -100,7 +100,7 @@ struct ActiveMigration {
     pre_copy_time: Micros,
     stopped_at: Option<Micros>,
     /// Duration for which the task was stopped.
-    frozen: Micros,
+    stopped_duration: Micros,
     /// True if post-copy is used. Before the target's verdict: true if the source supports
     /// post-copy.
     post_copy: bool,
@@ -109,7 +109,7 @@ struct ActiveMigration {
     /// Time at which the task's copy on a lost source is considered dead.
     source_dead_at: Option<Micros>,
     /// The location record is on disk, and the location is being announced to the daemons.
-    announcing: bool,
+    is_announcing: bool,
     /// Suspensions of the task. The coordinator keeps them because either host may be lost; the
     /// surviving host continues with them.
     suspensions: Suspensions,
@@ -119,14 +119,14 @@ struct ActiveMigration {
     /// Resident memory of the task in bytes; `None` until the source has reported it.
     resident_bytes: Option<u64>,
     /// Set while the inspected task is queued: the time since which it is queued, and its facts.
-    queued: Option<(Micros, TaskFacts)>,
+    queue_entry: Option<(Micros, TaskFacts)>,
 }
 
 impl ActiveMigration {
     /// Returns the migration's state in the admission queue of its source host; `None` if it no
     /// longer occupies the host's network connection.
     fn queue_state(&self) -> Option<QueueState> {
-        match (self.resident_bytes, &self.queued) {
+        match (self.resident_bytes, &self.queue_entry) {
             (None, _) => Some(QueueState::SizeUnknown),
             (Some(bytes), Some((since, _))) => {
                 let paused = matches!(self.migration.cause, MigrationCause::Owner { .. });
@@ -158,8 +158,8 @@ impl ActiveMigration {
     /// Returns the timeout of a step.
     fn timeout(&self, step: Step) -> Micros {
         match (step, self.engine.exit_request()) {
-            (Step::PreCopy, _) => Micros(self.sized_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
-            (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized_timeout,
+            (Step::PreCopy, _) => Micros(self.size_dependent_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
+            (Step::Dump | Step::Transfer | Step::Restore, _) => self.size_dependent_timeout,
             // The program is asked to exit. Its host reports a failure if it does not exit within
             // `wait` seconds.
             (Step::Quiesce | Step::Stop, Some((_, wait))) => {
@@ -268,22 +268,22 @@ impl Coordinator {
                 migration,
                 step: Step::Inspect,
                 deadline: Some(now + STEP_TIMEOUT),
-                sized_timeout: STEP_TIMEOUT,
+                size_dependent_timeout: STEP_TIMEOUT,
                 resume_token: PathBuf::new(),
                 engine: Engine::Criu,
                 bytes: 0,
                 departure_ordered_at: None,
                 pre_copy_time: Micros::default(),
                 stopped_at: None,
-                frozen: Micros::default(),
+                stopped_duration: Micros::default(),
                 post_copy: false,
                 pre_copy: false,
                 source_dead_at: None,
-                announcing: false,
+                is_announcing: false,
                 suspensions: Suspensions::default(),
                 target_is_authoritative: false,
                 resident_bytes: None,
-                queued: None,
+                queue_entry: None,
             },
         );
         Ok(self.last_id)
@@ -336,15 +336,15 @@ impl Coordinator {
                 suspensions: suspended,
                 supports_post_copy: memory_can_follow,
                 supports_pre_copy: can_pre_copy,
-            } if m.step == Step::Inspect && m.queued.is_none() => {
+            } if m.step == Step::Inspect && m.queue_entry.is_none() => {
                 m.suspensions = suspended;
                 let gib = facts.resident_bytes >> 30;
-                m.sized_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
+                m.size_dependent_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
                 m.post_copy = memory_can_follow;
                 let waits = matches!(migration.cause, MigrationCause::Owner { .. })
                     || suspended.is_suspended();
                 m.pre_copy = can_pre_copy && memory_can_follow && !waits;
-                (m.resident_bytes, m.queued, m.deadline) =
+                (m.resident_bytes, m.queue_entry, m.deadline) =
                     (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_completed_step(id, step);
             }
@@ -414,7 +414,7 @@ impl Coordinator {
                 return self.order_run(id, used);
             }
             StepReport::Running if m.step == Step::Run => {
-                m.frozen = now.since(m.stopped_at.unwrap_or(now));
+                m.stopped_duration = now.since(m.stopped_at.unwrap_or(now));
                 Step::Arrive
             }
             StepReport::Arrived if m.step == Step::Arrive => {
@@ -443,7 +443,7 @@ impl Coordinator {
         let hosts: BTreeSet<HostId> = self
             .migrations
             .values()
-            .filter(|m| m.queued.is_some())
+            .filter(|m| m.queue_entry.is_some())
             .map(|m| m.migration.from)
             .collect();
         self.queue_check_at = None;
@@ -463,7 +463,7 @@ impl Coordinator {
                 let Some(m) = self.migrations.get_mut(&id) else {
                     continue;
                 };
-                let Some((_, facts)) = m.queued.take() else {
+                let Some((_, facts)) = m.queue_entry.take() else {
                     continue;
                 };
                 (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIMEOUT));
@@ -517,7 +517,7 @@ impl Coordinator {
         };
         match result {
             Ok(()) => {
-                m.announcing = true;
+                m.is_announcing = true;
                 self.outputs
                     .push_back(CoordinatorOutput::AnnounceLocation(m.migration.clone()));
             }
@@ -530,7 +530,7 @@ impl Coordinator {
         let Some(m) = self
             .migrations
             .get_mut(&id)
-            .filter(|m| m.step == Step::Commit && m.announcing)
+            .filter(|m| m.step == Step::Commit && m.is_announcing)
         else {
             return;
         };
@@ -550,13 +550,13 @@ impl Coordinator {
         };
         m.step = Step::Run;
         m.source_dead_at = None;
-        let parting = FinalSourceState {
+        let final_state = FinalSourceState {
             used,
             suspensions: m.suspensions,
         };
         let migration = m.migration.clone();
         self.log_completed_step(id, Step::KillSource);
-        self.send_order(migration.to, &migration, MigrationOrder::Run(parting));
+        self.send_order(migration.to, &migration, MigrationOrder::Run(final_state));
     }
 
     /// Handles a suspend or resume request that the source or the target has forwarded.
@@ -642,7 +642,7 @@ impl Coordinator {
             .filter(|m| tids.contains(&m.migration.tid))
             .collect();
         let is_queued_for_drain = |m: &&ActiveMigration| {
-            m.queued.is_some() && matches!(m.migration.cause, MigrationCause::Drain { .. })
+            m.queue_entry.is_some() && matches!(m.migration.cause, MigrationCause::Drain { .. })
         };
         if migrations.is_empty() || !migrations.iter().all(is_queued_for_drain) {
             return false;
@@ -685,7 +685,7 @@ impl Coordinator {
         let ActiveMigration {
             migration,
             bytes,
-            frozen,
+            stopped_duration: frozen,
             engine,
             ..
         } = m;
@@ -693,11 +693,11 @@ impl Coordinator {
             .resident_bytes
             .filter(|_| engine == Engine::Criu)
             .unwrap_or(0);
-        let after = m
+        let time_since_stop = m
             .stopped_at
             .filter(|_| m.post_copy)
             .map_or(frozen, |at| now.since(at).max(frozen));
-        let transfer_time = m.pre_copy_time + after;
+        let transfer_time = m.pre_copy_time + time_since_stop;
         let Migration {
             id,
             tid,
@@ -745,7 +745,11 @@ impl Coordinator {
         let Some(m) = self.migrations.remove(&id) else {
             return;
         };
-        if self.migrations.values().any(|other| other.queued.is_some()) {
+        if self
+            .migrations
+            .values()
+            .any(|other| other.queue_entry.is_some())
+        {
             // A queued task may be able to depart: request an immediate call of `on_timer`.
             self.queue_check_at = Some(Micros(0));
         }
@@ -757,7 +761,7 @@ impl Coordinator {
                 };
                 self.outputs
                     .push_back(CoordinatorOutput::RecordLocation(reversal.clone()));
-                if m.announcing {
+                if m.is_announcing {
                     self.outputs
                         .push_back(CoordinatorOutput::AnnounceLocation(reversal));
                 }
@@ -837,7 +841,7 @@ mod tests {
     }
 
     /// Returns the results of all migrations that have ended, and discards the other outputs.
-    fn ended(
+    fn take_results(
         coordinator: &mut Coordinator,
     ) -> Vec<(MigrationId, Result<MigrationReport, MigrationError>)> {
         let end = |output| match output {
@@ -868,7 +872,7 @@ mod tests {
         );
         assert_eq!(coordinator.active_count(), 64);
         coordinator.cancel(all[0], "nobody wants it");
-        assert_eq!(ended(&mut coordinator).len(), 1);
+        assert_eq!(take_results(&mut coordinator).len(), 1);
         assert!(begin(&mut coordinator, 65).is_ok());
         assert_eq!(
             begin(&mut coordinator, 66),
@@ -887,7 +891,7 @@ mod tests {
             coordinator.on_host_lost(Micros(1), host(lost));
             let why = Failure::HostLost(host(lost));
             assert_eq!(
-                ended(&mut coordinator),
+                take_results(&mut coordinator),
                 [(
                     id,
                     Err(MigrationError {

@@ -68,7 +68,7 @@ pub enum RestartOutput {
 enum PartProgress {
     Started,
     Prepared,
-    Held,
+    Restored,
     Announced,
     Running,
 }
@@ -94,7 +94,7 @@ enum RestartStage {
 struct ActiveRestart {
     group: RestartGroup,
     stage: RestartStage,
-    parts: BTreeMap<MigrationId, RestartPart>,
+    parts_by_id: BTreeMap<MigrationId, RestartPart>,
     deadline: Micros,
     timeout: Micros,
 }
@@ -123,7 +123,7 @@ impl Restarts {
     pub fn restart_of(&self, id: MigrationId) -> Option<RestartId> {
         self.active
             .iter()
-            .find(|(_, restart)| restart.parts.contains_key(&id))
+            .find(|(_, restart)| restart.parts_by_id.contains_key(&id))
             .map(|(number, _)| *number)
     }
 
@@ -131,7 +131,7 @@ impl Restarts {
     pub fn is_restarting(&self, tid: Tid) -> bool {
         self.active
             .values()
-            .flat_map(|restart| restart.parts.values())
+            .flat_map(|restart| restart.parts_by_id.values())
             .any(|part| part.migration.tid == tid)
     }
 
@@ -173,7 +173,7 @@ impl Restarts {
         let restart = ActiveRestart {
             group,
             stage: RestartStage::Preparing,
-            parts,
+            parts_by_id: parts,
             deadline,
             timeout,
         };
@@ -198,7 +198,7 @@ impl Restarts {
             return;
         };
         let Some(part) = restart
-            .parts
+            .parts_by_id
             .get_mut(&part_id)
             .filter(|part| part.migration.to == host)
         else {
@@ -218,7 +218,7 @@ impl Restarts {
                 }
             }
             StepReport::Restored if part.progress == PartProgress::Prepared => {
-                part.progress = PartProgress::Held
+                part.progress = PartProgress::Restored
             }
             StepReport::Running if part.progress == PartProgress::Announced => {
                 part.progress = PartProgress::Running
@@ -252,7 +252,7 @@ impl Restarts {
         let Some(restart) = self.active.get_mut(&number) else {
             return;
         };
-        let Some(mut part) = restart.parts.remove(&part_id) else {
+        let Some(mut part) = restart.parts_by_id.remove(&part_id) else {
             return;
         };
         let (tid, host) = (part.migration.tid, part.migration.to);
@@ -264,10 +264,10 @@ impl Restarts {
                     ..part.migration
                 };
                 self.outputs.push_back(prepare_order(&part, &restart.group));
-                restart.parts.insert(id, part);
+                restart.parts_by_id.insert(id, part);
             }
             None => {
-                restart.parts.insert(part_id, part);
+                restart.parts_by_id.insert(part_id, part);
                 self.fail(
                     number,
                     RestartFailure::Task {
@@ -289,7 +289,7 @@ impl Restarts {
         if let Some(part) = self
             .active
             .get(&number)
-            .and_then(|restart| restart.parts.get(&part_id))
+            .and_then(|restart| restart.parts_by_id.get(&part_id))
         {
             let Migration { tid, to: host, .. } = part.migration;
             self.fail(
@@ -312,8 +312,8 @@ impl Restarts {
         let part = self
             .active
             .get_mut(&number)
-            .and_then(|restart| restart.parts.get_mut(&part_id));
-        if let Some(part) = part.filter(|part| part.progress == PartProgress::Held) {
+            .and_then(|restart| restart.parts_by_id.get_mut(&part_id));
+        if let Some(part) = part.filter(|part| part.progress == PartProgress::Restored) {
             part.progress = PartProgress::Announced;
             self.advance(now, number);
         }
@@ -321,8 +321,12 @@ impl Restarts {
 
     /// Handles that a host has left or was lost.
     pub fn on_host_lost(&mut self, host: HostId) {
-        let is_affected =
-            |restart: &ActiveRestart| restart.parts.values().any(|part| part.migration.to == host);
+        let is_affected = |restart: &ActiveRestart| {
+            restart
+                .parts_by_id
+                .values()
+                .any(|part| part.migration.to == host)
+        };
         let lost: Vec<RestartId> = self
             .active
             .iter()
@@ -337,14 +341,14 @@ impl Restarts {
     /// Fails the restarts whose deadline has passed. Must be called at the time that
     /// [`Restarts::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
-        let late = self
+        let overdue = self
             .active
             .iter()
             .filter(|(_, restart)| restart.deadline <= now);
-        let late: Vec<(RestartId, Micros)> = late
+        let overdue: Vec<(RestartId, Micros)> = overdue
             .map(|(number, restart)| (*number, restart.timeout))
             .collect();
-        for (number, allowed) in late {
+        for (number, allowed) in overdue {
             self.fail(number, RestartFailure::Deadline { allowed });
         }
     }
@@ -355,19 +359,19 @@ impl Restarts {
             return;
         };
         let least_progress = restart
-            .parts
+            .parts_by_id
             .values()
             .map(|part| part.progress)
             .min()
             .unwrap_or(PartProgress::Running);
         let all: Vec<Migration> = restart
-            .parts
+            .parts_by_id
             .values()
             .map(|part| part.migration.clone())
             .collect();
         match restart.stage {
             RestartStage::Preparing if least_progress >= PartProgress::Prepared => {
-                let bytes = restart.parts.values().fold(0, |sum: u64, part| {
+                let bytes = restart.parts_by_id.values().fold(0, |sum: u64, part| {
                     sum.saturating_add(part.facts.resident_bytes)
                 });
                 restart.timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
@@ -379,7 +383,7 @@ impl Restarts {
                         part: migration,
                     }));
             }
-            RestartStage::Restoring if least_progress >= PartProgress::Held => {
+            RestartStage::Restoring if least_progress >= PartProgress::Restored => {
                 (restart.stage, restart.deadline, restart.timeout) =
                     (RestartStage::Announcing, now + STEP_TIMEOUT, STEP_TIMEOUT);
                 self.outputs
@@ -396,14 +400,14 @@ impl Restarts {
                 self.outputs.extend(all.into_iter().map(run));
             }
             RestartStage::Running if least_progress >= PartProgress::Running => {
-                let places = all
+                let task_hosts = all
                     .into_iter()
                     .map(|migration| (migration.tid, migration.to))
                     .collect();
                 self.active.remove(&number);
                 self.outputs.push_back(RestartOutput::Ended {
                     restart: number,
-                    result: Ok(places),
+                    result: Ok(task_hosts),
                 });
             }
             _ => {}
@@ -420,7 +424,7 @@ impl Restarts {
             migration,
             progress,
             ..
-        } in restart.parts.into_values()
+        } in restart.parts_by_id.into_values()
         {
             // After the order to run, a target cannot discard its task.
             if restart.stage < RestartStage::Running && progress >= PartProgress::Started {

@@ -128,7 +128,7 @@ impl SnapshotPart {
 struct Snapshot {
     stage: SnapshotStage,
     /// True when the store has reserved space.
-    has_space: bool,
+    space_reserved: bool,
     parts: BTreeMap<MigrationId, SnapshotPart>,
     deadline: Micros,
     timeout: Micros,
@@ -194,17 +194,17 @@ impl Snapshots {
 
     /// Returns the snapshot, and its part, that forbids this task to migrate. A task may not
     /// migrate until it is dumped.
-    pub fn binding_part(&self, tid: Tid) -> Option<(SnapshotId, MigrationId)> {
+    pub fn part_that_prevents_migration(&self, tid: Tid) -> Option<(SnapshotId, MigrationId)> {
         let parts = self.active.iter().flat_map(|(number, snapshot)| {
             snapshot
                 .parts
                 .iter()
                 .map(move |(id, part)| (*number, *id, part))
         });
-        let keeps =
+        let prevents_migration =
             |part: &SnapshotPart| part.migration.tid == tid && part.progress < PartProgress::Dumped;
         parts
-            .filter(|(_, _, part)| keeps(part))
+            .filter(|(_, _, part)| prevents_migration(part))
             .map(|(number, id, _)| (number, id))
             .next()
     }
@@ -231,7 +231,7 @@ impl Snapshots {
     /// host.
     pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> SnapshotId {
         self.last_id += 1;
-        let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
+        let new_part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
             let migration = Migration {
                 id,
                 tid,
@@ -248,12 +248,12 @@ impl Snapshots {
                 },
             )
         };
-        let parts: BTreeMap<MigrationId, SnapshotPart> = tasks.iter().map(part).collect();
+        let parts: BTreeMap<MigrationId, SnapshotPart> = tasks.iter().map(new_part).collect();
         let (deadline, timeout) = (now + STEP_TIMEOUT, STEP_TIMEOUT);
         let stage = SnapshotStage::Inspecting;
         let snapshot = Snapshot {
             stage,
-            has_space: false,
+            space_reserved: false,
             parts,
             deadline,
             timeout,
@@ -489,7 +489,7 @@ impl Snapshots {
         match result {
             Ok(()) => {
                 if let Some(snapshot) = self.active.get_mut(&number) {
-                    snapshot.has_space = true;
+                    snapshot.space_reserved = true;
                     self.advance(now, number);
                 }
             }
@@ -521,13 +521,13 @@ impl Snapshots {
     /// [`Snapshots::next_deadline`] has returned.
     pub fn on_timer(&mut self, now: Micros) {
         // Sealing has no deadline: it depends only on the disk, and either succeeds or fails.
-        let late = self.active.iter().filter(|(_, snapshot)| {
+        let overdue = self.active.iter().filter(|(_, snapshot)| {
             snapshot.deadline <= now && snapshot.stage != SnapshotStage::Sealing
         });
-        let late: Vec<(SnapshotId, Micros)> = late
+        let overdue: Vec<(SnapshotId, Micros)> = overdue
             .map(|(number, snapshot)| (*number, snapshot.timeout))
             .collect();
-        for (number, allowed) in late {
+        for (number, allowed) in overdue {
             self.abort(number, CheckpointFailure::Deadline { allowed });
         }
     }
@@ -548,9 +548,9 @@ impl Snapshots {
         };
         match snapshot.stage {
             SnapshotStage::Inspecting
-                if least_progress >= PartProgress::Inspected && snapshot.has_space =>
+                if least_progress >= PartProgress::Inspected && snapshot.space_reserved =>
             {
-                let longest = snapshot
+                let longest_self_checkpoint_secs = snapshot
                     .parts
                     .values()
                     .filter_map(SnapshotPart::self_checkpoint_secs)
@@ -558,8 +558,9 @@ impl Snapshots {
                     .unwrap_or_default();
                 // Before the program is asked to exit, its library reports the state of its links;
                 // the report takes part of this timeout.
-                snapshot.timeout =
-                    PAUSE_TIMEOUT + PAUSE_TIMEOUT + Micros::from_secs(longest.into());
+                snapshot.timeout = PAUSE_TIMEOUT
+                    + PAUSE_TIMEOUT
+                    + Micros::from_secs(longest_self_checkpoint_secs.into());
                 (snapshot.stage, snapshot.deadline) =
                     (SnapshotStage::SelfCheckpointing, now + snapshot.timeout);
                 self.send_order(number, &MigrationOrder::Pause, |part| {

@@ -58,7 +58,7 @@ pub enum SourceEvent {
     /// The images have arrived at the target, or the transfer failed.
     ImagesSent(Result<(), Failure>),
     /// The tasker has executed [`SourceOutput::ResumeTask`].
-    Continued,
+    TaskResumed,
     /// All requests for which [`SourceOutput::AwaitReplies`] or [`SourceOutput::SaveTaskState`]
     /// waits are answered.
     RequestsSettled,
@@ -196,11 +196,11 @@ pub struct Source {
     migration: Migration,
     state: SourceState,
     /// True for a snapshot, after which the task stays on this host.
-    for_snapshot: bool,
+    is_snapshot: bool,
     /// Snapshot: the engine that writes the images.
     engine: Engine,
     /// True when the images are being uploaded and belong to the upload.
-    uploaded: bool,
+    upload_owns_images: bool,
     post_copy: bool,
     /// True if pre-copy precedes the dump.
     pre_copy: bool,
@@ -218,9 +218,9 @@ impl Source {
         Source {
             migration,
             state,
-            for_snapshot,
+            is_snapshot: for_snapshot,
             engine,
-            uploaded: false,
+            upload_owns_images: false,
             post_copy: false,
             pre_copy: false,
             resume_token: PathBuf::new(),
@@ -254,7 +254,7 @@ impl Source {
     /// inspection until the task continues or has ended here.
     pub fn coordinator_decides_suspension(&self) -> bool {
         use SourceState as S;
-        !self.for_snapshot
+        !self.is_snapshot
             && matches!(
                 self.state,
                 S::Ready
@@ -293,9 +293,9 @@ impl Source {
             (_, E::TaskExited) => self.on_task_exited(),
             (_, E::Order(MigrationOrder::Resume { .. } | MigrationOrder::Abort)) => self.resume(),
             (S::Inspecting | S::Ready | S::PreCopying, event) => self.handle_before_quiesce(event),
-            (S::AwaitingExit, E::Stopped(Ok(()))) if self.for_snapshot => {
+            (S::AwaitingExit, E::Stopped(Ok(()))) if self.is_snapshot => {
                 let done = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
-                self.enter(S::Paused, done);
+                self.enter_state(S::Paused, done);
             }
             (S::AwaitingExit, E::Stopped(Ok(()))) => {
                 let done = [
@@ -304,17 +304,17 @@ impl Source {
                     StepReport::Dumped { bytes: 0 },
                 ]
                 .map(O::Report);
-                self.enter(S::Sending, done.into_iter().chain([O::SendRecord]));
+                self.enter_state(S::Sending, done.into_iter().chain([O::SendRecord]));
             }
             (S::AwaitingExit, E::Stopped(Err(why))) => self.report_failure(Step::Quiesce, why),
             (S::Quiescing, E::Quiesced) => {
-                self.enter(S::Stopping, [O::Report(StepReport::Quiesced), O::Stop]);
+                self.enter_state(S::Stopping, [O::Report(StepReport::Quiesced), O::Stop]);
             }
-            (S::Stopping, E::Stopped(Ok(()))) if self.for_snapshot => {
-                self.enter(S::AwaitingReplies, [O::AwaitReplies])
+            (S::Stopping, E::Stopped(Ok(()))) if self.is_snapshot => {
+                self.enter_state(S::AwaitingReplies, [O::AwaitReplies])
             }
             (S::AwaitingReplies, E::RequestsSettled) => {
-                self.enter(S::Paused, [O::Report(StepReport::Stopped)])
+                self.enter_state(S::Paused, [O::Report(StepReport::Stopped)])
             }
             (
                 S::Paused,
@@ -323,7 +323,7 @@ impl Source {
                     ended_tasks,
                 }),
             ) => {
-                self.enter(
+                self.enter_state(
                     S::SavingState,
                     [O::SaveTaskState {
                         open_requests,
@@ -332,23 +332,23 @@ impl Source {
                 );
             }
             (S::SavingState, E::RequestsSettled) => match self.engine {
-                Engine::Criu => self.enter(S::Dumping, [O::Dump { post_copy: false }]),
-                _ => self.enter(S::Dumping, [O::CopyStateFiles]),
+                Engine::Criu => self.enter_state(S::Dumping, [O::Dump { post_copy: false }]),
+                _ => self.enter_state(S::Dumping, [O::CopyStateFiles]),
             },
-            (S::Dumping, E::Dumped(Ok(dump))) if self.for_snapshot => {
-                self.uploaded = true;
+            (S::Dumping, E::Dumped(Ok(dump))) if self.is_snapshot => {
+                self.upload_owns_images = true;
                 let report = O::Report(StepReport::Dumped { bytes: dump.bytes });
-                self.enter(S::Resuming, [report, O::Upload, O::ResumeTask]);
+                self.enter_state(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
             (S::Stopping, E::Stopped(Ok(()))) => {
                 let post_copy = self.post_copy;
                 self.outputs.push_back(O::Report(StepReport::Stopped));
                 self.outputs
                     .extend((post_copy && !self.pre_copy).then_some(O::OpenMemoryStream));
-                self.enter(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
+                self.enter_state(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
             }
             (S::Dumping, E::Dumped(Ok(dump))) => {
-                self.enter(
+                self.enter_state(
                     S::Sending,
                     [
                         O::Report(StepReport::Dumped { bytes: dump.bytes }),
@@ -363,20 +363,20 @@ impl Source {
             (S::Dumping | S::Sending, E::ImagesSent(Err(why))) => {
                 self.report_failure(Step::Transfer, why)
             }
-            (S::Resuming, E::Continued) if self.uploaded => {
-                self.enter(S::AwaitingReconnect, [O::WriteResumeToken])
+            (S::Resuming, E::TaskResumed) if self.upload_owns_images => {
+                self.enter_state(S::AwaitingReconnect, [O::WriteResumeToken])
             }
-            (S::Resuming, E::Continued) => {
-                self.enter(S::AwaitingReconnect, [O::DropImages, O::WriteResumeToken])
+            (S::Resuming, E::TaskResumed) => {
+                self.enter_state(S::AwaitingReconnect, [O::DropImages, O::WriteResumeToken])
             }
             (S::AwaitingReconnect, E::Reconnected) => {
-                self.enter(S::Done, [O::DeliverBuffered, O::Done])
+                self.enter_state(S::Done, [O::DeliverBuffered, O::Done])
             }
             (S::Sending, E::Order(MigrationOrder::Release)) => {
-                self.enter(S::Killing, [O::KillSource])
+                self.enter_state(S::Killing, [O::KillSource])
             }
             (S::Killing, E::Killed(used)) => {
-                self.enter(
+                self.enter_state(
                     S::Done,
                     [
                         O::Report(StepReport::SourceGone(used)),
@@ -410,11 +410,11 @@ impl Source {
                     supports_post_copy,
                     supports_pre_copy,
                 };
-                self.enter(S::Ready, [O::Report(report)]);
+                self.enter_state(S::Ready, [O::Report(report)]);
             }
             (S::Inspecting, E::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
-                self.enter(
+                self.enter_state(
                     S::Done,
                     [
                         O::Report(StepReport::Failed {
@@ -437,7 +437,7 @@ impl Source {
                 (self.post_copy, self.pre_copy, self.resume_token) =
                     (memory_follows, pre_copies, token);
                 match pre_copies {
-                    true => self.enter(S::PreCopying, [O::OpenMemoryStream, O::PreCopy]),
+                    true => self.enter_state(S::PreCopying, [O::OpenMemoryStream, O::PreCopy]),
                     false => self.quiesce(),
                 }
             }
@@ -448,27 +448,27 @@ impl Source {
             }
             (S::PreCopying, E::PreCopied(Err(why))) => self.report_failure(Step::PreCopy, why),
             (S::Ready, E::Order(MigrationOrder::Depart { engine, .. })) => {
-                self.enter(S::AwaitingExit, [O::RequestExit { engine }]);
+                self.enter_state(S::AwaitingExit, [O::RequestExit { engine }]);
             }
             (S::Ready, E::Order(MigrationOrder::Pause)) => match self.engine {
-                Engine::Criu => self.enter(
+                Engine::Criu => self.enter_state(
                     S::Quiescing,
                     [O::BufferIncoming, O::Quiesce { resume_token: None }],
                 ),
-                engine => self.enter(S::AwaitingExit, [O::RequestExit { engine }]),
+                engine => self.enter_state(S::AwaitingExit, [O::RequestExit { engine }]),
             },
             _ => {}
         }
     }
 
-    fn enter(&mut self, state: SourceState, outputs: impl IntoIterator<Item = SourceOutput>) {
+    fn enter_state(&mut self, state: SourceState, outputs: impl IntoIterator<Item = SourceOutput>) {
         self.state = state;
         self.outputs.extend(outputs);
     }
 
     fn quiesce(&mut self) {
         let resume_token = Some(std::mem::take(&mut self.resume_token));
-        self.enter(
+        self.enter_state(
             SourceState::Quiescing,
             [
                 SourceOutput::BufferIncoming,
@@ -489,14 +489,16 @@ impl Source {
         self.discard_pre_copy();
         match self.state {
             SourceState::Inspecting | SourceState::Ready => {
-                self.enter(SourceState::Done, [O::Done])
+                self.enter_state(SourceState::Done, [O::Done])
             }
-            SourceState::PreCopying => self.enter(SourceState::Done, [O::DropImages, O::Done]),
+            SourceState::PreCopying => {
+                self.enter_state(SourceState::Done, [O::DropImages, O::Done])
+            }
             // A library that is still quiescing finds the resume token as soon as it looks for it.
             // The only image data is the stream of the pre-copy.
             SourceState::Quiescing => {
                 self.outputs.extend(self.pre_copy.then_some(O::DropImages));
-                self.enter(SourceState::AwaitingReconnect, [O::WriteResumeToken]);
+                self.enter_state(SourceState::AwaitingReconnect, [O::WriteResumeToken]);
             }
             SourceState::AwaitingExit
             | SourceState::Stopping
@@ -505,7 +507,7 @@ impl Source {
             | SourceState::SavingState
             | SourceState::Dumping
             | SourceState::Sending => {
-                self.enter(SourceState::Resuming, [O::ResumeTask]);
+                self.enter_state(SourceState::Resuming, [O::ResumeTask]);
             }
             // `Killing`: the coordinator never orders to resume a task that it has ordered to
             // release.
@@ -532,8 +534,8 @@ impl Source {
             SourceState::Killing | SourceState::Done => {}
             SourceState::Resuming | SourceState::AwaitingReconnect => {
                 self.outputs
-                    .extend((!self.uploaded).then_some(O::DropImages));
-                self.enter(SourceState::Done, [O::DeliverBuffered, O::Done]);
+                    .extend((!self.upload_owns_images).then_some(O::DropImages));
+                self.enter_state(SourceState::Done, [O::DeliverBuffered, O::Done]);
             }
             SourceState::Inspecting
             | SourceState::Ready
@@ -551,7 +553,7 @@ impl Source {
                     why: Failure::TaskEnded,
                 };
                 let release = self.buffers_incoming();
-                self.enter(SourceState::Done, [O::Report(report), O::DropImages]);
+                self.enter_state(SourceState::Done, [O::Report(report), O::DropImages]);
                 self.outputs.extend(release.then_some(O::DeliverBuffered));
                 self.outputs.push_back(O::Done);
             }

@@ -86,7 +86,7 @@ enum TargetState {
     AwaitingVerdict,
     Receiving,
     Restoring,
-    Holding,
+    Restored,
     Starting,
     /// The task runs, and its memory may be incomplete (post-copy).
     AwaitingMemory,
@@ -184,12 +184,12 @@ impl Target {
                 let has_images =
                     engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
                 match (refuses, has_images) {
-                    (true, _) => self.enter(S::Done, [report, O::Discard, O::Done]),
+                    (true, _) => self.enter_state(S::Done, [report, O::Discard, O::Done]),
                     // Expect the images before sending the report: the source may start to send
                     // immediately after it.
                     (false, true) => {
                         let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
-                        self.enter(
+                        self.enter_state(
                             S::Receiving,
                             [O::ExpectImages]
                                 .into_iter()
@@ -197,23 +197,23 @@ impl Target {
                                 .chain([report]),
                         );
                     }
-                    (false, false) => self.enter(S::Receiving, [report]),
+                    (false, false) => self.enter_state(S::Receiving, [report]),
                 }
             }
             (S::Receiving, E::Received(Ok(bytes))) => {
-                self.enter(
+                self.enter_state(
                     S::Restoring,
                     [O::Report(StepReport::Received { bytes }), O::Restore],
                 );
             }
             (S::Restoring, E::Restored(Ok(()))) => {
-                self.enter(S::Holding, [O::Report(StepReport::Restored)]);
+                self.enter_state(S::Restored, [O::Report(StepReport::Restored)]);
             }
-            (S::Holding, E::Order(MigrationOrder::Run(parting))) => {
-                self.enter(S::Starting, [O::Run(parting)])
+            (S::Restored, E::Order(MigrationOrder::Run(parting))) => {
+                self.enter_state(S::Starting, [O::Run(parting)])
             }
             (S::Starting, E::RunCompleted(Ok(()))) => {
-                self.enter(
+                self.enter_state(
                     S::AwaitingMemory,
                     [O::WriteResumeToken, O::Report(StepReport::Running)],
                 );
@@ -227,13 +227,13 @@ impl Target {
                     why,
                 };
                 let report = result.map_or_else(failed, |()| StepReport::Arrived);
-                self.enter(S::Done, [O::Report(report), O::DropImages, O::Done]);
+                self.enter_state(S::Done, [O::Report(report), O::DropImages, O::Done]);
             }
             (S::Receiving, E::PreCopyLost(why)) if self.pre_copy => {
                 self.report_failure(Step::PreCopy, why)
             }
             (S::Receiving, E::Received(Err(why))) => self.report_failure(Step::Transfer, why),
-            (S::Restoring | S::Holding, E::Restored(Err(why))) => {
+            (S::Restoring | S::Restored, E::Restored(Err(why))) => {
                 self.report_failure(Step::Restore, why)
             }
             (S::Starting, E::RunCompleted(Err(why))) => {
@@ -241,22 +241,22 @@ impl Target {
                     step: Step::Run,
                     why,
                 };
-                self.enter(S::Discarding, [O::Report(report), O::Discard]);
+                self.enter_state(S::Discarding, [O::Report(report), O::Discard]);
             }
             // Delete the images last: an engine that is being aborted may still write them.
-            (S::Discarding, E::Discarded) => self.enter(S::Done, [O::DropImages, O::Done]),
+            (S::Discarding, E::Discarded) => self.enter_state(S::Done, [O::DropImages, O::Done]),
             _ => {}
         }
     }
 
-    fn enter(&mut self, state: TargetState, outputs: impl IntoIterator<Item = TargetOutput>) {
+    fn enter_state(&mut self, state: TargetState, outputs: impl IntoIterator<Item = TargetOutput>) {
         self.state = state;
         self.outputs.extend(outputs);
     }
 
     fn report_failure(&mut self, step: Step, why: Failure) {
         let report = StepReport::Failed { step, why };
-        self.enter(
+        self.enter_state(
             TargetState::Discarding,
             [TargetOutput::Report(report), TargetOutput::Discard],
         );
@@ -269,9 +269,9 @@ impl Target {
             TargetState::AwaitingVerdict
                 | TargetState::Receiving
                 | TargetState::Restoring
-                | TargetState::Holding
+                | TargetState::Restored
         ) {
-            self.enter(TargetState::Discarding, [TargetOutput::Discard]);
+            self.enter_state(TargetState::Discarding, [TargetOutput::Discard]);
         }
     }
 }

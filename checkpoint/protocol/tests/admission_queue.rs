@@ -25,7 +25,7 @@ fn host(index: u16) -> HostId {
 /// A coordinator with migrations away from host 2 to host 3, and their progress according to the
 /// coordinator's orders.
 #[derive(Default)]
-struct QueueWorld {
+struct QueueSimulation {
     coordinator: Coordinator,
     now: Micros,
     sizes: BTreeMap<MigrationId, u64>,
@@ -41,7 +41,7 @@ struct QueueWorld {
     completed_steps: Vec<(MigrationId, Step)>,
 }
 
-impl QueueWorld {
+impl QueueSimulation {
     fn begin(&mut self, number: i32, mib: u64) -> MigrationId {
         self.begin_for(
             number,
@@ -172,7 +172,7 @@ impl QueueWorld {
 /// If many tasks of one host migrate, the smallest depart first, a few at a time.
 #[test]
 fn smallest_tasks_depart_first() {
-    let mut world = QueueWorld::default();
+    let mut world = QueueSimulation::default();
     let sizes = [900, 3, 700, 1, 50, 2, 40, 30];
     let all: Vec<MigrationId> = (1..)
         .zip(sizes)
@@ -208,14 +208,14 @@ fn smallest_tasks_depart_first() {
 /// task does not wait.
 #[test]
 fn unknown_size_delays_admission_briefly() {
-    let mut world = QueueWorld::default();
-    let (_mute, known) = (world.begin(1, 5), world.begin(2, 7));
+    let mut world = QueueSimulation::default();
+    let (_unreported, known) = (world.begin(1, 5), world.begin(2, 7));
     world.report_inspected(known);
     assert_eq!(world.admitted_mib, [0; 0]);
     assert_eq!(world.coordinator.next_deadline(), Some(SIZE_WAIT_MAX));
     assert!(world.advance_to_deadline());
     assert_eq!(world.admitted_mib, [7]);
-    let alone = QueueWorld::default();
+    let alone = QueueSimulation::default();
     let mut world = alone;
     let id = world.begin(1, 5);
     world.report_inspected(id);
@@ -229,7 +229,7 @@ fn unknown_size_delays_admission_briefly() {
 /// Programs that write their own checkpoints occupy no slot.
 #[test]
 fn restarted_programs_occupy_no_slot() {
-    let mut world = QueueWorld::default();
+    let mut world = QueueSimulation::default();
     for number in 1..=2 * DEPARTURES_MAX as i32 {
         let id = world.begin(number, 1);
         world.report_inspected(id);
@@ -244,9 +244,9 @@ fn restarted_programs_occupy_no_slot() {
 /// slot.
 #[test]
 fn paused_task_ignores_post_copy_slots() {
-    let mut world = QueueWorld {
+    let mut world = QueueSimulation {
         post_copy: true,
-        ..QueueWorld::default()
+        ..QueueSimulation::default()
     };
     let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
         .map(|number| world.begin(number, 100))
@@ -292,10 +292,10 @@ fn paused_task_ignores_post_copy_slots() {
 /// slots of pre-copies, and is not pre-copied.
 #[test]
 fn eviction_skips_pre_copy() {
-    let mut world = QueueWorld {
+    let mut world = QueueSimulation {
         post_copy: true,
         pre_copy: true,
-        ..QueueWorld::default()
+        ..QueueSimulation::default()
     };
     let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
         .map(|number| world.begin(number, 100))
@@ -322,7 +322,7 @@ fn eviction_skips_pre_copy() {
     world.report_prepared(unwanted, Engine::Criu);
     world.report(unwanted, 2, StepReport::PreCopied { bytes: 1 });
     world.report(unwanted, 2, StepReport::Quiesced);
-    let steps = |world: &QueueWorld| {
+    let steps = |world: &QueueSimulation| {
         world
             .completed_steps
             .iter()
@@ -341,7 +341,7 @@ fn eviction_skips_pre_copy() {
 /// any size is reached.
 #[test]
 fn small_tasks_do_not_wait_for_large_ones() {
-    let mut world = QueueWorld::default();
+    let mut world = QueueSimulation::default();
     for number in 1..=DEPARTURES_MAX as i32 {
         let id = world.begin(number, 4096);
         world.report_inspected(id);
@@ -361,7 +361,7 @@ fn small_tasks_do_not_wait_for_large_ones() {
 #[test]
 fn lost_host_fails_queued_migrations() {
     for lost in [2, 3] {
-        let mut world = QueueWorld::default();
+        let mut world = QueueSimulation::default();
         let all: Vec<MigrationId> = (1..=9).map(|number| world.begin(number, 9)).collect();
         all.iter().for_each(|id| world.report_inspected(*id));
         world.coordinator.on_host_lost(world.now, host(lost));
@@ -380,7 +380,7 @@ fn lost_host_fails_queued_migrations() {
 /// A cancelled migration frees its slot for the next one in the queue.
 #[test]
 fn cancelled_migration_frees_its_slot() {
-    let mut world = QueueWorld::default();
+    let mut world = QueueSimulation::default();
     let all: Vec<MigrationId> = (1..=5).map(|number| world.begin(number, 9)).collect();
     all.iter().for_each(|id| world.report_inspected(*id));
     assert_eq!(world.departing.len(), DEPARTURES_MAX);
@@ -399,16 +399,16 @@ proptest! {
     /// migration ends.
     #[test]
     fn every_migration_ends_within_the_limits(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
-        let (mut world, mut open, mut number) = (QueueWorld::default(), Vec::<MigrationId>::new(), 0);
+        let (mut world, mut open, mut number) = (QueueSimulation::default(), Vec::<MigrationId>::new(), 0);
         let mut inspected = BTreeMap::<MigrationId, bool>::new();
         for (step, dice) in steps {
-            let gone = world.admitted_mib.len();
-            let waiting = |world: &QueueWorld, open: &[MigrationId], inspected: &BTreeMap<MigrationId, bool>| {
+            let admitted_before = world.admitted_mib.len();
+            let waiting = |world: &QueueSimulation, open: &[MigrationId], inspected: &BTreeMap<MigrationId, bool>| {
                 let waits = open.iter().filter(|id| inspected.contains_key(id) && !world.departing.contains_key(id));
                 waits.filter(|id| inspected[id]).map(|id| world.sizes[id] / MIB).min()
             };
-            let which = (!open.is_empty()).then(|| open[usize::from(dice) % open.len()]);
-            match (step, which) {
+            let selected = (!open.is_empty()).then(|| open[usize::from(dice) % open.len()]);
+            match (step, selected) {
                 (0 | 1, _) if open.len() < MIGRATIONS_MAX => {
                     number += 1;
                     open.push(world.begin(number, u64::from(dice % 512) + 1));
@@ -436,7 +436,7 @@ proptest! {
             }
             open.retain(|id| !world.results.contains_key(id));
             prop_assert!(world.departing.len() <= DEPARTURES_WITH_SMALLER_MAX);
-            if let (Some(last), Some(waits)) = (world.admitted_mib[gone..].last(), waiting(&world, &open, &inspected)) {
+            if let (Some(last), Some(waits)) = (world.admitted_mib[admitted_before..].last(), waiting(&world, &open, &inspected)) {
                 prop_assert!(*last <= waits, "{last} went before {waits}");
             }
         }
@@ -454,9 +454,9 @@ proptest! {
 /// checkpoint.
 #[test]
 fn only_queued_drain_migrations_are_cancelled() {
-    let mut world = QueueWorld::default();
+    let mut world = QueueSimulation::default();
     let by = HostId::MASTER.tid();
-    let of = |numbers: &[i32]| {
+    let tids = |numbers: &[i32]| {
         numbers
             .iter()
             .map(|number| Tid::from_raw(0x80000 + number))
@@ -470,32 +470,32 @@ fn only_queued_drain_migrations_are_cancelled() {
         );
         world.report_inspected(id);
     }
-    let asked = world.begin_for(50, 900, MigrationCause::Requested { requested_by: by });
-    world.report_inspected(asked);
+    let requested = world.begin_for(50, 900, MigrationCause::Requested { requested_by: by });
+    world.report_inspected(requested);
     world.now = world.now + SIZE_WAIT_MAX;
     world.coordinator.on_timer(world.now);
     world.run_outputs();
     assert_eq!(world.departing.len(), DEPARTURES_MAX);
     let last = DEPARTURES_MAX as i32;
     assert!(
-        !world.coordinator.cancel_queued(&of(&[0])),
+        !world.coordinator.cancel_queued(&tids(&[0])),
         "it is on its way"
     );
     assert!(
-        !world.coordinator.cancel_queued(&of(&[50])),
+        !world.coordinator.cancel_queued(&tids(&[50])),
         "somebody wants it there"
     );
     assert!(
-        !world.coordinator.cancel_queued(&of(&[60])),
+        !world.coordinator.cancel_queued(&tids(&[60])),
         "it does not move"
     );
     assert!(
-        !world.coordinator.cancel_queued(&of(&[last, 0])),
+        !world.coordinator.cancel_queued(&tids(&[last, 0])),
         "what for, if the other one goes?"
     );
-    assert!(world.coordinator.cancel_queued(&of(&[last, 60])));
+    assert!(world.coordinator.cancel_queued(&tids(&[last, 60])));
     assert!(
-        of(&[last])
+        tids(&[last])
             .iter()
             .all(|tid| world.coordinator.migration_of(*tid).is_none())
     );

@@ -39,8 +39,8 @@ enum SimEvent {
     Report(HostId, MigrationId, StepReport),
     Source(SourceEvent),
     Target(TargetEvent),
-    Recorded(MigrationId),
-    Located(MigrationId),
+    LocationRecorded(MigrationId),
+    LocationAnnounced(MigrationId),
     LossDetected(HostId),
     LoseHost(HostId),
     KillTask,
@@ -79,7 +79,7 @@ struct Simulation {
     faults: Faults,
     now: Micros,
     queue: BTreeMap<(Micros, u64), SimEvent>,
-    serial: u64,
+    next_event_number: u64,
     /// Time of the last arrival in each channel. Channels preserve the order of their events.
     last_arrival: HashMap<(u16, u16), Micros>,
     coordinator: Coordinator,
@@ -87,19 +87,19 @@ struct Simulation {
     target: Option<Target>,
     copies: (Copy, Copy),
     lost_hosts: Vec<HostId>,
-    buffering: bool,
+    source_is_buffering: bool,
     /// True when the source has opened the memory stream.
     memory_stream_open: bool,
     target_receives_pre_copy: bool,
     pre_copy_discarded: bool,
     /// True when the source has deleted its images and closed its streams.
     images_dropped: bool,
-    handed_over: bool,
+    ownership_transferred: bool,
     location: HostId,
     result: Option<Result<MigrationReport, MigrationError>>,
     /// Values of the event that ends a successful migration: resident memory in bytes, duration for
     /// which the task was stopped, and duration until all memory had arrived.
-    reported: Option<(u64, Micros, Micros)>,
+    final_event_values: Option<(u64, Micros, Micros)>,
     /// Suspensions of the source's copy and of the target's copy, as known to their daemons.
     suspensions: (Suspensions, Suspensions),
     target_runs: bool,
@@ -136,22 +136,22 @@ impl Simulation {
             faults,
             now: Micros(0),
             queue: BTreeMap::new(),
-            serial: 0,
+            next_event_number: 0,
             last_arrival: HashMap::new(),
             coordinator: Coordinator::new(),
             source: None,
             target: None,
             copies: (Copy::Running, Copy::None),
             lost_hosts: Vec::new(),
-            buffering: false,
+            source_is_buffering: false,
             memory_stream_open: false,
             target_receives_pre_copy: false,
             pre_copy_discarded: false,
             images_dropped: false,
-            handed_over: false,
+            ownership_transferred: false,
             location: host(2),
             result: None,
-            reported: None,
+            final_event_values: None,
             suspensions: Default::default(),
             target_runs: false,
             requests: Vec::new(),
@@ -182,8 +182,8 @@ impl Simulation {
     }
 
     fn schedule(&mut self, at: Micros, item: SimEvent) {
-        self.serial += 1;
-        self.queue.insert((at, self.serial), item);
+        self.next_event_number += 1;
+        self.queue.insert((at, self.next_event_number), item);
     }
 
     fn schedule_soon(&mut self, item: SimEvent) {
@@ -315,7 +315,7 @@ impl Simulation {
             }
             SimEvent::Source(event) => self.source_event(event),
             SimEvent::Target(event) => self.target_event(event),
-            SimEvent::Recorded(id) => {
+            SimEvent::LocationRecorded(id) => {
                 let result = if self.dice.below(100) < self.faults.step_fails_percent {
                     Err(Failure::Io("disk".into()))
                 } else {
@@ -323,7 +323,7 @@ impl Simulation {
                 };
                 self.coordinator.on_location_recorded(id, result);
             }
-            SimEvent::Located(id) => self.coordinator.on_location_announced(self.now, id),
+            SimEvent::LocationAnnounced(id) => self.coordinator.on_location_announced(self.now, id),
             SimEvent::LossDetected(host) => self.coordinator.on_host_lost(self.now, host),
             SimEvent::LoseHost(lost) => {
                 self.lost_hosts.push(lost);
@@ -353,7 +353,7 @@ impl Simulation {
             return self.schedule(self.now + Micros(1000), SimEvent::SuspendRequest(suspend));
         }
         self.requests.push(suspend);
-        let asked = (suspend, self.requests.len());
+        let request = (suspend, self.requests.len());
         let at = self.location;
         (self.acknowledged, self.awaited_host) = (None, None);
         if self.lost_hosts.contains(&at) {
@@ -375,7 +375,7 @@ impl Simulation {
             return self.send(
                 at,
                 HostId::MASTER,
-                SimEvent::ForwardedRequest(at, id, asked),
+                SimEvent::ForwardedRequest(at, id, request),
             );
         }
         let holds = if at == host(2) {
@@ -384,11 +384,11 @@ impl Simulation {
             &mut self.suspensions.1
         };
         *holds = holds.apply(&suspend_order(suspend));
-        self.acknowledged = Some(asked);
+        self.acknowledged = Some(request);
     }
 
-    fn on_suspend_decision(&mut self, holds: Option<Suspensions>, asked: NumberedRequest) {
-        if asked.1 != self.requests.len() {
+    fn on_suspend_decision(&mut self, holds: Option<Suspensions>, request: NumberedRequest) {
+        if request.1 != self.requests.len() {
             return;
         }
         self.awaited_host = None;
@@ -399,7 +399,7 @@ impl Simulation {
         if self.target_runs {
             self.suspensions.1 = holds;
         }
-        self.acknowledged = Some(asked);
+        self.acknowledged = Some(request);
     }
 
     fn source_event(&mut self, event: SourceEvent) {
@@ -408,7 +408,7 @@ impl Simulation {
             SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => {
                 self.copies.0 = Copy::Stopped
             }
-            SourceEvent::Continued if self.copies.0 == Copy::Stopped => {
+            SourceEvent::TaskResumed if self.copies.0 == Copy::Stopped => {
                 self.copies.0 = Copy::Running
             }
             SourceEvent::Killed(_) => self.copies.0 = Copy::Dead,
@@ -455,11 +455,11 @@ impl Simulation {
                     order,
                 } => self.send(master, host, SimEvent::Order(host, migration, order)),
                 CoordinatorOutput::RecordLocation(migration) => {
-                    self.schedule_soon(SimEvent::Recorded(migration.id))
+                    self.schedule_soon(SimEvent::LocationRecorded(migration.id))
                 }
                 CoordinatorOutput::AnnounceLocation(migration) => {
                     self.location = migration.to;
-                    self.schedule_soon(SimEvent::Located(migration.id));
+                    self.schedule_soon(SimEvent::LocationAnnounced(migration.id));
                 }
                 CoordinatorOutput::LogEvent(EventKind::Migrated {
                     resident,
@@ -467,7 +467,7 @@ impl Simulation {
                     transfer_time: whole,
                     ..
                 }) => {
-                    self.reported = Some((resident, frozen, whole));
+                    self.final_event_values = Some((resident, frozen, whole));
                 }
                 CoordinatorOutput::LogEvent(_) => {}
                 CoordinatorOutput::SuspendDecided {
@@ -513,7 +513,7 @@ impl Simulation {
                         Err(Refusal::Pinned)
                     } else {
                         let facts = TaskFacts {
-                            resident_bytes: RESIDENT,
+                            resident_bytes: RESIDENT_BYTES,
                             ..TaskFacts::default()
                         };
                         Ok(InspectedTask {
@@ -533,13 +533,15 @@ impl Simulation {
             }
             SourceOutput::PreCopy => {
                 assert!(
-                    self.memory_stream_open && !self.buffering && self.target_receives_pre_copy,
+                    self.memory_stream_open
+                        && !self.source_is_buffering
+                        && self.target_receives_pre_copy,
                     "the other end is ready, and the task runs"
                 );
                 self.answer_as_tasker(77, |r| SimEvent::Source(SourceEvent::PreCopied(r)));
             }
             SourceOutput::DiscardPreCopy => self.pre_copy_discarded = true,
-            SourceOutput::BufferIncoming => self.buffering = true,
+            SourceOutput::BufferIncoming => self.source_is_buffering = true,
             SourceOutput::Quiesce { .. } => {
                 self.answer_as_tasker((), |_| SimEvent::Source(SourceEvent::Quiesced))
             }
@@ -590,16 +592,16 @@ impl Simulation {
                 }
             }
             SourceOutput::ResumeTask => {
-                self.schedule_soon(SimEvent::Source(SourceEvent::Continued))
+                self.schedule_soon(SimEvent::Source(SourceEvent::TaskResumed))
             }
             SourceOutput::WriteResumeToken => {
                 self.schedule_soon(SimEvent::Source(SourceEvent::Reconnected))
             }
-            SourceOutput::DeliverBuffered => self.buffering = false,
+            SourceOutput::DeliverBuffered => self.source_is_buffering = false,
             SourceOutput::KillSource => {
                 self.schedule_soon(SimEvent::Source(SourceEvent::Killed(Usage::default())))
             }
-            SourceOutput::TransferOwnership => self.handed_over = true,
+            SourceOutput::TransferOwnership => self.ownership_transferred = true,
             SourceOutput::DropImages => self.images_dropped = true,
             SourceOutput::AwaitReplies
             | SourceOutput::SaveTaskState { .. }
@@ -667,7 +669,7 @@ impl Simulation {
 }
 
 /// Resident memory of the task in bytes.
-const RESIDENT: u64 = 2 << 30;
+const RESIDENT_BYTES: u64 = 2 << 30;
 
 /// Simulates one migration until no event remains.
 fn simulate(seed: u64, faults: Faults) -> Simulation {
@@ -687,7 +689,7 @@ fn migration_without_faults_succeeds() {
         );
         assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
         assert!(
-            world.handed_over && world.source.is_none() && world.target.is_none(),
+            world.ownership_transferred && world.source.is_none() && world.target.is_none(),
             "seed {seed}"
         );
         assert_eq!(world.location, host(3));
@@ -708,15 +710,15 @@ fn event_reports_memory_and_transfer_time() {
                     ..Faults::default()
                 },
             );
-            let (resident, frozen, whole) = world.reported.expect("it has moved");
+            let (resident, frozen, whole) = world.final_event_values.expect("it has moved");
             match (world.engine, post_copy) {
                 // All memory may have arrived before the task runs.
                 (Engine::Criu, true) => {
-                    assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
+                    assert!(resident == RESIDENT_BYTES && whole >= frozen, "seed {seed}");
                     later += u32::from(whole > frozen);
                 }
                 (Engine::Criu, false) => {
-                    assert!(resident == RESIDENT && whole == frozen, "seed {seed}")
+                    assert!(resident == RESIDENT_BYTES && whole == frozen, "seed {seed}")
                 }
                 // A program that is restarted sends no memory.
                 _ => assert_eq!(resident, 0, "seed {seed}"),
@@ -775,7 +777,10 @@ fn failed_step_leaves_exactly_one_running_copy() {
                 );
                 assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
                 assert_eq!(world.location, host(2), "seed {seed}");
-                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
+                assert!(
+                    !world.source_is_buffering,
+                    "seed {seed}: messages are kept for ever"
+                );
             }
             None => panic!("seed {seed}: the move never ended"),
         }
@@ -804,7 +809,7 @@ fn failed_migration_discards_pre_copied_memory() {
         match &world.result {
             Some(Ok(_)) => {
                 moved += u32::from(world.target_receives_pre_copy);
-                let (_, frozen, whole) = world.reported.expect("it has moved");
+                let (_, frozen, whole) = world.final_event_values.expect("it has moved");
                 assert!(
                     whole > frozen || !world.target_receives_pre_copy,
                     "seed {seed}: the time for which memory went ahead counts"
@@ -819,7 +824,10 @@ fn failed_migration_discards_pre_copied_memory() {
             // From this step on the pre-copied memory outlives the source's copy.
             Some(Err(error)) if error.step >= Step::KillSource => {}
             Some(Err(_)) => {
-                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
+                assert!(
+                    !world.source_is_buffering,
+                    "seed {seed}: messages are kept for ever"
+                );
                 assert_eq!(
                     world.copies.0,
                     Copy::Running,
@@ -867,7 +875,7 @@ fn lost_post_copy_memory_ends_the_task() {
             Some(Err(error)) if error.step == Step::Arrive => {
                 died += 1;
                 assert_eq!(world.copies, (Copy::Dead, Copy::Dead), "seed {seed}");
-                assert!(world.handed_over || lost, "seed {seed}");
+                assert!(world.ownership_transferred || lost, "seed {seed}");
             }
             Some(Err(_)) if lost => assert_ne!(world.copies.0, Copy::Running, "seed {seed}"),
             Some(Err(_)) => {
@@ -906,13 +914,19 @@ fn unacknowledged_transfer_leaves_one_copy() {
             Some(Ok(_)) => {
                 moved += 1;
                 assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
-                assert!(world.handed_over && world.source.is_none(), "seed {seed}");
+                assert!(
+                    world.ownership_transferred && world.source.is_none(),
+                    "seed {seed}"
+                );
             }
             Some(Err(error)) => {
                 stayed += 1;
                 assert_eq!(error.step, Step::Transfer, "seed {seed}");
                 assert_eq!(world.copies.0, Copy::Running, "seed {seed}");
-                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
+                assert!(
+                    !world.source_is_buffering,
+                    "seed {seed}: messages are kept for ever"
+                );
             }
             None => panic!("seed {seed}: the move never ended"),
         }
@@ -937,7 +951,7 @@ fn lost_host_leaves_at_most_one_copy() {
         );
         if lost == host(2) {
             assert_ne!(world.copies.0, Copy::Running, "seed {seed}");
-        } else if !world.handed_over && world.copies.0 != Copy::Dead {
+        } else if !world.ownership_transferred && world.copies.0 != Copy::Dead {
             assert_eq!(
                 world.copies.0,
                 Copy::Running,
@@ -970,7 +984,7 @@ fn killed_task_ends_unless_committed() {
             None => panic!("seed {seed}: the move never ended"),
         }
         assert!(
-            !world.buffering || world.handed_over,
+            !world.source_is_buffering || world.ownership_transferred,
             "seed {seed}: messages are kept for ever"
         );
     }

@@ -19,7 +19,7 @@ enum LineEnd {
     EndOfLog,
     /// The line is cut off in the middle and another line follows: the disk was full, and later had
     /// space again.
-    Truncated,
+    CutOff,
 }
 
 /// Returns the first line that contains an error, without its time stamp, and how the line ends.
@@ -35,7 +35,7 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
         if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
             let text = &text[at..];
             return Some(match find_time_stamp(text) {
-                Some(next) => (shorten(text[..next].trim()), LineEnd::Truncated),
+                Some(next) => (shorten(text[..next].trim()), LineEnd::CutOff),
                 None => (
                     shorten(text.trim()),
                     if text.ends_with('\n') {
@@ -89,7 +89,7 @@ fn first_error_in_file(log: &Path) -> Option<String> {
         LineEnd::Newline => None,
         LineEnd::EndOfLog => write_error(log),
         // Only a disk that is temporarily full truncates a line in the middle.
-        LineEnd::Truncated => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
+        LineEnd::CutOff => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
     Some(why.map_or_else(
         || line.clone(),
@@ -178,10 +178,11 @@ mod tests {
     fn full_disk_is_named_as_the_cause() {
         let why = write_error(Path::new("/dev/full")).expect("it is always full");
         assert!(why.to_string().contains("No space left on device"), "{why}");
-        let free = tempfile::NamedTempFile::new().expect("a file");
-        std::fs::write(free.path(), "(00.1) Error (criu/x.c:1): cut here").expect("written");
+        let writable_log = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(writable_log.path(), "(00.1) Error (criu/x.c:1): cut here")
+            .expect("written");
         assert_eq!(
-            first_error_in_file(free.path()).as_deref(),
+            first_error_in_file(writable_log.path()).as_deref(),
             Some("Error (criu/x.c:1): cut here"),
             "this disk has room"
         );

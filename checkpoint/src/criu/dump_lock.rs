@@ -52,7 +52,7 @@ fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
 /// The working directory of a task that is about to be dumped.
 #[derive(Debug)]
 pub(super) struct WorkingDir {
-    root: i32,
+    root_pid: i32,
     id: (u64, u64),
     /// Number of times that CRIU will create the directory.
     expected_visits: usize,
@@ -60,13 +60,13 @@ pub(super) struct WorkingDir {
 
 impl WorkingDir {
     /// Returns the working directory of a task's root process. `None` if it cannot be determined.
-    pub(super) fn of(root: i32) -> Option<WorkingDir> {
-        let about = std::fs::metadata(cwd(root)).ok()?;
+    pub(super) fn of_process(root: i32) -> Option<WorkingDir> {
+        let about = std::fs::metadata(cwd_link(root)).ok()?;
         // Observed with CRIU 4.1 and 4.2: CRIU creates the directory once at the beginning, and
         // once for the control groups of each thread of the root process.
         let threads = proc::thread_ids(root).map_or(1, |threads| threads.len());
         Some(WorkingDir {
-            root,
+            root_pid: root,
             id: (about.dev(), about.ino()),
             expected_visits: 1 + threads,
         })
@@ -86,15 +86,15 @@ impl WorkingDir {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
         let watched = |watch: &Inotify| {
             watch
-                .add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
+                .add_watch(cwd_link(self.root_pid).as_str(), AddWatchFlags::IN_DELETE)
                 .is_ok()
         };
         // Without the inotify watch the lock lasts until the dump has ended.
         Some(DumpLock {
             id: self.id,
-            since: now,
+            locked_at: now,
             watch: watch.filter(watched),
-            visits_left: self.expected_visits,
+            remaining_visits: self.expected_visits,
         })
     }
 }
@@ -104,10 +104,10 @@ impl WorkingDir {
 #[derive(Debug)]
 pub(super) struct DumpLock {
     id: (u64, u64),
-    since: Instant,
+    locked_at: Instant,
     watch: Option<Inotify>,
     /// Number of times that CRIU will still create the directory.
-    visits_left: usize,
+    remaining_visits: usize,
 }
 
 impl DumpLock {
@@ -126,11 +126,11 @@ impl DumpLock {
             .unwrap_or_default();
         let is_visit =
             |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
-        self.visits_left = self
-            .visits_left
+        self.remaining_visits = self
+            .remaining_visits
             .saturating_sub(events.iter().filter(is_visit).count());
         let unseen = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
-        self.visits_left == 0 || events.iter().any(|event| event.mask.intersects(unseen))
+        self.remaining_visits == 0 || events.iter().any(|event| event.mask.intersects(unseen))
     }
 }
 
@@ -138,13 +138,13 @@ impl Drop for DumpLock {
     fn drop(&mut self) {
         let mut locked = locked_dirs();
         // After a timeout the lock may belong to another dump.
-        if locked.get(&self.id) == Some(&self.since) {
+        if locked.get(&self.id) == Some(&self.locked_at) {
             locked.remove(&self.id);
         }
     }
 }
 
-fn cwd(pid: i32) -> String {
+fn cwd_link(pid: i32) -> String {
     format!("/proc/{pid}/cwd")
 }
 
@@ -154,11 +154,11 @@ pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
     let Failure::Engine(why) = failure else {
         return false;
     };
-    let crossed = COLLISION_ERRORS.iter().any(|sign| why.contains(sign));
-    if crossed && let Ok(cwd) = std::fs::read_link(cwd(root)) {
+    let collided = COLLISION_ERRORS.iter().any(|sign| why.contains(sign));
+    if collided && let Ok(cwd) = std::fs::read_link(cwd_link(root)) {
         remove_if_stale(&cwd.join(MOUNT_POINT));
     }
-    crossed
+    collided
 }
 
 /// Unmounts or removes the directory `path` if it was abandoned.
@@ -183,17 +183,19 @@ mod tests {
 
     #[test]
     fn only_colliding_dumps_are_retried() {
-        let again = |why: &str| is_retryable(i32::MAX, &Failure::Engine(why.into()));
-        assert!(again(
+        let retries = |why: &str| is_retryable(i32::MAX, &Failure::Engine(why.into()));
+        assert!(retries(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-17)"
         ));
-        assert!(again(
+        assert!(retries(
             "Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"
         ));
-        assert!(!again(
+        assert!(!retries(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"
         ));
-        assert!(!again("Error (criu/sk-unix.c:9): External socket is used"));
+        assert!(!retries(
+            "Error (criu/sk-unix.c:9): External socket is used"
+        ));
         assert!(!is_retryable(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
@@ -204,7 +206,7 @@ mod tests {
             .current_dir(dir)
             .spawn()
             .expect("it starts");
-        let working_dir = WorkingDir::of(child.id().cast_signed()).expect("it is there");
+        let working_dir = WorkingDir::of_process(child.id().cast_signed()).expect("it is there");
         (child, working_dir)
     }
 

@@ -5,7 +5,9 @@
 //! every task has. The content of pages has no structure, so only the number of pages is compared
 //! with the pagemaps.
 
-use super::images::{Fields, INVENTORY, PAGEMAP_PREFIX, PageRun, damaged, entries, first_value};
+use super::images::{
+    Fields, INVENTORY, PAGEMAP_PREFIX, PageRun, damaged_image, first_value, read_entries,
+};
 use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeSet;
@@ -39,7 +41,7 @@ const TREE_PID: u32 = 1;
 /// Field number in `pstree_entry`: ids of the threads.
 const TREE_THREADS: u32 = 5;
 /// Field number in `pagemap_head`: number of the file that contains the pages.
-const MAP_PAGES_ID: u32 = 1;
+const PAGEMAP_PAGES_ID: u32 = 1;
 
 /// The images in a directory.
 struct Images<'a> {
@@ -51,7 +53,7 @@ struct Images<'a> {
 ///
 /// # Errors
 /// The name of the first damaged image, and how it is damaged.
-pub(super) fn check(dir: &Path) -> Result<(), Failure> {
+pub(super) fn check_images(dir: &Path) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut names = BTreeSet::new();
     for entry in fs::read_dir(dir).map_err(unreadable)? {
@@ -61,11 +63,11 @@ pub(super) fn check(dir: &Path) -> Result<(), Failure> {
     REQUIRED_IMAGES
         .iter()
         .try_for_each(|name| images.require(name))?;
-    let of_entries = |name: &&String| {
+    let is_entry_image = |name: &&String| {
         name.ends_with(".img") && ENTRY_IMAGES.iter().any(|begin| name.starts_with(begin))
     };
-    for name in images.names.iter().filter(of_entries) {
-        let entries = entries(images.dir, name)?;
+    for name in images.names.iter().filter(is_entry_image) {
+        let entries = read_entries(images.dir, name)?;
         if name == TREE {
             images.check_tree(&entries)?;
         } else if name.starts_with(PAGEMAP_PREFIX) {
@@ -79,7 +81,7 @@ impl Images<'_> {
     fn require(&self, name: &str) -> Result<(), Failure> {
         match self.names.contains(name) {
             true => Ok(()),
-            false => Err(damaged(
+            false => Err(damaged_image(
                 name,
                 "is missing although the engine said that all was written",
             )),
@@ -92,12 +94,14 @@ impl Images<'_> {
         let mut cores = BTreeSet::new();
         for process in tree {
             let Some(pid) = first_value(process, TREE_PID) else {
-                return Err(damaged(TREE, "has a process without a number"));
+                return Err(damaged_image(TREE, "has a process without a number"));
             };
             cores.insert(format!("{CORE}{pid}.img"));
-            let own = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
-            if own.iter().any(|name| self.names.contains(name)) {
-                own.iter().try_for_each(|name| self.require(name))?;
+            let required_images = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
+            if required_images.iter().any(|name| self.names.contains(name)) {
+                required_images
+                    .iter()
+                    .try_for_each(|name| self.require(name))?;
                 let threads = process.iter().filter(|(field, _)| *field == TREE_THREADS);
                 cores.extend(threads.map(|(_, thread)| format!("{CORE}{thread}.img")));
             }
@@ -108,7 +112,10 @@ impl Images<'_> {
             .iter()
             .find(|name| name.starts_with(CORE) && !cores.contains(*name))
         {
-            Some(name) => Err(damaged(TREE, &format!("has nobody whose image is {name}"))),
+            Some(name) => Err(damaged_image(
+                TREE,
+                &format!("has nobody whose image is {name}"),
+            )),
             None => Ok(()),
         }
     }
@@ -116,10 +123,10 @@ impl Images<'_> {
     /// Checks that the file of pages has the size that this pagemap requires.
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
         let Some((head, maps)) = map.split_first() else {
-            return Err(damaged(name, "is empty"));
+            return Err(damaged_image(name, "is empty"));
         };
-        let Some(id) = first_value(head, MAP_PAGES_ID) else {
-            return Err(damaged(name, "does not say where its pages are"));
+        let Some(id) = first_value(head, PAGEMAP_PAGES_ID) else {
+            return Err(damaged_image(name, "does not say where its pages are"));
         };
         let present = maps
             .iter()
@@ -129,14 +136,16 @@ impl Images<'_> {
             .map(|pages| pages.count)
             .fold(0_u64, u64::saturating_add);
         let file = format!("pages-{id}.img");
-        let wanted = pages.saturating_mul(page_size());
+        let expected_bytes = pages.saturating_mul(page_size());
         // Without pages there may be no file.
         let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
-        match found == wanted {
+        match found == expected_bytes {
             true => Ok(()),
-            false => Err(damaged(
+            false => Err(damaged_image(
                 &file,
-                &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes"),
+                &format!(
+                    "has {found} bytes, and {name} has {pages} pages in it, {expected_bytes} bytes"
+                ),
             )),
         }
     }
@@ -226,7 +235,7 @@ mod tests {
     #[test]
     fn complete_images_are_accepted() {
         let (dir, _) = complete_images();
-        assert_eq!(check(dir.path()), Ok(()));
+        assert_eq!(check_images(dir.path()), Ok(()));
     }
 
     /// Truncating, extending or removing an image is an error that names the image.
@@ -237,7 +246,7 @@ mod tests {
             let path = dir.path().join(name);
             let bytes = fs::read(&path).expect("readable");
             let fails = |what: &str| {
-                let why = check(dir.path()).expect_err(what).to_string();
+                let why = check_images(dir.path()).expect_err(what).to_string();
                 assert!(why.contains(name), "{name}, {what}: {why}");
             };
             for length in [bytes.len() - 1, bytes.len() / 2 + 1, 3, 0] {
@@ -249,11 +258,11 @@ mod tests {
             fs::remove_file(&path).expect("removed");
             match *name {
                 // No other image refers to this pagemap, so its absence is not noticed.
-                "pagemap-shmem-5.img" => assert_eq!(check(dir.path()), Ok(())),
+                "pagemap-shmem-5.img" => assert_eq!(check_images(dir.path()), Ok(())),
                 _ => fails("missing"),
             }
             fs::write(&path, bytes).expect("written");
         }
-        assert_eq!(check(dir.path()), Ok(()));
+        assert_eq!(check_images(dir.path()), Ok(()));
     }
 }

@@ -1,7 +1,7 @@
 //! Checks under which user ids the processes in images would run. A restore gives the processes the
 //! credentials that the images contain.
 
-use super::images::{MAGIC_BYTES, damaged, first_value};
+use super::images::{MAGIC_BYTES, damaged_image, first_value};
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, UnknownValueRef};
 use sempa_proto::migration::{Failure, Refusal};
@@ -41,7 +41,7 @@ pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
         if !name.starts_with(CORE_IMAGE.0) || !name.ends_with(CORE_IMAGE.1) {
             continue;
         }
-        let which = if user == 0 {
+        let checked_fields = if user == 0 {
             &[EFFECTIVE_USER_FIELD][..]
         } else {
             &USER_FIELDS
@@ -49,11 +49,11 @@ pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
         // A zombie has no credentials.
         for found in read_users(&dir.join(&name), &name)?
             .iter()
-            .filter(|(field, _)| which.contains(field))
+            .filter(|(field, _)| checked_fields.contains(field))
         {
             if found.1 != u64::from(user) {
                 let found = u32::try_from(found.1)
-                    .map_err(|_| damaged(&name, "names a user that cannot be"))?;
+                    .map_err(|_| damaged_image(&name, "names a user that cannot be"))?;
                 return Err(Failure::Refused(vec![Refusal::OtherUser {
                     found,
                     expected: user,
@@ -75,22 +75,22 @@ fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
         let (length, rest) = rest.split_first_chunk()?;
         rest.get(..u32::from_le_bytes(*length) as usize)
     });
-    let entry = entry.ok_or_else(|| damaged(name, "ends within its first entry"))?;
-    let malformed = |e: protobuf::Error| damaged(name, &format!("is damaged: {e}"));
+    let entry = entry.ok_or_else(|| damaged_image(name, "ends within its first entry"))?;
+    let malformed = |e: protobuf::Error| damaged_image(name, &format!("is damaged: {e}"));
     let Some(thread) = embedded_message(entry, CORE_THREAD).map_err(malformed)? else {
         return Ok(Vec::new());
     };
     let Some(credentials) = embedded_message(&thread, THREAD_CREDENTIALS).map_err(malformed)?
     else {
-        return Err(damaged(name, "does not say whose it is"));
+        return Err(damaged_image(name, "does not say whose it is"));
     };
     let fields = super::images::varint_fields(&credentials).map_err(malformed)?;
     // An absent field means 0. If a field occurs more than once, each of its values is checked.
-    let left_out = USER_FIELDS
+    let absent_fields = USER_FIELDS
         .iter()
         .filter(|field| first_value(&fields, **field).is_none())
         .map(|field| (*field, 0));
-    Ok(fields.iter().copied().chain(left_out).collect())
+    Ok(fields.iter().copied().chain(absent_fields).collect())
 }
 
 /// Returns the embedded message in the field `wanted`. If the field occurs more than once, its
@@ -151,7 +151,7 @@ mod tests {
         .concat()
     }
 
-    fn judged(images: &[Vec<u8>], user: u32) -> Result<(), Failure> {
+    fn check_images(images: &[Vec<u8>], user: u32) -> Result<(), Failure> {
         let dir = tempfile::tempdir().expect("a directory");
         for (number, image) in images.iter().enumerate() {
             fs::write(dir.path().join(format!("core-{number}.img")), image).expect("written");
@@ -160,7 +160,7 @@ mod tests {
         check_owner(dir.path(), user)
     }
 
-    fn other(found: u32, expected: u32) -> Result<(), Failure> {
+    fn other_user_refusal(found: u32, expected: u32) -> Result<(), Failure> {
         Err(Failure::Refused(vec![Refusal::OtherUser {
             found,
             expected,
@@ -170,39 +170,49 @@ mod tests {
     /// An image with a foreign user id is refused, whichever of the four user ids it is.
     #[test]
     fn thread_of_other_user_is_refused() {
-        assert_eq!(judged(&[core([1000; 4]), core([1000; 4])], 1000), Ok(()));
         assert_eq!(
-            judged(&[core([1000; 4]), core([1001; 4])], 1000),
-            other(1001, 1000)
+            check_images(&[core([1000; 4]), core([1000; 4])], 1000),
+            Ok(())
+        );
+        assert_eq!(
+            check_images(&[core([1000; 4]), core([1001; 4])], 1000),
+            other_user_refusal(1001, 1000)
         );
         for place in 0..4 {
             let mut users = [1000; 4];
             users[place] = 0;
-            assert_eq!(judged(&[core(users)], 1000), other(0, 1000), "{place}");
+            assert_eq!(
+                check_images(&[core(users)], 1000),
+                other_user_refusal(0, 1000),
+                "{place}"
+            );
         }
-        assert_eq!(judged(&[core([0; 4])], 0), Ok(()));
+        assert_eq!(check_images(&[core([0; 4])], 0), Ok(()));
         assert_eq!(
-            judged(&[core([1000, 0, 1000, 0])], 0),
+            check_images(&[core([1000, 0, 1000, 0])], 0),
             Ok(()),
             "it has root's rights"
         );
-        assert_eq!(judged(&[core([0, 1000, 0, 0])], 0), other(1000, 0));
+        assert_eq!(
+            check_images(&[core([0, 1000, 0, 0])], 0),
+            other_user_refusal(1000, 0)
+        );
     }
 
     /// A zombie is accepted. Truncated images and images without credentials are refused.
     #[test]
     fn truncated_credentials_are_refused() {
-        assert_eq!(judged(&[image(&number(1, 5))], 1000), Ok(()));
-        let says_nothing = image(&message(5, &number(3, 0)));
+        assert_eq!(check_images(&[image(&number(1, 5))], 1000), Ok(()));
+        let without_credentials = image(&message(5, &number(3, 0)));
         assert!(matches!(
-            judged(&[says_nothing], 1000),
+            check_images(&[without_credentials], 1000),
             Err(Failure::Images(_))
         ));
         let whole = core([1000; 4]);
         for length in 0..whole.len() {
             assert!(
                 matches!(
-                    judged(&[whole[..length].to_vec()], 1000),
+                    check_images(&[whole[..length].to_vec()], 1000),
                     Err(Failure::Images(_))
                 ),
                 "{length}"
@@ -217,8 +227,9 @@ mod tests {
             |user: u64| message(10, &[1, 3, 5, 7].map(|field| number(field, user)).concat());
         // CRIU uses the last of several values.
         let twice = image(&message(5, &[credentials(1000), credentials(0)].concat()));
-        assert!(judged(&[twice], 1000).is_err());
-        let apart = image(&[message(5, &credentials(1000)), message(5, &credentials(0))].concat());
-        assert!(judged(&[apart], 1000).is_err());
+        assert!(check_images(&[twice], 1000).is_err());
+        let in_two_messages =
+            image(&[message(5, &credentials(1000)), message(5, &credentials(0))].concat());
+        assert!(check_images(&[in_two_messages], 1000).is_err());
     }
 }

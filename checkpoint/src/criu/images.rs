@@ -21,13 +21,13 @@ pub(super) const INVENTORY_MAGIC_BYTES: usize = 4;
 /// Field number in `pagemap_entry`: address of the first page.
 const MAP_ADDRESS: u32 = 1;
 /// Field number in `pagemap_entry`: number of pages, until CRIU 4.
-const MAP_PAGES_COMPAT: u32 = 2;
+const MAP_PAGE_COUNT_COMPAT: u32 = 2;
 /// Field number in `pagemap_entry`: true if the pages are in a parent image.
 const MAP_IN_PARENT: u32 = 3;
 /// Field number in `pagemap_entry`: flags (`PE_*`).
 const MAP_FLAGS: u32 = 4;
 /// Field number in `pagemap_entry`: number of pages, since CRIU 4.
-const MAP_PAGES: u32 = 5;
+const MAP_PAGE_COUNT: u32 = 5;
 /// Flag of a pagemap entry: the pages are transferred on request.
 const PE_LAZY: u64 = 1 << 1;
 /// Flag of a pagemap entry: the pages are in the file of pages.
@@ -43,7 +43,7 @@ pub(super) type Fields = Vec<(u32, u64)>;
 ///
 /// # Errors
 /// The image cannot be read or is truncated.
-pub(super) fn entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
+pub(super) fn read_entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
     Ok(parse(&read(dir, name)?, name)?
         .into_iter()
         .map(|(fields, _)| fields)
@@ -57,28 +57,28 @@ fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
 /// Returns the entries of an image. Each has its varint fields, and its encoded bytes including the
 /// length.
 fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
-    let short = || {
-        damaged(
+    let truncated = || {
+        damaged_image(
             name,
             &format!("ends within an entry, at {} bytes", file.len()),
         )
     };
-    let kind = if name == INVENTORY {
+    let magic_bytes = if name == INVENTORY {
         INVENTORY_MAGIC_BYTES
     } else {
         MAGIC_BYTES
     };
-    let mut rest = file.get(kind..).ok_or_else(short)?;
+    let mut rest = file.get(magic_bytes..).ok_or_else(truncated)?;
     let mut all = Vec::new();
     while !rest.is_empty() {
-        let (length, behind) = rest.split_first_chunk().ok_or_else(short)?;
+        let (length, remainder) = rest.split_first_chunk().ok_or_else(truncated)?;
         let length = u32::from_le_bytes(*length) as usize;
-        let (entry, _) = behind.split_at_checked(length).ok_or_else(short)?;
+        let (entry, _) = remainder.split_at_checked(length).ok_or_else(truncated)?;
         let fields =
-            varint_fields(entry).map_err(|e| damaged(name, &format!("is damaged: {e}")))?;
-        let (whole, behind) = rest.split_at(rest.len() - behind.len() + length);
+            varint_fields(entry).map_err(|e| damaged_image(name, &format!("is damaged: {e}")))?;
+        let (whole, remainder) = rest.split_at(rest.len() - remainder.len() + length);
         all.push((fields, whole));
-        rest = behind;
+        rest = remainder;
     }
     Ok(all)
 }
@@ -125,14 +125,14 @@ impl PageRun {
     /// Decodes an entry of a pagemap. Must not be called for the first entry, which is a header.
     pub(super) fn decode(entry: &Fields) -> PageRun {
         let flags = first_value(entry, MAP_FLAGS);
-        let before = first_value(entry, MAP_PAGES_COMPAT).unwrap_or_default();
+        let before = first_value(entry, MAP_PAGE_COUNT_COMPAT).unwrap_or_default();
         let present = match flags {
             Some(flags) => flags & PE_PRESENT != 0,
             None => first_value(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
         };
         PageRun {
             address: first_value(entry, MAP_ADDRESS).unwrap_or_default(),
-            count: first_value(entry, MAP_PAGES).unwrap_or(before),
+            count: first_value(entry, MAP_PAGE_COUNT).unwrap_or(before),
             present,
             lazy: !present && flags.unwrap_or_default() & PE_LAZY != 0,
         }
@@ -143,8 +143,8 @@ impl PageRun {
 ///
 /// # Errors
 /// The pagemap cannot be read or is truncated.
-pub(super) fn read_pagemap(dir: &Path, number: u64) -> Result<Vec<PageRun>, Failure> {
-    Ok(entries(dir, &pagemap_name(number))?
+pub(super) fn read_pagemap(dir: &Path, pid: u64) -> Result<Vec<PageRun>, Failure> {
+    Ok(read_entries(dir, &pagemap_name(pid))?
         .iter()
         .skip(1)
         .map(PageRun::decode)
@@ -158,18 +158,18 @@ pub(super) fn read_pagemap(dir: &Path, number: u64) -> Result<Vec<PageRun>, Fail
 /// The pagemap cannot be read or written, or is truncated.
 pub(super) fn add_lazy_pages(
     dir: &Path,
-    number: u64,
-    stretches: &[(u64, u64)],
+    pid: u64,
+    page_ranges: &[(u64, u64)],
 ) -> Result<(), Failure> {
-    let name = pagemap_name(number);
+    let name = pagemap_name(pid);
     let file = read(dir, &name)?;
     let entries = parse(&file, &name)?;
     let Some(((_, head), known)) = entries.split_first() else {
-        return Err(damaged(&name, "is empty"));
+        return Err(damaged_image(&name, "is empty"));
     };
     let mut whole = [&file[..MAGIC_BYTES], head].concat();
     let mut known = known.iter().peekable();
-    for (address, pages) in stretches.iter().flat_map(|stretch| portions(*stretch)) {
+    for (address, pages) in page_ranges.iter().flat_map(|stretch| portions(*stretch)) {
         while let Some((_, bytes)) =
             known.next_if(|(fields, _)| PageRun::decode(fields).address < address)
         {
@@ -181,8 +181,8 @@ pub(super) fn add_lazy_pages(
     fs::write(dir.join(&name), whole).map_err(|e| Failure::Io(format!("cannot change {name}: {e}")))
 }
 
-fn pagemap_name(number: u64) -> String {
-    format!("{PAGEMAP_PREFIX}{number}.img")
+fn pagemap_name(pid: u64) -> String {
+    format!("{PAGEMAP_PREFIX}{pid}.img")
 }
 
 /// Splits an address range into portions for lazy entries. Each portion is its address and number
@@ -200,9 +200,9 @@ fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
 fn encode_lazy_entry(address: u64, pages: u64) -> Vec<u8> {
     let fields = [
         (MAP_ADDRESS, address),
-        (MAP_PAGES_COMPAT, pages),
+        (MAP_PAGE_COUNT_COMPAT, pages),
         (MAP_FLAGS, PE_LAZY),
-        (MAP_PAGES, pages),
+        (MAP_PAGE_COUNT, pages),
     ];
     let mut message = Vec::new();
     for (field, number) in fields {
@@ -221,7 +221,7 @@ fn write_varint(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-pub(super) fn damaged(name: &str, what: &str) -> Failure {
+pub(super) fn damaged_image(name: &str, what: &str) -> Failure {
     Failure::Images(format!("{name} {what}"))
 }
 
@@ -245,7 +245,7 @@ mod tests {
             entry(&[
                 (MAP_ADDRESS, address),
                 (MAP_FLAGS, PE_PRESENT),
-                (MAP_PAGES, pages),
+                (MAP_PAGE_COUNT, pages),
             ])
         };
         let known = [

@@ -5,30 +5,30 @@
 use std::path::PathBuf;
 
 /// Path of CRIU's cache file if `/run` is a memory file system.
-const PATH: &str = "/run/criu.kdat";
+const KDAT_PATH: &str = "/run/criu.kdat";
 
 /// Removes CRIU's cache file when dropped, unless the file existed when this value was created.
 #[derive(Debug)]
 pub struct KdatCleanup {
-    remove: Option<PathBuf>,
+    path_to_remove: Option<PathBuf>,
 }
 
 impl KdatCleanup {
     /// Checks whether the cache file exists, to decide whether dropping the value removes it.
-    pub fn arm() -> KdatCleanup {
-        KdatCleanup::at(PathBuf::from(PATH))
+    pub fn remove_unless_present() -> KdatCleanup {
+        KdatCleanup::at(PathBuf::from(KDAT_PATH))
     }
 
     fn at(path: PathBuf) -> KdatCleanup {
         KdatCleanup {
-            remove: (!path.exists()).then_some(path),
+            path_to_remove: (!path.exists()).then_some(path),
         }
     }
 }
 
 impl Drop for KdatCleanup {
     fn drop(&mut self) {
-        if let Some(path) = &self.remove {
+        if let Some(path) = &self.path_to_remove {
             // Fails if the file does not exist, or if it belongs to another user.
             let _ = std::fs::remove_file(path);
         }

@@ -11,7 +11,7 @@
 //! [`super::prefetch`].
 
 use super::prefetch::{self, PrefetchThread};
-use super::process::{CriuCommand, own_descriptor};
+use super::process::{CriuCommand, take_ownership};
 use super::uffd_keeper::UffdKeeper;
 use crate::engine::{CallLimits, FetchCompletion, MemoryFetch, ReceivedPages, UffdGuard};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -29,8 +29,8 @@ use std::time::Duration;
 /// programs looks for this name in its own working directory; the restore's is the image directory.
 const SOCKET: &str = "lazy-pages.socket";
 /// Working directory of `criu lazy-pages`, a subdirectory of the image directory.
-const LAZY_PAGES_DIR: &str = "arriving";
-const LOG: &str = "arriving.log";
+const LAZY_PAGES_WORK_DIR: &str = "arriving";
+const LAZY_PAGES_LOG: &str = "arriving.log";
 /// Maximum number of descriptors in one forwarded message. CRIU sends one.
 const DESCRIPTORS_MAX: usize = 4;
 /// Maximum number of bytes that are forwarded at once: the size of the PID that CRIU sends before
@@ -66,8 +66,8 @@ impl LazyPagesDaemon {
                 dir.display()
             ))
         };
-        let theirs = dir.join(LAZY_PAGES_DIR);
-        std::fs::create_dir(&theirs).map_err(|e| io(LAZY_PAGES_DIR, e))?;
+        let lazy_pages_dir = dir.join(LAZY_PAGES_WORK_DIR);
+        std::fs::create_dir(&lazy_pages_dir).map_err(|e| io(LAZY_PAGES_WORK_DIR, e))?;
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
         // The path of the directory may be longer than a socket address allows.
         let listener = UnixListener::bind(short_path(&folder, Path::new(SOCKET)))
@@ -75,8 +75,8 @@ impl LazyPagesDaemon {
         let uffds = UffdKeeper::default();
         let (prefetcher, connection, completion) =
             prefetch::start(dir, page_stream, pre_copied, uffds.clone())?;
-        let number = connection.stream().to_string();
-        let (images, work) = (dir.as_os_str(), theirs.as_os_str());
+        let number = connection.stream_fd().to_string();
+        let (images, work) = (dir.as_os_str(), lazy_pages_dir.as_os_str());
         let arguments = [
             "lazy-pages".as_ref(),
             "-D".as_ref(),
@@ -84,14 +84,14 @@ impl LazyPagesDaemon {
             "-W".as_ref(),
             work,
             "-o".as_ref(),
-            LOG.as_ref(),
+            LAZY_PAGES_LOG.as_ref(),
         ];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
         let arguments = arguments.into_iter().chain(more);
         let program = CriuCommand::start(
             criu,
             arguments,
-            &theirs,
+            &lazy_pages_dir,
             &connection.descriptors(),
             &connection.environment(),
         )?;
@@ -111,7 +111,7 @@ impl LazyPagesDaemon {
             uffds,
             prefetcher,
             completion,
-            log: theirs.join(LOG),
+            log: lazy_pages_dir.join(LAZY_PAGES_LOG),
         })
     }
 }
@@ -128,15 +128,15 @@ impl MemoryFetch for LazyPagesDaemon {
     fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), (Failure, UffdGuard)> {
         let ended = self.program.finish(limits, &self.log);
         let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
-        let passed = self
+        let forwarder_result = self
             .forwarder
             .join()
             .map_err(|_| broken("passes descriptors on"));
-        let carried = self
+        let prefetch_result = self
             .prefetcher
             .join()
             .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
-        let ended = match (ended, &carried) {
+        let ended = match (ended, &prefetch_result) {
             // CRIU's failure has no consequences: the task already has all memory.
             (Err(_), Ok(true)) if self.completion.is_complete() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
@@ -145,8 +145,11 @@ impl MemoryFetch for LazyPagesDaemon {
             (ended, _) => ended,
         };
         ended.map_err(|why| {
-            let kept = self.uffds.take();
-            (carried.and(passed).err().unwrap_or(why), UffdGuard(kept))
+            let kept = self.uffds.take_all();
+            (
+                prefetch_result.and(forwarder_result).err().unwrap_or(why),
+                UffdGuard(kept),
+            )
         })
     }
 }
@@ -181,7 +184,7 @@ fn forward_messages(folder: &File, listener: &UnixListener, ended: &OwnedFd, kep
 /// Connects to `criu lazy-pages` when it listens. Waits until then; returns `None` if it has
 /// exited.
 fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
-    let path = short_path(folder, &Path::new(LAZY_PAGES_DIR).join(SOCKET));
+    let path = short_path(folder, &Path::new(LAZY_PAGES_WORK_DIR).join(SOCKET));
     loop {
         if let Ok(stream) = UnixStream::connect(&path) {
             return Some(stream);
@@ -197,38 +200,43 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
 /// the end of the stream.
 fn forward(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
     let mut bytes = [0; FORWARD_BYTES_MAX];
-    let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
+    let mut control_buffer = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
     let mut parts = [IoSliceMut::new(&mut bytes)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-    let got = match recvmsg::<()>(from.as_raw_fd(), &mut parts, Some(&mut room), flags) {
-        Ok(got) => got,
+    let received = match recvmsg::<()>(
+        from.as_raw_fd(),
+        &mut parts,
+        Some(&mut control_buffer),
+        flags,
+    ) {
+        Ok(received) => received,
         Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EINTR) => return Ok(true),
         Err(e) => return Err(e.into()),
     };
-    let mut came = Vec::new();
-    for message in got.cmsgs()? {
+    let mut received_fds = Vec::new();
+    for message in received.cmsgs()? {
         if let ControlMessageOwned::ScmRights(numbers) = message {
-            came.extend(numbers.into_iter().map(own_descriptor));
+            received_fds.extend(numbers.into_iter().map(take_ownership));
         }
     }
-    let length = got.bytes;
+    let length = received.bytes;
     if length == 0 {
         return Ok(false);
     }
-    let numbers: Vec<RawFd> = came.iter().map(AsRawFd::as_raw_fd).collect();
+    let numbers: Vec<RawFd> = received_fds.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&numbers)];
-    let with = if numbers.is_empty() {
+    let control_messages = if numbers.is_empty() {
         &[][..]
     } else {
         &rights[..]
     };
     // Copies are kept before the descriptors are sent: if sending fails, dropping the descriptors
     // here could close the last descriptor of a userfaultfd.
-    kept.keep(came);
+    kept.add_copies(received_fds);
     sendmsg::<()>(
         to.as_raw_fd(),
         &[IoSlice::new(&bytes[..length])],
-        with,
+        control_messages,
         MsgFlags::MSG_NOSIGNAL,
         None,
     )?;

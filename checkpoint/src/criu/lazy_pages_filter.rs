@@ -123,8 +123,8 @@ impl LazyPages {
     }
 
     /// True if this page is hidden memory of the process whose PID in the images is `number`.
-    pub(super) fn has(&self, number: u64, address: u64) -> bool {
-        self.range_at(number, address).is_some()
+    pub(super) fn contains(&self, namespace_pid: u64, address: u64) -> bool {
+        self.range_at(namespace_pid, address).is_some()
     }
 
     /// Returns the process that has this hidden page, by its PID in the tasker's PID namespace, and
@@ -134,8 +134,8 @@ impl LazyPages {
             .processes
             .iter()
             .find(|kept| kept.namespace_pid == number)?;
-        let behind = kept.pages.partition_point(|(start, _)| *start <= address);
-        let (_, end) = kept.pages.get(behind.checked_sub(1)?)?;
+        let following = kept.pages.partition_point(|(start, _)| *start <= address);
+        let (_, end) = kept.pages.get(following.checked_sub(1)?)?;
         (address < *end).then_some((kept.pid, *end))
     }
 }
@@ -143,7 +143,7 @@ impl LazyPages {
 impl ProcessLazyPages {
     /// Chooses the hidden memory of one process; `None` if the process has no memory to hide.
     fn choose(pid: i32) -> io::Result<Option<ProcessLazyPages>> {
-        let namespace_pid = namespace_pid(pid).ok_or_else(gone)?;
+        let namespace_pid = namespace_pid(pid).ok_or_else(process_exited_error)?;
         let areas = lazy_areas(pid)?;
         // A zombie has no memory; its `pagemap` cannot be read.
         if areas.is_empty() {
@@ -159,7 +159,7 @@ impl ProcessLazyPages {
     }
 }
 
-fn gone() -> io::Error {
+fn process_exited_error() -> io::Error {
     io::Error::from(io::ErrorKind::NotFound)
 }
 
@@ -173,11 +173,11 @@ pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
 /// # Errors
 /// The process has exited, or its mappings cannot be read.
 pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
-    let status = proc::status(pid).ok_or_else(gone)?;
-    let some = |kibibytes: Option<u64>| kibibytes.is_some_and(|kibibytes| kibibytes > 0);
+    let status = proc::status(pid).ok_or_else(process_exited_error)?;
+    let is_nonzero = |kibibytes: Option<u64>| kibibytes.is_some_and(|kibibytes| kibibytes > 0);
     // To produce `smaps` the kernel visits every page, so it is read only if the process may have
     // locked memory or huge pages.
-    let file = if some(status.vmlck) || some(status.hugetlbpages) {
+    let file = if is_nonzero(status.vmlck) || is_nonzero(status.hugetlbpages) {
         "smaps"
     } else {
         "maps"
@@ -192,12 +192,12 @@ pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
 pub(super) fn populated_ranges(
     pid: i32,
     areas: &[(u64, u64)],
-    wanted: PageFilter,
+    filter: PageFilter,
 ) -> io::Result<Vec<(u64, u64)>> {
     let map = File::open(format!("/proc/{pid}/pagemap"))?;
     let mut pages = Vec::new();
     for area in areas {
-        pages.extend(scan_pages(&map, *area, wanted)?);
+        pages.extend(scan_pages(&map, *area, filter)?);
     }
     Ok(pages)
 }
@@ -317,7 +317,7 @@ mod tests {
                 None
             ]
         );
-        assert!(!lazy_pages.has(3, 0x1000));
+        assert!(!lazy_pages.contains(3, 0x1000));
     }
 
     /// A buffer of the test process is found as memory that can be hidden.
@@ -330,6 +330,9 @@ mod tests {
             memory.as_ptr() as u64 + (4 << 20) - 1,
         );
         let number = own.processes[0].namespace_pid;
-        assert!(own.has(number, start) && own.has(number, end), "{own:?}");
+        assert!(
+            own.contains(number, start) && own.contains(number, end),
+            "{own:?}"
+        );
     }
 }

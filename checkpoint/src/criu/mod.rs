@@ -51,7 +51,7 @@ pub use thread_freezer::FrozenThreads;
 
 use crate::engine::{
     CallLimits, DumpJob, Engine, EngineUnusable, MemoryFetch, MemoryServer, PostCopyCheck,
-    PreCopyStop, ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore, SentPages,
+    PreCopyStopCondition, ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore, SentPages,
 };
 use lazy_pages_filter::LazyPages;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -165,7 +165,7 @@ impl Criu {
 
 impl Engine for Criu {
     fn probe(&self) -> Result<String, EngineUnusable> {
-        process::version(&self.program).map_err(|cause| EngineUnusable {
+        process::query_version(&self.program).map_err(|cause| EngineUnusable {
             program: self.program.clone(),
             install_hint: INSTALL_HINT,
             cause,
@@ -176,7 +176,7 @@ impl Engine for Criu {
         // The dump succeeds without the task snapshot and the relay, but then an engine that is
         // killed may damage the task.
         let task_snapshot = trap_cleanup::TaskSnapshot::take(&job.processes).ok();
-        let (relay, criu_end) = ptrace_relay::Relay::start(job.pid, &job.processes)
+        let (relay, criu_end) = ptrace_relay::Relay::start_tracer(job.pid, &job.processes)
             .ok()
             .unzip();
         let mut inherit = criu_end
@@ -199,7 +199,7 @@ impl Engine for Criu {
             .map_err(unknown)?;
         inherit.extend(&list);
         variables.extend(list.as_ref().map(ptrace_relay::hidden_areas_variable));
-        let request = |images| options::dump(&job, images, DUMP_LOG);
+        let request = |images| options::encode_dump_request(&job, images, DUMP_LOG);
         let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
         swrk.raise_priority();
         swrk.set_cancel_grace(CANCEL_GRACE_TIMEOUT);
@@ -222,21 +222,21 @@ impl Engine for Criu {
         };
         lazy_pages_filter::check_pagemap_scan().map_err(unknown)?;
         let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
-        let (library_loaded, tells) = std::io::pipe().map_err(io)?;
-        let (library, tells) = (
+        let (library_loaded, library_end) = std::io::pipe().map_err(io)?;
+        let (library, library_end) = (
             ptrace_relay::library_file().map_err(io)?,
-            OwnedFd::from(tells),
+            OwnedFd::from(library_end),
         );
         let arguments = ["check", "--feature", "uffd-noncoop"]
             .into_iter()
             .map(AsRef::as_ref);
-        let inherit = [library.as_fd(), tells.as_fd()];
+        let inherit = [library.as_fd(), library_end.as_fd()];
         let program = CriuCommand::start(
             &self.program,
             arguments,
             dir,
             &inherit,
-            &ptrace_relay::load_report_variables(&library, &tells),
+            &ptrace_relay::load_report_variables(&library, &library_end),
         )?;
         Ok(Box::new(CriuPostCopyCheck {
             program,
@@ -253,8 +253,9 @@ impl Engine for Criu {
         let inherit = [&job.pid_namespace, &job.output];
         // With hole punching CRIU frees each page of the image after reading it. Then images in a
         // memory file system and the restored task together never need twice the memory.
-        let uses_up = can_punch_holes(&job.dir);
-        let request = |images| options::restore(&job, images, RESTORE_LOG, uses_up);
+        let consume_images = can_punch_holes(&job.dir);
+        let request =
+            |images| options::encode_restore_request(&job, images, RESTORE_LOG, consume_images);
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
         Ok(Box::new(CriuRestore { swrk }))
     }
@@ -263,7 +264,7 @@ impl Engine for Criu {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        stop: &PreCopyStop,
+        stop: &PreCopyStopCondition,
     ) -> Result<SentPages, Failure> {
         pre_copy::send(processes, stream, stop)
     }
@@ -331,7 +332,7 @@ impl CriuDump {
         if let Some((lazy_pages, _)) = &self.post_copy {
             lazy_pages.add_to_images(&self.dir)?;
         }
-        image_check::check(&self.dir)
+        image_check::check_images(&self.dir)
     }
 }
 
@@ -412,7 +413,7 @@ impl RunningRestore for CriuRestore {
     ) -> Result<Box<dyn RestoredTask>, Failure> {
         loop {
             match self.swrk.receive(limits)? {
-                SwrkMessage::Notify { script, pid } if script == "post-restore" => {
+                SwrkMessage::Notify { point: script, pid } if script == "post-restore" => {
                     return Ok(Box::new(CriuRestoredTask {
                         swrk: self.swrk,
                         pid,

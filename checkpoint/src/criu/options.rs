@@ -15,7 +15,7 @@ const GHOST_BYTES_MAX: u32 = 1 << 30;
 /// CRIU's log level "debug". Lower levels often omit the reason of a failure.
 const LOG_LEVEL: i32 = 4;
 
-fn common(images: RawFd, log: &str) -> Criu_opts {
+fn common_options(images: RawFd, log: &str) -> Criu_opts {
     let mut opts = Criu_opts::new();
     opts.images_dir_fd = Some(images);
     opts.log_level = Some(LOG_LEVEL);
@@ -31,7 +31,7 @@ fn common(images: RawFd, log: &str) -> Criu_opts {
     opts
 }
 
-fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
+fn encode_request(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
     let mut request = Criu_req::new();
     request.type_ = Some(EnumOrUnknown::new(kind));
     request.opts = MessageField::some(opts);
@@ -42,19 +42,24 @@ fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
 }
 
 /// Encodes a request to dump a task and leave it stopped.
-pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
-    let mut opts = common(images, log);
+pub(super) fn encode_dump_request(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
+    let mut opts = common_options(images, log);
     opts.pid = Some(job.pid);
     opts.leave_stopped = Some(true);
     opts.external
         .push(format!("pid[{}]:{NAMESPACE_KEY}", job.pid_namespace));
-    encode(Criu_req_type::DUMP, opts)
+    encode_request(Criu_req_type::DUMP, opts)
 }
 
 /// Encodes a request to restore a task, as a child of the caller, into the given PID namespace.
 /// With `uses_up` CRIU frees the pages in the images after reading them (`auto_dedup`).
-pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool) -> Vec<u8> {
-    let mut opts = common(images, log);
+pub(super) fn encode_restore_request(
+    job: &RestoreJob,
+    images: RawFd,
+    log: &str,
+    uses_up: bool,
+) -> Vec<u8> {
+    let mut opts = common_options(images, log);
     opts.rst_sibling = Some(true);
     opts.auto_dedup = Some(uses_up);
     opts.lazy_pages = job.post_copy.then_some(true);
@@ -69,11 +74,11 @@ pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool)
         format!("pipe:[{}]", job.external.output_pipe),
         job.output.as_raw_fd(),
     );
-    encode(Criu_req_type::RESTORE, opts)
+    encode_request(Criu_req_type::RESTORE, opts)
 }
 
 /// Encodes the reply to a notification of CRIU.
-pub(super) fn acknowledgement(success: bool) -> Vec<u8> {
+pub(super) fn encode_acknowledgement(success: bool) -> Vec<u8> {
     let mut request = Criu_req::new();
     request.type_ = Some(EnumOrUnknown::new(Criu_req_type::NOTIFY));
     request.notify_success = Some(success);

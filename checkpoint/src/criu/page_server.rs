@@ -8,7 +8,7 @@
 //! 1. From the dump on, a thread of the tasker traces the first thread of each process that has
 //!    served memory.
 //! 2. Before the processes are killed the tracer sets PTRACE_O_TRACEEXIT
-//!    ([`TracerOrder::KeepKilled`]).
+//!    ([`TracerOrder::RetainMemoryAfterKill`]).
 //! 3. When the last page was served, or no page is needed any more, the tracer detaches. A killed
 //!    process then exits; any other process remains stopped. The kernel does the same if the tasker
 //!    ends for any reason.
@@ -68,14 +68,14 @@ impl PageServer {
         };
         let pids: Vec<i32> = lazy_pages.processes.iter().map(|kept| kept.pid).collect();
         let (orders, to_tracer) = sync_channel(ORDER_QUEUE_LEN);
-        let (begun, begins) = sync_channel(1);
+        let (attach_sender, attach_receiver) = sync_channel(1);
         let tracer = std::thread::Builder::new()
             .name("keeper".into())
-            .spawn(move || run_tracer(&pids, &begun, &to_tracer))
+            .spawn(move || run_tracer(&pids, &attach_sender, &to_tracer))
             .map_err(|e| io("no thread", e))?;
         let handle = ServedMemory {
             page_stream: page_stream.clone(),
-            orders,
+            order_sender: orders,
         };
         let ended = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let ended = Arc::new(ended.map_err(|e| io("no descriptor", e.into()))?);
@@ -85,14 +85,16 @@ impl PageServer {
             server: None,
             ended,
         };
-        let traced = begins.recv().unwrap_or_else(|_| Err(Errno::ESRCH.into()));
+        let traced = attach_receiver
+            .recv()
+            .unwrap_or_else(|_| Err(Errno::ESRCH.into()));
         traced.map_err(|e| io("a process cannot be traced", e))?;
         let stream = page_stream
             .try_clone()
             .map(UnixStream::from)
             .map_err(|e| io("no descriptor", e))?;
         let ended = server.ended.clone();
-        let handing = std::thread::Builder::new()
+        let server_thread = std::thread::Builder::new()
             .name("handing".into())
             .spawn(move || {
                 raise_thread_priority();
@@ -103,7 +105,7 @@ impl PageServer {
                 let _ = ended.write(1);
                 done
             });
-        server.server = Some(handing.map_err(|e| io("no thread", e))?);
+        server.server = Some(server_thread.map_err(|e| io("no thread", e))?);
         Ok(server)
     }
 
@@ -111,15 +113,15 @@ impl PageServer {
     fn stop(&mut self) -> Result<(), Failure> {
         self.handle.stop_serving();
         let broken = || Failure::Engine("the thread that hands memory out has panicked".into());
-        let handed = self.server.take().map_or(Ok(()), |handing| {
+        let serve_result = self.server.take().map_or(Ok(()), |handing| {
             handing.join().unwrap_or_else(|_| Err(broken()))
         });
         if let Some(tracer) = self.tracer.take() {
             // The tracer has already ended if it could not attach.
-            let _ = self.handle.orders.send(TracerOrder::Detach);
+            let _ = self.handle.order_sender.send(TracerOrder::Detach);
             tracer.join().expect("the tracer does not panic");
         }
-        handed
+        serve_result
     }
 }
 
@@ -130,8 +132,8 @@ impl MemoryServer for PageServer {
 
     fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
         let waited = wait_readable(&*self.ended, limits, "its memory to be handed out");
-        let handed = self.stop();
-        waited.and(handed)
+        let serve_result = self.stop();
+        waited.and(serve_result)
     }
 }
 
@@ -144,17 +146,21 @@ impl Drop for PageServer {
 
 /// Attaches to these processes and traces them until it is ordered to detach. Sends to `begun`
 /// whether attaching succeeded.
-fn run_tracer(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
+fn run_tracer(
+    pids: &[i32],
+    attach_result: &SyncSender<io::Result<()>>,
+    orders: &Receiver<TracerOrder>,
+) {
     let attached: io::Result<Vec<TracedThread>> =
         pids.iter().map(|pid| TracedThread::attach(*pid)).collect();
     let attached = match attached {
         Ok(attached) => attached,
-        Err(e) => return drop(begun.send(Err(e))),
+        Err(e) => return drop(attach_result.send(Err(e))),
     };
-    if begun.send(Ok(())).is_err() {
+    if attach_result.send(Ok(())).is_err() {
         return;
     }
-    while let Ok(TracerOrder::KeepKilled(answer)) = orders.recv() {
+    while let Ok(TracerOrder::RetainMemoryAfterKill(answer)) = orders.recv() {
         // Fails for a process that has just exited. Such a process has no memory; a request for its
         // pages will fail.
         attached
@@ -191,25 +197,33 @@ fn serve_requests(
                 return Ok(());
             }
             layout = layout.or_else(|| {
-                HeaderLayout::detect(&received, |number, address| lazy_pages.has(number, address))
+                HeaderLayout::detect(&received, |number, address| {
+                    lazy_pages.contains(number, address)
+                })
             });
-            let Some(known) = layout else {
+            let Some(header_layout) = layout else {
                 match received.len() < HeaderLayout::BYTES_MAX {
                     true => break,
                     false => return Err(failed("it was asked for what is not missing")),
                 }
             };
-            if received.len() < known.bytes() {
+            if received.len() < header_layout.bytes() {
                 break;
             }
-            let head = known.read(&received);
-            received.drain(..known.bytes());
+            let head = header_layout.read(&received);
+            received.drain(..header_layout.bytes());
             let answered = match (head.command, sent) {
                 (PS_IOV_GET, _) if head.pages > 0 => {
-                    send_pages(stream, lazy_pages, known, &head, &mut buffer)
+                    send_pages(stream, lazy_pages, header_layout, &head, &mut buffer)
                 }
                 (GET_CHANGED, Some(sent)) if (1..=BLOCK_PAGES).contains(&head.pages) => {
-                    send_changed_pages(stream, (lazy_pages, sent), known, &head, &mut buffer)
+                    send_changed_pages(
+                        stream,
+                        (lazy_pages, sent),
+                        header_layout,
+                        &head,
+                        &mut buffer,
+                    )
                 }
                 _ => {
                     return Err(failed(&format!(
@@ -239,19 +253,19 @@ fn send_pages(
     mut stream: &UnixStream,
     lazy_pages: &LazyPages,
     layout: HeaderLayout,
-    asked: &PageHeader,
+    request: &PageHeader,
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let end = request_end(asked)?;
-    let mut at = asked.address;
+    let end = request_end_address(request)?;
+    let mut at = request.address;
     // The header and the first chunk of pages are sent by one write.
     buffer.clear();
     buffer.extend(layout.write(&PageHeader {
         command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
-        ..*asked
+        ..*request
     }));
     while at < end {
-        let (pid, until) = served_range_at(lazy_pages, asked.process, at)?;
+        let (pid, until) = served_range_at(lazy_pages, request.process, at)?;
         let length = (until.min(end) - at).min(READ_BYTES_MAX);
         let begin = buffer.len();
         buffer.resize(begin + length as usize, 0);
@@ -269,47 +283,47 @@ fn send_changed_pages(
     mut stream: &UnixStream,
     (lazy_pages, sent): (&LazyPages, &SentPages),
     layout: HeaderLayout,
-    asked: &PageHeader,
+    request: &PageHeader,
     buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let (end, page) = (request_end(asked)?, page_size() as usize);
-    let mut at = asked.address;
+    let (end, page) = (request_end_address(request)?, page_size() as usize);
+    let mut at = request.address;
     buffer.resize((end - at) as usize, 0);
     while at < end {
-        let (pid, until) = served_range_at(lazy_pages, asked.process, at)?;
+        let (pid, until) = served_range_at(lazy_pages, request.process, at)?;
         let until = until.min(end);
         read_memory(
             pid,
             at,
-            &mut buffer[(at - asked.address) as usize..(until - asked.address) as usize],
+            &mut buffer[(at - request.address) as usize..(until - request.address) as usize],
         )?;
         at = until;
     }
-    let mut words = layout.write(&PageHeader {
+    let mut reply = layout.write(&PageHeader {
         command: CHANGED_PAGES,
-        ..*asked
+        ..*request
     });
-    let marks = words.len();
-    words.resize(marks + bitmap_bytes(asked.pages), 0);
+    let bitmap_offset = reply.len();
+    reply.resize(bitmap_offset + bitmap_bytes(request.pages), 0);
     for (number, content) in buffer.chunks(page).enumerate() {
         if !sent.has(
-            asked.process,
-            asked.address + (number * page) as u64,
+            request.process,
+            request.address + (number * page) as u64,
             content,
         ) {
-            words[marks + number / 8] |= 1 << (number % 8);
-            words.extend_from_slice(content);
+            reply[bitmap_offset + number / 8] |= 1 << (number % 8);
+            reply.extend_from_slice(content);
         }
     }
-    stream.write_all(&words)
+    stream.write_all(&reply)
 }
 
-fn request_end(asked: &PageHeader) -> io::Result<u64> {
-    let length = asked
+fn request_end_address(request: &PageHeader) -> io::Result<u64> {
+    let length = request
         .pages
         .checked_mul(page_size())
         .ok_or(io::ErrorKind::InvalidInput)?;
-    asked
+    request
         .address
         .checked_add(length)
         .ok_or(io::ErrorKind::InvalidInput.into())
@@ -323,25 +337,25 @@ fn served_range_at(lazy_pages: &LazyPages, process: u64, at: u64) -> io::Result<
 }
 
 /// Reads memory of a process into the whole buffer, including areas without read permission.
-fn read_memory(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
-    match read_readable(pid, address, into) {
+fn read_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
+    match read_readable(pid, address, buffer) {
         Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
-            File::open(format!("/proc/{pid}/mem"))?.read_exact_at(into, address)
+            File::open(format!("/proc/{pid}/mem"))?.read_exact_at(buffer, address)
         }
         read => read,
     }
 }
 
-fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
+fn read_readable(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
-    while done < into.len() {
+    while done < buffer.len() {
         let from = [RemoteIoVec {
             base: address as usize + done,
-            len: into.len() - done,
+            len: buffer.len() - done,
         }];
         match process_vm_readv(
             Pid::from_raw(pid),
-            &mut [IoSliceMut::new(&mut into[done..])],
+            &mut [IoSliceMut::new(&mut buffer[done..])],
             &from,
         ) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -357,7 +371,7 @@ fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
 mod tests {
     use super::super::pre_copy::{acknowledge, receive, send};
     use super::*;
-    use crate::engine::{Cancel, PreCopyStop};
+    use crate::engine::{CancelHandle, PreCopyStopCondition};
     use nix::sys::signal::{Signal, kill};
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
@@ -382,13 +396,18 @@ mod tests {
         (child, line.trim().parse().expect("a number"))
     }
 
-    fn stream_pair() -> (UnixStream, Arc<OwnedFd>) {
+    fn page_stream_pair() -> (UnixStream, Arc<OwnedFd>) {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         ours.set_read_timeout(Some(TEST_TIMEOUT)).expect("a socket");
         (ours, Arc::new(theirs.into()))
     }
 
-    fn ask(mut stream: &UnixStream, process: u64, address: u64, pages: u64) -> Option<Vec<u8>> {
+    fn request_pages(
+        mut stream: &UnixStream,
+        process: u64,
+        address: u64,
+        pages: u64,
+    ) -> Option<Vec<u8>> {
         let request = HeaderLayout::Long.write(&PageHeader {
             command: PS_IOV_GET,
             pages,
@@ -411,8 +430,8 @@ mod tests {
         Some(answer.split_off(request.len()))
     }
 
-    fn state(pid: u32) -> Option<char> {
-        crate::proc::stat(pid.cast_signed()).map(|stat| stat.state)
+    fn process_state(pid: u32) -> Option<char> {
+        crate::proc::stat(pid.cast_signed()).map(|stat| stat.process_state)
     }
 
     fn wait_for(what: &str, look: impl Fn() -> bool) {
@@ -433,7 +452,7 @@ mod tests {
         let lazy_pages = LazyPages::choose(&[pid as i32]).expect("it is there");
         let number = lazy_pages.processes[0].namespace_pid;
         let first = (address + page_size() - 1) & !(page_size() - 1);
-        let (stream, page_stream) = stream_pair();
+        let (stream, page_stream) = page_stream_pair();
         let server = PageServer::start(lazy_pages, page_stream, None).expect("it can be traced");
         let skipped = (first - address) as usize;
         let expected: Vec<u8> = (0..=255_u8)
@@ -442,25 +461,25 @@ mod tests {
             .take(3 * page_size() as usize)
             .collect();
         assert_eq!(
-            ask(&stream, number, first, 3).as_deref(),
+            request_pages(&stream, number, first, 3).as_deref(),
             Some(&expected[..]),
             "while it stands still"
         );
-        server.handle().keep_after_kill();
+        server.handle().retain_memory_after_kill();
         // Twice, because a second signal must not release a process at its exit stop.
         for _ in 0..2 {
             child.kill().expect("it is there");
-            wait_for("it stays", || state(pid) == Some('t'));
+            wait_for("it stays", || process_state(pid) == Some('t'));
         }
         assert_eq!(
-            ask(&stream, number, first, 3).as_deref(),
+            request_pages(&stream, number, first, 3).as_deref(),
             Some(&expected[..]),
             "when it was killed"
         );
         drop(stream);
         let limits = CallLimits {
             timeout: TEST_TIMEOUT,
-            cancel: Cancel::new().expect("a descriptor"),
+            cancel: CancelHandle::new().expect("a descriptor"),
         };
         assert_eq!(Box::new(server).finish(&limits), Ok(()));
         assert!(!child.wait().expect("it ends").success());
@@ -473,7 +492,7 @@ mod tests {
         let (mut child, address) = stopped_process_with_pattern();
         let pid = child.id() as i32;
         let first = address.next_multiple_of(page_size());
-        let (stream, page_stream) = stream_pair();
+        let (stream, page_stream) = page_stream_pair();
         let sent = std::thread::scope(|scope| {
             let target = page_stream.clone();
             let taking = scope.spawn({
@@ -487,7 +506,7 @@ mod tests {
             let sent = send(
                 &[pid],
                 &target,
-                &PreCopyStop::at(Instant::now() + TEST_TIMEOUT),
+                &PreCopyStopCondition::at_deadline(Instant::now() + TEST_TIMEOUT),
             )
             .expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
@@ -525,13 +544,13 @@ mod tests {
         assert_eq!(answer[request.len()..][..2], [0, 0b10]);
         assert_eq!(answer[request.len() + 2..][5..8], *b"new");
         assert_eq!(
-            ask(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64),
+            request_pages(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64),
             Some(2 * page_size())
         );
         drop(stream);
         let limits = CallLimits {
             timeout: TEST_TIMEOUT,
-            cancel: Cancel::new().expect("a descriptor"),
+            cancel: CancelHandle::new().expect("a descriptor"),
         };
         assert_eq!(Box::new(server).finish(&limits), Ok(()));
         child.kill().expect("it is there");
@@ -544,7 +563,7 @@ mod tests {
     fn process_without_server_remains_stopped() {
         let (mut child, _) = stopped_process_with_pattern();
         let pid = child.id();
-        let (stream, page_stream) = stream_pair();
+        let (stream, page_stream) = page_stream_pair();
         let server = PageServer::start(
             LazyPages::choose(&[pid as i32]).expect("it is there"),
             page_stream,
@@ -554,13 +573,15 @@ mod tests {
         server.handle().stop_serving();
         let limits = CallLimits {
             timeout: TEST_TIMEOUT,
-            cancel: Cancel::new().expect("a descriptor"),
+            cancel: CancelHandle::new().expect("a descriptor"),
         };
         assert_eq!(Box::new(server).finish(&limits), Ok(()));
-        wait_for("it is stopped", || state(pid) == Some('T'));
-        assert_eq!(ask(&stream, 1, 4096, 1), None);
+        wait_for("it is stopped", || process_state(pid) == Some('T'));
+        assert_eq!(request_pages(&stream, 1, 4096, 1), None);
         kill(Pid::from_raw(pid as i32), Signal::SIGCONT).expect("it is there");
-        wait_for("it goes on", || matches!(state(pid), Some('S' | 'R')));
+        wait_for("it goes on", || {
+            matches!(process_state(pid), Some('S' | 'R'))
+        });
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }
@@ -580,7 +601,7 @@ mod tests {
             (number, page + (1 << 40), 1),
             (number, page, u64::MAX / 4096),
         ] {
-            let (stream, page_stream) = stream_pair();
+            let (stream, page_stream) = page_stream_pair();
             let server =
                 PageServer::start(lazy_pages.clone(), page_stream, None).expect("it can be traced");
             let request = HeaderLayout::Long.write(&PageHeader {
@@ -592,7 +613,7 @@ mod tests {
             (&stream).write_all(&request).expect("it listens");
             let limits = CallLimits {
                 timeout: TEST_TIMEOUT,
-                cancel: Cancel::new().expect("a descriptor"),
+                cancel: CancelHandle::new().expect("a descriptor"),
             };
             let why = Box::new(server)
                 .finish(&limits)
@@ -610,10 +631,10 @@ mod tests {
     /// A page server ends when it is canceled.
     #[test]
     fn canceled_server_ends() {
-        let (_stream, page_stream) = stream_pair();
+        let (_stream, page_stream) = page_stream_pair();
         let server = PageServer::start(LazyPages::default(), page_stream, None)
             .expect("nothing is to be traced");
-        let cancel = Cancel::new().expect("a descriptor");
+        let cancel = CancelHandle::new().expect("a descriptor");
         cancel.fire();
         let done = Box::new(server).finish(&CallLimits {
             timeout: TEST_TIMEOUT,

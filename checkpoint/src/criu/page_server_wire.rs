@@ -57,7 +57,7 @@ impl HeaderLayout {
     /// address, is missing.
     pub(super) fn detect(
         received: &[u8],
-        misses: impl Fn(u64, u64) -> bool,
+        is_missing: impl Fn(u64, u64) -> bool,
     ) -> Option<HeaderLayout> {
         [HeaderLayout::Long, HeaderLayout::Short]
             .into_iter()
@@ -65,7 +65,7 @@ impl HeaderLayout {
                 let head = (received.len() >= layout.bytes()).then(|| layout.read(received));
                 let asks = |head: PageHeader| {
                     matches!(head.command, PS_IOV_GET | GET_CHANGED)
-                        && misses(head.process, head.address)
+                        && is_missing(head.process, head.address)
                 };
                 head.is_some_and(asks)
             })

@@ -9,13 +9,13 @@ use std::os::fd::AsRawFd;
 /// Arguments and result of the call: `struct pm_scan_arg` of linux/fs.h.
 #[repr(C)]
 #[derive(Debug, Default)]
-struct Scan {
+struct PagemapScanArgs {
     size: u64,
     flags: u64,
     start: u64,
     end: u64,
     walk_end: u64,
-    regions: u64,
+    regions_address: u64,
     regions_max: u64,
     pages_max: u64,
     inverted: u64,
@@ -27,15 +27,17 @@ struct Scan {
 /// Adjacent pages with the same categories: `struct page_region` of linux/fs.h.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct Region {
+struct PageRegion {
     start: u64,
     end: u64,
     categories: u64,
 }
 
 /// The request code of the ioctl: `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: libc::c_ulong =
-    3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
+const PAGEMAP_SCAN: libc::c_ulong = 3 << 30
+    | (size_of::<PagemapScanArgs>() as libc::c_ulong) << 16
+    | (b'f' as libc::c_ulong) << 8
+    | 16;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 /// Category of the shared page of zeros, which is mapped where memory was read but never written.
@@ -60,9 +62,9 @@ pub(super) enum PageFilter {
 pub(super) fn scan_pages(
     map: &File,
     (start, end): (u64, u64),
-    wanted: PageFilter,
+    filter: PageFilter,
 ) -> io::Result<Vec<(u64, u64)>> {
-    let any_of = if wanted == PageFilter::All {
+    let any_of = if filter == PageFilter::All {
         PAGE_IS_PRESENT | PAGE_IS_SWAPPED
     } else {
         PAGE_IS_PRESENT
@@ -70,12 +72,12 @@ pub(super) fn scan_pages(
     let mut all: Vec<(u64, u64)> = Vec::new();
     let mut at = start;
     while at < end {
-        let mut found = [Region::default(); REGIONS_MAX];
-        let mut scan = Scan {
-            size: size_of::<Scan>() as u64,
+        let mut found = [PageRegion::default(); REGIONS_MAX];
+        let mut scan = PagemapScanArgs {
+            size: size_of::<PagemapScanArgs>() as u64,
             start: at,
             end,
-            regions: found.as_mut_ptr() as u64,
+            regions_address: found.as_mut_ptr() as u64,
             regions_max: REGIONS_MAX as u64,
             inverted: PAGE_IS_PFNZERO,
             all_of: PAGE_IS_PFNZERO,
@@ -83,7 +85,7 @@ pub(super) fn scan_pages(
             // No categories are returned, so adjacent pages form one region whether they are
             // swapped out or not.
             returned: PAGE_IS_PFNZERO,
-            ..Scan::default()
+            ..PagemapScanArgs::default()
         };
         // SAFETY: the kernel reads and writes `scan`, whose size it receives in `size`, and writes
         // at most `regions_max` regions at `regions`. Both live until the call returns.
@@ -112,7 +114,7 @@ mod tests {
     #[test]
     fn only_written_pages_are_found() {
         let (page, pages) = (page_size() as usize, 3000);
-        let memory = fresh(page * pages);
+        let memory = map_untouched_memory(page * pages);
         let start = memory.as_ptr() as u64;
         for number in (0..pages).filter(|number| number % 2 == 0 || *number > 2900) {
             memory[number * page] = 1;
@@ -144,7 +146,7 @@ mod tests {
     }
 
     /// Maps memory whose pages are not populated yet, without huge pages.
-    fn fresh(bytes: usize) -> &'static mut [u8] {
+    fn map_untouched_memory(bytes: usize) -> &'static mut [u8] {
         // SAFETY: the memory is newly mapped with this length, has no other reference, and is never
         // unmapped.
         unsafe {

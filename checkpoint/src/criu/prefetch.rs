@@ -70,7 +70,7 @@ enum ReplySource {
     Chunks,
     /// The same request was sent to the source. The value is the requested pages; `None` until they
     /// have arrived.
-    OwnRequest(Option<Vec<u8>>),
+    DirectRequest(Option<Vec<u8>>),
 }
 
 /// An unanswered request of CRIU.
@@ -79,7 +79,7 @@ struct PendingRequest {
     head: PageHeader,
     /// True for a request of the background transfer, false for a page fault.
     is_background: bool,
-    from: ReplySource,
+    reply_source: ReplySource,
 }
 
 /// A range that the background transfer has requested and that is not requested from the source
@@ -114,7 +114,7 @@ struct Chunk {
 /// State of the proxy. It does no I/O except for writing to CRIU.
 #[derive(Debug)]
 struct Prefetcher {
-    page: u64,
+    page_size: u64,
     now: Instant,
     processes: BTreeMap<u64, ProcessProgress>,
     /// Pages that were received by pre-copy before the restore.
@@ -126,7 +126,7 @@ struct Prefetcher {
     /// Number of bytes of the reply to PS_IOV_CLOSE that the source has sent; `None` until CRIU has
     /// sent PS_IOV_CLOSE.
     close_reply_bytes: Option<usize>,
-    received: Vec<u8>,
+    request_bytes: Vec<u8>,
     pending: VecDeque<PendingRequest>,
     /// Number of bytes of the reply to the first pending request that CRIU has accepted.
     accepted_bytes: usize,
@@ -138,7 +138,7 @@ struct Prefetcher {
     chunks: BTreeMap<(u64, u64), Chunk>,
     /// Size of the next chunk in pages.
     chunk_pages: u64,
-    reply: IncomingReply,
+    incoming_reply: IncomingReply,
     spare_buffers: Vec<Vec<u8>>,
     to_source: Vec<u8>,
     passthrough_bytes: Vec<u8>,
@@ -153,14 +153,14 @@ impl Prefetcher {
         now: Instant,
     ) -> Prefetcher {
         Prefetcher {
-            page,
+            page_size: page,
             now,
             processes: missing.into_processes(),
             pre_copied,
             layout: None,
             passthrough: false,
             close_reply_bytes: None,
-            received: Vec::new(),
+            request_bytes: Vec::new(),
             pending: VecDeque::new(),
             accepted_bytes: 0,
             is_blocked: false,
@@ -168,7 +168,7 @@ impl Prefetcher {
             in_flight: VecDeque::new(),
             chunks: BTreeMap::new(),
             chunk_pages: CHUNK_PAGES_MIN,
-            reply: IncomingReply::default(),
+            incoming_reply: IncomingReply::default(),
             spare_buffers: Vec::new(),
             to_source: Vec::new(),
             passthrough_bytes: Vec::new(),
@@ -188,7 +188,7 @@ impl Prefetcher {
     }
 
     /// True if CRIU has reported that it has all memory (PS_IOV_CLOSE).
-    fn engine_has_all(&self) -> bool {
+    fn engine_has_all_memory(&self) -> bool {
         self.close_reply_bytes.is_some()
     }
 
@@ -199,7 +199,7 @@ impl Prefetcher {
 
     /// True if CRIU has received the whole reply to PS_IOV_CLOSE, so that the proxy may end.
     fn is_finished(&self) -> bool {
-        self.engine_has_all()
+        self.engine_has_all_memory()
             && self.missing_close_reply().is_empty()
             && self.passthrough_bytes.is_empty()
     }
@@ -227,32 +227,32 @@ impl Prefetcher {
     // ---- The connection to CRIU
 
     fn receive_from_engine(&mut self, bytes: &[u8]) {
-        self.received.extend(bytes);
+        self.request_bytes.extend(bytes);
         if !self.passthrough && self.layout.is_none() {
             self.layout = self.detect_layout();
             self.passthrough = self.layout.is_none();
         }
         while let (false, Some(layout)) = (self.passthrough, self.layout) {
-            if self.received.len() < layout.bytes() {
+            if self.request_bytes.len() < layout.bytes() {
                 break;
             }
-            let head = layout.read(&self.received);
+            let head = layout.read(&self.request_bytes);
             self.passthrough = head.command != PS_IOV_GET || head.pages == 0;
             if !self.passthrough {
-                self.received.drain(..layout.bytes());
+                self.request_bytes.drain(..layout.bytes());
                 self.add_request(head);
             }
         }
         if self.passthrough {
-            if self.pending.is_empty() && is_close(&self.received) {
+            if self.pending.is_empty() && is_close(&self.request_bytes) {
                 self.close_reply_bytes.get_or_insert(0);
             }
             // Replies must follow the order of the requests, so all pending ranges are requested
             // before other bytes are forwarded.
             while self.request_background_chunk() {}
-            self.to_source.append(&mut self.received);
+            self.to_source.append(&mut self.request_bytes);
         }
-        self.prefetch();
+        self.request_chunks_ahead();
     }
 
     /// Detects the header layout: in the correct layout CRIU's first request is for a missing page.
@@ -262,12 +262,12 @@ impl Prefetcher {
                 .get(&process)
                 .is_some_and(|of| of.missing_range_at(address).is_some())
         };
-        HeaderLayout::detect(&self.received, misses)
+        HeaderLayout::detect(&self.request_bytes, misses)
     }
 
     fn add_request(&mut self, head: PageHeader) {
         let end = self.request_end(&head);
-        let page = self.page;
+        let page = self.page_size;
         let mut is_background = false;
         if let Some(process) = self.processes.get_mut(&head.process) {
             is_background = process.record_request(head.address, end, page)
@@ -287,13 +287,13 @@ impl Prefetcher {
         self.pending.push_back(PendingRequest {
             head,
             is_background,
-            from,
+            reply_source: from,
         });
     }
 
     fn request_end(&self, head: &PageHeader) -> u64 {
         head.address
-            .saturating_add(head.pages.saturating_mul(self.page))
+            .saturating_add(head.pages.saturating_mul(self.page_size))
     }
 
     /// True if the whole range is in chunks that are in memory or in flight.
@@ -321,7 +321,7 @@ impl Prefetcher {
     fn write_replies(&mut self, out: &mut impl Write) -> io::Result<()> {
         self.is_blocked = false;
         while self.write_first_reply(out)? {}
-        self.prefetch();
+        self.request_chunks_ahead();
         if self.pending.is_empty() {
             self.is_blocked = !write_from(out, &mut self.passthrough_bytes)?;
         }
@@ -336,15 +336,15 @@ impl Prefetcher {
         };
         let (head, is_background) = (first.head, first.is_background);
         let mut found: Vec<&[u8]> = Vec::new();
-        match &first.from {
-            ReplySource::OwnRequest(None) => return Ok(false),
-            ReplySource::OwnRequest(Some(bytes)) => found.push(bytes),
+        match &first.reply_source {
+            ReplySource::DirectRequest(None) => return Ok(false),
+            ReplySource::DirectRequest(Some(bytes)) => found.push(bytes),
             ReplySource::Chunks => {
                 let end = self.request_end(&head);
                 let mut at = head.address;
                 while at < end {
                     let Some((start, chunk)) = self.chunk_at(head.process, at) else {
-                        self.request_rest(&head, is_background, at);
+                        self.request_missing_part(&head, is_background, at);
                         return Ok(false);
                     };
                     let Some(bytes) = &chunk.bytes else {
@@ -359,7 +359,7 @@ impl Prefetcher {
         let bytes: usize = found.iter().map(|part| part.len()).sum();
         let answer = PageHeader {
             command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
-            pages: bytes as u64 / self.page,
+            pages: bytes as u64 / self.page_size,
             ..head
         };
         let answer = layout.write(&answer);
@@ -375,8 +375,8 @@ impl Prefetcher {
             return Ok(false);
         };
         self.pre_copied
-            .mark_delivered(head.process, head.address, bytes as u64 / self.page);
-        if let ReplySource::OwnRequest(Some(bytes)) = done.from {
+            .mark_delivered(head.process, head.address, bytes as u64 / self.page_size);
+        if let ReplySource::DirectRequest(Some(bytes)) = done.reply_source {
             self.recycle(bytes);
         }
         if done.is_background {
@@ -388,17 +388,20 @@ impl Prefetcher {
     /// Requests from the source what the first pending request of CRIU still lacks at the address
     /// `at`. Either that page was not requested yet, or the source's reply for its chunk was
     /// shorter than requested.
-    fn request_rest(&mut self, head: &PageHeader, is_background: bool, at: u64) {
+    fn request_missing_part(&mut self, head: &PageHeader, is_background: bool, at: u64) {
         if !is_background {
             let from = self.request_directly(head);
-            self.pending.front_mut().expect("it was looked at").from = from;
+            self.pending
+                .front_mut()
+                .expect("it was looked at")
+                .reply_source = from;
             return;
         }
         let (process, end) = (head.process, self.request_end(head));
-        let comes = |turn: &BackgroundRange| {
-            turn.process == process && (turn.address..turn.end).contains(&at)
+        let is_next_range = |range: &BackgroundRange| {
+            range.process == process && (range.address..range.end).contains(&at)
         };
-        if !self.background.iter().any(comes) {
+        if !self.background.iter().any(is_next_range) {
             self.background.push_front(BackgroundRange {
                 process,
                 address: at,
@@ -409,10 +412,10 @@ impl Prefetcher {
 
     /// Drops the chunks below this address, which the background transfer no longer needs.
     fn drop_chunks_before(&mut self, process: u64, address: u64) {
-        let behind = self.chunks.range((process, 0)..(process, address));
-        let behind = behind.filter(|(_, chunk)| chunk.bytes.is_some() && chunk.end <= address);
-        let behind: Vec<(u64, u64)> = behind.map(|(key, _)| *key).collect();
-        for key in behind {
+        let obsolete = self.chunks.range((process, 0)..(process, address));
+        let obsolete = obsolete.filter(|(_, chunk)| chunk.bytes.is_some() && chunk.end <= address);
+        let obsolete: Vec<(u64, u64)> = obsolete.map(|(key, _)| *key).collect();
+        for key in obsolete {
             if let Some(bytes) = self.chunks.remove(&key).and_then(|chunk| chunk.bytes) {
                 self.recycle(bytes);
             }
@@ -421,7 +424,7 @@ impl Prefetcher {
 
     fn recycle(&mut self, bytes: Vec<u8>) {
         if self.spare_buffers.len() < SPARE_BUFFERS_MAX
-            && bytes.capacity() as u64 <= CHUNK_PAGES_MAX * self.page
+            && bytes.capacity() as u64 <= CHUNK_PAGES_MAX * self.page_size
         {
             self.spare_buffers.push(bytes);
         }
@@ -429,7 +432,7 @@ impl Prefetcher {
 
     // ---- The connection to the source
 
-    fn request(&mut self, process: u64, address: u64, pages: u64, is_chunk: bool) {
+    fn send_request(&mut self, process: u64, address: u64, pages: u64, is_chunk: bool) {
         let Some(layout) = self.layout else { return };
         let pre_copied = self.pre_copied.get(process, address, pages);
         let command = if pre_copied.is_some() {
@@ -460,8 +463,8 @@ impl Prefetcher {
             pages,
             ..
         } = head;
-        self.request(process, address, pages, false);
-        ReplySource::OwnRequest(None)
+        self.send_request(process, address, pages, false);
+        ReplySource::DirectRequest(None)
     }
 
     /// Requests the next chunk of the pending background ranges. Returns false if there is none.
@@ -492,7 +495,7 @@ impl Prefetcher {
     /// address; `None` if the memory at `address` is not missing.
     fn request_chunk(&mut self, process: u64, address: u64) -> Option<u64> {
         let (_, end) = self.processes.get(&process)?.missing_range_at(address)?;
-        let end = end.min(address + self.chunk_pages * self.page);
+        let end = end.min(address + self.chunk_pages * self.page_size);
         let next = self
             .chunks
             .range((process, address)..)
@@ -501,22 +504,22 @@ impl Prefetcher {
         let end = next.map_or(end, |((_, start), _)| end.min(*start));
         self.chunks
             .insert((process, address), Chunk { end, bytes: None });
-        self.request(process, address, (end - address) / self.page, true);
+        self.send_request(process, address, (end - address) / self.page_size, true);
         Some(end)
     }
 
     /// Requests chunks until enough are in flight. Chunks that CRIU waits for are requested first.
-    fn prefetch(&mut self) {
+    fn request_chunks_ahead(&mut self) {
         while self.in_flight.len() <= IN_FLIGHT_MAX && self.request_background_chunk() {}
         if self.passthrough {
             return;
         }
-        let begun: Vec<(u64, u64)> = self
+        let started_transfers: Vec<(u64, u64)> = self
             .processes
             .iter()
             .filter_map(|(number, process)| Some((*number, process.background_position()?)))
             .collect();
-        for (process, mut address) in begun {
+        for (process, mut address) in started_transfers {
             for _ in 0..CHUNKS_PER_PROCESS_MAX {
                 let known = self.chunk_at(process, address).map(|(_, chunk)| chunk.end);
                 if known.is_none()
@@ -550,7 +553,7 @@ impl Prefetcher {
             self.passthrough_buffer.resize(PASSTHROUGH_BYTES_MAX, 0);
             return &mut self.passthrough_buffer;
         }
-        self.reply
+        self.incoming_reply
             .buffer(self.layout.map_or(0, HeaderLayout::bytes))
     }
 
@@ -569,31 +572,32 @@ impl Prefetcher {
         let Some(layout) = self.layout else {
             return Ok(());
         };
-        self.reply.advance(bytes);
-        if let Some(head) = self.reply.header(layout) {
+        self.incoming_reply.advance(bytes);
+        if let Some(head) = self.incoming_reply.header(layout) {
             self.handle_header(&head)?;
         }
-        self.reply.apply_bitmap(self.page)?;
-        if let Some(body) = self.reply.take_pages() {
+        self.incoming_reply.apply_bitmap(self.page_size)?;
+        if let Some(body) = self.incoming_reply.take_pages() {
             self.handle_pages(body);
         }
-        self.prefetch();
+        self.request_chunks_ahead();
         Ok(())
     }
 
     fn handle_header(&mut self, head: &PageHeader) -> Result<(), UnexpectedReply> {
         let unasked = || UnexpectedReply::Unasked(*head);
-        let asked = self.in_flight.front_mut().ok_or_else(unasked)?;
+        let request = self.in_flight.front_mut().ok_or_else(unasked)?;
         let &mut SourceRequest {
             process,
             address,
             pages,
             ..
-        } = asked;
+        } = request;
         let is_of_it = (head.process, head.address) == (process, address);
-        match (&mut asked.pre_copied, head.command, head.pages) {
+        match (&mut request.pre_copied, head.command, head.pages) {
             (Some(known), CHANGED_PAGES, answered) if is_of_it && answered == pages => {
-                self.reply.expect_bitmap(std::mem::take(known), pages);
+                self.incoming_reply
+                    .expect_bitmap(std::mem::take(known), pages);
             }
             (None, command, answered)
                 if is_of_it
@@ -601,8 +605,8 @@ impl Prefetcher {
                     && (1..=pages).contains(&answered) =>
             {
                 let mut body = self.spare_buffers.pop().unwrap_or_default();
-                body.resize((answered * self.page) as usize, 0);
-                self.reply.expect_pages(body);
+                body.resize((answered * self.page_size) as usize, 0);
+                self.incoming_reply.expect_pages(body);
             }
             _ => {
                 return Err(UnexpectedReply::Different {
@@ -617,17 +621,17 @@ impl Prefetcher {
     }
 
     fn handle_pages(&mut self, body: Vec<u8>) {
-        let Some(asked) = self.in_flight.pop_front() else {
+        let Some(request) = self.in_flight.pop_front() else {
             return;
         };
-        if asked.is_chunk {
-            self.chunk_pages = match self.now.saturating_duration_since(asked.sent_at) {
+        if request.is_chunk {
+            self.chunk_pages = match self.now.saturating_duration_since(request.sent_at) {
                 took if took > SLOW_ROUND_TRIP => (self.chunk_pages / 2).max(CHUNK_PAGES_MIN),
                 took if took < FAST_ROUND_TRIP => (self.chunk_pages * 2).min(CHUNK_PAGES_MAX),
                 _ => self.chunk_pages,
             };
-            if let Some(chunk) = self.chunks.get_mut(&(asked.process, asked.address)) {
-                chunk.end = asked.address + body.len() as u64;
+            if let Some(chunk) = self.chunks.get_mut(&(request.process, request.address)) {
+                chunk.end = request.address + body.len() as u64;
                 chunk.bytes = Some(body);
             }
         } else {
@@ -639,11 +643,11 @@ impl Prefetcher {
                     ..
                 } = wanted.head;
                 let is_same =
-                    (process, address, pages) == (asked.process, asked.address, asked.pages);
-                is_same && matches!(wanted.from, ReplySource::OwnRequest(None))
+                    (process, address, pages) == (request.process, request.address, request.pages);
+                is_same && matches!(wanted.reply_source, ReplySource::DirectRequest(None))
             };
             if let Some(waits) = self.pending.iter_mut().find(is_its) {
-                waits.from = ReplySource::OwnRequest(Some(body));
+                waits.reply_source = ReplySource::DirectRequest(Some(body));
             }
         }
     }
@@ -663,12 +667,12 @@ fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Res
     let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
     let mut left = &mut slices[..];
     IoSlice::advance_slices(&mut left, skipped);
-    let mut taken = 0;
+    let mut accepted_bytes = 0;
     while !left.is_empty() {
         match out.write_vectored(left) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => {
-                taken += written;
+                accepted_bytes += written;
                 IoSlice::advance_slices(&mut left, written);
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -676,13 +680,13 @@ fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Res
             Err(e) => return Err(e),
         }
     }
-    Ok(taken)
+    Ok(accepted_bytes)
 }
 
 /// Writes these bytes and removes those that were accepted. Returns true if no bytes remain.
 fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
-    let taken = write_parts(out, &[bytes], 0)?;
-    bytes.drain(..taken);
+    let accepted_bytes = write_parts(out, &[bytes], 0)?;
+    bytes.drain(..accepted_bytes);
     Ok(bytes.is_empty())
 }
 

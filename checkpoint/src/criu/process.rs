@@ -39,7 +39,7 @@ pub(super) enum SwrkMessage {
     /// CRIU has reached a point at which it waits for an acknowledgement.
     Notify {
         /// CRIU's name of the point, for example `post-restore`.
-        script: String,
+        point: String,
         /// PID of the restored root if CRIU reports it at this point, otherwise 0.
         pid: i32,
     },
@@ -90,8 +90,8 @@ impl Swrk {
         .map_err(|e| failed("socket pair", &e))?;
         let stderr = dir.join(STDERR);
         let errors = File::create(&stderr).map_err(|e| failed("its error file", &e))?;
-        let mut keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
-        keep.extend([theirs.as_raw_fd(), images.as_raw_fd()]);
+        let mut inherited_fds: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
+        inherited_fds.extend([theirs.as_raw_fd(), images.as_raw_fd()]);
         let mut command = Command::new(program);
         command.arg("swrk").arg(theirs.as_raw_fd().to_string());
         command
@@ -102,9 +102,9 @@ impl Swrk {
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes only system calls on descriptors that it owns; it neither
         // allocates nor locks.
-        unsafe { command.pre_exec(move || prepare_child(&keep)) };
-        let (child, pidfd) =
-            spawn(&mut command).map_err(|e| failed(&program.display().to_string(), &e))?;
+        unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
+        let (child, pidfd) = spawn_with_pidfd(&mut command)
+            .map_err(|e| failed(&program.display().to_string(), &e))?;
         let swrk = Swrk {
             child,
             pidfd,
@@ -147,11 +147,11 @@ impl Swrk {
 
     /// Waits for the next message. After an error the process is dead and reaped.
     pub(super) fn receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
-        let heard = self.try_receive(limits);
-        if heard.is_err() {
+        let result = self.try_receive(limits);
+        if result.is_err() {
             self.kill();
         }
-        heard
+        result
     }
 
     fn try_receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
@@ -168,7 +168,7 @@ impl Swrk {
         if answer.type_() == Criu_req_type::NOTIFY {
             let notify = answer.notify.get_or_default();
             return Ok(SwrkMessage::Notify {
-                script: notify.script().to_string(),
+                point: notify.script().to_string(),
                 pid: notify.pid(),
             });
         }
@@ -187,7 +187,7 @@ impl Swrk {
     pub(super) fn acknowledge(&mut self, success: bool) {
         let _ = send(
             self.socket.as_raw_fd(),
-            &options::acknowledgement(success),
+            &options::encode_acknowledgement(success),
             MsgFlags::MSG_NOSIGNAL,
         );
     }
@@ -230,18 +230,18 @@ impl Swrk {
 
     /// Waits until CRIU has exited or, with `or_word`, has sent a message. Fails at the timeout, or
     /// after a cancellation.
-    fn wait(&mut self, limits: &CallLimits, or_word: bool) -> Result<(), Failure> {
+    fn wait(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
         loop {
-            let mut until = self.call_started + limits.timeout;
+            let mut deadline = self.call_started + limits.timeout;
             let mut fds = vec![PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
             match self.canceled_at {
-                Some(at) => until = until.min(at + self.cancel_grace),
+                Some(at) => deadline = deadline.min(at + self.cancel_grace),
                 None => fds.push(PollFd::new(limits.cancel.fd(), PollFlags::POLLIN)),
             }
-            if or_word {
+            if or_message {
                 fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
             }
-            let left = until.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up, so that the last wait does not spin.
             let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
             match poll(
@@ -315,7 +315,7 @@ fn canceled() -> Failure {
 /// Prepares a child process before it executes CRIU: only the owner can read the images that it
 /// writes, it dies with its parent, no signal is blocked, and it inherits only the descriptors in
 /// `keep`.
-fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
+fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
     // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {
         libc::umask(0o077);
@@ -336,7 +336,7 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
             u32::MAX,
             libc::CLOSE_RANGE_CLOEXEC,
         );
-        for &fd in keep {
+        for &fd in inherited_fds {
             if libc::fcntl(fd, libc::F_SETFD, 0) != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -346,7 +346,7 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
 }
 
 /// Starts a child and opens its pidfd. If opening fails, the child is killed.
-fn spawn(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
+fn spawn_with_pidfd(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
     let mut child = command.spawn()?;
     match pidfd_of(&child) {
         Ok(pidfd) => Ok((child, pidfd)),
@@ -369,7 +369,7 @@ fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
 }
 
 /// Takes ownership of a descriptor that was received in a message.
-pub(super) fn own_descriptor(descriptor: RawFd) -> OwnedFd {
+pub(super) fn take_ownership(descriptor: RawFd) -> OwnedFd {
     // SAFETY: the kernel has just created this descriptor for this process, and nothing else knows
     // its number.
     unsafe { OwnedFd::from_raw_fd(descriptor) }
@@ -396,7 +396,7 @@ impl CriuCommand {
         let failed = |e: io::Error| {
             Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()))
         };
-        let keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
+        let inherited_fds: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
         let errors = File::create(dir.join(STDERR)).map_err(failed)?;
         let mut command = Command::new(criu);
         command
@@ -407,8 +407,8 @@ impl CriuCommand {
             .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: as for `Swrk::start`.
-        unsafe { command.pre_exec(move || prepare_child(&keep)) };
-        let (child, pidfd) = spawn(&mut command).map_err(failed)?;
+        unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
+        let (child, pidfd) = spawn_with_pidfd(&mut command).map_err(failed)?;
         Ok(CriuCommand {
             child,
             pidfd,
@@ -477,9 +477,9 @@ pub(super) fn wait_readable(
     limits: &CallLimits,
     what: &str,
 ) -> Result<(), Failure> {
-    let until = Instant::now() + limits.timeout;
+    let deadline = Instant::now() + limits.timeout;
     loop {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(Instant::now());
         let mut fds =
             [readable.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
@@ -512,8 +512,8 @@ fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
 /// Runs `criu --version` and returns the version.
 ///
 /// # Errors
-/// The program cannot be executed, or prints no version.
-pub(super) fn version(program: &Path) -> Result<String, VersionError> {
+/// The program cannot be executed, or prints no query_version.
+pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     let mut command = Command::new(program);
     command
         .arg("--version")

@@ -6,9 +6,9 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// Size in bytes of a buffer that can contain the general registers of any architecture.
-const GENERAL_BYTES: usize = 1024;
+const GENERAL_REGISTERS_BYTES_MAX: usize = 1024;
 /// Size in bytes of a buffer for the floating-point and vector registers.
-const VECTOR_BYTES: usize = 32 << 10;
+const VECTOR_REGISTERS_BYTES_MAX: usize = 32 << 10;
 /// Timeout for a stopped thread to report its stop to a new tracer.
 const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
 /// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
@@ -16,27 +16,27 @@ const PTRACE_EVENT_STOP: i32 = 128;
 
 /// Selects a set of registers.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Registers {
+pub(super) enum RegisterSet {
     /// The general registers, including the instruction pointer.
     General,
     Vector,
 }
 
-impl Registers {
-    fn set(self) -> usize {
+impl RegisterSet {
+    fn regset_number(self) -> usize {
         match self {
-            Registers::General => libc::NT_PRSTATUS as usize,
+            RegisterSet::General => libc::NT_PRSTATUS as usize,
             #[cfg(target_arch = "x86_64")]
-            Registers::Vector => 0x202,
+            RegisterSet::Vector => 0x202,
             #[cfg(not(target_arch = "x86_64"))]
-            Registers::Vector => libc::NT_PRFPREG as usize,
+            RegisterSet::Vector => libc::NT_PRFPREG as usize,
         }
     }
 
     fn bytes(self) -> usize {
         match self {
-            Registers::General => GENERAL_BYTES,
-            Registers::Vector => VECTOR_BYTES,
+            RegisterSet::General => GENERAL_REGISTERS_BYTES_MAX,
+            RegisterSet::Vector => VECTOR_REGISTERS_BYTES_MAX,
         }
     }
 }
@@ -65,8 +65,8 @@ impl TracedThread {
     }
 
     /// Returns the registers of this set, in the kernel's layout.
-    pub(super) fn registers(&self, which: Registers) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0u8; which.bytes()];
+    pub(super) fn registers(&self, register_set: RegisterSet) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0u8; register_set.bytes()];
         let mut area = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
@@ -74,7 +74,7 @@ impl TracedThread {
         ptrace_request(
             libc::PTRACE_GETREGSET,
             self.tid,
-            which.set(),
+            register_set.regset_number(),
             (&raw mut area).cast(),
         )?;
         let length = area.iov_len;
@@ -82,7 +82,11 @@ impl TracedThread {
         Ok(bytes)
     }
 
-    pub(super) fn set_registers(&self, which: Registers, registers: &[u8]) -> io::Result<()> {
+    pub(super) fn set_registers(
+        &self,
+        register_set: RegisterSet,
+        registers: &[u8],
+    ) -> io::Result<()> {
         let mut bytes = registers.to_vec();
         let mut area = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
@@ -91,7 +95,7 @@ impl TracedThread {
         ptrace_request(
             libc::PTRACE_SETREGSET,
             self.tid,
-            which.set(),
+            register_set.regset_number(),
             (&raw mut area).cast(),
         )
     }
@@ -113,12 +117,12 @@ impl TracedThread {
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
         /// Offset in the kernel's `struct user` of DR7, the debug register that enables
         /// breakpoints.
-        const CONTROL_AT: usize =
+        const DR7_OFFSET: usize =
             std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
         ptrace_request(
             libc::PTRACE_POKEUSER,
             self.tid,
-            CONTROL_AT,
+            DR7_OFFSET,
             std::ptr::null_mut(),
         )
     }
@@ -288,9 +292,9 @@ fn ptrace_request(
 /// eight bytes.
 pub(super) const PTRACE_SECCOMP_GET_FILTER: u64 = 0x420c;
 /// Maximum number of bytes that one relayed request reads or writes.
-pub(super) const MEMORY_MAX: usize = 64 << 10;
+pub(super) const REQUEST_MEMORY_BYTES: usize = 64 << 10;
 
-/// Memory for a relayed request. It always has [`MEMORY_MAX`] bytes and is aligned for all
+/// Memory for a relayed request. It always has [`REQUEST_MEMORY_BYTES`] bytes and is aligned for all
 /// structures of the kernel.
 #[derive(Debug)]
 pub(super) struct RequestMemory(Vec<u64>);
@@ -298,7 +302,7 @@ pub(super) struct RequestMemory(Vec<u64>);
 impl RequestMemory {
     /// Creates memory that starts with the bytes `begin`. The remaining bytes are zero.
     pub(super) fn beginning_with(begin: &[u8]) -> RequestMemory {
-        let mut words = vec![0u64; MEMORY_MAX / 8];
+        let mut words = vec![0u64; REQUEST_MEMORY_BYTES / 8];
         for (word, bytes) in words.iter_mut().zip(begin.chunks(8)) {
             let mut whole = [0; 8];
             whole[..bytes.len()].copy_from_slice(bytes);
@@ -390,8 +394,8 @@ impl RelayedRequest {
         const GET_EVENT: u64 = libc::PTRACE_GETEVENTMSG as u64;
         const GET_SIGNAL: u64 = libc::PTRACE_GETSIGINFO as u64;
         const SET_SIGNAL: u64 = libc::PTRACE_SETSIGINFO as u64;
-        const GET_SET: u64 = libc::PTRACE_GETREGSET as u64;
-        const SET_SET: u64 = libc::PTRACE_SETREGSET as u64;
+        const GET_REGSET: u64 = libc::PTRACE_GETREGSET as u64;
+        const SET_REGSET: u64 = libc::PTRACE_SETREGSET as u64;
         const SEIZE: u64 = libc::PTRACE_SEIZE as u64;
         const INTERRUPT: u64 = libc::PTRACE_INTERRUPT as u64;
         const LISTEN: u64 = libc::PTRACE_LISTEN as u64;
@@ -401,15 +405,16 @@ impl RelayedRequest {
         // The requests after PTRACE_SECCOMP_GET_FILTER: PTRACE_SECCOMP_GET_METADATA,
         // PTRACE_GET_SYSCALL_INFO, PTRACE_GET_RSEQ_CONFIGURATION, and the two requests for the
         // dispatch of system calls.
-        const LATER: std::ops::RangeInclusive<u64> = PTRACE_SECCOMP_GET_FILTER + 1..=0x4211;
+        const LATER_REQUESTS: std::ops::RangeInclusive<u64> =
+            PTRACE_SECCOMP_GET_FILTER + 1..=0x4211;
         // PTRACE_GETREGS to PTRACE_SETFPXREGS of x86-64: general, floating-point and vector
         // registers.
         const REGISTERS: [u64; 6] = [12, 13, 14, 15, 18, 19];
         // PTRACE_ARCH_PRCTL: the code in the other argument determines whether `data` is a value or
         // points to memory.
-        const ARCH: u64 = 30;
+        const ARCH_PRCTL: u64 = 30;
         let has_memory = self.data.is_err();
-        if cfg!(target_arch = "x86_64") && self.request == ARCH {
+        if cfg!(target_arch = "x86_64") && self.request == ARCH_PRCTL {
             // Codes that read the base addresses of thread-local storage or the state of the shadow
             // stack into memory.
             const READ: [u64; 3] = [0x1003, 0x1004, 0x5005];
@@ -437,8 +442,11 @@ impl RelayedRequest {
             PEEK_TEXT..=PEEK_USER | GET_EVENT | GET_SIGNAL | SET_SIGNAL | GET_MASK | SET_MASK => {
                 has_memory
             }
-            GET_SET | SET_SET => {
-                has_memory && self.iovec_len.is_some_and(|length| length <= MEMORY_MAX)
+            GET_REGSET | SET_REGSET => {
+                has_memory
+                    && self
+                        .iovec_len
+                        .is_some_and(|length| length <= REQUEST_MEMORY_BYTES)
             }
             PTRACE_SECCOMP_GET_FILTER => has_memory || matches!(self.data, Ok(0)),
             PEEK_SIGNALS => {
@@ -448,22 +456,26 @@ impl RelayedRequest {
                         .as_ref()
                         .is_err_and(|wanted| siginfo_fits(&wanted.bytes(16)))
             }
-            request if LATER.contains(&request) => {
-                has_memory && self.address.as_ref().is_ok_and(|&n| n <= MEMORY_MAX as u64)
+            request if LATER_REQUESTS.contains(&request) => {
+                has_memory
+                    && self
+                        .address
+                        .as_ref()
+                        .is_ok_and(|&n| n <= REQUEST_MEMORY_BYTES as u64)
             }
             request => has_memory && cfg!(target_arch = "x86_64") && REGISTERS.contains(&request),
         }
     }
 }
 
-/// True if the requested number of signals fits into [`MEMORY_MAX`]. `wanted` is the request's
+/// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `wanted` is the request's
 /// structure: offset, flags, count.
-fn siginfo_fits(wanted: &[u8]) -> bool {
-    let count = wanted
+fn siginfo_fits(peek_arguments: &[u8]) -> bool {
+    let count = peek_arguments
         .get(12..16)
         .and_then(|bytes| bytes.try_into().ok())
         .map_or(u32::MAX, u32::from_ne_bytes);
     (count as usize)
         .checked_mul(size_of::<libc::siginfo_t>())
-        .is_some_and(|bytes| bytes <= MEMORY_MAX)
+        .is_some_and(|bytes| bytes <= REQUEST_MEMORY_BYTES)
 }

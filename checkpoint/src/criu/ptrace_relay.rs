@@ -13,7 +13,9 @@
 //! A statically linked CRIU does not load the library, and traces the task without the relay.
 
 use super::dump_lock::{self, DumpLock};
-use super::ptrace::{self, MEMORY_MAX, RelayedRequest, RequestMemory, StopCause, ThreadEvent};
+use super::ptrace::{
+    self, REQUEST_MEMORY_BYTES, RelayedRequest, RequestMemory, StopCause, ThreadEvent,
+};
 use crate::proc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -35,15 +37,15 @@ const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
 /// Request number by which the library requests a wait for a thread. It is no ptrace request.
 const WAIT_REQUEST: u64 = u64::MAX;
 /// Error number of the reply if the thread does not belong to the dumped task.
-const NOT_DUMPED: i32 = -1;
+const NOT_DUMPED_ERROR: i32 = -1;
 /// Flag of a request: the data is passed through an iovec.
-const BY_IOVEC: u32 = 1;
+const FLAG_IOVEC: u32 = 1;
 /// Flag of a request: the kernel reads the data.
-const KERNEL_READS: u32 = 2;
+const FLAG_KERNEL_READS: u32 = 2;
 /// Flag of a request: the kernel writes the data.
-const KERNEL_WRITES: u32 = 4;
+const FLAG_KERNEL_WRITES: u32 = 4;
 /// Flag of a request: address and data are in swapped positions.
-const SWAPPED: u32 = 8;
+const FLAG_SWAPPED: u32 = 8;
 /// Length in bytes of a request without the memory that follows it.
 const REQUEST_BYTES: usize = 48;
 /// Number of polls for a thread's event without a pause. Most threads stop within microseconds.
@@ -71,7 +73,7 @@ impl CriuEnd {
     /// socket.
     pub(super) fn environment(&self) -> Vec<(&'static str, String)> {
         vec![
-            preload(&self.library),
+            preload_variable(&self.library),
             ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
         ]
     }
@@ -94,15 +96,15 @@ pub(super) fn hidden_areas_variable(list: &OwnedFd) -> (&'static str, String) {
 /// byte to the pipe `tells`.
 pub(super) fn load_report_variables(
     library: &OwnedFd,
-    tells: &OwnedFd,
+    report_pipe: &OwnedFd,
 ) -> [(&'static str, String); 2] {
     [
-        preload(library),
-        ("SEMPA_LOADED", tells.as_raw_fd().to_string()),
+        preload_variable(library),
+        ("SEMPA_LOADED", report_pipe.as_raw_fd().to_string()),
     ]
 }
 
-fn preload(library: &OwnedFd) -> (&'static str, String) {
+fn preload_variable(library: &OwnedFd) -> (&'static str, String) {
     (
         "LD_PRELOAD",
         format!("/proc/self/fd/{}", library.as_raw_fd()),
@@ -124,7 +126,7 @@ impl Relay {
     ///
     /// # Errors
     /// No file descriptor or thread is available.
-    pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, CriuEnd)> {
+    pub(super) fn start_tracer(root: i32, processes: &[i32]) -> io::Result<(Relay, CriuEnd)> {
         let library = library_file()?;
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
@@ -189,12 +191,12 @@ impl LibraryRequest {
             flags: short(40)?,
             memory: memory.to_vec(),
         };
-        let data_sent = if request.flags & KERNEL_READS != 0 {
+        let data_sent = if request.flags & FLAG_KERNEL_READS != 0 {
             request.data_bytes
         } else {
             0
         };
-        let fits = request.data_bytes <= MEMORY_MAX
+        let fits = request.data_bytes <= REQUEST_MEMORY_BYTES
             && request.address_bytes.checked_add(data_sent)? == memory.len();
         fits.then_some(request)
     }
@@ -206,13 +208,13 @@ impl LibraryRequest {
             0 => Ok(value),
             _ => Err(RequestMemory::beginning_with(begin)),
         };
-        let iovec_len = (self.flags & BY_IOVEC != 0).then_some(self.data_bytes);
+        let iovec_len = (self.flags & FLAG_IOVEC != 0).then_some(self.data_bytes);
         RelayedRequest {
             request: self.request,
             address: memory(self.address_bytes, self.address, address),
             data: memory(self.data_bytes, self.data, data),
             iovec_len,
-            swapped: self.flags & SWAPPED != 0,
+            swapped: self.flags & FLAG_SWAPPED != 0,
         }
     }
 }
@@ -236,7 +238,7 @@ impl LibraryReply {
 
     fn not_dumped() -> LibraryReply {
         LibraryReply {
-            error: NOT_DUMPED,
+            error: NOT_DUMPED_ERROR,
             ..LibraryReply::default()
         }
     }
@@ -274,7 +276,7 @@ impl Tracer {
 
     fn run(mut self) {
         super::process::raise_thread_priority();
-        let mut packet = vec![0u8; REQUEST_BYTES + 2 * MEMORY_MAX];
+        let mut packet = vec![0u8; REQUEST_BYTES + 2 * REQUEST_MEMORY_BYTES];
         loop {
             self.wait_for_request();
             let length = match recv(self.socket.as_raw_fd(), &mut packet, MsgFlags::empty()) {
@@ -304,14 +306,14 @@ impl Tracer {
         );
     }
 
-    fn handle_request(&mut self, question: &LibraryRequest) -> LibraryReply {
-        let Ok(tid) = i32::try_from(question.pid) else {
+    fn handle_request(&mut self, library_request: &LibraryRequest) -> LibraryReply {
+        let Ok(tid) = i32::try_from(library_request.pid) else {
             return LibraryReply::not_dumped();
         };
-        if question.request == WAIT_REQUEST {
-            return self.wait(tid, question.address as i32);
+        if library_request.request == WAIT_REQUEST {
+            return self.wait(tid, library_request.address as i32);
         }
-        let seizes = question.request == u64::from(libc::PTRACE_SEIZE);
+        let seizes = library_request.request == u64::from(libc::PTRACE_SEIZE);
         let is_ours = self.traced.contains(&tid) || (seizes && self.is_dumped(tid));
         if !is_ours {
             return LibraryReply::not_dumped();
@@ -322,25 +324,27 @@ impl Tracer {
                 self.lock_directory();
             }
         }
-        let mut request = question.to_relayed();
+        let mut request = library_request.to_relayed();
         let (result, vector) = match request.execute(tid) {
             Ok(done) => done,
             Err(error) => return LibraryReply::failed(&error),
         };
         if seizes {
             self.traced.insert(tid);
-        } else if question.request == u64::from(libc::PTRACE_DETACH) {
+        } else if library_request.request == u64::from(libc::PTRACE_DETACH) {
             self.traced.remove(&tid);
         }
-        let written = match (request.iovec_len.is_some(), question.request) {
+        let written = match (request.iovec_len.is_some(), library_request.request) {
             (true, _) => vector,
             (_, ptrace::PTRACE_SECCOMP_GET_FILTER) => {
                 usize::try_from(result).unwrap_or(0).saturating_mul(8)
             }
-            _ => question.data_bytes,
+            _ => library_request.data_bytes,
         };
-        let data = match (&request.data, question.flags & KERNEL_WRITES) {
-            (Err(memory), KERNEL_WRITES) => memory.bytes(written.min(question.data_bytes)),
+        let data = match (&request.data, library_request.flags & FLAG_KERNEL_WRITES) {
+            (Err(memory), FLAG_KERNEL_WRITES) => {
+                memory.bytes(written.min(library_request.data_bytes))
+            }
             _ => Vec::new(),
         };
         LibraryReply {
@@ -371,7 +375,7 @@ impl Tracer {
         if self.directory_lock.is_some() {
             return;
         }
-        let Some(working_dir) = dump_lock::WorkingDir::of(self.root) else {
+        let Some(working_dir) = dump_lock::WorkingDir::of_process(self.root) else {
             return;
         };
         let until = Instant::now() + dump_lock::LOCK_WAIT_TIMEOUT;
@@ -412,15 +416,15 @@ impl Tracer {
     /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
     /// because CRIU may also wait for its own children; the library then repeats the request.
     fn wait(&mut self, tid: i32, options: i32) -> LibraryReply {
-        let wanted: Vec<i32> = match tid {
+        let tids: Vec<i32> = match tid {
             -1 => self.traced.iter().copied().collect(),
             tid => self.traced.get(&tid).copied().into_iter().collect(),
         };
-        if wanted.is_empty() {
+        if tids.is_empty() {
             return LibraryReply::not_dumped();
         }
         for round in 0u32.. {
-            for &tid in &wanted {
+            for &tid in &tids {
                 match ptrace::poll_event(tid) {
                     Ok(None) => {}
                     Ok(Some(ThreadEvent::Stopped(status))) => {
@@ -462,12 +466,12 @@ impl Tracer {
 
 /// Stops these traced threads and detaches from them. `allowed` is the time limit for a thread to
 /// stop.
-pub(super) fn stop_and_detach(tids: &[i32], allowed: Duration) {
+pub(super) fn stop_and_detach(tids: &[i32], timeout: Duration) {
     for &tid in tids {
         // Fails only if the thread has exited.
         let _ = ptrace::interrupt(tid);
     }
-    let until = Instant::now() + allowed;
+    let until = Instant::now() + timeout;
     for &tid in tids {
         while !try_detach(tid) && Instant::now() < until {
             std::thread::yield_now();
@@ -524,7 +528,7 @@ mod tests {
     }
 
     /// Starts this `sleep` command and stops it.
-    fn stopped(sleep: &mut Command) -> Child {
+    fn start_stopped(sleep: &mut Command) -> Child {
         let child = sleep.arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP)
@@ -544,7 +548,7 @@ mod tests {
     /// A thread whose registers were just recorded still stops when CRIU waits for its stop.
     #[test]
     fn recently_traced_thread_stops_for_criu() {
-        let mut child = stopped(&mut Command::new("sleep"));
+        let mut child = start_stopped(&mut Command::new("sleep"));
         let pid = child.id() as i32;
         let (ours, _theirs) = socketpair(
             AddressFamily::Unix,
@@ -587,15 +591,15 @@ mod tests {
     #[test]
     fn directory_lock_ends_without_requests() {
         let dir = tempfile::tempdir().expect("dir");
-        let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
+        let mut child = start_stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
         // With this clock no lock has timed out.
         let (working_dir, then) = (
-            dump_lock::WorkingDir::of(pid).expect("it is there"),
+            dump_lock::WorkingDir::of_process(pid).expect("it is there"),
             Instant::now(),
         );
         let seize = || {
-            let (relay, criu_end) = Relay::start(pid, &[pid]).expect("descriptors");
+            let (relay, criu_end) = Relay::start_tracer(pid, &[pid]).expect("descriptors");
             send(
                 criu_end.socket.as_raw_fd(),
                 &packet(libc::PTRACE_SEIZE, pid),

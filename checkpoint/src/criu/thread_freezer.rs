@@ -39,14 +39,15 @@ impl FrozenThreads {
     /// # Errors
     /// No thread is available for tracing. Nothing is frozen.
     pub fn freeze(tids: Vec<i32>) -> io::Result<FrozenThreads> {
-        let ((release, until), (begins, begun)) = (channel(), channel());
+        let ((release, release_receiver), (attached_sender, attached_receiver)) =
+            (channel(), channel());
         let tracer = std::thread::Builder::new()
             .name("pins".into())
-            .spawn(move || run_tracer(tids, &begins, &until))?;
-        let in_time = begun.recv_timeout(ATTACH_ALL_TIMEOUT).is_ok();
+            .spawn(move || run_tracer(tids, &attached_sender, &release_receiver))?;
+        let attached = attached_receiver.recv_timeout(ATTACH_ALL_TIMEOUT).is_ok();
         Ok(FrozenThreads {
             release: Some(release),
-            tracer: in_time.then_some(tracer),
+            tracer: attached.then_some(tracer),
         })
     }
 }
@@ -60,10 +61,10 @@ impl Drop for FrozenThreads {
     }
 }
 
-fn run_tracer(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
+fn run_tracer(mut tids: Vec<i32>, attached_sender: &Sender<()>, release_receiver: &Receiver<()>) {
     super::process::raise_thread_priority();
     // The caller may have stopped waiting while a thread was attached.
-    let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
+    let is_over = || release_receiver.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for threads that have exited or have another tracer.
     tids.retain(|tid| {
         !is_over()
@@ -72,14 +73,14 @@ fn run_tracer(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
                 .is_ok()
     });
     // Fails if the caller has stopped waiting.
-    let _ = begins.send(());
+    let _ = attached_sender.send(());
     let has_ended = |tid: &i32| {
         !matches!(
             ptrace::poll_event(*tid),
             Ok(None | Some(ptrace::ThreadEvent::Stopped(_)))
         )
     };
-    while until.recv_timeout(EXIT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    while release_receiver.recv_timeout(EXIT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         // Detach all threads, so that the parent of the exited thread can reap it.
         if tids.iter().any(has_ended) {
             break;
@@ -99,17 +100,17 @@ mod tests {
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     /// Starts a process that computes without pause, and stops it.
-    fn stopped() -> Child {
+    fn start_stopped_process() -> Child {
         let child = Command::new("sh")
             .args(["-c", "while :; do :; done"])
             .spawn()
             .expect("a shell");
-        tell(&child, Signal::SIGSTOP);
+        send_signal(&child, Signal::SIGSTOP);
         wait_for(&child, 'T');
         child
     }
 
-    fn tell(child: &Child, signal: Signal) {
+    fn send_signal(child: &Child, signal: Signal) {
         kill(Pid::from_raw(child.id() as i32), signal).expect("it is there");
     }
 
@@ -122,7 +123,7 @@ mod tests {
         }
     }
 
-    fn end(mut child: Child) {
+    fn kill_and_reap(mut child: Child) {
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }
@@ -130,34 +131,34 @@ mod tests {
     /// A frozen thread does not run when its process is continued, and runs after its release.
     #[test]
     fn frozen_thread_runs_only_after_release() {
-        let child = stopped();
+        let child = start_stopped_process();
         let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
-        tell(&child, Signal::SIGCONT);
+        send_signal(&child, Signal::SIGCONT);
         wait_for(&child, 't');
         std::thread::sleep(Duration::from_millis(50));
         wait_for(&child, 't');
         drop(frozen);
         wait_for(&child, 'R');
-        end(child);
+        kill_and_reap(child);
     }
 
     /// A frozen thread whose process was stopped in the meantime remains stopped after its release.
     #[test]
     fn released_thread_of_stopped_process_stays_put() {
-        let child = stopped();
+        let child = start_stopped_process();
         for _ in 0..50 {
             let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
-            tell(&child, Signal::SIGCONT);
-            tell(&child, Signal::SIGSTOP);
+            send_signal(&child, Signal::SIGCONT);
+            send_signal(&child, Signal::SIGSTOP);
             drop(frozen);
             wait_for(&child, 'T');
         }
-        end(child);
+        kill_and_reap(child);
     }
 
     #[test]
     fn frozen_process_can_be_killed_and_reaped() {
-        let mut child = stopped();
+        let mut child = start_stopped_process();
         let _frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
         child.kill().expect("it is there");
         assert_eq!(
@@ -169,14 +170,14 @@ mod tests {
     /// Threads that have exited or have another tracer are skipped.
     #[test]
     fn exited_and_traced_threads_are_skipped() {
-        let child = stopped();
+        let child = start_stopped_process();
         let tid = child.id() as i32;
         let first = FrozenThreads::freeze(vec![tid]).expect("a thread");
         drop(FrozenThreads::freeze(vec![tid, i32::MAX]).expect("a thread"));
-        tell(&child, Signal::SIGCONT);
+        send_signal(&child, Signal::SIGCONT);
         wait_for(&child, 't');
         drop(first);
         wait_for(&child, 'R');
-        end(child);
+        kill_and_reap(child);
     }
 }

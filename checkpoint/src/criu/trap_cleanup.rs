@@ -9,7 +9,7 @@
 //! [`ptrace_relay`](super::ptrace_relay) ensures that the task is still stopped after CRIU has
 //! ended, and that no trap is pending.
 
-use super::ptrace::{Registers, TracedThread};
+use super::ptrace::{RegisterSet, TracedThread};
 use crate::proc;
 use sempa_proto::migration::Failure;
 use std::fs::File;
@@ -38,23 +38,23 @@ const INSTRUCTION_POINTER_OFFSET: usize = 32 * 8;
 /// The recorded state of a stopped task that CRIU may change.
 #[derive(Debug)]
 pub(super) struct TaskSnapshot {
-    processes: Vec<Process>,
+    processes: Vec<ProcessState>,
 }
 
 #[derive(Debug)]
-struct Process {
+struct ProcessState {
     pid: i32,
     mappings: Vec<Range<u64>>,
     code: Vec<(u64, Vec<u8>)>,
-    threads: Vec<Thread>,
+    threads: Vec<ThreadState>,
 }
 
 #[derive(Debug)]
-struct Thread {
+struct ThreadState {
     tid: i32,
-    general: Vec<u8>,
-    vector: Vec<u8>,
-    blocked: u64,
+    general_registers: Vec<u8>,
+    vector_registers: Vec<u8>,
+    blocked_signals: u64,
 }
 
 impl TaskSnapshot {
@@ -66,7 +66,7 @@ impl TaskSnapshot {
         let mut threads_left = THREADS_MAX;
         let processes = pids
             .iter()
-            .map(|&pid| Process::record(pid, &mut threads_left))
+            .map(|&pid| ProcessState::record(pid, &mut threads_left))
             .collect::<io::Result<_>>()?;
         Ok(TaskSnapshot { processes })
     }
@@ -91,8 +91,8 @@ impl TaskSnapshot {
     }
 }
 
-impl Process {
-    fn record(pid: i32, threads_left: &mut usize) -> io::Result<Process> {
+impl ProcessState {
+    fn record(pid: i32, threads_left: &mut usize) -> io::Result<ProcessState> {
         let memory = File::open(format!("/proc/{pid}/mem"))?;
         let (mut mappings, mut code) = (Vec::new(), Vec::new());
         for (range, executable) in read_mappings(pid)? {
@@ -110,17 +110,17 @@ impl Process {
                 .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
             let attached = TracedThread::attach(tid)?;
             let (general, vector) = (
-                attached.registers(Registers::General)?,
-                attached.registers(Registers::Vector)?,
+                attached.registers(RegisterSet::General)?,
+                attached.registers(RegisterSet::Vector)?,
             );
-            threads.push(Thread {
+            threads.push(ThreadState {
                 tid,
-                general,
-                vector,
-                blocked: attached.blocked_signals()?,
+                general_registers: general,
+                vector_registers: vector,
+                blocked_signals: attached.blocked_signals()?,
             });
         }
-        Ok(Process {
+        Ok(ProcessState {
             pid,
             mappings,
             code,
@@ -128,15 +128,15 @@ impl Process {
         })
     }
 
-    fn locate(&self, at: u64) -> CodeLocation {
+    fn code_location(&self, address: u64) -> CodeLocation {
         if self
             .code
             .iter()
-            .any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&at))
+            .any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&address))
         {
             return CodeLocation::Overwritten;
         }
-        match self.mappings.iter().any(|range| range.contains(&at)) {
+        match self.mappings.iter().any(|range| range.contains(&address)) {
             true => CodeLocation::OwnCode,
             false => CodeLocation::Parasite,
         }
@@ -148,30 +148,32 @@ impl Process {
                 continue;
             };
             let (Ok(now), Ok(blocked)) = (
-                attached.registers(Registers::General),
+                attached.registers(RegisterSet::General),
                 attached.blocked_signals(),
             ) else {
                 continue;
             };
             // Fails only if the thread was killed since it was attached.
             let _ = attached.clear_breakpoint();
-            let place =
-                instruction_pointer(&now).map_or(CodeLocation::OwnCode, |at| self.locate(at));
+            let location = instruction_pointer(&now)
+                .map_or(CodeLocation::OwnCode, |at| self.code_location(at));
             // Registers are restored only at addresses where CRIU stops a thread: a thread in its
             // own code may have continued since.
-            let caught = match place {
+            let must_restore_registers = match location {
                 CodeLocation::Overwritten => true,
                 // CRIU's code in the main thread detects that CRIU has ended and restores the
                 // thread; in other threads it does not.
                 CodeLocation::Parasite => thread.tid != self.pid,
                 CodeLocation::OwnCode => false,
             };
-            if caught {
-                let _ = attached.set_registers(Registers::General, &thread.general);
-                let _ = attached.set_registers(Registers::Vector, &thread.vector);
+            if must_restore_registers {
+                let _ = attached.set_registers(RegisterSet::General, &thread.general_registers);
+                let _ = attached.set_registers(RegisterSet::Vector, &thread.vector_registers);
             }
-            if caught || (place == CodeLocation::OwnCode && blocked | SIGTRAP_BIT == ALL_BLOCKED) {
-                let _ = attached.set_blocked_signals(thread.blocked);
+            if must_restore_registers
+                || (location == CodeLocation::OwnCode && blocked | SIGTRAP_BIT == ALL_BLOCKED)
+            {
+                let _ = attached.set_blocked_signals(thread.blocked_signals);
             }
         }
         let Ok(memory) = File::options()
@@ -271,11 +273,11 @@ mod tests {
         memory.write_all_at(&[0xcc; 8], address).expect("a trap");
         {
             let attached = TracedThread::attach(pid).expect("attach");
-            let mut registers = attached.registers(Registers::General).expect("registers");
+            let mut registers = attached.registers(RegisterSet::General).expect("registers");
             registers[INSTRUCTION_POINTER_OFFSET..INSTRUCTION_POINTER_OFFSET + 8]
                 .copy_from_slice(&address.to_ne_bytes());
             attached
-                .set_registers(Registers::General, &registers)
+                .set_registers(RegisterSet::General, &registers)
                 .expect("set");
             attached.set_blocked_signals(u64::MAX).expect("set");
         }

@@ -9,7 +9,7 @@
 //! - `start_*` creates the engine's process and returns immediately, so that one thread can be the
 //!   parent of all processes.
 //! - The other methods may block, on any thread, but never past their deadline or after their
-//!   [`Cancel`] has fired.
+//!   [`CancelHandle`] has fired.
 //!
 //! Memory may be transferred outside the images:
 //!
@@ -25,7 +25,7 @@ mod sent_pages;
 mod served_memory;
 
 pub use received_pages::ReceivedPages;
-pub use sent_pages::{PreCopyStop, SentPages};
+pub use sent_pages::{PreCopyStopCondition, SentPages};
 pub use served_memory::ServedMemory;
 pub(crate) use served_memory::TracerOrder;
 
@@ -46,18 +46,18 @@ use thiserror::Error;
 /// Aborts a running engine call from another thread. All clones share one state; firing cannot be
 /// undone.
 #[derive(Clone, Debug)]
-pub struct Cancel {
-    fired: Arc<EventFd>,
+pub struct CancelHandle {
+    fired_event: Arc<EventFd>,
 }
 
-impl Cancel {
+impl CancelHandle {
     /// Creates a handle that has not fired.
     ///
     /// # Errors
     /// No file descriptor is available.
-    pub fn new() -> io::Result<Cancel> {
-        Ok(Cancel {
-            fired: Arc::new(EventFd::from_flags(
+    pub fn new() -> io::Result<CancelHandle> {
+        Ok(CancelHandle {
+            fired_event: Arc::new(EventFd::from_flags(
                 EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK,
             )?),
         })
@@ -67,12 +67,12 @@ impl Cancel {
     /// and reaped.
     pub fn fire(&self) {
         // A write fails only if the counter is full; then the handle has already fired.
-        let _ = self.fired.write(1);
+        let _ = self.fired_event.write(1);
     }
 
     /// Returns a descriptor that is readable once the handle has fired.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fired.as_fd()
+        self.fired_event.as_fd()
     }
 }
 
@@ -83,7 +83,7 @@ pub struct CallLimits {
     /// [`Failure::Deadline`].
     pub timeout: Duration,
     /// When this handle fires, the engine is killed and the call fails with [`Failure::Cancelled`].
-    pub cancel: Cancel,
+    pub cancel: CancelHandle,
 }
 
 /// The parameters of a dump of a stopped task.
@@ -199,7 +199,7 @@ pub trait Engine: Send + Sync {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        stop: &PreCopyStop,
+        stop: &PreCopyStopCondition,
     ) -> Result<SentPages, Failure>;
 
     /// Receives pre-copied memory on a connected stream, at most `bytes_max` bytes. Blocks until

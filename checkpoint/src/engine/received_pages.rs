@@ -16,9 +16,9 @@ use std::os::unix::fs::FileExt;
 /// Records which pages of one block were received and delivered.
 #[derive(Debug)]
 struct Block {
-    received: u128,
+    received_bits: u128,
     /// Received pages that were not passed to the engine yet.
-    undelivered: u128,
+    undelivered_bits: u128,
     /// Index of the block's memory in the file of [`ReceivedPages`]. `None` after all pages of the
     /// block were delivered and its memory was freed.
     slot: Option<u64>,
@@ -35,9 +35,9 @@ pub struct ReceivedPages {
     /// The state of each block, by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
     /// Number of pages that are stored in memory.
-    pages: u64,
+    stored_page_count: u64,
     /// Number of slots of the file that have been assigned to blocks.
-    slots: u64,
+    slot_count: u64,
 }
 
 impl ReceivedPages {
@@ -51,8 +51,8 @@ impl ReceivedPages {
             page_size,
             file: None,
             blocks: BTreeMap::new(),
-            pages: 0,
-            slots: 0,
+            stored_page_count: 0,
+            slot_count: 0,
         }
     }
 
@@ -61,13 +61,13 @@ impl ReceivedPages {
     }
 
     /// Returns the number of pages that are stored in memory.
-    pub(crate) fn pages(&self) -> u64 {
-        self.pages
+    pub(crate) fn page_count(&self) -> u64 {
+        self.stored_page_count
     }
 
     /// Returns the number of bytes that are stored in memory.
-    pub fn bytes(&self) -> u64 {
-        self.pages * self.page_size
+    pub fn stored_bytes(&self) -> u64 {
+        self.stored_page_count * self.page_size
     }
 
     /// Returns the length in bytes of a range of pages. `None` if the range is empty, not aligned
@@ -97,12 +97,12 @@ impl ReceivedPages {
         let block = match self.blocks.entry((process, block)) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(unknown) => {
-                file.set_len((self.slots + 1) * BLOCK_PAGES * self.page_size)?;
-                self.slots += 1;
+                file.set_len((self.slot_count + 1) * BLOCK_PAGES * self.page_size)?;
+                self.slot_count += 1;
                 unknown.insert(Block {
-                    received: 0,
-                    undelivered: 0,
-                    slot: Some(self.slots - 1),
+                    received_bits: 0,
+                    undelivered_bits: 0,
+                    slot: Some(self.slot_count - 1),
                 })
             }
         };
@@ -115,8 +115,9 @@ impl ReceivedPages {
             (slot * BLOCK_PAGES + first as u64) * self.page_size,
         )?;
         let bits = page_bits(first, content.len() / self.page_size as usize);
-        self.pages += u64::from((bits & !block.received).count_ones());
-        (block.received, block.undelivered) = (block.received | bits, block.undelivered | bits);
+        self.stored_page_count += u64::from((bits & !block.received_bits).count_ones());
+        (block.received_bits, block.undelivered_bits) =
+            (block.received_bits | bits, block.undelivered_bits | bits);
         Ok(())
     }
 
@@ -134,7 +135,7 @@ impl ReceivedPages {
         let received = |range: &BlockRange| {
             self.blocks
                 .get(&(process, range.block))
-                .filter(|block| block.received & range.bits() != 0)
+                .filter(|block| block.received_bits & range.bits() != 0)
         };
         let is_freed =
             |range: &BlockRange| received(range).is_some_and(|block| block.slot.is_none());
@@ -144,13 +145,13 @@ impl ReceivedPages {
         let mut found = vec![0; (pages * page_size) as usize];
         let mut rest = &mut found[..];
         for range in &ranges {
-            let (into, behind) = rest.split_at_mut(range.pages * page_size as usize);
+            let (range_buffer, remainder) = rest.split_at_mut(range.pages * page_size as usize);
             if let Some(block) = received(range) {
                 let at = (block.slot? * BLOCK_PAGES + range.first as u64) * page_size;
                 // After a read error the source sends all requested pages.
-                self.file.as_ref()?.read_exact_at(into, at).ok()?;
+                self.file.as_ref()?.read_exact_at(range_buffer, at).ok()?;
             }
-            rest = behind;
+            rest = remainder;
         }
         Some(found)
     }
@@ -163,11 +164,11 @@ impl ReceivedPages {
             let Some(block) = self.blocks.get_mut(&(process, range.block)) else {
                 continue;
             };
-            block.undelivered &= !range.bits();
-            let Some(slot) = block.slot.take_if(|_| block.undelivered == 0) else {
+            block.undelivered_bits &= !range.bits();
+            let Some(slot) = block.slot.take_if(|_| block.undelivered_bits == 0) else {
                 continue;
             };
-            self.pages -= u64::from(block.received.count_ones());
+            self.stored_page_count -= u64::from(block.received_bits.count_ones());
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             // If freeing fails, the memory is freed together with the file.
             let _ = self
@@ -184,12 +185,12 @@ mod tests {
 
     const PAGE: u64 = 16;
 
-    fn insert(received: &mut ReceivedPages, address: u64, pages: u64, with: u8) {
+    fn insert(received: &mut ReceivedPages, address: u64, pages: u64, fill_byte: u8) {
         let length = received
             .bytes_within_block(address, pages)
             .expect("it is within a block");
         received
-            .insert(1, address, &vec![with; length])
+            .insert(1, address, &vec![fill_byte; length])
             .expect("there is memory");
     }
 
@@ -200,7 +201,7 @@ mod tests {
         insert(&mut received, 0, 4, 1);
         insert(&mut received, 2 * PAGE, 1, 2);
         insert(&mut received, BLOCK_PAGES * PAGE, 2, 3);
-        assert_eq!(received.bytes(), 6 * PAGE);
+        assert_eq!(received.stored_bytes(), 6 * PAGE);
         for _ in 0..2 {
             assert_eq!(
                 received.get(1, PAGE, 2),
@@ -219,7 +220,10 @@ mod tests {
             "a part of the block is wanted yet"
         );
         received.mark_delivered(1, 0, 5);
-        assert_eq!((received.get(1, 0, 1), received.bytes()), (None, 2 * PAGE));
+        assert_eq!(
+            (received.get(1, 0, 1), received.stored_bytes()),
+            (None, 2 * PAGE)
+        );
         assert_eq!(
             received
                 .get(1, (BLOCK_PAGES - 1) * PAGE, 2)
@@ -233,7 +237,7 @@ mod tests {
         );
         insert(&mut received, PAGE, 1, 3);
         assert_eq!(
-            (received.get(1, PAGE, 1), received.bytes()),
+            (received.get(1, PAGE, 1), received.stored_bytes()),
             (None, 2 * PAGE)
         );
     }

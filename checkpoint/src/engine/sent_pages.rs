@@ -20,7 +20,7 @@ type Hash = [u8; HASH_BYTES];
 ///
 /// All clones share one request.
 #[derive(Clone, Debug)]
-pub struct PreCopyStop {
+pub struct PreCopyStopCondition {
     requested: Arc<AtomicBool>,
     deadline: Instant,
     /// Send rate in bytes per second above which the pre-copy stops; `None` if the rate is not
@@ -28,10 +28,10 @@ pub struct PreCopyStop {
     rate_max: Option<u64>,
 }
 
-impl PreCopyStop {
+impl PreCopyStopCondition {
     /// Creates a condition that stops the pre-copy at `deadline`.
-    pub fn at(deadline: Instant) -> PreCopyStop {
-        PreCopyStop {
+    pub fn at_deadline(deadline: Instant) -> PreCopyStopCondition {
+        PreCopyStopCondition {
             requested: Arc::default(),
             deadline,
             rate_max: None,
@@ -40,8 +40,8 @@ impl PreCopyStop {
 
     /// Also stops the pre-copy if its send rate exceeds this limit.
     #[must_use]
-    pub fn or_above_rate(self, bytes_per_second: u64) -> PreCopyStop {
-        PreCopyStop {
+    pub fn with_rate_limit(self, bytes_per_second: u64) -> PreCopyStopCondition {
+        PreCopyStopCondition {
             rate_max: Some(bytes_per_second),
             ..self
         }
@@ -68,7 +68,7 @@ impl PreCopyStop {
 /// Records which pages of one block were sent, with the hashes of their content.
 #[derive(Debug)]
 struct Block {
-    sent: u128,
+    sent_bits: u128,
     /// Hash of the content that was sent for each page of the block.
     hashes: Box<[Hash]>,
 }
@@ -80,9 +80,9 @@ pub struct SentPages {
     /// The state of each block, by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
     /// Number of distinct pages that were sent.
-    pages: u64,
+    distinct_page_count: u64,
     /// Number of bytes that were sent, including pages that were sent again.
-    bytes: u64,
+    sent_bytes: u64,
 }
 
 impl SentPages {
@@ -98,13 +98,13 @@ impl SentPages {
     }
 
     /// Number of distinct pages that were sent.
-    pub(crate) fn pages(&self) -> u64 {
-        self.pages
+    pub(crate) fn distinct_page_count(&self) -> u64 {
+        self.distinct_page_count
     }
 
     /// Number of bytes that were sent, including pages that were sent again.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
+    pub fn sent_bytes(&self) -> u64 {
+        self.sent_bytes
     }
 
     /// True if this page was sent with this content.
@@ -112,7 +112,7 @@ impl SentPages {
         let (block, index) = block_and_index(address, self.page_size);
         let block = self.blocks.get(&(process, block));
         block.is_some_and(|block| {
-            block.sent & (1 << index) != 0 && block.hashes[index] == hash(content)
+            block.sent_bits & (1 << index) != 0 && block.hashes[index] == hash(content)
         })
     }
 
@@ -131,21 +131,21 @@ impl SentPages {
         let was_sent = self
             .blocks
             .get(&key)
-            .is_some_and(|block| block.sent & (1 << index) != 0);
-        if !was_sent && self.pages >= pages_max {
+            .is_some_and(|block| block.sent_bits & (1 << index) != 0);
+        if !was_sent && self.distinct_page_count >= pages_max {
             return false;
         }
         let block = self.blocks.entry(key).or_insert_with(|| Block {
-            sent: 0,
+            sent_bits: 0,
             hashes: vec![Hash::default(); BLOCK_PAGES as usize].into(),
         });
         let hash = hash(content);
         if was_sent && block.hashes[index] == hash {
             return false;
         }
-        (block.sent, block.hashes[index]) = (block.sent | 1 << index, hash);
-        self.pages += u64::from(!was_sent);
-        self.bytes += content.len() as u64;
+        (block.sent_bits, block.hashes[index]) = (block.sent_bits | 1 << index, hash);
+        self.distinct_page_count += u64::from(!was_sent);
+        self.sent_bytes += content.len() as u64;
         true
     }
 }
@@ -165,8 +165,8 @@ mod tests {
     /// A pre-copy stops when any clone of the condition requests it, and at the deadline.
     #[test]
     fn pre_copy_stops_on_request_and_at_the_deadline() {
-        let stop = PreCopyStop::at(Instant::now() + Duration::from_secs(600));
-        assert!(!stop.is_due() && PreCopyStop::at(Instant::now()).is_due());
+        let stop = PreCopyStopCondition::at_deadline(Instant::now() + Duration::from_secs(600));
+        assert!(!stop.is_due() && PreCopyStopCondition::at_deadline(Instant::now()).is_due());
         stop.clone().request();
         assert!(stop.is_due());
     }
@@ -179,7 +179,7 @@ mod tests {
             .map(|(at, byte)| sent.record(1, at, &[byte; 4], 2))
             .to_vec();
         assert_eq!(is_new, [true, true, false, true, false]);
-        assert_eq!((sent.pages, sent.bytes()), (2, 12));
+        assert_eq!((sent.distinct_page_count, sent.sent_bytes()), (2, 12));
         assert!(sent.has(1, 0, &[2; 4]) && !sent.has(1, 0, &[1; 4]) && !sent.has(1, 8, &[1; 4]));
     }
 }

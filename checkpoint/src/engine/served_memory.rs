@@ -11,7 +11,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 pub(crate) enum TracerOrder {
     /// From now on retain the memory of a process that is killed. The tracer replies on the channel
     /// when it has executed the order.
-    KeepKilled(SyncSender<()>),
+    RetainMemoryAfterKill(SyncSender<()>),
     /// Detach from all processes and end.
     Detach,
 }
@@ -21,7 +21,7 @@ pub(crate) enum TracerOrder {
 pub struct ServedMemory {
     /// The stream on which the target requests pages.
     pub(crate) page_stream: Arc<OwnedFd>,
-    pub(crate) orders: SyncSender<TracerOrder>,
+    pub(crate) order_sender: SyncSender<TracerOrder>,
 }
 
 impl ServedMemory {
@@ -36,9 +36,13 @@ impl ServedMemory {
     ///
     /// A killed process executes no more instructions, but exits only when its memory is no longer
     /// needed.
-    pub fn keep_after_kill(&self) {
+    pub fn retain_memory_after_kill(&self) {
         let (answer, answered) = sync_channel(1);
-        if self.orders.send(TracerOrder::KeepKilled(answer)).is_ok() {
+        if self
+            .order_sender
+            .send(TracerOrder::RetainMemoryAfterKill(answer))
+            .is_ok()
+        {
             // Fails if the tracer has just ended.
             let _ = answered.recv();
         }

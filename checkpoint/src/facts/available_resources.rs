@@ -5,7 +5,7 @@ use super::verdict::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 use procfs::{Current, Meminfo};
-use sempa_proto::cgroup::{group_dir, mount_point};
+use sempa_proto::cgroup::{find_mount_point, group_dir};
 use std::fs::read_to_string;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -90,7 +90,7 @@ fn smallest_remainder(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Opt
     );
     let remainder_in = |(controller, files): (Option<&str>, &ControllerFiles)| {
         let group = group_dir(&mounts, &groups, controller)?;
-        remainder_with_ancestors(&group, &mount_point(&mounts, controller)?, files)
+        remainder_with_ancestors(&group, &find_mount_point(&mounts, controller)?, files)
     };
     hierarchies.into_iter().filter_map(remainder_in).min()
 }

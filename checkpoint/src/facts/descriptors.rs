@@ -139,26 +139,26 @@ pub(super) fn read_descriptor(
 }
 
 /// Determines the meaning of one descriptor.
-fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
-    let text = fd.link.to_string_lossy();
+fn classify(descriptor: &Descriptor<'_>) -> DescriptorMeaning {
+    let text = descriptor.link.to_string_lossy();
     if let Some(inode) = text
         .strip_prefix("socket:[")
         .and_then(|rest| rest.strip_suffix(']')?.parse().ok())
     {
-        return if has_library_flag(fd.info) {
+        return if has_library_flag(descriptor.info) {
             DescriptorMeaning::LibrarySocket(inode)
         } else {
             DescriptorMeaning::Socket(inode)
         };
     }
     if text.starts_with("pipe:[") {
-        return if parse_flags(fd.info) & PACKET_MODE == 0 {
+        return if parse_flags(descriptor.info) & PACKET_MODE == 0 {
             DescriptorMeaning::Supported
         } else {
             DescriptorMeaning::Unsupported("a pipe of packets".into())
         };
     }
-    if parse_number(fd.info, "eventfd-semaphore:") == Some(1) {
+    if parse_number(descriptor.info, "eventfd-semaphore:") == Some(1) {
         // The engine would restore the semaphore as an ordinary eventfd without an error.
         return DescriptorMeaning::Unsupported("an eventfd that is a semaphore".into());
     }
@@ -170,7 +170,7 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
             DescriptorMeaning::Unsupported(describe_anonymous(name))
         };
     }
-    match fd.fs_type {
+    match descriptor.fs_type {
         MQUEUE_MAGIC => {
             return DescriptorMeaning::Unsupported(format!("the POSIX message queue {text}"));
         }
@@ -179,7 +179,7 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
         }
         // After the migration the process has another PID, and the old PID may belong to another
         // process.
-        PROC_MAGIC if is_process_file(fd.link) => {
+        PROC_MAGIC if is_process_file(descriptor.link) => {
             return DescriptorMeaning::Unsupported(format!(
                 "the file {text}, which is about a process"
             ));
@@ -187,35 +187,39 @@ fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
         PROC_MAGIC | SYSFS_MAGIC | CGROUP2_MAGIC => return DescriptorMeaning::Supported,
         _ => {}
     }
-    if fd.info.lines().any(|line| line.starts_with("lock:")) {
+    if descriptor
+        .info
+        .lines()
+        .any(|line| line.starts_with("lock:"))
+    {
         return DescriptorMeaning::Unsupported(format!("a lock on the file {text}"));
     }
     if text.ends_with(" (deleted)") || text.starts_with("/memfd:") {
-        return match (fd.kind, fd.link_count) {
+        return match (descriptor.kind, descriptor.link_count) {
             (FileKind::Regular(_), 1..) => DescriptorMeaning::Unsupported(format!(
                 "the file {text}, which has another name left"
             )),
             _ => DescriptorMeaning::Supported,
         };
     }
-    if text.starts_with(SHARED_MEMORY_DIR) && matches!(fd.kind, FileKind::Regular(_)) {
+    if text.starts_with(SHARED_MEMORY_DIR) && matches!(descriptor.kind, FileKind::Regular(_)) {
         return DescriptorMeaning::Unsupported(describe_posix_memory(&text));
     }
-    match fd.kind {
-        FileKind::Directory => DescriptorMeaning::Directory(fd.link.into()),
-        FileKind::Fifo => DescriptorMeaning::NamedPipe(fd.link.into()),
-        FileKind::Character { major, minor } => classify_device(fd, major, minor),
+    match descriptor.kind {
+        FileKind::Directory => DescriptorMeaning::Directory(descriptor.link.into()),
+        FileKind::Fifo => DescriptorMeaning::NamedPipe(descriptor.link.into()),
+        FileKind::Character { major, minor } => classify_device(descriptor, major, minor),
         // The engine checks the lengths of all files except those that are opened only for
         // appending. All processes are stopped during that check.
         FileKind::Regular(_)
-            if parse_flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND =>
+            if parse_flags(descriptor.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND =>
         {
-            DescriptorMeaning::MustExist(fd.link.into())
+            DescriptorMeaning::MustExist(descriptor.link.into())
         }
-        FileKind::Regular(_) if is_open_for_writing(fd.info) => {
-            DescriptorMeaning::MinimumLength(fd.link.into())
+        FileKind::Regular(_) if is_open_for_writing(descriptor.info) => {
+            DescriptorMeaning::MinimumLength(descriptor.link.into())
         }
-        FileKind::Regular(bytes) => DescriptorMeaning::SameLength(fd.link.into(), bytes),
+        FileKind::Regular(bytes) => DescriptorMeaning::SameLength(descriptor.link.into(), bytes),
         FileKind::Other => DescriptorMeaning::Unsupported(format!(
             "{text}, which is neither file, directory, pipe nor socket"
         )),
@@ -292,7 +296,7 @@ fn parse_number(info: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn judge_as(
+    fn classify_as(
         link: &str,
         info: &str,
         kind: FileKind,
@@ -312,7 +316,7 @@ mod tests {
     /// writing may grow, or only need to exist.
     #[test]
     fn read_files_need_equal_length_and_written_do_not() {
-        let file = |info: &str| judge_as("/d/f", info, FileKind::Regular(5), 1, 0xef53);
+        let file = |info: &str| classify_as("/d/f", info, FileKind::Regular(5), 1, 0xef53);
         assert_eq!(
             file("pos:\t0\nflags:\t0100000\n"),
             DescriptorMeaning::SameLength("/d/f".into(), 5)
@@ -335,26 +339,26 @@ mod tests {
             DescriptorMeaning::Unsupported("a lock on the file /d/f".into())
         );
         assert_eq!(
-            judge_as("/d/f (deleted)", "", FileKind::Regular(5), 0, 0xef53),
+            classify_as("/d/f (deleted)", "", FileKind::Regular(5), 0, 0xef53),
             DescriptorMeaning::Supported
         );
         assert!(matches!(
-            judge_as("/d/f (deleted)", "", FileKind::Regular(5), 1, 0xef53),
+            classify_as("/d/f (deleted)", "", FileKind::Regular(5), 1, 0xef53),
             DescriptorMeaning::Unsupported(_)
         ));
         assert_eq!(
-            judge_as("/d", "", FileKind::Directory, 2, 0xef53),
+            classify_as("/d", "", FileKind::Directory, 2, 0xef53),
             DescriptorMeaning::Directory("/d".into())
         );
         assert_eq!(
-            judge_as("/d/p", "", FileKind::Fifo, 1, 0xef53),
+            classify_as("/d/p", "", FileKind::Fifo, 1, 0xef53),
             DescriptorMeaning::NamedPipe("/d/p".into())
         );
     }
 
     #[test]
     fn unsupported_descriptors_are_described() {
-        let lost = |link: &str, kind, magic| match judge_as(link, "", kind, 1, magic) {
+        let lost = |link: &str, kind, magic| match classify_as(link, "", kind, 1, magic) {
             DescriptorMeaning::Unsupported(what) => what,
             other => panic!("{link}: {other:?}"),
         };
@@ -393,7 +397,7 @@ mod tests {
         );
         let stat = "the file /proc/5/stat, which is about a process";
         assert_eq!(lost("/proc/5/stat", FileKind::Regular(0), PROC_MAGIC), stat);
-        let with = |link: &str, info: &str| judge_as(link, info, FileKind::Other, 1, 0);
+        let with = |link: &str, info: &str| classify_as(link, info, FileKind::Other, 1, 0);
         let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKET_MODE | WRITE_ONLY);
         assert_eq!(
             with("pipe:[5]", &packets),
@@ -424,33 +428,33 @@ mod tests {
             "anon_inode:[pidfd]",
         ] {
             assert_eq!(
-                judge_as(link, "", FileKind::Other, 1, 0),
+                classify_as(link, "", FileKind::Other, 1, 0),
                 DescriptorMeaning::Supported,
                 "{link}"
             );
         }
         let null = FileKind::Character { major: 1, minor: 3 };
         assert_eq!(
-            judge_as("/dev/null", "", null, 1, 0),
+            classify_as("/dev/null", "", null, 1, 0),
             DescriptorMeaning::Supported
         );
         assert_eq!(
-            judge_as("/proc/stat", "", FileKind::Regular(0), 1, PROC_MAGIC),
+            classify_as("/proc/stat", "", FileKind::Regular(0), 1, PROC_MAGIC),
             DescriptorMeaning::Supported
         );
         assert_eq!(
-            judge_as("/proc/sys", "", FileKind::Directory, 1, PROC_MAGIC),
+            classify_as("/proc/sys", "", FileKind::Directory, 1, PROC_MAGIC),
             DescriptorMeaning::Supported
         );
         let count = |kind: u64| {
             format!("flags:\t02\neventfd-count: 2\neventfd-id: 29\neventfd-semaphore: {kind}\n")
         };
         assert_eq!(
-            judge_as("anon_inode:[eventfd]", &count(0), FileKind::Other, 1, 0),
+            classify_as("anon_inode:[eventfd]", &count(0), FileKind::Other, 1, 0),
             DescriptorMeaning::Supported
         );
         let socket = |flags: &str| {
-            judge_as(
+            classify_as(
                 "socket:[77]",
                 &format!("pos:\t0\nflags:\t{flags}\n"),
                 FileKind::Other,
@@ -465,12 +469,12 @@ mod tests {
             minor: 4,
         };
         assert_eq!(
-            judge_as("/dev/pts/4", "", slave, 1, 0),
+            classify_as("/dev/pts/4", "", slave, 1, 0),
             DescriptorMeaning::TerminalSlave(4)
         );
         let master = FileKind::Character { major: 5, minor: 2 };
         assert_eq!(
-            judge_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0),
+            classify_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0),
             DescriptorMeaning::TerminalMaster(4)
         );
     }

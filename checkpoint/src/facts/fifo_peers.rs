@@ -17,14 +17,14 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
 /// there is none. Processes that cannot be inspected are skipped.
 pub(super) fn pipe_open_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
-    own: &[i32],
+    task_processes: &[i32],
 ) -> Option<PathBuf> {
     if pipes.is_empty() {
         return None;
     }
     proc::process_ids()
         .into_iter()
-        .filter(|pid| !own.contains(pid))
+        .filter(|pid| !task_processes.contains(pid))
         .find_map(|pid| pipe_open_in(pid, pipes))
 }
 

@@ -37,7 +37,7 @@ impl FilePolicy {
     ///
     /// # Errors
     /// The variable has an unknown value.
-    pub(super) fn of(root: i32) -> Result<FilePolicy, Refusal> {
+    pub(super) fn of_task(root: i32) -> Result<FilePolicy, Refusal> {
         // The environment cannot be read if the process or its main thread has exited. Other checks
         // refuse such a process.
         FilePolicy::parse(&proc::environment(root))
@@ -72,7 +72,7 @@ pub struct OpenFile {
 
 /// True for a regular file that belongs to the user of this process, as whom tasks run on this
 /// host.
-pub(super) fn is_users_file(meta: &std::fs::Metadata) -> bool {
+pub(super) fn belongs_to_this_user(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
@@ -80,7 +80,7 @@ pub(super) fn is_users_file(meta: &std::fs::Metadata) -> bool {
 /// the task's root process.
 pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
-    if FilePolicy::of(root) != Ok(FilePolicy::Copy) {
+    if FilePolicy::of_task(root) != Ok(FilePolicy::Copy) {
         return Vec::new();
     }
     for pid in processes {
@@ -101,7 +101,7 @@ pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
             let Ok(meta) = std::fs::metadata(&fd_path) else {
                 continue;
             };
-            if is_users_file(&meta) {
+            if belongs_to_this_user(&meta) {
                 let (mode, gid) = (meta.mode() & 0o7777, meta.gid());
                 files.entry(path.clone()).or_insert(OpenFile {
                     path,
@@ -145,9 +145,11 @@ pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
 /// Returns why a task of this user cannot create a file at this path; `None` if it can.
 pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
-    let own = nix::unistd::geteuid().as_raw();
-    if uid != own {
-        return Some(format!("its user is {uid}, and tasks run as {own} there"));
+    let own_uid = nix::unistd::geteuid().as_raw();
+    if uid != own_uid {
+        return Some(format!(
+            "its user is {uid}, and tasks run as {own_uid} there"
+        ));
     }
     let (folder, _) = match open_parent_dir(path) {
         Ok(found) => found,

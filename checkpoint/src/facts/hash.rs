@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 /// Maximum number of entries. The cache is emptied when it would exceed this number.
-pub const HASHES_MAX: usize = 4096;
+pub const CACHED_HASHES_MAX: usize = 4096;
 
 /// Key of a cached hash: device, inode, length, and the modification and status change times in
 /// nanoseconds. Programs that may write the file can set the modification time back; only the
@@ -42,7 +42,7 @@ impl HashCache {
         io::copy(&mut file, &mut hasher)?;
         let hash = hasher.finalize().to_hex().to_string();
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
-        if hashes.len() >= HASHES_MAX {
+        if hashes.len() >= CACHED_HASHES_MAX {
             hashes.clear();
         }
         hashes.insert(key, hash.clone());

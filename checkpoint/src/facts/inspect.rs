@@ -4,7 +4,7 @@
 use super::descriptors::{
     DescriptorMeaning, is_library_socket, is_open_for_writing, read_descriptor,
 };
-use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, is_users_file};
+use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, belongs_to_this_user};
 use super::hash::HashCache;
 use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
 use crate::proc::{self, Status, namespace};
@@ -44,7 +44,7 @@ const FILE_ENTRY_OVERHEAD: u64 = 256;
 #[derive(Clone, Default)]
 struct InspectionFindings {
     /// How open files of the task are treated.
-    policy: FilePolicy,
+    file_policy: FilePolicy,
     files: BTreeMap<PathBuf, (u64, FileNeed)>,
     /// Size in bytes of the file list.
     list_bytes: u64,
@@ -66,9 +66,9 @@ enum FileNeed {
     ExistsOrCopied,
     MinimumLength,
     MinimumLengthOrCopied,
-    Length,
-    LengthOrCopied,
-    Content,
+    EqualLength,
+    EqualLengthOrCopied,
+    EqualContent,
 }
 
 impl InspectionFindings {
@@ -103,18 +103,18 @@ impl InspectionFindings {
         let is_program = self
             .files
             .get(path)
-            .is_some_and(|(_, need)| *need == FileNeed::Content);
-        let need = match (self.policy, need) {
-            _ if is_program => FileNeed::Content,
+            .is_some_and(|(_, need)| *need == FileNeed::EqualContent);
+        let need = match (self.file_policy, need) {
+            _ if is_program => FileNeed::EqualContent,
             (FilePolicy::Refuse, _) => return Err(Refusal::OpenFilesRefused { path: path.into() }),
-            (FilePolicy::Copy, FileNeed::Exists) if is_users_file(&meta) => {
+            (FilePolicy::Copy, FileNeed::Exists) if belongs_to_this_user(&meta) => {
                 FileNeed::ExistsOrCopied
             }
-            (FilePolicy::Copy, FileNeed::MinimumLength) if is_users_file(&meta) => {
+            (FilePolicy::Copy, FileNeed::MinimumLength) if belongs_to_this_user(&meta) => {
                 FileNeed::MinimumLengthOrCopied
             }
-            (FilePolicy::Copy, FileNeed::Length) if is_users_file(&meta) => {
-                FileNeed::LengthOrCopied
+            (FilePolicy::Copy, FileNeed::EqualLength) if belongs_to_this_user(&meta) => {
+                FileNeed::EqualLengthOrCopied
             }
             _ => need,
         };
@@ -128,7 +128,7 @@ impl InspectionFindings {
                 need,
                 FileNeed::ExistsOrCopied
                     | FileNeed::MinimumLengthOrCopied
-                    | FileNeed::LengthOrCopied
+                    | FileNeed::EqualLengthOrCopied
             )
         };
         let copied_sizes = self
@@ -160,19 +160,19 @@ fn unsupported(what: impl Into<String>) -> Refusal {
 /// # Errors
 /// The reason why the task cannot migrate to any host: a resource, or its exit.
 pub fn inspect(
-    subject: &TaskProcesses,
+    task: &TaskProcesses,
     engine: String,
     hashes: &HashCache,
 ) -> Result<TaskFacts, Refusal> {
-    check_process_tree(subject)?;
+    check_process_tree(task)?;
     let mut findings = InspectionFindings {
-        policy: FilePolicy::of(subject.root)?,
+        file_policy: FilePolicy::of_task(task.root)?,
         ..InspectionFindings::default()
     };
-    for &pid in &subject.processes {
-        inspect_process_until_stable(pid, subject.root, &mut findings)?;
+    for &pid in &task.processes {
+        inspect_process_until_stable(pid, task.root, &mut findings)?;
     }
-    check_connections(subject.root, &findings)?;
+    check_connections(task.root, &findings)?;
     findings.check_copied_files()?;
     if let Some(number) = findings
         .terminals
@@ -183,19 +183,19 @@ pub fn inspect(
             "the terminal /dev/pts/{number}, whose other end is elsewhere"
         )));
     }
-    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &subject.processes) {
+    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &task.processes) {
         return Err(unsupported(format!(
             "the named pipe {}, which another process has open",
             path.display()
         )));
     }
-    if let Some(what) = sysv::used_by(&subject.processes) {
+    if let Some(what) = sysv::object_used_by(&task.processes) {
         return Err(unsupported(what));
     }
-    let uid = proc::status(subject.root).map(|status| status.euid);
+    let uid = proc::status(task.root).map(|status| status.euid);
     Ok(TaskFacts {
         program: Box::default(),
-        resident_bytes: subject
+        resident_bytes: task
             .processes
             .iter()
             .filter_map(|pid| resident_bytes(*pid))
@@ -205,7 +205,7 @@ pub fn inspect(
         kernel_features: kernel::kernel_features(),
         kernel: proc::kernel_release().into(),
         engine,
-        threads: subject
+        threads: task
             .processes
             .iter()
             .filter_map(|pid| u32::try_from(proc::status(*pid)?.threads).ok())
@@ -221,7 +221,7 @@ const PREHASHED_BYTES_MAX: u64 = 128 << 20;
 
 /// Hashes the program and the libraries of a process in advance, so that a later inspection need
 /// not wait for the disk. Read errors are ignored; the inspection reports them.
-pub fn prehash(pid: i32, hashes: &HashCache) {
+pub fn hash_program_files(pid: i32, hashes: &HashCache) {
     let Ok(text) = proc::mappings(pid, "maps") else {
         return;
     };
@@ -444,11 +444,11 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
     let text = proc::mappings(pid, "maps").map_err(|_| Refusal::NoSuchTask)?;
     for mapping in memory_map::parse_maps(&text) {
         let (path, need) = match mapping {
-            memory_map::Mapping::Private(path) => (path, FileNeed::Content),
-            memory_map::Mapping::Shared(path) if findings.policy == FilePolicy::Refuse => {
+            memory_map::Mapping::Private(path) => (path, FileNeed::EqualContent),
+            memory_map::Mapping::Shared(path) if findings.file_policy == FilePolicy::Refuse => {
                 return Err(Refusal::OpenFilesRefused { path });
             }
-            memory_map::Mapping::Shared(path) => (path, FileNeed::Length),
+            memory_map::Mapping::Shared(path) => (path, FileNeed::EqualLength),
             memory_map::Mapping::Unsupported(what) => return Err(unsupported(what)),
         };
         if !findings.files.contains_key(&path) {
@@ -480,7 +480,7 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
                 findings.library_sockets.insert(inode);
             }
             DescriptorMeaning::SameLength(path, _) => {
-                findings.require_open_file(&path, &entry.path(), FileNeed::Length)?
+                findings.require_open_file(&path, &entry.path(), FileNeed::EqualLength)?
             }
             DescriptorMeaning::MinimumLength(path) => {
                 findings.require_open_file(&path, &entry.path(), FileNeed::MinimumLength)?
@@ -595,9 +595,9 @@ fn file_facts(
                 FileNeed::ExistsOrCopied | FileNeed::MinimumLengthOrCopied => {
                     FileRequirement::ExistsOrCopied
                 }
-                FileNeed::Length => FileRequirement::Length,
-                FileNeed::LengthOrCopied => FileRequirement::LengthOrCopied,
-                FileNeed::Content => {
+                FileNeed::EqualLength => FileRequirement::Length,
+                FileNeed::EqualLengthOrCopied => FileRequirement::LengthOrCopied,
+                FileNeed::EqualContent => {
                     FileRequirement::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
                 }
             };
@@ -629,7 +629,7 @@ mod tests {
         let long = "x".repeat(4000);
         let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
         let refused =
-            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::Content).err());
+            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::EqualContent).err());
         let Some(Refusal::FilesTooMany { files, limit }) = refused else {
             panic!("{refused:?}")
         };
@@ -638,14 +638,18 @@ mod tests {
             "{files}"
         );
         assert_eq!(
-            findings.require(&path(0), 1, FileNeed::Content),
+            findings.require(&path(0), 1, FileNeed::EqualContent),
             Ok(()),
             "what is known is not named again"
         );
         let mut short = InspectionFindings::default();
         (0..65_530).for_each(|n| {
             short
-                .require(&PathBuf::from(format!("/data/{n}")), 1, FileNeed::Length)
+                .require(
+                    &PathBuf::from(format!("/data/{n}")),
+                    1,
+                    FileNeed::EqualLength,
+                )
                 .expect("there is room")
         });
     }
@@ -656,7 +660,7 @@ mod tests {
         let needs = [
             FileNeed::ExistsOrCopied,
             FileNeed::MinimumLengthOrCopied,
-            FileNeed::LengthOrCopied,
+            FileNeed::EqualLengthOrCopied,
         ];
         for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
             findings
@@ -707,8 +711,8 @@ mod tests {
             FileNeed::Directory,
             FileNeed::Exists,
             FileNeed::MinimumLength,
-            FileNeed::Length,
-            FileNeed::Content,
+            FileNeed::EqualLength,
+            FileNeed::EqualContent,
         ];
         for (n, need) in stay.into_iter().enumerate() {
             findings
@@ -719,7 +723,7 @@ mod tests {
         // A file that is also mapped as a program is not copied.
         let mut findings = findings_with_copied_files(1, 1 << 40);
         findings
-            .require(Path::new("/data/0"), 1 << 40, FileNeed::Content)
+            .require(Path::new("/data/0"), 1 << 40, FileNeed::EqualContent)
             .expect("it is known");
         assert_eq!(findings.check_copied_files(), Ok(()));
     }

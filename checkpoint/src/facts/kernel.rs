@@ -20,70 +20,116 @@ const fn syscall_probe(name: &'static str, number: c_long, arguments: [c_long; 6
 }
 
 /// An invalid value for a descriptor, flags or a process id.
-const INVALID: c_long = -1;
+const INVALID_ARGUMENT: c_long = -1;
 
 /// Number of a system call that some C libraries do not name, like the following constants. Since
 /// Linux 5.1, new system calls have the same number on all architectures.
-const FUTEX_WAKE: c_long = 454;
-const FUTEX_WAIT: c_long = 455;
-const MSEAL: c_long = 462;
-const FCHMODAT2: c_long = 452;
-const CACHESTAT: c_long = 451;
-const FUTEX_WAITV: c_long = 449;
-const PROCESS_MADVISE: c_long = 440;
-const EPOLL_PWAIT2: c_long = 441;
+const SYS_FUTEX_WAKE: c_long = 454;
+const SYS_FUTEX_WAIT: c_long = 455;
+const SYS_MSEAL: c_long = 462;
+const SYS_FCHMODAT2: c_long = 452;
+const SYS_CACHESTAT: c_long = 451;
+const SYS_FUTEX_WAITV: c_long = 449;
+const SYS_PROCESS_MADVISE: c_long = 440;
+const SYS_EPOLL_PWAIT2: c_long = 441;
 
 /// System calls that C libraries and programs probe once and then use. If the kernel has the call,
 /// it rejects it because of its arguments: an invalid descriptor, undefined flags, a structure of
 /// size 0, or an invalid address.
-const PROBES: [SyscallProbe; 20] = [
-    syscall_probe("cachestat", CACHESTAT, [INVALID, 0, 0, INVALID, 0, 0]),
+const SYSCALL_PROBES: [SyscallProbe; 20] = [
+    syscall_probe(
+        "cachestat",
+        SYS_CACHESTAT,
+        [INVALID_ARGUMENT, 0, 0, INVALID_ARGUMENT, 0, 0],
+    ),
     syscall_probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
     syscall_probe("close_range", libc::SYS_close_range, [1, 0, 0, 0, 0, 0]),
     syscall_probe(
         "copy_file_range",
         libc::SYS_copy_file_range,
-        [INVALID, 0, INVALID, 0, 0, 0],
+        [INVALID_ARGUMENT, 0, INVALID_ARGUMENT, 0, 0, 0],
     ),
-    syscall_probe("epoll_pwait2", EPOLL_PWAIT2, [INVALID, 0, 0, 0, 0, 0]),
+    syscall_probe(
+        "epoll_pwait2",
+        SYS_EPOLL_PWAIT2,
+        [INVALID_ARGUMENT, 0, 0, 0, 0, 0],
+    ),
     syscall_probe(
         "faccessat2",
         libc::SYS_faccessat2,
-        [INVALID, 0, 0, INVALID, 0, 0],
+        [INVALID_ARGUMENT, 0, 0, INVALID_ARGUMENT, 0, 0],
     ),
-    syscall_probe("fchmodat2", FCHMODAT2, [INVALID, 0, 0, INVALID, 0, 0]),
-    syscall_probe("futex_wait", FUTEX_WAIT, [0, 0, 0, INVALID, 0, 0]),
-    syscall_probe("futex_waitv", FUTEX_WAITV, [0, 0, 0, 0, 0, 0]),
-    syscall_probe("futex_wake", FUTEX_WAKE, [0, 0, 0, INVALID, 0, 0]),
-    syscall_probe("getrandom", libc::SYS_getrandom, [0, 0, INVALID, 0, 0, 0]),
-    syscall_probe("membarrier", libc::SYS_membarrier, [0, INVALID, 0, 0, 0, 0]),
+    syscall_probe(
+        "fchmodat2",
+        SYS_FCHMODAT2,
+        [INVALID_ARGUMENT, 0, 0, INVALID_ARGUMENT, 0, 0],
+    ),
+    syscall_probe(
+        "futex_wait",
+        SYS_FUTEX_WAIT,
+        [0, 0, 0, INVALID_ARGUMENT, 0, 0],
+    ),
+    syscall_probe("futex_waitv", SYS_FUTEX_WAITV, [0, 0, 0, 0, 0, 0]),
+    syscall_probe(
+        "futex_wake",
+        SYS_FUTEX_WAKE,
+        [0, 0, 0, INVALID_ARGUMENT, 0, 0],
+    ),
+    syscall_probe(
+        "getrandom",
+        libc::SYS_getrandom,
+        [0, 0, INVALID_ARGUMENT, 0, 0, 0],
+    ),
+    syscall_probe(
+        "membarrier",
+        libc::SYS_membarrier,
+        [0, INVALID_ARGUMENT, 0, 0, 0, 0],
+    ),
     syscall_probe(
         "memfd_create",
         libc::SYS_memfd_create,
-        [0, INVALID, 0, 0, 0, 0],
+        [0, INVALID_ARGUMENT, 0, 0, 0, 0],
     ),
-    syscall_probe("mseal", MSEAL, [1, 0, INVALID, 0, 0, 0]),
-    syscall_probe("openat2", libc::SYS_openat2, [INVALID, 0, 0, 0, 0, 0]),
+    syscall_probe("mseal", SYS_MSEAL, [1, 0, INVALID_ARGUMENT, 0, 0, 0]),
+    syscall_probe(
+        "openat2",
+        libc::SYS_openat2,
+        [INVALID_ARGUMENT, 0, 0, 0, 0, 0],
+    ),
     syscall_probe(
         "pidfd_open",
         libc::SYS_pidfd_open,
-        [INVALID, INVALID, 0, 0, 0, 0],
+        [INVALID_ARGUMENT, INVALID_ARGUMENT, 0, 0, 0, 0],
     ),
     syscall_probe(
         "pkey_alloc",
         libc::SYS_pkey_alloc,
-        [INVALID, INVALID, 0, 0, 0, 0],
+        [INVALID_ARGUMENT, INVALID_ARGUMENT, 0, 0, 0, 0],
     ),
     syscall_probe(
         "process_madvise",
-        PROCESS_MADVISE,
-        [INVALID, 0, 0, INVALID, INVALID, 0],
+        SYS_PROCESS_MADVISE,
+        [
+            INVALID_ARGUMENT,
+            0,
+            0,
+            INVALID_ARGUMENT,
+            INVALID_ARGUMENT,
+            0,
+        ],
     ),
-    syscall_probe("rseq", libc::SYS_rseq, [0, 0, INVALID, 0, 0, 0]),
+    syscall_probe("rseq", libc::SYS_rseq, [0, 0, INVALID_ARGUMENT, 0, 0, 0]),
     syscall_probe(
         "statx",
         libc::SYS_statx,
-        [INVALID, 0, INVALID, INVALID, 0, 0],
+        [
+            INVALID_ARGUMENT,
+            0,
+            INVALID_ARGUMENT,
+            INVALID_ARGUMENT,
+            0,
+            0,
+        ],
     ),
 ];
 
@@ -93,9 +139,9 @@ const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time")
 
 /// Returns the names of this kernel's features, sorted.
 pub(super) fn kernel_features() -> Vec<String> {
-    let calls = PROBES
+    let calls = SYSCALL_PROBES
         .iter()
-        .filter(|probe| exists(probe))
+        .filter(|probe| kernel_has_syscall(probe))
         .map(|probe| probe.name);
     let (name, path) = TIME_NAMESPACE;
     let namespaces = nix::sys::stat::lstat(path).is_ok().then_some(name);
@@ -104,10 +150,10 @@ pub(super) fn kernel_features() -> Vec<String> {
     features
 }
 
-fn exists(probe: &SyscallProbe) -> bool {
+fn kernel_has_syscall(probe: &SyscallProbe) -> bool {
     let [a, b, c, d, e, f] = probe.arguments;
     // SAFETY: with these arguments none of the calls reads or writes memory, opens anything or
-    // changes the process; see `PROBES`.
+    // changes the process; see `SYSCALL_PROBES`.
     let refused = unsafe { libc::syscall(probe.number, a, b, c, d, e, f) } < 0;
     !(refused && nix::Error::last() == nix::Error::ENOSYS)
 }
@@ -126,7 +172,11 @@ mod tests {
             "{found:?}"
         );
         assert!(found.is_sorted());
-        assert!(!exists(&syscall_probe("no such call", 100_000, [0; 6])));
+        assert!(!kernel_has_syscall(&syscall_probe(
+            "no such call",
+            100_000,
+            [0; 6]
+        )));
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub(super) enum Mapping {
 }
 
 /// Mappings that cannot be migrated: the prefix of the mapping's name, and a description.
-const UNSUPPORTED: [(&str, &str); 5] = [
+const UNSUPPORTED_MAPPINGS: [(&str, &str); 5] = [
     ("/SYSV", "System V shared memory"),
     ("anon_inode:[io_uring]", "an io_uring ring"),
     ("anon_inode:[perf_event]", "a perf event"),
@@ -49,7 +49,7 @@ fn parse_line(line: &str) -> Option<Mapping> {
         (*field, rest) = trimmed.split_at(end);
     }
     let path = rest.trim_start();
-    if let Some((_, what)) = UNSUPPORTED
+    if let Some((_, what)) = UNSUPPORTED_MAPPINGS
         .iter()
         .find(|(start, _)| path.starts_with(start))
     {

@@ -23,10 +23,10 @@ mod verdict;
 
 pub use available_resources::memory_available_bytes;
 pub use files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile, files_to_copy, open_parent_dir};
-pub use hash::{HASHES_MAX, HashCache};
+pub use hash::{CACHED_HASHES_MAX, HashCache};
 pub use inspect::{
-    FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, inspect, prehash, resident_bytes,
-    written_files,
+    FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, hash_program_files, inspect,
+    resident_bytes, written_files,
 };
 pub use this_host::ThisHost;
 pub use verdict::{FoundFile, HostProperties, MEMORY_SLACK_BYTES, judge_task};

@@ -28,10 +28,16 @@ pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// Describes the first Unix socket of the task that is connected to another process; `None` if
 /// there is none. `own` are the inode numbers of the task's sockets.
-pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
-    let outside = own
-        .iter()
-        .find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
+pub(super) fn foreign_unix_connection(
+    task_sockets: &BTreeSet<u64>,
+    table: &UnixTable,
+) -> Option<String> {
+    let outside = task_sockets.iter().find_map(|inode| {
+        table
+            .get(inode)?
+            .peer
+            .filter(|peer| !task_sockets.contains(peer))
+    })?;
     let name = table
         .get(&outside)
         .and_then(|socket| socket.name.as_deref())
@@ -44,8 +50,8 @@ pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) ->
 
 /// Returns how many sockets of the library are connected to a daemon; each task has one such
 /// connection. `table` does not contain direct routes, which are no Unix sockets.
-pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
-    library
+pub(super) fn daemon_connection_count(library_sockets: &BTreeSet<u64>, table: &UnixTable) -> usize {
+    library_sockets
         .iter()
         .filter(|inode| table.contains_key(inode))
         .count()
@@ -54,9 +60,9 @@ pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable
 /// Describes the first TCP connection of the task in `table`, the entries of /proc/PID/net/tcp or
 /// tcp6; `None` if there is none. `own` are the inode numbers of the task's sockets. Listening and
 /// unconnected sockets can be migrated.
-pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &[TcpNetEntry]) -> Option<String> {
+pub(super) fn tcp_connection(task_sockets: &BTreeSet<u64>, table: &[TcpNetEntry]) -> Option<String> {
     let connected = table.iter().find(|entry| {
-        own.contains(&entry.inode) && !matches!(entry.state, TcpState::Close | TcpState::Listen)
+        task_sockets.contains(&entry.inode) && !matches!(entry.state, TcpState::Close | TcpState::Listen)
     })?;
     Some(format!("a TCP connection to {}", connected.remote_address))
 }

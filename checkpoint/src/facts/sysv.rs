@@ -13,7 +13,7 @@ const SEMAPHORES_MAX: usize = 16_384;
 
 /// Returns a description of an object that one of these processes was the last to create or use;
 /// `None` if no such object exists.
-pub(super) fn used_by(processes: &[i32]) -> Option<String> {
+pub(super) fn object_used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
     let mentions_own = |table: &str, columns: &[&str]| {
         rows(table, columns)
@@ -97,11 +97,11 @@ mod tests {
         };
         // SAFETY: `change` lives during the call, and 1 is the number of its elements.
         let changed = unsafe { libc::semop(set, &raw mut change, 1) };
-        let (after, found) = (last_user(set, 0), used_by(&[own]));
+        let (after, found) = (last_user(set, 0), object_used_by(&[own]));
         // SAFETY: IPC_RMID takes no further argument and accesses no memory.
         unsafe { libc::semctl(set, 0, libc::IPC_RMID) };
         assert_eq!((before, changed, after), (None, 0, Some(own)));
         assert_eq!(found.as_deref(), Some("System V semaphores"));
-        assert_eq!(used_by(&[-5]), None);
+        assert_eq!(object_used_by(&[-5]), None);
     }
 }

@@ -12,14 +12,17 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct ThisHost {
     hashes: Arc<HashCache>,
-    reserved: u64,
+    reserved_bytes: u64,
 }
 
 impl ThisHost {
     /// `reserved` is the number of bytes of memory that are reserved for tasks that are migrating
     /// to this host.
     pub fn new(hashes: Arc<HashCache>, reserved: u64) -> ThisHost {
-        ThisHost { hashes, reserved }
+        ThisHost {
+            hashes,
+            reserved_bytes: reserved,
+        }
     }
 }
 
@@ -41,7 +44,7 @@ impl HostProperties for ThisHost {
     }
 
     fn memory_reserved_bytes(&self) -> u64 {
-        self.reserved
+        self.reserved_bytes
     }
 
     fn threads_available(&self) -> Option<u64> {

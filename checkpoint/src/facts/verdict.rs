@@ -49,8 +49,8 @@ pub trait HostProperties {
 /// check whether the host has an engine.
 pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     let mut verdict = Verdict::new();
-    let missing_of = |wanted: &[String], has: &[String]| -> Vec<String> {
-        wanted
+    let missing_of = |required: &[String], has: &[String]| -> Vec<String> {
+        required
             .iter()
             .filter(|feature| !has.contains(feature))
             .cloned()
@@ -71,23 +71,32 @@ pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             target: host.kernel(),
         });
     }
-    let (need, have) = (
+    let (needed, available) = (
         facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES),
         host.memory_available_bytes(),
     );
     let reserved = host.memory_reserved_bytes();
-    if have < need {
-        verdict.push(Refusal::Memory { need, have });
-    } else if have.saturating_sub(reserved) < need {
+    if available < needed {
+        verdict.push(Refusal::Memory {
+            need: needed,
+            have: available,
+        });
+    } else if available.saturating_sub(reserved) < needed {
         verdict.push(Refusal::MemoryReserved {
-            need,
-            have,
+            need: needed,
+            have: available,
             reserved,
         });
     }
-    let need = u64::from(facts.threads);
-    if let Some(have) = host.threads_available().filter(|have| *have < need) {
-        verdict.push(Refusal::Threads { need, have });
+    let needed = u64::from(facts.threads);
+    if let Some(available) = host
+        .threads_available()
+        .filter(|available| *available < needed)
+    {
+        verdict.push(Refusal::Threads {
+            need: needed,
+            have: available,
+        });
     }
     let file_refusals = facts.files.iter().filter_map(|file| {
         let why = difference(file, facts.uid, host)?;
@@ -222,7 +231,7 @@ mod tests {
         }
     }
 
-    fn fact(path: &str, bytes: u64, must: FileRequirement) -> RequiredFile {
+    fn required_file(path: &str, bytes: u64, must: FileRequirement) -> RequiredFile {
         RequiredFile {
             path: path.into(),
             bytes,
@@ -241,10 +250,10 @@ mod tests {
             engine: "4.2.1".into(),
             threads: 3,
             files: vec![
-                fact("/bin/prog", 100, FileRequirement::Content("aa".into())),
-                fact("/data/in", 7, FileRequirement::Length),
-                fact("/data/log", 5, FileRequirement::Exists),
-                fact("/data", 0, FileRequirement::Directory),
+                required_file("/bin/prog", 100, FileRequirement::Content("aa".into())),
+                required_file("/data/in", 7, FileRequirement::Length),
+                required_file("/data/log", 5, FileRequirement::Exists),
+                required_file("/data", 0, FileRequirement::Directory),
             ],
             launch: None,
         }
@@ -330,7 +339,7 @@ mod tests {
     #[test]
     fn copied_file_may_be_missing_but_not_different() {
         let with = |path: &str, bytes, must| TaskFacts {
-            files: vec![fact(path, bytes, must)],
+            files: vec![required_file(path, bytes, must)],
             ..facts()
         };
         let say = |facts: &TaskFacts| match &judge_task(facts, &host())[..] {

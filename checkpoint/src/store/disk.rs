@@ -35,14 +35,14 @@ pub(super) enum DiskStep<'a> {
 /// An observer that is notified of each step before it is executed.
 pub(super) trait DiskObserver: Send + Sync {
     /// Called before each step. If it returns an error, the step is not executed.
-    fn before(&self, step: &DiskStep<'_>) -> io::Result<()>;
+    fn before_step(&self, step: &DiskStep<'_>) -> io::Result<()>;
 }
 
 /// The observer of production code: does nothing.
 struct NoObserver;
 
 impl DiskObserver for NoObserver {
-    fn before(&self, _: &DiskStep<'_>) -> io::Result<()> {
+    fn before_step(&self, _: &DiskStep<'_>) -> io::Result<()> {
         Ok(())
     }
 }
@@ -64,13 +64,13 @@ impl Disk {
 
     /// Creates a directory with mode 0700.
     pub(super) fn make_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&DiskStep::MakeDir(path))?;
+        self.0.before_step(&DiskStep::MakeDir(path))?;
         DirBuilder::new().mode(0o700).create(path)
     }
 
     /// Creates a file with mode 0600. Fails if the file exists.
     pub(super) fn make_file(&self, path: &Path) -> io::Result<File> {
-        self.0.before(&DiskStep::MakeFile(path))?;
+        self.0.before_step(&DiskStep::MakeFile(path))?;
         OpenOptions::new()
             .read(true)
             .write(true)
@@ -81,37 +81,37 @@ impl Disk {
 
     /// Appends bytes to a file.
     pub(super) fn append(&self, path: &Path, mut file: &File, bytes: &[u8]) -> io::Result<()> {
-        self.0.before(&DiskStep::Append(path, file, bytes))?;
+        self.0.before_step(&DiskStep::Append(path, file, bytes))?;
         file.write_all(bytes)
     }
 
     /// Flushes the content of a file to the disk.
     pub(super) fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
-        self.0.before(&DiskStep::Sync(path))?;
+        self.0.before_step(&DiskStep::Sync(path))?;
         file.sync_all()
     }
 
     /// Flushes the entries of a directory to the disk.
     pub(super) fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&DiskStep::SyncDir(path))?;
+        self.0.before_step(&DiskStep::SyncDir(path))?;
         File::open(path)?.sync_all()
     }
 
     /// Renames a directory. The new name must not exist, or be an empty directory.
     pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before(&DiskStep::Rename(from, to))?;
+        self.0.before_step(&DiskStep::Rename(from, to))?;
         std::fs::rename(from, to)
     }
 
     /// Creates an additional name for a file. Fails if the name exists.
-    pub(super) fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before(&DiskStep::Link(to))?;
+    pub(super) fn add_link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.0.before_step(&DiskStep::Link(to))?;
         std::fs::hard_link(from, to)
     }
 
     /// Removes a file. Succeeds if it does not exist.
     pub(super) fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&DiskStep::RemoveFile(path))?;
+        self.0.before_step(&DiskStep::RemoveFile(path))?;
         ok_if_not_found(std::fs::remove_file(path))
     }
 
@@ -133,7 +133,7 @@ impl Disk {
                 _ => self.remove_file(&entry.path())?,
             }
         }
-        self.0.before(&DiskStep::RemoveDir(path))?;
+        self.0.before_step(&DiskStep::RemoveDir(path))?;
         ok_if_not_found(std::fs::remove_dir(path))
     }
 }

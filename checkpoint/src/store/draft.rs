@@ -35,7 +35,7 @@ pub struct CheckpointDraft {
     /// The added parts, by task. The value is `None` while the part is being added.
     parts: Mutex<BTreeMap<Tid, Option<PartEntry>>>,
     /// True when the checkpoint must not be removed on drop.
-    finished: bool,
+    must_keep: bool,
 }
 
 impl CheckpointDraft {
@@ -82,7 +82,7 @@ impl CheckpointDraft {
         let operation = StoreOperation::Begin;
         let _locked = shared.lock(operation)?;
         let bytes_max = shared.bytes_available(operation, &vm, job, needed)?;
-        let entries = shared.entries(operation)?;
+        let entries = shared.read_entries(operation)?;
         let id = name(&[entries.checkpoints, entries.drafts, entries.deleted].concat())?;
         let dir = shared.draft_dir(id);
         shared
@@ -109,7 +109,7 @@ impl CheckpointDraft {
             bytes_max,
             bytes_used,
             parts,
-            finished: false,
+            must_keep: false,
         })
     }
 
@@ -147,9 +147,9 @@ impl CheckpointDraft {
         write_stream: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> std_io::Result<()>,
     ) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, counted| {
-            let wrong = |e| write_error(StoreOperation::Add, path, e, Some(images_bytes));
+            let write_failure = |e| write_error(StoreOperation::Add, path, e, Some(images_bytes));
             self.write_part(tid, path, counted, images_bytes, |put| {
-                write_stream(put).map_err(wrong)
+                write_stream(put).map_err(write_failure)
             })
         })
     }
@@ -265,10 +265,10 @@ impl CheckpointDraft {
         write_stream: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> Result<(), StoreError>,
     ) -> Result<PartEntry, StoreError> {
         let disk = &self.shared.disk;
-        let wrong = |left: u64| {
+        let write_failure = |left: u64| {
             move |e: std_io::Error| write_error(StoreOperation::Add, path, e, Some(left))
         };
-        let file = disk.make_file(path).map_err(wrong(images_bytes))?;
+        let file = disk.make_file(path).map_err(write_failure(images_bytes))?;
         let too_large = Cell::new(false);
         let write = |bytes: &[u8]| {
             let count = bytes.len() as u64;
@@ -282,9 +282,9 @@ impl CheckpointDraft {
         let seal = || {
             let encryptor =
                 Encryptor::new(&self.shared.secret, FileRole::Part(self.id, tid), write);
-            let mut encryptor = encryptor.map_err(wrong(images_bytes))?;
+            let mut encryptor = encryptor.map_err(write_failure(images_bytes))?;
             write_stream(&mut |bytes| encryptor.append(bytes))?;
-            encryptor.finish().map_err(wrong(0))
+            encryptor.finish().map_err(write_failure(0))
         };
         let encrypted = seal().map_err(|why| match too_large.get() {
             true => StoreError::CheckpointTooLarge {
@@ -293,7 +293,7 @@ impl CheckpointDraft {
             },
             false => why,
         })?;
-        disk.sync(path, &file).map_err(wrong(0))?;
+        disk.sync(path, &file).map_err(write_failure(0))?;
         Ok(PartEntry {
             tid,
             encrypted_bytes: encrypted.bytes,
@@ -305,14 +305,14 @@ impl CheckpointDraft {
     /// Writes the manifest and flushes everything to the disk. Returns the size of the manifest.
     fn write_manifest(&self, manifest: &Manifest) -> Result<u64, StoreError> {
         let (disk, path) = (&self.shared.disk, self.dir.join(MANIFEST_FILE));
-        let wrong = |e: std_io::Error| write_error(StoreOperation::Finish, &path, e, None);
-        let file = disk.make_file(&path).map_err(wrong)?;
+        let write_failure = |e: std_io::Error| write_error(StoreOperation::Finish, &path, e, None);
+        let file = disk.make_file(&path).map_err(write_failure)?;
         let write = |bytes: &[u8]| disk.append(&path, &file, bytes);
         let encrypted = manifest
             .seal(&self.shared.secret, self.id, write)
-            .map_err(wrong)?;
-        disk.sync(&path, &file).map_err(wrong)?;
-        disk.sync_dir(&self.dir).map_err(wrong)?;
+            .map_err(write_failure)?;
+        disk.sync(&path, &file).map_err(write_failure)?;
+        disk.sync_dir(&self.dir).map_err(write_failure)?;
         Ok(encrypted.bytes)
     }
 
@@ -337,18 +337,18 @@ impl CheckpointDraft {
             // while it is visible; if it cannot be hidden, it remains.
             match shared.hide(operation, &final_dir, self.id) {
                 Ok(gone) => self.dir = gone,
-                Err(_) => self.finished = true,
+                Err(_) => self.must_keep = true,
             }
             return Err(io_error(operation, &shared.dir)(e));
         }
-        self.finished = true;
+        self.must_keep = true;
         Ok(())
     }
 }
 
 impl Drop for CheckpointDraft {
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.must_keep {
             // Remaining files are invisible, and are removed when the store is next opened or
             // swept.
             let _ = self.shared.disk.remove_tree(&self.dir);

@@ -146,7 +146,7 @@ pub(super) struct Encryptor<F> {
 impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
     /// Starts an encrypted file in the role `what`. `write` is called with the bytes of the file,
     /// in order.
-    pub(super) fn new(secret: &StoreKey, what: FileRole, write: F) -> io::Result<Encryptor<F>> {
+    pub(super) fn new(secret: &StoreKey, role: FileRole, write: F) -> io::Result<Encryptor<F>> {
         let mut head = [0; HEAD_BYTES];
         head[..MAGIC.len()].copy_from_slice(&MAGIC);
         head[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret.key_id);
@@ -155,7 +155,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
         let mut encryptor = Encryptor {
             write,
             key: secret.file_key(&salt)?,
-            associated_data: what.associated_data(&head),
+            associated_data: role.associated_data(&head),
             chunk: Vec::with_capacity(CHUNK_BYTES + MAX_TAG_LEN),
             chunk_number: 0,
             hasher: blake3::Hasher::new(),
@@ -242,7 +242,7 @@ impl<R: Read> Decryptor<R> {
     /// another key.
     pub(super) fn new(
         secret: &StoreKey,
-        what: FileRole,
+        role: FileRole,
         mut input: R,
         bytes: u64,
     ) -> Result<Decryptor<R>, DecryptError> {
@@ -268,7 +268,7 @@ impl<R: Read> Decryptor<R> {
             input,
             bytes_left,
             key,
-            associated_data: what.associated_data(&head),
+            associated_data: role.associated_data(&head),
             chunk: Vec::new(),
             unread: 0..0,
             chunk_number: 0,
@@ -277,7 +277,7 @@ impl<R: Read> Decryptor<R> {
     }
 
     /// Returns the next bytes of the content, at most `max`; empty at the end.
-    pub(super) fn next(&mut self, max: usize) -> Result<&[u8], DecryptError> {
+    pub(super) fn next_bytes(&mut self, max: usize) -> Result<&[u8], DecryptError> {
         if self.unread.is_empty() && !self.at_end() {
             self.decrypt_chunk()?;
         }
@@ -289,7 +289,7 @@ impl<R: Read> Decryptor<R> {
     /// Fills the whole buffer with the next bytes of the content.
     pub(super) fn fill(&mut self, mut buffer: &mut [u8]) -> Result<(), DecryptError> {
         while !buffer.is_empty() {
-            let bytes = self.next(buffer.len())?;
+            let bytes = self.next_bytes(buffer.len())?;
             if bytes.is_empty() {
                 return Err(DecryptError::Changed(
                     "its content ends in the middle".into(),
@@ -305,7 +305,7 @@ impl<R: Read> Decryptor<R> {
     /// Checks that the file has ended and that all its content was returned. Returns the hash of
     /// the encrypted file.
     pub(super) fn finish(mut self) -> Result<[u8; 32], DecryptError> {
-        if !self.next(1)?.is_empty() {
+        if !self.next_bytes(1)?.is_empty() {
             return Err(DecryptError::Changed(
                 "there is more in it than belongs there".into(),
             ));
@@ -340,8 +340,8 @@ impl<R: Read> Decryptor<R> {
     }
 }
 
-fn read_exactly(input: &mut impl Read, room: &mut [u8]) -> Result<(), DecryptError> {
-    input.read_exact(room).map_err(|e| match e.kind() {
+fn read_exactly(input: &mut impl Read, buffer: &mut [u8]) -> Result<(), DecryptError> {
+    input.read_exact(buffer).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => {
             DecryptError::Changed("it became shorter while it was read".into())
         }
@@ -356,7 +356,7 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn secret(byte: u8) -> StoreKey {
+    fn test_key(byte: u8) -> StoreKey {
         StoreKey::new([byte; KEY_BYTES], Path::new("key")).expect("a key")
     }
 
@@ -364,13 +364,13 @@ mod tests {
         CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(second))
     }
 
-    fn seal(secret: &StoreKey, what: FileRole, content: &[u8]) -> Vec<u8> {
+    fn seal(secret: &StoreKey, role: FileRole, content: &[u8]) -> Vec<u8> {
         let mut file = Vec::new();
         let write = |bytes: &[u8]| {
             file.extend_from_slice(bytes);
             Ok(())
         };
-        let mut encryptor = Encryptor::new(secret, what, write).expect("sealed");
+        let mut encryptor = Encryptor::new(secret, role, write).expect("sealed");
         for piece in content.chunks(300_001) {
             encryptor.append(piece).expect("sealed");
         }
@@ -385,11 +385,11 @@ mod tests {
         file
     }
 
-    fn open(secret: &StoreKey, what: FileRole, file: &[u8]) -> Result<Vec<u8>, DecryptError> {
-        let mut decryptor = Decryptor::new(secret, what, file, file.len() as u64)?;
+    fn open(secret: &StoreKey, role: FileRole, file: &[u8]) -> Result<Vec<u8>, DecryptError> {
+        let mut decryptor = Decryptor::new(secret, role, file, file.len() as u64)?;
         let mut content = Vec::new();
         loop {
-            let bytes = decryptor.next(70_000)?;
+            let bytes = decryptor.next_bytes(70_000)?;
             if bytes.is_empty() {
                 break;
             }
@@ -415,11 +415,11 @@ mod tests {
             2 * CHUNK_BYTES + 7,
         ] {
             let what = FileRole::Part(id(1), JOB);
-            let file = seal(&secret(1), what, &content(bytes));
+            let file = seal(&test_key(1), what, &content(bytes));
             let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
             assert_eq!(file.len(), HEAD_BYTES + bytes + chunks * MAX_TAG_LEN);
             assert_eq!(
-                open(&secret(1), what, &file).expect("opened"),
+                open(&test_key(1), what, &file).expect("opened"),
                 content(bytes)
             );
         }
@@ -435,9 +435,9 @@ mod tests {
             FileRole::Part(id(1), other),
         ];
         for from in places {
-            let file = seal(&secret(1), from, b"content");
+            let file = seal(&test_key(1), from, b"content");
             for to in places {
-                let opened = open(&secret(1), to, &file);
+                let opened = open(&test_key(1), to, &file);
                 assert_eq!(opened.is_ok(), from == to, "{from:?} as {to:?}");
             }
         }
@@ -446,15 +446,15 @@ mod tests {
     #[test]
     fn other_key_is_distinguished_from_change() {
         let what = FileRole::Manifest(id(1));
-        let mut file = seal(&secret(1), what, b"content");
+        let mut file = seal(&test_key(1), what, b"content");
         assert!(matches!(
-            open(&secret(2), what, &file),
+            open(&test_key(2), what, &file),
             Err(DecryptError::OtherKey)
         ));
         // Simulate an attacker without the key, who writes the identifier of the key into the file.
-        file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret(2).key_id);
+        file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&test_key(2).key_id);
         assert!(matches!(
-            open(&secret(2), what, &file),
+            open(&test_key(2), what, &file),
             Err(DecryptError::Changed(_))
         ));
     }
@@ -462,7 +462,7 @@ mod tests {
     #[test]
     fn chunks_cannot_be_removed_swapped_repeated_or_added() {
         let what = FileRole::Part(id(1), JOB);
-        let file = seal(&secret(1), what, &content(3 * CHUNK_BYTES));
+        let file = seal(&test_key(1), what, &content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
         let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + MAX_TAG_LEN).collect();
         for order in [
@@ -486,7 +486,7 @@ mod tests {
             .concat();
             assert!(
                 matches!(
-                    open(&secret(1), what, &changed),
+                    open(&test_key(1), what, &changed),
                     Err(DecryptError::Changed(_))
                 ),
                 "{order:?}"
@@ -502,7 +502,7 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    open(&secret(1), what, &file[..bytes]),
+                    open(&test_key(1), what, &file[..bytes]),
                     Err(DecryptError::Changed(_))
                 ),
                 "{bytes} bytes"
@@ -514,8 +514,8 @@ mod tests {
     fn equal_content_encrypts_differently() {
         let what = FileRole::Manifest(id(1));
         let (one, other) = (
-            seal(&secret(1), what, b"content"),
-            seal(&secret(1), what, b"content"),
+            seal(&test_key(1), what, b"content"),
+            seal(&test_key(1), what, b"content"),
         );
         assert_ne!(one[HEAD_BYTES..], other[HEAD_BYTES..]);
     }

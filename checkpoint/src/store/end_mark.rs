@@ -18,7 +18,7 @@ const MARK_BYTES_MAX: u64 = 21;
 /// Returns the time at which the job of the checkpoint in this directory ended; `None` if the
 /// checkpoint has no end mark. An unreadable mark counts as missing, so that the checkpoint is not
 /// removed.
-pub(super) fn read(dir: &Path) -> Option<Micros> {
+pub(super) fn read_end_mark(dir: &Path) -> Option<Micros> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new()
         .read(true)
@@ -34,8 +34,12 @@ pub(super) fn read(dir: &Path) -> Option<Micros> {
 }
 
 /// Writes the end mark with the time `ended`, or removes the mark if `ended` is `None`.
-pub(super) fn write(disk: &Disk, dir: &Path, ended: Option<Micros>) -> Result<(), StoreError> {
-    if ended.is_some() && read(dir).is_some() {
+pub(super) fn write_end_mark(
+    disk: &Disk,
+    dir: &Path,
+    ended: Option<Micros>,
+) -> Result<(), StoreError> {
+    if ended.is_some() && read_end_mark(dir).is_some() {
         return Ok(());
     }
     let path = dir.join(MARK_FILE);

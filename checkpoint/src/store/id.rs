@@ -17,7 +17,7 @@ const DAY_SECONDS: u64 = 86_400;
 /// case the time in the name is later than the clock's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckpointId {
-    second: u64,
+    start_second: u64,
     count: u32,
     job: Tid,
 }
@@ -42,13 +42,13 @@ impl CheckpointId {
         let second = (now.0 / 1_000_000).min(SECOND_MAX);
         let newest = existing.filter(|id| id.job == job).max();
         match newest {
-            Some(newest) if newest.second >= second => CheckpointId {
-                second: newest.second,
+            Some(newest) if newest.start_second >= second => CheckpointId {
+                start_second: newest.start_second,
                 count: newest.count.saturating_add(1),
                 job,
             },
             _ => CheckpointId {
-                second,
+                start_second: second,
                 count: 1,
                 job,
             },
@@ -58,8 +58,8 @@ impl CheckpointId {
 
 impl fmt::Display for CheckpointId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (year, month, day) = date_from_days(self.second / DAY_SECONDS);
-        let second = self.second % DAY_SECONDS;
+        let (year, month, day) = date_from_days(self.start_second / DAY_SECONDS);
+        let second = self.start_second % DAY_SECONDS;
         let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
         write!(
             f,
@@ -90,7 +90,7 @@ fn parse_id(text: &str) -> Option<CheckpointId> {
     let days = days_from_date(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
     let second = number(time, 0, 2)? * 3600 + number(time, 2, 4)? * 60 + number(time, 4, 6)?;
     Some(CheckpointId {
-        second: days * DAY_SECONDS + second,
+        start_second: days * DAY_SECONDS + second,
         count,
         job: Tid::from_raw(job as i32),
     })
@@ -194,14 +194,15 @@ mod tests {
     /// Later names of a job are greater even if the clock is set back.
     #[test]
     fn names_of_a_job_increase_despite_clock_changes() {
-        let mut there = Vec::new();
+        let mut existing = Vec::new();
         for second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
-            let id = CheckpointId::next_id(there.iter().copied(), JOB, Micros::from_secs(second));
-            assert!(there.iter().all(|older| *older < id), "{id}");
-            there.push(id);
+            let id =
+                CheckpointId::next_id(existing.iter().copied(), JOB, Micros::from_secs(second));
+            assert!(existing.iter().all(|older| *older < id), "{id}");
+            existing.push(id);
         }
         let other = Tid::from_raw(0x40002);
-        let id = CheckpointId::next_id(there.iter().copied(), other, Micros::from_secs(500));
+        let id = CheckpointId::next_id(existing.iter().copied(), other, Micros::from_secs(500));
         assert_eq!(
             id.to_string(),
             "t40002-19700101T000820-1",

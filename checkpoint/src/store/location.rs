@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// Returns a description of the problem if a file belongs to another user or other users have
 /// access; otherwise `None`.
-fn access_problem(meta: &Metadata) -> Option<String> {
+fn find_access_problem(meta: &Metadata) -> Option<String> {
     let me = nix::unistd::geteuid().as_raw();
     if meta.uid() != me {
         return Some(format!(
@@ -26,19 +26,21 @@ fn access_problem(meta: &Metadata) -> Option<String> {
 /// Returns the path of the store's directory without symbolic links. Creates the directory if it
 /// does not exist.
 pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
-    let bad = |why: String| StoreError::UnusableDirectory {
+    let unusable = |why: String| StoreError::UnusableDirectory {
         path: dir.to_path_buf(),
         why,
     };
     let make = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    make().map_err(|e| bad(format!("it cannot be made: {e}")))?;
-    let real = dir.canonicalize().map_err(|e| bad(e.to_string()))?;
-    let meta = real.symlink_metadata().map_err(|e| bad(e.to_string()))?;
+    make().map_err(|e| unusable(format!("it cannot be made: {e}")))?;
+    let real = dir.canonicalize().map_err(|e| unusable(e.to_string()))?;
+    let meta = real
+        .symlink_metadata()
+        .map_err(|e| unusable(e.to_string()))?;
     if !meta.is_dir() {
-        return Err(bad("it is no directory".into()));
+        return Err(unusable("it is no directory".into()));
     }
-    match access_problem(&meta) {
-        Some(why) => Err(bad(why)),
+    match find_access_problem(&meta) {
+        Some(why) => Err(unusable(why)),
         None => Ok(real),
     }
 }
@@ -46,17 +48,18 @@ pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
 /// Reads the key file `path`; creates it if it does not exist. `store` is the store's directory,
 /// which must not contain the key file.
 pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
-    let bad = |why: String| StoreError::UnusableKey {
+    let unusable = |why: String| StoreError::UnusableKey {
         path: path.to_path_buf(),
         why,
     };
-    let io_bad = |e: io::Error| bad(e.to_string());
-    let inside =
-        || bad("it would lie in the store, and whoever has the store would have the key".into());
-    let absolute = std::path::absolute(path).map_err(io_bad)?;
+    let io_failure = |e: io::Error| unusable(e.to_string());
+    let inside = || {
+        unusable("it would lie in the store, and whoever has the store would have the key".into())
+    };
+    let absolute = std::path::absolute(path).map_err(io_failure)?;
     let parent = absolute
         .parent()
-        .ok_or_else(|| bad("it is no file".into()))?;
+        .ok_or_else(|| unusable("it is no file".into()))?;
     if parent.starts_with(store) {
         return Err(inside());
     }
@@ -64,34 +67,38 @@ pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKe
         .recursive(true)
         .mode(0o700)
         .create(parent)
-        .map_err(io_bad)?;
-    if parent.canonicalize().map_err(io_bad)?.starts_with(store) {
+        .map_err(io_failure)?;
+    if parent
+        .canonicalize()
+        .map_err(io_failure)?
+        .starts_with(store)
+    {
         return Err(inside());
     }
     let file = match open_key_file(&absolute) {
         Err(e) if e.kind() == ErrorKind::NotFound => {
             create_key_file(&absolute, parent, disk).map_err(|e| match e.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => disk_full_error(&absolute, e),
-                _ => bad(format!("it cannot be made: {e}")),
+                _ => unusable(format!("it cannot be made: {e}")),
             })?;
             open_key_file(&absolute)
         }
         file => file,
     };
-    let mut file = file.map_err(io_bad)?;
-    let meta = file.metadata().map_err(io_bad)?;
+    let mut file = file.map_err(io_failure)?;
+    let meta = file.metadata().map_err(io_failure)?;
     if !meta.is_file() {
-        return Err(bad("it is no plain file".into()));
+        return Err(unusable("it is no plain file".into()));
     }
-    if let Some(why) = access_problem(&meta) {
-        return Err(bad(why));
+    if let Some(why) = find_access_problem(&meta) {
+        return Err(unusable(why));
     }
     if meta.len() != KEY_BYTES as u64 {
-        return Err(bad(format!("it has {} bytes", meta.len())));
+        return Err(unusable(format!("it has {} bytes", meta.len())));
     }
     let mut key = [0; KEY_BYTES];
-    file.read_exact(&mut key).map_err(io_bad)?;
-    StoreKey::new(key, path).map_err(io_bad)
+    file.read_exact(&mut key).map_err(io_failure)?;
+    StoreKey::new(key, path).map_err(io_failure)
 }
 
 fn disk_full_error(path: &Path, e: io::Error) -> StoreError {
@@ -119,7 +126,7 @@ fn create_key_file(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
     let linked = disk
         .append(&temporary, &file, &key)
         .and_then(|()| disk.sync(&temporary, &file))
-        .and_then(|()| disk.link(&temporary, path));
+        .and_then(|()| disk.add_link(&temporary, path));
     let removed = disk.remove_file(&temporary);
     match linked {
         Err(e) if e.kind() != ErrorKind::AlreadyExists => return Err(e),

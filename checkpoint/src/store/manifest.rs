@@ -92,7 +92,7 @@ pub(super) fn part_name(tid: Tid) -> String {
 }
 
 /// Converts the reason `why` the file `path` cannot be decrypted to an error of the store.
-pub(super) fn error_for(
+pub(super) fn decrypt_error_for(
     operation: StoreOperation,
     path: &Path,
     secret: &StoreKey,
@@ -156,18 +156,18 @@ pub(super) fn read_manifest(
         )));
     }
     let content = decrypt(secret, id, &file, bytes)
-        .map_err(|why| error_for(operation, &path, secret, why))?;
+        .map_err(|why| decrypt_error_for(operation, &path, secret, why))?;
     let manifest: Manifest = match postcard::take_from_bytes(&content) {
         Ok((manifest, [])) => manifest,
         Ok(_) => return Err(changed("there is more in it than belongs there".into())),
         Err(e) => return Err(changed(format!("its content makes no sense: {e}"))),
     };
-    let different: BTreeSet<Tid> = manifest.parts.iter().map(|part| part.tid).collect();
-    let possible = manifest.parts.len() <= PARTS_MAX
-        && different.len() == manifest.parts.len()
+    let distinct_tids: BTreeSet<Tid> = manifest.parts.iter().map(|part| part.tid).collect();
+    let is_valid = manifest.parts.len() <= PARTS_MAX
+        && distinct_tids.len() == manifest.parts.len()
         && manifest.meta.len() <= META_BYTES_MAX
         && manifest.vm.len() <= VM_BYTES_MAX;
-    if !possible {
+    if !is_valid {
         return Err(changed("it says what no manifest says".into()));
     }
     for part in &manifest.parts {
@@ -192,7 +192,7 @@ fn decrypt(
     let mut decryptor = Decryptor::new(secret, FileRole::Manifest(id), file, bytes)?;
     let mut content = Vec::with_capacity(bytes as usize);
     loop {
-        match decryptor.next(usize::MAX)? {
+        match decryptor.next_bytes(usize::MAX)? {
             [] => break,
             piece => content.extend_from_slice(piece),
         }

@@ -40,7 +40,7 @@ pub use draft::CheckpointDraft;
 pub use error::{StoreError, StoreOperation};
 pub use id::{CheckpointId, InvalidCheckpointId};
 pub use manifest::{META_BYTES_MAX, PARTS_MAX, VM_BYTES_MAX};
-pub use part::{FILES_MAX, IMAGES_BYTES_MAX};
+pub use part::{IMAGE_FILES_MAX, IMAGES_BYTES_MAX};
 pub use shared::UnreadableEntries;
 pub use stored_checkpoint::StoredCheckpoint;
 pub use sweep::SweepResult;
@@ -94,7 +94,7 @@ impl Default for StoreLimits {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointInfo {
     pub id: CheckpointId,
-    /// Name of the virtual machine that made the checkpoint; see [`CheckpointStore::of_vm`].
+    /// Name of the virtual machine that made the checkpoint; see [`CheckpointStore::for_vm`].
     pub vm: String,
     pub job: Tid,
     /// Time since 1970 at which the checkpoint was started.
@@ -122,7 +122,7 @@ pub struct PartInfo {
 /// A handle to a store for one virtual machine. All clones share one state.
 #[derive(Clone)]
 pub struct CheckpointStore {
-    shared: Arc<StoreState>,
+    state: Arc<StoreState>,
     vm: String,
 }
 
@@ -161,7 +161,7 @@ impl CheckpointStore {
         };
         shared.delete_hidden(StoreOperation::Open, &gone)?;
         Ok(CheckpointStore {
-            shared: Arc::new(shared),
+            state: Arc::new(shared),
             vm: String::new(),
         })
     }
@@ -170,12 +170,12 @@ impl CheckpointStore {
     /// number their jobs independently: equal numbers denote the same job only within one virtual
     /// machine. At most [`VM_BYTES_MAX`] bytes of the name are used.
     #[must_use]
-    pub fn of_vm(&self, vm: &str) -> CheckpointStore {
+    pub fn for_vm(&self, vm: &str) -> CheckpointStore {
         let end = (0..=VM_BYTES_MAX.min(vm.len()))
             .rev()
             .find(|end| vm.is_char_boundary(*end));
         CheckpointStore {
-            shared: Arc::clone(&self.shared),
+            state: Arc::clone(&self.state),
             vm: vm[..end.unwrap_or(0)].to_string(),
         }
     }
@@ -187,7 +187,7 @@ impl CheckpointStore {
     /// even after removing all checkpoints that may be removed. The newest checkpoint of each other
     /// job may not be removed unless the job has ended for good.
     pub fn begin(&self, job: Tid, now: Micros) -> Result<CheckpointDraft, StoreError> {
-        CheckpointDraft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
+        CheckpointDraft::begin(Arc::clone(&self.state), self.vm.clone(), job, now)
     }
 
     /// Starts to write a copy of a checkpoint of another store. The copy has the same name and is
@@ -204,7 +204,7 @@ impl CheckpointStore {
         bytes: u64,
     ) -> Result<CheckpointDraft, StoreError> {
         CheckpointDraft::begin_copy(
-            Arc::clone(&self.shared),
+            Arc::clone(&self.state),
             self.vm.clone(),
             id,
             (started, bytes),
@@ -220,7 +220,7 @@ impl CheckpointStore {
     /// # Errors
     /// The directory cannot be read.
     pub fn list_checkpoints(&self) -> Result<(Vec<CheckpointInfo>, UnreadableEntries), StoreError> {
-        self.shared.read_all(StoreOperation::List)
+        self.state.read_checkpoints(StoreOperation::List)
     }
 
     /// Opens a complete checkpoint and verifies its manifest.
@@ -228,7 +228,7 @@ impl CheckpointStore {
     /// # Errors
     /// The checkpoint does not exist, or it was changed.
     pub fn open_checkpoint(&self, id: &CheckpointId) -> Result<StoredCheckpoint, StoreError> {
-        StoredCheckpoint::open(Arc::clone(&self.shared), *id)
+        StoredCheckpoint::open(Arc::clone(&self.state), *id)
     }
 
     /// Removes a checkpoint, even an unreadable one.
@@ -238,10 +238,10 @@ impl CheckpointStore {
     pub fn remove(&self, id: &CheckpointId) -> Result<(), StoreError> {
         let operation = StoreOperation::Remove;
         let gone = {
-            let _locked = self.shared.lock(operation)?;
-            self.shared.hide_checkpoint(operation, *id)?
+            let _locked = self.state.lock(operation)?;
+            self.state.hide_checkpoint(operation, *id)?
         };
-        self.shared.delete_hidden(operation, &[gone])
+        self.state.delete_hidden(operation, &[gone])
     }
 
     /// True if the virtual machine of this handle made the checkpoint.
@@ -260,9 +260,9 @@ impl CheckpointStore {
         ids: &[CheckpointId],
         ended: Option<Micros>,
     ) -> Result<(), StoreError> {
-        let (operation, shared) = (StoreOperation::Mark, &self.shared);
+        let (operation, shared) = (StoreOperation::Mark, &self.state);
         let _locked = shared.lock(operation)?;
-        let (checkpoints, _) = shared.read_all(operation)?;
+        let (checkpoints, _) = shared.read_checkpoints(operation)?;
         let jobs: Vec<(&str, Tid)> = checkpoints
             .iter()
             .filter(|checkpoint| ids.contains(&checkpoint.id))
@@ -274,7 +274,7 @@ impl CheckpointStore {
         });
         marked
             .map(|checkpoint| {
-                end_mark::write(&shared.disk, &shared.checkpoint_dir(checkpoint.id), ended)
+                end_mark::write_end_mark(&shared.disk, &shared.checkpoint_dir(checkpoint.id), ended)
             })
             .fold(Ok(()), Result::and)
     }
@@ -315,11 +315,11 @@ impl CheckpointStore {
         now: Option<Micros>,
         keep: impl Fn(&CheckpointInfo) -> bool,
     ) -> Result<SweepResult, StoreError> {
-        let (operation, shared) = (StoreOperation::Sweep, &self.shared);
+        let (operation, shared) = (StoreOperation::Sweep, &self.state);
         let locked = shared.lock(operation)?;
         let mut gone = shared.hide_abandoned_drafts(operation)?;
-        let (checkpoints, _) = shared.read_all(operation)?;
-        let mut total = StoreUsage::of(&checkpoints);
+        let (checkpoints, _) = shared.read_checkpoints(operation)?;
+        let mut total = StoreUsage::total(&checkpoints);
         let mut swept = SweepResult::default();
         for checkpoint in removable(&checkpoints, keep) {
             let is_expired =
@@ -350,6 +350,6 @@ impl CheckpointStore {
 
 impl fmt::Debug for CheckpointStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the store in {}", self.shared.dir.display())
+        write!(f, "the store in {}", self.state.dir.display())
     }
 }

@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of files of one task.
-pub const FILES_MAX: usize = 65_536;
+pub const IMAGE_FILES_MAX: usize = 65_536;
 /// Maximum size in bytes of the images of one task.
 pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
 /// Maximum length in bytes of a file name (NAME_MAX).
@@ -96,11 +96,11 @@ impl ImageFiles {
                 regular_file_length(&path, &entry.metadata().map_err(unreadable_image(&path))?)?;
             images.files.push((entry.file_name(), bytes));
             images.bytes = images.bytes.saturating_add(bytes);
-            if images.files.len() > FILES_MAX || images.bytes > IMAGES_BYTES_MAX {
+            if images.files.len() > IMAGE_FILES_MAX || images.bytes > IMAGES_BYTES_MAX {
                 return Err(unusable_images(
                     dir,
                     format!(
-                        "there are more than {FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"
+                        "there are more than {IMAGE_FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"
                     ),
                 ));
             }
@@ -209,7 +209,7 @@ fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
 #[derive(Debug)]
 pub(super) enum UnpackError {
     /// The stream is damaged.
-    Broken(DecryptError),
+    DamagedStream(DecryptError),
     /// A file could not be written. The fields are its path, the error, and the number of bytes
     /// that were written to all files before.
     Write(PathBuf, io::Error, u64),
@@ -217,12 +217,12 @@ pub(super) enum UnpackError {
 
 impl From<DecryptError> for UnpackError {
     fn from(broken: DecryptError) -> UnpackError {
-        UnpackError::Broken(broken)
+        UnpackError::DamagedStream(broken)
     }
 }
 
 fn damaged(why: impl Into<String>) -> UnpackError {
-    UnpackError::Broken(DecryptError::Changed(why.into()))
+    UnpackError::DamagedStream(DecryptError::Changed(why.into()))
 }
 
 /// Writes the files of a stream into the empty directory `to`. Returns their total size in bytes.
@@ -234,7 +234,7 @@ pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u6
             TAG_FILE => {
                 total_bytes = total_bytes.saturating_add(unpack_file(stream, to, total_bytes)?);
                 files += 1;
-                if files > FILES_MAX || total_bytes > IMAGES_BYTES_MAX {
+                if files > IMAGE_FILES_MAX || total_bytes > IMAGES_BYTES_MAX {
                     return Err(damaged("it has more files or bytes than are possible"));
                 }
             }
@@ -315,7 +315,7 @@ fn unpack_file<R: Read>(
         } else {
             let mut rest = run as usize;
             while rest > 0 {
-                let data = stream.next(rest)?;
+                let data = stream.next_bytes(rest)?;
                 if data.is_empty() {
                     return Err(damaged("its content ends in the middle"));
                 }
@@ -358,7 +358,7 @@ mod tests {
     const JOB: Tid = Tid::from_raw(0x40001);
 
     /// Encrypts a stream with the correct key and unpacks it.
-    fn unpacked(stream: &[u8], to: &Path) -> Result<u64, UnpackError> {
+    fn encrypt_and_unpack(stream: &[u8], to: &Path) -> Result<u64, UnpackError> {
         let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let what = FileRole::Part(
             CheckpointId::next_id(std::iter::empty(), JOB, Micros(0)),
@@ -378,7 +378,7 @@ mod tests {
         Ok(bytes)
     }
 
-    fn file(name: &[u8], bytes: u64, content: &[u8]) -> Vec<u8> {
+    fn file_record(name: &[u8], bytes: u64, content: &[u8]) -> Vec<u8> {
         let length = name.len() as u16;
         [
             &[TAG_FILE][..],
@@ -390,15 +390,15 @@ mod tests {
         .concat()
     }
 
-    fn data(bytes: &[u8]) -> Vec<u8> {
+    fn data_record(bytes: &[u8]) -> Vec<u8> {
         [&[TAG_DATA][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat()
     }
 
-    fn zeros(bytes: u64) -> Vec<u8> {
+    fn zeros_record(bytes: u64) -> Vec<u8> {
         [&[TAG_ZEROS][..], &bytes.to_le_bytes()].concat()
     }
 
-    fn end(files: u32, bytes: u64) -> Vec<u8> {
+    fn end_record(files: u32, bytes: u64) -> Vec<u8> {
         [&[TAG_END][..], &files.to_le_bytes(), &bytes.to_le_bytes()].concat()
     }
 
@@ -409,31 +409,48 @@ mod tests {
         let streams = [
             vec![],
             vec![9],
-            end(1, 0),
-            end(0, 1),
-            file(b"a", 0, &[]),
-            [file(b"a", 2, &data(b"x")), end(1, 2)].concat(),
-            [file(b"a", 1, &data(b"xy")), end(1, 1)].concat(),
-            [file(b"a", 1, &zeros(2)), end(1, 1)].concat(),
-            [file(b"a", 1, &zeros(0)), end(1, 1)].concat(),
-            [file(b"a", 5, &data(b"x")[..5])].concat(),
-            [file(b"a", u64::MAX, &zeros(u64::MAX)), end(1, u64::MAX)].concat(),
-            [file(b"a", 0, &[]), end(1, 0), vec![0]].concat(),
-            [file(b"a", 1, &file(b"b", 0, &[])), end(2, 1)].concat(),
+            end_record(1, 0),
+            end_record(0, 1),
+            file_record(b"a", 0, &[]),
+            [file_record(b"a", 2, &data_record(b"x")), end_record(1, 2)].concat(),
+            [file_record(b"a", 1, &data_record(b"xy")), end_record(1, 1)].concat(),
+            [file_record(b"a", 1, &zeros_record(2)), end_record(1, 1)].concat(),
+            [file_record(b"a", 1, &zeros_record(0)), end_record(1, 1)].concat(),
+            [file_record(b"a", 5, &data_record(b"x")[..5])].concat(),
+            [
+                file_record(b"a", u64::MAX, &zeros_record(u64::MAX)),
+                end_record(1, u64::MAX),
+            ]
+            .concat(),
+            [file_record(b"a", 0, &[]), end_record(1, 0), vec![0]].concat(),
+            [
+                file_record(b"a", 1, &file_record(b"b", 0, &[])),
+                end_record(2, 1),
+            ]
+            .concat(),
         ];
         for stream in streams {
             let dir = tempfile::tempdir().expect("a directory");
-            let result = unpacked(&stream, dir.path());
+            let result = encrypt_and_unpack(&stream, dir.path());
             assert!(
-                matches!(result, Err(UnpackError::Broken(DecryptError::Changed(_)))),
+                matches!(
+                    result,
+                    Err(UnpackError::DamagedStream(DecryptError::Changed(_)))
+                ),
                 "{stream:?}: {result:?}"
             );
         }
         for name in [&b""[..], b".", b"..", b"../a", b"/a", b"a/b", b"a\0", &long] {
             let dir = tempfile::tempdir().expect("a directory");
-            let result = unpacked(&[file(name, 0, &[]), end(1, 0)].concat(), dir.path());
+            let result = encrypt_and_unpack(
+                &[file_record(name, 0, &[]), end_record(1, 0)].concat(),
+                dir.path(),
+            );
             assert!(
-                matches!(result, Err(UnpackError::Broken(DecryptError::Changed(_)))),
+                matches!(
+                    result,
+                    Err(UnpackError::DamagedStream(DecryptError::Changed(_)))
+                ),
                 "{name:?}: {result:?}"
             );
             assert_eq!(
@@ -448,13 +465,13 @@ mod tests {
     fn duplicate_names_are_refused() {
         let dir = tempfile::tempdir().expect("a directory");
         let stream = [
-            file(b"a", 1, &data(b"x")),
-            file(b"a", 1, &data(b"y")),
-            end(2, 2),
+            file_record(b"a", 1, &data_record(b"x")),
+            file_record(b"a", 1, &data_record(b"y")),
+            end_record(2, 2),
         ]
         .concat();
         assert!(
-            matches!(unpacked(&stream, dir.path()), Err(UnpackError::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
+            matches!(encrypt_and_unpack(&stream, dir.path()), Err(UnpackError::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
         );
     }
 

@@ -84,7 +84,10 @@ impl StoreState {
     }
 
     /// Reads the entries of the store's directory.
-    pub(super) fn entries(&self, operation: StoreOperation) -> Result<StoreEntries, StoreError> {
+    pub(super) fn read_entries(
+        &self,
+        operation: StoreOperation,
+    ) -> Result<StoreEntries, StoreError> {
         let mut entries = StoreEntries::default();
         for entry in self
             .dir
@@ -96,7 +99,7 @@ impl StoreState {
                 .file_name()
                 .to_string_lossy()
                 .into_owned();
-            let (place, id) = if let Some(id) = name.strip_prefix(DRAFT_PREFIX) {
+            let (group, id) = if let Some(id) = name.strip_prefix(DRAFT_PREFIX) {
                 (&mut entries.drafts, id)
             } else if let Some(id) = name.strip_prefix(DELETED_PREFIX) {
                 (&mut entries.deleted, id)
@@ -104,7 +107,7 @@ impl StoreState {
                 (&mut entries.checkpoints, &*name)
             };
             match id.parse() {
-                Ok(id) => place.push(id),
+                Ok(id) => group.push(id),
                 Err(_) if name == LOCK_FILE => {}
                 Err(_) => entries.foreign_files.push(name),
             }
@@ -116,21 +119,25 @@ impl StoreState {
 
     /// Reads all checkpoints. Returns the readable checkpoints, oldest first, and the unreadable
     /// entries.
-    pub(super) fn read_all(
+    pub(super) fn read_checkpoints(
         &self,
         operation: StoreOperation,
     ) -> Result<(Vec<CheckpointInfo>, UnreadableEntries), StoreError> {
-        let entries = self.entries(operation)?;
-        let stranger = |name: String| (name.clone(), StoreError::ForeignFile(self.dir.join(name)));
-        let mut unreadable: UnreadableEntries =
-            entries.foreign_files.into_iter().map(stranger).collect();
+        let entries = self.read_entries(operation)?;
+        let foreign_entry =
+            |name: String| (name.clone(), StoreError::ForeignFile(self.dir.join(name)));
+        let mut unreadable: UnreadableEntries = entries
+            .foreign_files
+            .into_iter()
+            .map(foreign_entry)
+            .collect();
         let mut checkpoints = Vec::new();
         for id in entries.checkpoints {
             let dir = self.checkpoint_dir(id);
             match manifest::read_manifest(operation, &dir, id, &self.secret) {
                 Ok((manifest, bytes)) => {
                     checkpoints.push(CheckpointInfo {
-                        job_ended_at: end_mark::read(&dir),
+                        job_ended_at: end_mark::read_end_mark(&dir),
                         ..manifest.info(id, bytes)
                     });
                 }
@@ -154,7 +161,7 @@ impl StoreState {
         job: Tid,
         needed: u64,
     ) -> Result<u64, StoreError> {
-        let (checkpoints, _) = self.read_all(operation)?;
+        let (checkpoints, _) = self.read_checkpoints(operation)?;
         let StoreUsage { checkpoints, bytes } = remaining_of_other_jobs(&checkpoints, vm, job);
         let StoreLimits {
             checkpoints_max,
@@ -223,8 +230,8 @@ impl StoreState {
         &self,
         operation: StoreOperation,
     ) -> Result<Vec<PathBuf>, StoreError> {
-        let entries = self.entries(operation)?;
-        let mut gone: Vec<PathBuf> = entries
+        let entries = self.read_entries(operation)?;
+        let mut hidden_dirs: Vec<PathBuf> = entries
             .deleted
             .into_iter()
             .map(|id| self.deleted_dir(id))
@@ -240,21 +247,22 @@ impl StoreState {
             };
             match lock_failure {
                 // If the directory has disappeared, its writer has just removed it.
-                None if may_exist(&dir) => gone.push(self.hide(operation, &dir, id)?),
+                None if may_exist(&dir) => hidden_dirs.push(self.hide(operation, &dir, id)?),
                 None | Some(Errno::EWOULDBLOCK) => {}
                 Some(errno) => return Err(io_error(operation, &dir)(errno.into())),
             }
         }
-        Ok(gone)
+        Ok(hidden_dirs)
     }
 
     /// Deletes directories that were hidden before.
     pub(super) fn delete_hidden(
         &self,
         operation: StoreOperation,
-        gone: &[PathBuf],
+        hidden_dirs: &[PathBuf],
     ) -> Result<(), StoreError> {
-        gone.iter()
+        hidden_dirs
+            .iter()
             .try_for_each(|dir| self.disk.remove_tree(dir).map_err(io_error(operation, dir)))
     }
 }

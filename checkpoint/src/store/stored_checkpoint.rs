@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// A complete checkpoint whose manifest is verified. The checkpoint is not removed while this value
 /// exists.
 pub struct StoredCheckpoint {
-    shared: Arc<StoreState>,
+    store: Arc<StoreState>,
     dir: PathBuf,
     info: CheckpointInfo,
     manifest: Manifest,
@@ -46,11 +46,11 @@ impl StoredCheckpoint {
         }
         let (manifest, bytes) = manifest::read_manifest(operation, &dir, id, &shared.secret)?;
         let info = CheckpointInfo {
-            job_ended_at: end_mark::read(&dir),
+            job_ended_at: end_mark::read_end_mark(&dir),
             ..manifest.info(id, bytes)
         };
         Ok(StoredCheckpoint {
-            shared,
+            store: shared,
             dir,
             info,
             manifest,
@@ -100,9 +100,10 @@ impl StoredCheckpoint {
     ) -> Result<(), StoreError> {
         let operation = StoreOperation::Read;
         self.read_verified(operation, self.find_part(tid)?, |decryptor, path| {
-            let broken = |why| manifest::error_for(operation, path, &self.shared.secret, why);
+            let broken =
+                |why| manifest::decrypt_error_for(operation, path, &self.store.secret, why);
             loop {
-                match decryptor.next(usize::MAX).map_err(broken)? {
+                match decryptor.next_bytes(usize::MAX).map_err(broken)? {
                     [] => return Ok(()),
                     piece => put(piece).map_err(io_error(operation, path))?,
                 }
@@ -122,9 +123,10 @@ impl StoredCheckpoint {
     fn unpack_part(&self, part: &PartEntry, to: &Path) -> Result<u64, StoreError> {
         let operation = StoreOperation::Unpack;
         self.read_verified(operation, part, |decryptor, path| {
-            let broken = |why| manifest::error_for(operation, path, &self.shared.secret, why);
+            let broken =
+                |why| manifest::decrypt_error_for(operation, path, &self.store.secret, why);
             let images_bytes = part::unpack(decryptor, to).map_err(|stopped| match stopped {
-                UnpackError::Broken(why) => broken(why),
+                UnpackError::DamagedStream(why) => broken(why),
                 UnpackError::Write(file, e, done) => write_error(
                     operation,
                     &file,
@@ -149,9 +151,9 @@ impl StoredCheckpoint {
         part: &PartEntry,
         read: impl FnOnce(&mut Decryptor<File>, &Path) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let secret = &self.shared.secret;
+        let secret = &self.store.secret;
         let path = self.dir.join(part_name(part.tid));
-        let broken = |why| manifest::error_for(operation, &path, secret, why);
+        let broken = |why| manifest::decrypt_error_for(operation, &path, secret, why);
         let changed = |why: &str| broken(DecryptError::Changed(why.into()));
         let (file, bytes) = manifest::open_file(operation, &path)?;
         if bytes != part.encrypted_bytes {

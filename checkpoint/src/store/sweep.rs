@@ -24,7 +24,9 @@ pub(super) struct StoreUsage {
 }
 
 impl StoreUsage {
-    pub(super) fn of<'a>(checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> StoreUsage {
+    pub(super) fn total<'a>(
+        checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>,
+    ) -> StoreUsage {
         let add = |sum: StoreUsage, checkpoint: &CheckpointInfo| StoreUsage {
             checkpoints: sum.checkpoints + 1,
             bytes: sum.bytes.saturating_add(checkpoint.bytes),
@@ -43,7 +45,7 @@ impl StoreUsage {
 
 /// Returns the newest checkpoint of each job, by virtual machine and job. Virtual machines number
 /// their jobs independently.
-fn newest(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
+fn newest_by_job(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
     let mut newest: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
     for checkpoint in checkpoints {
         let latest = newest
@@ -62,7 +64,7 @@ pub(super) fn removable(
     checkpoints: &[CheckpointInfo],
     keep: impl Fn(&CheckpointInfo) -> bool,
 ) -> Vec<&CheckpointInfo> {
-    let newest = newest(checkpoints);
+    let newest = newest_by_job(checkpoints);
     let is_newest = |checkpoint: &CheckpointInfo| {
         newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
     };
@@ -88,12 +90,12 @@ pub(super) fn remaining_of_other_jobs(
     vm: &str,
     job: Tid,
 ) -> StoreUsage {
-    let newest = newest(checkpoints);
+    let newest = newest_by_job(checkpoints);
     let is_newest = |checkpoint: &&CheckpointInfo| {
         checkpoint.job_ended_at.is_none()
             && newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
     };
-    StoreUsage::of(
+    StoreUsage::total(
         checkpoints
             .iter()
             .filter(is_newest)

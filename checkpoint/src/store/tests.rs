@@ -15,11 +15,11 @@ const TASK: Tid = Tid::from_raw(0x80001);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DiskFault {
     /// The process dies before the step.
-    Death,
+    ProcessDies,
     /// The process dies in the middle of a write.
     TornWrite,
     /// The disk is full at this step only. Steps that remove files succeed.
-    Full,
+    DiskFull,
 }
 
 /// Records the steps and injects a fault at one step.
@@ -45,7 +45,7 @@ impl FaultInjector {
 }
 
 impl DiskObserver for FaultInjector {
-    fn before(&self, step: &DiskStep<'_>) -> io::Result<()> {
+    fn before_step(&self, step: &DiskStep<'_>) -> io::Result<()> {
         let mut steps = self.observed_steps.lock().expect("unpoisoned");
         let name = |path: &Path| {
             path.file_name()
@@ -73,10 +73,10 @@ impl DiskObserver for FaultInjector {
         };
         let takes_room = !matches!(step, DiskStep::RemoveFile(_) | DiskStep::RemoveDir(_));
         match (fate, step) {
-            (DiskFault::Full, _) if takes_room => {
+            (DiskFault::DiskFull, _) if takes_room => {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
-            (DiskFault::Full, _) => return Ok(()),
+            (DiskFault::DiskFull, _) => return Ok(()),
             (DiskFault::TornWrite, DiskStep::Append(_, file, bytes)) => {
                 let mut file: &std::fs::File = file;
                 file.write_all(&bytes[..bytes.len() / 2]).expect("written");
@@ -94,19 +94,19 @@ struct Scratch(tempfile::TempDir);
 impl Scratch {
     fn new() -> Scratch {
         let scratch = Scratch(tempfile::tempdir().expect("a directory"));
-        std::fs::create_dir(scratch.at("images")).expect("made");
-        std::fs::write(scratch.at("images/core.img"), b"core").expect("written");
-        std::fs::write(scratch.at("images/pages.img"), content()).expect("written");
-        std::fs::write(scratch.at("images/empty.img"), b"").expect("written");
+        std::fs::create_dir(scratch.path("images")).expect("made");
+        std::fs::write(scratch.path("images/core.img"), b"core").expect("written");
+        std::fs::write(scratch.path("images/pages.img"), image_content()).expect("written");
+        std::fs::write(scratch.path("images/empty.img"), b"").expect("written");
         scratch
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
     fn open(&self, disk: Disk, limits: StoreLimits) -> Result<CheckpointStore, StoreError> {
-        CheckpointStore::open_on(disk, &self.at("store"), &self.at("keys/key"), limits)
+        CheckpointStore::open_on(disk, &self.path("store"), &self.path("keys/key"), limits)
     }
 
     fn write_checkpoint(
@@ -115,14 +115,14 @@ impl Scratch {
         second: u64,
     ) -> Result<CheckpointInfo, StoreError> {
         let draft = store.begin(JOB, Micros::from_secs(second))?;
-        draft.add(JOB, &self.at("images"))?;
-        draft.add(TASK, &self.at("images"))?;
+        draft.add(JOB, &self.path("images"))?;
+        draft.add(TASK, &self.path("images"))?;
         draft.finish(b"meta")
     }
 
     /// Returns the names of the entries in the store's directory.
     fn entry_names(&self) -> BTreeSet<String> {
-        let entries = self.at("store").read_dir().expect("readable");
+        let entries = self.path("store").read_dir().expect("readable");
         entries
             .map(|entry| {
                 entry
@@ -143,11 +143,11 @@ impl Scratch {
             let checkpoint = store.open_checkpoint(&info.id).expect("opened");
             assert_eq!((checkpoint.info(), checkpoint.meta()), (info, &b"meta"[..]));
             for tid in [JOB, TASK] {
-                let to = self.at("unpacked");
+                let to = self.path("unpacked");
                 checkpoint.unpack(tid, &to).expect("unpacked");
                 assert_eq!(
                     std::fs::read(to.join("pages.img")).expect("there"),
-                    content()
+                    image_content()
                 );
                 assert_eq!(std::fs::read(to.join("core.img")).expect("there"), b"core");
                 assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
@@ -162,7 +162,7 @@ impl Scratch {
 }
 
 /// Returns the content of an image file, which needs more than one chunk and includes zeros.
-fn content() -> Vec<u8> {
+fn image_content() -> Vec<u8> {
     let mut content: Vec<u8> = (0..(1 << 20) + 9000).map(|i| (i % 251) as u8).collect();
     content[8192..40_000].fill(0);
     content
@@ -212,7 +212,7 @@ fn scenario_steps() -> Vec<String> {
 #[test]
 fn crash_at_any_step_leaves_complete_checkpoints() {
     let steps = scenario_steps();
-    for fault in [DiskFault::Death, DiskFault::TornWrite] {
+    for fault in [DiskFault::ProcessDies, DiskFault::TornWrite] {
         let mut seen = BTreeSet::new();
         for (at, step) in steps.iter().enumerate() {
             let (scratch, fates) = (Scratch::new(), FaultInjector::new(Some((at, fault))));
@@ -250,7 +250,7 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
     for (at, step) in steps.iter().enumerate() {
         let (scratch, fates) = (
             Scratch::new(),
-            FaultInjector::new(Some((at, DiskFault::Full))),
+            FaultInjector::new(Some((at, DiskFault::DiskFull))),
         );
         let Err(why) = run_scenario(&scratch, &fates) else {
             continue;
@@ -273,7 +273,7 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
         );
         // Read the names before the store is opened again, because opening it removes incomplete
         // files.
-        let names = if scratch.at("store").is_dir() {
+        let names = if scratch.path("store").is_dir() {
             scratch.entry_names()
         } else {
             BTreeSet::new()
@@ -285,7 +285,7 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
             "{step}: {names:?}"
         );
         let keys: Vec<_> = scratch
-            .at("keys")
+            .path("keys")
             .read_dir()
             .map(|entries| entries.collect())
             .unwrap_or_default();
@@ -350,7 +350,7 @@ fn dropped_draft_leaves_nothing() {
         .open(Disk::new(), StoreLimits::default())
         .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
-    draft.add(JOB, &scratch.at("images")).expect("added");
+    draft.add(JOB, &scratch.path("images")).expect("added");
     assert_eq!(scratch.entry_names().len(), 2, "the draft and the lock");
     drop(draft);
     assert_eq!(scratch.entry_names(), BTreeSet::from([LOCK_FILE.into()]));
@@ -367,8 +367,8 @@ fn draft_of_living_process_is_kept() {
         .open(Disk::new(), StoreLimits::default())
         .expect("opened by another process");
     other.enforce_limits(|_| false).expect("swept");
-    draft.add(JOB, &scratch.at("images")).expect("added");
-    draft.add(TASK, &scratch.at("images")).expect("added");
+    draft.add(JOB, &scratch.path("images")).expect("added");
+    draft.add(TASK, &scratch.path("images")).expect("added");
     draft.finish(b"meta").expect("finished");
     assert_eq!(scratch.verify_all(&other), [0]);
 }

@@ -41,13 +41,13 @@ fn run(option: Option<&str>, name: &str) -> Result<String, String> {
         }
         Some(other) => {
             return Err(format!(
-                "{other} is no option; it takes none but --help and --version"
+                "{other} is not an option; only --help and --version are"
             ));
         }
     }
     let vm = Vm::enroll().map_err(|error| error.to_string())?;
     let groups = vm.groups().map_err(|error| error.to_string())?;
-    // The connection closes with the process anyway, so an error does not matter.
+    // An error is ignored: the connection closes with the process.
     let _ = vm.exit();
     Ok(if name == "pvmgroups" {
         dump(&groups)
@@ -56,7 +56,7 @@ fn run(option: Option<&str>, name: &str) -> Result<String, String> {
     })
 }
 
-/// Returns the members with their instance numbers.
+/// Returns the instance number and the tid of each member.
 fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
     group
         .members
@@ -66,14 +66,15 @@ fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
         .filter(|(_, tid)| *tid != Tid::NONE)
 }
 
-/// Returns how many tasks a meeting requires and how many have arrived; −1 and 0 if there is none.
+/// Returns the number of tasks that a barrier requires and the number that have arrived; −1 and 0
+/// if no task waits.
 fn progress(meeting: Option<&GroupWait>) -> (i64, usize) {
     meeting.map_or((-1, 0), |meeting| {
         (i64::from(meeting.required), meeting.waiting.len())
     })
 }
 
-// Writing to a string cannot fail, so the results below are dropped.
+// The functions below ignore the results of writing to a string, which cannot fail.
 
 /// Formats groups as `pvm_gstat` does.
 fn status(groups: &[GroupInfo]) -> String {

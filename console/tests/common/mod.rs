@@ -1,10 +1,10 @@
-//! Shared by the console's tests: a virtual machine of one host, and a terminal.
+//! Common parts of the console's tests: a virtual machine with one host, and a terminal.
 #![allow(dead_code)] // Each test program uses its part.
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
 use nix::sys::termios::{Termios, tcgetattr};
-use sempa_tests::eventually;
-use sempa_tests::lab::Lab;
+use sempa_tests::private_vm::PrivateVm;
+use sempa_tests::wait_for;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -14,24 +14,24 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Deadline of every wait; a loaded machine may need much of it.
+/// Time limit of every wait, for a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// Bytes of the screen that a failed test shows.
+/// Maximum bytes of terminal output that the message of a failed test contains.
 const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
-/// Makes the folders of a virtual machine with this console; starts nothing.
-pub(crate) fn lab() -> Lab {
-    Lab::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
+/// Returns a lab with the folders of a virtual machine. No daemon is started.
+pub(crate) fn lab() -> PrivateVm {
+    PrivateVm::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// As [`lab`], and starts a daemon.
-pub(crate) fn started() -> Lab {
-    Lab::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
+/// Returns a lab with a running daemon.
+pub(crate) fn started() -> PrivateVm {
+    PrivateVm::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// Writes commands to a console through a pipe, each at its prompt. Returns all output, with
-/// standard error if `complaints`.
+/// Writes commands to a console through a pipe, each when its prompt has appeared. Returns all
+/// standard output, and also standard error if `complaints` is true.
 pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
     let output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
@@ -46,12 +46,12 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     let mut waiting = lines.split_inclusive('\n').peekable();
     let mut given = 0;
     let mut text = String::new();
-    let ended = eventually(PATIENCE, || {
+    let ended = wait_for(PATIENCE, || {
         text = read_all(&output);
         if text.matches(PROMPT).count() > given
             && let Some(line) = waiting.next()
         {
-            // A console that has ended reads nothing; its status is checked below.
+            // Writing fails if the console has ended; the exit status is checked below.
             let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
             given += 1;
         }
@@ -72,7 +72,8 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     text
 }
 
-/// Returns the content of a file. Its position, at which other processes write, stays.
+/// Returns the content of a file without changing the file position, at which other processes
+/// write.
 pub(crate) fn read_all(file: &File) -> String {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; file.metadata().expect("a file").len() as usize];
@@ -142,11 +143,11 @@ impl Terminal {
             .expect("a terminal");
     }
 
-    /// Waits until this text appears after all that was waited for before. Returns the text in
-    /// between.
+    /// Waits until this text appears after the texts of earlier waits. Returns the output between
+    /// the earlier text and this one.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
-        let found = eventually(PATIENCE, || {
+        let found = wait_for(PATIENCE, || {
             let shown = self.shown.lock().expect("no panic");
             let new = &shown[self.seen..];
             match new
@@ -174,7 +175,7 @@ impl Terminal {
     /// Waits until both texts have appeared, in any order, at any place.
     #[track_caller]
     pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
-        let found = eventually(PATIENCE, || {
+        let found = wait_for(PATIENCE, || {
             let shown = self.shown();
             let missing: Vec<&str> = [one, other]
                 .into_iter()
@@ -189,7 +190,7 @@ impl Terminal {
         found.unwrap_or_else(|error| panic!("{error:#}"));
     }
 
-    /// Returns all that has appeared.
+    /// Returns the output of the program since its start.
     pub(crate) fn shown(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().expect("no panic")).into_owned()
     }
@@ -201,7 +202,7 @@ impl Terminal {
     /// Waits until the program ends, and returns its status.
     #[track_caller]
     pub(crate) fn end(&mut self) -> ExitStatus {
-        let ended = eventually(PATIENCE, || match self.child.try_wait() {
+        let ended = wait_for(PATIENCE, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
             _ => Err(format!("it does not end; it showed {:?}", self.shown())),
         });

@@ -45,7 +45,7 @@ impl Enc {
     }
 
     /// Converts the `enc` field of a message header.
-    pub(crate) fn from_code(word: i32) -> Enc {
+    pub(crate) fn from_header_field(word: i32) -> Enc {
         match word {
             ENC_XDR => Enc::Xdr,
             ENC_TRACE => Enc::Trace,
@@ -56,7 +56,7 @@ impl Enc {
     }
 
     /// Returns the encoding as `pvm_getminfo` reports it.
-    pub(crate) fn code(self) -> i32 {
+    pub(crate) fn header_field(self) -> i32 {
         match self {
             Enc::Xdr => ENC_XDR,
             Enc::Raw => DSIG_X86_64,
@@ -68,11 +68,11 @@ impl Enc {
 
     /// Returns the encoding as the receiver of the message sees it: in-place data arrive as raw
     /// data.
-    pub(crate) fn sent_code(self) -> i32 {
+    pub(crate) fn sent_header_field(self) -> i32 {
         if self == Enc::InPlace {
             DSIG_X86_64
         } else {
-            self.code()
+            self.header_field()
         }
     }
 }
@@ -96,7 +96,7 @@ pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
     /// True from the arrival of the message until a receive call returns it.
-    pub(crate) queued: bool,
+    pub(crate) awaits_receive: bool,
     /// Offset in the body at which the next unpack call reads.
     pub(crate) read_offset: usize,
     pub(crate) ctx: i32,
@@ -125,7 +125,7 @@ impl Buffer {
         Buffer {
             enc,
             body,
-            queued: false,
+            awaits_receive: false,
             read_offset: 0,
             ctx: 0,
             tag: 0,
@@ -138,9 +138,9 @@ impl Buffer {
     /// Creates a buffer that contains a received message.
     pub(crate) fn from_message(message: Message) -> Buffer {
         Buffer {
-            enc: Enc::from_code(message.enc),
+            enc: Enc::from_header_field(message.enc),
             body: Body::Sealed(message.body),
-            queued: false,
+            awaits_receive: false,
             read_offset: 0,
             ctx: message.ctx,
             tag: message.tag,
@@ -285,7 +285,7 @@ impl Buffer {
             ctx,
             tag,
             wid: self.wid,
-            enc: self.enc.sent_code(),
+            enc: self.enc.sent_header_field(),
             body,
         })
     }

@@ -29,7 +29,7 @@ pub(crate) const TC_SIBLINGS: i32 = TC_BASE + 11;
 
 /// Tags that the library handles itself, in the order of their handler numbers. The length of this
 /// list is the number of the program's first handler.
-pub(crate) const HANDLED_TAGS: [i32; 9] = [
+pub(crate) const LIBRARY_HANDLED_TAGS: [i32; 9] = [
     TC_CONREQ,
     TC_CONACK,
     TC_TASKEXIT,
@@ -42,7 +42,7 @@ pub(crate) const HANDLED_TAGS: [i32; 9] = [
 ];
 
 /// Handles a control message. A malformed message is dropped, since no sender waits for a reply.
-pub(crate) fn handle(rt: &Runtime, message: &Message) {
+pub(crate) fn handle_control_message(rt: &Runtime, message: &Message) {
     let body = Unpacker::xdr(message.body.clone());
     match message.tag {
         TC_OUTPUT => output::handle_message(body),

@@ -9,7 +9,7 @@
 
 use crate::abi::{DataId, EventInfo, Tracer};
 use crate::ffi::trace_table::PUT_ITEM_TABLE;
-use crate::trace_names::{DATA_IDS, EVENTS};
+use crate::trace_names::{EVENT_NAMES, ITEM_NAMES};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
 
@@ -200,7 +200,7 @@ const fn pointers_to<const N: usize>(texts: [&'static CStr; N]) -> [*const c_cha
 #[unsafe(no_mangle)]
 pub(crate) static pvm_errlist: SyncTable<[*const c_char; 37]> = SyncTable(pointers_to(ERROR_TEXTS));
 
-const fn event_table() -> [EventInfo; EVENTS.len()] {
+const fn event_table() -> [EventInfo; EVENT_NAMES.len()] {
     let mut out = [const {
         EventInfo {
             name: std::ptr::null(),
@@ -209,10 +209,10 @@ const fn event_table() -> [EventInfo; EVENTS.len()] {
             total: [0; 2],
             count: AtomicI32::new(0),
         }
-    }; EVENTS.len()];
+    }; EVENT_NAMES.len()];
     let mut i = 0;
-    while i < EVENTS.len() {
-        out[i].name = EVENTS[i].as_ptr();
+    while i < EVENT_NAMES.len() {
+        out[i].name = EVENT_NAMES[i].as_ptr();
         i += 1;
     }
     out
@@ -221,20 +221,20 @@ const fn event_table() -> [EventInfo; EVENTS.len()] {
 /// Names of the trace events, by event number.
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
-pub(crate) static pvmtevinfo: SyncTable<[EventInfo; EVENTS.len()]> = SyncTable(event_table());
+pub(crate) static pvmtevinfo: SyncTable<[EventInfo; EVENT_NAMES.len()]> = SyncTable(event_table());
 
-const fn data_id_table() -> [DataId; DATA_IDS.len()] {
+const fn data_id_table() -> [DataId; ITEM_NAMES.len()] {
     let mut out = [const {
         DataId {
             name: std::ptr::null(),
             desc: std::ptr::null(),
         }
-    }; DATA_IDS.len()];
+    }; ITEM_NAMES.len()];
     let mut i = 0;
-    while i < DATA_IDS.len() {
+    while i < ITEM_NAMES.len() {
         out[i] = DataId {
-            name: DATA_IDS[i].as_ptr(),
-            desc: DATA_IDS[i].as_ptr(),
+            name: ITEM_NAMES[i].as_ptr(),
+            desc: ITEM_NAMES[i].as_ptr(),
         };
         i += 1;
     }
@@ -244,7 +244,7 @@ const fn data_id_table() -> [DataId; DATA_IDS.len()] {
 /// Names of the data items of trace events, by item number.
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
-pub(crate) static pvmtevdidlist: SyncTable<[DataId; DATA_IDS.len()]> = SyncTable(data_id_table());
+pub(crate) static pvmtevdidlist: SyncTable<[DataId; ITEM_NAMES.len()]> = SyncTable(data_id_table());
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@ use sempa_proto::{PvmError, PvmResult};
 
 /// A count or a stride.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Number {
+pub(crate) enum CountOrStride {
     /// A number written in the format string.
     Literal(i32),
     /// `*`: the value is the next argument.
@@ -52,21 +52,21 @@ pub(crate) enum FormatItem {
     Data {
         kind: Conversion,
         /// Number of elements. `None` means one, which `pvm_packf` takes by value.
-        count: Option<Number>,
+        count: Option<CountOrStride>,
         /// Distance of the elements, in elements.
-        stride: Option<Number>,
+        stride: Option<CountOrStride>,
     },
 }
 
 /// Iterator over the conversions of a format string.
-pub(crate) struct Format<'a> {
+pub(crate) struct FormatItems<'a> {
     text: &'a [u8],
     at_start: bool,
 }
 
-impl<'a> Format<'a> {
-    pub(crate) fn new(text: &'a [u8]) -> Format<'a> {
-        Format {
+impl<'a> FormatItems<'a> {
+    pub(crate) fn new(text: &'a [u8]) -> FormatItems<'a> {
+        FormatItems {
             text,
             at_start: true,
         }
@@ -78,10 +78,10 @@ impl<'a> Format<'a> {
         Some(*first)
     }
 
-    fn parse_number(&mut self) -> Option<Number> {
+    fn parse_number(&mut self) -> Option<CountOrStride> {
         if let Some(rest) = self.text.strip_prefix(b"*") {
             self.text = rest;
-            return Some(Number::Argument);
+            return Some(CountOrStride::Argument);
         }
         let digits = self
             .text
@@ -95,7 +95,7 @@ impl<'a> Format<'a> {
                 .saturating_mul(10)
                 .saturating_add(i32::from(digit - b'0'))
         };
-        (digits > 0).then(|| Number::Literal(number.iter().fold(0, add)))
+        (digits > 0).then(|| CountOrStride::Literal(number.iter().fold(0, add)))
     }
 
     fn parse_data(&mut self) -> PvmResult<FormatItem> {
@@ -161,7 +161,7 @@ impl<'a> Format<'a> {
     }
 }
 
-impl Iterator for Format<'_> {
+impl Iterator for FormatItems<'_> {
     type Item = PvmResult<FormatItem>;
 
     fn next(&mut self) -> Option<PvmResult<FormatItem>> {
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     fn items(text: &str) -> Vec<PvmResult<FormatItem>> {
-        Format::new(text.as_bytes()).collect()
+        FormatItems::new(text.as_bytes()).collect()
     }
 
     fn single(kind: Conversion) -> PvmResult<FormatItem> {
@@ -235,13 +235,19 @@ mod tests {
         };
         assert_eq!(
             items("%10.2d"),
-            [data(Some(Number::Literal(10)), Some(Number::Literal(2)))]
+            [data(
+                Some(CountOrStride::Literal(10)),
+                Some(CountOrStride::Literal(2))
+            )]
         );
         assert_eq!(
             items("%*.*d"),
-            [data(Some(Number::Argument), Some(Number::Argument))]
+            [data(
+                Some(CountOrStride::Argument),
+                Some(CountOrStride::Argument)
+            )]
         );
-        assert_eq!(items("%.3d"), [data(None, Some(Number::Literal(3)))]);
+        assert_eq!(items("%.3d"), [data(None, Some(CountOrStride::Literal(3)))]);
     }
 
     /// An unknown or incomplete conversion is an error; text without `%` is skipped.

@@ -1,7 +1,7 @@
 //! Message handlers: functions of the program that process messages on arrival, before a receive
 //! call can return them (`pvm_addmhf`).
 //!
-//! Handler numbers start with the library's own handlers (`control::HANDLED_TAGS`), so the
+//! Handler numbers start with the library's own handlers (`control::LIBRARY_HANDLED_TAGS`), so the
 //! program's first handler has the number 9.
 
 use crate::control;
@@ -52,7 +52,7 @@ pub(crate) struct Handlers {
 
 impl Handlers {
     fn library_filters() -> impl Iterator<Item = Filter> {
-        control::HANDLED_TAGS.into_iter().map(|tag| Filter {
+        control::LIBRARY_HANDLED_TAGS.into_iter().map(|tag| Filter {
             src: -1,
             tag,
             ctx: CTX_TASK_CONTROL,
@@ -84,7 +84,7 @@ impl Handlers {
         self.user_handlers
             .resize(self.user_handlers.len().max(free + 1), None);
         self.user_handlers[free] = Some((filter, handler));
-        Ok((control::HANDLED_TAGS.len() + free) as i32)
+        Ok((control::LIBRARY_HANDLED_TAGS.len() + free) as i32)
     }
 
     /// Removes a handler of the program.
@@ -94,7 +94,7 @@ impl Handlers {
     pub(crate) fn remove(&mut self, id: i32) -> PvmResult<()> {
         let id = usize::try_from(id).map_err(|_| PvmError::BadParam)?;
         let slot = id
-            .checked_sub(control::HANDLED_TAGS.len())
+            .checked_sub(control::LIBRARY_HANDLED_TAGS.len())
             .and_then(|i| self.user_handlers.get_mut(i));
         slot.and_then(Option::take)
             .map(drop)
@@ -139,12 +139,12 @@ impl Handlers {
     /// Returns the lowest handler number that is free because its handler was removed.
     pub(crate) fn lowest_free_id(&self) -> Option<i32> {
         self.first_free_slot()
-            .map(|free| (control::HANDLED_TAGS.len() + free) as i32)
+            .map(|free| (control::LIBRARY_HANDLED_TAGS.len() + free) as i32)
     }
 
     /// Returns the count of handler numbers in the table, including those of removed handlers.
-    pub(crate) fn assigned_ids(&self) -> usize {
-        control::HANDLED_TAGS.len() + self.user_handlers.len()
+    pub(crate) fn id_count(&self) -> usize {
+        control::LIBRARY_HANDLED_TAGS.len() + self.user_handlers.len()
     }
 }
 
@@ -152,7 +152,7 @@ impl Handlers {
 mod tests {
     use super::*;
 
-    extern "C" fn nothing(_mid: i32) -> i32 {
+    extern "C" fn ignore_message(_mid: i32) -> i32 {
         0
     }
 
@@ -166,8 +166,11 @@ mod tests {
             tag: 5,
             ctx: 0,
         };
-        assert_eq!(handlers.add(filter, nothing), Ok(9));
-        assert_eq!(handlers.add(Filter { tag: 6, ..filter }, nothing), Ok(10));
+        assert_eq!(handlers.add(filter, ignore_message), Ok(9));
+        assert_eq!(
+            handlers.add(Filter { tag: 6, ..filter }, ignore_message),
+            Ok(10)
+        );
         assert!(
             handlers
                 .find(&Filter {
@@ -198,12 +201,12 @@ mod tests {
             tag: 5,
             ctx: 0,
         };
-        assert_eq!(handlers.add(narrow, nothing), Ok(9));
+        assert_eq!(handlers.add(narrow, ignore_message), Ok(9));
         assert_eq!(
-            handlers.add(Filter { src: -1, ..narrow }, nothing),
+            handlers.add(Filter { src: -1, ..narrow }, ignore_message),
             Err(PvmError::Exists)
         );
-        assert_eq!(handlers.add(narrow, nothing), Err(PvmError::Exists));
+        assert_eq!(handlers.add(narrow, ignore_message), Err(PvmError::Exists));
         assert_eq!(
             handlers.add(
                 Filter {
@@ -211,7 +214,7 @@ mod tests {
                     tag: -1,
                     ctx: -1
                 },
-                nothing
+                ignore_message
             ),
             Err(PvmError::Exists)
         );

@@ -12,10 +12,10 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Leaves the virtual machine. The process continues to run, and its next call enrols it as a new
 /// task. For a process that is not enrolled, only flushes standard I/O.
-pub(crate) fn exit() {
-    let connected = session::lock().connected();
+pub(crate) fn leave_vm() {
+    let connected = session::lock().connected_runtime();
     if let Some(rt) = connected {
-        wait_for_children(&rt);
+        wait_for_child_output(&rt);
         deliver_own_exit_notices(&rt);
         receive::poll_incoming(&rt);
         let mut session = session::lock();
@@ -27,7 +27,7 @@ pub(crate) fn exit() {
     disconnect();
 }
 
-/// Disconnects from the daemon, without the other steps of [`exit`].
+/// Disconnects from the daemon, without the other steps of [`leave_vm`].
 pub(crate) fn disconnect() {
     let runtime = session::lock().reset();
     if let Some(rt) = runtime {
@@ -37,7 +37,7 @@ pub(crate) fn disconnect() {
 }
 
 /// Waits for the end of the children's output if this task prints it.
-fn wait_for_children(rt: &Runtime) {
+fn wait_for_child_output(rt: &Runtime) {
     receive::poll_incoming(rt);
     if !session::lock().output_catcher.has_running_children() {
         return;

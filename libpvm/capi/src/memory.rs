@@ -214,8 +214,8 @@ impl<T> OutParam<T> {
     ///
     /// # Safety
     /// `place` must be null, or valid for writing one `T`.
-    pub(crate) unsafe fn new(place: *mut T) -> OutParam<T> {
-        OutParam(place)
+    pub(crate) unsafe fn new(target: *mut T) -> OutParam<T> {
+        OutParam(target)
     }
 
     /// Stores the result unless the pointer is null.
@@ -303,21 +303,21 @@ pub(crate) unsafe fn copy_strings(
 ///
 /// # Safety
 /// `place` must not be null, and must have room for the string and its NUL.
-pub(crate) unsafe fn write_c_string(place: *mut c_char, text: &[u8]) {
+pub(crate) unsafe fn write_c_string(target: *mut c_char, text: &[u8]) {
     // SAFETY: there is room by contract, and the source belongs to this library.
     unsafe {
-        std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast::<u8>(), text.len());
-        place.add(text.len()).write(0);
+        std::ptr::copy_nonoverlapping(text.as_ptr(), target.cast::<u8>(), text.len());
+        target.add(text.len()).write(0);
     }
 }
 
 /// Value whose memory C code points to. This library never reads the value; it only keeps it alive
 /// and finally drops it.
-pub(crate) struct LentToC<T>(pub(crate) T);
+pub(crate) struct PointedToByC<T>(pub(crate) T);
 
 // SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does
 // not dereference them.
-unsafe impl<T> Send for LentToC<T> {}
+unsafe impl<T> Send for PointedToByC<T> {}
 
 /// A C stream of the program (`FILE *`).
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -45,14 +45,14 @@ pub(crate) fn tag_name(tag: i32) -> Option<&'static str> {
 }
 
 /// Names of the bits of PVM's debug mask, lowest bit first.
-const DEBUG_BITS: [&str; 16] = [
+const DEBUG_BIT_NAMES: [&str; 16] = [
     "pkt", "msg", "tsk", "slv", "hst", "sel", "net", "mpp", "sch", "app", "wai", "mem", "sem",
     "lck", "rtg", "mbx",
 ];
 
 /// Returns the names of the bits that are set in a debug mask, separated by commas.
-pub(crate) fn debug_bits(mask: i32) -> String {
-    let named = DEBUG_BITS
+pub(crate) fn debug_bit_names(mask: i32) -> String {
+    let named = DEBUG_BIT_NAMES
         .iter()
         .enumerate()
         .filter(|(bit, _)| mask >> bit & 1 == 1);

@@ -14,9 +14,9 @@ use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Minimum fragment size that a program may request, in bytes.
-const FRAGMENT_MIN: i32 = 52;
+const FRAGMENT_BYTES_MIN: i32 = 52;
 /// Maximum fragment size that a program may request, in bytes.
-const FRAGMENT_MAX: i32 = 1 << 20;
+const FRAGMENT_BYTES_MAX: i32 = 1 << 20;
 /// Value of `PvmRoute` that forbids direct routes (`PvmDontRoute`).
 pub(crate) const ROUTE_NONE: i32 = 1;
 
@@ -74,7 +74,7 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     let valid = match what {
         1 => (1..=3).contains(&value),
         9 | 17 => (1..=3).contains(&value),
-        10 => (FRAGMENT_MIN..=FRAGMENT_MAX).contains(&value),
+        10 => (FRAGMENT_BYTES_MIN..=FRAGMENT_BYTES_MAX).contains(&value),
         4 => is_allowed_sink(value, &pvmtrc.out_tid, &pvmtrc.out_tag, &pvmctrc.out_tag),
         6 => is_allowed_sink(
             value,
@@ -104,7 +104,7 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     }
     variable.store(value, Relaxed);
     if what == 1
-        && let Some(rt) = session::lock().connected()
+        && let Some(rt) = session::lock().connected_runtime()
     {
         rt.set_accepts_routes(value != ROUTE_NONE);
     }
@@ -181,7 +181,7 @@ fn set_own_sink(what: i32, value: i32) -> PvmResult<()> {
 /// tasks of that class.
 fn set_no_reset(value: i32) -> PvmResult<()> {
     let wanted = value != 0;
-    if wanted && session::lock().connected().is_none() {
+    if wanted && session::lock().connected_runtime().is_none() {
         return Err(PvmError::BadParam);
     }
     let index = pvmnoresetindex.load(Relaxed);

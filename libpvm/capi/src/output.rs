@@ -25,8 +25,8 @@ pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Debug, Default)]
 struct ChildOutput {
-    began: bool,
-    ended: bool,
+    has_begun: bool,
+    has_ended: bool,
     partial_line: Vec<u8>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct OutputCatcher {
 impl OutputCatcher {
     /// True if children of this task may still write.
     pub(crate) fn has_running_children(&self) -> bool {
-        self.stream.is_some() && self.children.values().any(|writer| !writer.ended)
+        self.stream.is_some() && self.children.values().any(|writer| !writer.has_ended)
     }
 
     /// True if output is being caught.
@@ -70,8 +70,8 @@ impl OutputCatcher {
             text.push(b'\n');
         };
         let child = self.children.entry(tid).or_default();
-        if !child.began && mark != MARK_EOF && mark != MARK_SPAWN {
-            child.began = true;
+        if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
+            child.has_begun = true;
             if show {
                 put_line(b"BEGIN");
             }
@@ -82,10 +82,10 @@ impl OutputCatcher {
                 if !child.partial_line.is_empty() {
                     put_line(&std::mem::take(&mut child.partial_line));
                 }
-                if show && !child.ended {
+                if show && !child.has_ended {
                     put_line(b"EOF");
                 }
-                child.ended = true;
+                child.has_ended = true;
             }
             count => {
                 let bytes =
@@ -181,7 +181,7 @@ mod tests {
             printed(&mut catch, &[0x800c2, 0], b"", true),
             "[t800c2] cd\n[t800c2] EOF\n"
         );
-        assert!(catch.children.values().all(|writer| writer.ended));
+        assert!(catch.children.values().all(|writer| writer.has_ended));
     }
 
     /// Without `PvmShowTids` only the text is printed.
@@ -202,7 +202,7 @@ mod tests {
         catch.register(&[Tid::from_raw(0x800c2)]);
         printed(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
         assert!(
-            catch.children.values().all(|writer| writer.ended),
+            catch.children.values().all(|writer| writer.has_ended),
             "the end has been seen"
         );
         assert!(

@@ -17,7 +17,7 @@ use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
 
 /// Number of 32-bit header fields before a message that is packed into another message.
-const HEADER_WORDS: usize = 8;
+const MESSAGE_HEADER_WORDS: usize = 8;
 /// First word of a user trace event (`TEV_MARK_USER_EVENT_RECORD`).
 const USER_EVENT_MARK: i32 = -9;
 /// Number of the trace event `user_defined`.
@@ -153,7 +153,7 @@ fn pack_array<T: Copy>(
 /// # Errors
 /// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
 /// `NoMem` if the body gets longer than [`BODY_BYTES_MAX`].
-pub(crate) fn pack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
     pack_array(buffer, items, bytes, |out, enc| {
         if enc == Enc::Raw {
@@ -170,7 +170,7 @@ pub(crate) fn pack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmR
 /// Packs bytes. All encodings except raw pad the bytes of each call to a multiple of four.
 ///
 /// # Errors
-/// As [`pack`].
+/// As [`pack_numbers`].
 pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
     pack_array(buffer, items, items.len().saturating_add(16), |out, enc| {
         if enc == Enc::Trace {
@@ -186,7 +186,7 @@ pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<
 /// Packs a string: its length including the NUL, then the characters and the NUL.
 ///
 /// # Errors
-/// As [`pack`]; `NotImpl` in place.
+/// As [`pack_numbers`]; `NotImpl` in place.
 pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     if buffer.segments().is_some() {
         return Err(PvmError::NotImpl);
@@ -219,7 +219,7 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
 /// value, so there is no memory of the program to refer to.
 ///
 /// # Errors
-/// As [`pack`].
+/// As [`pack_numbers`].
 pub(crate) fn pack_value<T: Packable>(buffer: &mut Buffer, value: T) -> PvmResult<()> {
     let items = [value];
     let items = Strided::from_slice(&items);
@@ -230,14 +230,14 @@ pub(crate) fn pack_value<T: Packable>(buffer: &mut Buffer, value: T) -> PvmResul
             pieces.push(Segment::Owned(bytes));
             Ok(())
         }
-        None => pack(buffer, &items),
+        None => pack_numbers(buffer, &items),
     }
 }
 
 /// Packs a string for `pvm_packf`, which allows strings in place: length and characters are copied.
 ///
 /// # Errors
-/// As [`pack`].
+/// As [`pack_numbers`].
 pub(crate) fn pack_str_value(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     let Some(pieces) = buffer.segments() else {
         return pack_str(buffer, text);
@@ -268,7 +268,10 @@ fn take_bytes<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResul
 ///
 /// # Errors
 /// `NoData` past the end of the message, `BadMsg` if the buffer cannot be read.
-pub(crate) fn unpack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+pub(crate) fn unpack_numbers<T: Packable>(
+    buffer: &mut Buffer,
+    items: &Strided<T>,
+) -> PvmResult<()> {
     if items.len() == 0 {
         return Ok(());
     }
@@ -299,7 +302,7 @@ pub(crate) fn unpack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> Pv
 /// machine with another layout.
 ///
 /// # Errors
-/// As [`unpack`].
+/// As [`unpack_numbers`].
 pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
     if items.len() == 0 {
         return Ok(());
@@ -356,10 +359,10 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// Packs a message with its header as one item (`pvm_pkmesg`).
 ///
 /// # Errors
-/// As [`pack`]; also `NoMem` if the body's length does not fit into an `i32`.
+/// As [`pack_numbers`]; also `NoMem` if the body's length does not fit into an `i32`.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
     let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
-    let words: [i32; HEADER_WORDS] = [
+    let words: [i32; MESSAGE_HEADER_WORDS] = [
         len,
         message.ctx,
         message.tag,
@@ -383,11 +386,11 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
 /// Unpacks a message that [`pack_message`] packed. Its body may consist of several fragments.
 ///
 /// # Errors
-/// As [`unpack`]; in that case nothing is consumed.
+/// As [`unpack_numbers`]; in that case nothing is consumed.
 pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
     check_readable(buffer)?;
     let mut position = buffer.read_offset;
-    let mut words = [0; HEADER_WORDS];
+    let mut words = [0; MESSAGE_HEADER_WORDS];
     for word in &mut words {
         *word = take_int(buffer, &mut position)?;
     }
@@ -439,7 +442,7 @@ mod tests {
         fn sizes<T: Packable>(value: T) -> [usize; 2] {
             let len = |enc| {
                 packed(enc, |b| {
-                    pack(b, &Strided::from_slice(&[value; 3])).expect("fits")
+                    pack_numbers(b, &Strided::from_slice(&[value; 3])).expect("fits")
                 })
                 .len()
             };
@@ -471,11 +474,11 @@ mod tests {
     fn short_message_fills_available_elements() {
         for enc in [Enc::Xdr, Enc::Raw] {
             let mut buffer = packed(enc, |b| {
-                pack(b, &Strided::from_slice(&[1i32, 2])).expect("fits")
+                pack_numbers(b, &Strided::from_slice(&[1i32, 2])).expect("fits")
             });
             let mut target = [0i32; 4];
             assert_eq!(
-                unpack(&mut buffer, &Strided::from_mut_slice(&mut target)),
+                unpack_numbers(&mut buffer, &Strided::from_mut_slice(&mut target)),
                 Err(PvmError::NoData)
             );
             assert_eq!(target, [1, 2, 0, 0]);
@@ -511,7 +514,7 @@ mod tests {
         };
         let mut buffer = Buffer::from_message(message);
         assert_eq!(
-            unpack(&mut buffer, &Strided::from_mut_slice(&mut [0i32])),
+            unpack_numbers(&mut buffer, &Strided::from_mut_slice(&mut [0i32])),
             Err(PvmError::BadMsg)
         );
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
@@ -528,7 +531,7 @@ mod tests {
     fn in_place_data_is_read_at_send_time() {
         let mut data = vec![1i32, 2];
         let items = Strided::from_mut_slice(&mut data);
-        let mut buffer = packed(Enc::InPlace, |b| pack(b, &items).expect("stride 1"));
+        let mut buffer = packed(Enc::InPlace, |b| pack_numbers(b, &items).expect("stride 1"));
         assert_eq!(buffer.len(), 0);
         items.set(0, 9);
         let body = buffer.wire_body().expect("small");
@@ -561,15 +564,15 @@ mod tests {
     #[test]
     fn invalid_lengths_are_rejected() {
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack(b, &Strided::from_slice(&[i32::MAX])).expect("fits")
+            pack_numbers(b, &Strided::from_slice(&[i32::MAX])).expect("fits")
         });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::NoData));
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack(b, &Strided::from_slice(&[-1])).expect("fits")
+            pack_numbers(b, &Strided::from_slice(&[-1])).expect("fits")
         });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack(b, &Strided::from_slice(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
+            pack_numbers(b, &Strided::from_slice(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
         });
         assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));
     }

@@ -52,7 +52,7 @@ thread_local! {
 extern "C" fn before_fork() {
     // In a message handler this thread already dispatches messages, so it must not lock again. The
     // session is never locked while code of the program runs.
-    let turn = (!receive::in_handler()).then(receive::lock_dispatch);
+    let dispatch_guard = (!receive::in_handler()).then(receive::lock_dispatch);
     // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
     // already destroyed. The locks are then released immediately.
     let session = session::lock();
@@ -61,7 +61,7 @@ extern "C" fn before_fork() {
         // and the child has copies of these messages.
         runtime.prepare_for_fork();
     }
-    let _ = FORK_LOCKS.try_with(|held| *held.borrow_mut() = Some((turn, session)));
+    let _ = FORK_LOCKS.try_with(|held| *held.borrow_mut() = Some((dispatch_guard, session)));
 }
 
 extern "C" fn after_fork() {

@@ -81,9 +81,9 @@ pub(crate) fn poll_incoming(rt: &Runtime) {
 }
 
 /// Dispatches all messages of the queue, and returns the session locked.
-fn dispatch_all(rt: &Runtime, mut turn: DispatchGuard) -> MutexGuard<'static, Session> {
+fn dispatch_all(rt: &Runtime, mut dispatch_guard: DispatchGuard) -> MutexGuard<'static, Session> {
     let mut session = session::lock();
-    while let Some(message) = turn.pop_front() {
+    while let Some(message) = dispatch_guard.pop_front() {
         if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
             drop(session);
             dispatch_message(rt, message);
@@ -101,7 +101,7 @@ fn dispatch_all(rt: &Runtime, mut turn: DispatchGuard) -> MutexGuard<'static, Se
 /// received.
 pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
-        return control::handle(rt, &message);
+        return control::handle_control_message(rt, &message);
     }
     let filter = Filter {
         src: message.src.raw(),
@@ -129,8 +129,8 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let (sbuf, rbuf) = {
         let mut session = session::lock();
         (
-            std::mem::replace(&mut session.sbuf, 0),
-            std::mem::replace(&mut session.rbuf, mid),
+            std::mem::replace(&mut session.send_buffer_id, 0),
+            std::mem::replace(&mut session.receive_buffer_id, mid),
         )
     };
     let ctx = pvmmyctx.swap(ctx, Relaxed);
@@ -155,13 +155,13 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     IN_HANDLER.set(false);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
-    for buffer_id in [session.sbuf, session.rbuf, mid] {
+    for buffer_id in [session.send_buffer_id, session.receive_buffer_id, mid] {
         if buffer_id != sbuf && buffer_id != rbuf && buffer_id > 0 {
             // Fails if the handler has freed the buffer, or if two of these numbers are equal.
             let _ = session.free_buffer(buffer_id);
         }
     }
-    (session.sbuf, session.rbuf) = (sbuf, rbuf);
+    (session.send_buffer_id, session.receive_buffer_id) = (sbuf, rbuf);
 }
 
 /// The library's own matching rule: sender, tag and current context must be equal to the message's;
@@ -304,7 +304,7 @@ fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Optio
         }
         Some(turn)
     };
-    let Some(taken) = rt.inbox_wait(deadline, &mut take)? else {
+    let Some(taken) = rt.wait_for_inbox(deadline, &mut take)? else {
         return Ok(None);
     };
     // Another thread is dispatching messages, possibly the message for which this thread waits. So
@@ -319,15 +319,16 @@ fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Optio
 /// Receives a message and makes it the active receive buffer. The previous active receive buffer is
 /// freed, even if no message arrives.
 pub(crate) fn receive(tid: i32, tag: i32, mode: WaitMode) -> Result<Option<i32>, ReceiveError> {
-    let (mut session, Some(mid)) = wait_for_message(tid, tag, mode, Session::free_rbuf)? else {
+    let (mut session, Some(mid)) = wait_for_message(tid, tag, mode, Session::free_receive_buffer)?
+    else {
         return Ok(None);
     };
     session.unqueue_message(mid);
-    session.free_rbuf();
-    if session.sbuf == mid {
-        session.sbuf = 0;
+    session.free_receive_buffer();
+    if session.send_buffer_id == mid {
+        session.send_buffer_id = 0;
     }
-    session.rbuf = mid;
+    session.receive_buffer_id = mid;
     Ok(Some(mid))
 }
 
@@ -362,6 +363,6 @@ pub(crate) fn wait_until<R>(
             return Err(PvmError::NotImpl);
         }
         let mut any = |inbox: &mut Inbox| (!inbox.is_empty()).then_some(());
-        rt.inbox_wait(None, &mut any)?;
+        rt.wait_for_inbox(None, &mut any)?;
     }
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 /// Maximum number of tasks of one spawn; a daemon refuses more.
-const SPAWN_COUNT_MAX: u32 = 65_536;
+const SPAWNED_TASKS_MAX: u32 = 65_536;
 /// Maximum number of hosts that one call may add or delete.
 pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
 const NOTIFY_CANCEL: i32 = 256;
@@ -78,7 +78,7 @@ pub(crate) fn spawn(
         .ok()
         .filter(|n| *n > 0)
         .ok_or(PvmError::BadParam)?;
-    if count > SPAWN_COUNT_MAX {
+    if count > SPAWNED_TASKS_MAX {
         return Err(PvmError::OutOfRes);
     }
     let flags = flags | env::get("PVMTASK").map_or(0, |text| env::parse_number(text.as_bytes()));
@@ -590,7 +590,7 @@ pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let (previous, master) = rt
         .register_rm(RmServices {
             spawn: true,
-            others: true,
+            other_requests: true,
             task_exits: true,
         })
         .map_err(|error| error.code)?;
@@ -631,8 +631,8 @@ pub(crate) fn toggle_tracer(settings: TracerSettings) -> PvmResult<()> {
         trace_tag,
         out_ctx,
         out_tag,
-        mask,
-        buffer,
+        event_mask: mask,
+        buffer_bytes: buffer,
         options,
     } = &settings;
     let mut body = Packer::new(Encoding::Xdr);

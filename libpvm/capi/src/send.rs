@@ -13,9 +13,9 @@ use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Destination of a user trace event in PVM's interface.
-const TRACE_TID: i32 = -1111;
+const USER_TRACE_TID: i32 = -1111;
 /// Tag of a user trace event in PVM's interface.
-const TRACE_TAG: i32 = -2222;
+const USER_TRACE_TAG: i32 = -2222;
 /// Value of `PvmRoute` that requests direct routes (`PvmRouteDirect`).
 const ROUTE_DIRECT: i32 = 3;
 
@@ -64,7 +64,7 @@ fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
     let Session {
         runtime: Some(rt),
         buffers,
-        sbuf,
+        send_buffer_id: sbuf,
         ..
     } = session
     else {
@@ -81,7 +81,7 @@ fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
     }
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
     let direct = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
-    let head = encode_message_head(ctx, tag, buffer.wid, buffer.enc.sent_code());
+    let head = encode_message_head(ctx, tag, buffer.wid, buffer.enc.sent_header_field());
     let sent = rt.try_send_inline(dst, head, body, direct);
     if sent {
         buffer.record_sent(rt.tid(), dst, ctx, tag);
@@ -93,7 +93,10 @@ fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     let message = {
         let mut session = session::lock();
-        if tid == TRACE_TID && tag == TRACE_TAG && session.send_buffer()?.enc == Enc::Trace {
+        if tid == USER_TRACE_TID
+            && tag == USER_TRACE_TAG
+            && session.send_buffer()?.enc == Enc::Trace
+        {
             let event = session.send_buffer()?.wire_body()?;
             drop(session);
             crate::trace::user_event(&event);
@@ -116,10 +119,10 @@ pub(crate) fn with_send_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) ->
     let previous = {
         let mut session = session::lock();
         session.buffers.get(mid)?;
-        std::mem::replace(&mut session.sbuf, mid)
+        std::mem::replace(&mut session.send_buffer_id, mid)
     };
     let result = act();
-    session::lock().sbuf = previous;
+    session::lock().send_buffer_id = previous;
     result
 }
 
@@ -235,7 +238,7 @@ pub(crate) fn buffer_as_message(mid: i32) -> PvmResult<Message> {
     let enc = if buffer.enc == Enc::InPlace {
         DSIG_X86_64
     } else {
-        buffer.enc.code()
+        buffer.enc.header_field()
     };
     let body = buffer.wire_body()?;
     let (src, dst) = (Tid::from_raw(buffer.src), Tid::from_raw(buffer.dst));

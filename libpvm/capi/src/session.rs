@@ -31,9 +31,9 @@ pub(crate) struct Session {
     pub(crate) runtime: Option<Runtime>,
     pub(crate) buffers: Buffers,
     /// Active send buffer; 0 if there is none.
-    pub(crate) sbuf: i32,
+    pub(crate) send_buffer_id: i32,
     /// Active receive buffer; 0 if there is none.
-    pub(crate) rbuf: i32,
+    pub(crate) receive_buffer_id: i32,
     /// Buffers of the messages that can be received, in the order of arrival.
     pub(crate) receivable: VecDeque<i32>,
     pub(crate) handlers: Handlers,
@@ -90,11 +90,11 @@ impl Session {
     pub(crate) fn free_buffer(&mut self, mid: i32) -> PvmResult<()> {
         self.unqueue_message(mid);
         self.buffers.free(mid)?;
-        if self.sbuf == mid {
-            self.sbuf = 0;
+        if self.send_buffer_id == mid {
+            self.send_buffer_id = 0;
         }
-        if self.rbuf == mid {
-            self.rbuf = 0;
+        if self.receive_buffer_id == mid {
+            self.receive_buffer_id = 0;
         }
         Ok(())
     }
@@ -105,7 +105,7 @@ impl Session {
     /// As [`Buffers::add`].
     pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
         let mut buffer = Buffer::from_message(message);
-        buffer.queued = true;
+        buffer.awaits_receive = true;
         let mid = self.buffers.add(buffer)?;
         self.receivable.push_back(mid);
         Ok(())
@@ -116,7 +116,7 @@ impl Session {
         let Ok(buffer) = self.buffers.get_mut(mid) else {
             return;
         };
-        if std::mem::take(&mut buffer.queued)
+        if std::mem::take(&mut buffer.awaits_receive)
             && let Some(index) = self.receivable.iter().position(|waiting| *waiting == mid)
         {
             self.receivable.remove(index);
@@ -124,8 +124,8 @@ impl Session {
     }
 
     /// Frees the active receive buffer if there is one.
-    pub(crate) fn free_rbuf(&mut self) {
-        let mid = std::mem::take(&mut self.rbuf);
+    pub(crate) fn free_receive_buffer(&mut self) {
+        let mid = std::mem::take(&mut self.receive_buffer_id);
         if mid != 0 {
             // Fails if the program has already freed the buffer by its number.
             let _ = self.free_buffer(mid);
@@ -152,7 +152,9 @@ impl Session {
     /// # Errors
     /// `NoBuf` if there is none.
     pub(crate) fn send_buffer(&mut self) -> PvmResult<&mut Buffer> {
-        self.buffers.get_mut(self.sbuf).map_err(|_| PvmError::NoBuf)
+        self.buffers
+            .get_mut(self.send_buffer_id)
+            .map_err(|_| PvmError::NoBuf)
     }
 
     /// Returns the active receive buffer.
@@ -160,11 +162,13 @@ impl Session {
     /// # Errors
     /// `NoBuf` if there is none.
     pub(crate) fn receive_buffer(&mut self) -> PvmResult<&mut Buffer> {
-        self.buffers.get_mut(self.rbuf).map_err(|_| PvmError::NoBuf)
+        self.buffers
+            .get_mut(self.receive_buffer_id)
+            .map_err(|_| PvmError::NoBuf)
     }
 
     /// Returns the connection to the daemon if it is open and was made by this process.
-    pub(crate) fn connected(&self) -> Option<Runtime> {
+    pub(crate) fn connected_runtime(&self) -> Option<Runtime> {
         self.runtime
             .as_ref()
             .filter(|rt| rt.is_connected())
@@ -209,15 +213,15 @@ impl Session {
         pvm_useruid.store(process::uid(), Relaxed);
         pvmmydsig.store(rt.dsig(), Relaxed);
         pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
-        let (output, trace) = (rt.output(), rt.trace());
-        let requested = rt.tracer();
+        let (output, trace) = (rt.output_sink(), rt.trace_sink());
+        let requested = rt.tracer_settings();
         for tracer in [&pvmtrc, &pvmctrc] {
             if let Some(requested) = requested
                 .as_ref()
                 .filter(|_| tracer.trace_tid.load(Relaxed) >= 0)
             {
-                tracer.set_mask(&requested.mask);
-                tracer.trace_buf.store(requested.buffer, Relaxed);
+                tracer.set_mask(&requested.event_mask);
+                tracer.trace_buf.store(requested.buffer_bytes, Relaxed);
                 tracer.trace_opt.store(requested.options, Relaxed);
             }
             // A negative tid means that the program wants no sink, not even an inherited one.
@@ -298,8 +302,8 @@ fn log_prefix() -> String {
 
 /// Writes `libpvm [t40002]: text` to standard error. With `plain` there is no colon after the task,
 /// as in PVM's log lines.
-pub(crate) fn log_stderr(text: &str, plain: bool) {
-    let colon = if plain { "" } else { ":" };
+pub(crate) fn log_stderr(text: &str, without_colon: bool) {
+    let colon = if without_colon { "" } else { ":" };
     process::write_stderr(format!("libpvm {}{colon} {text}", log_prefix()).as_bytes());
 }
 
@@ -321,7 +325,7 @@ pub(crate) fn report_error(call: &str, code: i32) -> i32 {
     }
     match mode {
         2 => {
-            crate::leave::exit();
+            crate::leave::leave_vm();
             std::process::exit(code);
         }
         3 => std::process::abort(),

@@ -122,7 +122,7 @@ fn detach() -> std::io::Result<()> {
 }
 
 /// Returns the daemon's executable: `PVM_DPATH` if set, else `pvmd` in this library's directory or
-/// in `../bin`, else `pvmd` from `PATH`.
+/// in `../bin`, else `pvmd` from `KDAT_PATH`.
 pub(crate) fn daemon_program() -> OsString {
     if let Some(path) = env::get("PVM_DPATH") {
         return path.into();

@@ -13,8 +13,8 @@ use crate::session;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{ENC_TRACE, ENC_XDR};
 use sempa_proto::trace::{
-    EVENT_ENTRY, EVENT_EXIT, TraceItem, TraceValue, USER_EVENT_END_MARKER, int_item, ints_item,
-    mask_selects, pack_group, pack_record, record_head,
+    EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, TraceItem, TraceValue, USER_EVENT_END_MARKER, int_item,
+    ints_item, mask_selects, pack_group, pack_record, record_head,
 };
 use sempa_proto::{Message, Tid};
 use std::cell::Cell;
@@ -125,7 +125,7 @@ fn recorded_call<R>(
     if let Some(number) = enabled_event_number(event) {
         record(
             event,
-            number | EVENT_ENTRY,
+            number | EVENT_ENTRY_OFFSET,
             began,
             entry.take().map(|entry| entry()).unwrap_or_default(),
         );
@@ -135,14 +135,14 @@ fn recorded_call<R>(
     inside.set(false);
     if let Some(number) = enabled_event_number(event) {
         if let Some(entry) = entry {
-            record(event, number | EVENT_ENTRY, began, entry());
+            record(event, number | EVENT_ENTRY_OFFSET, began, entry());
         }
         let ended = process::now();
         if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
             let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
             state().totals.entry(number).or_default().micros += micros(ended) - micros(began);
         }
-        record(event, number | EVENT_EXIT, ended, exit(&answer));
+        record(event, number | EVENT_EXIT_OFFSET, ended, exit(&answer));
     }
     answer
 }
@@ -151,8 +151,8 @@ fn recorded_call<R>(
 /// library reports its calls in this way.
 pub(crate) mod external {
     use super::{
-        EVENT_ENTRY, EVENT_EXIT, OPTION_TIME, TraceItem, event_name, has_tracer, process, pvmtrc,
-        record, state,
+        EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET, OPTION_TIME, TraceItem, event_name, has_tracer,
+        process, pvmtrc, record, state,
     };
     use sempa_proto::trace::mask_selects;
     use std::cell::{Cell, RefCell};
@@ -177,18 +177,18 @@ pub(crate) mod external {
     /// True if the tracer wants this event.
     pub(crate) fn is_enabled(number: i32) -> bool {
         has_tracer()
-            && (0..libpvm::trace_events::EVENTS.len() as i32).contains(&number)
+            && (0..libpvm::trace_events::EVENT_NAMES.len() as i32).contains(&number)
             && mask_selects(&pvmtrc.mask(), number)
     }
 
     /// Starts a record of an event, or of the begin or end of a call. Returns false, with nothing
     /// started, if the event is not enabled.
     pub(crate) fn begin_record(number: i32, which: i32) -> bool {
-        if !is_enabled(number) || ![0, EVENT_ENTRY, EVENT_EXIT].contains(&which) {
+        if !is_enabled(number) || ![0, EVENT_ENTRY_OFFSET, EVENT_EXIT_OFFSET].contains(&which) {
             return false;
         }
         let at = process::now();
-        if which != EVENT_EXIT {
+        if which != EVENT_EXIT_OFFSET {
             CALL_START.set(at);
         } else if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
             let began = CALL_START.get();
@@ -218,7 +218,7 @@ pub(crate) mod external {
     /// Completes the record under construction, if any, and adds it to the collected records.
     pub(crate) fn end_record() {
         if let Some(OpenRecord { event, at, items }) = OPEN_RECORD.take() {
-            let name = event_name(event & !(EVENT_ENTRY | EVENT_EXIT));
+            let name = event_name(event & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET));
             record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
         }
     }
@@ -231,7 +231,7 @@ pub(crate) mod external {
         /// Without a tracer no event is enabled, and no record can be started.
         #[test]
         fn untraced_event_starts_no_record() {
-            assert!(!begin_record(1, EVENT_ENTRY) && !add_item(int_item("CC", 1)));
+            assert!(!begin_record(1, EVENT_ENTRY_OFFSET) && !add_item(int_item("CC", 1)));
             assert!(!is_enabled(-1) && !is_enabled(i32::MAX));
         }
     }
@@ -243,7 +243,7 @@ pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<TraceItem>) 
         return;
     }
     if let Some(number) = enabled_event_number(event) {
-        record(event, number | EVENT_ENTRY, process::now(), items());
+        record(event, number | EVENT_ENTRY_OFFSET, process::now(), items());
     }
 }
 
@@ -253,10 +253,10 @@ pub(crate) fn return_code_items(answer: &i32) -> Vec<TraceItem> {
 }
 
 /// Returns an item with an address in the program's memory.
-pub(crate) fn address_item<T>(name: &'static str, place: *const T) -> TraceItem {
+pub(crate) fn address_item<T>(name: &'static str, pointer: *const T) -> TraceItem {
     TraceItem {
         name,
-        value: TraceValue::Long(place as i64),
+        value: TraceValue::Long(pointer as i64),
     }
 }
 
@@ -277,7 +277,7 @@ fn record(name: &str, event: i32, at: (i64, i64), items: Vec<TraceItem>) {
     if matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT) {
         state
             .totals
-            .entry(event & !(EVENT_ENTRY | EVENT_EXIT))
+            .entry(event & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET))
             .or_default()
             .count += 1;
         return;
@@ -328,7 +328,7 @@ impl TraceState {
 fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
     // The session is not locked at this point: records are made before or after a call, never
     // within it.
-    if let Some(rt) = session::lock().connected() {
+    if let Some(rt) = session::lock().connected_runtime() {
         let message = Message {
             src: rt.tid(),
             dst: Tid::from_raw(tid),
@@ -390,7 +390,7 @@ pub(crate) fn flush() {
 fn event_name(number: i32) -> &'static [u8] {
     let name = usize::try_from(number)
         .ok()
-        .and_then(|at| libpvm::trace_events::EVENTS.get(at));
+        .and_then(|at| libpvm::trace_events::EVENT_NAMES.get(at));
     name.map_or(b"?".as_slice(), |name| name.to_bytes())
 }
 

@@ -4,5 +4,5 @@
 //! The tables are defined in `libpvm` and `sempa_proto`, which programs that read traces (console,
 //! tracer) use as well.
 
-pub(crate) use libpvm::trace_events::EVENTS;
-pub(crate) use sempa_proto::trace::DATA_IDS;
+pub(crate) use libpvm::trace_events::EVENT_NAMES;
+pub(crate) use sempa_proto::trace::ITEM_NAMES;

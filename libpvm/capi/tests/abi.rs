@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{cc, compiled, include, library, require, source};
+use common::{c_compiler, include, library, require_file, run_compiler, source};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
 }
 
 /// Returns the exported names with kind and size.
-fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
+fn exported_symbols(path: &Path) -> BTreeMap<String, (char, u64)> {
     let mut names = BTreeMap::new();
     for line in output("nm", &["-D", "-S", "--defined-only"], path).lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -69,7 +69,7 @@ fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn every_name_is_exported_with_its_size() {
-    let names = exported(&library());
+    let names = exported_symbols(&library());
     for name in FUNCTIONS.split_whitespace() {
         assert!(
             names.get(name).is_some_and(|(kind, _)| *kind == 'T'),
@@ -89,14 +89,17 @@ fn every_name_is_exported_with_its_size() {
 const DEBIAN_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libpvm3.so.3";
 
 /// Differences from Debian's library: one name and its reason in each line.
-const DIFFERENCES: &str = include_str!("exports.txt");
+const ALLOWED_DIFFERENCES: &str = include_str!("exports.txt");
 
 /// All names and sizes equal those of Debian's library, except for the listed differences.
 #[test]
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn names_and_sizes_are_debians_but_for_a_list() {
-    require(DEBIAN_LIBRARY, "pvm");
-    let (ours, theirs) = (exported(&library()), exported(Path::new(DEBIAN_LIBRARY)));
+    require_file(DEBIAN_LIBRARY, "pvm");
+    let (ours, theirs) = (
+        exported_symbols(&library()),
+        exported_symbols(Path::new(DEBIAN_LIBRARY)),
+    );
     assert!(theirs.len() > 250, "{} names", theirs.len());
     let is_function = |kind: char| matches!(kind, 'T' | 'W');
     let same = |name: &str| match (ours.get(name), theirs.get(name)) {
@@ -110,7 +113,7 @@ fn names_and_sizes_are_debians_but_for_a_list() {
         .map(String::as_str)
         .collect();
     let differing: BTreeSet<&str> = names.into_iter().filter(|name| !same(name)).collect();
-    let lines = DIFFERENCES
+    let lines = ALLOWED_DIFFERENCES
         .lines()
         .filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let listed: BTreeSet<&str> = lines
@@ -195,7 +198,7 @@ fn debian_programs() -> Vec<PathBuf> {
     programs
 }
 
-fn is_pvms(name: &str) -> bool {
+fn is_pvm_symbol(name: &str) -> bool {
     const OTHERS: [&str; 4] = ["lpvmerr", "i_dump", "waitlist", "errnamecode"];
     name.starts_with("pvm") || name.starts_with("tev_") || OTHERS.contains(&name)
 }
@@ -204,7 +207,7 @@ fn is_pvms(name: &str) -> bool {
 #[test]
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn debians_programs_find_every_import() {
-    let mut have: BTreeSet<String> = exported(&library()).into_keys().collect();
+    let mut have: BTreeSet<String> = exported_symbols(&library()).into_keys().collect();
     // The group library exports these names.
     have.extend(
         "pvm_barrier pvm_bcast pvm_freezegroup pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup pvm_gather
@@ -222,7 +225,7 @@ fn debians_programs_find_every_import() {
             let name = line.split_whitespace().last().unwrap_or_default();
             let name = name.split('@').next().unwrap_or_default();
             assert!(
-                !is_pvms(name) || have.contains(name),
+                !is_pvm_symbol(name) || have.contains(name),
                 "{} needs {name}",
                 program.display()
             );
@@ -234,7 +237,13 @@ fn debians_programs_find_every_import() {
 fn printed_by(source: &Path, options: &[&OsStr]) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let program = dir.path().join("program");
-    compiled(cc().args(options).arg(source).arg("-o").arg(&program));
+    run_compiler(
+        c_compiler()
+            .args(options)
+            .arg(source)
+            .arg("-o")
+            .arg(&program),
+    );
     String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
 }
 
@@ -255,7 +264,7 @@ fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
 }
 
 /// Returns the numbers and layouts of a header as text.
-fn facts(header: &Path) -> String {
+fn header_facts(header: &Path) -> String {
     printed_by(
         &source("facts"),
         &[
@@ -271,18 +280,18 @@ fn facts(header: &Path) -> String {
 #[test]
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn header_has_debians_numbers_and_layouts() {
-    let ours = facts(&include().join("pvm3.h"));
+    let ours = header_facts(&include().join("pvm3.h"));
     assert!(ours.lines().count() > 100, "{ours}");
     let debian = Path::new("/usr/include/pvm3.h");
-    require("/usr/include/pvm3.h", "pvm-dev");
-    assert_eq!(ours, facts(debian));
+    require_file("/usr/include/pvm3.h", "pvm-dev");
+    assert_eq!(ours, header_facts(debian));
 }
 
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn the_header_can_be_used_from_c_and_from_cpp() {
     for language in ["c", "c++"] {
-        let done = cc()
+        let done = c_compiler()
             .args([
                 "-Wall",
                 "-Wextra",
@@ -306,14 +315,14 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
 }
 
 /// Returns the macros with a value that a header defines, beyond those of `pvm3.h`.
-fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
+fn macro_names(folder: &Path, header: &str) -> BTreeSet<String> {
     let names = |headers: &[&str]| -> BTreeSet<String> {
-        let mut command = cc();
+        let mut command = c_compiler();
         command.args(["-x", "c", "-dM", "-E", "-I"]).arg(folder);
         for header in headers {
             command.args(["-include", header]);
         }
-        let text = compiled(command.arg("/dev/null"));
+        let text = run_compiler(command.arg("/dev/null"));
         let defined = text
             .lines()
             .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
@@ -330,7 +339,7 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
 }
 
 /// Returns the values of these macros, as a program with this header prints them.
-fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
+fn macro_values(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
     let lines: Vec<String> = names
         .iter()
         .map(|n| format!("printf(\"{n} %ld\\n\", (long)({n}));"))
@@ -365,12 +374,12 @@ fn trace_headers_have_debians_numbers() {
         starts.iter().any(|start| name.starts_with(start)) || name == "MAXHDR"
     };
     for header in ["pvmtev.h", "pvmproto.h"] {
-        let ours = macros(&include(), header);
+        let ours = macro_names(&include(), header);
         assert!(ours.len() > 90, "{ours:?}");
-        let own = numbers(&include(), header, &ours);
+        let own = macro_values(&include(), header, &ours);
         assert_eq!(own.lines().count(), ours.len());
-        require(&debian.join(header).to_string_lossy(), "pvm-dev");
-        let theirs: BTreeSet<String> = macros(debian, header)
+        require_file(&debian.join(header).to_string_lossy(), "pvm-dev");
+        let theirs: BTreeSet<String> = macro_names(debian, header)
             .into_iter()
             .filter(|name| !inner(name))
             .collect();
@@ -379,7 +388,7 @@ fn trace_headers_have_debians_numbers() {
             Vec::<&String>::new(),
             "{header}"
         );
-        assert_eq!(own, numbers(debian, header, &ours), "{header}");
+        assert_eq!(own, macro_values(debian, header, &ours), "{header}");
     }
 }
 

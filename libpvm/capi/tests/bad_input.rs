@@ -4,12 +4,12 @@
 
 mod common;
 
-use common::{Daemon, Program, include, library};
+use common::{FakeDaemon, Program, include, library};
 use std::fmt::Write as _;
 use std::process::Command;
 
 /// Calls that may wait forever as documented.
-const MAY_WAIT: [&str; 5] = [
+const WAITING_FUNCTIONS: [&str; 5] = [
     "pvm_recv",
     "pvm_trecv",
     "pvm_precv",
@@ -17,14 +17,14 @@ const MAY_WAIT: [&str; 5] = [
     "pvm_siblings",
 ];
 /// Functions that end the process or wait as documented, and functions with variable arguments.
-const NOT_CALLED: [&str; 4] = ["pvm_packf", "pvm_unpackf", "pvmlogprintf", "vpvmlogprintf"];
+const SKIPPED_FUNCTIONS: [&str; 4] = ["pvm_packf", "pvm_unpackf", "pvmlogprintf", "vpvmlogprintf"];
 /// Meaningless numbers: unknown, negative, huge.
-const NUMBERS: [&str; 6] = ["0", "-1", "-5", "99999", "2147483647", "(-2147483647 - 1)"];
+const BAD_NUMBERS: [&str; 6] = ["0", "-1", "-5", "99999", "2147483647", "(-2147483647 - 1)"];
 /// Texts: null, empty, unknown, longer than any buffer.
-const TEXTS: [&str; 4] = ["(char *)0", "\"\"", "\"no such thing\"", "longer"];
+const BAD_TEXTS: [&str; 4] = ["(char *)0", "\"\"", "\"no such thing\"", "longer"];
 
 /// Splits arguments at the commas outside of parentheses.
-fn split(arguments: &str) -> Vec<String> {
+fn split_arguments(arguments: &str) -> Vec<String> {
     let (mut parts, mut depth) = (vec![String::new()], 0);
     for c in arguments.chars() {
         match c {
@@ -43,7 +43,7 @@ fn split(arguments: &str) -> Vec<String> {
 
 /// Returns each function of the header: its name, whether it returns an int, and its arguments in
 /// C.
-fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
+fn parse_functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
     let mut found = Vec::new();
     for statement in header.split(';') {
         let flat = statement.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -61,7 +61,7 @@ fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
             continue;
         }
         let arguments = arguments.trim_end().strip_suffix(')').unwrap_or(arguments);
-        let list = split(arguments)
+        let list = split_arguments(arguments)
             .into_iter()
             .filter(|a| !a.is_empty() && a != "void")
             .collect();
@@ -78,21 +78,21 @@ fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
 
 /// Returns argument lists for calls of a function: every test value appears in every position,
 /// combined with other bad values.
-fn calls(arguments: &[String]) -> Vec<String> {
+fn argument_lists(arguments: &[String]) -> Vec<String> {
     let mut lists = Vec::new();
-    let rounds = 2 * NUMBERS.len();
+    let rounds = 2 * BAD_NUMBERS.len();
     for round in 0..rounds {
         let value = |(at, argument): (usize, &String)| {
             let is_text = argument.contains("char *") && !argument.contains("**");
             match () {
-                () if is_text => {
-                    TEXTS[(round + round / NUMBERS.len() + at) % TEXTS.len()].to_string()
-                }
+                () if is_text => BAD_TEXTS
+                    [(round + round / BAD_NUMBERS.len() + at) % BAD_TEXTS.len()]
+                .to_string(),
                 // Other pointers are null: in C their targets must exist.
                 () if argument.contains('*') || argument.contains('[') => "(void *)0".to_string(),
-                () => {
-                    NUMBERS[(round + at * (1 + round / NUMBERS.len())) % NUMBERS.len()].to_string()
-                }
+                () => BAD_NUMBERS
+                    [(round + at * (1 + round / BAD_NUMBERS.len())) % BAD_NUMBERS.len()]
+                .to_string(),
             }
         };
         lists.push(
@@ -117,11 +117,11 @@ fn writes_text(name: &str) -> bool {
     )
 }
 
-fn program() -> String {
+fn program_text() -> String {
     let mut calls_text = String::new();
     let mut count = 0;
     let mut call = |name: &str, expression: &str| {
-        let waits = i32::from(MAY_WAIT.contains(&name));
+        let waits = i32::from(WAITING_FUNCTIONS.contains(&name));
         let shown = expression.replace('\\', "\\\\").replace('"', "\\\"");
         writeln!(
             calls_text,
@@ -143,9 +143,9 @@ fn program() -> String {
         .collect();
     let header = std::fs::read_to_string(include().join("pvm3.h")).expect("the header");
     let mut known = Vec::new();
-    for (name, is_int, arguments) in functions(&header) {
+    for (name, is_int, arguments) in parse_functions(&header) {
         if !exported.contains(&name.as_str())
-            || NOT_CALLED.contains(&name.as_str())
+            || SKIPPED_FUNCTIONS.contains(&name.as_str())
             || arguments.iter().any(|a| a.contains("..."))
         {
             continue;
@@ -163,7 +163,7 @@ fn program() -> String {
                 .collect(),
             false => arguments,
         };
-        for list in calls(&arguments) {
+        for list in argument_lists(&arguments) {
             call(
                 &name,
                 &if is_int {
@@ -177,7 +177,7 @@ fn program() -> String {
     }
     assert!(known.len() > 90, "{known:?}");
     for name in exported {
-        if !known.iter().any(|known| known == name) && !NOT_CALLED.contains(&name) {
+        if !known.iter().any(|known| known == name) && !SKIPPED_FUNCTIONS.contains(&name) {
             call(name, &format!("(nothing(\"{name}\"), 0)"));
         }
     }
@@ -206,8 +206,11 @@ fn program() -> String {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn no_function_breaks_on_bad_arguments() {
-    let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
-    let bad = Program::of_text("bad", &program(), &["-w"]);
+    let (daemon, nowhere) = (
+        FakeDaemon::start(),
+        tempfile::tempdir().expect("a directory"),
+    );
+    let bad = Program::of_text("bad", &program_text(), &["-w"]);
     for (what, tmp) in [
         ("with a daemon", daemon.tmp()),
         ("without a daemon", nowhere.path()),

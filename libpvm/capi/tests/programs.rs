@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Program, include, must_succeed, require};
+use common::{FakeDaemon, Program, include, must_succeed, require_file};
 use std::process::Stdio;
 
 const DEBIAN_HEADER: &str = "/usr/include/pvm3.h";
@@ -21,7 +21,7 @@ fn buffers_and_options_work_without_a_daemon() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn single_task_gets_what_the_interface_says() {
-    let daemon = Daemon::start();
+    let daemon = FakeDaemon::start();
     let program = Program::compile("alone", &include());
     must_succeed(&program.command(daemon.tmp()).output().expect("runs"));
 }
@@ -29,10 +29,13 @@ fn single_task_gets_what_the_interface_says() {
 #[test]
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn programs_compiled_with_debians_header_run() {
-    require(DEBIAN_HEADER, "pvm-dev");
+    require_file(DEBIAN_HEADER, "pvm-dev");
     // Without the folder of this project's headers the compiler uses Debian's header, which leaves
     // some calls undeclared.
-    let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
+    let (daemon, nowhere) = (
+        FakeDaemon::start(),
+        tempfile::tempdir().expect("a directory"),
+    );
     for (name, tmp) in [("offline", nowhere.path()), ("alone", daemon.tmp())] {
         let program = Program::compile_with(name, nowhere.path(), &["-w"]);
         must_succeed(&program.command(tmp).output().expect("runs"));
@@ -89,7 +92,7 @@ fn root_without_permission_is_refused() {
         .map(|of| std::os::unix::fs::MetadataExt::uid(&of))
         .expect("this process");
     assert_eq!(root, 0, "cannot run here: only root is refused");
-    let daemon = Daemon::start();
+    let daemon = FakeDaemon::start();
     let program = Program::compile("alone", &include());
     let done = program
         .command(daemon.tmp())
@@ -108,7 +111,7 @@ fn root_without_permission_is_refused() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn output_of_children_is_printed_by_line() {
-    let daemon = Daemon::start();
+    let daemon = FakeDaemon::start();
     let program = Program::compile("alone", &include());
     let done = program
         .command(daemon.tmp())
@@ -134,7 +137,7 @@ fn output_of_children_is_printed_by_line() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn spawned_task_receives_its_siblings() {
-    let daemon = Daemon::with_parent(sempa_proto::Tid::from_raw(0x40009));
+    let daemon = FakeDaemon::with_parent(sempa_proto::Tid::from_raw(0x40009));
     let program = Program::compile("alone", &include());
     must_succeed(
         &program
@@ -172,7 +175,7 @@ fn static_program_needs_no_shared_library() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn threads_may_call_and_forked_children_enrol() {
-    let daemon = Daemon::start();
+    let daemon = FakeDaemon::start();
     let program = Program::compile_with("threads", &include(), &["-Wall", "-Werror", "-pthread"]);
     must_succeed(&program.command(daemon.tmp()).output().expect("runs"));
 }

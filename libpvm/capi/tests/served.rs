@@ -7,7 +7,7 @@ mod common;
 use common::vm::Vm;
 use common::{Program, include};
 
-fn served() -> Program {
+fn serving_program() -> Program {
     Program::compile("served", &include())
 }
 
@@ -16,17 +16,17 @@ fn served() -> Program {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn daemon_starts_tasks_after_the_tasker_dies() {
-    let (vm, program) = (Vm::start(), served());
-    let mut tasker = vm.play(&program, &["tasker"]);
-    tasker.until("serving");
-    let said = vm.play(&program, &["spawner", "5"]).ends_well();
+    let (vm, program) = (Vm::start(), serving_program());
+    let mut tasker = vm.run(&program, &["tasker"]);
+    tasker.wait_for_output("serving");
+    let said = vm.run(&program, &["spawner", "5"]).wait_for_success();
     assert_eq!(said.matches("by tasker on 40000").count(), 5, "{said}");
-    let mut watcher = vm.play(&program, &["watcher"]);
-    watcher.until("watching");
+    let mut watcher = vm.run(&program, &["watcher"]);
+    watcher.wait_for_output("watching");
     tasker.kill();
-    watcher.until("told");
-    watcher.ends_well();
-    let said = vm.play(&program, &["spawner", "2"]).ends_well();
+    watcher.wait_for_output("told");
+    watcher.wait_for_success();
+    let said = vm.run(&program, &["spawner", "2"]).wait_for_success();
     assert_eq!(said.matches("by daemon").count(), 2, "{said}");
 }
 
@@ -35,30 +35,32 @@ fn daemon_starts_tasks_after_the_tasker_dies() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn master_starts_daemons_after_the_hoster_dies() {
-    let (vm, program) = (Vm::start(), served());
-    let mut hoster = vm.play(&program, &["hoster"]);
-    hoster.until("serving");
+    let (vm, program) = (Vm::start(), serving_program());
+    let mut hoster = vm.run(&program, &["hoster"]);
+    hoster.wait_for_output("serving");
     let said = vm
-        .play(&program, &["add", "h2", "refused", "h3 so=ms"])
-        .ends_well();
+        .run(&program, &["add", "h2", "refused", "h3 so=ms"])
+        .wait_for_success();
     assert!(
         said.contains("added 2\nh2 524288\nrefused -28\nh3 so=ms 1048576\n"),
         "{said}"
     );
-    hoster.until("order h3 so=ms");
+    hoster.wait_for_output("order h3 so=ms");
     hoster.kill();
-    let said = vm.play(&program, &["add", "h4 so=ms", "h5"]).ends_well();
+    let said = vm
+        .run(&program, &["add", "h4 so=ms", "h5"])
+        .wait_for_success();
     assert!(
         said.contains("added 1\nh4 so=ms -29\nh5 "),
         "without a hoster a person would have to be asked: {said}"
     );
-    let mut deaf = vm.play(&program, &["hoster", "silent"]);
-    deaf.until("serving");
-    let adding = vm.play(&program, &["add", "h6"]);
-    deaf.until("heard");
+    let mut deaf = vm.run(&program, &["hoster", "silent"]);
+    deaf.wait_for_output("serving");
+    let adding = vm.run(&program, &["add", "h6"]);
+    deaf.wait_for_output("heard");
     deaf.kill();
-    assert!(adding.ends_well().contains("added 1\n"));
-    let said = vm.play_on("h2", &program, &["register"]).ends_well();
+    assert!(adding.wait_for_success().contains("added 1\n"));
+    let said = vm.run_on("h2", &program, &["register"]).wait_for_success();
     assert_eq!(
         said, "hoster -34 tasker 0\n",
         "a hoster is for the master's host, a tasker for each"
@@ -69,12 +71,12 @@ fn master_starts_daemons_after_the_hoster_dies() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn service_has_one_task_and_can_be_released() {
-    let (vm, program) = (Vm::start(), served());
-    vm.play(&program, &["twice"]).ends_well();
-    let mut tasker = vm.play(&program, &["tasker"]);
-    tasker.until("serving");
+    let (vm, program) = (Vm::start(), serving_program());
+    vm.run(&program, &["twice"]).wait_for_success();
+    let mut tasker = vm.run(&program, &["tasker"]);
+    tasker.wait_for_output("serving");
     assert_eq!(
-        vm.play(&program, &["register"]).ends_well(),
+        vm.run(&program, &["register"]).wait_for_success(),
         "hoster 0 tasker -30\n"
     );
 }
@@ -84,24 +86,26 @@ fn service_has_one_task_and_can_be_released() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn each_host_may_have_its_own_rm() {
-    let (vm, program) = (Vm::start(), served());
-    vm.play(&program, &["add", "h2"]).ends_well();
-    let mut first = vm.play(&program, &["manager", "40000"]);
-    first.until("before 0 master 40000\nserving");
-    let mut second = vm.play_on("h2", &program, &["manager", "80000"]);
-    second.until("before 0 master 40000\nserving");
+    let (vm, program) = (Vm::start(), serving_program());
+    vm.run(&program, &["add", "h2"]).wait_for_success();
+    let mut first = vm.run(&program, &["manager", "40000"]);
+    first.wait_for_output("before 0 master 40000\nserving");
+    let mut second = vm.run_on("h2", &program, &["manager", "80000"]);
+    second.wait_for_output("before 0 master 40000\nserving");
     for (host, tid) in [("master", "40000"), ("h2", "80000")] {
-        let said = vm.play_on(host, &program, &["spawner", "3"]).ends_well();
+        let said = vm
+            .run_on(host, &program, &["spawner", "3"])
+            .wait_for_success();
         assert_eq!(said.matches(&format!("on {tid}")).count(), 3, "{said}");
     }
     assert_eq!(
-        vm.play(&program, &["deposed"]).ends_well(),
+        vm.run(&program, &["deposed"]).wait_for_success(),
         "-8\n",
         "the one that is there refuses"
     );
     second.kill();
     first.kill();
-    let said = vm.play(&program, &["spawner", "2"]).ends_well();
+    let said = vm.run(&program, &["spawner", "2"]).wait_for_success();
     assert_eq!(said.matches("by daemon").count(), 2, "{said}");
 }
 
@@ -109,12 +113,12 @@ fn each_host_may_have_its_own_rm() {
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn environment_names_the_tasker_of_each_daemon() {
-    let program = served();
+    let program = serving_program();
     let vm = Vm::start_with(&[("PVM_TASKER", format!("{} tasker", program.path().display()))]);
-    vm.play(&program, &["add", "h2"]).ends_well();
+    vm.run(&program, &["add", "h2"]).wait_for_success();
     let begin = std::time::Instant::now();
     loop {
-        let said = vm.play(&program, &["spawner", "4"]).ends_well();
+        let said = vm.run(&program, &["spawner", "4"]).wait_for_success();
         if ["40000", "80000"]
             .iter()
             .all(|host| said.contains(&format!("by tasker on {host}")))
@@ -122,7 +126,7 @@ fn environment_names_the_tasker_of_each_daemon() {
             return;
         }
         assert!(
-            begin.elapsed() < common::vm::DEADLINE,
+            begin.elapsed() < common::vm::WAIT_TIMEOUT,
             "the taskers do not serve: {said}"
         );
     }

@@ -3,15 +3,15 @@
 
 mod common;
 
-use common::vm::{Player, Vm};
+use common::vm::{RunningProgram, Vm};
 use common::{Program, include};
 
-fn traced(vm: &Vm, program: &Program, buffer: &str, option: &str) -> Player {
-    let mut tracer = vm.play(program, &["tracer", buffer, option]);
-    tracer.until("serving");
-    vm.play(program, &["task"]).ends_well();
-    tracer.until("output 0\n");
-    tracer.until("endtask: ");
+fn start_tracer_and_task(vm: &Vm, program: &Program, buffer: &str, option: &str) -> RunningProgram {
+    let mut tracer = vm.run(program, &["tracer", buffer, option]);
+    tracer.wait_for_output("serving");
+    vm.run(program, &["task"]).wait_for_success();
+    tracer.wait_for_output("output 0\n");
+    tracer.wait_for_output("endtask: ");
     tracer
 }
 
@@ -20,9 +20,9 @@ fn traced(vm: &Vm, program: &Program, buffer: &str, option: &str) -> Player {
 #[ignore = "system tier: needs gcc"]
 fn traced_calls_report_begin_and_end() {
     let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
-    let mut tracer = traced(&vm, &program, "0", "1");
-    tracer.until("exit begins: ");
-    let said = tracer.said();
+    let mut tracer = start_tracer_and_task(&vm, &program, "0", "1");
+    tracer.wait_for_output("exit begins: ");
+    let said = tracer.output();
     assert!(
         !said.contains("group") && said.contains("123 items\n") && said.contains("newtask: "),
         "{said}"
@@ -66,13 +66,13 @@ fn traced_calls_report_begin_and_end() {
 #[ignore = "system tier: needs gcc"]
 fn trace_records_are_collected_and_summed() {
     let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
-    let mut tracer = traced(&vm, &program, "100000", "1");
-    tracer.until("group\n");
+    let mut tracer = start_tracer_and_task(&vm, &program, "100000", "1");
+    tracer.wait_for_output("group\n");
     tracer.kill();
     for (option, line) in [("2", "timing: "), ("3", "profiling: ")] {
-        let mut tracer = traced(&vm, &program, "0", option);
-        tracer.until(line);
-        let said = tracer.said();
+        let mut tracer = start_tracer_and_task(&vm, &program, "0", option);
+        tracer.wait_for_output(line);
+        let said = tracer.output();
         assert!(
             !said.contains("recv begins") && said.contains("'recv'"),
             "{said}"
@@ -80,5 +80,5 @@ fn trace_records_are_collected_and_summed() {
         tracer.kill();
     }
     // Without a tracer the calls of the task succeed as well.
-    vm.play(&program, &["task"]).ends_well();
+    vm.run(&program, &["task"]).wait_for_success();
 }

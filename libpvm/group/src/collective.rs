@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_int};
 pub(crate) struct Collective {
     /// Tids of the members by instance number; 0 for a free instance.
     members: Vec<c_int>,
-    me: c_int,
+    own_tid: c_int,
     root: c_int,
     tag: c_int,
 }
@@ -40,14 +40,14 @@ impl Collective {
         let root = *root.ok_or(PvmError::NoInst)?;
         Ok(Collective {
             members,
-            me,
+            own_tid: me,
             root,
             tag,
         })
     }
 
     pub(crate) fn is_root(&self) -> bool {
-        self.me == self.root
+        self.own_tid == self.root
     }
 
     /// Returns the number of instances; it equals the number of members.
@@ -66,19 +66,19 @@ impl Collective {
 /// Collects the elements of all members at the root. `destination` returns the place for the
 /// elements of an instance.
 pub(crate) fn gather(
-    circle: &Collective,
+    collective: &Collective,
     data: &Elements,
     destination: &dyn Fn(usize) -> Elements,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
-    if !circle.is_root() {
-        return channel.send(circle.root, circle.tag, data);
+    if !collective.is_root() {
+        return channel.send(collective.root, collective.tag, data);
     }
-    for (instance, tid) in circle.members.iter().enumerate() {
-        if *tid == circle.me {
+    for (instance, tid) in collective.members.iter().enumerate() {
+        if *tid == collective.own_tid {
             destination(instance).copy_from(data);
         } else {
-            channel.receive(*tid, circle.tag, &destination(instance))?;
+            channel.receive(*tid, collective.tag, &destination(instance))?;
         }
     }
     Ok(())
@@ -87,20 +87,20 @@ pub(crate) fn gather(
 /// Distributes the root's elements to all members, each into its `result`. `part` returns the
 /// elements for an instance.
 pub(crate) fn scatter(
-    circle: &Collective,
+    collective: &Collective,
     result: &Elements,
     part: &dyn Fn(usize) -> Elements,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
-    if !circle.is_root() {
-        return channel.receive(circle.root, circle.tag, result);
+    if !collective.is_root() {
+        return channel.receive(collective.root, collective.tag, result);
     }
     let mut own = None;
-    for (instance, tid) in circle.members.iter().enumerate() {
-        if *tid == circle.me {
+    for (instance, tid) in collective.members.iter().enumerate() {
+        if *tid == collective.own_tid {
             own = Some(part(instance));
         } else {
-            channel.send(*tid, circle.tag, &part(instance))?;
+            channel.send(*tid, collective.tag, &part(instance))?;
         }
     }
     // Must be last, because `result` may overlap the array to send.
@@ -113,23 +113,23 @@ pub(crate) fn scatter(
 /// Combines the elements of all members into the root's `data`. The root receives the elements of
 /// one member after another into `spare`; `combine` then combines `spare` into `data`.
 pub(crate) fn reduce(
-    circle: &Collective,
+    collective: &Collective,
     data: &Elements,
     spare: &Elements,
     mut combine: impl FnMut() -> PvmResult<()>,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
-    if !circle.is_root() {
-        return channel.send(circle.root, circle.tag, data);
+    if !collective.is_root() {
+        return channel.send(collective.root, collective.tag, data);
     }
     let mut outcome = Ok(());
-    for tid in circle
+    for tid in collective
         .members
         .iter()
-        .filter(|tid| **tid != circle.me && **tid != 0)
+        .filter(|tid| **tid != collective.own_tid && **tid != 0)
     {
         // Continue after an error, too: an unread message would be received by the next call.
-        channel.receive(*tid, circle.tag, spare)?;
+        channel.receive(*tid, collective.tag, spare)?;
         outcome = outcome.and_then(|()| combine());
     }
     outcome

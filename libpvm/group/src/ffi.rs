@@ -11,7 +11,7 @@ use crate::collective::{self, Collective};
 use crate::pvm::{self, ElementType, Elements};
 use crate::reduce_ops::{ReduceOp, combine};
 use crate::server_compat;
-use sempa_proto::group::{GroupCall, GroupEvent};
+use sempa_proto::group::{GroupCall, TracedGroupCall};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
@@ -47,7 +47,7 @@ unsafe fn group_name<'a>(group: *const c_char) -> &'a CStr {
 /// `group` is null or a string.
 unsafe fn request_number(
     call: GroupCall,
-    event: GroupEvent,
+    event: TracedGroupCall,
     group: *const c_char,
     number: c_int,
 ) -> c_int {
@@ -59,7 +59,7 @@ unsafe fn request_number(
             Vec::new(),
         )
     };
-    pvm::traced(event, group, number, ask)
+    pvm::call_traced(event, group, number, ask)
 }
 
 /// Adds the calling task to a group; returns its instance number.
@@ -69,7 +69,7 @@ unsafe fn request_number(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Join, GroupEvent::Join, group, 0) }
+    unsafe { request_number(GroupCall::Join, TracedGroupCall::Join, group, 0) }
 }
 
 /// Removes the calling task from a group.
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Leave, GroupEvent::Leave, group, 0) }
+    unsafe { request_number(GroupCall::Leave, TracedGroupCall::Leave, group, 0) }
 }
 
 /// Returns the instance number of a task in a group.
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Instance, GroupEvent::Instance, group, tid) }
+    unsafe { request_number(GroupCall::Instance, TracedGroupCall::Instance, group, tid) }
 }
 
 /// Returns the tid of the member with an instance number.
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Member, GroupEvent::Member, group, instance) }
+    unsafe { request_number(GroupCall::Member, TracedGroupCall::Member, group, instance) }
 }
 
 /// Returns the number of members of a group.
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Size, GroupEvent::Size, group, 0) }
+    unsafe { request_number(GroupCall::Size, TracedGroupCall::Size, group, 0) }
 }
 
 /// Waits until `count` members have called this function; −1 means all current members.
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { request_number(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
+    unsafe { request_number(GroupCall::Barrier, TracedGroupCall::Barrier, group, count) }
 }
 
 /// Waits until `count` members have called this function; afterwards the group accepts no new
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
             Ok(members)
         }
     };
-    pvm::traced(GroupEvent::Bcast, group, tag, || match others() {
+    pvm::call_traced(TracedGroupCall::Bcast, group, tag, || match others() {
         Ok(others) => (pvm::mcast(&others, tag), others),
         Err(error) => (pvm::set_errno(error), Vec::new()),
     })
@@ -162,32 +162,32 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
 /// of `libpvm3` does and returns its code. The tuple contains the function's name for the report,
 /// the group and the tag.
 fn collective_call(
-    event: GroupEvent,
+    event: TracedGroupCall,
     (place, group, tag): (&CStr, &CStr, c_int),
-    work: impl FnOnce() -> PvmResult<()>,
+    body: impl FnOnce() -> PvmResult<()>,
 ) -> c_int {
     let answer = || {
         (
-            work().map_or_else(|error| pvm::report(place, error), |()| 0),
+            body().map_or_else(|error| pvm::report_error(place, error), |()| 0),
             Vec::new(),
         )
     };
-    pvm::traced(event, group, tag, answer)
+    pvm::call_traced(event, group, tag, answer)
 }
 
 /// Arrays of a gather or scatter call.
 struct CollectiveArrays {
     /// Array with `count` elements of the calling member.
-    member: *mut c_void,
+    member_elements: *mut c_void,
     /// Array of the root with `count` elements for each instance.
-    root: *mut c_void,
+    root_elements: *mut c_void,
     count: c_int,
     kind: c_int,
 }
 
 /// A function that exchanges data between the members. It gets the calling member's elements, and a
 /// function that returns the root's elements for an instance.
-type Exchange = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmResult<()>;
+type ExchangeFn = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmResult<()>;
 
 /// Makes a gather or scatter call, in which `exchange` transfers the elements.
 ///
@@ -195,24 +195,24 @@ type Exchange = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmRes
 /// `group` is null or a string; the arrays are null or have the length that [`CollectiveArrays`]
 /// states.
 unsafe fn gather_or_scatter(
-    (event, place): (GroupEvent, &CStr),
+    (event, place): (TracedGroupCall, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
-    parts: CollectiveArrays,
-    exchange: Exchange,
+    arrays: CollectiveArrays,
+    exchange: ExchangeFn,
 ) -> c_int {
     // SAFETY: by this function's contract.
     let group = unsafe { group_name(group) };
     let work = || {
-        let kind = ElementType::try_from(parts.kind)?;
+        let kind = ElementType::try_from(arrays.kind)?;
         // SAFETY: by this function's contract.
-        let one = unsafe { Elements::new(parts.member, parts.count, kind)? };
+        let one = unsafe { Elements::new(arrays.member_elements, arrays.count, kind)? };
         let circle = Collective::query(group, root, tag)?;
         if !circle.is_root() {
             return exchange(&circle, &one, &|_| one);
         }
         circle.contiguous_size()?;
         // SAFETY: by this function's contract, because this is the root.
-        let all = unsafe { Elements::new(parts.root, parts.count, kind)? };
+        let all = unsafe { Elements::new(arrays.root_elements, arrays.count, kind)? };
         // SAFETY: the array has `count` elements for each instance.
         exchange(&circle, &one, &|instance| unsafe {
             all.instance_part(instance)
@@ -237,15 +237,15 @@ pub unsafe extern "C" fn pvm_gather(
     root: c_int,
 ) -> c_int {
     let parts = CollectiveArrays {
-        member: data,
-        root: result,
+        member_elements: data,
+        root_elements: result,
         count,
         kind,
     };
     // SAFETY: by this function's contract.
     unsafe {
         gather_or_scatter(
-            (GroupEvent::Gather, c"pvm_gather"),
+            (TracedGroupCall::Gather, c"pvm_gather"),
             (group, root, tag),
             parts,
             collective::gather,
@@ -270,15 +270,15 @@ pub unsafe extern "C" fn pvm_scatter(
     root: c_int,
 ) -> c_int {
     let parts = CollectiveArrays {
-        member: result,
-        root: data,
+        member_elements: result,
+        root_elements: data,
         count,
         kind,
     };
     // SAFETY: by this function's contract.
     unsafe {
         gather_or_scatter(
-            (GroupEvent::Scatter, c"pvm_scatter"),
+            (TracedGroupCall::Scatter, c"pvm_scatter"),
             (group, root, tag),
             parts,
             collective::scatter,
@@ -338,7 +338,7 @@ pub unsafe extern "C" fn pvm_reduce(
             }
         })
     };
-    let done = collective_call(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
+    let done = collective_call(TracedGroupCall::Reduce, (c"pvm_reduce", group, tag), reduce);
     // The program's function may use error codes that PVM does not know.
     if function_error < 0 {
         function_error
@@ -352,7 +352,7 @@ pub unsafe extern "C" fn pvm_reduce(
 /// # Safety
 /// `kind` and `count` point to one value each; `info` is null or points to one value; both arrays
 /// have `*count` elements of this type.
-unsafe fn predefined(
+unsafe fn run_predefined_reduce(
     op: ReduceOp,
     kind: *mut c_int,
     x: *mut c_void,
@@ -388,7 +388,7 @@ macro_rules! reducers {
             info: *mut c_int,
         ) {
             // SAFETY: by this function's contract.
-            unsafe { predefined($op, kind, x, y, count, info) }
+            unsafe { run_predefined_reduce($op, kind, x, y, count, info) }
         }
     )*};
 }

@@ -3,7 +3,7 @@
 // This module exists to call C functions.
 #![allow(unsafe_code)]
 
-use sempa_proto::group::{GroupCall, GroupEvent};
+use sempa_proto::group::{GroupCall, TracedGroupCall};
 use sempa_proto::message::CTX_GROUPS;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 /// it.
 const CTX_NOTIFICATIONS: c_int = CTX_GROUPS - 1;
 /// PVM's constant `PvmTaskExit` for `pvm_notify`.
-const TASK_EXIT: c_int = 1;
+const NOTIFY_TASK_EXIT: c_int = 1;
 /// PVM's constant `PvmNotifyCancel` for `pvm_notify`.
 const NOTIFY_CANCEL: c_int = 256;
 /// PVM's constant `PvmDataDefault`, XDR encoding.
@@ -38,8 +38,8 @@ pub(crate) struct TimeVal {
 }
 
 /// A function that `libpvm3` calls for a message, with the id of its buffer.
-pub(crate) type Handler = extern "C" fn(c_int) -> c_int;
-type Matcher = extern "C" fn(c_int, c_int, c_int) -> c_int;
+pub(crate) type MessageHandler = extern "C" fn(c_int) -> c_int;
+type MatchFunction = extern "C" fn(c_int, c_int, c_int) -> c_int;
 
 unsafe extern "C" {
     static pvm_errno: AtomicI32;
@@ -69,10 +69,15 @@ unsafe extern "C" {
     safe fn pvm_setsbuf(mid: c_int) -> c_int;
     safe fn pvm_setrbuf(mid: c_int) -> c_int;
     safe fn pvm_setcontext(ctx: c_int) -> c_int;
-    safe fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher>;
+    safe fn pvm_recvf(matcher: Option<MatchFunction>) -> Option<MatchFunction>;
     safe fn pvm_send(tid: c_int, tag: c_int) -> c_int;
     safe fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int;
-    safe fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Handler>) -> c_int;
+    safe fn pvm_addmhf(
+        src: c_int,
+        tag: c_int,
+        ctx: c_int,
+        handler: Option<MessageHandler>,
+    ) -> c_int;
     safe fn pvm_delmhf(id: c_int) -> c_int;
     fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int;
     fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int;
@@ -142,7 +147,12 @@ pub(crate) fn request_list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int
 
 /// Executes `body` as a traced call. `body` returns the result of the call and, for a broadcast,
 /// the tids of its receivers.
-pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: F) -> c_int
+pub(crate) fn call_traced<F>(
+    event: TracedGroupCall,
+    group: &CStr,
+    argument: c_int,
+    body: F,
+) -> c_int
 where
     F: FnOnce() -> (c_int, Vec<c_int>),
 {
@@ -157,7 +167,7 @@ where
     // returns. The receivers live as long as the call.
     unsafe {
         let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
-        if event == GroupEvent::Bcast {
+        if event == TracedGroupCall::Bcast {
             (list, count) = (&raw const (*place).list, &raw const (*place).count);
         }
         sempa_group_traced(
@@ -197,7 +207,7 @@ pub(crate) fn mytid() -> PvmResult<c_int> {
 }
 
 /// Reports an error as a function of `libpvm3` does; returns the error code.
-pub(crate) fn report(place: &CStr, error: PvmError) -> c_int {
+pub(crate) fn report_error(place: &CStr, error: PvmError) -> c_int {
     // SAFETY: the name is a string.
     unsafe { lpvmerr(place.as_ptr(), error.code()) }
 }
@@ -216,7 +226,7 @@ pub(crate) fn mcast(tids: &[c_int], tag: c_int) -> c_int {
 }
 
 /// Adds a message handler in the context of groups; returns its id.
-pub(crate) fn add_handler(src: c_int, tag: c_int, handler: Handler) -> PvmResult<c_int> {
+pub(crate) fn add_handler(src: c_int, tag: c_int, handler: MessageHandler) -> PvmResult<c_int> {
     check_code(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
 }
 
@@ -363,20 +373,20 @@ impl Elements {
 /// program's buffers, context and matching function are saved when the channel is opened, and
 /// restored when it is dropped.
 pub(crate) struct MemberChannel {
-    sbuf: c_int,
-    rbuf: c_int,
-    ctx: c_int,
-    matcher: Option<Matcher>,
+    saved_send_buffer: c_int,
+    saved_receive_buffer: c_int,
+    saved_context: c_int,
+    saved_match_function: Option<MatchFunction>,
 }
 
 impl MemberChannel {
     /// Saves the program's state and enters the context of groups.
     pub(crate) fn open() -> MemberChannel {
         MemberChannel {
-            sbuf: pvm_setsbuf(0),
-            rbuf: pvm_setrbuf(0),
-            ctx: pvm_setcontext(CTX_GROUPS),
-            matcher: pvm_recvf(None),
+            saved_send_buffer: pvm_setsbuf(0),
+            saved_receive_buffer: pvm_setrbuf(0),
+            saved_context: pvm_setcontext(CTX_GROUPS),
+            saved_match_function: pvm_recvf(None),
         }
     }
 
@@ -412,7 +422,7 @@ impl MemberChannel {
             if check_code(unsafe { pvm_trecv(tid, tag, &EXIT_CHECK_INTERVAL) })? > 0 {
                 break;
             }
-            let watch = watch.get_or_insert_with(|| ExitWatch::begin(tid));
+            let watch = watch.get_or_insert_with(|| ExitWatch::request(tid));
             if watch.has_ended() {
                 // The notification of the exit arrives after the member's last message.
                 if check_code(pvm_nrecv(tid, tag))? == 0 {
@@ -429,10 +439,10 @@ impl MemberChannel {
 
 impl Drop for MemberChannel {
     fn drop(&mut self) {
-        pvm_recvf(self.matcher);
-        pvm_setcontext(self.ctx);
-        pvm_setrbuf(self.rbuf);
-        pvm_setsbuf(self.sbuf);
+        pvm_recvf(self.saved_match_function);
+        pvm_setcontext(self.saved_context);
+        pvm_setrbuf(self.saved_receive_buffer);
+        pvm_setsbuf(self.saved_send_buffer);
     }
 }
 
@@ -456,7 +466,7 @@ struct ExitWatch {
 }
 
 impl ExitWatch {
-    fn begin(tid: c_int) -> ExitWatch {
+    fn request(tid: c_int) -> ExitWatch {
         static LAST: AtomicI32 = AtomicI32::new(0);
         let mut watch = ExitWatch {
             tid,
@@ -465,7 +475,7 @@ impl ExitWatch {
         };
         // If the notification cannot be requested, the library waits for the message without a
         // check.
-        watch.pending = watch.in_notification_context(|| watch.notify(TASK_EXIT)) >= 0;
+        watch.pending = watch.in_notification_context(|| watch.notify(NOTIFY_TASK_EXIT)) >= 0;
         watch
     }
 
@@ -501,7 +511,7 @@ impl Drop for ExitWatch {
         // The daemon sends the notification immediately when it is cancelled.
         let message = pvm_setrbuf(0);
         self.in_notification_context(|| {
-            self.notify(TASK_EXIT | NOTIFY_CANCEL);
+            self.notify(NOTIFY_TASK_EXIT | NOTIFY_CANCEL);
             // SAFETY: the time lives as long as the call.
             unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIMEOUT) }
         });

@@ -19,7 +19,7 @@ const TAG_DUMP: c_int = 9;
 const TAG_LIST: c_int = 10;
 
 /// Ids of the message handlers for the list request and the print request; −1 if not installed.
-static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
+static HANDLER_IDS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
 /// Returns the tid to which the program sends messages for the group server: this task's own tid.
 /// Installs the message handlers.
@@ -28,12 +28,17 @@ static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 /// `SysErr` if the daemon cannot be reached.
 pub(crate) fn server_tid() -> PvmResult<c_int> {
     let me = pvm::mytid()?;
-    ensure_handler(&HANDLERS[0], me, TAG_LIST, send_list)?;
-    ensure_handler(&HANDLERS[1], me, TAG_DUMP, print_groups)?;
+    ensure_handler(&HANDLER_IDS[0], me, TAG_LIST, send_list)?;
+    ensure_handler(&HANDLER_IDS[1], me, TAG_DUMP, print_groups)?;
     Ok(me)
 }
 
-fn ensure_handler(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler) -> PvmResult<()> {
+fn ensure_handler(
+    slot: &AtomicI32,
+    me: c_int,
+    tag: c_int,
+    handler: pvm::MessageHandler,
+) -> PvmResult<()> {
     if slot.load(Relaxed) < 0 {
         slot.store(pvm::add_handler(me, tag, handler)?, Relaxed);
     }
@@ -53,7 +58,7 @@ struct Group {
 
 /// Queries all groups, and decodes them from the integers that
 /// [`sempa_proto::group::encode_group_list`] encoded.
-fn groups() -> PvmResult<Vec<Group>> {
+fn query_groups() -> PvmResult<Vec<Group>> {
     let words = pvm::request_list(GroupCall::List, c"")?;
     let mut rest = &words[..];
     let mut take = |count: c_int| {
@@ -83,9 +88,9 @@ fn groups() -> PvmResult<Vec<Group>> {
 /// Message handler for the list request: sends the list of groups as a message to this task.
 extern "C" fn send_list(_request: c_int) -> c_int {
     // The reply has the tag of the request and must not reach this handler again.
-    pvm::remove_handler(HANDLERS[0].swap(-1, Relaxed));
+    pvm::remove_handler(HANDLER_IDS[0].swap(-1, Relaxed));
     let send = || {
-        let (me, groups) = (pvm::mytid()?, groups()?);
+        let (me, groups) = (pvm::mytid()?, query_groups()?);
         MemberChannel::open().send_packed(me, TAG_LIST, || {
             pvm::pack_ints(&[groups.len() as c_int])?;
             for group in &groups {
@@ -103,13 +108,16 @@ extern "C" fn send_list(_request: c_int) -> c_int {
             Ok(())
         })
     };
-    send().map_or_else(|error: PvmError| pvm::report(c"pvm_gstat", error), |()| 0)
+    send().map_or_else(
+        |error: PvmError| pvm::report_error(c"pvm_gstat", error),
+        |()| 0,
+    )
 }
 
 /// Message handler for the print request: prints all groups to this task's standard error.
 extern "C" fn print_groups(_request: c_int) -> c_int {
     let print = || {
-        let (me, groups) = (pvm::mytid()?, groups()?);
+        let (me, groups) = (pvm::mytid()?, query_groups()?);
         let mut text = format!("DUMP {me:#x}, {} groups:\n", groups.len());
         for group in &groups {
             let name = group.name.to_string_lossy();
@@ -133,5 +141,8 @@ extern "C" fn print_groups(_request: c_int) -> c_int {
         eprint!("{text}");
         Ok(())
     };
-    print().map_or_else(|error: PvmError| pvm::report(c"pvmgroups", error), |()| 0)
+    print().map_or_else(
+        |error: PvmError| pvm::report_error(c"pvmgroups", error),
+        |()| 0,
+    )
 }

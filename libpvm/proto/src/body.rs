@@ -29,8 +29,8 @@ impl Encoding {
 
     /// Returns the encoding for the `enc` field of a received message; `None` if this machine
     /// cannot decode the message.
-    pub fn from_enc_field(word: i32) -> Option<Encoding> {
-        match word {
+    pub fn from_enc_field(enc: i32) -> Option<Encoding> {
+        match enc {
             ENC_XDR => Some(Encoding::Xdr),
             DSIG_X86_64 => Some(Encoding::Raw),
             _ => None,
@@ -60,10 +60,10 @@ macro_rules! item {
             }
             fn get_xdr(reader: &mut Unpacker) -> PvmResult<Self> {
                 // A value that was packed as a wider type keeps its low bits, as in PVM.
-                Ok(<$wire>::from_be_bytes(reader.array()?) as $t)
+                Ok(<$wire>::from_be_bytes(reader.read_array()?) as $t)
             }
             fn get_raw(reader: &mut Unpacker) -> PvmResult<Self> {
-                Ok(<$t>::from_ne_bytes(reader.array()?))
+                Ok(<$t>::from_ne_bytes(reader.read_array()?))
             }
         }
     )*};
@@ -199,7 +199,7 @@ impl Unpacker {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> PvmResult<[u8; N]> {
+    fn read_array<const N: usize>(&mut self) -> PvmResult<[u8; N]> {
         let end = self.position + N;
         let chunk = self.bytes.get(self.position..end).ok_or(PvmError::NoData)?;
         self.position = end;

@@ -79,7 +79,7 @@ pub fn reserve(buffer: &mut Vec<u8>, more: usize) {
 
 /// Reserves space as [`reserve`] does, for a buffer that is filled in pieces and will grow further:
 /// prefers the largest pooled buffer, so that the content is copied less often.
-pub fn reserve_growing(buffer: &mut Vec<u8>, more: usize) {
+pub fn reserve_for_growth(buffer: &mut Vec<u8>, more: usize) {
     reserve_from_pool(buffer, more, true);
 }
 
@@ -185,7 +185,7 @@ mod tests {
             .map(|_| {
                 let mut buffer = Vec::new();
                 for piece in [64 << 10, 20] {
-                    reserve_growing(&mut buffer, piece);
+                    reserve_for_growth(&mut buffer, piece);
                     buffer.resize(buffer.len() + piece, 0);
                 }
                 freeze(buffer).as_ptr()

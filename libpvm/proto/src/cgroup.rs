@@ -73,7 +73,7 @@ pub fn group_dir(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> 
 /// Returns the mount point of the version 1 hierarchy of `controller`, or of the version 2
 /// hierarchy if `controller` is `None`. The mount point is the directory of the outermost visible
 /// control group.
-pub fn mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+pub fn find_mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     find_mount(mountinfo, controller).map(|mount| mount.mount_point)
 }
 
@@ -117,6 +117,9 @@ mod tests {
             Some("/sys/fs/cgroup/two".into())
         );
         assert_eq!(group_dir(mounts, cgroups, Some("memory")), None);
-        assert_eq!(mount_point(mounts, None), Some("/sys/fs/cgroup".into()));
+        assert_eq!(
+            find_mount_point(mounts, None),
+            Some("/sys/fs/cgroup".into())
+        );
     }
 }

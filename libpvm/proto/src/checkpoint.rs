@@ -147,14 +147,14 @@ impl CheckpointFailure {
     /// migrating.
     pub fn is_transient(&self) -> bool {
         use Failure::TaskEnded;
-        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
+        let is_transient_refusal = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
         match self {
             CheckpointFailure::JobSpawnedTasks(_) => true,
             CheckpointFailure::Task {
                 why: TaskEnded | Failure::Cancelled(_),
                 ..
             } => true,
-            CheckpointFailure::Task { why, .. } => is_moving(why),
+            CheckpointFailure::Task { why, .. } => is_transient_refusal(why),
             _ => false,
         }
     }

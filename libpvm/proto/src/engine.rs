@@ -103,7 +103,7 @@ pub enum Engine {
     "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, \
      own[:signal=NAME|:message=TAG][:exit=CODE][:wait=SECONDS] and restart[:wait=SECONDS], each setting once"
 )]
-pub struct EngineError(pub String);
+pub struct EngineListError(pub String);
 
 /// Error of a list of state files; contains the invalid list.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -111,13 +111,13 @@ pub struct EngineError(pub String);
     "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
      {STATE_TID_PLACEHOLDER} stands for the tid"
 )]
-pub struct StateError(pub String);
+pub struct StateFilesError(pub String);
 
 /// Parses the value of [`STATE_ENV`] into file names; does not replace [`STATE_TID_PLACEHOLDER`].
 ///
 /// # Errors
 /// A name is empty, repeated or ends with a slash, or there are too many names.
-pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateError> {
+pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateFilesError> {
     let files: Vec<String> = text
         .split(':')
         .map(|file| file.trim().to_string())
@@ -127,7 +127,7 @@ pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateError> {
     match files.iter().all(is_file) && known.len() == files.len() && files.len() <= STATE_FILES_MAX
     {
         true => Ok(files),
-        false => Err(StateError(text.to_string())),
+        false => Err(StateFilesError(text.to_string())),
     }
 }
 
@@ -154,11 +154,11 @@ impl Engine {
     ///
     /// # Errors
     /// Contains the first invalid part of the list.
-    pub fn parse_list(text: &str) -> Result<Vec<Engine>, EngineError> {
+    pub fn parse_list(text: &str) -> Result<Vec<Engine>, EngineListError> {
         let words = text.split(',').map(str::trim);
         let list = words
             .map(Engine::parse)
-            .collect::<Result<Vec<Engine>, EngineError>>()?;
+            .collect::<Result<Vec<Engine>, EngineListError>>()?;
         let twice = |engine: &Engine| {
             list.iter()
                 .filter(|other| other.name() == engine.name())
@@ -166,13 +166,13 @@ impl Engine {
                 > 1
         };
         match list.iter().find(|engine| twice(engine)) {
-            Some(engine) => Err(EngineError(format!("{} twice", engine.name()))),
+            Some(engine) => Err(EngineListError(format!("{} twice", engine.name()))),
             None => Ok(list),
         }
     }
 
-    fn parse(word: &str) -> Result<Engine, EngineError> {
-        let wrong = || EngineError(word.to_string());
+    fn parse(word: &str) -> Result<Engine, EngineListError> {
+        let wrong = || EngineListError(word.to_string());
         let mut parts = word.split(':').map(str::trim);
         let mut engine = match parts.next() {
             Some("criu") => Engine::Criu,
@@ -205,7 +205,7 @@ impl Engine {
                         ask_method: asked, ..
                     },
                     "signal",
-                ) => *asked = AskMethod::Signal(signal_named(value).ok_or_else(wrong)?),
+                ) => *asked = AskMethod::Signal(parse_signal(value).ok_or_else(wrong)?),
                 (
                     Engine::SelfCheckpoint {
                         ask_method: asked, ..
@@ -246,7 +246,7 @@ impl Engine {
     ///
     /// # Errors
     /// Contains the first invalid part of the list.
-    pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
+    pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineListError> {
         env_value(env, ENGINE_ENV)
             .map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::parse_list(&text))
     }
@@ -286,7 +286,7 @@ impl Engine {
     }
 }
 
-fn signal_named(text: &str) -> Option<i32> {
+fn parse_signal(text: &str) -> Option<i32> {
     let name = text.strip_prefix("SIG").unwrap_or(text);
     let by_name = SIGNALS
         .iter()

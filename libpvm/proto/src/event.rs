@@ -339,16 +339,16 @@ impl EventKind {
                 format!(
                     "{program} placed on {}: {}",
                     hosts.join(" "),
-                    insert_host_names(why, name)
+                    replace_host_numbers(why, name)
                 )
             }
-            _ => insert_host_names(&self.to_string(), name),
+            _ => replace_host_numbers(&self.to_string(), name),
         }
     }
 }
 
 /// Replaces every host in `text`, in the form that [`HostId`] prints, by its name.
-fn insert_host_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const PREFIX: &str = "host ";
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -385,8 +385,8 @@ impl fmt::Display for EventKind {
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
             EventKind::TaskStarted {
                 tid, parent, name, ..
-            } => write_start(f, *tid, *parent, name),
-            EventKind::TaskEnded { tid, status, used } => write_end(f, *tid, *status, used),
+            } => write_task_start(f, *tid, *parent, name),
+            EventKind::TaskEnded { tid, status, used } => write_task_end(f, *tid, *status, used),
             EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
             EventKind::RmGone { tid } => write!(
                 f,
@@ -578,7 +578,7 @@ impl fmt::Display for EventKind {
     }
 }
 
-fn write_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) -> fmt::Result {
+fn write_task_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) -> fmt::Result {
     let name = if name.is_empty() {
         "from a command line"
     } else {
@@ -592,7 +592,7 @@ fn write_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) ->
     }
 }
 
-fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) -> fmt::Result {
+fn write_task_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) -> fmt::Result {
     let (status, seconds) = (
         describe_status(status),
         (used.user + used.system).0 as f64 / 1e6,
@@ -601,11 +601,15 @@ fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) ->
 }
 
 /// Writes the duration of a post-copy migration, with the size of the transferred memory.
-fn write_transfer_time(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
+fn write_transfer_time(
+    f: &mut fmt::Formatter<'_>,
+    resident: u64,
+    transfer_time: Micros,
+) -> fmt::Result {
     write!(
         f,
         ", its memory of {resident} bytes there after {:.1} ms",
-        as_millis(whole)
+        as_millis(transfer_time)
     )
 }
 
@@ -750,9 +754,12 @@ mod tests {
             "hosts 2 3",
             "the host  2",
         ] {
-            assert_eq!(insert_host_names(text, |_| Some("leo")), text);
+            assert_eq!(replace_host_numbers(text, |_| Some("leo")), text);
         }
-        assert_eq!(insert_host_names("host 2, host 3.", name), "leo, max.");
-        assert_eq!(insert_host_names("Zürich's host 2", name), "Zürich's leo");
+        assert_eq!(replace_host_numbers("host 2, host 3.", name), "leo, max.");
+        assert_eq!(
+            replace_host_numbers("Zürich's host 2", name),
+            "Zürich's leo"
+        );
     }
 }

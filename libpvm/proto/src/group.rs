@@ -129,7 +129,7 @@ impl GroupCall {
 
     /// Converts the call into a request. `number` is the call's integer argument; calls without one
     /// ignore it.
-    pub fn request(self, group: Vec<u8>, number: i32) -> GroupRequest {
+    pub fn to_request(self, group: Vec<u8>, number: i32) -> GroupRequest {
         match self {
             GroupCall::Join => GroupRequest::Join { group },
             GroupCall::Leave => GroupRequest::Leave { group },
@@ -200,7 +200,7 @@ pub fn encode_group_list(groups: &[GroupInfo]) -> Vec<i32> {
 /// and the result, as in PVM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub enum GroupEvent {
+pub enum TracedGroupCall {
     Join,
     Leave,
     /// `pvm_barrier`; the argument is the count.
@@ -220,43 +220,43 @@ pub enum GroupEvent {
     Reduce,
 }
 
-impl GroupEvent {
-    pub const ALL: [GroupEvent; 10] = [
-        GroupEvent::Join,
-        GroupEvent::Leave,
-        GroupEvent::Barrier,
-        GroupEvent::Bcast,
-        GroupEvent::Instance,
-        GroupEvent::Member,
-        GroupEvent::Size,
-        GroupEvent::Gather,
-        GroupEvent::Scatter,
-        GroupEvent::Reduce,
+impl TracedGroupCall {
+    pub const ALL: [TracedGroupCall; 10] = [
+        TracedGroupCall::Join,
+        TracedGroupCall::Leave,
+        TracedGroupCall::Barrier,
+        TracedGroupCall::Bcast,
+        TracedGroupCall::Instance,
+        TracedGroupCall::Member,
+        TracedGroupCall::Size,
+        TracedGroupCall::Gather,
+        TracedGroupCall::Scatter,
+        TracedGroupCall::Reduce,
     ];
 
     /// Returns the name of the event, the name of the trace item for the argument (`None` if the
     /// call has no argument), and the name of the trace item for the result.
     pub fn trace_names(self) -> (&'static str, Option<&'static str>, &'static str) {
         match self {
-            GroupEvent::Join => ("joingroup", None, "CC"),
-            GroupEvent::Leave => ("lvgroup", None, "CC"),
-            GroupEvent::Barrier => ("barrier", Some("GBC"), "CC"),
-            GroupEvent::Bcast => ("bcast", Some("MC"), "CC"),
-            GroupEvent::Instance => ("getinst", Some("GT"), "GI"),
-            GroupEvent::Member => ("gettid", Some("GI"), "GT"),
-            GroupEvent::Size => ("gsize", None, "GS"),
-            GroupEvent::Gather => ("gather", Some("MC"), "CC"),
-            GroupEvent::Scatter => ("scatter", Some("MC"), "CC"),
-            GroupEvent::Reduce => ("reduce", Some("MC"), "CC"),
+            TracedGroupCall::Join => ("joingroup", None, "CC"),
+            TracedGroupCall::Leave => ("lvgroup", None, "CC"),
+            TracedGroupCall::Barrier => ("barrier", Some("GBC"), "CC"),
+            TracedGroupCall::Bcast => ("bcast", Some("MC"), "CC"),
+            TracedGroupCall::Instance => ("getinst", Some("GT"), "GI"),
+            TracedGroupCall::Member => ("gettid", Some("GI"), "GT"),
+            TracedGroupCall::Size => ("gsize", None, "GS"),
+            TracedGroupCall::Gather => ("gather", Some("MC"), "CC"),
+            TracedGroupCall::Scatter => ("scatter", Some("MC"), "CC"),
+            TracedGroupCall::Reduce => ("reduce", Some("MC"), "CC"),
         }
     }
 }
 
-impl TryFrom<i32> for GroupEvent {
+impl TryFrom<i32> for TracedGroupCall {
     type Error = PvmError;
 
-    fn try_from(code: i32) -> Result<GroupEvent, PvmError> {
-        GroupEvent::ALL
+    fn try_from(code: i32) -> Result<TracedGroupCall, PvmError> {
+        TracedGroupCall::ALL
             .into_iter()
             .find(|event| *event as i32 == code)
             .ok_or(PvmError::BadParam)

@@ -25,7 +25,7 @@ pub struct Location {
     pub tid: Tid,
     pub host: HostId,
     /// The host on which the task ran before.
-    pub from: HostId,
+    pub previous_host: HostId,
     /// Epoch of the new location; an older location never replaces a newer one.
     pub epoch: Epoch,
 }
@@ -95,13 +95,13 @@ pub enum HostReply {
     /// A reply in the form that tasks receive.
     Reply(Reply),
     /// The task has migrated to this host; the request must be sent there.
-    MovedTo(HostId),
+    MigratedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         gone: bool,
         /// Position up to which the task had sent to the watcher; `None` if it sent nothing.
-        after: Option<SendWatermark>,
+        watermark: Option<SendWatermark>,
     },
     /// Reply to [`HostRequest::Inspect`]: the task's properties, or the reason why the task cannot
     /// migrate to any host.
@@ -274,7 +274,7 @@ pub enum NotifySubject {
 /// One pending notification of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PendingNotify {
-    pub kind: NotifySubject,
+    pub subject: NotifySubject,
     pub ctx: i32,
     pub tag: i32,
 }
@@ -295,7 +295,7 @@ pub struct TaskRecord {
     pub output: Sink,
     pub trace: Sink,
     /// The resource manager that is notified of the task's exit.
-    pub rm: Option<Tid>,
+    pub exit_rm: Option<Tid>,
     /// Position up to which the task has sent on each link, as far as its daemons know.
     pub watermarks: Vec<SendWatermark>,
     /// Requests of the task that have no reply yet.
@@ -342,7 +342,7 @@ pub enum DataMsg {
     /// A task has ended. Its host sends this to all hosts, after everything that the task sent.
     Ended {
         /// The task that ended.
-        dst: Tid,
+        tid: Tid,
         /// Position up to which the ended task had sent on each link.
         watermarks: Vec<SendWatermark>,
     },

@@ -228,8 +228,8 @@ impl Micros {
 
 impl std::ops::Add for Micros {
     type Output = Micros;
-    fn add(self, span: Micros) -> Micros {
-        Micros(self.0.saturating_add(span.0))
+    fn add(self, duration: Micros) -> Micros {
+        Micros(self.0.saturating_add(duration.0))
     }
 }
 

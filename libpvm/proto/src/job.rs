@@ -191,7 +191,7 @@ impl JobFile {
 
 /// Checks that a text can be a part of the constraints; returns it without surrounding spaces.
 /// `what` names the setting in errors.
-fn checked_part(text: &Spanned<String>, what: &str) -> Result<String, SpannedError> {
+fn check_constraint_text(text: &Spanned<String>, what: &str) -> Result<String, SpannedError> {
     let bad = |c: char| c == ':' || c.is_control();
     let inner = text.get_ref().trim();
     if inner.is_empty() || inner.contains(bad) {
@@ -205,7 +205,7 @@ fn checked_part(text: &Spanned<String>, what: &str) -> Result<String, SpannedErr
 
 /// Checks that a name is neither empty nor contains a NUL character. `what` names the setting in
 /// errors.
-fn checked_name(text: Spanned<String>, what: &str) -> Result<String, SpannedError> {
+fn check_name(text: Spanned<String>, what: &str) -> Result<String, SpannedError> {
     match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
         true => Err((text.span(), format!("{what} is empty"))),
         false => Ok(text.into_inner()),
@@ -259,8 +259,8 @@ impl JobToml {
             (Some(_), Some(arch)) => {
                 return Err((arch.span(), "host and arch exclude each other".to_string()));
             }
-            (Some(host), None) => Some((SPAWN_HOST, checked_part(&host, "host")?)),
-            (None, Some(arch)) => Some((SPAWN_ARCH, checked_part(&arch, "arch")?)),
+            (Some(host), None) => Some((SPAWN_HOST, check_constraint_text(&host, "host")?)),
+            (None, Some(arch)) => Some((SPAWN_ARCH, check_constraint_text(&arch, "arch")?)),
             (None, None) => None,
         };
         if let Some(count) = self
@@ -280,7 +280,7 @@ impl JobToml {
         Ok(JobFile {
             program: self
                 .program
-                .map(|program| checked_name(program, "program"))
+                .map(|program| check_name(program, "program"))
                 .transpose()?,
             arguments: self
                 .arguments
@@ -291,7 +291,7 @@ impl JobToml {
             place,
             directory: self
                 .directory
-                .map(|directory| checked_name(directory, "directory"))
+                .map(|directory| check_name(directory, "directory"))
                 .transpose()?,
             environment,
         })
@@ -301,10 +301,10 @@ impl JobToml {
     fn constraint_line(&self) -> Result<String, SpannedError> {
         let mut parts = Vec::new();
         if let Some(wants) = &self.wants {
-            parts.push(checked_part(wants, "wants")?);
+            parts.push(check_constraint_text(wants, "wants")?);
         }
         if let Some(rank) = &self.rank {
-            parts.push(format!("rank = {}", checked_part(rank, "rank")?));
+            parts.push(format!("rank = {}", check_constraint_text(rank, "rank")?));
         }
         if let Some(work) = &self.work {
             let text = match work.get_ref() {

@@ -212,19 +212,19 @@ struct SendHalf {
     /// Number after the last queued fragment.
     end_seq: u64,
     /// Sizes in bytes of the fragments `acked..next_seq`.
-    flight: VecDeque<usize>,
-    flight_bytes: usize,
+    in_flight_sizes: VecDeque<usize>,
+    in_flight_bytes: usize,
     probe_due: Option<Micros>,
     probe_delay: Micros,
     probe_pending: bool,
     last_resync: Option<(u64, Micros)>,
-    window_lifted: bool,
+    window_disabled: bool,
     /// Unacknowledged fragments below this number were transmitted on routes that may have lost
     /// them.
     maybe_lost_below: u64,
     /// Set while the daemon has not yet returned all messages that the previous process of this
     /// task had sent.
-    returning: Option<Box<handoff::ReturningMessages>>,
+    returning_messages: Option<Box<handoff::ReturningMessages>>,
 }
 
 /// State of the messages that this end of a link receives.
@@ -311,15 +311,15 @@ impl Link {
                 next_seq: 1,
                 highest_sent: 1,
                 end_seq: 1,
-                flight: VecDeque::new(),
-                flight_bytes: 0,
+                in_flight_sizes: VecDeque::new(),
+                in_flight_bytes: 0,
                 probe_due: None,
                 probe_delay: PROBE_DELAY,
                 probe_pending: false,
                 last_resync: None,
-                window_lifted: false,
+                window_disabled: false,
                 maybe_lost_below: 1,
-                returning: None,
+                returning_messages: None,
             },
             rx: ReceiveHalf {
                 expected_seq: 1,
@@ -359,7 +359,7 @@ impl Link {
     /// returned all messages of the previous process.
     #[inline]
     pub fn is_all_transmitted(&self) -> bool {
-        self.tx.next_seq >= self.tx.end_seq && self.tx.returning.is_none()
+        self.tx.next_seq >= self.tx.end_seq && self.tx.returning_messages.is_none()
     }
 
     /// Returns the number of fragments that are transmitted but not acknowledged.
@@ -450,15 +450,15 @@ impl Link {
     /// a sender that has no time to ask which fragments were lost.
     pub fn retransmit_unacked(&mut self) {
         self.tx.next_seq = self.tx.acked;
-        self.tx.flight.clear();
-        self.tx.flight_bytes = 0;
+        self.tx.in_flight_sizes.clear();
+        self.tx.in_flight_bytes = 0;
     }
 
     /// Disables the window: all queued fragments are transmitted. For a task that ends, because its
     /// daemon receives the remaining frames. Fragments that were transmitted on a replaced route
     /// are retransmitted, because the task ends before it could learn which of them arrived.
-    pub fn lift_window(&mut self) {
-        self.tx.window_lifted = true;
+    pub fn disable_window(&mut self) {
+        self.tx.window_disabled = true;
         if std::mem::replace(&mut self.tx.maybe_lost_below, 1) > self.tx.acked {
             self.retransmit_unacked();
         }
@@ -481,14 +481,14 @@ impl Link {
             // Messages that the daemon has yet to return were transmitted, too, so they are
             // dropped. Exception: if the link was reset after they were sent, the peer cannot have
             // received them.
-            self.tx.returning.take_if(|back| !back.was_reset());
+            self.tx.returning_messages.take_if(|back| !back.was_reset());
             self.reset_to_incarnation(incarnation);
         }
         self.incarnation = incarnation;
     }
 
     /// True if `incarnation` is later than the link's: the peer was restarted.
-    pub fn is_older_than(&self, incarnation: u16) -> bool {
+    pub fn has_older_incarnation_than(&self, incarnation: u16) -> bool {
         is_later_incarnation(incarnation, self.incarnation)
     }
 
@@ -500,13 +500,13 @@ impl Link {
     /// a partial message from the peer is discarded.
     fn reset_to_incarnation(&mut self, incarnation: u16) {
         let tx = &mut self.tx;
-        if let Some(back) = &mut tx.returning {
+        if let Some(back) = &mut tx.returning_messages {
             back.record_reset(tx.acked, &tx.retained);
         }
         tx.renumber();
-        tx.flight.clear();
+        tx.in_flight_sizes.clear();
         (
-            tx.flight_bytes,
+            tx.in_flight_bytes,
             tx.acked,
             tx.next_seq,
             tx.highest_sent,
@@ -548,7 +548,7 @@ impl Link {
     pub fn shrink_idle(&mut self) {
         if self.tx.retained.is_empty() {
             self.tx.retained.shrink_to(IDLE_QUEUE_CAPACITY);
-            self.tx.flight.shrink_to(IDLE_QUEUE_CAPACITY);
+            self.tx.in_flight_sizes.shrink_to(IDLE_QUEUE_CAPACITY);
             self.rx.ready.shrink_to(IDLE_QUEUE_CAPACITY);
         }
     }
@@ -566,11 +566,11 @@ impl Link {
                 self.peer_gone = true;
                 let tx = &mut self.tx;
                 tx.retained.clear();
-                tx.flight.clear();
-                tx.returning = None;
+                tx.in_flight_sizes.clear();
+                tx.returning_messages = None;
                 (
                     tx.retained_bytes,
-                    tx.flight_bytes,
+                    tx.in_flight_bytes,
                     tx.probe_due,
                     tx.probe_pending,
                 ) = (0, 0, None, false);
@@ -607,14 +607,14 @@ impl Link {
             && frame.dst == self.local
             && self.accept_incarnation(frame.incarnation)
         {
-            self.handle_parts(now, frame.kind, frame.seq, frame.ack, frame.payload);
+            self.handle_borrowed_frame(now, frame.kind, frame.seq, frame.ack, frame.payload);
         }
     }
 
     /// Processes a frame of the peer as [`Link::handle`] does. The payload is borrowed from the
     /// memory of the route.
     #[inline]
-    pub fn handle_parts(
+    pub fn handle_borrowed_frame(
         &mut self,
         now: Micros,
         kind: LinkKind,
@@ -675,7 +675,7 @@ impl Link {
         if last && rx.partial.is_empty() {
             rx.ready.push_back(payload.into_bytes());
         } else {
-            buffer_pool::reserve_growing(&mut rx.partial, payload.len());
+            buffer_pool::reserve_for_growth(&mut rx.partial, payload.len());
             payload.append_to(&mut rx.partial);
             if last {
                 rx.ready
@@ -698,8 +698,8 @@ impl Link {
         }
         if ack > tx.acked {
             while tx.acked < ack {
-                if let Some(bytes) = tx.flight.pop_front() {
-                    tx.flight_bytes -= bytes;
+                if let Some(bytes) = tx.in_flight_sizes.pop_front() {
+                    tx.in_flight_bytes -= bytes;
                 }
                 tx.acked += 1;
             }
@@ -722,8 +722,8 @@ impl Link {
             if !is_duplicate {
                 tx.last_resync = Some((ack, now));
                 tx.next_seq = ack;
-                tx.flight.clear();
-                tx.flight_bytes = 0;
+                tx.in_flight_sizes.clear();
+                tx.in_flight_bytes = 0;
             }
         }
     }
@@ -782,10 +782,10 @@ impl Link {
     #[inline]
     fn is_window_open(&self) -> bool {
         let tx = &self.tx;
-        tx.returning.is_none()
-            && (tx.window_lifted
-                || (tx.flight_bytes < WINDOW_BYTES_MAX
-                    && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
+        tx.returning_messages.is_none()
+            && (tx.window_disabled
+                || (tx.in_flight_bytes < WINDOW_BYTES_MAX
+                    && (tx.in_flight_sizes.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
 
     #[inline]
@@ -799,8 +799,8 @@ impl Link {
         let message = &tx.retained[index];
         let (head, body) = message.fragment(seq);
         let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
-        tx.flight.push_back(len);
-        tx.flight_bytes += len;
+        tx.in_flight_sizes.push_back(len);
+        tx.in_flight_bytes += len;
         tx.next_seq += 1;
         tx.highest_sent = tx.highest_sent.max(tx.next_seq);
         tx.probe_due.get_or_insert(now + tx.probe_delay);
@@ -856,7 +856,7 @@ impl Link {
             tx.next_seq,
             tx.retained[tx.retained_index(tx.next_seq)].fragments,
         );
-        tx.flight.extend((0..fragments).map(|_| 0));
+        tx.in_flight_sizes.extend((0..fragments).map(|_| 0));
         tx.next_seq += fragments;
         tx.highest_sent = tx.highest_sent.max(tx.next_seq);
         tx.probe_due.get_or_insert(now + tx.probe_delay);

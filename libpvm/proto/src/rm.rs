@@ -163,9 +163,9 @@ pub enum RmReply {
 ///
 /// # Errors
 /// The value cannot be encoded.
-pub fn encode<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
+pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     let mut out = RM_VERSION.to_le_bytes().to_vec();
-    out.extend(to_bytes(what)?);
+    out.extend(to_bytes(value)?);
     Ok(out)
 }
 
@@ -260,7 +260,7 @@ pub struct TaskUsage {
     /// True if the task counts toward the limits of its user and job.
     pub counts_toward_limits: bool,
     /// Start and cause of the current suspension; `None` if the task is not suspended.
-    pub suspended: Option<SuspensionInfo>,
+    pub suspension: Option<SuspensionInfo>,
     /// Total duration of suspensions that have ended.
     pub suspended_total: Micros,
 }
@@ -282,7 +282,7 @@ pub struct JobUsage {
     pub totals: UsageTotals,
     /// Start and cause of the current suspension of the job, which includes tasks that the job
     /// spawns later; `None` if the job is not suspended.
-    pub suspended: Option<SuspensionInfo>,
+    pub suspension: Option<SuspensionInfo>,
 }
 
 /// The resource manager's record of a user.
@@ -434,7 +434,7 @@ pub enum HostState {
         /// The reason, if the host is excluded for another reason than a drain.
         why: Option<RejectionReason>,
         /// The task that requested a drain, if the host is being drained.
-        drained: Option<Tid>,
+        drain_requested_by: Option<Tid>,
     },
     /// Tasks are placed on the host; contains remarks about the host.
     Used(Vec<String>),

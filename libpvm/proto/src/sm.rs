@@ -138,11 +138,11 @@ pub struct PlacementLease {
 }
 
 /// Encodes the body of [`SM_PLACEMENT_LEASE`].
-pub fn pack_placement_lease(grant: &PlacementLease) -> Bytes {
+pub fn pack_placement_lease(lease: &PlacementLease) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    pack_time(&mut out, grant.valid_for);
-    out.int(grant.hosts.len() as i32)
-        .items(grant.hosts.iter().map(|host| host.tid().raw()));
+    pack_time(&mut out, lease.valid_for);
+    out.int(lease.hosts.len() as i32)
+        .items(lease.hosts.iter().map(|host| host.tid().raw()));
     out.finish()
 }
 
@@ -176,10 +176,11 @@ pub struct PlacementLeaseUse {
 }
 
 /// Encodes the body of [`SM_PLACEMENT_LEASE_USED`].
-pub fn pack_placement_lease_use(taken: &PlacementLeaseUse) -> Bytes {
+pub fn pack_placement_lease_use(lease_use: &PlacementLeaseUse) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(taken.spawner.raw()).int(taken.tasks.len() as i32);
-    for (host, tid) in &taken.tasks {
+    out.int(lease_use.spawner.raw())
+        .int(lease_use.tasks.len() as i32);
+    for (host, tid) in &lease_use.tasks {
         out.int(host.tid().raw()).int(tid.raw());
     }
     out.finish()
@@ -361,7 +362,7 @@ pub struct TaskerStartRequest {
     pub flags: i32,
     /// Absolute path of the program.
     pub path: Vec<u8>,
-    /// All arguments, including argv[0].
+    /// All arguments, including `argv[0]`.
     pub argv: Vec<Vec<u8>>,
     /// `NAME=value` strings to add to the tasker's own environment; `PVMEPID` is the first.
     pub env: Vec<Vec<u8>>,

@@ -17,7 +17,7 @@ pub struct Sink {
 pub struct SpawnRequest {
     /// Executable, with or without a path.
     pub file: String,
-    /// Arguments after argv[0]; argv[0] is the path at which the executable was found.
+    /// Arguments after `argv[0]`; `argv[0]` is the path at which the executable was found.
     pub args: Vec<Vec<u8>>,
     /// Bitwise combination of `PvmTask*` values.
     pub flags: i32,
@@ -46,7 +46,7 @@ impl SpawnRequest {
 
     /// True if both requests are equal in all properties that affect placement, so that they get
     /// the same hosts.
-    pub fn places_like(&self, other: &SpawnRequest) -> bool {
+    pub fn has_same_placement_as(&self, other: &SpawnRequest) -> bool {
         let same = self.count == other.count && self.flags == other.flags;
         same && self.file == other.file && self.place == other.place && self.env == other.env
     }

@@ -26,7 +26,7 @@ pub struct HostEntry {
 impl HostEntry {
     /// Returns a number that is equal for hosts in the same network: the first 24 bits of the first
     /// address for IPv4, the first 64 bits (folded to 32) for IPv6.
-    pub fn zone(&self) -> u32 {
+    pub fn network_zone(&self) -> u32 {
         match self.addresses.first().map(SocketAddr::ip) {
             None => 0,
             Some(IpAddr::V4(ip)) => ip.to_bits() >> 8,

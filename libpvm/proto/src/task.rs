@@ -171,7 +171,7 @@ pub struct RmServices {
     /// Placement of spawns (`SM_SPAWN`).
     pub spawn: bool,
     /// The requests `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK` and `SM_NOTIFY`.
-    pub others: bool,
+    pub other_requests: bool,
     /// Notifications of the exits of the resource manager's tasks (`SM_TASKX`). A resource manager
     /// that reads the event log does not need them.
     pub task_exits: bool,
@@ -181,7 +181,7 @@ pub struct RmServices {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmInfo {
     pub tid: Tid,
-    pub serves: RmServices,
+    pub services: RmServices,
 }
 
 /// A service that a task provides in place of its daemon.
@@ -203,9 +203,9 @@ pub struct TracerSettings {
     pub out_ctx: i32,
     pub out_tag: i32,
     /// Traced events, encoded as in `PVMTMASK`.
-    pub mask: Vec<u8>,
+    pub event_mask: Vec<u8>,
     /// Number of bytes that a task buffers before it sends trace records.
-    pub buffer: i32,
+    pub buffer_bytes: i32,
     /// One of the `PvmTrace*` values.
     pub options: i32,
 }
@@ -327,7 +327,7 @@ pub enum Request {
         wait: bool,
     },
     /// Asks which hosts would accept a task; nothing changes. → [`Reply::MigrationTargets`]
-    CanMigrate {
+    FindMigrationTargets {
         tid: Tid,
         /// Restricts the query to this host: its name, or its host tid in hex as `t80000`.
         to: Option<String>,
@@ -338,7 +338,7 @@ pub enum Request {
     /// Reads the event log. → [`Reply::Events`]
     Events {
         /// Number of the first event to return.
-        from: u64,
+        first_number: u64,
         /// Largest number of events to return.
         limit: u32,
     },
@@ -381,14 +381,14 @@ pub enum Request {
         checkpoint: String,
         /// Names of the hosts on which the tasks are started. If empty, each task starts on the
         /// host on which it ran, or on another host if that is impossible.
-        on: Vec<String>,
+        host_names: Vec<String>,
         /// True if the reply must be sent when the restart has ended. Otherwise [`Reply::Done`] is
         /// sent immediately, and the event log reports the outcome.
         wait: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {
-        which: RemovalSelection,
+        selection: RemovalSelection,
         /// True to remove also selected checkpoints that other virtual machines made.
         include_foreign: bool,
     },
@@ -603,7 +603,7 @@ pub enum ToTask {
     Deliver {
         message: Message,
         /// Position that must be reached before the delivery.
-        after: Option<SendWatermark>,
+        deliver_after: Option<SendWatermark>,
     },
     /// The task with this tid has ended or never existed: messages retained for it can be dropped.
     PeerGone { tid: Tid },

@@ -22,7 +22,7 @@ pub struct StartTask {
     pub tid: Tid,
     /// Absolute path of the program.
     pub path: PathBuf,
-    /// All arguments, including argv[0].
+    /// All arguments, including `argv[0]`.
     pub argv: Vec<Vec<u8>>,
     /// The complete environment of the task, as `NAME=value`.
     pub env: Vec<Vec<u8>>,
@@ -35,7 +35,7 @@ pub struct StartTask {
 
 /// Capabilities of a tasker on its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Capabilities {
+pub struct TaskerCapabilities {
     /// True if each task gets a PID namespace.
     pub pid_namespaces: bool,
     /// Version of the dump engine; on error the reason why no engine works, and how to install one.
@@ -114,7 +114,7 @@ pub enum ToTasker {
         tid: Tid,
     },
     /// As [`ToTasker::Prepare`], for a query without a migration: gives the verdict and prepares
-    /// nothing. → [`FromTasker::QueryJudged`]
+    /// nothing. → [`FromTasker::QueryVerdict`]
     QueryVerdict {
         /// Id of the query.
         query: RequestId,
@@ -233,7 +233,7 @@ pub enum ToTasker {
 pub enum FromTasker {
     /// Must be the first message. It is sent again if a later test of the engine fails; the test
     /// performs a real dump and restore in the background.
-    Ready(Capabilities),
+    Ready(TaskerCapabilities),
     Started {
         tid: Tid,
         /// Process id of the task in the tasker's PID namespace.
@@ -301,7 +301,7 @@ pub enum FromTasker {
         result: Result<TaskFacts, Refusal>,
     },
     /// As [`FromTasker::Prepared`], for a query.
-    QueryJudged {
+    QueryVerdict {
         /// Id of the query.
         query: RequestId,
         verdict: Verdict,

@@ -12,23 +12,23 @@ pub const GROUP_MARKERS: [i32; 2] = [-1, -2];
 /// Markers before and after the table of item names.
 pub const ITEM_TABLE_MARKERS: [i32; 2] = [-3, -4];
 /// Markers before and after a record with the names and types of its items.
-pub const DESCRIBED_MARKERS: [i32; 2] = [-5, -6];
+pub const SELF_DESCRIBING_MARKERS: [i32; 2] = [-5, -6];
 /// Markers before and after a record with values only.
 pub const VALUES_MARKERS: [i32; 2] = [-7, -8];
 /// Marker after a user-defined event.
 pub const USER_EVENT_END_MARKER: i32 = -10;
 
 /// Number that is added to an event's number in the record of the begin of a call.
-pub const EVENT_ENTRY: i32 = 0x4000;
+pub const EVENT_ENTRY_OFFSET: i32 = 0x4000;
 /// Number that is added to an event's number in the record of the end of a call.
-pub const EVENT_EXIT: i32 = 0x8000;
+pub const EVENT_EXIT_OFFSET: i32 = 0x8000;
 
 /// Number and name of the event of a task that has started or connected.
-pub const NEW_TASK: (i32, &str) = (75, "newtask");
+pub const NEW_TASK_EVENT: (i32, &str) = (75, "newtask");
 /// Number and name of the event of a task that has ended.
-pub const END_TASK: (i32, &str) = (76, "endtask");
+pub const END_TASK_EVENT: (i32, &str) = (76, "endtask");
 /// Number and name of the event of a daemon that was asked to start a task.
-pub const SPAWN_TASK: (i32, &str) = (77, "spntask");
+pub const SPAWN_TASK_EVENT: (i32, &str) = (77, "spntask");
 
 /// Type flag of an item that is a list.
 const LIST_FLAG: i32 = 0x80;
@@ -37,7 +37,7 @@ const TYPE_LONG: i32 = 8;
 const TYPE_TEXT: i32 = 12;
 
 /// Short names of record items. The number of an item is its index in this list.
-pub const DATA_IDS: [&CStr; 123] = [
+pub const ITEM_NAMES: [&CStr; 123] = [
     c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT",
     c"CDX", c"CDC", c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP",
     c"GN", c"GI", c"GT", c"GS", c"GBC", c"HN", c"HNL", c"HNA", c"HPT", c"HA", c"HSP", c"HIS",
@@ -56,7 +56,7 @@ pub const DATA_IDS: [&CStr; 123] = [
 /// # Panics
 /// The name is unknown; names are constants of the program.
 pub fn item_number(name: &str) -> i32 {
-    let at = DATA_IDS
+    let at = ITEM_NAMES
         .iter()
         .position(|known| known.to_bytes() == name.as_bytes());
     at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
@@ -82,7 +82,7 @@ pub enum TraceValue {
 /// One named value of a trace record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceItem {
-    /// Must be one of [`DATA_IDS`].
+    /// Must be one of [`ITEM_NAMES`].
     pub name: &'static str,
     pub value: TraceValue,
 }
@@ -121,7 +121,7 @@ pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
 /// Packs the table of item numbers and names, which a tracer receives before all records.
 pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE_MARKERS[0]);
-    for (number, name) in DATA_IDS.iter().enumerate() {
+    for (number, name) in ITEM_NAMES.iter().enumerate() {
         out.int(number as i32)
             .str(name.to_bytes())
             .str(name.to_bytes());
@@ -133,7 +133,7 @@ pub fn pack_item_table(out: &mut Packer) {
 /// its items.
 pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[TraceItem]) {
     let [begin, end] = if name.is_some() {
-        DESCRIBED_MARKERS
+        SELF_DESCRIBING_MARKERS
     } else {
         VALUES_MARKERS
     };
@@ -184,8 +184,8 @@ mod tests {
             text_item("SW", "h2"),
         ]);
         let mut out = Packer::new(Encoding::Xdr);
-        pack_record(&mut out, 52 | EVENT_EXIT, Some("spawn"), &items);
-        pack_record(&mut out, 52 | EVENT_EXIT, None, &items);
+        pack_record(&mut out, 52 | EVENT_EXIT_OFFSET, Some("spawn"), &items);
+        pack_record(&mut out, 52 | EVENT_EXIT_OFFSET, None, &items);
         let mut body = Unpacker::xdr(out.finish());
         let mut next = || body.int().expect("an int");
         assert_eq!([next(), next()], [-5, 0x8034]);

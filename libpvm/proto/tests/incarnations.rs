@@ -66,14 +66,14 @@ struct World {
     rng: Rng,
     now: Micros,
     tasks: Vec<Task>,
-    state: Vec<RunState>,
+    run_states: Vec<RunState>,
     in_flight: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
     serial: u64,
     /// Latest incarnation of the job.
     latest_incarnation: u16,
     checkpoints: Vec<Vec<Task>>,
     /// Traffic between members and outside tasks, by (sender, receiver).
-    outside: BTreeMap<(usize, usize), OutsideTraffic>,
+    outside_traffic: BTreeMap<(usize, usize), OutsideTraffic>,
     restarts: u64,
     delivered: u64,
     /// Rate of lost frames and rate of late frames, per thousand each.
@@ -94,8 +94,8 @@ fn body(id: u64, len: usize) -> Bytes {
 }
 
 impl World {
-    fn new(seed: u64, outsiders: usize, first_line: u16, bad: u64) -> World {
-        let member = |task| if task < MEMBERS { first_line } else { 0 };
+    fn new(seed: u64, outsiders: usize, first_incarnation: u16, bad: u64) -> World {
+        let member = |task| if task < MEMBERS { first_incarnation } else { 0 };
         World {
             seed,
             rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
@@ -103,12 +103,12 @@ impl World {
             tasks: (0..MEMBERS + outsiders)
                 .map(|task| Task::new(member(task)))
                 .collect(),
-            state: vec![RunState::Running; MEMBERS + outsiders],
+            run_states: vec![RunState::Running; MEMBERS + outsiders],
             in_flight: BTreeMap::new(),
             serial: 0,
-            latest_incarnation: first_line,
+            latest_incarnation: first_incarnation,
             checkpoints: Vec::new(),
-            outside: BTreeMap::new(),
+            outside_traffic: BTreeMap::new(),
             restarts: 0,
             delivered: 0,
             fault_rate: bad,
@@ -121,7 +121,7 @@ impl World {
 
     /// Returns the end at task `a` of the link to task `b`; creates it on first use.
     fn link(&mut self, a: usize, b: usize) -> &mut Link {
-        let runs = self.state[a] == RunState::Running;
+        let runs = self.run_states[a] == RunState::Running;
         let task = &mut self.tasks[a];
         let line = task.incarnation;
         task.links.entry(b).or_insert_with(|| {
@@ -137,7 +137,7 @@ impl World {
     // ---- actions of tasks
 
     fn send(&mut self, from: usize, to: usize, len: usize) {
-        if from == to || self.state[from] == RunState::Dead {
+        if from == to || self.run_states[from] == RunState::Dead {
             return;
         }
         self.serial += 1;
@@ -147,8 +147,8 @@ impl World {
         if World::is_member(from) != World::is_member(to) && !vanishes {
             // A message to a task that has died may arrive or not while the sender does not know of
             // the death.
-            if self.state[to] != RunState::Dead {
-                self.outside
+            if self.run_states[to] != RunState::Dead {
+                self.outside_traffic
                     .entry((from, to))
                     .or_default()
                     .must_arrive
@@ -189,8 +189,8 @@ impl World {
         }
     }
 
-    fn pump(&mut self, a: usize) {
-        if self.state[a] != RunState::Running {
+    fn deliver_and_transmit(&mut self, a: usize) {
+        if self.run_states[a] != RunState::Running {
             return;
         }
         let (now, peers) = (
@@ -232,7 +232,7 @@ impl World {
             );
             return;
         }
-        let pair = self.outside.entry((from, to)).or_default();
+        let pair = self.outside_traffic.entry((from, to)).or_default();
         if pair.incarnation != line {
             (pair.incarnation, pair.arrived) = (line, Vec::new());
         }
@@ -243,7 +243,7 @@ impl World {
         );
         pair.arrived.push(id);
         // In its current incarnation a member sends only messages that it has recorded.
-        let own = self.tasks[from].incarnation == line && self.state[from] != RunState::Dead;
+        let own = self.tasks[from].incarnation == line && self.run_states[from] != RunState::Dead;
         let said = self.tasks[from]
             .sent
             .get(&to)
@@ -281,7 +281,7 @@ impl World {
     fn step(&mut self) -> bool {
         let arrival = self.in_flight.keys().next().map(|(at, _)| *at);
         let back = self
-            .state
+            .run_states
             .iter()
             .filter_map(|state| {
                 if let RunState::Stopped(at) = state {
@@ -294,7 +294,7 @@ impl World {
         let live = self
             .tasks
             .iter()
-            .zip(&self.state)
+            .zip(&self.run_states)
             .filter(|(_, state)| **state == RunState::Running);
         let timer = live
             .flat_map(|(task, _)| task.links.values())
@@ -306,18 +306,18 @@ impl World {
         self.now = self.now.max(at);
         if arrival == Some(at) {
             let (_, (from, to, frame)) = self.in_flight.pop_first().expect("just seen");
-            if self.state[to] == RunState::Running {
+            if self.run_states[to] == RunState::Running {
                 let wire = [&frame.encode_head()[..], &frame.payload].concat();
                 let (now, frame) = (
                     self.now,
                     LinkFrame::decode(wire.into()).expect("our own encoding"),
                 );
                 self.link(to, from).handle(now, LinkEvent::Frame(frame));
-                self.pump(to);
+                self.deliver_and_transmit(to);
             }
         } else if back == Some(at) {
             let task = self
-                .state
+                .run_states
                 .iter()
                 .position(|state| *state == RunState::Stopped(Some(at)))
                 .expect("just seen");
@@ -330,7 +330,7 @@ impl World {
 
     fn wake(&mut self, at: Micros) {
         for a in 0..self.tasks.len() {
-            if self.state[a] == RunState::Running {
+            if self.run_states[a] == RunState::Running {
                 for link in self.tasks[a]
                     .links
                     .values_mut()
@@ -338,7 +338,7 @@ impl World {
                 {
                     link.handle(self.now, LinkEvent::Wake);
                 }
-                self.pump(a);
+                self.deliver_and_transmit(a);
             }
         }
     }
@@ -347,25 +347,25 @@ impl World {
         for _ in 0..messages {
             self.send_random();
             for _ in 0..self.rng.below(6) {
-                (0..self.tasks.len()).for_each(|task| self.pump(task));
+                (0..self.tasks.len()).for_each(|task| self.deliver_and_transmit(task));
                 self.step();
             }
         }
     }
 
     fn stop(&mut self, task: usize) {
-        self.state[task] = RunState::Stopped(None);
+        self.run_states[task] = RunState::Stopped(None);
         for link in self.tasks[task].links.values_mut() {
             link.handle(self.now, LinkEvent::RouteDown);
         }
     }
 
     fn resume(&mut self, task: usize) {
-        self.state[task] = RunState::Running;
+        self.run_states[task] = RunState::Running;
         for link in self.tasks[task].links.values_mut() {
             link.handle(self.now, LinkEvent::RouteUp(ROUTE));
         }
-        self.pump(task);
+        self.deliver_and_transmit(task);
     }
 
     /// Stops the members one after another, copies all of them, and resumes them one after another.
@@ -379,13 +379,13 @@ impl World {
         for task in 0..MEMBERS {
             let at = self.now + Micros(self.rng.below(50_000));
             // Each member resumes at a unique time, because members are found by that time.
-            self.state[task] = RunState::Stopped(Some(at + Micros(task as u64)));
+            self.run_states[task] = RunState::Stopped(Some(at + Micros(task as u64)));
         }
     }
 
     fn kill_members(&mut self) {
         for task in 0..MEMBERS {
-            self.state[task] = RunState::Dead;
+            self.run_states[task] = RunState::Dead;
             for other in MEMBERS..self.tasks.len() {
                 if self.rng.below(2) == 0
                     && let Some(link) = self.tasks[other].links.get_mut(&task)
@@ -420,11 +420,11 @@ impl World {
             {
                 link.begin_incarnation(self.latest_incarnation, World::is_member(*peer));
             }
-            self.state[task] = RunState::Stopped(None);
+            self.run_states[task] = RunState::Stopped(None);
         }
         // Not all of these messages must arrive any more, because their sender or receiver was
         // reset.
-        self.outside
+        self.outside_traffic
             .values_mut()
             .for_each(|pair| pair.must_arrive.clear());
         for task in 0..MEMBERS {
@@ -444,14 +444,14 @@ impl World {
         });
         inside
             && self
-                .outside
+                .outside_traffic
                 .values()
                 .all(|pair| pair.must_arrive.iter().all(|id| pair.arrived.contains(id)))
     }
 
     fn settle(&mut self) {
         for _ in 0..2_000_000 {
-            (0..self.tasks.len()).for_each(|task| self.pump(task));
+            (0..self.tasks.len()).for_each(|task| self.deliver_and_transmit(task));
             if self.all_received() {
                 return;
             }
@@ -478,7 +478,7 @@ impl World {
         self.settle();
         // Frames of earlier incarnations that are still in flight must change nothing.
         for _ in 0..2_000_000 {
-            (0..self.tasks.len()).for_each(|task| self.pump(task));
+            (0..self.tasks.len()).for_each(|task| self.deliver_and_transmit(task));
             let flushed = self
                 .tasks
                 .iter()
@@ -498,8 +498,8 @@ impl World {
     }
 }
 
-fn run_world(seed: u64, first_line: u16, bad: u64) -> World {
-    let mut world = World::new(seed, 2, first_line, bad);
+fn run_world(seed: u64, first_incarnation: u16, fault_rate: u64) -> World {
+    let mut world = World::new(seed, 2, first_incarnation, fault_rate);
     for _ in 0..12 {
         let messages = world.rng.below(40);
         world.exchange_messages(messages);
@@ -511,7 +511,7 @@ fn run_world(seed: u64, first_line: u16, bad: u64) -> World {
             }
             _ if world.tasks.len() < MEMBERS + 6 => {
                 world.tasks.push(Task::new(0));
-                world.state.push(RunState::Running);
+                world.run_states.push(RunState::Running);
             }
             _ => {}
         }
@@ -580,10 +580,10 @@ fn frame(line: u16, kind: LinkKind, seq: u64, ack: u64) -> LinkFrame {
     }
 }
 
-fn data(line: u16, seq: u64, ack: u64) -> LinkFrame {
+fn data(incarnation: u16, seq: u64, ack: u64) -> LinkFrame {
     LinkFrame {
         payload: body(seq, 0),
-        ..frame(line, LinkKind::Data { last: true }, seq, ack)
+        ..frame(incarnation, LinkKind::Data { last: true }, seq, ack)
     }
 }
 

@@ -58,7 +58,7 @@ struct Network {
     serial: u64,
     sent: Vec<Vec<u64>>,
     received: Vec<Vec<u64>>,
-    transmitted: u64,
+    transmitted_frames: u64,
     whole_messages: u64,
 }
 
@@ -96,7 +96,7 @@ impl Network {
             serial: 0,
             sent: vec![vec![0; tasks]; tasks],
             received: vec![vec![0; tasks]; tasks],
-            transmitted: 0,
+            transmitted_frames: 0,
             whole_messages: 0,
             tids,
         }
@@ -132,22 +132,22 @@ impl Network {
         self.send(from, to, len as usize);
     }
 
-    fn pump(&mut self, a: usize) {
+    fn deliver_and_transmit(&mut self, a: usize) {
         for b in 0..self.tids.len() {
-            self.pump_whole(a, b);
+            self.send_whole_messages(a, b);
             while let Some(output) = self.links[a][b].poll(self.now) {
                 match output {
                     LinkOutput::Deliver(bytes) => self.check(b, a, bytes),
                     LinkOutput::Transmit(frame) => self.transmit(a, b, frame),
                 }
-                self.pump_whole(a, b);
+                self.send_whole_messages(a, b);
             }
         }
     }
 
     /// Sends half of the messages that have several fragments as whole messages, in one frame
     /// larger than a fragment.
-    fn pump_whole(&mut self, a: usize, b: usize) {
+    fn send_whole_messages(&mut self, a: usize, b: usize) {
         while let Some((head, body)) = self.links[a][b].next_whole_message(FRAGMENT_BYTES_MAX) {
             let payload: Bytes = [head, body].concat().into();
             if self.rng.below(2) == 0 {
@@ -189,7 +189,7 @@ impl Network {
             self.route_back_at[from].is_none(),
             "a link without a route transmits nothing"
         );
-        self.transmitted += 1;
+        self.transmitted_frames += 1;
         let copies = match self.rng.below(1000) {
             roll if roll < self.faults.loss => 0,
             roll if roll < self.faults.loss + self.faults.duplication => 2,
@@ -233,7 +233,7 @@ impl Network {
         }
         for peer in 0..self.tids.len() {
             self.links[peer][task].handle(now, LinkEvent::PeerMigrated);
-            self.pump(peer);
+            self.deliver_and_transmit(peer);
         }
     }
 
@@ -264,12 +264,12 @@ impl Network {
                     frame.ack,
                     frame.payload,
                 );
-                self.pump(to);
+                self.deliver_and_transmit(to);
             } else if self.route_back_at[to].is_none() {
                 let wire = [&frame.encode_head()[..], &frame.payload].concat();
                 let frame = LinkFrame::decode(wire.into()).expect("our own encoding");
                 self.links[to][from].handle(self.now, LinkEvent::Frame(frame));
-                self.pump(to);
+                self.deliver_and_transmit(to);
             }
         } else if back == Some(at) {
             let task = self
@@ -285,7 +285,7 @@ impl Network {
                         self.links[a][b].handle(self.now, LinkEvent::Wake);
                     }
                 }
-                self.pump(a);
+                self.deliver_and_transmit(a);
             }
         }
         true
@@ -296,7 +296,7 @@ impl Network {
         for _ in 0..20_000_000 {
             for a in 0..self.tids.len() {
                 if self.route_back_at[a].is_none() {
-                    self.pump(a);
+                    self.deliver_and_transmit(a);
                 }
             }
             if self.sent == self.received && self.links.iter().flatten().all(Link::is_all_acked) {
@@ -315,7 +315,7 @@ impl Network {
         for _ in 0..100_000 {
             for a in 0..self.tids.len() {
                 if self.route_back_at[a].is_none() {
-                    self.pump(a);
+                    self.deliver_and_transmit(a);
                 }
             }
             if !self.step() {
@@ -325,19 +325,19 @@ impl Network {
         panic!("links that owe each other nothing go on talking");
     }
 
-    fn messages(&self) -> u64 {
+    fn message_count(&self) -> u64 {
         self.received.iter().flatten().sum()
     }
 }
 
-fn run_network(seed: u64, tasks: usize, weather: FaultRates, messages: u64) -> Network {
-    let mut network = Network::new(seed, tasks, weather);
+fn run_network(seed: u64, tasks: usize, faults: FaultRates, messages: u64) -> Network {
+    let mut network = Network::new(seed, tasks, faults);
     for _ in 0..messages {
         network.send_random();
         if network.rng.below(4) > 0 {
             for a in 0..tasks {
                 if network.route_back_at[a].is_none() {
-                    network.pump(a);
+                    network.deliver_and_transmit(a);
                 }
             }
             network.step();
@@ -356,7 +356,7 @@ fn million_messages_arrive_once_in_order() {
         seed += 1;
         let network = run_network(seed, 2 + (seed % 4) as usize, MODERATE_FAULTS, 10_000);
         (messages, wholes) = (
-            messages + network.messages(),
+            messages + network.message_count(),
             wholes + network.whole_messages,
         );
     }
@@ -380,9 +380,9 @@ fn reliable_routes_need_no_retransmission() {
     // Number of acknowledgements: at least two, and at most one per eighth of the window and one
     // per delay.
     assert!(
-        (1002..1010).contains(&network.transmitted),
+        (1002..1010).contains(&network.transmitted_frames),
         "{}",
-        network.transmitted
+        network.transmitted_frames
     );
 }
 
@@ -441,7 +441,7 @@ fn window_bounds_fragments_and_bytes() {
         sent += 1;
     }
     assert_eq!(sent, WINDOW_FRAGMENTS_MAX);
-    link.lift_window();
+    link.disable_window();
     while link.poll(Micros(0)).is_some() {
         sent += 1;
     }

@@ -18,10 +18,10 @@ pub struct Block {
 /// have offsets as keys.
 #[derive(Debug)]
 pub struct BlockAllocator {
-    free: BTreeMap<usize, usize>,
-    users: BTreeMap<usize, u32>,
+    free_ranges: BTreeMap<usize, usize>,
+    user_counts: BTreeMap<usize, u32>,
     /// Offsets of the blocks that a user will never release.
-    abandoned: BTreeSet<usize>,
+    abandoned_offsets: BTreeSet<usize>,
     abandoned_bytes: usize,
 }
 
@@ -30,9 +30,9 @@ impl BlockAllocator {
     pub fn new(bytes: usize) -> BlockAllocator {
         let free = BTreeMap::from([(0, bytes)]);
         BlockAllocator {
-            free,
-            users: BTreeMap::new(),
-            abandoned: BTreeSet::new(),
+            free_ranges: free,
+            user_counts: BTreeMap::new(),
+            abandoned_offsets: BTreeSet::new(),
             abandoned_bytes: 0,
         }
     }
@@ -40,47 +40,53 @@ impl BlockAllocator {
     /// Allocates a block with one user; `None` if no free range is long enough.
     pub fn allocate(&mut self, len: usize) -> Option<Block> {
         let need = len.checked_next_multiple_of(BLOCK_ALIGN)?.max(BLOCK_ALIGN);
-        let (&offset, &room) = self.free.iter().find(|(_, room)| **room >= need)?;
-        self.free.remove(&offset);
+        let (&offset, &room) = self.free_ranges.iter().find(|(_, room)| **room >= need)?;
+        self.free_ranges.remove(&offset);
         if room > need {
-            self.free.insert(offset + need, room - need);
+            self.free_ranges.insert(offset + need, room - need);
         }
-        self.users.insert(offset, 1);
+        self.user_counts.insert(offset, 1);
         Some(Block { offset, len })
     }
 
     /// Adds a user to a block, which stays allocated until every user has released it.
     pub fn add_user(&mut self, block: Block) {
-        *self.users.get_mut(&block.offset).expect("a part in use") += 1;
+        *self
+            .user_counts
+            .get_mut(&block.offset)
+            .expect("a part in use") += 1;
     }
 
     /// Removes a user of a block. The block is freed when its last user is removed.
     pub fn release(&mut self, block: Block) {
-        let users = self.users.get_mut(&block.offset).expect("a part in use");
+        let users = self
+            .user_counts
+            .get_mut(&block.offset)
+            .expect("a part in use");
         *users -= 1;
         if *users > 0 {
             return;
         }
-        self.users.remove(&block.offset);
+        self.user_counts.remove(&block.offset);
         let (mut offset, mut room) = (
             block.offset,
             block.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN),
         );
-        if let Some((&before, &its)) = self.free.range(..offset).next_back()
+        if let Some((&before, &its)) = self.free_ranges.range(..offset).next_back()
             && before + its == offset
         {
-            self.free.remove(&before);
+            self.free_ranges.remove(&before);
             (offset, room) = (before, its + room);
         }
-        if let Some(its) = self.free.remove(&(offset + room)) {
+        if let Some(its) = self.free_ranges.remove(&(offset + room)) {
             room += its;
         }
-        self.free.insert(offset, room);
+        self.free_ranges.insert(offset, room);
     }
 
     /// Records that a user will never release the block. The block stays allocated forever.
     pub fn abandon(&mut self, block: Block) {
-        if self.abandoned.insert(block.offset) {
+        if self.abandoned_offsets.insert(block.offset) {
             self.abandoned_bytes += block.len;
         }
     }
@@ -92,7 +98,7 @@ impl BlockAllocator {
     }
 
     pub fn allocated_blocks(&self) -> usize {
-        self.users.len()
+        self.user_counts.len()
     }
 }
 

@@ -22,7 +22,7 @@ const WORDS: usize = SLOTS_MAX / 64;
 pub enum WakeTarget {
     /// No thread: the reader is awake and will check its rings.
     NoThread,
-    /// The threads that sleep on the futex word [`Doorbell::word`].
+    /// The threads that sleep on the futex word [`Doorbell::sleep_word`].
     Sleepers,
     /// The drainer thread, which sleeps on the futex word [`Doorbell::drainer_word`].
     Drainer,
@@ -32,8 +32,8 @@ pub enum WakeTarget {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Doorbell {
-    word: AtomicU32,
-    sleepers: AtomicU32,
+    sleep_word: AtomicU32,
+    has_sleepers: AtomicU32,
     drainer_word: AtomicU32,
     notify_always: AtomicU32,
     summary: CachePadded<AtomicU64>,
@@ -43,8 +43,8 @@ pub struct Doorbell {
 impl Default for Doorbell {
     fn default() -> Doorbell {
         Doorbell {
-            word: AtomicU32::new(0),
-            sleepers: AtomicU32::new(0),
+            sleep_word: AtomicU32::new(0),
+            has_sleepers: AtomicU32::new(0),
             drainer_word: AtomicU32::new(0),
             notify_always: AtomicU32::new(0),
             summary: CachePadded::default(),
@@ -55,8 +55,8 @@ impl Default for Doorbell {
 
 impl Doorbell {
     /// Futex word on which readers sleep. Its value changes whenever they are woken.
-    pub fn word(&self) -> &AtomicU32 {
-        &self.word
+    pub fn sleep_word(&self) -> &AtomicU32 {
+        &self.sleep_word
     }
 
     /// Futex word of the drainer thread: the thread sleeps while the value is 0.
@@ -77,10 +77,10 @@ impl Doorbell {
             // sleeping thread.
             fence(Ordering::SeqCst);
         }
-        if self.sleepers.load(Ordering::Relaxed) != 0
-            && self.sleepers.swap(0, Ordering::SeqCst) != 0
+        if self.has_sleepers.load(Ordering::Relaxed) != 0
+            && self.has_sleepers.swap(0, Ordering::SeqCst) != 0
         {
-            self.word.fetch_add(1, Ordering::SeqCst);
+            self.sleep_word.fetch_add(1, Ordering::SeqCst);
             return WakeTarget::Sleepers;
         }
         if (urgent || self.notify_always.load(Ordering::Relaxed) != 0) && self.request_drainer() {
@@ -109,8 +109,9 @@ impl Doorbell {
 
     /// Sets whether every notification requests the drainer thread while no reader sleeps. All
     /// rings must be checked once more afterwards.
-    pub fn set_notify_always(&self, every: bool) {
-        self.notify_always.store(u32::from(every), Ordering::SeqCst);
+    pub fn set_notify_always(&self, enabled: bool) {
+        self.notify_always
+            .store(u32::from(enabled), Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
@@ -151,21 +152,21 @@ impl Doorbell {
     /// sleep only while the word has this value. All rings must be checked once more before the
     /// sleep.
     pub fn prepare_sleep(&self) -> u32 {
-        let seen = self.word.load(Ordering::SeqCst);
-        self.sleepers.store(1, Ordering::SeqCst);
+        let seen = self.sleep_word.load(Ordering::SeqCst);
+        self.has_sleepers.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         seen
     }
 
     /// Changes the futex word, so that threads that are about to sleep on it do not.
-    pub fn bump_word(&self) {
-        self.word.fetch_add(1, Ordering::SeqCst);
+    pub fn change_sleep_word(&self) {
+        self.sleep_word.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Initializes this doorbell, which will replace `old` at the same address.
     pub fn replace_from(&self, old: &Doorbell) {
-        self.word.store(
-            old.word.load(Ordering::SeqCst).wrapping_add(1),
+        self.sleep_word.store(
+            old.sleep_word.load(Ordering::SeqCst).wrapping_add(1),
             Ordering::SeqCst,
         );
         self.notify_always
@@ -210,7 +211,7 @@ mod tests {
         let bell = Doorbell::default();
         let seen = bell.prepare_sleep();
         assert_eq!(bell.notify(5, true), WakeTarget::Sleepers);
-        assert_ne!(bell.word().load(Ordering::SeqCst), seen);
+        assert_ne!(bell.sleep_word().load(Ordering::SeqCst), seen);
         assert_eq!(bell.notify(5, true), WakeTarget::Drainer);
         assert_eq!(
             bell.notify(5, true),

@@ -101,7 +101,7 @@ fn record_size(len: usize) -> usize {
 }
 
 #[derive(Debug)]
-pub struct Writer<A> {
+pub struct RingWriter<A> {
     area: A,
     tail: u64,
     /// Lower bound of the reader's position, as last read.
@@ -112,15 +112,15 @@ pub struct Writer<A> {
     rewind_at: u64,
 }
 
-impl<A: RingMemory> Writer<A> {
+impl<A: RingMemory> RingWriter<A> {
     /// Creates the writing end of an empty ring.
-    pub fn new(area: A) -> Writer<A> {
-        Writer::with_rewind(area, REWIND_BYTES)
+    pub fn new(area: A) -> RingWriter<A> {
+        RingWriter::with_rewind(area, REWIND_BYTES)
     }
 
     /// Creates the writing end of an empty ring that rewinds after `bytes` bytes, a multiple of 8.
-    pub fn with_rewind(area: A, bytes: usize) -> Writer<A> {
-        Writer {
+    pub fn with_rewind(area: A, bytes: usize) -> RingWriter<A> {
+        RingWriter {
             area,
             tail: 0,
             head: 0,
@@ -153,12 +153,12 @@ impl<A: RingMemory> Writer<A> {
         Ok(self.tail - self.head + need <= capacity)
     }
 
-    /// True if a record of `len` bytes fits, as [`Writer::has_space`]. Otherwise the reader is
+    /// True if a record of `len` bytes fits, as [`RingWriter::has_space`]. Otherwise the reader is
     /// asked to wake this writer when it has freed space.
     ///
     /// # Errors
-    /// As [`Writer::has_space`].
-    pub fn has_space_or_wake_me(&mut self, len: usize) -> Result<bool, RingCorrupt> {
+    /// As [`RingWriter::has_space`].
+    pub fn has_space_or_request_wake(&mut self, len: usize) -> Result<bool, RingCorrupt> {
         if self.has_space(len)? {
             return Ok(true);
         }
@@ -172,7 +172,7 @@ impl<A: RingMemory> Writer<A> {
     /// does not fit.
     ///
     /// # Errors
-    /// As [`Writer::has_space`].
+    /// As [`RingWriter::has_space`].
     #[inline]
     pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, RingCorrupt> {
         let len = parts.iter().map(|part| part.len()).sum();
@@ -180,7 +180,7 @@ impl<A: RingMemory> Writer<A> {
             return Ok(false);
         }
         if self.tail >= self.rewind_at {
-            self.rewind(len);
+            self.try_rewind(len);
         }
         let length = u32::try_from(len).expect("a record is smaller than its ring");
         let mut at = self.tail;
@@ -199,7 +199,7 @@ impl<A: RingMemory> Writer<A> {
 
     /// Continues at the start of the ring if the ring is empty and the record fits there. Called
     /// when `rewind_at` is reached. `len` is the length of the next record.
-    fn rewind(&mut self, len: usize) {
+    fn try_rewind(&mut self, len: usize) {
         self.rewind_at = self.tail + self.rewind_bytes / 8;
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
@@ -256,24 +256,24 @@ fn record_head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
 }
 
 #[derive(Debug)]
-pub struct Reader<A> {
+pub struct RingReader<A> {
     area: A,
     head: u64,
-    released: u64,
+    released_head: u64,
     /// Read position at the last release that executed a fence.
-    fenced: u64,
+    fenced_head: u64,
     /// Lower bound of the writer's position, as last read.
     tail: u64,
 }
 
-impl<A: RingMemory> Reader<A> {
+impl<A: RingMemory> RingReader<A> {
     /// Creates the reading end of an empty ring.
-    pub fn new(area: A) -> Reader<A> {
-        Reader {
+    pub fn new(area: A) -> RingReader<A> {
+        RingReader {
             area,
             head: 0,
-            released: 0,
-            fenced: 0,
+            released_head: 0,
+            fenced_head: 0,
             tail: 0,
         }
     }
@@ -333,8 +333,8 @@ impl<A: RingMemory> Reader<A> {
             self.head += record_size(len) as u64;
             return Ok(Some(Record {
                 area: &self.area,
-                at,
-                left: len,
+                position: at,
+                remaining: len,
             }));
         }
     }
@@ -343,20 +343,20 @@ impl<A: RingMemory> Reader<A> {
     /// writer waits for space and must be woken.
     #[inline]
     pub fn release(&mut self) -> bool {
-        let (unreleased, capacity) = (self.head - self.released, self.area.capacity() as u64);
+        let (unreleased, capacity) = (self.head - self.released_head, self.area.capacity() as u64);
         if unreleased == 0 || (self.head != self.tail && unreleased < capacity / RELEASE_DIVISOR) {
             return false;
         }
-        self.released = self.head;
+        self.released_head = self.head;
         let words = self.area.control();
         words.head.0.store(self.head, Ordering::Release);
         // A writer without space has seen at least `fenced` as the reader's position, and has
         // written more than this fraction of the ring beyond `fenced`. The reader has not read all
         // of that yet, and executes the fence when it has.
-        if self.tail - self.fenced < capacity / STARVED_DIVISOR {
+        if self.tail - self.fenced_head < capacity / STARVED_DIVISOR {
             return false;
         }
-        self.fenced = self.head;
+        self.fenced_head = self.head;
         fence(Ordering::SeqCst);
         words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
     }
@@ -380,25 +380,25 @@ impl<A: RingMemory> Reader<A> {
 #[derive(Debug)]
 pub struct Record<'a, A> {
     area: &'a A,
-    at: u64,
-    left: usize,
+    position: u64,
+    remaining: usize,
 }
 
 impl<A: RingMemory> Record<'_, A> {
     /// Number of bytes that have not been read.
     pub fn len(&self) -> usize {
-        self.left
+        self.remaining
     }
 
     pub fn is_empty(&self) -> bool {
-        self.left == 0
+        self.remaining == 0
     }
 
     /// Reads the next `N` bytes; `None` if fewer are left.
     #[inline]
     pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        let (first, second) = self.pieces(N)?;
+        let (first, second) = self.advance(N)?;
         self.area.read(first.0, &mut bytes[..first.1]);
         if second > 0 {
             self.area.read(0, &mut bytes[first.1..]);
@@ -409,7 +409,7 @@ impl<A: RingMemory> Record<'_, A> {
     /// Appends the bytes that have not been read to `out`.
     #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
-        let Some((first, second)) = self.pieces(self.left) else {
+        let Some((first, second)) = self.advance(self.remaining) else {
             return;
         };
         self.area.append(first.0, first.1, out);
@@ -422,12 +422,12 @@ impl<A: RingMemory> Record<'_, A> {
     /// the part before the end of the ring, and length of the part at the start of the ring. `None`
     /// if fewer bytes are left.
     #[inline]
-    fn pieces(&mut self, len: usize) -> Option<((usize, usize), usize)> {
-        self.left = self.left.checked_sub(len)?;
+    fn advance(&mut self, len: usize) -> Option<((usize, usize), usize)> {
+        self.remaining = self.remaining.checked_sub(len)?;
         let capacity = self.area.capacity();
-        let offset = (self.at % capacity as u64) as usize;
+        let offset = (self.position % capacity as u64) as usize;
         let first = len.min(capacity - offset);
-        self.at += len as u64;
+        self.position += len as u64;
         Some(((offset, first), len - first))
     }
 }
@@ -458,15 +458,19 @@ mod tests {
         }
     }
 
-    fn ring(capacity: usize) -> (Writer<Plain>, Reader<Plain>, Plain) {
+    fn ring(capacity: usize) -> (RingWriter<Plain>, RingReader<Plain>, Plain) {
         let area = Plain(Rc::new((
             RingControl::default(),
             RefCell::new(vec![0xaa; capacity]),
         )));
-        (Writer::new(area.clone()), Reader::new(area.clone()), area)
+        (
+            RingWriter::new(area.clone()),
+            RingReader::new(area.clone()),
+            area,
+        )
     }
 
-    fn take_all(reader: &mut Reader<Plain>) -> Vec<Vec<u8>> {
+    fn take_all(reader: &mut RingReader<Plain>) -> Vec<Vec<u8>> {
         let mut all = Vec::new();
         while let Some(mut record) = reader.next_record().expect("a good ring") {
             let mut bytes = Vec::new();
@@ -521,7 +525,7 @@ mod tests {
     fn starved_writer_is_woken() {
         let (mut writer, mut reader, _) = ring(64);
         assert!(writer.write([&[1; 40]]).expect("good"));
-        assert!(!writer.has_space_or_wake_me(40).expect("good"));
+        assert!(!writer.has_space_or_request_wake(40).expect("good"));
         assert!(reader.next_record().expect("good").is_some());
         assert!(reader.release(), "the writer has to be woken");
         assert!(writer.write([&[2; 40]]).expect("good"));

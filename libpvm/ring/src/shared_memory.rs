@@ -4,7 +4,7 @@
 
 use crate::doorbell::Doorbell;
 use crate::futex;
-use crate::ring::{Reader, RingControl, RingMemory, Writer};
+use crate::ring::{RingControl, RingMemory, RingReader, RingWriter};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
@@ -20,7 +20,7 @@ pub const RING_BYTES: usize = 512 << 10;
 /// Size of the area before the data, which contains the control words of both rings.
 const CONTROL_BYTES: usize = 4096;
 /// Size of the memory with the two rings of a pair of tasks.
-pub const PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
+pub const RING_PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
 /// Size of a doorbell's memory.
 pub const DOORBELL_BYTES: usize = 4096;
 
@@ -235,13 +235,13 @@ impl RingMemory for SharedRing {
 #[derive(Debug)]
 pub struct RingPair {
     /// Writing end of the ring to the peer.
-    pub writer: Writer<SharedRing>,
+    pub writer: RingWriter<SharedRing>,
     /// Reading end of the ring from the peer.
-    pub reader: Reader<SharedRing>,
+    pub reader: RingReader<SharedRing>,
 }
 
-fn map_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
-    let mapping = Arc::new(Mapping::new(Some(fd), PAIR_BYTES)?);
+fn map_ring_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
+    let mapping = Arc::new(Mapping::new(Some(fd), RING_PAIR_BYTES)?);
     let area = |number: usize| SharedRing {
         mapping: mapping.clone(),
         control_offset: number * size_of::<RingControl>(),
@@ -249,8 +249,8 @@ fn map_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
     };
     let (out, back) = if is_creator { (0, 1) } else { (1, 0) };
     Ok(RingPair {
-        writer: Writer::new(area(out)),
-        reader: Reader::new(area(back)),
+        writer: RingWriter::new(area(out)),
+        reader: RingReader::new(area(back)),
     })
 }
 
@@ -259,18 +259,18 @@ fn map_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
 ///
 /// # Errors
 /// The system has no descriptors or memory left.
-pub fn create_pair() -> io::Result<(RingPair, OwnedFd)> {
-    let fd = create_sealed_memfd(c"sempa-rings", PAIR_BYTES)?;
-    Ok((map_pair(fd.as_fd(), true)?, fd))
+pub fn create_ring_pair() -> io::Result<(RingPair, OwnedFd)> {
+    let fd = create_sealed_memfd(c"sempa-rings", RING_PAIR_BYTES)?;
+    Ok((map_ring_pair(fd.as_fd(), true)?, fd))
 }
 
 /// Maps the memory of a pair of rings that another task created.
 ///
 /// # Errors
 /// The descriptor is not such a memory file, or the system has no memory left.
-pub fn accept_pair(fd: BorrowedFd<'_>) -> io::Result<RingPair> {
-    verify_memfd(fd, PAIR_BYTES, seals())?;
-    map_pair(fd, false)
+pub fn map_peer_ring_pair(fd: BorrowedFd<'_>) -> io::Result<RingPair> {
+    verify_memfd(fd, RING_PAIR_BYTES, seals())?;
+    map_ring_pair(fd, false)
 }
 
 /// Doorbell of another task, mapped into this process.
@@ -346,8 +346,8 @@ impl OwnDoorbell {
 
     fn replace(&self, fresh: Mapping) -> io::Result<()> {
         doorbell_at(&fresh).replace_from(self);
-        self.bump_word();
-        futex::wake_all(self.word());
+        self.change_sleep_word();
+        futex::wake_all(self.sleep_word());
         self.request_drainer();
         futex::wake_all(self.drainer_word());
         replace(&self.0, fresh)
@@ -362,8 +362,8 @@ mod tests {
 
     #[test]
     fn records_pass_both_ways_through_a_pair() {
-        let (mut a, fd) = create_pair().expect("made");
-        let mut b = accept_pair(fd.as_fd()).expect("good");
+        let (mut a, fd) = create_ring_pair().expect("made");
+        let mut b = map_peer_ring_pair(fd.as_fd()).expect("good");
         assert!(a.writer.write([b"to ", b"b"]).expect("good"));
         assert!(b.writer.write([b"to a"]).expect("good"));
         for (end, text) in [(&mut a, "to a"), (&mut b, "to b")] {
@@ -380,13 +380,13 @@ mod tests {
     #[test]
     fn unsealed_or_small_memory_is_refused() {
         let loose = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
-        ftruncate(&loose, PAIR_BYTES as i64).expect("sized");
-        assert!(accept_pair(loose.as_fd()).is_err());
-        let small = create_sealed_memfd(c"x", PAIR_BYTES / 2).expect("made");
-        assert!(accept_pair(small.as_fd()).is_err());
+        ftruncate(&loose, RING_PAIR_BYTES as i64).expect("sized");
+        assert!(map_peer_ring_pair(loose.as_fd()).is_err());
+        let small = create_sealed_memfd(c"x", RING_PAIR_BYTES / 2).expect("made");
+        assert!(map_peer_ring_pair(small.as_fd()).is_err());
         assert!(PeerDoorbell::map(small.as_fd()).is_err());
         let (pipe, _) = nix::unistd::pipe().expect("made");
-        assert!(accept_pair(pipe.as_fd()).is_err());
+        assert!(map_peer_ring_pair(pipe.as_fd()).is_err());
     }
 
     #[test]
@@ -398,14 +398,14 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let until = Instant::now() + Duration::from_secs(60);
-                while own.word().load(std::sync::atomic::Ordering::SeqCst) == seen
+                while own.sleep_word().load(std::sync::atomic::Ordering::SeqCst) == seen
                     && Instant::now() < until
                 {
-                    futex::wait(own.word(), seen, Some(Duration::from_secs(1)));
+                    futex::wait(own.sleep_word(), seen, Some(Duration::from_secs(1)));
                 }
             });
             assert_eq!(peer.notify(7, false), WakeTarget::Sleepers);
-            futex::wake_all(peer.word());
+            futex::wake_all(peer.sleep_word());
         });
         assert_eq!(own.pending_words(0), Some((0, 1 << 7)));
     }
@@ -417,8 +417,8 @@ mod tests {
         let seen = own.prepare_sleep();
         std::thread::scope(|scope| {
             let sleeper = scope.spawn(|| {
-                while own.word().load(std::sync::atomic::Ordering::SeqCst) == seen {
-                    futex::wait(own.word(), seen, None);
+                while own.sleep_word().load(std::sync::atomic::Ordering::SeqCst) == seen {
+                    futex::wait(own.sleep_word(), seen, None);
                 }
             });
             own.unshare().expect("unshared");

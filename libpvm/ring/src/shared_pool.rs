@@ -58,7 +58,7 @@ impl OwnPool {
 
     /// Copies a message, given in two parts, into a new block with one user. Returns `None` if
     /// there is no space.
-    pub fn put(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
+    pub fn store_message(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
         let block = self.blocks.allocate(parts[0].len() + parts[1].len())?;
         let mut at = block.offset;
         for part in parts {
@@ -107,7 +107,7 @@ impl OwnPool {
 pub struct PeerPool {
     mapping: Mapping,
     /// Slot and block of each lease that has not been returned.
-    leased: Mutex<Vec<(u8, Block)>>,
+    open_leases: Mutex<Vec<(u8, Block)>>,
 }
 
 impl PeerPool {
@@ -119,17 +119,19 @@ impl PeerPool {
         verify_memfd(fd, POOL_BYTES, seals())?;
         Ok(PeerPool {
             mapping: Mapping::read_only(fd, POOL_BYTES)?,
-            leased: Mutex::default(),
+            open_leases: Mutex::default(),
         })
     }
 
-    fn lock_leased(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
-        self.leased.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_open_leases(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
+        self.open_leases
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True if a lease of this pool has not been returned.
     pub fn has_leases(&self) -> bool {
-        !self.lock_leased().is_empty()
+        !self.lock_open_leases().is_empty()
     }
 
     /// Leases a block under the number `slot`; the lease is returned through `returns`. `None` if
@@ -139,13 +141,13 @@ impl PeerPool {
         self: &Arc<PeerPool>,
         block: Block,
         slot: u8,
-        returns: &Arc<LeaseReturns>,
+        returns: &Arc<LeaseReturner>,
     ) -> Option<Lease> {
         let end = block.offset.checked_add(block.len)?;
         if end > POOL_BYTES || usize::from(slot) >= LEASES_MAX {
             return None;
         }
-        let mut lent = self.lock_leased();
+        let mut lent = self.lock_open_leases();
         if lent.iter().any(|(used, _)| *used == slot) {
             return None;
         }
@@ -166,7 +168,7 @@ impl PeerPool {
     /// # Errors
     /// The system has no memory left; nothing has changed.
     pub fn make_private_copy(&self) -> io::Result<()> {
-        let lent = self.lock_leased();
+        let lent = self.lock_open_leases();
         let fresh = Mapping::private_sparse(POOL_BYTES)?;
         for (_, block) in lent.iter() {
             // SAFETY: both ranges are in their mappings, which was checked when the block was
@@ -183,12 +185,12 @@ impl PeerPool {
 
 /// Returns leases through the ring in which their records arrived, as long as that ring exists.
 #[derive(Debug)]
-pub struct LeaseReturns(Mutex<Option<SharedRing>>);
+pub struct LeaseReturner(Mutex<Option<SharedRing>>);
 
-impl LeaseReturns {
+impl LeaseReturner {
     /// Creates a value for the messages whose records arrive in this ring.
-    pub fn new(ring: &SharedRing) -> Arc<LeaseReturns> {
-        Arc::new(LeaseReturns(Mutex::new(Some(ring.clone()))))
+    pub fn new(ring: &SharedRing) -> Arc<LeaseReturner> {
+        Arc::new(LeaseReturner(Mutex::new(Some(ring.clone()))))
     }
 
     /// Drops the ring. Leases that are dropped later are not reported to the sender.
@@ -214,7 +216,7 @@ pub struct Lease {
     pool: Arc<PeerPool>,
     block: Block,
     slot: u8,
-    returns: Arc<LeaseReturns>,
+    returns: Arc<LeaseReturner>,
 }
 
 impl AsRef<[u8]> for Lease {
@@ -233,7 +235,7 @@ impl AsRef<[u8]> for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut lent = self.pool.lock_leased();
+        let mut lent = self.pool.lock_open_leases();
         if let Some(place) = lent.iter().position(|(slot, _)| *slot == self.slot) {
             lent.swap_remove(place);
         }
@@ -245,7 +247,7 @@ impl Drop for Lease {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shared_memory::{accept_pair, create_pair};
+    use crate::shared_memory::{create_ring_pair, map_peer_ring_pair};
 
     /// Returns a pool, the same pool as mapped by a peer, and the ring ends of both tasks.
     fn pool_with_peer() -> (
@@ -255,8 +257,8 @@ mod tests {
         crate::shared_memory::RingPair,
     ) {
         let (own, fd) = OwnPool::new().expect("made");
-        let (ours, rings) = create_pair().expect("made");
-        let theirs = accept_pair(rings.as_fd()).expect("good");
+        let (ours, rings) = create_ring_pair().expect("made");
+        let theirs = map_peer_ring_pair(rings.as_fd()).expect("good");
         (
             own,
             Arc::new(PeerPool::map(fd.as_fd()).expect("mapped")),
@@ -268,8 +270,8 @@ mod tests {
     #[test]
     fn message_is_read_in_place_and_returned() {
         let (mut own, peer, ours, theirs) = pool_with_peer();
-        let block = own.put([b"head", &[7; 100_000]]).expect("room");
-        let returns = LeaseReturns::new(theirs.reader.memory());
+        let block = own.store_message([b"head", &[7; 100_000]]).expect("room");
+        let returns = LeaseReturner::new(theirs.reader.memory());
         let loan = peer.lease(block, 5, &returns).expect("good");
         assert_eq!(
             (
@@ -288,13 +290,17 @@ mod tests {
     #[test]
     fn private_copy_is_independent_of_the_sender() {
         let (mut own, peer, ours, theirs) = pool_with_peer();
-        let block = own.put([b"", &[1; 50_000]]).expect("room");
-        let returns = LeaseReturns::new(theirs.reader.memory());
+        let block = own.store_message([b"", &[1; 50_000]]).expect("room");
+        let returns = LeaseReturner::new(theirs.reader.memory());
         let loan = peer.lease(block, 0, &returns).expect("good");
         peer.make_private_copy().expect("memory");
         returns.detach();
         own.release(block);
-        assert_eq!(own.put([b"", &[2; 50_000]]), Some(block), "the same place");
+        assert_eq!(
+            own.store_message([b"", &[2; 50_000]]),
+            Some(block),
+            "the same place"
+        );
         assert_eq!(loan.as_ref(), [1; 50_000]);
         drop(loan);
         assert_eq!(ours.writer.take_returned_leases(), 0, "the ring is no more");
@@ -306,7 +312,7 @@ mod tests {
         assert!(Mapping::new(Some(fd.as_fd()), POOL_BYTES).is_err());
         assert!(nix::unistd::write(&fd, b"x").is_err());
         let (_, peer, _, theirs) = pool_with_peer();
-        let returns = LeaseReturns::new(theirs.reader.memory());
+        let returns = LeaseReturner::new(theirs.reader.memory());
         for (offset, len, slot) in [
             (POOL_BYTES, 1, 0),
             (usize::MAX, 2, 0),
@@ -323,7 +329,7 @@ mod tests {
         );
         drop(loan);
         assert!(peer.lease(good, 7, &returns).is_some());
-        let (pair, rings) = create_pair().expect("made");
+        let (pair, rings) = create_ring_pair().expect("made");
         assert!(PeerPool::map(rings.as_fd()).is_err());
         drop(pair);
     }

@@ -43,7 +43,7 @@ impl RingMemory for LoomMemory {
     }
 }
 
-fn area() -> LoomMemory {
+fn new_memory() -> LoomMemory {
     let bytes = (0..CAPACITY).map(|_| UnsafeCell::new(0)).collect();
     LoomMemory(Arc::new(MonitoredMemory {
         control: RingControl::default(),
@@ -108,7 +108,7 @@ fn starved_writer_is_woken() {
                 tell.store(1, Ordering::SeqCst);
             }
         });
-        let has_room = writer.has_space_or_wake_me(40).expect("a good ring");
+        let has_room = writer.has_space_or_request_wake(40).expect("a good ring");
         reading.join().expect("read");
         assert!(
             has_room || woken.load(Ordering::SeqCst) == 1,
@@ -137,7 +137,7 @@ fn release_without_fence_starves_no_writer() {
             }
         });
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
-        let has_room = writer.has_space_or_wake_me(40).expect("a good ring");
+        let has_room = writer.has_space_or_request_wake(40).expect("a good ring");
         reading.join().expect("read");
         assert!(
             has_room || told.load(Ordering::SeqCst) == 1,

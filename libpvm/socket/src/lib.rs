@@ -9,4 +9,4 @@ mod spin;
 pub use receive::{MessageFds, PendingFds, Received, receive};
 pub use sched_latency::{boost_priority, request_short_slice};
 pub use sockbuf::enlarge_send_buffer;
-pub use spin::{SenderReach, SpinBudget};
+pub use spin::{SenderDistance, SpinBudget};

@@ -77,7 +77,7 @@ pub struct Received {
 pub fn receive(
     socket: &impl AsFd,
     buffer: &mut BytesMut,
-    passed: &mut PendingFds,
+    pending_fds: &mut PendingFds,
     flags: MsgFlags,
 ) -> io::Result<Received> {
     let mut control = [0u64; CONTROL_WORDS];
@@ -106,7 +106,7 @@ pub fn receive(
     unsafe { take_fds(&message, &mut received_fds) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
         let all = bytes < room && received_fds.is_empty();
-        passed.0.extend(received_fds.into_iter().map(Some));
+        pending_fds.0.extend(received_fds.into_iter().map(Some));
         return Ok(Received {
             bytes,
             drained: all,
@@ -119,7 +119,7 @@ pub fn receive(
         ));
     }
     // The control buffer had space, so the process had reached its descriptor limit.
-    passed.0.push_back(None);
+    pending_fds.0.push_back(None);
     Ok(Received {
         bytes,
         drained: false,
@@ -131,7 +131,7 @@ pub fn receive(
 /// # Safety
 /// The kernel has filled in `message`, its control buffer is alive, and this function is called
 /// once for it.
-unsafe fn take_fds(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
+unsafe fn take_fds(message: &libc::msghdr, fds: &mut Vec<OwnedFd>) {
     // SAFETY: by this function's contract the control buffer is as the kernel wrote it, so the
     // macros stay inside it.
     let mut head = unsafe { libc::CMSG_FIRSTHDR(message) };
@@ -146,7 +146,7 @@ unsafe fn take_fds(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
             for at in 0..bytes / size_of::<RawFd>() {
                 // SAFETY: the kernel wrote complete integers into this range, each a new descriptor
                 // that this process owns and no other code knows.
-                into.push(unsafe {
+                fds.push(unsafe {
                     OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned())
                 });
             }

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     /// Returns the nice value of the calling thread.
-    fn nice() -> i32 {
+    fn current_nice() -> i32 {
         let stat = std::fs::read_to_string("/proc/thread-self/stat").expect("this is Linux");
         let behind_name = &stat[stat.rfind(')').expect("a name") + 2..];
         behind_name
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn boosted_thread_starts_normal_threads() {
-        let before = nice();
+        let before = current_nice();
         let status = std::fs::read_to_string("/proc/thread-self/status").expect("this is Linux");
         let rights = status
             .lines()
@@ -111,7 +111,10 @@ mod tests {
             u64::from_str_radix(rights.trim(), 16).expect("hexadecimal") & (1 << 23) != 0;
         let (own, started) = std::thread::spawn(|| {
             boost_priority();
-            (nice(), std::thread::spawn(nice).join().expect("no panic"))
+            (
+                current_nice(),
+                std::thread::spawn(current_nice).join().expect("no panic"),
+            )
         })
         .join()
         .expect("no panic");
@@ -128,9 +131,9 @@ mod tests {
 
     #[test]
     fn short_slice_keeps_nice_and_is_not_inherited() {
-        let before = nice();
+        let before = current_nice();
         request_short_slice();
-        assert_eq!(nice(), before);
+        assert_eq!(current_nice(), before);
         let turn = || std::fs::read_to_string("/proc/thread-self/sched");
         let of = |text: &str| {
             text.lines()

@@ -28,7 +28,7 @@ const CHEAP_YIELD_MAX: Duration = Duration::from_micros(200);
 /// The most distant possible sender of the awaited message. It determines for how long spinning can
 /// be worthwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SenderReach {
+pub enum SenderDistance {
     /// Only tasks on this host.
     Host,
     /// Also tasks on other hosts, over direct connections. At first such a peer sleeps, too, and
@@ -40,32 +40,32 @@ pub enum SenderReach {
     RemoteDaemons,
 }
 
-impl SenderReach {
+impl SenderDistance {
     /// Maximum spin budget. For senders on this host it is about the cost of a wake-up on another
     /// processor.
     fn budget_max(self) -> Duration {
         Duration::from_micros(match self {
-            SenderReach::Host => 50,
-            SenderReach::RemoteTasks => 120,
-            SenderReach::RemoteDaemons => 250,
+            SenderDistance::Host => 50,
+            SenderDistance::RemoteTasks => 120,
+            SenderDistance::RemoteDaemons => 250,
         })
     }
 
     /// Spin budget of a retry after a period without spinning.
     fn retry_budget(self) -> Duration {
         match self {
-            SenderReach::Host => Duration::from_micros(20),
-            SenderReach::RemoteTasks | SenderReach::RemoteDaemons => self.budget_max(),
+            SenderDistance::Host => Duration::from_micros(20),
+            SenderDistance::RemoteTasks | SenderDistance::RemoteDaemons => self.budget_max(),
         }
     }
 
     /// Spin budget after `misses` consecutive misses; `last` is the budget of the last miss.
     fn budget_after_misses(self, misses: u32, last: Duration) -> Duration {
         match self {
-            SenderReach::Host | SenderReach::RemoteTasks => last / 2,
+            SenderDistance::Host | SenderDistance::RemoteTasks => last / 2,
             // Shorter budgets would always miss while the peers sleep.
-            SenderReach::RemoteDaemons if misses < DAEMON_MISSES_MAX => last,
-            SenderReach::RemoteDaemons => Duration::ZERO,
+            SenderDistance::RemoteDaemons if misses < DAEMON_MISSES_MAX => last,
+            SenderDistance::RemoteDaemons => Duration::ZERO,
         }
     }
 }
@@ -86,13 +86,13 @@ pub struct SpinBudget {
     /// True if the thread must never spin, because the thread that must answer has no other
     /// processor.
     never_spin: bool,
-    reach: SenderReach,
+    sender_distance: SenderDistance,
 }
 
 impl SpinBudget {
     /// Creates a budget that starts with the maximum. On a single processor the thread never spins.
     #[must_use]
-    pub fn new(reach: SenderReach) -> SpinBudget {
+    pub fn new(reach: SenderDistance) -> SpinBudget {
         // `available_parallelism` also reads the limits of control groups, which takes as long as
         // the rest of a task's enrollment.
         let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).is_ok_and(|set| {
@@ -110,16 +110,16 @@ impl SpinBudget {
     /// Creates a budget of a thread that never spins, because other threads need the processor
     /// more.
     #[must_use]
-    pub fn never() -> SpinBudget {
+    pub fn never_spinning() -> SpinBudget {
         SpinBudget {
             never_spin: true,
-            ..SpinBudget::multiprocessor(SenderReach::Host)
+            ..SpinBudget::multiprocessor(SenderDistance::Host)
         }
     }
 
     /// Creates a budget that starts with the maximum, on the assumption of several processors.
     #[must_use]
-    pub fn multiprocessor(reach: SenderReach) -> SpinBudget {
+    pub fn multiprocessor(reach: SenderDistance) -> SpinBudget {
         let (span, pause) = (reach.budget_max(), RETRY_WAITS_MIN);
         let keeps = RETRY_WAITS_MIN;
         SpinBudget {
@@ -130,14 +130,18 @@ impl SpinBudget {
             no_yield_waits: 0,
             next_no_yield_waits: keeps,
             never_spin: false,
-            reach,
+            sender_distance: reach,
         }
     }
 
     /// Returns the spin budget of the next wait, at most `span`; `None` if the thread must sleep
     /// immediately.
-    pub fn next_budget(&mut self, span: Option<Duration>, reach: SenderReach) -> Option<Duration> {
-        self.reach = reach;
+    pub fn next_budget(
+        &mut self,
+        limit: Option<Duration>,
+        reach: SenderDistance,
+    ) -> Option<Duration> {
+        self.sender_distance = reach;
         if self.never_spin {
             return None;
         }
@@ -149,7 +153,7 @@ impl SpinBudget {
             (self.budget, self.misses) = (reach.retry_budget(), 0);
         }
         self.no_yield_waits = self.no_yield_waits.saturating_sub(1);
-        Some(span.map_or(self.budget, |span| span.min(self.budget)))
+        Some(limit.map_or(self.budget, |limit| limit.min(self.budget)))
     }
 
     /// Yields the processor to other runnable threads, unless that was expensive recently.
@@ -169,8 +173,8 @@ impl SpinBudget {
 
     /// Records the duration of a yield: after an expensive yield, the next waits spin without
     /// yielding.
-    fn record_yield(&mut self, took: Duration) {
-        if took > CHEAP_YIELD_MAX {
+    fn record_yield(&mut self, duration: Duration) {
+        if duration > CHEAP_YIELD_MAX {
             self.no_yield_waits = self.next_no_yield_waits;
             self.next_no_yield_waits = (self.next_no_yield_waits * 2).min(RETRY_WAITS_MAX);
         } else {
@@ -180,8 +184,8 @@ impl SpinBudget {
 
     /// Records that a message arrived after spinning for the duration `after`. A duration longer
     /// than the budget counts as a miss, because the thread did not run all the time.
-    pub fn record_spin(&mut self, after: Duration, budget: Duration) {
-        if after <= budget + SPIN_MIN {
+    pub fn record_spin(&mut self, latency: Duration, budget: Duration) {
+        if latency <= budget + SPIN_MIN {
             self.record_success()
         } else {
             self.record_miss()
@@ -189,21 +193,23 @@ impl SpinBudget {
     }
 
     /// Records that a message arrived after sleeping for the duration `after`, without spinning.
-    pub fn record_sleep(&mut self, after: Duration) {
-        if after <= self.reach.budget_max() {
+    pub fn record_sleep(&mut self, latency: Duration) {
+        if latency <= self.sender_distance.budget_max() {
             self.record_success();
         }
     }
 
     fn record_success(&mut self) {
-        (self.budget, self.misses) = (self.reach.budget_max(), 0);
+        (self.budget, self.misses) = (self.sender_distance.budget_max(), 0);
         self.next_retry_waits = RETRY_WAITS_MIN;
     }
 
     /// Records that the spin budget was used up without a message.
     pub fn record_miss(&mut self) {
         self.misses += 1;
-        self.budget = self.reach.budget_after_misses(self.misses, self.budget);
+        self.budget = self
+            .sender_distance
+            .budget_after_misses(self.misses, self.budget);
         if self.budget < SPIN_MIN {
             self.budget = Duration::ZERO;
             self.waits_until_retry = self.next_retry_waits;
@@ -217,7 +223,7 @@ mod tests {
     use super::*;
 
     fn multiprocessor_spin() -> SpinBudget {
-        SpinBudget::multiprocessor(SenderReach::Host)
+        SpinBudget::multiprocessor(SenderDistance::Host)
     }
 
     #[test]
@@ -225,14 +231,14 @@ mod tests {
         let mut spin = multiprocessor_spin();
         let mut awake = Duration::ZERO;
         for _ in 0..10_000 {
-            if let Some(budget) = spin.next_budget(None, SenderReach::Host) {
+            if let Some(budget) = spin.next_budget(None, SenderDistance::Host) {
                 awake += budget;
                 spin.record_miss();
             }
         }
         assert!(awake < Duration::from_micros(1000), "{awake:?}");
         assert!(
-            (0..=RETRY_WAITS_MAX).any(|_| spin.next_budget(None, SenderReach::Host).is_some()),
+            (0..=RETRY_WAITS_MAX).any(|_| spin.next_budget(None, SenderDistance::Host).is_some()),
             "never tried again"
         );
     }
@@ -242,10 +248,10 @@ mod tests {
         let mut spin = multiprocessor_spin();
         for _ in 0..1000 {
             let budget = spin
-                .next_budget(None, SenderReach::Host)
+                .next_budget(None, SenderDistance::Host)
                 .expect("it paid off");
             assert!(
-                (SenderReach::Host.retry_budget()..=SenderReach::Host.budget_max())
+                (SenderDistance::Host.retry_budget()..=SenderDistance::Host.budget_max())
                     .contains(&budget)
             );
             spin.record_spin(Duration::from_nanos(300), budget);
@@ -260,7 +266,7 @@ mod tests {
         let mut slices = |took| {
             let waits = (0..10_000).map(|_| {
                 let budget = spin
-                    .next_budget(None, SenderReach::Host)
+                    .next_budget(None, SenderDistance::Host)
                     .expect("it pays off");
                 let gives_way = spin.should_yield();
                 if gives_way {
@@ -287,13 +293,13 @@ mod tests {
         assert_eq!(
             SpinBudget {
                 never_spin: true,
-                ..SpinBudget::new(SenderReach::Host)
+                ..SpinBudget::new(SenderDistance::Host)
             }
-            .next_budget(None, SenderReach::Host),
+            .next_budget(None, SenderDistance::Host),
             None
         );
         assert_eq!(
-            SpinBudget::never().next_budget(None, SenderReach::RemoteTasks),
+            SpinBudget::never_spinning().next_budget(None, SenderDistance::RemoteTasks),
             None
         );
     }
@@ -301,7 +307,7 @@ mod tests {
     #[test]
     fn budget_respects_the_callers_limit() {
         assert_eq!(
-            multiprocessor_spin().next_budget(Some(Duration::from_micros(3)), SenderReach::Host),
+            multiprocessor_spin().next_budget(Some(Duration::from_micros(3)), SenderDistance::Host),
             Some(Duration::from_micros(3))
         );
     }
@@ -309,7 +315,7 @@ mod tests {
     /// Simulates two peers that send each other requests in turn; neither of them spins at first.
     /// Returns for each peer whether it spins at the end. An answer takes `way`, plus `waking` if
     /// its sender must be woken; both are in microseconds.
-    fn spinning_at_end(reach: SenderReach, way: u64, waking: u64) -> [bool; 2] {
+    fn spinning_at_end(reach: SenderDistance, answer_us: u64, wakeup_us: u64) -> [bool; 2] {
         let mut both = [
             SpinBudget::multiprocessor(reach),
             SpinBudget::multiprocessor(reach),
@@ -319,7 +325,11 @@ mod tests {
         let mut awake = [false; 2];
         for round in 0..2000 {
             let (i, other) = (round % 2, (round + 1) % 2);
-            let answer = Duration::from_micros(if awake[other] { way } else { way + waking });
+            let answer = Duration::from_micros(if awake[other] {
+                answer_us
+            } else {
+                answer_us + wakeup_us
+            });
             let budget = both[i].next_budget(None, reach);
             awake[i] = budget.is_some_and(|budget| answer <= budget);
             match budget {
@@ -333,9 +343,12 @@ mod tests {
 
     #[test]
     fn remote_peers_reach_mutual_spinning() {
-        assert_eq!(spinning_at_end(SenderReach::RemoteTasks, 16, 40), [true; 2]);
         assert_eq!(
-            spinning_at_end(SenderReach::RemoteDaemons, 50, 150),
+            spinning_at_end(SenderDistance::RemoteTasks, 16, 40),
+            [true; 2]
+        );
+        assert_eq!(
+            spinning_at_end(SenderDistance::RemoteDaemons, 50, 150),
             [true; 2]
         );
     }
@@ -343,7 +356,7 @@ mod tests {
     #[test]
     fn late_answers_end_spinning() {
         assert_eq!(
-            spinning_at_end(SenderReach::RemoteDaemons, 300, 150),
+            spinning_at_end(SenderDistance::RemoteDaemons, 300, 150),
             [false; 2]
         );
     }

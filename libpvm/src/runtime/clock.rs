@@ -12,17 +12,17 @@ const CLOCK_JUMP_MAX: Micros = Micros::from_secs(120);
 /// Clock that starts at zero when the runtime is created.
 #[derive(Debug)]
 pub(crate) struct Clock {
-    base: Duration,
+    kernel_time_at_start: Duration,
     offset: Micros,
-    last: Micros,
+    last_reading: Micros,
 }
 
 impl Clock {
     pub(crate) fn new() -> Clock {
         Clock {
-            base: kernel_time(ClockId::CLOCK_MONOTONIC),
+            kernel_time_at_start: kernel_time(ClockId::CLOCK_MONOTONIC),
             offset: Micros(0),
-            last: Micros(0),
+            last_reading: Micros(0),
         }
     }
 
@@ -35,30 +35,30 @@ impl Clock {
     /// last result of [`Clock::now`].
     pub(crate) fn coarse_now(&self) -> Micros {
         self.elapsed_at(kernel_time(ClockId::CLOCK_MONOTONIC_COARSE))
-            .max(self.last)
+            .max(self.last_reading)
     }
 
     /// Returns the time like [`Clock::now`], for a process that may have migrated since the last
     /// call.
     pub(crate) fn now_after_migration(&mut self) -> Micros {
         let now = kernel_time(ClockId::CLOCK_MONOTONIC);
-        if self.elapsed_at(now).since(self.last) > CLOCK_JUMP_MAX {
-            (self.base, self.offset) = (now, self.last);
+        if self.elapsed_at(now).since(self.last_reading) > CLOCK_JUMP_MAX {
+            (self.kernel_time_at_start, self.offset) = (now, self.last_reading);
         }
         self.advance_to(now)
     }
 
     fn elapsed_at(&self, now: Duration) -> Micros {
-        self.offset + Micros(now.saturating_sub(self.base).as_micros() as u64)
+        self.offset + Micros(now.saturating_sub(self.kernel_time_at_start).as_micros() as u64)
     }
 
     fn advance_to(&mut self, now: Duration) -> Micros {
         let time = self.elapsed_at(now);
-        if time < self.last {
-            (self.base, self.offset) = (now, self.last);
-            return self.last;
+        if time < self.last_reading {
+            (self.kernel_time_at_start, self.offset) = (now, self.last_reading);
+            return self.last_reading;
         }
-        self.last = time;
+        self.last_reading = time;
         time
     }
 }
@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn time_continues_on_host_that_booted_later() {
         let mut clock = Clock::new();
-        let start = clock.base;
+        let start = clock.kernel_time_at_start;
         assert_eq!(
             clock.advance_to(start + Duration::from_secs(100)),
             Micros::from_secs(100)

@@ -20,9 +20,9 @@ use std::time::Duration;
 /// Timeout for the daemon's answer to the hello.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Buffer size for one read of the welcome.
-const WELCOME_BYTES: usize = 4096;
+const WELCOME_READ_BYTES: usize = 4096;
 /// Maximum length in bytes of the program name in the hello.
-const PROGRAM_BYTES_MAX: usize = 4096;
+const PROGRAM_NAME_BYTES_MAX: usize = 4096;
 
 /// Set when this process image has used its spawn token (`PVMEPID`). A forked child inherits the
 /// flag, so it cannot enroll in place of its parent.
@@ -38,7 +38,7 @@ pub struct EnrollOptions {
     pub program: String,
     /// What happens to this process when its daemon exits. Applies to processes that no daemon or
     /// tasker has started.
-    pub at_end: OnDaemonExit,
+    pub on_daemon_exit: OnDaemonExit,
 }
 
 impl EnrollOptions {
@@ -81,7 +81,7 @@ impl EnrollOptions {
             socket,
             claim,
             program: program_name(),
-            at_end: OnDaemonExit::FailCalls,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         })
     }
 }
@@ -103,7 +103,7 @@ fn program_name() -> String {
         .file_name()
         .unwrap_or_default()
         .to_string_lossy();
-    name.chars().take(PROGRAM_BYTES_MAX / 4).collect()
+    name.chars().take(PROGRAM_NAME_BYTES_MAX / 4).collect()
 }
 
 /// Connection on which the daemon has sent its welcome.
@@ -119,12 +119,12 @@ pub(crate) struct AcceptedConnection {
 
 /// True if a daemon answers at this socket within `within`. A daemon that is exiting may still
 /// accept connections, but does not answer. No task is enrolled.
-pub fn daemon_answers(path: &Path, within: Duration) -> bool {
-    let silent = |error: &EnrollError| {
+pub fn daemon_answers(path: &Path, timeout: Duration) -> bool {
+    let is_no_answer = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
     };
-    !handshake_within(within, path, Claim::Probe, "", OnDaemonExit::default())
-        .is_err_and(|error| silent(&error))
+    !handshake_with_timeout(timeout, path, Claim::Probe, "", OnDaemonExit::default())
+        .is_err_and(|error| is_no_answer(&error))
 }
 
 /// Connects to the daemon's socket, sends the hello, and waits for the answer.
@@ -132,13 +132,13 @@ pub(crate) fn handshake(
     path: &Path,
     claim: Claim,
     program: &str,
-    at_end: OnDaemonExit,
+    on_daemon_exit: OnDaemonExit,
 ) -> Result<AcceptedConnection, EnrollError> {
-    handshake_within(HANDSHAKE_TIMEOUT, path, claim, program, at_end)
+    handshake_with_timeout(HANDSHAKE_TIMEOUT, path, claim, program, on_daemon_exit)
 }
 
-fn handshake_within(
-    within: Duration,
+fn handshake_with_timeout(
+    timeout: Duration,
     path: &Path,
     claim: Claim,
     program: &str,
@@ -181,7 +181,7 @@ fn handshake_within(
         encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
     socket
         .get()
-        .set_read_timeout(Some(within))
+        .set_read_timeout(Some(timeout))
         .map_err(io_error)?;
     match write_all(socket.get(), hello) {
         // The daemon may have sent the reason before it closed the connection.
@@ -220,7 +220,7 @@ fn read_welcome(
     passed: &mut PendingFds,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
-    let version = |why: String| EnrollError::VersionMismatch {
+    let version_mismatch = |why: String| EnrollError::VersionMismatch {
         path: path.to_path_buf(),
         reason: why,
     };
@@ -229,15 +229,20 @@ fn read_welcome(
         source,
     };
     loop {
-        if let Some(frame) = decoder.next_frame().map_err(|e| version(e.to_string()))? {
+        if let Some(frame) = decoder
+            .next_frame()
+            .map_err(|e| version_mismatch(e.to_string()))?
+        {
             return match frame.decode_control::<ToTask>() {
                 Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
                 Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
-                Ok(_) => Err(version("its first word is neither yes nor no".into())),
-                Err(e) => Err(version(e.to_string())),
+                Ok(_) => Err(version_mismatch(
+                    "its first word is neither yes nor no".into(),
+                )),
+                Err(e) => Err(version_mismatch(e.to_string())),
             };
         }
-        decoder.buffer_mut().reserve(WELCOME_BYTES);
+        decoder.buffer_mut().reserve(WELCOME_READ_BYTES);
         match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
             Ok(Received { bytes: 0, .. }) => {
                 return Err(io_error(io::Error::other("it hung up without an answer")));

@@ -24,14 +24,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Maximum number of direct routes of one task.
-pub(crate) const DIRECT_MAX: usize = 512;
+pub(crate) const DIRECT_ROUTES_MAX: usize = 512;
 /// Maximum number of ready descriptors handled in one poll.
-const READY_MAX: usize = 64;
+const READY_EVENTS_MAX: usize = 64;
 /// Epoll event data of all descriptors that belong to routes in setup.
 const SETUP_TOKEN: u64 = u64::MAX;
 /// Time for which the I/O thread does not watch the direct routes after another thread has polled
 /// them.
-pub(crate) const POLLED_WINDOW: Micros = Micros::from_millis(2);
+pub(crate) const POLLED_BY_THREAD_WINDOW: Micros = Micros::from_millis(2);
 /// A draining connection is closed if nothing arrives for this time.
 pub(crate) const DRAIN_SILENCE_TIMEOUT: Micros = Micros::from_secs(2);
 /// Maximum duration of the draining of a connection.
@@ -47,18 +47,18 @@ const NO_CERTIFICATE: Fingerprint = [0; 32];
 struct DirectConn {
     stream: FrameStream,
     /// Output is waiting until the socket becomes writable.
-    blocked: bool,
+    is_write_blocked: bool,
     /// The last read stopped at its limit, so the socket may still contain data.
-    unread: bool,
+    has_unread_data: bool,
     /// Set while the connection is drained: nothing is written, but data that the peer sent is
     /// still read.
-    draining: Option<Draining>,
-    used_at: Micros,
+    drain: Option<DrainState>,
+    last_traffic_at: Micros,
 }
 
 /// Time limits for draining a connection on which nothing can be written.
 #[derive(Clone, Copy, Debug)]
-struct Draining {
+struct DrainState {
     /// Time at which draining ends if nothing arrives.
     silence_deadline: Micros,
     deadline: Micros,
@@ -91,16 +91,16 @@ pub(crate) struct DirectRoutes {
     addresses: Vec<IpAddr>,
     acceptor: Acceptor,
     /// Peers to which this task's offers were sent.
-    offered: FxHashMap<OfferId, Tid>,
+    offered_peers: FxHashMap<OfferId, Tid>,
     dialers: FxHashMap<Tid, Dialer>,
     /// Contents of the offer that is being handled.
     incoming_offer: Option<IncomingOffer>,
     /// Fingerprint of the peer's certificate in the acceptance that is being handled.
     peer_fingerprint: Fingerprint,
     conns: FxHashMap<Tid, DirectConn>,
-    blocked: usize,
+    blocked_conn_count: usize,
     next_idle_check: Option<Micros>,
-    ready: Option<Arc<ProcessOwned<ReadySet>>>,
+    ready_set: Option<Arc<ProcessOwned<ReadySet>>>,
     /// Time at which a spinning thread last polled the routes.
     polled_at: Option<Micros>,
 }
@@ -111,14 +111,14 @@ impl DirectRoutes {
             agreements: RouteAgreements::new(me),
             addresses,
             acceptor: Acceptor::default(),
-            offered: FxHashMap::default(),
+            offered_peers: FxHashMap::default(),
             dialers: FxHashMap::default(),
             incoming_offer: None,
             peer_fingerprint: NO_CERTIFICATE,
             conns: FxHashMap::default(),
-            blocked: 0,
+            blocked_conn_count: 0,
             next_idle_check: None,
-            ready: None,
+            ready_set: None,
             polled_at: None,
         }
     }
@@ -139,15 +139,17 @@ impl DirectRoutes {
 
     /// True if frames to this peer wait until the socket of the direct route is writable.
     pub(crate) fn is_blocked(&self, peer: Tid) -> bool {
-        self.conns.get(&peer).is_some_and(|far| far.blocked)
+        self.conns
+            .get(&peer)
+            .is_some_and(|far| far.is_write_blocked)
     }
 
     /// Returns the epoll set that the I/O thread must watch; `None` while another thread polls it.
-    pub(crate) fn set_to_watch(&self, now: Micros) -> Option<Arc<ProcessOwned<ReadySet>>> {
+    pub(crate) fn ready_set_to_watch(&self, now: Micros) -> Option<Arc<ProcessOwned<ReadySet>>> {
         let attended = self
             .polled_at
-            .is_some_and(|at| now.since(at) < POLLED_WINDOW);
-        self.ready
+            .is_some_and(|at| now.since(at) < POLLED_BY_THREAD_WINDOW);
+        self.ready_set
             .clone()
             .filter(|_| !attended || self.has_background_work())
     }
@@ -160,46 +162,46 @@ impl DirectRoutes {
     /// True if routes are in setup or wait for a writable socket. Spinning threads do not handle
     /// these.
     fn has_background_work(&self) -> bool {
-        self.blocked > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
+        self.blocked_conn_count > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
 
     /// True if there are routes, or routes in setup.
     pub(crate) fn is_open(&self) -> bool {
-        self.ready.is_some()
+        self.ready_set.is_some()
     }
 
     /// Records that a spinning thread polls the routes at this time; `None` means that the thread
     /// stops polling.
-    pub(crate) fn set_polled(&mut self, now: Option<Micros>) {
+    pub(crate) fn record_polling(&mut self, now: Option<Micros>) {
         self.polled_at = now;
     }
 
-    fn get_or_create_set(&mut self) -> Option<Arc<ProcessOwned<ReadySet>>> {
-        if self.ready.is_none() {
+    fn get_or_create_ready_set(&mut self) -> Option<Arc<ProcessOwned<ReadySet>>> {
+        if self.ready_set.is_none() {
             let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).ok()?;
-            self.ready = Some(Arc::new(ProcessOwned::new_fd(ReadySet(set))));
+            self.ready_set = Some(Arc::new(ProcessOwned::new_fd(ReadySet(set))));
         }
-        self.ready.clone()
+        self.ready_set.clone()
     }
 
     /// Adds all descriptors of routes in setup to the epoll set.
     fn watch_setups(&mut self) {
-        let Some(set) = self.get_or_create_set() else {
+        let Some(set) = self.get_or_create_ready_set() else {
             return;
         };
         let mut fds: Vec<PollFd<'_>> = Vec::new();
-        self.acceptor.watch(&mut fds);
+        self.acceptor.add_poll_fds(&mut fds);
         self.dialers
             .values()
-            .for_each(|dialer| dialer.watch(&mut fds));
+            .for_each(|dialer| dialer.add_poll_fds(&mut fds));
         for fd in &fds {
-            watch(&set, fd.as_fd(), fd.events(), SETUP_TOKEN);
+            set_poll_events(&set, fd.as_fd(), fd.events(), SETUP_TOKEN);
         }
     }
 }
 
 /// Adds a descriptor to the epoll set, or changes its events if it is in the set.
-fn watch(set: &ProcessOwned<ReadySet>, fd: BorrowedFd<'_>, wants: PollFlags, token: u64) {
+fn set_poll_events(set: &ProcessOwned<ReadySet>, fd: BorrowedFd<'_>, wants: PollFlags, token: u64) {
     let mut flags = EpollFlags::empty();
     flags.set(EpollFlags::EPOLLOUT, wants.contains(PollFlags::POLLOUT));
     flags.set(EpollFlags::EPOLLIN, wants.contains(PollFlags::POLLIN));
@@ -217,7 +219,7 @@ impl Core {
     /// wait for the answer.
     pub(crate) fn request_route(&mut self, now: Micros, peer: Tid) -> bool {
         if !self.is_connected()
-            || self.has_lifted_windows()
+            || self.has_disabled_windows()
             || peer == self.tid()
             || !peer.is_task()
         {
@@ -234,7 +236,7 @@ impl Core {
 
     /// Applies `change` to the program's requests for notifications about routes, and sends the
     /// notifications that are due.
-    pub(crate) fn watch_routes(
+    pub(crate) fn update_route_watches(
         &mut self,
         now: Micros,
         change: impl FnOnce(&mut RouteAgreements) -> PvmResult<()>,
@@ -287,7 +289,7 @@ impl Core {
             RouteMsg::DirectRefuse { id } => RouteEvent::Refused { peer: from, id },
             _ => return,
         };
-        if self.is_connected() && !self.has_lifted_windows() {
+        if self.is_connected() && !self.has_disabled_windows() {
             self.handle_route_event(now, event);
         }
     }
@@ -314,7 +316,7 @@ impl Core {
 
     /// Executes the actions that the agreements have queued.
     fn run_route_outputs(&mut self, now: Micros) {
-        while let Some(output) = self.direct.agreements.poll() {
+        while let Some(output) = self.direct.agreements.next_output() {
             match output {
                 RouteOutput::Offer { to, id } => {
                     if !self.offer_direct(now, to, id) {
@@ -322,7 +324,7 @@ impl Core {
                     }
                 }
                 RouteOutput::Withdraw { id } => {
-                    self.direct.offered.remove(&id);
+                    self.direct.offered_peers.remove(&id);
                     self.direct.acceptor.withdraw(id);
                 }
                 RouteOutput::Accept { to, id } => {
@@ -338,7 +340,7 @@ impl Core {
                     );
                 }
                 RouteOutput::Dial { to, id } => {
-                    if !self.dial(now, to, id) {
+                    if !self.start_dial(now, to, id) {
                         self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
                         self.direct.agreements.handle(now, RouteEvent::Failed(to));
                     }
@@ -346,7 +348,7 @@ impl Core {
                 RouteOutput::ExpectConnection { id } => self
                     .direct
                     .acceptor
-                    .accepted(id, self.direct.peer_fingerprint),
+                    .record_acceptance(id, self.direct.peer_fingerprint),
                 RouteOutput::Refuse { to, id } => {
                     self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
                 }
@@ -375,13 +377,13 @@ impl Core {
     }
 
     fn offer_direct(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
-        if self.direct.conns.len() >= DIRECT_MAX {
+        if self.direct.conns.len() >= DIRECT_ROUTES_MAX {
             return false;
         }
-        let Ok((port, fingerprint)) = self.direct.acceptor.offer(now, id) else {
+        let Ok((port, fingerprint)) = self.direct.acceptor.open_offer(now, id) else {
             return false;
         };
-        self.direct.offered.insert(id, to);
+        self.direct.offered_peers.insert(id, to);
         let addresses = self
             .direct
             .addresses
@@ -401,7 +403,7 @@ impl Core {
         )
     }
 
-    fn dial(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
+    fn start_dial(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
         let Some(IncomingOffer {
             addresses,
             fingerprint,
@@ -409,7 +411,7 @@ impl Core {
         else {
             return false;
         };
-        if self.direct.conns.len() >= DIRECT_MAX {
+        if self.direct.conns.len() >= DIRECT_ROUTES_MAX {
             return false;
         }
         let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else {
@@ -433,13 +435,13 @@ impl Core {
     fn advance_setups(&mut self, now: Micros) {
         if self.direct.acceptor.is_idle() && self.direct.dialers.is_empty() {
             if self.direct.conns.is_empty() {
-                self.direct.ready = None;
+                self.direct.ready_set = None;
             }
             return;
         }
         let mut done: Vec<(Tid, Result<FrameStream, SetupError>)> = Vec::new();
         for (id, outcome) in self.direct.acceptor.step(now) {
-            if let Some(peer) = self.direct.offered.remove(&id) {
+            if let Some(peer) = self.direct.offered_peers.remove(&id) {
                 done.push((peer, outcome));
             }
         }
@@ -466,18 +468,18 @@ impl Core {
     }
 
     fn install_direct(&mut self, now: Micros, peer: Tid, end: FrameStream) {
-        let Some(set) = self.direct.get_or_create_set() else {
+        let Some(set) = self.direct.get_or_create_ready_set() else {
             return self.handle_route_event(now, RouteEvent::Failed(peer));
         };
-        watch(&set, end.as_fd(), PollFlags::POLLIN, event_token(peer));
+        set_poll_events(&set, end.as_fd(), PollFlags::POLLIN, event_token(peer));
         self.direct.conns.insert(
             peer,
             DirectConn {
                 stream: end,
-                blocked: false,
-                unread: false,
-                draining: None,
-                used_at: now,
+                is_write_blocked: false,
+                has_unread_data: false,
+                drain: None,
+                last_traffic_at: now,
             },
         );
         let look = *self
@@ -500,12 +502,12 @@ impl Core {
         self.direct.dialers.remove(&peer);
         if let Some(DirectConn {
             stream: end,
-            blocked,
+            is_write_blocked: blocked,
             ..
         }) = self.direct.conns.remove(&peer)
         {
-            self.direct.blocked -= usize::from(blocked);
-            if let Some(set) = &self.direct.ready {
+            self.direct.blocked_conn_count -= usize::from(blocked);
+            if let Some(set) = &self.direct.ready_set {
                 // Closing alone is not enough: a forked child may have a copy of the descriptor,
                 // which would keep the entry in the set.
                 let _ = set.get().0.delete(end.as_fd());
@@ -520,10 +522,10 @@ impl Core {
 
     /// Reads all direct routes that have data. Returns true if a frame arrived.
     pub(crate) fn poll_direct(&mut self, now: Micros) -> bool {
-        let Some(set) = self.direct.ready.clone() else {
+        let Some(set) = self.direct.ready_set.clone() else {
             return false;
         };
-        let mut events = [EpollEvent::empty(); READY_MAX];
+        let mut events = [EpollEvent::empty(); READY_EVENTS_MAX];
         let ready = set
             .get()
             .0
@@ -566,15 +568,17 @@ impl Core {
                 .split_first_chunk()
                 .and_then(|(head, rest)| Some((decode_short_head(*head)?, rest)))
             {
-                Some(((kind, seq, ack), rest)) => link.handle_parts(now, kind, seq, ack, rest),
+                Some(((kind, seq, ack), rest)) => {
+                    link.handle_borrowed_frame(now, kind, seq, ack, rest)
+                }
                 None => garbage = true,
             }
         });
         let answers = link.has_frame();
-        conn.unread = matches!(ended, Ok(true));
+        conn.has_unread_data = matches!(ended, Ok(true));
         if found {
-            conn.used_at = now;
-            if let Some(draining) = &mut conn.draining {
+            conn.last_traffic_at = now;
+            if let Some(draining) = &mut conn.drain {
                 draining.silence_deadline = (now + DRAIN_SILENCE_TIMEOUT).min(draining.deadline);
             }
             self.deliver_messages_from(peer);
@@ -596,33 +600,33 @@ impl Core {
             .direct
             .conns
             .get(&peer)
-            .and_then(|far| far.draining)
+            .and_then(|far| far.drain)
             .is_some_and(|last| last.peer_ended);
         self.handle_route_event(now, RouteEvent::Ended(peer));
         self.release_deferred(peer);
         if gone {
-            self.peer_gone(now, peer);
+            self.handle_peer_end(now, peer);
         }
     }
 
     /// Starts draining a connection on which nothing can be written: reads what the peer sent
-    /// before, until the connection ends or a time limit of [`Draining`] expires.
+    /// before, until the connection ends or a time limit of [`DrainState`] expires.
     fn start_draining(&mut self, now: Micros, peer: Tid, peer_ended: bool) {
         let direct = &mut self.direct;
         let Some(conn) = direct.conns.get_mut(&peer) else {
             return;
         };
         let silent_until = now + DRAIN_SILENCE_TIMEOUT;
-        let fresh = Draining {
+        let new_drain = DrainState {
             silence_deadline: silent_until,
             deadline: now + DRAIN_TIMEOUT,
             peer_ended,
         };
-        conn.draining.get_or_insert(fresh).peer_ended |= peer_ended;
-        if std::mem::take(&mut conn.blocked) {
-            direct.blocked -= 1;
-            if let Some(set) = &direct.ready {
-                watch(
+        conn.drain.get_or_insert(new_drain).peer_ended |= peer_ended;
+        if std::mem::take(&mut conn.is_write_blocked) {
+            direct.blocked_conn_count -= 1;
+            if let Some(set) = &direct.ready_set {
+                set_poll_events(
                     set,
                     conn.stream.as_fd(),
                     PollFlags::POLLIN,
@@ -643,7 +647,7 @@ impl Core {
         };
         // If the peer has just ended, writing would make the peer's kernel discard data that it has
         // not delivered. This data must be read first; the window bounds its amount.
-        if conn.draining.is_some() || conn.unread {
+        if conn.drain.is_some() || conn.has_unread_data {
             return;
         }
         let mut ended = false;
@@ -653,7 +657,7 @@ impl Core {
             {
                 conn.stream
                     .push(&[&frame.encode_short_head(), frame.head, frame.body]);
-                conn.used_at = now;
+                conn.last_traffic_at = now;
             }
             ended |= conn.stream.flush().is_err();
             if ended || conn.stream.wants_write() || !link.has_frame() {
@@ -661,20 +665,20 @@ impl Core {
             }
         }
         let blocked = conn.stream.wants_write();
-        if blocked != conn.blocked && !ended {
-            conn.blocked = blocked;
-            direct.blocked = if blocked {
-                direct.blocked + 1
+        if blocked != conn.is_write_blocked && !ended {
+            conn.is_write_blocked = blocked;
+            direct.blocked_conn_count = if blocked {
+                direct.blocked_conn_count + 1
             } else {
-                direct.blocked - 1
+                direct.blocked_conn_count - 1
             };
             let wants = if blocked {
                 PollFlags::POLLIN | PollFlags::POLLOUT
             } else {
                 PollFlags::POLLIN
             };
-            if let Some(set) = &direct.ready {
-                watch(set, conn.stream.as_fd(), wants, event_token(peer));
+            if let Some(set) = &direct.ready_set {
+                set_poll_events(set, conn.stream.as_fd(), wants, event_token(peer));
             }
             self.bump_send_event_seq();
         }
@@ -699,22 +703,22 @@ impl Core {
             .direct
             .conns
             .iter()
-            .filter(|(_, far)| far.draining.is_some_and(|last| last.peer_ended));
+            .filter(|(_, far)| far.drain.is_some_and(|last| last.peer_ended));
         let ended_peers: Vec<Tid> = ended_peers.map(|(peer, _)| *peer).collect();
         self.handle_route_event(now, RouteEvent::CloseAll);
         self.direct.acceptor.close();
-        self.direct.offered.clear();
+        self.direct.offered_peers.clear();
         self.direct.dialers.clear();
-        self.direct.ready = None;
-        self.direct.blocked = 0;
+        self.direct.ready_set = None;
+        self.direct.blocked_conn_count = 0;
         ended_peers
             .into_iter()
-            .for_each(|peer| self.peer_gone(now, peer));
+            .for_each(|peer| self.handle_peer_end(now, peer));
         peers
     }
 
     /// Handles the end of a peer. Returns false if the peer's connection must be drained first;
-    /// [`Core::peer_gone`] is called again after draining.
+    /// [`Core::handle_peer_end`] is called again after draining.
     pub(super) fn direct_peer_ended(&mut self, now: Micros, peer: Tid) -> bool {
         if self.direct.has_route(peer) {
             self.start_draining(now, peer, true);
@@ -739,11 +743,11 @@ impl Core {
             .direct
             .conns
             .iter()
-            .filter(|(_, far)| far.draining.is_some());
+            .filter(|(_, far)| far.drain.is_some());
         for peer in draining.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
             // This task may have been stopped, so data may have arrived before the deadline.
             while self.drain_direct(now, peer) {}
-            match self.direct.conns.get(&peer).and_then(|far| far.draining) {
+            match self.direct.conns.get(&peer).and_then(|far| far.drain) {
                 Some(last) if last.silence_deadline <= now => self.finish_direct(now, peer),
                 Some(last) => self.schedule_timer(last.silence_deadline),
                 None => {}
@@ -760,7 +764,7 @@ impl Core {
             for far in direct
                 .conns
                 .values_mut()
-                .filter(|far| now.since(far.used_at) >= IDLE_TIMEOUT)
+                .filter(|far| now.since(far.last_traffic_at) >= IDLE_TIMEOUT)
             {
                 far.stream.release_buffers();
             }

@@ -22,7 +22,7 @@ impl Runtime {
         request: GroupRequest,
         on_messages: Option<&mut dyn FnMut()>,
     ) -> Reply {
-        self.0.used_groups.store(true, Relaxed);
+        self.0.has_used_groups.store(true, Relaxed);
         let what = Request::Group(request);
         let Some(on_messages) = on_messages else {
             return self.request(what);
@@ -38,10 +38,10 @@ impl Runtime {
             Ok(id) => id,
             Err(refused) => return refused,
         };
-        state.flush();
+        state.write_outbox();
         drop(state);
         loop {
-            let event = self.core_wait(None, &mut |core| match core.take_reply(id) {
+            let event = self.wait_for_core(None, &mut |core| match core.take_reply(id) {
                 Some(reply) => Some(GroupWaitEvent::Answer(reply)),
                 None => (!core.inbox.is_empty()).then_some(GroupWaitEvent::Messages),
             });
@@ -57,7 +57,7 @@ impl Runtime {
     /// Ends this task's membership in all groups before the task exits, so that the group service
     /// does not count the exit as the death of a member.
     pub(super) fn leave_groups(&self) {
-        if self.0.used_groups.swap(false, Relaxed) {
+        if self.0.has_used_groups.swap(false, Relaxed) {
             // An error means that the daemon is lost, and that the memberships have ended with it.
             self.request(Request::Group(GroupRequest::LeaveAll));
         }

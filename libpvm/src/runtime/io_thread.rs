@@ -13,7 +13,7 @@
 
 use super::connect::{AcceptedConnection, handshake};
 use super::core::{Phase, QuiesceRequest};
-use super::direct_routes::{POLLED_WINDOW, ReadySet};
+use super::direct_routes::{POLLED_BY_THREAD_WINDOW, ReadySet};
 use super::process::ProcessOwned;
 use super::redirect;
 use super::ring_drainer;
@@ -56,7 +56,7 @@ pub(crate) fn start(
     let started = std::thread::Builder::new()
         .name("pvm-helper".into())
         .stack_size(STACK_BYTES)
-        .spawn(move || run(&reporter.0, &program));
+        .spawn(move || run_io_thread(&reporter.0, &program));
     old_mask.thread_set_mask()?;
     Ok(ProcessOwned::new(started?))
 }
@@ -67,9 +67,9 @@ struct PanicReporter(Arc<Shared>);
 impl Drop for PanicReporter {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0
-                .lock()
-                .lose("the runtime's helper thread has failed; this is an error in the library");
+            self.0.lock().mark_connection_lost(
+                "the runtime's helper thread has failed; this is an error in the library",
+            );
         }
     }
 }
@@ -78,16 +78,16 @@ impl Drop for PanicReporter {
 enum NextStep {
     Sleep {
         socket: Option<Arc<ProcessOwned<UnixStream>>>,
-        read: bool,
-        direct: Option<Arc<ProcessOwned<ReadySet>>>,
+        watch_readable: bool,
+        direct_routes: Option<Arc<ProcessOwned<ReadySet>>>,
         wake_timer: Option<Arc<WakeDelayTimer>>,
         timeout: Option<Duration>,
     },
     AwaitToken(QuiesceRequest),
-    End,
+    Exit,
 }
 
-fn run(shared: &Arc<Shared>, program: &str) {
+fn run_io_thread(shared: &Arc<Shared>, program: &str) {
     sempa_socket::request_short_slice();
     let mut drainer = None;
     loop {
@@ -96,7 +96,7 @@ fn run(shared: &Arc<Shared>, program: &str) {
             state.io_thread_sleep = IoThreadSleep::Awake;
             let needs_drainer = state.core.shm.is_shared() && !state.has_drainer;
             state.has_drainer |= needs_drainer;
-            (decide(&mut state, shared), needs_drainer)
+            (decide_next_step(&mut state, shared), needs_drainer)
         };
         if needs_drainer {
             // Without a drainer thread a full ring is noticed at the application's next call, or
@@ -106,8 +106,8 @@ fn run(shared: &Arc<Shared>, program: &str) {
         match next {
             NextStep::Sleep {
                 socket,
-                read,
-                direct,
+                watch_readable: read,
+                direct_routes: direct,
                 wake_timer,
                 timeout,
             } => {
@@ -124,10 +124,10 @@ fn run(shared: &Arc<Shared>, program: &str) {
                 );
             }
             NextStep::AwaitToken(quiesce) => await_token(shared, quiesce, program),
-            NextStep::End => break,
+            NextStep::Exit => break,
         }
     }
-    shared.stop();
+    shared.request_stop();
     if let Some(thread) = drainer {
         // A panic of the drainer thread only poisons the lock, and all users of the lock ignore
         // that.
@@ -135,13 +135,13 @@ fn run(shared: &Arc<Shared>, program: &str) {
     }
 }
 
-fn decide(state: &mut State, shared: &Shared) -> NextStep {
+fn decide_next_step(state: &mut State, shared: &Shared) -> NextStep {
     let now = state.now();
     state.core.run_timers(now);
     state.core.poll_direct(now);
-    state.pump();
+    state.read_and_write();
     if shared.is_stopped() {
-        state.lose("this task has left the virtual machine");
+        state.mark_connection_lost("this task has left the virtual machine");
     }
     if matches!(state.core.phase(), Phase::Quiescing(_)) && state.core.outbox.is_empty() {
         state.detach_socket(&shared.socket_waiters);
@@ -154,33 +154,33 @@ fn decide(state: &mut State, shared: &Shared) -> NextStep {
         Phase::Quiesced(quiesce) => return NextStep::AwaitToken(quiesce.clone()),
         Phase::Lost(_) => {
             state.detach_socket(&shared.socket_waiters);
-            return NextStep::End;
+            return NextStep::Exit;
         }
         Phase::Connected | Phase::Quiescing(_) => {}
     }
     let socket = state.socket.clone();
     let write = !state.core.outbox.is_empty();
     let until = state.core.next_timer();
-    let direct = state.core.direct.set_to_watch(now);
+    let direct = state.core.direct.ready_set_to_watch(now);
     let wake_timer = state.wake_timer.clone();
     state.io_thread_sleep = IoThreadSleep::Sleeping {
-        write,
-        until,
-        direct: direct.is_some(),
-        wake_timer: wake_timer.is_some(),
+        wakes_if_writable: write,
+        wake_at: until,
+        wakes_on_direct: direct.is_some(),
+        wakes_on_timer: wake_timer.is_some(),
     };
     let mut timeout = until.map(|until| Duration::from_micros(until.since(now).0));
     if direct.is_none() && state.core.direct.is_open() {
         // Another thread polls the direct routes and may stop without notice, so this sleep must be
         // short.
-        let soon = Duration::from_micros(POLLED_WINDOW.0);
+        let soon = Duration::from_micros(POLLED_BY_THREAD_WINDOW.0);
         timeout = Some(timeout.map_or(soon, |timeout| timeout.min(soon)));
     }
     // After the quiesce request the daemon sends nothing that must be read.
     NextStep::Sleep {
         socket: socket.filter(|_| write),
-        read: state.core.is_connected(),
-        direct,
+        watch_readable: state.core.is_connected(),
+        direct_routes: direct,
         wake_timer,
         timeout,
     }
@@ -277,11 +277,11 @@ fn connect_to_next_daemon(
             OnDaemonExit::default(),
         ) {
             Ok(accepted) if accepted.welcome.tid == shared.own_tid => {
-                return adopt(shared, accepted);
+                return adopt_connection(shared, accepted);
             }
             Ok(accepted) => {
                 let tid = accepted.welcome.tid;
-                return shared.lock().lose(&format!(
+                return shared.lock().mark_connection_lost(&format!(
                     "after the move the daemon took {} for {tid}",
                     shared.own_tid
                 ));
@@ -291,12 +291,16 @@ fn connect_to_next_daemon(
             {
                 std::thread::sleep(RESUME_RETRY_INTERVAL);
             }
-            Err(e) => return shared.lock().lose(&format!("going on after the move: {e}")),
+            Err(e) => {
+                return shared
+                    .lock()
+                    .mark_connection_lost(&format!("going on after the move: {e}"));
+            }
         }
     }
 }
 
-fn adopt(shared: &Shared, accepted: AcceptedConnection) {
+fn adopt_connection(shared: &Shared, accepted: AcceptedConnection) {
     let mut state = shared.lock();
     let now: Micros = state.clock.now_after_migration();
     state.core.resume(now, &accepted.welcome);
@@ -306,6 +310,6 @@ fn adopt(shared: &Shared, accepted: AcceptedConnection) {
         accepted.passed,
         &shared.socket_waiters,
     ) {
-        state.lose(&format!("going on after the move: {e}"));
+        state.mark_connection_lost(&format!("going on after the move: {e}"));
     }
 }

@@ -33,7 +33,7 @@ pub use self::connect::{EnrollOptions, daemon_answers};
 
 use self::core::BACKLOG_BYTES_MAX;
 pub(crate) use self::core::Core;
-use self::process::{ExitHook, ProcessOwned};
+use self::process::{ForkOrExitHook, ProcessOwned};
 use self::shared::{Shared, StateGuard};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
@@ -67,9 +67,9 @@ const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
 ///
 /// # Errors
 /// See [`EnrollError`].
-pub fn enroll(at_end: OnDaemonExit) -> Result<Runtime, EnrollError> {
+pub fn enroll(on_daemon_exit: OnDaemonExit) -> Result<Runtime, EnrollError> {
     let mut options = EnrollOptions {
-        at_end,
+        on_daemon_exit,
         ..EnrollOptions::from_env()?
     };
     let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::claim_spawn_token);
@@ -89,18 +89,18 @@ pub fn enroll(at_end: OnDaemonExit) -> Result<Runtime, EnrollError> {
 /// daemon, within a few seconds. In a forked child the runtime is dead: [`Runtime::is_connected`]
 /// is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
-pub struct Runtime(Arc<Handle>);
+pub struct Runtime(Arc<RuntimeInner>);
 
 #[derive(Debug)]
-struct Handle {
+struct RuntimeInner {
     shared: Arc<Shared>,
     welcome: Welcome,
     last_wid: AtomicI32,
-    used_groups: AtomicBool,
+    has_used_groups: AtomicBool,
     io_thread: Mutex<Option<ProcessOwned<JoinHandle<()>>>>,
 }
 
-impl Drop for Handle {
+impl Drop for RuntimeInner {
     fn drop(&mut self) {
         if self.shared.is_forked_child() {
             return;
@@ -110,10 +110,10 @@ impl Drop for Handle {
     }
 }
 
-impl Handle {
+impl RuntimeInner {
     /// Stops the I/O thread, which closes the socket.
     fn stop(&self) {
-        self.shared.stop();
+        self.shared.request_stop();
         let helper = self
             .io_thread
             .lock()
@@ -128,7 +128,7 @@ impl Handle {
 
 struct FlushAtExit(Weak<Shared>);
 
-impl ExitHook for FlushAtExit {
+impl ForkOrExitHook for FlushAtExit {
     fn is_done(&self) -> bool {
         self.0.strong_count() == 0
     }
@@ -139,7 +139,7 @@ impl ExitHook for FlushAtExit {
         }
     }
 
-    fn run(&self) {
+    fn run_at_exit(&self) {
         if let Some(shared) = self.0.upgrade() {
             shared.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
         }
@@ -158,7 +158,7 @@ impl Runtime {
             socket: path,
             claim,
             program,
-            at_end,
+            on_daemon_exit: at_end,
         } = options;
         let accepted = connect::handshake(&path, claim, &program, at_end)?;
         let welcome = accepted.welcome.clone();
@@ -169,11 +169,11 @@ impl Runtime {
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
         let helper = io_thread::start(&shared, program).map_err(io_error)?;
         process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
-        let handle = Handle {
+        let handle = RuntimeInner {
             shared,
             welcome,
             last_wid: AtomicI32::new(0),
-            used_groups: AtomicBool::new(false),
+            has_used_groups: AtomicBool::new(false),
             io_thread: Mutex::new(Some(helper)),
         };
         Ok(Runtime(Arc::new(handle)))
@@ -191,7 +191,7 @@ impl Runtime {
     }
 
     /// True if a daemon started this process, false if it was started from a command line.
-    pub fn spawned(&self) -> bool {
+    pub fn was_spawned(&self) -> bool {
         self.0.welcome.spawned
     }
 
@@ -208,19 +208,19 @@ impl Runtime {
     }
 
     /// Returns the sink of this task's output, as given in the daemon's welcome.
-    pub fn output(&self) -> Sink {
+    pub fn output_sink(&self) -> Sink {
         self.with_core(|core| core.output())
             .unwrap_or(self.0.welcome.output)
     }
 
     /// Returns the sink of this task's trace records, as given in the daemon's welcome.
-    pub fn trace(&self) -> Sink {
+    pub fn trace_sink(&self) -> Sink {
         self.with_core(|core| core.trace())
             .unwrap_or(self.0.welcome.trace)
     }
 
     /// Returns the tracer's settings, if trace records go to the tracer by default.
-    pub fn tracer(&self) -> Option<TracerSettings> {
+    pub fn tracer_settings(&self) -> Option<TracerSettings> {
         self.0.welcome.tracer.clone()
     }
 
@@ -229,7 +229,7 @@ impl Runtime {
     }
 
     /// Returns a counter that increases when the resource manager changes or dies;
-    /// [`Runtime::inbox_wait`] then calls its closure again.
+    /// [`Runtime::wait_for_inbox`] then calls its closure again.
     pub fn rm_generation(&self) -> u64 {
         self.with_core(|core| core.rm_generation()).unwrap_or(0)
     }
@@ -360,7 +360,7 @@ impl Runtime {
             if state.core.lost_reason().is_some() || state.core.request_route(now, dst) {
                 return;
             }
-            state.flush();
+            state.write_outbox();
             state.wait_for_event(None);
         }
     }
@@ -387,7 +387,7 @@ impl Runtime {
         let now = state.now();
         state
             .core
-            .watch_routes(now, |routes| routes.watch_new(ctx, tag, count, fd))
+            .update_route_watches(now, |routes| routes.watch_new(ctx, tag, count, fd))
     }
 
     /// Requests notification of the end of the direct route to `peer` by a message `int tid, int
@@ -399,7 +399,7 @@ impl Runtime {
     pub fn notify_route_end(&self, peer: Tid, ctx: i32, tag: i32, cancel: bool) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         let now = state.now();
-        state.core.watch_routes(now, |routes| {
+        state.core.update_route_watches(now, |routes| {
             if cancel {
                 routes.unwatch_end(peer, ctx, tag);
                 return Ok(());
@@ -414,7 +414,7 @@ impl Runtime {
         let mut write_target = None;
         let (mut polled, mut may_wait_for_socket) = (false, true);
         loop {
-            state.flush();
+            state.write_outbox();
             if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
@@ -422,19 +422,19 @@ impl Runtime {
                 return Ok(());
             }
             if peer.is_some_and(|peer| state.core.shm.is_offered(peer)) {
-                state.wait_written(None);
+                state.wait_until_written(None);
                 continue;
             }
             if peer.is_some_and(|peer| state.core.direct.is_blocked(peer))
                 && std::mem::take(&mut may_wait_for_socket)
             {
-                state.wait_written(Some(DIRECT_SOCKET_TIMEOUT));
+                state.wait_until_written(Some(DIRECT_SOCKET_TIMEOUT));
                 continue;
             }
             if let Some(peer) = peer.filter(|_| write_target.is_none()) {
                 let now = state.now();
                 if state.core.waits_for_outbox(peer)
-                    && state.core.outbox.backlog() < BACKLOG_BYTES_MAX
+                    && state.core.outbox.backlog_bytes() < BACKLOG_BYTES_MAX
                 {
                     state.core.pump(now);
                     continue;
@@ -442,19 +442,19 @@ impl Runtime {
                 if state.core.waits_for_window(peer) && !polled && !state.core.shm.has_ring(peer) {
                     // An acknowledgement that opens the window may have arrived already.
                     polled = true;
-                    state.pump();
+                    state.read_and_write();
                     continue;
                 }
                 if state.core.waits_for_outbox(peer) {
-                    state.wait_written(None);
+                    state.wait_until_written(None);
                     continue;
                 }
             }
-            let end = *write_target.get_or_insert(state.core.outbox.queued());
-            if state.core.outbox.written() >= end {
+            let end = *write_target.get_or_insert(state.core.outbox.queued_bytes_total());
+            if state.core.outbox.written_bytes_total() >= end {
                 return Ok(());
             }
-            state.wait_written(None);
+            state.wait_until_written(None);
         }
     }
 
@@ -471,7 +471,7 @@ impl Runtime {
             Ok(id) => id,
             Err(refused) => return refused,
         };
-        state.flush();
+        state.write_outbox();
         loop {
             if let Some(reply) = state.core.take_reply(id) {
                 return reply;
@@ -483,7 +483,7 @@ impl Runtime {
     /// Calls `f` with the inbox and returns its value. If `f` returns nothing, reads what has
     /// arrived and calls `f` again if there are new messages. `f` runs under the runtime's lock, so
     /// it must not call the runtime.
-    pub fn inbox_try<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
+    pub fn check_inbox<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
         let mut state = self.lock()?;
         if let Some(found) = f(&mut state.core.inbox) {
             return Some(found);
@@ -509,16 +509,16 @@ impl Runtime {
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost for good and `f` returns nothing.
-    pub fn inbox_wait<R>(
+    pub fn wait_for_inbox<R>(
         &self,
         deadline: Option<Instant>,
         f: &mut dyn FnMut(&mut Inbox) -> Option<R>,
     ) -> Result<Option<R>, PvmError> {
-        self.core_wait(deadline, &mut |core| f(&mut core.inbox))
+        self.wait_for_core(deadline, &mut |core| f(&mut core.inbox))
     }
 
-    /// As [`Runtime::inbox_wait`], but `f` receives the whole state of the runtime.
-    pub(crate) fn core_wait<R>(
+    /// As [`Runtime::wait_for_inbox`], but `f` receives the whole state of the runtime.
+    pub(crate) fn wait_for_core<R>(
         &self,
         deadline: Option<Instant>,
         f: &mut dyn FnMut(&mut Core) -> Option<R>,
@@ -570,10 +570,10 @@ impl Runtime {
         if self.lock().is_some_and(|mut state| state.core.begin_exit()) {
             self.request(Request::AboutToExit);
         }
-        let marks = self.flush_all();
+        let marks = self.flush_all_for_exit();
         let reply = marks.map(|marks| self.request(Request::Exit { watermarks: marks }));
         if let Some(mut state) = self.lock() {
-            state.lose("this task has left the virtual machine");
+            state.mark_connection_lost("this task has left the virtual machine");
             drop(state);
             self.0.stop();
         }
@@ -586,12 +586,12 @@ impl Runtime {
 
     /// Writes all sent messages, without regard to flow-control windows. Returns the sequence
     /// number that each link has reached.
-    fn flush_all(&self) -> PvmResult<Vec<sempa_proto::task::SendWatermark>> {
+    fn flush_all_for_exit(&self) -> PvmResult<Vec<sempa_proto::task::SendWatermark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {
             let now = state.now();
-            state.core.lift_windows(now);
-            state.flush();
+            state.core.disable_windows(now);
+            state.write_outbox();
             let core = &state.core;
             if core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
@@ -599,7 +599,7 @@ impl Runtime {
             if core.is_connected() && core.outbox.is_empty() && core.all_transmitted() {
                 return Ok(core.send_watermarks());
             }
-            state.wait_written(None);
+            state.wait_until_written(None);
         }
     }
 

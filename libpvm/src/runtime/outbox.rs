@@ -22,22 +22,23 @@ pub(crate) struct Outbox {
     pieces: VecDeque<Bytes>,
     /// Lists of descriptors. Each list has the offset, in all bytes ever queued, of the piece with
     /// which it must be sent.
-    attached: VecDeque<(u64, Descriptors)>,
-    queued: u64,
-    written: u64,
+    descriptor_lists: VecDeque<(u64, Descriptors)>,
+    queued_bytes_total: u64,
+    written_bytes_total: u64,
 }
 
 impl Outbox {
     /// Appends an encoded frame.
     pub(crate) fn push(&mut self, piece: Bytes) {
-        self.queued += piece.len() as u64;
+        self.queued_bytes_total += piece.len() as u64;
         self.pieces.push_back(piece);
     }
 
     /// Appends an encoded frame. The descriptors are sent with its first byte.
     pub(crate) fn push_with_descriptors(&mut self, piece: Bytes, descriptors: Descriptors) {
         if !descriptors.is_empty() {
-            self.attached.push_back((self.queued, descriptors));
+            self.descriptor_lists
+                .push_back((self.queued_bytes_total, descriptors));
         }
         self.push(piece);
     }
@@ -56,32 +57,35 @@ impl Outbox {
     }
 
     /// Returns the number of bytes not written yet.
-    pub(crate) fn backlog(&self) -> usize {
-        (self.queued - self.written) as usize
+    pub(crate) fn backlog_bytes(&self) -> usize {
+        (self.queued_bytes_total - self.written_bytes_total) as usize
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.pieces.is_empty()
     }
 
-    /// Returns the total number of bytes ever queued. When [`Outbox::written`] reaches this number,
+    /// Returns the total number of bytes ever queued. When [`Outbox::written_bytes_total`] reaches this number,
     /// everything queued until now is written.
-    pub(crate) fn queued(&self) -> u64 {
-        self.queued
+    pub(crate) fn queued_bytes_total(&self) -> u64 {
+        self.queued_bytes_total
     }
 
     /// Returns the total number of bytes ever written.
-    pub(crate) fn written(&self) -> u64 {
-        self.written
+    pub(crate) fn written_bytes_total(&self) -> u64 {
+        self.written_bytes_total
     }
 
     /// Returns the first pieces for one vectored write, and the descriptors to send with them.
-    pub(crate) fn slices(&self) -> (Vec<IoSlice<'_>>, Vec<RawFd>) {
+    pub(crate) fn next_write(&self) -> (Vec<IoSlice<'_>>, Vec<RawFd>) {
         /// Maximum number of pieces in one write.
         const PIECES_MAX: usize = 64;
-        let (mut slices, mut at) = (Vec::new(), self.written);
-        let mut attached = self.attached.iter();
-        let here = self.attached.front().filter(|(start, _)| *start == at);
+        let (mut slices, mut at) = (Vec::new(), self.written_bytes_total);
+        let mut attached = self.descriptor_lists.iter();
+        let here = self
+            .descriptor_lists
+            .front()
+            .filter(|(start, _)| *start == at);
         let descriptors = here
             .map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect())
             .unwrap_or_default();
@@ -101,14 +105,14 @@ impl Outbox {
     }
 
     /// Removes `bytes` bytes that have been written.
-    pub(crate) fn advance(&mut self, mut bytes: usize) {
-        self.written += bytes as u64;
+    pub(crate) fn remove_written(&mut self, mut bytes: usize) {
+        self.written_bytes_total += bytes as u64;
         while self
-            .attached
+            .descriptor_lists
             .front()
-            .is_some_and(|(start, _)| *start < self.written)
+            .is_some_and(|(start, _)| *start < self.written_bytes_total)
         {
-            self.attached.pop_front();
+            self.descriptor_lists.pop_front();
         }
         while bytes > 0 {
             let piece = self
@@ -128,14 +132,14 @@ impl Outbox {
     /// written.
     pub(crate) fn skip_piece(&mut self) {
         let length = self.pieces.front().map_or(0, Bytes::len);
-        self.advance(length);
+        self.remove_written(length);
     }
 
     /// Drops all pieces. They count as written, so that no thread keeps waiting for them.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
-        self.attached.clear();
-        self.written = self.queued;
+        self.descriptor_lists.clear();
+        self.written_bytes_total = self.queued_bytes_total;
     }
 }
 
@@ -157,7 +161,7 @@ mod tests {
         outbox.push_with_descriptors(Bytes::from_static(b"word"), vec![file.clone()]);
         outbox.push_with_descriptors(Bytes::from_static(b"another"), vec![file]);
         let next = |outbox: &Outbox| {
-            let (slices, descriptors) = outbox.slices();
+            let (slices, descriptors) = outbox.next_write();
             (
                 slices
                     .iter()
@@ -167,12 +171,12 @@ mod tests {
             )
         };
         assert_eq!(next(&outbox), (b"before".to_vec(), 0));
-        outbox.advance(6);
+        outbox.remove_written(6);
         assert_eq!(next(&outbox), (b"word".to_vec(), 1));
         outbox.skip_piece();
         assert_eq!(next(&outbox), (b"another".to_vec(), 1));
         outbox.skip_piece();
-        assert_eq!((outbox.backlog(), outbox.is_empty()), (0, true));
+        assert_eq!((outbox.backlog_bytes(), outbox.is_empty()), (0, true));
     }
 
     /// Frames of any size are decoded unchanged, whatever the sizes of the writes.
@@ -193,12 +197,20 @@ mod tests {
             sizes.iter().for_each(|len| outbox.push_link(&frame(*len)));
             let mut decoder = FrameDecoder::new();
             while !outbox.is_empty() {
-                let bytes: Vec<u8> = outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect();
+                let bytes: Vec<u8> = outbox
+                    .next_write()
+                    .0
+                    .iter()
+                    .flat_map(|s| s.to_vec())
+                    .collect();
                 let n = step.min(bytes.len());
                 decoder.push(&bytes[..n]);
-                outbox.advance(n);
+                outbox.remove_written(n);
             }
-            assert_eq!((outbox.backlog(), outbox.written()), (0, outbox.queued()));
+            assert_eq!(
+                (outbox.backlog_bytes(), outbox.written_bytes_total()),
+                (0, outbox.queued_bytes_total())
+            );
             for len in sizes {
                 let got = decoder
                     .next_frame()

@@ -15,21 +15,22 @@ use std::sync::{Mutex, Once};
 /// Maximum number of descriptors that a fork closes in the child. Descriptors beyond the maximum
 /// are only close-on-exec.
 const FORK_FDS_MAX: usize = 1024;
-/// Marks a free entry of [`FORK_FDS`].
+/// Marks a free entry of [`FDS_TO_CLOSE_AT_FORK`].
 const NO_FD: i32 = -1;
 
 /// Number of forks between the first process and this one; the child increments it.
-static GENERATION: AtomicU64 = AtomicU64::new(0);
-static FORK_FDS: [AtomicI32; FORK_FDS_MAX] = [const { AtomicI32::new(NO_FD) }; FORK_FDS_MAX];
+static FORK_GENERATION: AtomicU64 = AtomicU64::new(0);
+static FDS_TO_CLOSE_AT_FORK: [AtomicI32; FORK_FDS_MAX] =
+    [const { AtomicI32::new(NO_FD) }; FORK_FDS_MAX];
 /// Hooks that run at exit. The list is never freed: another thread may hold its lock during a fork,
 /// and the child then creates a new list.
-static AT_EXIT: AtomicPtr<AtExit> = AtomicPtr::new(std::ptr::null_mut());
+static EXIT_HOOKS: AtomicPtr<ExitHookList> = AtomicPtr::new(std::ptr::null_mut());
 
-type AtExit = Mutex<Vec<Box<dyn ExitHook>>>;
+type ExitHookList = Mutex<Vec<Box<dyn ForkOrExitHook>>>;
 
 /// Returns the number of forks between the first process and this one.
 pub(crate) fn fork_generation() -> u64 {
-    GENERATION.load(Ordering::Relaxed)
+    FORK_GENERATION.load(Ordering::Relaxed)
 }
 
 /// Installs the hooks for fork and exit, once per process.
@@ -39,22 +40,22 @@ pub(crate) fn install_hooks() {
         // SAFETY: both functions are `extern "C"`, never unwind, and live as long as this library.
         unsafe {
             libc::pthread_atfork(Some(before_fork), None, Some(after_fork_in_child));
-            libc::atexit(at_exit);
+            libc::atexit(run_exit_hooks);
         }
     });
 }
 
 /// Action before a fork, or at the normal end of this process.
-pub(crate) trait ExitHook: Send {
+pub(crate) trait ForkOrExitHook: Send {
     /// True if nothing is left to do. The hook is removed when the next hook is added.
     fn is_done(&self) -> bool;
     fn before_fork(&self);
     /// Runs at the normal end of the process.
-    fn run(&self);
+    fn run_at_exit(&self);
 }
 
 /// Adds a hook. Hooks run once, in no particular order.
-pub(crate) fn add_exit_hook(hook: impl ExitHook + 'static) {
+pub(crate) fn add_exit_hook(hook: impl ForkOrExitHook + 'static) {
     let mut hooks = exit_hooks()
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -62,11 +63,11 @@ pub(crate) fn add_exit_hook(hook: impl ExitHook + 'static) {
     hooks.push(Box::new(hook));
 }
 
-fn exit_hooks() -> &'static AtExit {
-    let mut list = AT_EXIT.load(Ordering::Acquire);
+fn exit_hooks() -> &'static ExitHookList {
+    let mut list = EXIT_HOOKS.load(Ordering::Acquire);
     if list.is_null() {
-        let fresh = Box::into_raw(Box::<AtExit>::default());
-        list = match AT_EXIT.compare_exchange(list, fresh, Ordering::AcqRel, Ordering::Acquire) {
+        let fresh = Box::into_raw(Box::<ExitHookList>::default());
+        list = match EXIT_HOOKS.compare_exchange(list, fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => fresh,
             Err(other) => {
                 // SAFETY: `fresh` comes from `Box::into_raw` above and was never shared.
@@ -75,15 +76,15 @@ fn exit_hooks() -> &'static AtExit {
             }
         };
     }
-    // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in AT_EXIT is never freed.
+    // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in EXIT_HOOKS is never freed.
     unsafe { &*list }
 }
 
-extern "C" fn at_exit() {
+extern "C" fn run_exit_hooks() {
     // A signal handler may call `exit` on top of a thread that holds the lock. Skipping the flush
     // is better than a deadlock.
     if let Ok(hooks) = exit_hooks().try_lock() {
-        hooks.iter().for_each(|hook| hook.run());
+        hooks.iter().for_each(|hook| hook.run_at_exit());
     }
 }
 
@@ -111,9 +112,9 @@ pub(crate) fn mark_library_socket(socket: impl AsFd) -> io::Result<()> {
 /// Increments the fork generation in the child and closes the child's copies of the library's
 /// descriptors. Async-signal-safe: uses only atomics and `close`.
 extern "C" fn after_fork_in_child() {
-    GENERATION.fetch_add(1, Ordering::Relaxed);
-    AT_EXIT.store(std::ptr::null_mut(), Ordering::Relaxed);
-    for slot in &FORK_FDS {
+    FORK_GENERATION.fetch_add(1, Ordering::Relaxed);
+    EXIT_HOOKS.store(std::ptr::null_mut(), Ordering::Relaxed);
+    for slot in &FDS_TO_CLOSE_AT_FORK {
         let fd = slot.swap(NO_FD, Ordering::Relaxed);
         if fd != NO_FD {
             // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `ProcessOwned`
@@ -128,7 +129,7 @@ extern "C" fn after_fork_in_child() {
 #[derive(Debug)]
 pub(crate) struct ProcessOwned<T> {
     value: Option<T>,
-    generation: u64,
+    fork_generation: u64,
     fd_slot: Option<usize>,
 }
 
@@ -137,14 +138,14 @@ impl<T> ProcessOwned<T> {
     pub(crate) fn new(value: T) -> ProcessOwned<T> {
         ProcessOwned {
             value: Some(value),
-            generation: fork_generation(),
+            fork_generation: fork_generation(),
             fd_slot: None,
         }
     }
 
     /// Returns the value; `None` in a forked child.
     pub(crate) fn into_inner(mut self) -> Option<T> {
-        if self.generation == fork_generation() {
+        if self.fork_generation == fork_generation() {
             self.value.take()
         } else {
             None
@@ -173,10 +174,10 @@ impl<T: AsFd> ProcessOwned<T> {
                 .compare_exchange(NO_FD, fd, Ordering::Relaxed, Ordering::Relaxed)
                 .is_ok()
         };
-        let fd_slot = FORK_FDS.iter().position(try_claim);
+        let fd_slot = FDS_TO_CLOSE_AT_FORK.iter().position(try_claim);
         ProcessOwned {
             value: Some(value),
-            generation: fork_generation(),
+            fork_generation: fork_generation(),
             fd_slot,
         }
     }
@@ -184,10 +185,10 @@ impl<T: AsFd> ProcessOwned<T> {
 
 impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
-        if self.generation != fork_generation() {
+        if self.fork_generation != fork_generation() {
             std::mem::forget(self.value.take());
         } else if let Some(place) = self.fd_slot {
-            FORK_FDS[place].store(NO_FD, Ordering::Relaxed);
+            FDS_TO_CLOSE_AT_FORK[place].store(NO_FD, Ordering::Relaxed);
         }
     }
 }

@@ -41,8 +41,8 @@ pub(super) fn take() -> Option<Redirect> {
     from_bytes(&bytes).ok()
 }
 
-fn word_bytes(place: &AtomicU64) -> [u8; 8] {
-    place.load(Ordering::Acquire).to_ne_bytes()
+fn word_bytes(word: &AtomicU64) -> [u8; 8] {
+    word.load(Ordering::Acquire).to_ne_bytes()
 }
 
 #[cfg(test)]

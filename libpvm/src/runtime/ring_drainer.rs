@@ -16,7 +16,7 @@ use std::time::Duration;
 const STACK_BYTES: usize = 128 << 10;
 /// Maximum interval between two reads of all rings while peers wake the thread. A peer that
 /// violates the protocol can suppress a wake-up, or clear the bit that selects the ring to read.
-const SLEEP_MAX: Duration = Duration::from_secs(1);
+const ACTIVE_SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep while no peer wakes the thread. Each wake-up disturbs a CPU that may be idle.
 const IDLE_SLEEP_MAX: Duration = Duration::from_secs(8);
 
@@ -26,31 +26,31 @@ pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new()
         .name("pvm-ear".into())
         .stack_size(STACK_BYTES)
-        .spawn(move || run(&shared))
+        .spawn(move || run_drainer(&shared))
 }
 
-fn run(shared: &Shared) {
+fn run_drainer(shared: &Shared) {
     sempa_socket::request_short_slice();
     let bell = shared.doorbell();
-    let (mut woken, mut all_polled_at, mut sleep) = (true, Micros(0), SLEEP_MAX);
+    let (mut woken, mut all_polled_at, mut sleep) = (true, Micros(0), ACTIVE_SLEEP_MAX);
     while !shared.is_stopped() {
         bell.accept_drainer_request();
         {
             let mut state = shared.lock();
             let now = state.now();
-            if woken && now.since(all_polled_at).0 < SLEEP_MAX.as_micros() as u64 {
+            if woken && now.since(all_polled_at).0 < ACTIVE_SLEEP_MAX.as_micros() as u64 {
                 state.core.poll_rings(now);
             } else {
                 state.core.poll_all_rings(now);
                 all_polled_at = now;
             }
             state.core.pump_rings(now);
-            state.flush();
+            state.write_outbox();
         }
         futex::wait(bell.drainer_word(), 0, Some(sleep));
         woken = bell.is_drainer_requested();
         sleep = if woken {
-            SLEEP_MAX
+            ACTIVE_SLEEP_MAX
         } else {
             (sleep * 2).min(IDLE_SLEEP_MAX)
         };

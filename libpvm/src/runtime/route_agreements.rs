@@ -12,11 +12,11 @@ use sempa_proto::{Micros, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 
 /// Timeout for the answer to an offer. After the timeout the peer counts as having refused.
-pub(crate) const ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
+pub(crate) const OFFER_ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
 /// Maximum number of peers with an agreement, or an offer in progress.
 pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
 /// Maximum number of notifications that a program may request.
-pub(crate) const WATCHES_MAX: usize = 4096;
+pub(crate) const ROUTE_WATCHES_MAX: usize = 4096;
 
 /// Input of the state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,9 +98,9 @@ pub(crate) enum RouteOutput {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Agreement {
-    Offered { id: OfferId, until: Micros },
-    Connecting { until: Micros },
-    Up,
+    Offered { id: OfferId, deadline: Micros },
+    Connecting { deadline: Micros },
+    Established,
     Refused,
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct RouteAgreements {
     own_tid: Tid,
     /// False if offers of peers are refused.
     pub(crate) accepts_offers: bool,
-    last_id: u64,
+    last_offer_id: u64,
     agreements: FxHashMap<Tid, Agreement>,
     new_route_watches: Vec<NewRouteWatch>,
     /// Requests for notification of the end of a route, each as peer, message context and message
@@ -141,7 +141,7 @@ impl RouteAgreements {
         RouteAgreements {
             own_tid: me,
             accepts_offers: true,
-            last_id: 0,
+            last_offer_id: 0,
             agreements: peers,
             new_route_watches: watches,
             end_watches: ends,
@@ -153,21 +153,24 @@ impl RouteAgreements {
     pub(crate) fn is_settled(&self, peer: Tid) -> bool {
         matches!(
             self.agreements.get(&peer),
-            Some(Agreement::Up | Agreement::Refused)
+            Some(Agreement::Established | Agreement::Refused)
         )
     }
 
     /// Returns the time at which [`RouteEvent::TimerExpired`] is due.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         let until = |standing: &Agreement| match standing {
-            Agreement::Offered { until, .. } | Agreement::Connecting { until } => Some(*until),
-            Agreement::Up | Agreement::Refused => None,
+            Agreement::Offered {
+                deadline: until, ..
+            }
+            | Agreement::Connecting { deadline: until } => Some(*until),
+            Agreement::Established | Agreement::Refused => None,
         };
         self.agreements.values().filter_map(until).min()
     }
 
     /// Removes and returns the next queued action.
-    pub(crate) fn poll(&mut self) -> Option<RouteOutput> {
+    pub(crate) fn next_output(&mut self) -> Option<RouteOutput> {
         self.outputs.pop_front()
     }
 
@@ -179,7 +182,7 @@ impl RouteAgreements {
     pub(crate) fn watch_new(&mut self, ctx: i32, tag: i32, count: i32, fd: i32) -> PvmResult<()> {
         self.new_route_watches
             .retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
-        if self.new_route_watches.len() >= WATCHES_MAX {
+        if self.new_route_watches.len() >= ROUTE_WATCHES_MAX {
             return Err(PvmError::OutOfRes);
         }
         if count != 0 {
@@ -199,11 +202,11 @@ impl RouteAgreements {
     /// # Errors
     /// `OutOfRes` if the maximum number of requests is reached.
     pub(crate) fn watch_end(&mut self, peer: Tid, ctx: i32, tag: i32) -> PvmResult<()> {
-        if self.end_watches.len() >= WATCHES_MAX {
+        if self.end_watches.len() >= ROUTE_WATCHES_MAX {
             return Err(PvmError::OutOfRes);
         }
         self.end_watches.push((peer, ctx, tag));
-        if self.agreements.get(&peer) != Some(&Agreement::Up) {
+        if self.agreements.get(&peer) != Some(&Agreement::Established) {
             self.notify_end(peer);
         }
         Ok(())
@@ -220,7 +223,7 @@ impl RouteAgreements {
         }
     }
 
-    /// Handles an event; the resulting actions are queued for [`RouteAgreements::poll`].
+    /// Handles an event; the resulting actions are queued for [`RouteAgreements::next_output`].
     pub(crate) fn handle(&mut self, now: Micros, event: RouteEvent) {
         match event {
             RouteEvent::Requested(peer) => self.handle_request(now, peer),
@@ -246,7 +249,7 @@ impl RouteAgreements {
             RouteEvent::Refused { peer, id } => {
                 if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open, .. }) if *open == id)
                 {
-                    self.drop_attempt(peer);
+                    self.cancel_attempt(peer);
                     self.agreements.insert(peer, Agreement::Refused);
                 }
             }
@@ -259,20 +262,23 @@ impl RouteAgreements {
                 }
             }
             RouteEvent::Failed(peer) => self.handle_failure(peer),
-            RouteEvent::Ended(peer) => self.handle_end(peer),
+            RouteEvent::Ended(peer) => self.handle_route_end(peer),
             RouteEvent::PeerMigrated(peer) => {
-                if self.agreements.get(&peer) == Some(&Agreement::Up) {
-                    self.handle_end(peer);
+                if self.agreements.get(&peer) == Some(&Agreement::Established) {
+                    self.handle_route_end(peer);
                 }
             }
             RouteEvent::PeerEnded(peer) => {
-                self.drop_attempt(peer);
-                self.handle_end(peer);
+                self.cancel_attempt(peer);
+                self.handle_route_end(peer);
             }
             RouteEvent::CloseAll => self.close_all(),
             RouteEvent::TimerExpired => {
                 let late = |(peer, standing): (&Tid, &Agreement)| match standing {
-                    Agreement::Offered { until, .. } | Agreement::Connecting { until }
+                    Agreement::Offered {
+                        deadline: until, ..
+                    }
+                    | Agreement::Connecting { deadline: until }
                         if *until <= now =>
                     {
                         Some(*peer)
@@ -292,13 +298,13 @@ impl RouteAgreements {
         if self.agreements.len() >= AGREEMENTS_MAX {
             return;
         }
-        self.last_id += 1;
-        let id = OfferId(self.last_id);
+        self.last_offer_id += 1;
+        let id = OfferId(self.last_offer_id);
         self.agreements.insert(
             peer,
             Agreement::Offered {
                 id,
-                until: now + ANSWER_TIMEOUT,
+                deadline: now + OFFER_ANSWER_TIMEOUT,
             },
         );
         self.outputs.push_back(RouteOutput::Offer { to: peer, id });
@@ -310,8 +316,8 @@ impl RouteAgreements {
             // counts.
             Some(Agreement::Offered { .. }) if self.accepts_offers && self.own_tid < peer => return,
             // A peer that sends an offer has lost its end of the route.
-            Some(Agreement::Up) => self.handle_end(peer),
-            Some(_) => self.drop_attempt(peer),
+            Some(Agreement::Established) => self.handle_route_end(peer),
+            Some(_) => self.cancel_attempt(peer),
             None => {}
         }
         if !self.accepts_offers || self.agreements.len() >= AGREEMENTS_MAX {
@@ -324,7 +330,7 @@ impl RouteAgreements {
             self.agreements.insert(
                 peer,
                 Agreement::Connecting {
-                    until: now + ANSWER_TIMEOUT,
+                    deadline: now + OFFER_ANSWER_TIMEOUT,
                 },
             );
             self.outputs.push_back(RouteOutput::Dial { to: peer, id });
@@ -332,7 +338,7 @@ impl RouteAgreements {
     }
 
     /// Cancels an offer or connection attempt to this peer.
-    fn drop_attempt(&mut self, peer: Tid) {
+    fn cancel_attempt(&mut self, peer: Tid) {
         match self.agreements.get(&peer) {
             Some(Agreement::Offered { id, .. }) => {
                 self.outputs.push_back(RouteOutput::Withdraw { id: *id })
@@ -340,7 +346,7 @@ impl RouteAgreements {
             Some(Agreement::Connecting { .. }) => {
                 self.outputs.push_back(RouteOutput::Close { peer })
             }
-            Some(Agreement::Up | Agreement::Refused) | None => return,
+            Some(Agreement::Established | Agreement::Refused) | None => return,
         }
         self.agreements.remove(&peer);
     }
@@ -352,13 +358,13 @@ impl RouteAgreements {
             self.agreements.get(&peer),
             Some(Agreement::Offered { .. } | Agreement::Connecting { .. })
         ) {
-            self.drop_attempt(peer);
+            self.cancel_attempt(peer);
             self.agreements.insert(peer, Agreement::Refused);
         }
     }
 
     fn establish(&mut self, peer: Tid) {
-        self.agreements.insert(peer, Agreement::Up);
+        self.agreements.insert(peer, Agreement::Established);
         for watch in &mut self.new_route_watches {
             if watch.remaining > 0 {
                 watch.remaining -= 1;
@@ -374,8 +380,8 @@ impl RouteAgreements {
     }
 
     /// Removes the route, if there was one. A later message may request another route.
-    fn handle_end(&mut self, peer: Tid) {
-        if self.agreements.remove(&peer) == Some(Agreement::Up) {
+    fn handle_route_end(&mut self, peer: Tid) {
+        if self.agreements.remove(&peer) == Some(Agreement::Established) {
             self.outputs.push_back(RouteOutput::Close { peer });
             self.notify_end(peer);
         }
@@ -397,9 +403,9 @@ impl RouteAgreements {
     fn close_all(&mut self) {
         let peers: Vec<Tid> = self.agreements.keys().copied().collect();
         for peer in peers {
-            self.drop_attempt(peer);
-            if self.agreements.get(&peer) == Some(&Agreement::Up) {
-                self.handle_end(peer);
+            self.cancel_attempt(peer);
+            if self.agreements.get(&peer) == Some(&Agreement::Established) {
+                self.handle_route_end(peer);
             }
         }
     }
@@ -413,7 +419,7 @@ mod tests {
     const B: Tid = Tid::from_raw(0x80001);
 
     fn drain_outputs(routes: &mut RouteAgreements) -> Vec<RouteOutput> {
-        std::iter::from_fn(|| routes.poll()).collect()
+        std::iter::from_fn(|| routes.next_output()).collect()
     }
 
     fn outputs_of(routes: &mut RouteAgreements, event: RouteEvent) -> Vec<RouteOutput> {
@@ -421,11 +427,11 @@ mod tests {
         drain_outputs(routes)
     }
 
-    fn note(tag: i32, words: [i32; 2]) -> RouteOutput {
+    fn notification(tag: i32, words: [i32; 2]) -> RouteOutput {
         RouteOutput::Notify { ctx: 7, tag, words }
     }
 
-    const ID: OfferId = OfferId(1);
+    const OFFER_ID: OfferId = OfferId(1);
 
     /// Returns two tasks on different hosts with an established route; both get notifications of
     /// new routes with tag 4.
@@ -436,34 +442,40 @@ mod tests {
         }
         assert_eq!(
             outputs_of(&mut a, RouteEvent::Requested(B)),
-            [RouteOutput::Offer { to: B, id: ID }]
+            [RouteOutput::Offer {
+                to: B,
+                id: OFFER_ID
+            }]
         );
         assert!(!a.is_settled(B));
         let asked = RouteEvent::OfferReceived {
             peer: A,
-            id: ID,
+            id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
             outputs_of(&mut b, asked),
-            [RouteOutput::Dial { to: A, id: ID }]
+            [RouteOutput::Dial {
+                to: A,
+                id: OFFER_ID
+            }]
         );
         let accepted = RouteEvent::Accepted {
             peer: B,
-            id: ID,
+            id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
             outputs_of(&mut a, accepted),
-            [RouteOutput::ExpectConnection { id: ID }]
+            [RouteOutput::ExpectConnection { id: OFFER_ID }]
         );
         assert_eq!(
             outputs_of(&mut a, RouteEvent::Connected(B)),
-            [note(4, [B.raw(), 9])]
+            [notification(4, [B.raw(), 9])]
         );
         assert_eq!(
             outputs_of(&mut b, RouteEvent::Connected(A)),
-            [note(4, [A.raw(), 9])]
+            [notification(4, [A.raw(), 9])]
         );
         assert!(a.is_settled(B) && b.is_settled(A));
         (a, b)
@@ -484,24 +496,27 @@ mod tests {
         let mut b = RouteAgreements::new(B);
         let asked = RouteEvent::OfferReceived {
             peer: A,
-            id: ID,
+            id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
             outputs_of(&mut b, asked),
-            [RouteOutput::Accept { to: A, id: ID }]
+            [RouteOutput::Accept {
+                to: A,
+                id: OFFER_ID
+            }]
         );
         assert!(b.is_settled(A));
         let mut a = RouteAgreements::new(A);
         outputs_of(&mut a, RouteEvent::Requested(B));
         let accepted = RouteEvent::Accepted {
             peer: B,
-            id: ID,
+            id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
             outputs_of(&mut a, accepted),
-            [RouteOutput::Withdraw { id: ID }]
+            [RouteOutput::Withdraw { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
         assert_eq!(
@@ -527,8 +542,14 @@ mod tests {
             []
         );
         assert_eq!(
-            outputs_of(&mut a, RouteEvent::Refused { peer: B, id: ID }),
-            [RouteOutput::Withdraw { id: ID }]
+            outputs_of(
+                &mut a,
+                RouteEvent::Refused {
+                    peer: B,
+                    id: OFFER_ID
+                }
+            ),
+            [RouteOutput::Withdraw { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
         assert_eq!(outputs_of(&mut a, RouteEvent::Requested(B)), []);
@@ -555,16 +576,22 @@ mod tests {
         b.accepts_offers = false;
         let asked = RouteEvent::OfferReceived {
             peer: A,
-            id: ID,
+            id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
             outputs_of(&mut b, asked),
-            [RouteOutput::Refuse { to: A, id: ID }]
+            [RouteOutput::Refuse {
+                to: A,
+                id: OFFER_ID
+            }]
         );
         assert_eq!(
             outputs_of(&mut b, RouteEvent::Requested(A)),
-            [RouteOutput::Offer { to: A, id: ID }]
+            [RouteOutput::Offer {
+                to: A,
+                id: OFFER_ID
+            }]
         );
     }
 
@@ -580,7 +607,7 @@ mod tests {
                 &mut a,
                 RouteEvent::OfferReceived {
                     peer: B,
-                    id: ID,
+                    id: OFFER_ID,
                     same_host: false
                 }
             ),
@@ -588,14 +615,17 @@ mod tests {
         );
         let asked = RouteEvent::OfferReceived {
             peer: A,
-            id: ID,
+            id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
             outputs_of(&mut b, asked),
             [
-                RouteOutput::Withdraw { id: ID },
-                RouteOutput::Dial { to: A, id: ID }
+                RouteOutput::Withdraw { id: OFFER_ID },
+                RouteOutput::Dial {
+                    to: A,
+                    id: OFFER_ID
+                }
             ]
         );
     }
@@ -605,9 +635,12 @@ mod tests {
     fn missing_answer_counts_as_refusal() {
         let mut a = RouteAgreements::new(A);
         outputs_of(&mut a, RouteEvent::Requested(B));
-        assert_eq!(a.next_wakeup(), Some(Micros(1) + ANSWER_TIMEOUT));
-        a.handle(Micros(1) + ANSWER_TIMEOUT, RouteEvent::TimerExpired);
-        assert_eq!(drain_outputs(&mut a), [RouteOutput::Withdraw { id: ID }]);
+        assert_eq!(a.next_wakeup(), Some(Micros(1) + OFFER_ANSWER_TIMEOUT));
+        a.handle(Micros(1) + OFFER_ANSWER_TIMEOUT, RouteEvent::TimerExpired);
+        assert_eq!(
+            drain_outputs(&mut a),
+            [RouteOutput::Withdraw { id: OFFER_ID }]
+        );
         assert!(a.is_settled(B));
         // The acceptance of an offer that has timed out is ignored.
         assert_eq!(
@@ -615,7 +648,7 @@ mod tests {
                 &mut a,
                 RouteEvent::Accepted {
                     peer: B,
-                    id: ID,
+                    id: OFFER_ID,
                     same_host: true
                 }
             ),
@@ -633,7 +666,10 @@ mod tests {
         a.unwatch_end(B, 7, 6);
         assert_eq!(
             outputs_of(&mut a, RouteEvent::Ended(B)),
-            [RouteOutput::Close { peer: B }, note(5, [B.raw(), -1])]
+            [
+                RouteOutput::Close { peer: B },
+                notification(5, [B.raw(), -1])
+            ]
         );
         assert_eq!(outputs_of(&mut a, RouteEvent::Ended(B)), []);
         assert_eq!(
@@ -645,7 +681,7 @@ mod tests {
         );
         // Without a route the notification comes immediately.
         a.watch_end(B, 7, 5).expect("room");
-        assert_eq!(drain_outputs(&mut a), [note(5, [B.raw(), -1])]);
+        assert_eq!(drain_outputs(&mut a), [notification(5, [B.raw(), -1])]);
     }
 
     /// An offer from a peer with an established route closes that route and starts a new one.
@@ -660,7 +696,7 @@ mod tests {
         };
         let expected = [
             RouteOutput::Close { peer: A },
-            note(5, [A.raw(), -1]),
+            notification(5, [A.raw(), -1]),
             RouteOutput::Dial {
                 to: A,
                 id: OfferId(2),
@@ -682,14 +718,14 @@ mod tests {
                 &mut a,
                 RouteEvent::OfferReceived {
                     peer,
-                    id: ID,
+                    id: OFFER_ID,
                     same_host: true,
                 },
             )
             .len()
         });
         assert_eq!(told, [2, 2, 1], "the answer, and twice a note");
-        for tag in 0..WATCHES_MAX as i32 {
+        for tag in 0..ROUTE_WATCHES_MAX as i32 {
             a.watch_new(7, 100 + tag, 1, 9).expect("room");
         }
         assert_eq!(a.watch_new(7, 1, 1, 9), Err(PvmError::OutOfRes));

@@ -19,7 +19,7 @@ use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::shared_memory::OwnDoorbell;
-use sempa_socket::{PendingFds, Received, SenderReach, SpinBudget, receive};
+use sempa_socket::{PendingFds, Received, SenderDistance, SpinBudget, receive};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
 const EXIT_NOTICE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Free buffer space that is provided for one read of the daemon's socket.
-const READ_BYTES: usize = 128 << 10;
+const READ_BUFFER_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read from the socket before the lock is released, so that other threads
 /// get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
@@ -42,7 +42,7 @@ const SOCKET_READ_INTERVAL: Micros = Micros(500);
 /// Time for which a sender to a full ring waits while the reader frees no space.
 const RING_SPACE_TIMEOUT: Duration = Duration::from_micros(50);
 /// Maximum number of received descriptors whose frames have not been handled.
-const DESCRIPTORS_MAX: usize = 16;
+const UNHANDLED_DESCRIPTORS_MAX: usize = 16;
 /// Minimum duration of a wait that sleeps on the socket, because socket timeouts have millisecond
 /// resolution. Shorter waits use the futex.
 const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
@@ -51,7 +51,7 @@ const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum sleep on a futex with a deadline. After a migration to a host with another clock a sleep
 /// by the old clock must not last forever.
-const SLEEP_MAX: Duration = Duration::from_secs(1);
+const DEADLINE_SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep without a deadline. Each wake-up disturbs a CPU that may be idle.
 const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 
@@ -64,12 +64,12 @@ pub(crate) enum IoThreadSleep {
     /// with the value true holds.
     Sleeping {
         /// The socket is writable.
-        write: bool,
-        until: Option<Micros>,
+        wakes_if_writable: bool,
+        wake_at: Option<Micros>,
         /// A frame arrives on a direct route.
-        direct: bool,
+        wakes_on_direct: bool,
         /// The timer for deferred wake-ups expires.
-        wake_timer: bool,
+        wakes_on_timer: bool,
     },
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct State {
     descriptors: PendingFds,
     pub(crate) io_thread_sleep: IoThreadSleep,
     /// Decides by recent success whether waiting threads spin.
-    spin: SpinBudget,
+    spin_budget: SpinBudget,
     socket_read_at: Micros,
     pub(crate) has_drainer: bool,
     /// Number of threads that sleep until the next event.
@@ -106,7 +106,7 @@ pub(crate) struct State {
 pub(crate) struct Shared {
     pub(crate) own_tid: Tid,
     /// True until the connection is lost for good.
-    alive: Arc<AtomicBool>,
+    connection_alive: Arc<AtomicBool>,
     state: Mutex<State>,
     /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
     /// releases it for them.
@@ -114,15 +114,15 @@ pub(crate) struct Shared {
     /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
     doorbell: Arc<ProcessOwned<OwnDoorbell>>,
     /// Signalled when bytes were written to the socket, or when the connection changes.
-    written: Condvar,
+    write_condvar: Condvar,
     /// Epoll sets for the daemon's socket.
     pub(crate) socket_waiters: Arc<SocketWaiters>,
     io_thread_event: ProcessOwned<EventFd>,
     /// Readable while a message can be received, for programs that wait on descriptors themselves;
     /// created on first use.
     ready_event: OnceLock<ProcessOwned<EventFd>>,
-    generation: u64,
-    stop: AtomicBool,
+    fork_generation: u64,
+    stop_requested: AtomicBool,
 }
 
 /// Guard of the lock. On release it wakes the waiting threads and the I/O thread if something has
@@ -156,7 +156,7 @@ impl Drop for StateGuard<'_> {
 
 impl<'a> StateGuard<'a> {
     fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> StateGuard<'a> {
-        let (news, out, phase) = StateGuard::observe(&state);
+        let (news, out, phase) = StateGuard::change_counters(&state);
         StateGuard {
             shared,
             state: Some(state),
@@ -166,11 +166,11 @@ impl<'a> StateGuard<'a> {
         }
     }
 
-    fn observe(state: &State) -> (u64, (u64, u64), bool) {
+    fn change_counters(state: &State) -> (u64, (u64, u64), bool) {
         let core = &state.core;
         (
             core.event_seq(),
-            (core.outbox.written(), core.send_event_seq()),
+            (core.outbox.written_bytes_total(), core.send_event_seq()),
             core.is_connected(),
         )
     }
@@ -178,7 +178,7 @@ impl<'a> StateGuard<'a> {
     /// Returns the threads that must be woken because their condition changed while this thread
     /// held the lock.
     fn wake_set(&self) -> WakeSet {
-        let (news, out, phase) = StateGuard::observe(self);
+        let (news, out, phase) = StateGuard::change_counters(self);
         let changed = phase != self.was_connected || self.core.lost_reason().is_some();
         let written = self.write_waiters > 0 && (out != self.seen_output || changed);
         let arrived = self.event_waiters > 0 && news != self.seen_event_seq;
@@ -199,16 +199,16 @@ impl<'a> StateGuard<'a> {
             write_waiters: written,
             io_thread,
         } = wake_set;
-        wakes.wake();
+        wakes.wake_all();
         if seated {
-            shared.socket_waiters.wake();
+            shared.socket_waiters.wake_app_thread();
         }
         if arrived {
-            shared.doorbell.get().bump_word();
-            futex::wake_all(shared.doorbell.get().word());
+            shared.doorbell.get().change_sleep_word();
+            futex::wake_all(shared.doorbell.get().sleep_word());
         }
         if written {
-            shared.written.notify_all();
+            shared.write_condvar.notify_all();
         }
         if io_thread {
             shared.wake_io_thread();
@@ -250,25 +250,25 @@ impl<'a> StateGuard<'a> {
     /// so the thread spins once more after each message. If many peers send in turn, this spin
     /// rarely receives the next message, but it keeps the CPU from entering an idle state. Waking a
     /// thread on an idle CPU takes longer than a peer needs for its answer.
-    pub(crate) fn spin_for_event(&mut self, span: Option<Duration>) -> bool {
+    pub(crate) fn spin_for_event(&mut self, timeout: Option<Duration>) -> bool {
         if self.core.shm.is_empty() && self.core.direct.is_empty() {
             return false;
         }
         let reach = if self.core.direct.is_empty() {
-            SenderReach::Host
+            SenderDistance::Host
         } else {
-            SenderReach::RemoteTasks
+            SenderDistance::RemoteTasks
         };
-        let Some(budget) = self.spin.next_budget(span, reach) else {
+        let Some(budget) = self.spin_budget.next_budget(timeout, reach) else {
             return false;
         };
         if self.core.shm.has_deferred_wakes() {
-            self.take_wakes().wake();
+            self.take_wakes().wake_all();
         }
         // The peer that must answer last ran on this CPU: yield the CPU to the peer immediately, or
         // sleep.
         let shares_cpu = self.core.shm.shares_cpu();
-        if shares_cpu && !self.spin.should_yield() {
+        if shares_cpu && !self.spin_budget.should_yield() {
             return false;
         }
         let polls = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
@@ -282,7 +282,7 @@ impl<'a> StateGuard<'a> {
                         // `begin` is not set if the event was found in the first round, which takes
                         // negligible time.
                         let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
-                        self.spin.record_spin(after, budget);
+                        self.spin_budget.record_spin(after, budget);
                         return true;
                     }
                 }
@@ -293,14 +293,14 @@ impl<'a> StateGuard<'a> {
                 std::hint::spin_loop();
             }
             let begin = *begin.get_or_insert_with(Instant::now);
-            self.spin.yield_cpu();
+            self.spin_budget.yield_cpu();
             let now = self.now();
             if self.poll_direct(now) && self.core.event_seq() != news {
-                self.spin.record_spin(begin.elapsed(), budget);
+                self.spin_budget.record_spin(begin.elapsed(), budget);
                 return true;
             }
             if begin.elapsed() >= budget {
-                self.spin.record_miss();
+                self.spin_budget.record_miss();
                 return false;
             }
         }
@@ -308,7 +308,7 @@ impl<'a> StateGuard<'a> {
 
     /// Makes threads of this task sleep immediately when they wait.
     pub(crate) fn disable_spinning(&mut self) {
-        self.spin = SpinBudget::never();
+        self.spin_budget = SpinBudget::never_spinning();
     }
 
     /// Releases the lock for the threads that are blocked on it, and acquires it again.
@@ -320,7 +320,8 @@ impl<'a> StateGuard<'a> {
 
     fn relock(&mut self) {
         let state = self.shared.lock_counted();
-        (self.seen_event_seq, self.seen_output, self.was_connected) = StateGuard::observe(&state);
+        (self.seen_event_seq, self.seen_output, self.was_connected) =
+            StateGuard::change_counters(&state);
         self.state = Some(state);
     }
 
@@ -340,28 +341,28 @@ impl<'a> StateGuard<'a> {
             } else if self.shared.lock_waiters.load(Ordering::Relaxed) != 0 {
                 self.yield_lock();
             } else {
-                self.take_wakes().wake();
+                self.take_wakes().wake_all();
                 std::thread::yield_now();
             }
         }
     }
 
     /// Sleeps until the next event, at most for `span`.
-    pub(crate) fn wait_for_event(&mut self, span: Option<Duration>) {
+    pub(crate) fn wait_for_event(&mut self, timeout: Option<Duration>) {
         self.update_ready_fd();
         let by_daemon = self.core.shm.is_empty() || !self.core.shm.expects_message();
         if by_daemon
             && !self.has_socket_waiter
             && self.can_wait_at_socket()
-            && sleep_duration(span) >= SOCKET_WAIT_MIN
+            && sleep_duration(timeout) >= SOCKET_WAIT_MIN
         {
-            return self.wait_at_socket(sleep_duration(span));
+            return self.wait_at_socket(sleep_duration(timeout));
         }
         let seen = self.shared.doorbell.get().prepare_sleep();
         let (now, news) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
         // While this thread sleeps, the I/O thread watches the direct routes.
-        self.core.direct.set_polled(None);
+        self.core.direct.record_polling(None);
         // Wakes other threads for changes that were made under the lock, because this thread may
         // sleep for a long time.
         let wake_set = self.wake_set();
@@ -373,9 +374,9 @@ impl<'a> StateGuard<'a> {
         drop(self.state.take());
         StateGuard::wake(self.shared, wake_set, wakes);
         futex::wait(
-            self.shared.doorbell.get().word(),
+            self.shared.doorbell.get().sleep_word(),
             seen,
-            Some(sleep_duration(span)),
+            Some(sleep_duration(timeout)),
         );
         self.relock();
         self.event_waiters -= 1;
@@ -387,7 +388,7 @@ impl<'a> StateGuard<'a> {
             return self.wait_for_event(None);
         }
         self.update_ready_fd();
-        self.wait_at_socket(SLEEP_MAX);
+        self.wait_at_socket(DEADLINE_SLEEP_MAX);
     }
 
     /// Sleeps until the socket is readable and reads it, or until the drainer thread has read a
@@ -406,16 +407,16 @@ impl<'a> StateGuard<'a> {
         }
         StateGuard::wake(shared, wake_set, wakes);
         if !arrived {
-            shared.socket_waiters.wait(span);
+            shared.socket_waiters.wait_for_socket(span);
             self.relock();
             self.has_socket_waiter = false;
-            self.pump();
+            self.read_and_write();
         }
         bell.set_notify_always(shared.ready_event.get().is_some());
     }
 
     /// Sleeps until bytes have been written or the connection has changed, at most for `span`.
-    pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
+    pub(crate) fn wait_until_written(&mut self, timeout: Option<Duration>) {
         self.update_ready_fd();
         let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
         StateGuard::wake(self.shared, wake_set, wakes);
@@ -423,11 +424,12 @@ impl<'a> StateGuard<'a> {
         state.write_waiters += 1;
         let (mut state, _) = self
             .shared
-            .written
-            .wait_timeout(state, sleep_duration(span))
+            .write_condvar
+            .wait_timeout(state, sleep_duration(timeout))
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         state.write_waiters -= 1;
-        (self.seen_event_seq, self.seen_output, self.was_connected) = StateGuard::observe(&state);
+        (self.seen_event_seq, self.seen_output, self.was_connected) =
+            StateGuard::change_counters(&state);
         self.state = Some(state);
     }
 }
@@ -445,7 +447,7 @@ struct WakeSet {
 }
 
 fn sleep_duration(span: Option<Duration>) -> Duration {
-    span.map_or(IDLE_SLEEP_MAX, |span| span.min(SLEEP_MAX))
+    span.map_or(IDLE_SLEEP_MAX, |span| span.min(DEADLINE_SLEEP_MAX))
 }
 
 impl State {
@@ -466,10 +468,10 @@ impl State {
     /// True if the I/O thread sleeps and none of its wake conditions covers a pending change.
     fn io_thread_is_needed(&self) -> bool {
         let IoThreadSleep::Sleeping {
-            write,
-            until,
-            direct: far,
-            wake_timer: alarm,
+            wakes_if_writable: write,
+            wake_at: until,
+            wakes_on_direct: far,
+            wakes_on_timer: alarm,
         } = self.io_thread_sleep
         else {
             return false;
@@ -516,7 +518,7 @@ impl State {
             self.wake_timer = WakeDelayTimer::new().ok().map(Arc::new);
         }
         if !self.wake_timer.as_ref().is_some_and(|alarm| alarm.arm()) {
-            self.core.shm.flush_deferred_next();
+            self.core.shm.release_deferred_wakes();
         }
     }
 
@@ -531,7 +533,7 @@ impl State {
         if self.core.event_seq() == news
             && (!others || now.since(self.socket_read_at) >= SOCKET_READ_INTERVAL)
         {
-            self.pump();
+            self.read_and_write();
         }
     }
 
@@ -541,7 +543,7 @@ impl State {
         if !self.core.direct.is_open() {
             return false;
         }
-        self.core.direct.set_polled(Some(now));
+        self.core.direct.record_polling(Some(now));
         self.core.poll_direct(now)
     }
 
@@ -550,11 +552,11 @@ impl State {
     }
 
     /// Writes as much of the outbox as the socket accepts without blocking.
-    pub(crate) fn flush(&mut self) {
+    pub(crate) fn write_outbox(&mut self) {
         let Some(socket) = &self.socket else { return };
         let fd = socket.get().as_raw_fd();
         while !self.core.outbox.is_empty() {
-            let (slices, descriptors) = self.core.outbox.slices();
+            let (slices, descriptors) = self.core.outbox.next_write();
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             let rights = [ControlMessage::ScmRights(&descriptors)];
             let control = if descriptors.is_empty() {
@@ -563,7 +565,7 @@ impl State {
                 &rights[..]
             };
             match sendmsg::<()>(fd, &slices, control, flags, None) {
-                Ok(n) => self.core.outbox.advance(n),
+                Ok(n) => self.core.outbox.remove_written(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
                 // Too many descriptors of this user are in transit. The frame is dropped, and the
@@ -575,7 +577,8 @@ impl State {
                     // The last frames that the daemon sent before it closed the connection are
                     // still handled.
                     self.read_all();
-                    return self.lose(&format!("the daemon is gone: writing to it: {e}"));
+                    return self
+                        .mark_connection_lost(&format!("the daemon is gone: writing to it: {e}"));
                 }
             }
         }
@@ -583,14 +586,14 @@ impl State {
 
     /// Reads and handles all available frames; then lets links transmit and writes what the socket
     /// accepts.
-    pub(crate) fn pump(&mut self) {
+    pub(crate) fn read_and_write(&mut self) {
         self.read_all();
         let now = self.now();
         // The daemon reads concurrently and may empty the outbox while links still wait for space
         // in the outbox. No later event would resume these links, so the loop continues.
         loop {
             self.core.pump(now);
-            self.flush();
+            self.write_outbox();
             if !self.core.outbox.is_empty() || !self.core.has_queued_links() {
                 return;
             }
@@ -608,9 +611,9 @@ impl State {
             let buffer = self.decoder.buffer_mut();
             // Reuses the start of the buffer if no message refers to the buffer any more, so that
             // small messages always occupy the same few pages.
-            let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BYTES);
-            if !fresh && buffer.capacity() - buffer.len() < READ_BYTES / 4 {
-                buffer.reserve(READ_BYTES);
+            let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BUFFER_BYTES);
+            if !fresh && buffer.capacity() - buffer.len() < READ_BUFFER_BYTES / 4 {
+                buffer.reserve(READ_BUFFER_BYTES);
             }
             match receive(
                 socket.get(),
@@ -619,7 +622,7 @@ impl State {
                 MsgFlags::MSG_DONTWAIT,
             ) {
                 Ok(Received { bytes: 0, .. }) => {
-                    return self.lose("the daemon closed the connection");
+                    return self.mark_connection_lost("the daemon closed the connection");
                 }
                 Ok(Received {
                     bytes,
@@ -633,7 +636,11 @@ impl State {
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-                Err(e) => return self.lose(&format!("the daemon is gone: reading from it: {e}")),
+                Err(e) => {
+                    return self.mark_connection_lost(&format!(
+                        "the daemon is gone: reading from it: {e}"
+                    ));
+                }
             }
         }
         // After the quiesce request the daemon sends nothing that must be read.
@@ -646,14 +653,14 @@ impl State {
         loop {
             let taken = match self.decoder.next_frame() {
                 Ok(Some(frame)) => self.core.handle_frame(now, frame, &mut self.descriptors),
-                Ok(None) if self.descriptors.len() > DESCRIPTORS_MAX => {
+                Ok(None) if self.descriptors.len() > UNHANDLED_DESCRIPTORS_MAX => {
                     Err("descriptors that nothing belongs to".into())
                 }
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
             if let Err(why) = taken {
-                return self.lose(&format!(
+                return self.mark_connection_lost(&format!(
                     "the daemon said something that cannot be understood: {why}"
                 ));
             }
@@ -661,16 +668,16 @@ impl State {
     }
 
     /// Marks the connection as lost for good. The I/O thread closes the socket.
-    pub(crate) fn lose(&mut self, why: &str) {
-        self.core.lose(why);
+    pub(crate) fn mark_connection_lost(&mut self, reason: &str) {
+        self.core.mark_connection_lost(reason);
         self.decoder = FrameDecoder::new();
         self.descriptors.clear();
     }
 
     /// Closes the socket and stops watching it.
-    pub(crate) fn detach_socket(&mut self, seats: &SocketWaiters) {
+    pub(crate) fn detach_socket(&mut self, socket_waiters: &SocketWaiters) {
         if let Some(socket) = self.socket.take() {
-            seats.unwatch(socket.get());
+            socket_waiters.remove_socket(socket.get());
         }
     }
 
@@ -680,13 +687,13 @@ impl State {
         socket: Arc<ProcessOwned<UnixStream>>,
         decoder: FrameDecoder,
         passed: PendingFds,
-        seats: &SocketWaiters,
+        socket_waiters: &SocketWaiters,
     ) -> io::Result<()> {
-        seats.watch(socket.get())?;
+        socket_waiters.add_socket(socket.get())?;
         self.socket = Some(socket);
         (self.decoder, self.descriptors) = (decoder, passed);
         self.handle_frames();
-        self.pump();
+        self.read_and_write();
         Ok(())
     }
 }
@@ -705,7 +712,7 @@ impl Shared {
         let listening = Arc::new(ProcessOwned::new(OwnDoorbell::new()?));
         let mut core = Core::new(&welcome);
         core.shm = ShmRoutes::new(listening.clone());
-        let alive = core.alive();
+        let alive = core.connection_alive_flag();
         let mut state = State {
             core,
             clock: Clock::new(),
@@ -713,7 +720,7 @@ impl Shared {
             decoder: FrameDecoder::new(),
             descriptors: PendingFds::default(),
             io_thread_sleep: IoThreadSleep::Awake,
-            spin: SpinBudget::new(SenderReach::Host),
+            spin_budget: SpinBudget::new(SenderDistance::Host),
             socket_read_at: Micros(0),
             has_drainer: false,
             event_waiters: 0,
@@ -727,28 +734,28 @@ impl Shared {
         state.attach_socket(socket, decoder, passed, &seats)?;
         Ok(Shared {
             own_tid: welcome.tid,
-            alive,
+            connection_alive: alive,
             state: Mutex::new(state),
             lock_waiters: AtomicU32::new(0),
             doorbell: listening,
-            written: Condvar::new(),
+            write_condvar: Condvar::new(),
             socket_waiters: seats,
             io_thread_event: ProcessOwned::new_fd(bell),
             ready_event: OnceLock::new(),
-            generation: process::fork_generation(),
-            stop: AtomicBool::new(false),
+            fork_generation: process::fork_generation(),
+            stop_requested: AtomicBool::new(false),
         })
     }
 
     /// True in a forked child of the task. A thread that does not exist in the child may hold the
     /// child's copy of the lock.
     pub(crate) fn is_forked_child(&self) -> bool {
-        self.generation != process::fork_generation()
+        self.fork_generation != process::fork_generation()
     }
 
     /// True until the connection is lost for good.
     pub(crate) fn is_alive(&self) -> bool {
-        self.alive.load(Ordering::Acquire)
+        self.connection_alive.load(Ordering::Acquire)
     }
 
     /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. Such a
@@ -867,12 +874,12 @@ impl Shared {
 
     /// True if the background threads must end.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Acquire)
+        self.stop_requested.load(Ordering::Acquire)
     }
 
     /// Requests the background threads to end, and wakes them.
-    pub(crate) fn stop(&self) {
-        self.stop.store(true, Ordering::Release);
+    pub(crate) fn request_stop(&self) {
+        self.stop_requested.store(true, Ordering::Release);
         self.wake_io_thread();
         if self.doorbell.get().request_drainer() {
             futex::wake_all(self.doorbell.get().drainer_word());
@@ -902,22 +909,22 @@ impl Shared {
             let now = state.now();
             exit_notice = exit_notice.filter(|id| state.core.take_reply(*id).is_none());
             if exit_notice.is_some() {
-                state.flush();
+                state.write_outbox();
                 let left = deadline.saturating_duration_since(Instant::now());
                 if !left.is_zero() {
-                    state.wait_written(Some(left.min(EXIT_NOTICE_POLL_INTERVAL)));
+                    state.wait_until_written(Some(left.min(EXIT_NOTICE_POLL_INTERVAL)));
                     continue;
                 }
             }
-            state.core.lift_windows(now);
-            state.flush();
+            state.core.disable_windows(now);
+            state.write_outbox();
             let core = &state.core;
             let idle = core.is_connected() && core.outbox.is_empty() && core.all_transmitted();
             let left = deadline.saturating_duration_since(Instant::now());
             if idle || matches!(core.phase(), Phase::Lost(_)) || left.is_zero() {
                 return;
             }
-            state.wait_written(Some(left));
+            state.wait_until_written(Some(left));
         }
     }
 }

@@ -32,7 +32,7 @@ impl AsFd for EpollSet {
 /// thread.
 #[derive(Debug)]
 pub(crate) struct SocketWaiters {
-    app: ProcessOwned<EpollSet>,
+    app_threads: ProcessOwned<EpollSet>,
     io_thread: ProcessOwned<EpollSet>,
     wake_event: ProcessOwned<EventFd>,
 }
@@ -48,11 +48,11 @@ impl SocketWaiters {
         let kick =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let seats = SocketWaiters {
-            app: set()?,
+            app_threads: set()?,
             io_thread: set()?,
             wake_event: ProcessOwned::new_fd(kick),
         };
-        seats.app.get().0.add(
+        seats.app_threads.get().0.add(
             seats.wake_event.get(),
             EpollEvent::new(EpollFlags::EPOLLIN, WAKE_TOKEN),
         )?;
@@ -61,29 +61,34 @@ impl SocketWaiters {
 
     /// Adds the socket to both sets. The kernel wakes the set that was added first, so the set of
     /// the application threads comes first.
-    pub(crate) fn watch(&self, socket: &UnixStream) -> io::Result<()> {
+    pub(crate) fn add_socket(&self, socket: &UnixStream) -> io::Result<()> {
         let wanted = EpollFlags::EPOLLIN | EpollFlags::EPOLLEXCLUSIVE;
-        for set in [&self.app, &self.io_thread] {
+        for set in [&self.app_threads, &self.io_thread] {
             set.get().0.add(socket, EpollEvent::new(wanted, 0))?;
         }
         Ok(())
     }
 
     /// Makes both sets stop watching the socket.
-    pub(crate) fn unwatch(&self, socket: &UnixStream) {
-        for set in [&self.app, &self.io_thread] {
+    pub(crate) fn remove_socket(&self, socket: &UnixStream) {
+        for set in [&self.app_threads, &self.io_thread] {
             // Fails if the set never watched the socket, which is harmless.
             let _ = set.get().0.delete(socket);
         }
     }
 
-    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or for at most
+    /// Sleeps until the socket is readable, until [`SocketWaiters::wake_app_thread`], or for at most
     /// `max_wait`. Spurious wake-ups are possible.
-    pub(crate) fn wait(&self, max_wait: Duration) {
+    pub(crate) fn wait_for_socket(&self, max_wait: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(max_wait).unwrap_or(EpollTimeout::MAX);
         // An error means a signal; the caller checks all conditions again.
-        let count = self.app.get().0.wait(&mut events, timeout).unwrap_or(0);
+        let count = self
+            .app_threads
+            .get()
+            .0
+            .wait(&mut events, timeout)
+            .unwrap_or(0);
         if events[..count]
             .iter()
             .any(|event| event.data() == WAKE_TOKEN)
@@ -93,7 +98,7 @@ impl SocketWaiters {
     }
 
     /// Wakes the application thread that sleeps, or is about to sleep.
-    pub(crate) fn wake(&self) {
+    pub(crate) fn wake_app_thread(&self) {
         // Fails if the counter is full; then a wake-up is pending.
         let _ = self.wake_event.get().write(1);
     }
@@ -111,7 +116,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::time::Instant;
 
-    const LONG: Duration = Duration::from_secs(60);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// True if the epoll set of the I/O thread reports an event.
     fn io_thread_is_ready(seats: &SocketWaiters) -> bool {
@@ -124,13 +129,16 @@ mod tests {
     fn app_thread_wakes_for_socket_and_kick() {
         let seats = SocketWaiters::new().expect("made");
         let (mut ours, mut theirs) = UnixStream::pair().expect("made");
-        seats.watch(&ours).expect("watched");
+        seats.add_socket(&ours).expect("watched");
         let begin = Instant::now();
-        seats.wake();
-        seats.wait(LONG);
+        seats.wake_app_thread();
+        seats.wait_for_socket(LONG_TIMEOUT);
         theirs.write_all(b"x").expect("written");
-        seats.wait(LONG);
-        assert!(begin.elapsed() < LONG, "both times somebody woke it");
+        seats.wait_for_socket(LONG_TIMEOUT);
+        assert!(
+            begin.elapsed() < LONG_TIMEOUT,
+            "both times somebody woke it"
+        );
         // Both sets still report the data until it is read.
         assert!(io_thread_is_ready(&seats));
         ours.read_exact(&mut [0]).expect("there");
@@ -142,11 +150,11 @@ mod tests {
     fn removed_socket_wakes_no_thread() {
         let seats = SocketWaiters::new().expect("made");
         let (ours, mut theirs) = UnixStream::pair().expect("made");
-        seats.watch(&ours).expect("watched");
-        seats.unwatch(&ours);
+        seats.add_socket(&ours).expect("watched");
+        seats.remove_socket(&ours);
         theirs.write_all(b"x").expect("written");
         assert!(!io_thread_is_ready(&seats));
-        seats.watch(&ours).expect("watched again");
+        seats.add_socket(&ours).expect("watched again");
         assert!(io_thread_is_ready(&seats));
     }
 }

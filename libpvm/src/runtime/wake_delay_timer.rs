@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// Maximum delay of the wake-up of a peer that shares the sender's CPU. About the time that one
 /// peer needs to read a large message.
-const WAKE_DELAY: Duration = Duration::from_micros(100);
+const WAKE_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Timer descriptor that the I/O thread watches.
 #[derive(Debug)]
@@ -25,12 +25,12 @@ impl WakeDelayTimer {
         Ok(WakeDelayTimer(ProcessOwned::new_fd(timer)))
     }
 
-    /// Arms the timer for [`WAKE_DELAY`]. Returns false if that fails.
+    /// Arms the timer for [`WAKE_DELAY_MAX`]. Returns false if that fails.
     pub(super) fn arm(&self) -> bool {
         self.0
             .get()
             .set(
-                Expiration::OneShot(WAKE_DELAY.into()),
+                Expiration::OneShot(WAKE_DELAY_MAX.into()),
                 TimerSetTimeFlags::empty(),
             )
             .is_ok()

@@ -13,7 +13,7 @@
 
 use super::core::Core;
 use super::process::ProcessOwned;
-use super::shm::{Ring, ShmRoutes, Slot};
+use super::shm::{Ring, RingSlot, ShmRoutes};
 use bytes::Bytes;
 use sempa_proto::link::{
     CPU_HINT_BYTE, FLAG_OUT_OF_LINE, Link, LinkKind, SHORT_HEAD_BYTES, encode_short_head,
@@ -23,7 +23,7 @@ use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 use sempa_ring::block_allocator::Block;
 use sempa_ring::ring::{Record, RingCorrupt};
 use sempa_ring::shared_memory::{RING_BYTES, RingPair, SharedRing};
-use sempa_ring::shared_pool::{LEASES_MAX, Lease, LeaseReturns, OwnPool, POOL_BYTES, PeerPool};
+use sempa_ring::shared_pool::{LEASES_MAX, Lease, LeaseReturner, OwnPool, POOL_BYTES, PeerPool};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
@@ -34,7 +34,7 @@ const LEASE_BYTES_MIN: usize = RING_BYTES / 2;
 const MULTICAST_LEASE_BYTES_MIN: usize = 32 << 10;
 /// Maximum number of bytes in a pool that are lost because tasks with a lease have ended or
 /// migrated. Above the maximum a new pool replaces the pool.
-const ABANDONED_BYTES_MAX: usize = POOL_BYTES / 2;
+const LOST_POOL_BYTES_MAX: usize = POOL_BYTES / 2;
 /// Delay until the next attempt to create a pool after a failed attempt.
 const POOL_RETRY_DELAY: Micros = Micros::from_secs(30);
 /// Maximum number of pools of one peer that hold leased messages: the current one and older ones.
@@ -44,11 +44,11 @@ const POOL_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
 
 /// This task's own pool, with its current use.
 #[derive(Debug)]
-struct SharedPool {
-    own: ProcessOwned<OwnPool>,
+struct OwnPoolState {
+    pool: ProcessOwned<OwnPool>,
     id: OfferId,
     fd: Arc<ProcessOwned<OwnedFd>>,
-    used_at: Micros,
+    last_used_at: Micros,
     /// Block of the message that is being sent to several tasks.
     multicast: Option<MulticastCopy>,
 }
@@ -64,12 +64,12 @@ struct MulticastCopy {
 /// This task's own pool, and the pools of peers whose messages this task leases.
 #[derive(Debug, Default)]
 pub(super) struct SharedPools {
-    own_pool: Option<SharedPool>,
-    last_id: u64,
+    own_pool: Option<OwnPoolState>,
+    last_pool_id: u64,
     /// Earliest time of the next attempt to create a pool.
     retry_at: Option<Micros>,
     /// True while one message is being sent to several tasks.
-    is_multicast: bool,
+    multicast_in_progress: bool,
     /// Pools of peers that may hold leased messages.
     peer_pools: Vec<(Tid, Weak<PeerPool>)>,
 }
@@ -84,7 +84,7 @@ pub(super) struct Leases {
     offered_pool: Option<(OfferId, bool)>,
     /// Pool that the peer offered and this task accepted.
     peer_pool: Option<(OfferId, Arc<PeerPool>)>,
-    returns: Arc<LeaseReturns>,
+    lease_returns: Arc<LeaseReturner>,
 }
 
 impl Leases {
@@ -93,7 +93,7 @@ impl Leases {
             leased_blocks: Vec::new(),
             offered_pool: None,
             peer_pool: None,
-            returns: LeaseReturns::new(ends.reader.memory()),
+            lease_returns: LeaseReturner::new(ends.reader.memory()),
         }
     }
 }
@@ -136,7 +136,7 @@ impl Ring {
         };
         let slot = u8::try_from(slot).map_err(|_| RingCorrupt)?;
         let lease = pool
-            .lease(block, slot, &leases.returns)
+            .lease(block, slot, &leases.lease_returns)
             .ok_or(RingCorrupt)?;
         link.handle_whole_message(
             now,
@@ -148,7 +148,7 @@ impl Ring {
     }
 
     /// Frees the blocks of all leases that the peer has returned.
-    fn free_returned(&mut self, mut pool: Option<&mut SharedPool>) {
+    fn free_returned(&mut self, mut pool: Option<&mut OwnPoolState>) {
         let mut returned = self.ends.writer.take_returned_leases();
         while returned != 0 {
             let slot = returned.trailing_zeros() as usize;
@@ -162,7 +162,7 @@ impl Ring {
                 continue;
             };
             if let Some(pool) = pool.as_deref_mut().filter(|pool| pool.id == id) {
-                pool.own.get_mut().release(block);
+                pool.pool.get_mut().release(block);
             }
         }
     }
@@ -172,8 +172,8 @@ impl SharedPools {
     /// Copies the message into the pool, unless the pool already contains this message for another
     /// receiver. `None` if the pool has no space.
     fn copy_into_pool(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
-        let SharedPool {
-            own,
+        let OwnPoolState {
+            pool: own,
             multicast: one_copy,
             ..
         } = self.own_pool.as_mut()?;
@@ -186,8 +186,8 @@ impl SharedPools {
             own.add_user(copy.block);
             return Some(copy.block);
         }
-        let block = own.put([head, body])?;
-        if self.is_multicast && one_copy.is_none() {
+        let block = own.store_message([head, body])?;
+        if self.multicast_in_progress && one_copy.is_none() {
             own.add_user(block);
             *one_copy = Some(MulticastCopy {
                 head: head.to_vec(),
@@ -204,10 +204,10 @@ impl ShmRoutes {
     /// message must be copied, or is too small.
     pub(super) fn lease_message(&mut self, now: Micros, slot: usize, link: &mut Link) -> bool {
         let ShmRoutes { slots, pools, .. } = self;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+        let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) else {
             return false;
         };
-        let bytes_min = if pools.is_multicast {
+        let bytes_min = if pools.multicast_in_progress {
             MULTICAST_LEASE_BYTES_MIN
         } else {
             LEASE_BYTES_MIN
@@ -236,7 +236,7 @@ impl ShmRoutes {
         let Some(pool) = &mut pools.own_pool else {
             return false;
         };
-        pool.used_at = now;
+        pool.last_used_at = now;
         if index == leased_blocks.len() {
             leased_blocks.push(None);
         }
@@ -263,12 +263,12 @@ impl ShmRoutes {
 
     /// Returns the number of messages leased to a peer.
     #[cfg(test)]
-    pub(super) fn leases_to(&mut self, peer: Tid) -> usize {
+    pub(super) fn lease_count_to(&mut self, peer: Tid) -> usize {
         let Some(slot) = self.slot(peer) else {
             return 0;
         };
         let ShmRoutes { slots, pools, .. } = self;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+        let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) else {
             return 0;
         };
         ring.get_mut().free_returned(pools.own_pool.as_mut());
@@ -287,14 +287,16 @@ impl ShmRoutes {
 
     /// Acquires a lease on a peer's message and never returns it.
     #[cfg(test)]
-    pub(super) fn leak_lease(&mut self, lender: Tid) {
-        let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot))
+    pub(super) fn leak_lease(&mut self, pool_owner: Tid) {
+        let Some(RingSlot::Ring(ring)) = self
+            .slot(pool_owner)
+            .and_then(|slot| self.slots.get_mut(slot))
         else {
             return;
         };
         let loans = &ring.get().leases;
         if let Some((_, store)) = &loans.peer_pool {
-            std::mem::forget(store.lease(Block { offset: 0, len: 1 }, 0, &loans.returns));
+            std::mem::forget(store.lease(Block { offset: 0, len: 1 }, 0, &loans.lease_returns));
         }
     }
 
@@ -309,23 +311,23 @@ impl ShmRoutes {
         self.pools
             .own_pool
             .as_ref()
-            .map_or(0, |store| store.own.get().allocated_blocks())
+            .map_or(0, |store| store.pool.get().allocated_blocks())
     }
 
     /// Ends all leases over a ring that has ended: blocks leased to the peer are lost, and leases
     /// from the peer need not be returned.
     pub(super) fn end_leases(&mut self, ring: &mut Ring) {
         ring.free_returned(self.pools.own_pool.as_mut());
-        ring.leases.returns.detach();
+        ring.leases.lease_returns.detach();
         let Some(pool) = &mut self.pools.own_pool else {
             return;
         };
         for (id, block) in ring.leases.leased_blocks.drain(..).flatten() {
             if id == pool.id {
-                pool.own.get_mut().abandon(block);
+                pool.pool.get_mut().abandon(block);
             }
         }
-        if pool.own.get().abandoned_bytes() > ABANDONED_BYTES_MAX {
+        if pool.pool.get().abandoned_bytes() > LOST_POOL_BYTES_MAX {
             self.pools.own_pool = None;
         }
     }
@@ -333,12 +335,13 @@ impl ShmRoutes {
     /// Drops the pool if it has no leases and was not used for [`POOL_IDLE_TIMEOUT`].
     pub(super) fn drop_idle_pool(&mut self, now: Micros) {
         for slot in &mut self.slots {
-            if let Slot::Ring(ring) = slot {
+            if let RingSlot::Ring(ring) = slot {
                 ring.get_mut().free_returned(self.pools.own_pool.as_mut());
             }
         }
-        let idle = |store: &SharedPool| {
-            store.own.get().allocated_blocks() == 0 && now.since(store.used_at) >= POOL_IDLE_TIMEOUT
+        let idle = |store: &OwnPoolState| {
+            store.pool.get().allocated_blocks() == 0
+                && now.since(store.last_used_at) >= POOL_IDLE_TIMEOUT
         };
         if self.pools.own_pool.as_ref().is_some_and(idle) {
             self.pools.own_pool = None;
@@ -375,7 +378,7 @@ impl Core {
         message: &Message,
         to: &[Tid],
     ) -> PvmResult<()> {
-        self.shm.pools.is_multicast = true;
+        self.shm.pools.multicast_in_progress = true;
         let me = self.tid();
         let sent = to.iter().try_for_each(|dst| {
             let message = Message {
@@ -400,11 +403,11 @@ impl Core {
     /// Ends [`Core::send_to_many`] by dropping its own reference to the block.
     fn end_multicast(&mut self) {
         let pools = &mut self.shm.pools;
-        pools.is_multicast = false;
+        pools.multicast_in_progress = false;
         if let Some(store) = &mut pools.own_pool
             && let Some(copy) = store.multicast.take()
         {
-            store.own.get_mut().release(copy.block);
+            store.pool.get_mut().release(copy.block);
         }
     }
 
@@ -419,21 +422,21 @@ impl Core {
                 near.pools.retry_at = Some(now + POOL_RETRY_DELAY);
                 return;
             };
-            near.pools.last_id += 1;
-            let id = OfferId(near.pools.last_id);
-            near.pools.own_pool = Some(SharedPool {
-                own: ProcessOwned::new(own),
+            near.pools.last_pool_id += 1;
+            let id = OfferId(near.pools.last_pool_id);
+            near.pools.own_pool = Some(OwnPoolState {
+                pool: ProcessOwned::new(own),
                 id,
                 fd: Arc::new(ProcessOwned::new_fd(fd)),
-                used_at: now,
+                last_used_at: now,
                 multicast: None,
             });
         }
-        let Some(SharedPool { id, fd, .. }) = &near.pools.own_pool else {
+        let Some(OwnPoolState { id, fd, .. }) = &near.pools.own_pool else {
             return;
         };
         let (id, fd) = (*id, fd.clone());
-        let Some(Slot::Ring(ring)) = near.slots.get_mut(slot) else {
+        let Some(RingSlot::Ring(ring)) = near.slots.get_mut(slot) else {
             return;
         };
         let ring = ring.get_mut();
@@ -463,7 +466,7 @@ impl Core {
             return;
         };
         let ShmRoutes { slots, pools, .. } = &mut self.shm;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+        let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) else {
             return;
         };
         let leases = &mut ring.get_mut().leases;
@@ -515,7 +518,7 @@ impl Core {
                     .is_some_and(|(_, store)| store.has_leases())
             };
             let peer = match &self.shm.slots[slot] {
-                Slot::Ring(ring) if used(ring.get()) => ring.get().peer,
+                RingSlot::Ring(ring) if used(ring.get()) => ring.get().peer,
                 _ => continue,
             };
             self.drain_ring_fully(now, slot);

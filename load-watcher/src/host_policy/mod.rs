@@ -63,14 +63,14 @@ pub struct VmUser {
 #[derive(Debug)]
 pub struct HostPolicy {
     paths: PolicyPaths,
-    user: VmUser,
+    vm_user: VmUser,
     user_policy: Policy,
     admin_policy: Policy,
     overrides: Vec<UserOverride>,
     /// Valid published policies, by uid of the owner.
-    published: BTreeMap<u32, Policy>,
+    published_policies: BTreeMap<u32, Policy>,
     /// Users who were last seen logged in at the machine itself, by name.
-    at_machine: BTreeSet<String>,
+    local_users: BTreeSet<String>,
     /// Errors in sentences, by source ("admin", "own", …).
     errors: BTreeMap<&'static str, Vec<String>>,
     /// Errors in published policies of users without a previous valid policy, by uid.
@@ -78,7 +78,7 @@ pub struct HostPolicy {
     /// The reason why no guest may run: a file in force is malformed and had no valid content
     /// before. `None` if the policy is known.
     policy_unknown: Option<String>,
-    merged: MergedPolicy,
+    merged_policy: MergedPolicy,
     blocked_uids: Vec<u32>,
     /// Sentences about blocked users without an account on this host.
     unknown_users: Vec<String>,
@@ -96,7 +96,7 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
 /// the administrator's settings; they may only name a path that belongs to root and that no other
 /// user can change. If the named path is not accepted, returns `usual`, with a sentence that gives
 /// the reason. `by` is the user who named the path.
-pub fn trusted_path(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String>) {
+pub fn trusted_path(named: PathBuf, default_path: &Path, by: Uid) -> (PathBuf, Option<String>) {
     let of_root = |path: &Path| {
         let metadata = path.symlink_metadata();
         // In a directory with the sticky bit, users cannot change the files of other users.
@@ -105,14 +105,14 @@ pub fn trusted_path(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<S
         metadata
             .is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && is_protected(a.mode(), a.is_dir()))
     };
-    if named == usual || by.is_root() || of_root(&named) {
+    if named == default_path || by.is_root() || of_root(&named) {
         return (named, None);
     }
-    let (named, other) = (named.display(), usual.display());
+    let (named, other) = (named.display(), default_path.display());
     let sentence = format!(
         "{named} does not count, because it is not root's, or others can change it; {other} counts"
     );
-    (usual.to_path_buf(), Some(sentence))
+    (default_path.to_path_buf(), Some(sentence))
 }
 
 /// True for a login at the machine itself: at a console, or in a desktop on a screen of the
@@ -216,16 +216,16 @@ impl HostPolicy {
     pub fn read(places: PolicyPaths, user: VmUser) -> HostPolicy {
         let mut rules = HostPolicy {
             paths: places,
-            user,
+            vm_user: user,
             user_policy: Policy::default(),
             admin_policy: Policy::default(),
             overrides: Vec::new(),
-            published: BTreeMap::new(),
-            at_machine: BTreeSet::new(),
+            published_policies: BTreeMap::new(),
+            local_users: BTreeSet::new(),
             errors: BTreeMap::new(),
             invalid_published: BTreeMap::new(),
             policy_unknown: None,
-            merged: MergedPolicy::default(),
+            merged_policy: MergedPolicy::default(),
             blocked_uids: Vec::new(),
             unknown_users: Vec::new(),
         };
@@ -282,7 +282,7 @@ impl HostPolicy {
                 owner_override: word,
             })
             .collect();
-        let mut before = std::mem::take(&mut self.published);
+        let mut before = std::mem::take(&mut self.published_policies);
         self.invalid_published.clear();
         for (uid, read) in published_policy::read_all(&self.paths.overrides) {
             let policy = match read {
@@ -300,12 +300,13 @@ impl HostPolicy {
                     wrong.push(refusal_report(
                         &error.to_string(),
                         said.is_some(),
-                        self.published_counts(uid),
+                        self.uses_published_policy(uid),
                     ));
                     said
                 }
             };
-            self.published.extend(policy.map(|policy| (uid, policy)));
+            self.published_policies
+                .extend(policy.map(|policy| (uid, policy)));
         }
         self.errors.insert("words", wrong.clone());
         self.merge();
@@ -317,20 +318,20 @@ impl HostPolicy {
     pub fn update_logins(&mut self, logins: &[Login]) {
         let at_machine = logins.iter().filter(|login| is_at_machine(login));
         let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
-        if !seated.is_empty() && seated != self.at_machine {
-            self.at_machine = seated;
+        if !seated.is_empty() && seated != self.local_users {
+            self.local_users = seated;
             self.merge();
         }
     }
 
     /// True if the settings of this user have the priority of an owner's.
     fn is_owner(&self, uid: u32) -> bool {
-        let name = if uid == self.user.uid {
-            self.user.name.clone()
+        let name = if uid == self.vm_user.uid {
+            self.vm_user.name.clone()
         } else {
             user_name(uid)
         };
-        let seated = || uid != self.user.uid || self.at_machine.contains(&name);
+        let seated = || uid != self.vm_user.uid || self.local_users.contains(&name);
         uid == 0
             || self
                 .admin_policy
@@ -341,8 +342,8 @@ impl HostPolicy {
 
     /// True if a published policy of this user is used: that of an owner, or of the user of the
     /// virtual machine.
-    fn published_counts(&self, uid: u32) -> bool {
-        uid == self.user.uid || self.is_owner(uid)
+    fn uses_published_policy(&self, uid: u32) -> bool {
+        uid == self.vm_user.uid || self.is_owner(uid)
     }
 
     /// Merges the override and the published policy of a user. For the user of the virtual machine,
@@ -357,8 +358,11 @@ impl HostPolicy {
         let published = published_policy::policy_file(&self.paths.overrides, uid)
             .display()
             .to_string();
-        let published = self.published.get(&uid).map(|policy| (published, policy));
-        let own = (uid == self.user.uid)
+        let published = self
+            .published_policies
+            .get(&uid)
+            .map(|policy| (published, policy));
+        let own = (uid == self.vm_user.uid)
             .then(|| (self.paths.user.display().to_string(), &self.user_policy));
         MergedPolicy::from_priority_list(word.into_iter().chain(published).chain(own))
     }
@@ -368,8 +372,8 @@ impl HostPolicy {
             .overrides
             .iter()
             .map(|spoken| spoken.uid)
-            .chain(self.published.keys().copied());
-        let said: BTreeSet<u32> = said.chain([self.user.uid]).collect();
+            .chain(self.published_policies.keys().copied());
+        let said: BTreeSet<u32> = said.chain([self.vm_user.uid]).collect();
         let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
         let all = owners.iter().map(|uid| self.merged_of_user(*uid));
         let of_owners = all.reduce(MergedPolicy::restrict_by).unwrap_or_default();
@@ -379,14 +383,14 @@ impl HostPolicy {
         )]);
         let wishes = MergedPolicy::from_priority_list([(
             "the user of the virtual machine".to_string(),
-            &self.user.defaults,
+            &self.vm_user.defaults,
         )]);
-        let user = if owners.contains(&self.user.uid) {
+        let user = if owners.contains(&self.vm_user.uid) {
             MergedPolicy::default()
         } else {
-            self.merged_of_user(self.user.uid)
+            self.merged_of_user(self.vm_user.uid)
         };
-        self.merged = of_owners.fill_from(admin).fill_from(user).fill_from(wishes);
+        self.merged_policy = of_owners.fill_from(admin).fill_from(user).fill_from(wishes);
         self.look_up_blocked();
         let files = [("admin", &self.admin_policy), ("own", &self.user_policy)]
             .into_iter()
@@ -395,7 +399,7 @@ impl HostPolicy {
         let mut unheard = self
             .invalid_published
             .iter()
-            .filter(|(uid, _)| self.published_counts(**uid))
+            .filter(|(uid, _)| self.uses_published_policy(**uid))
             .map(|(_, why)| why);
         self.policy_unknown = silent.next().or_else(|| unheard.next()).cloned();
     }
@@ -404,7 +408,7 @@ impl HostPolicy {
     fn look_up_blocked(&mut self) {
         (self.blocked_uids, self.unknown_users) = (Vec::new(), Vec::new());
         for user in self
-            .merged
+            .merged_policy
             .policy
             .blocked
             .iter()
@@ -421,7 +425,7 @@ impl HostPolicy {
 
     /// Returns the merged policy with the origin of each setting.
     pub fn merged(&self) -> &MergedPolicy {
-        &self.merged
+        &self.merged_policy
     }
 
     /// Returns the uids of the blocked users. Users without an account on this host are omitted;
@@ -458,7 +462,8 @@ impl HostPolicy {
 
     /// True if the decision about guests depends on the time of day.
     pub fn depends_on_clock(&self) -> bool {
-        self.merged.policy.never.is_some() || self.merged.policy.only.is_some()
+        self.merged_policy.policy.forbidden_hours.is_some()
+            || self.merged_policy.policy.allowed_hours.is_some()
     }
 }
 

@@ -85,7 +85,7 @@ fn policy_sources_are_merged_by_priority() {
         cores(&rules),
         (Some(3), dir.path().join("admin").display().to_string())
     );
-    rules.published.insert(
+    rules.published_policies.insert(
         OLGA,
         Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"),
     );
@@ -123,7 +123,7 @@ fn vm_user_counts_before_admin_only_as_owner() {
     let mut rules = read_policy(dir.path(), "");
     rules.overrides = vec![cores_override(7, ALICE, "alice")];
     rules
-        .published
+        .published_policies
         .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
     rules.merge();
     assert_eq!(cores(&rules).0, Some(3));
@@ -250,7 +250,7 @@ fn malformed_published_policy_keeps_previous_one() {
 }
 
 /// End of the report about a malformed file without previous valid content.
-const SHUT: &str = "; until that is mended no guest is welcome here";
+const CLOSED_HOST_SUFFIX: &str = "; until that is mended no guest is welcome here";
 
 /// A file that never had valid content closes the host to guests until the file is corrected or
 /// removed.
@@ -272,7 +272,8 @@ fn file_never_valid_closes_host_until_fixed() {
             .expect("nobody knows what it forbids")
             .to_string();
         assert!(
-            why.contains(&format!("{file}:2: unknown field `corse`")) && why.ends_with(SHUT),
+            why.contains(&format!("{file}:2: unknown field `corse`"))
+                && why.ends_with(CLOSED_HOST_SUFFIX),
             "{why}"
         );
         assert_eq!(rules.errors(), std::slice::from_ref(&why));
@@ -294,7 +295,7 @@ fn file_never_valid_closes_host_until_fixed() {
         assert_eq!(read(&mut rules), None);
         put(dir.path(), file, "corse = 3\n");
         assert!(
-            read(&mut rules).is_some_and(|says| says.ends_with(SHUT)),
+            read(&mut rules).is_some_and(|says| says.ends_with(CLOSED_HOST_SUFFIX)),
             "what it said was taken back"
         );
         assert!(rules.policy_unknown().is_some());
@@ -312,7 +313,7 @@ fn unreadable_file_closes_host() {
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
-        why.contains("admin cannot be read: ") && why.ends_with(SHUT),
+        why.contains("admin cannot be read: ") && why.ends_with(CLOSED_HOST_SUFFIX),
         "{why}"
     );
 }
@@ -335,7 +336,7 @@ fn published_policy_never_valid_closes_host() {
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
-        why.contains(".policy.toml:2: duplicate key") && why.ends_with(SHUT),
+        why.contains(".policy.toml:2: duplicate key") && why.ends_with(CLOSED_HOST_SUFFIX),
         "{why}"
     );
     assert_eq!(
@@ -505,7 +506,7 @@ fn only_named_owners_count() {
     let mut rules = read_policy(dir.path(), "");
     rules.overrides = vec![cores_override(1, OLGA + 1, "mallory")];
     rules
-        .published
+        .published_policies
         .insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
     rules.merge();
     assert_eq!(
@@ -515,7 +516,7 @@ fn only_named_owners_count() {
     // An owner without an account on this host is named by uid.
     rules.overrides = vec![cores_override(1, 21_009, "21009")];
     rules
-        .published
+        .published_policies
         .insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
     rules.merge();
     assert_eq!(

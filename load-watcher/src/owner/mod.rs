@@ -16,7 +16,7 @@
 //! 7. otherwise absent.
 
 use crate::owner_override::{DeclaredPresence, OwnerOverride, Presence};
-use crate::sessions::{ScreenUse, Session, all_logins};
+use crate::sessions::{ScreenUse, Session, merge_logins};
 use sempa_proto::Micros;
 use sempa_proto::load::{Login, OwnerVerdict};
 use std::collections::{BTreeMap, BTreeSet};
@@ -97,11 +97,11 @@ pub struct OwnerSigns<'a> {
 /// The owner verdict with its explanation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OwnerAssessment {
-    pub owner: OwnerVerdict,
+    pub verdict: OwnerVerdict,
     /// Confidence in the verdict, in percent.
     pub confidence: u8,
     /// The reason for the verdict, in one sentence.
-    pub why: String,
+    pub reason: String,
     /// The logins on which the verdict is based.
     pub logins: Vec<Login>,
     /// Name of each source, and a description of its state.
@@ -113,7 +113,7 @@ pub struct OwnerAssessment {
 pub struct OwnerDetector {
     present_since: Option<Micros>,
     maybe_since: Option<Micros>,
-    left_at: Option<Micros>,
+    last_logout_at: Option<Micros>,
     /// True if the external load was high and has not been low since.
     load_is_high: bool,
     visits: Option<BTreeSet<(String, Micros)>>,
@@ -142,7 +142,7 @@ fn login_phrase(login: &Login) -> String {
     format!("{} is logged in on {}{from}", login.user, login.line)
 }
 
-fn others_suffix(others: usize) -> String {
+fn other_logins_suffix(others: usize) -> String {
     if others > 0 {
         format!(", and {others} more")
     } else {
@@ -160,7 +160,7 @@ pub fn merged_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>>) 
         Evidence::Known(sessions) => sessions.as_slice(),
         Evidence::Unavailable(_) => &[],
     };
-    all_logins(records, sessions)
+    merge_logins(records, sessions)
 }
 
 impl OwnerSigns<'_> {
@@ -240,15 +240,15 @@ impl OwnerSigns<'_> {
         }
     }
 
-    fn counts_as_owner(&self, spoken: &UserOverride) -> bool {
-        let named = |owners: &[String]| owners.contains(&spoken.user);
-        spoken.uid == 0 || self.owners.is_none_or(named)
+    fn counts_as_owner(&self, user_override: &UserOverride) -> bool {
+        let named = |owners: &[String]| owners.contains(&user_override.user);
+        user_override.uid == 0 || self.owners.is_none_or(named)
     }
 
     /// True if this user's override applies to the logins of all users, not only to the user's own
     /// logins.
-    fn covers_all_users(&self, spoken: &UserOverride) -> bool {
-        spoken.uid == 0 || self.owners.is_some()
+    fn covers_all_users(&self, user_override: &UserOverride) -> bool {
+        user_override.uid == 0 || self.owners.is_some()
     }
 
     /// True if no source can list the users who are logged in.
@@ -396,9 +396,9 @@ impl OwnerDetector {
         let (owner, confidence, why) = self.apply_finding(now, found);
         let sources = signs.describe_sources(now, &all);
         OwnerAssessment {
-            owner,
+            verdict: owner,
             confidence,
-            why,
+            reason: why,
             logins: all,
             sources,
         }
@@ -512,7 +512,7 @@ impl OwnerDetector {
             return Finding::Maybe {
                 since: Some(last),
                 confidence,
-                why: why + &others_suffix(logins.len() - 1),
+                why: why + &other_logins_suffix(logins.len() - 1),
             };
         }
         if let Evidence::Known(cores) = signs.external_load {
@@ -532,7 +532,7 @@ impl OwnerDetector {
                 };
             }
         }
-        absent(signs)
+        absent_finding(signs)
     }
 
     fn apply_finding(&mut self, now: Micros, found: Finding) -> (OwnerVerdict, u8, String) {
@@ -558,10 +558,10 @@ impl OwnerDetector {
                 confidence,
                 why,
             } => {
-                self.left_at = self
+                self.last_logout_at = self
                     .present_since
                     .take()
-                    .map_or(self.left_at, |_| Some(now));
+                    .map_or(self.last_logout_at, |_| Some(now));
                 let first = *self.maybe_since.get_or_insert(now);
                 (
                     OwnerVerdict::Maybe {
@@ -574,10 +574,14 @@ impl OwnerDetector {
             Finding::Absent { confidence, why } => {
                 let was_there =
                     self.present_since.take().is_some() | self.maybe_since.take().is_some();
-                self.left_at = if was_there { Some(now) } else { self.left_at };
+                self.last_logout_at = if was_there {
+                    Some(now)
+                } else {
+                    self.last_logout_at
+                };
                 (
                     OwnerVerdict::Absent {
-                        since: self.left_at,
+                        since: self.last_logout_at,
                     },
                     confidence,
                     why,
@@ -601,7 +605,7 @@ fn active_login(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Optio
         "{} since {}{}",
         login_phrase(first),
         format_utc_time(first.at),
-        others_suffix(logins.len() - 1)
+        other_logins_suffix(logins.len() - 1)
     );
     Some(Finding::Present {
         since: Some(first.at),
@@ -610,7 +614,7 @@ fn active_login(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Optio
     })
 }
 
-fn absent(signs: &OwnerSigns<'_>) -> Finding {
+fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
     if !signs.logins_unavailable() {
         let confidence = if matches!(signs.input, Evidence::Known(_)) {
             95

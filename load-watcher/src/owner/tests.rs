@@ -4,7 +4,7 @@ use super::*;
 use crate::policy::Policy;
 use proptest::prelude::*;
 
-const QUARTER: Micros = Micros::from_secs(15 * 60);
+const IDLE_AFTER: Micros = Micros::from_secs(15 * 60);
 
 fn login(user: &str, line: &str, at: u64) -> Login {
     Login {
@@ -20,11 +20,11 @@ fn login(user: &str, line: &str, at: u64) -> Login {
 struct Scene {
     records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
-    unasked: Option<String>,
-    typed: BTreeMap<String, Micros>,
-    keys: Evidence<InputActivity>,
-    foreign: Evidence<f32>,
-    words: Vec<UserOverride>,
+    logind_error: Option<String>,
+    terminal_input: BTreeMap<String, Micros>,
+    input: Evidence<InputActivity>,
+    external_load: Evidence<f32>,
+    overrides: Vec<UserOverride>,
     owners: Option<Vec<String>>,
 }
 
@@ -34,29 +34,29 @@ impl Scene {
         Scene {
             records: LoginRecords::Logins(logins),
             sessions: Evidence::Unavailable(missing()),
-            unasked: Some(missing()),
-            typed: BTreeMap::new(),
-            keys: Evidence::Unavailable(missing()),
-            foreign: Evidence::Unavailable(missing()),
-            words: Vec::new(),
+            logind_error: Some(missing()),
+            terminal_input: BTreeMap::new(),
+            input: Evidence::Unavailable(missing()),
+            external_load: Evidence::Unavailable(missing()),
+            overrides: Vec::new(),
             owners: None,
         }
     }
 
-    fn verdict_with(&self, sense: &mut OwnerDetector, seconds: u64) -> OwnerAssessment {
+    fn verdict_with(&self, detector: &mut OwnerDetector, seconds: u64) -> OwnerAssessment {
         let signs = OwnerSigns {
             records_path: Path::new("/x/utmp"),
             records: &self.records,
             sessions: &self.sessions,
-            logind_error: self.unasked.as_deref(),
-            terminal_input: &self.typed,
-            input: &self.keys,
-            external_load: &self.foreign,
-            overrides: &self.words,
+            logind_error: self.logind_error.as_deref(),
+            terminal_input: &self.terminal_input,
+            input: &self.input,
+            external_load: &self.external_load,
+            overrides: &self.overrides,
             owners: self.owners.as_deref(),
-            idle_after: QUARTER,
+            idle_after: IDLE_AFTER,
         };
-        sense.verdict(Micros::from_secs(seconds), &signs)
+        detector.verdict(Micros::from_secs(seconds), &signs)
     }
 
     fn verdict_at(&self, seconds: u64) -> OwnerAssessment {
@@ -64,7 +64,7 @@ impl Scene {
     }
 }
 
-fn spoken(uid: u32, user: &str, state: Presence, at: u64, until: u64) -> UserOverride {
+fn presence_override(uid: u32, user: &str, state: Presence, at: u64, until: u64) -> UserOverride {
     let said = DeclaredPresence {
         state,
         at: Micros::from_secs(at),
@@ -87,7 +87,7 @@ fn verdict_keeps_start_and_end_of_visit() {
     let mut sense = OwnerDetector::default();
     let mut at = |now: u64, logins: Vec<Login>| {
         let sensed = Scene::with(logins).verdict_with(&mut sense, now);
-        (sensed.owner, sensed.why)
+        (sensed.verdict, sensed.reason)
     };
     assert_eq!(
         at(1, Vec::new()),
@@ -133,8 +133,8 @@ fn missing_login_records_mean_absent_with_reason() {
         ..Scene::with(Vec::new())
     }
     .verdict_at(1);
-    assert_eq!(sensed.owner, OwnerVerdict::Absent { since: None });
-    assert_eq!(sensed.why, "nobody is logged in: /x/utmp does not exist");
+    assert_eq!(sensed.verdict, OwnerVerdict::Absent { since: None });
+    assert_eq!(sensed.reason, "nobody is logged in: /x/utmp does not exist");
     let denied = LoginRecords::Unreadable("permission denied".into());
     let sensed = Scene {
         records: denied,
@@ -142,7 +142,7 @@ fn missing_login_records_mean_absent_with_reason() {
     }
     .verdict_at(1);
     assert_eq!(
-        sensed.why,
+        sensed.reason,
         "logins are unknown: /x/utmp cannot be read: permission denied"
     );
     assert!(sensed.confidence <= 50);
@@ -155,7 +155,7 @@ fn missing_login_records_mean_absent_with_reason() {
     }
     .verdict_at(1);
     assert_eq!(
-        (sensed.why.as_str(), sensed.confidence),
+        (sensed.reason.as_str(), sensed.confidence),
         ("nobody is logged in", 90)
     );
 }
@@ -180,17 +180,22 @@ fn screen_logins_ignore_terminal_input() {
         sessions: Evidence::Known(vec![screen_session("olga", 50)]),
         ..Scene::with(Vec::new())
     };
-    scene.typed.insert("tty2".into(), Micros::from_secs(50));
+    scene
+        .terminal_input
+        .insert("tty2".into(), Micros::from_secs(50));
     assert!(
-        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
+        matches!(
+            scene.verdict_at(90_000).verdict,
+            OwnerVerdict::Present { .. }
+        ),
         "nobody can tell whether she is idle"
     );
-    scene.keys = Evidence::Known(InputActivity {
+    scene.input = Evidence::Known(InputActivity {
         watched_since: Micros::from_secs(60),
         last_used: None,
     });
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Maybe { .. }
     ));
     // The same login, known only from a login record as display managers write it.
@@ -199,17 +204,22 @@ fn screen_logins_ignore_terminal_input() {
             from: from.into(),
             ..login("olga", line, 50)
         }]);
-        scene.typed.insert(line.into(), Micros::from_secs(50));
+        scene
+            .terminal_input
+            .insert(line.into(), Micros::from_secs(50));
         assert!(
-            matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
+            matches!(
+                scene.verdict_at(90_000).verdict,
+                OwnerVerdict::Present { .. }
+            ),
             "{line} {from}"
         );
-        scene.keys = Evidence::Known(InputActivity {
+        scene.input = Evidence::Known(InputActivity {
             watched_since: Micros::from_secs(60),
             last_used: Some(Micros::from_secs(89_000)),
         });
         assert!(
-            matches!(scene.verdict_at(91_000).owner, OwnerVerdict::Maybe { .. }),
+            matches!(scene.verdict_at(91_000).verdict, OwnerVerdict::Maybe { .. }),
             "{line} {from}"
         );
     }
@@ -224,7 +234,7 @@ fn scene_with_desktop(idle: ScreenUse) -> Scene {
     };
     Scene {
         sessions: Evidence::Known(vec![session]),
-        unasked: None,
+        logind_error: None,
         ..Scene::with(Vec::new())
     }
 }
@@ -235,12 +245,12 @@ fn idle_desktop_reports_start_of_idle_time() {
     let mut sense = OwnerDetector::default();
     let scene = scene_with_desktop(ScreenUse::IdleSince(Micros::from_secs(80_000)));
     assert!(matches!(
-        scene.verdict_with(&mut sense, 80_000 + 899).owner,
+        scene.verdict_with(&mut sense, 80_000 + 899).verdict,
         OwnerVerdict::Present { .. }
     ));
     let idle = scene.verdict_with(&mut sense, 80_000 + 900);
     assert_eq!(
-        idle.owner,
+        idle.verdict,
         OwnerVerdict::Maybe {
             since: Micros::from_secs(80_000)
         }
@@ -253,7 +263,7 @@ fn idle_desktop_reports_start_of_idle_time() {
     );
     let back = scene_with_desktop(ScreenUse::InUse).verdict_with(&mut sense, 90_000);
     assert!(
-        matches!(back.owner, OwnerVerdict::Present { .. }),
+        matches!(back.verdict, OwnerVerdict::Present { .. }),
         "{back:?}"
     );
     // The login record of this login names the display; record and session describe one login.
@@ -266,7 +276,7 @@ fn idle_desktop_reports_start_of_idle_time() {
         ..scene
     };
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Maybe { .. }
     ));
 }
@@ -282,14 +292,17 @@ fn observed_keys_override_screen_in_use() {
             last_used: used,
         })
     };
-    scene.keys = keys(None);
+    scene.input = keys(None);
     assert!(
-        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
+        matches!(
+            scene.verdict_at(90_000).verdict,
+            OwnerVerdict::Present { .. }
+        ),
         "her keyboard may be another one"
     );
-    scene.keys = keys(Some(Micros::from_secs(70_000)));
+    scene.input = keys(Some(Micros::from_secs(70_000)));
     assert!(
-        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Maybe { .. }),
+        matches!(scene.verdict_at(90_000).verdict, OwnerVerdict::Maybe { .. }),
         "it is this one, and her desktop is never idle"
     );
 }
@@ -304,10 +317,13 @@ fn session_without_record_counts_as_present() {
     };
     let sensed = scene.verdict_at(60);
     assert!(
-        matches!(sensed.owner, OwnerVerdict::Present { .. }),
+        matches!(sensed.verdict, OwnerVerdict::Present { .. }),
         "{sensed:?}"
     );
-    assert_eq!(sensed.why, "olga is logged in on tty2 since 00:00:50 UTC");
+    assert_eq!(
+        sensed.reason,
+        "olga is logged in on tty2 since 00:00:50 UTC"
+    );
 }
 
 /// A login without input for a quarter of an hour means a possibly present owner; the next input
@@ -315,21 +331,23 @@ fn session_without_record_counts_as_present() {
 #[test]
 fn idle_login_is_maybe_until_first_key() {
     let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
-    scene.typed.insert("pts/3".into(), Micros::from_secs(2000));
+    scene
+        .terminal_input
+        .insert("pts/3".into(), Micros::from_secs(2000));
     let mut sense = OwnerDetector::default();
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2000 + 899).owner,
+        scene.verdict_with(&mut sense, 2000 + 899).verdict,
         OwnerVerdict::Present { .. }
     ));
     let idle = scene.verdict_with(&mut sense, 2000 + 900);
     assert_eq!(
-        idle.owner,
+        idle.verdict,
         OwnerVerdict::Maybe {
             since: Micros::from_secs(2000)
         }
     );
     assert_eq!(
-        idle.why,
+        idle.reason,
         "alice is logged in on pts/3 from h9, without input since 00:33:20 UTC"
     );
     assert!(
@@ -337,12 +355,12 @@ fn idle_login_is_maybe_until_first_key() {
         "it gets less likely"
     );
     scene
-        .typed
+        .terminal_input
         .insert("pts/3".into(), Micros::from_secs(30_000));
     let back = scene.verdict_with(&mut sense, 30_001);
     let (since, seen) = (Micros::from_secs(1000), Micros::from_secs(30_001));
     assert_eq!(
-        back.owner,
+        back.verdict,
         OwnerVerdict::Present {
             since,
             detected_at: seen
@@ -365,36 +383,38 @@ fn keys_count_for_local_logins_and_greeter() {
         90,
         "nobody can tell how long she is idle"
     );
-    scene.keys = Evidence::Known(InputActivity {
+    scene.input = Evidence::Known(InputActivity {
         watched_since: Micros::from_secs(1000),
         last_used: None,
     });
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Maybe { .. }
     ));
-    scene.keys = Evidence::Known(InputActivity {
+    scene.input = Evidence::Known(InputActivity {
         watched_since: Micros::from_secs(1000),
         last_used: Some(Micros::from_secs(89_990)),
     });
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Present { .. }
     ));
     scene.records = LoginRecords::Logins(Vec::new());
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Present { .. }
     ));
     assert!(matches!(
-        scene.verdict_at(89_990 + 300).owner,
+        scene.verdict_at(89_990 + 300).verdict,
         OwnerVerdict::Absent { .. }
     ));
     // A user who is logged in over the network does not use this keyboard.
     scene.records = LoginRecords::Logins(vec![login("alice", "pts/3", 1000)]);
-    scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
+    scene
+        .terminal_input
+        .insert("pts/3".into(), Micros::from_secs(1000));
     assert!(matches!(
-        scene.verdict_at(90_000).owner,
+        scene.verdict_at(90_000).verdict,
         OwnerVerdict::Maybe { .. }
     ));
 }
@@ -411,17 +431,17 @@ fn external_load_is_maybe_until_low_again() {
         (0.2, false),
         (0.4, false),
     ] {
-        scene.foreign = Evidence::Known(cores);
+        scene.external_load = Evidence::Known(cores);
         let sensed = scene.verdict_with(&mut sense, 10);
         assert_eq!(
-            matches!(sensed.owner, OwnerVerdict::Maybe { .. }),
+            matches!(sensed.verdict, OwnerVerdict::Maybe { .. }),
             maybe,
             "{cores}: {sensed:?}"
         );
     }
-    scene.foreign = Evidence::Known(1.4);
+    scene.external_load = Evidence::Known(1.4);
     assert_eq!(
-        scene.verdict_at(1).why,
+        scene.verdict_at(1).reason,
         "programs that are not ours use about 1.5 processors"
     );
 }
@@ -430,27 +450,27 @@ fn external_load_is_maybe_until_low_again() {
 #[test]
 fn override_beats_all_signs_until_it_expires() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 3000)];
+    scene.overrides = vec![presence_override(5, "olga", Presence::Away, 2000, 3000)];
     let away = scene.verdict_at(2500);
     assert!(
-        matches!(away.owner, OwnerVerdict::Absent { .. }),
+        matches!(away.verdict, OwnerVerdict::Absent { .. }),
         "{away:?}"
     );
     assert_eq!(
-        (away.confidence, away.why.as_str()),
+        (away.confidence, away.reason.as_str()),
         (100, "olga said \"away\", until 00:50:00 UTC")
     );
     assert!(
-        matches!(scene.verdict_at(3000).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(3000).verdict, OwnerVerdict::Present { .. }),
         "its time is over"
     );
     scene = Scene::with(Vec::new());
-    scene.words = vec![spoken(5, "olga", Presence::Here, 2000, 3000)];
+    scene.overrides = vec![presence_override(5, "olga", Presence::Here, 2000, 3000)];
     let here = scene.verdict_at(2500);
     assert_eq!(here.confidence, 100);
     assert!(
         matches!(
-            here.owner,
+            here.verdict,
             OwnerVerdict::Present {
                 since: Micros(2_000_000_000),
                 ..
@@ -459,7 +479,7 @@ fn override_beats_all_signs_until_it_expires() {
         "{here:?}"
     );
     assert!(matches!(
-        scene.verdict_at(3000).owner,
+        scene.verdict_at(3000).verdict,
         OwnerVerdict::Absent { .. }
     ));
 }
@@ -468,10 +488,10 @@ fn override_beats_all_signs_until_it_expires() {
 #[test]
 fn override_ends_with_login_or_logout() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 9000)];
+    scene.overrides = vec![presence_override(5, "olga", Presence::Away, 2000, 9000)];
     let mut sense = OwnerDetector::default();
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2100).owner,
+        scene.verdict_with(&mut sense, 2100).verdict,
         OwnerVerdict::Absent { .. }
     ));
     scene.records = LoginRecords::Logins(vec![
@@ -479,27 +499,27 @@ fn override_ends_with_login_or_logout() {
         login("olga", "pts/4", 2200),
     ]);
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2201).owner,
+        scene.verdict_with(&mut sense, 2201).verdict,
         OwnerVerdict::Present { .. }
     ));
     let mut sense = OwnerDetector::default();
     scene.records = LoginRecords::Logins(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", Presence::Here, 2000, 9000)];
+    scene.overrides = vec![presence_override(5, "olga", Presence::Here, 2000, 9000)];
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2100).owner,
+        scene.verdict_with(&mut sense, 2100).verdict,
         OwnerVerdict::Present { .. }
     ));
     scene.records = LoginRecords::Logins(Vec::new());
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2200).owner,
+        scene.verdict_with(&mut sense, 2200).verdict,
         OwnerVerdict::Absent { .. }
     ));
     // An override that was set with `--for` does not end with a login or logout.
-    if let Some(said) = &mut scene.words[0].owner_override.presence {
+    if let Some(said) = &mut scene.overrides[0].owner_override.presence {
         said.ends_with_visit = false;
     }
     assert!(matches!(
-        scene.verdict_with(&mut sense, 2300).owner,
+        scene.verdict_with(&mut sense, 2300).verdict,
         OwnerVerdict::Present { .. }
     ));
 }
@@ -512,22 +532,22 @@ fn away_hides_own_logins_unless_named_owner() {
         login("olga", "pts/3", 1000),
         login("bob", "pts/4", 1000),
     ]);
-    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 9000)];
+    scene.overrides = vec![presence_override(5, "olga", Presence::Away, 2000, 9000)];
     let sensed = scene.verdict_at(2100);
-    assert!(sensed.why.starts_with("bob is logged in"), "{sensed:?}");
+    assert!(sensed.reason.starts_with("bob is logged in"), "{sensed:?}");
     scene.owners = Some(vec!["olga".into()]);
     assert!(matches!(
-        scene.verdict_at(2100).owner,
+        scene.verdict_at(2100).verdict,
         OwnerVerdict::Absent { .. }
     ));
     scene.owners = Some(vec!["bob".into()]);
     assert!(
-        matches!(scene.verdict_at(2100).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(2100).verdict, OwnerVerdict::Present { .. }),
         "olga's word does not count"
     );
-    scene.words = vec![spoken(0, "root", Presence::Away, 2000, 9000)];
+    scene.overrides = vec![presence_override(0, "root", Presence::Away, 2000, 9000)];
     assert!(
-        matches!(scene.verdict_at(2100).owner, OwnerVerdict::Absent { .. }),
+        matches!(scene.verdict_at(2100).verdict, OwnerVerdict::Absent { .. }),
         "root's always does"
     );
 }
@@ -600,7 +620,7 @@ fn any_scene() -> impl Strategy<Value = Scene> {
                 one.from.clear();
             }
             scene
-                .typed
+                .terminal_input
                 .extend(typed.map(|t| (one.line.clone(), Micros::from_secs(t))));
             logins.push(one);
         }
@@ -617,21 +637,21 @@ fn any_scene() -> impl Strategy<Value = Scene> {
         }
         if let Some((watched, used)) = keys {
             let used = used.map(Micros::from_secs);
-            scene.keys = Evidence::Known(InputActivity {
+            scene.input = Evidence::Known(InputActivity {
                 watched_since: Micros::from_secs(watched),
                 last_used: used,
             });
         }
         if let Some(cores) = foreign {
-            scene.foreign = Evidence::Known(cores);
+            scene.external_load = Evidence::Known(cores);
         }
         if let Some((here, at, span, visit, uid)) = word {
             let state = if here { Presence::Here } else { Presence::Away };
-            let mut one = spoken(uid, &format!("u{uid}"), state, at, at + span);
+            let mut one = presence_override(uid, &format!("u{uid}"), state, at, at + span);
             if let Some(said) = &mut one.owner_override.presence {
                 said.ends_with_visit = visit;
             }
-            scene.words = vec![one];
+            scene.overrides = vec![one];
         }
         scene
     })
@@ -642,9 +662,9 @@ proptest! {
     #[test]
     fn verdicts_are_well_formed(scene in any_scene(), now in 5000_u64..20_000) {
         let sensed = scene.verdict_at(now);
-        prop_assert!(sensed.confidence <= 100 && !sensed.why.is_empty() && sensed.why.lines().count() == 1);
+        prop_assert!(sensed.confidence <= 100 && !sensed.reason.is_empty() && sensed.reason.lines().count() == 1);
         let now = Micros::from_secs(now);
-        match sensed.owner {
+        match sensed.verdict {
             OwnerVerdict::Present { since, detected_at: seen } => prop_assert!(since <= now && seen <= now),
             OwnerVerdict::Maybe { since } => prop_assert!(since <= now),
             OwnerVerdict::Absent { since } => prop_assert!(since.is_none()),
@@ -654,27 +674,27 @@ proptest! {
     /// An additional login never changes the verdict towards absent.
     #[test]
     fn additional_login_never_lowers_verdict(mut scene in any_scene(), now in 5000_u64..20_000) {
-        scene.words.clear();
+        scene.overrides.clear();
         scene.records = match scene.records {
             LoginRecords::Logins(logins) => LoginRecords::Logins(logins),
             _ => LoginRecords::Logins(Vec::new()),
         };
         // With a source for the keyboard, input of a person at the login screen would be attributed
         // to the user who is logged in.
-        scene.keys = Evidence::Unavailable("not looked at".into());
-        let before = rank(&scene.verdict_at(now).owner);
+        scene.input = Evidence::Unavailable("not looked at".into());
+        let before = rank(&scene.verdict_at(now).verdict);
         if let LoginRecords::Logins(logins) = &mut scene.records {
             logins.push(login("zoe", "pts/9", 4000));
         }
-        prop_assert!(rank(&scene.verdict_at(now).owner) >= before);
+        prop_assert!(rank(&scene.verdict_at(now).verdict) >= before);
     }
 
     /// Without new signs the verdict never changes towards present.
     #[test]
     fn time_alone_never_raises_verdict(scene in any_scene(), now in 9000_u64..20_000, more in 0_u64..20_000) {
         let mut scene = scene;
-        scene.words.clear();
-        prop_assert!(rank(&scene.verdict_at(now + more).owner) <= rank(&scene.verdict_at(now).owner));
+        scene.overrides.clear();
+        prop_assert!(rank(&scene.verdict_at(now + more).verdict) <= rank(&scene.verdict_at(now).verdict));
     }
 
     #[test]

@@ -23,7 +23,7 @@ mod rollback;
 pub use copies::{COPIES_MAX, CopyPolicy};
 pub(super) use last_messages::KnownExits;
 
-use super::rpc::RpcCaller;
+use super::rpc::RpcPurpose;
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{
@@ -64,7 +64,7 @@ const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 const INCARNATIONS_MAX: usize = 1 << 20;
 /// Delay of a restart after the loss of a host, so that all tasks on that host are dead. The daemon
 /// of the host has exited after its own, shorter lease, and its tasker with it.
-const HOST_FENCE_TIMEOUT: Micros = Micros::from_secs(2);
+const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job are gone.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
 /// Largest number of checks whether the last tasks of a job are gone.
@@ -114,7 +114,7 @@ struct CheckpointedJob {
     ends_after_checkpoint: bool,
     /// True if the resource manager requested that the job ends. The resource manager restarts the
     /// job when a host has room.
-    vacates: bool,
+    ends_for_vacate: bool,
     /// A host of the job is being drained. The job's tasks on that host migrate when they have been
     /// dumped.
     is_draining: bool,
@@ -129,9 +129,9 @@ struct CheckpointedJob {
     /// All tasks that ever belonged to the job.
     members: BTreeSet<Tid>,
     /// Members that have ended.
-    ended: BTreeSet<Tid>,
+    ended_members: BTreeSet<Tid>,
     /// Members that may have died together with their host.
-    recently_dead: recently_dead::RecentlyDead,
+    recently_dead: recently_dead::RecentDeaths,
     /// Name of the job's newest checkpoint.
     newest_checkpoint: Option<String>,
     /// Name of the checkpoint from which the job was restarted.
@@ -172,12 +172,15 @@ struct SnapshotContents {
 #[derive(Debug, Default)]
 pub(super) struct Inventory {
     tasks: Vec<TaskInfo>,
-    contexts: Vec<(i32, Tid)>,
+    context_owners: Vec<(i32, Tid)>,
 }
 
 impl Inventory {
     pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Inventory {
-        Inventory { tasks, contexts }
+        Inventory {
+            tasks,
+            context_owners: contexts,
+        }
     }
 }
 
@@ -201,7 +204,7 @@ enum InventoryPurpose {
 struct OpenInventory {
     purpose: InventoryPurpose,
     missing_replies: usize,
-    found: Inventory,
+    collected: Inventory,
     /// A host that has not replied, so that its tasks are unknown.
     silent_host: Option<HostId>,
 }
@@ -228,12 +231,12 @@ pub(super) struct JobCheckpoints {
     pub(super) restarts: Restarts,
     jobs: BTreeMap<Tid, CheckpointedJob>,
     inventories: BTreeMap<u64, OpenInventory>,
-    last_inventory: u64,
+    last_inventory_number: u64,
     open_restarts: BTreeMap<u64, OpenRestart>,
-    last_restart: u64,
+    last_restart_number: u64,
     /// Parts that are being unpacked and sent to their hosts.
     parts_in_transfer: BTreeSet<MigrationId>,
-    contents: BTreeMap<SnapshotId, SnapshotContents>,
+    snapshot_contents: BTreeMap<SnapshotId, SnapshotContents>,
     /// The latest incarnation of any restarted task.
     latest_incarnation: u16,
     /// Incarnation of each restarted task.
@@ -241,7 +244,7 @@ pub(super) struct JobCheckpoints {
     /// Creation time of this virtual machine, as time of day.
     created_at: Micros,
     /// Jobs whose known tasks have all ended.
-    maybe_ended: Vec<Tid>,
+    maybe_ended_jobs: Vec<Tid>,
     /// Tasks of the whole virtual machine that have ended recently.
     recent_exits: last_messages::RecentExits,
     copy_queue: copies::CopyQueue,
@@ -283,10 +286,10 @@ impl JobCheckpoints {
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
 
-    fn job_of_snapshot(&self, cut: SnapshotId) -> Option<Tid> {
+    fn job_of_snapshot(&self, snapshot: SnapshotId) -> Option<Tid> {
         self.jobs
             .iter()
-            .find(|(_, job)| job.activity == JobActivity::TakingSnapshot(cut))
+            .find(|(_, job)| job.activity == JobActivity::TakingSnapshot(snapshot))
             .map(|(tid, _)| *tid)
     }
 
@@ -333,7 +336,7 @@ impl Machine {
         if !job_checkpoints.make_room_for(job) {
             let reason =
                 format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
         match schedule {
@@ -362,7 +365,7 @@ impl Machine {
                         id,
                         Reply::Checkpointed(Err(CheckpointFailure::InProgress)),
                     ),
-                    false => self.fail(
+                    false => self.reply_error(
                         tid,
                         id,
                         PvmError::Already,
@@ -372,7 +375,7 @@ impl Machine {
             }
         };
         entry.ends_after_checkpoint |= end;
-        entry.vacates |= end && !wait;
+        entry.ends_for_vacate |= end && !wait;
         if wait {
             entry.waiters.push((tid, id));
         } else {
@@ -400,14 +403,14 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        job_checkpoints.last_inventory += 1;
-        let number = job_checkpoints.last_inventory;
+        job_checkpoints.last_inventory_number += 1;
+        let number = job_checkpoints.last_inventory_number;
         job_checkpoints.inventories.insert(
             number,
             OpenInventory {
                 purpose,
                 missing_replies: hosts.len(),
-                found: Inventory::default(),
+                collected: Inventory::default(),
                 silent_host: None,
             },
         );
@@ -415,7 +418,7 @@ impl Machine {
             self.call_host(
                 host,
                 HostRequest::Inventory,
-                RpcCaller::Inventory {
+                RpcPurpose::Inventory {
                     inventory: number,
                     host,
                 },
@@ -433,8 +436,8 @@ impl Machine {
         };
         match found {
             Ok(found) => {
-                count.found.tasks.extend(found.tasks);
-                count.found.contexts.extend(found.contexts);
+                count.collected.tasks.extend(found.tasks);
+                count.collected.context_owners.extend(found.context_owners);
             }
             Err(host) => count.silent_host = Some(host),
         }
@@ -444,7 +447,7 @@ impl Machine {
         }
         let Some(OpenInventory {
             purpose,
-            found,
+            collected: found,
             silent_host,
             ..
         }) = job_checkpoints.inventories.remove(&number)
@@ -597,13 +600,13 @@ impl Machine {
         }
     }
 
-    fn verify_snapshot(&mut self, cut: SnapshotId, found: Inventory) {
+    fn verify_snapshot(&mut self, snapshot: SnapshotId, found: Inventory) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
         let job_checkpoints = &mut master.checkpoints;
-        let Some(job) = job_checkpoints.job_of_snapshot(cut) else {
+        let Some(job) = job_checkpoints.job_of_snapshot(snapshot) else {
             return;
         };
         let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
@@ -613,7 +616,7 @@ impl Machine {
             .iter()
             .map(|task| task.tid)
             .collect();
-        let mut ended = entry.ended.clone();
+        let mut ended = entry.ended_members.clone();
         if entry.newest_checkpoint.is_none() {
             // Before the first checkpoint the master does not know which ended tasks belonged to
             // the job, so every task that ended recently counts.
@@ -627,7 +630,7 @@ impl Machine {
             Err(bytes) => {
                 return job_checkpoints
                     .snapshots
-                    .on_count_failed(cut, CheckpointFailure::MailboxTooLarge { bytes });
+                    .on_count_failed(snapshot, CheckpointFailure::MailboxTooLarge { bytes });
             }
         };
         // While all tasks are stopped, none enters or leaves a group, and none arrives at a
@@ -635,12 +638,12 @@ impl Machine {
         let groups = master.groups.save(&tids);
         let members: BTreeSet<Tid> = tids.iter().copied().collect();
         let contexts = found
-            .contexts
+            .context_owners
             .into_iter()
             .filter(|(_, owner)| members.contains(owner))
             .collect();
-        job_checkpoints.contents.insert(
-            cut,
+        job_checkpoints.snapshot_contents.insert(
+            snapshot,
             SnapshotContents {
                 groups,
                 mailbox,
@@ -658,7 +661,7 @@ impl Machine {
         }
         job_checkpoints
             .snapshots
-            .on_tasks_counted(now, cut, &tids, &open, &ended);
+            .on_tasks_counted(now, snapshot, &tids, &open, &ended);
     }
 
     /// Carries out the outputs of the protocols. True if there were any.
@@ -726,12 +729,12 @@ impl Machine {
         else {
             return;
         };
-        let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
+        let incarnation_of = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
         let part = |(tid, host, facts)| TaskMeta {
             tid,
             host: name(host),
             facts,
-            incarnation: line(tid),
+            incarnation: incarnation_of(tid),
         };
         let parts: Vec<TaskMeta> = parts.into_iter().map(part).collect();
         let Some(master) = self.master.as_deref_mut() else {
@@ -762,7 +765,7 @@ impl Machine {
         };
         let known = master
             .checkpoints
-            .contents
+            .snapshot_contents
             .insert(snapshot, kept)
             .unwrap_or_default();
         let SnapshotContents {
@@ -801,7 +804,7 @@ impl Machine {
     /// why it failed.
     pub(super) fn handle_checkpoint_sealed(
         &mut self,
-        cut: SnapshotId,
+        snapshot: SnapshotId,
         mut result: Result<(String, u64), String>,
     ) {
         let Some(job_checkpoints) = self
@@ -812,7 +815,7 @@ impl Machine {
             return;
         };
         if let Ok((set, _)) = &result
-            && job_checkpoints.job_of_snapshot(cut).is_none()
+            && job_checkpoints.job_of_snapshot(snapshot).is_none()
         {
             // The checkpoint was reported as failed, and the job rolls back to an earlier one,
             // whose files it restores.
@@ -821,13 +824,17 @@ impl Machine {
             });
             result = Err("its checkpoint was over before".into());
         }
-        let contents = job_checkpoints.contents.get_mut(&cut);
+        let contents = job_checkpoints.snapshot_contents.get_mut(&snapshot);
         let result =
             result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
-        job_checkpoints.snapshots.on_sealed(cut, result);
+        job_checkpoints.snapshots.on_sealed(snapshot, result);
     }
 
-    fn handle_snapshot_end(&mut self, cut: SnapshotId, result: Result<Micros, CheckpointFailure>) {
+    fn handle_snapshot_end(
+        &mut self,
+        snapshot: SnapshotId,
+        result: Result<Micros, CheckpointFailure>,
+    ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
@@ -836,8 +843,11 @@ impl Machine {
             self_checkpointed,
             sealed,
             ..
-        } = job_checkpoints.contents.remove(&cut).unwrap_or_default();
-        let Some(job) = job_checkpoints.job_of_snapshot(cut) else {
+        } = job_checkpoints
+            .snapshot_contents
+            .remove(&snapshot)
+            .unwrap_or_default();
+        let Some(job) = job_checkpoints.job_of_snapshot(snapshot) else {
             return;
         };
         let result = result.and_then(|frozen| {
@@ -885,7 +895,7 @@ impl Machine {
         if result.is_ok() {
             entry.last_duration = now.since(entry.started_at);
         }
-        let vacated = std::mem::take(&mut entry.vacates) && entry.ends_after_checkpoint;
+        let vacated = std::mem::take(&mut entry.ends_for_vacate) && entry.ends_after_checkpoint;
         let ends = std::mem::take(&mut entry.ends_after_checkpoint) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
             // The request is answered when the job has ended.
@@ -904,14 +914,14 @@ impl Machine {
         };
         if let Ok(report) = &result {
             entry.newest_checkpoint = Some(report.name.clone());
-            let ended = std::mem::take(&mut entry.ended);
+            let ended = std::mem::take(&mut entry.ended_members);
             entry.members.retain(|tid| !ended.contains(tid));
             entry.recently_dead.retain_tasks(&report.tasks);
         } else if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
             let quiet = job;
             self.job_checkpoints()
                 .into_iter()
-                .for_each(|job_checkpoints| job_checkpoints.maybe_ended.push(quiet));
+                .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(quiet));
         }
         if let (Err(CheckpointFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
             self.schedule_check(job, until.since(now));
@@ -961,17 +971,17 @@ impl Machine {
         let (took, Some(checkpoint_schedule)) = (entry.last_duration, entry.schedule) else {
             return;
         };
-        let pause = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
+        let interval = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
         let mut late = None;
         if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Every(bound) =
             checkpoint_schedule
             && is_complete
-            && took + took + pause > bound
+            && took + took + interval > bound
             && !std::mem::replace(&mut entry.lateness_reported, true)
         {
             late = Some(bound);
         }
-        self.schedule_check(job, pause);
+        self.schedule_check(job, interval);
         if let Some(bound) = late {
             let text = format!(
                 "a checkpoint of job {job} took {:.1} s: as often as it is made, more than {:.1} s of work may be lost",
@@ -1024,7 +1034,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.permitted_open = open.map(|open| open.into_iter().collect());
+        task.permitted_open_requests = open.map(|open| open.into_iter().collect());
         task.settling_part = Some(id);
         self.migrations
             .settled_parts
@@ -1041,7 +1051,7 @@ impl Machine {
             .map(|source| source.migration().tid);
         if let Some(task) = tid
             .and_then(|tid| self.tasks.get(tid))
-            .filter(|task| task.permitted_open.is_some())
+            .filter(|task| task.permitted_open_requests.is_some())
         {
             if let Err(why) = self.check_last_messages_received(task) {
                 return self.source_event(id, SourceEvent::Dumped(Err(why)));
@@ -1056,7 +1066,7 @@ impl Machine {
     pub(super) fn forget_part(&mut self, id: MigrationId, tid: Tid) {
         self.migrations.part_records.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
-            (task.settling_part, task.permitted_open) = (None, None);
+            (task.settling_part, task.permitted_open_requests) = (None, None);
             task.awaited_exits.clear();
         }
     }
@@ -1066,7 +1076,7 @@ impl Machine {
             .respawning
             .as_ref()
             .map_or(0, |respawning| respawning.left_items);
-        let keeps = |(place, held): &(usize, &PendingItem)| match held {
+        let is_saved = |(place, held): &(usize, &PendingItem)| match held {
             // Messages about routes and resource managers refer to the time of the checkpoint. The
             // restarted library is informed of the current resource manager.
             PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
@@ -1081,7 +1091,7 @@ impl Machine {
             .queue
             .iter()
             .enumerate()
-            .filter(keeps)
+            .filter(is_saved)
             .map(|(_, held)| held.clone())
             .collect();
         SavedTask {
@@ -1099,7 +1109,7 @@ impl Machine {
         };
         let to = self.master.is_none().then_some(HostId::MASTER);
         if to.is_some() {
-            self.migrations.uploads.insert(id);
+            self.migrations.uploading_parts.insert(id);
         }
         self.outputs.push_back(Output::UploadPart {
             migration: id,
@@ -1110,7 +1120,7 @@ impl Machine {
 
     /// Handles the result of sending a part to the master.
     pub(super) fn handle_part_uploaded(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        if self.migrations.uploads.remove(&id) {
+        if self.migrations.uploading_parts.remove(&id) {
             self.outputs.push_back(Output::DropImages { migration: id });
             if let Err(why) = result {
                 self.send_step_report(
@@ -1152,18 +1162,18 @@ impl Machine {
 
 /// Returns the time until the next checkpoint. The duration is that of the last checkpoint; `None`
 /// if it failed.
-fn checkpoint_interval(schedule: CheckpointSchedule, took: Option<Micros>) -> Micros {
-    let pause = match (schedule, took) {
+fn checkpoint_interval(schedule: CheckpointSchedule, duration: Option<Micros>) -> Micros {
+    let pause = match (schedule, duration) {
         // A loss is largest just before a checkpoint is stored: it includes all work since the
         // start of the previous checkpoint. Taking a checkpoint may last half as long again as the
         // last time.
-        (CheckpointSchedule::MaxLoss(bound), Some(took)) => {
-            bound.since(Micros(took.0.saturating_mul(5) / 2))
+        (CheckpointSchedule::MaxLoss(bound), Some(duration)) => {
+            bound.since(Micros(duration.0.saturating_mul(5) / 2))
         }
         // As for `MaxLoss`, but with a minimum, so that the job does not spend all its time on
         // checkpoints.
-        (CheckpointSchedule::Every(every), Some(took)) => {
-            checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(took))
+        (CheckpointSchedule::Every(every), Some(duration)) => {
+            checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(duration))
                 .max(Micros(every.0 / 2))
         }
         (CheckpointSchedule::Every(every), None) => every,

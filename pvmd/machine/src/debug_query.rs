@@ -21,7 +21,7 @@ impl Machine {
     pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
         if words.is_empty() || words.len() > DEBUG_QUERY_WORDS_MAX {
             let reason = format!("a question has 1 to {DEBUG_QUERY_WORDS_MAX} numbers");
-            return self.fail(tid, id, PvmError::BadParam, reason);
+            return self.reply_error(tid, id, PvmError::BadParam, reason);
         }
         let argument = words.get(1).copied().unwrap_or(0);
         let numbers = match words[0] {
@@ -113,7 +113,7 @@ impl Machine {
         else {
             return false;
         };
-        self.host_lost(host, &format!("{tid} says so"));
+        self.handle_host_lost(host, &format!("{tid} says so"));
         true
     }
 }

@@ -17,21 +17,21 @@ pub(super) enum DeferredAction {
     Record(Micros, EventKind),
     /// A report to a resource manager: tasks were spawned on hosts of the placement lease with the
     /// wait id `wid`.
-    ReportTaken {
+    ReportLeaseUse {
         rm: Tid,
         wid: i32,
-        taken: PlacementLeaseUse,
+        lease_use: PlacementLeaseUse,
     },
 }
 
 /// Deferred actions, in order. They never exceed the consequences of one event.
 #[derive(Debug, Default)]
-pub(super) struct Deferred {
+pub(super) struct DeferredActions {
     actions: Vec<DeferredAction>,
     due: Option<Micros>,
 }
 
-impl Deferred {
+impl DeferredActions {
     /// Returns the time by which the actions must run; `None` if there are none.
     pub(super) fn due(&self) -> Option<Micros> {
         self.due
@@ -40,9 +40,9 @@ impl Deferred {
 
 impl Machine {
     /// Defers an action until the reply to the current event has been sent.
-    pub(super) fn defer(&mut self, duty: DeferredAction) {
+    pub(super) fn defer(&mut self, action: DeferredAction) {
         self.deferred.due.get_or_insert(self.now + DEFERRAL_MAX);
-        self.deferred.actions.push(duty);
+        self.deferred.actions.push(action);
     }
 
     /// Defers an entry of the event log about this host. The entry keeps the current time of day.
@@ -54,10 +54,14 @@ impl Machine {
         if self.deferred.due.take().is_none() {
             return;
         }
-        for duty in std::mem::take(&mut self.deferred.actions) {
-            match duty {
+        for action in std::mem::take(&mut self.deferred.actions) {
+            match action {
                 DeferredAction::Record(at, kind) => self.record_at(at, kind),
-                DeferredAction::ReportTaken { rm, wid, taken } => self.send_daemon_message(
+                DeferredAction::ReportLeaseUse {
+                    rm,
+                    wid,
+                    lease_use: taken,
+                } => self.send_daemon_message(
                     rm,
                     0,
                     SM_PLACEMENT_LEASE_USED,

@@ -32,39 +32,41 @@ const BLOCK_ENTRIES_RESERVED: usize = 512;
 
 /// Consecutive entries of the log in one allocation.
 #[derive(Debug)]
-struct Block {
+struct EventBlock {
     /// Number of the first entry.
     first: u64,
     bytes: Vec<u8>,
     /// End offset of each entry.
-    ends: Vec<usize>,
+    entry_ends: Vec<usize>,
 }
 
-impl Block {
-    fn new(first: u64) -> Block {
-        Block {
+impl EventBlock {
+    fn new(first: u64) -> EventBlock {
+        EventBlock {
             first,
             bytes: Vec::with_capacity(BLOCK_BYTES_MAX),
-            ends: Vec::with_capacity(BLOCK_ENTRIES_RESERVED),
+            entry_ends: Vec::with_capacity(BLOCK_ENTRIES_RESERVED),
         }
     }
 
     fn push(&mut self, entry: &[u8]) {
         self.bytes.extend_from_slice(entry);
-        self.ends.push(self.bytes.len());
+        self.entry_ends.push(self.bytes.len());
     }
 
     fn entry(&self, number: u64) -> Option<&[u8]> {
         let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
-        let begin = at.checked_sub(1).map_or(0, |before| self.ends[before]);
-        self.bytes.get(begin..*self.ends.get(at)?)
+        let begin = at
+            .checked_sub(1)
+            .map_or(0, |before| self.entry_ends[before]);
+        self.bytes.get(begin..*self.entry_ends.get(at)?)
     }
 }
 
 /// The log and its subscribers.
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
-    blocks: VecDeque<Block>,
+    blocks: VecDeque<EventBlock>,
     bytes: usize,
     last_number: u64,
     /// Context and tag of the messages to a subscriber, by task.
@@ -82,8 +84,8 @@ pub(super) enum AppendError {
 
 impl EventLog {
     /// Returns at most `limit` entries from number `from` on, oldest first.
-    pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
-        let from = from.max(self.oldest());
+    pub(super) fn entries_since(&self, from: u64, limit: u32) -> Vec<Event> {
+        let from = from.max(self.oldest_number());
         let numbers = from..=self
             .last_number
             .min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
@@ -95,7 +97,7 @@ impl EventLog {
     }
 
     /// Returns the number of the oldest entry.
-    fn oldest(&self) -> u64 {
+    fn oldest_number(&self) -> u64 {
         let first = self.blocks.front().map_or(1, |block| block.first);
         first.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
     }
@@ -108,7 +110,7 @@ impl EventLog {
             .checked_sub(1)?;
         self.blocks[block]
             .entry(number)
-            .filter(|_| number >= self.oldest())
+            .filter(|_| number >= self.oldest_number())
     }
 
     /// Stops sending events to this task.
@@ -144,7 +146,7 @@ impl EventLog {
             .back()
             .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES_MAX)
         {
-            self.blocks.push_back(Block::new(number));
+            self.blocks.push_back(EventBlock::new(number));
         }
         self.blocks.back_mut().expect("there is one").push(&packed);
         self.bytes += packed.len();
@@ -155,7 +157,7 @@ impl EventLog {
 
     /// Drops the blocks that contain only entries beyond the limits of the log.
     fn drop_old_blocks(&mut self) {
-        let oldest = self.oldest();
+        let oldest = self.oldest_number();
         while self
             .blocks
             .get(1)
@@ -188,7 +190,7 @@ impl Machine {
     /// Master: appends an entry and sends it to all subscribers.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         // False if tasks end because their host, or the whole virtual machine, ends.
-        let spontaneous = self.stop.is_none() && !self.is_leaving(host);
+        let spontaneous = self.shutdown.is_none() && !self.is_leaving(host);
         match kind {
             EventKind::DrainStarted { host, .. } => self.checkpoint_before_drain(host),
             EventKind::TaskerGone { host, .. } if spontaneous => {
@@ -200,7 +202,9 @@ impl Machine {
         let Some(master) = &mut self.master else {
             return;
         };
-        master.checkpoints.note_event(now, host, &kind, spontaneous);
+        master
+            .checkpoints
+            .update_after_event(now, host, &kind, spontaneous);
         let batchable = super::rm_batching::is_batchable(&kind);
         let (number, body) = match master.events.append(host, at, kind) {
             Ok(entry) => entry,
@@ -239,7 +243,7 @@ impl Machine {
         };
         Some(ToTask::Deliver {
             message,
-            after: None,
+            deliver_after: None,
         })
     }
 
@@ -251,7 +255,7 @@ impl Machine {
         let subscribers = &mut master.events.subscribers;
         if subscribers.len() >= SUBSCRIBERS_MAX && !subscribers.contains_key(&tid) {
             let reason = format!("{SUBSCRIBERS_MAX} tasks follow the event log already");
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         subscribers.insert(tid, (ctx, tag));
         self.reply(tid, id, Reply::Done);
@@ -269,7 +273,7 @@ mod tests {
     }
 
     fn numbers(log: &EventLog, from: u64, limit: u32) -> Vec<u64> {
-        log.since(from, limit)
+        log.entries_since(from, limit)
             .iter()
             .map(|event| event.number)
             .collect()
@@ -279,7 +283,9 @@ mod tests {
     #[test]
     fn log_returns_entries_and_drops_the_oldest() {
         let mut log = EventLog::default();
-        assert!(log.since(0, 10).is_empty() && log.since(u64::MAX, u32::MAX).is_empty());
+        assert!(
+            log.entries_since(0, 10).is_empty() && log.entries_since(u64::MAX, u32::MAX).is_empty()
+        );
         let all = EVENTS_MAX as u64 + 10_000;
         for number in 1..=all {
             let at = Micros::from_secs(number);
@@ -292,8 +298,11 @@ mod tests {
         assert_eq!(numbers(&log, 0, 2), [oldest, oldest + 1]);
         assert_eq!(numbers(&log, all - 1, 10), [all - 1, all]);
         assert!(numbers(&log, all + 1, 10).is_empty() && numbers(&log, oldest, 0).is_empty());
-        assert_eq!(log.since(0, u32::MAX).len(), EVENTS_PER_REPLY_MAX as usize);
-        for event in log.since(oldest + 700, 3000) {
+        assert_eq!(
+            log.entries_since(0, u32::MAX).len(),
+            EVENTS_PER_REPLY_MAX as usize
+        );
+        for event in log.entries_since(oldest + 700, 3000) {
             let (number, at, kind) = (event.number, event.at, event.kind);
             assert_eq!(
                 (at, kind),
@@ -308,8 +317,8 @@ mod tests {
             ),
             (None, None, None)
         );
-        let kept: usize = log.blocks.iter().map(|block| block.ends.len()).sum();
-        let of_oldest = log.blocks[0].ends.len();
+        let kept: usize = log.blocks.iter().map(|block| block.entry_ends.len()).sum();
+        let of_oldest = log.blocks[0].entry_ends.len();
         assert!(
             (EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept),
             "{kept} entries are kept"
@@ -343,7 +352,7 @@ mod tests {
             "{kept:?}"
         );
         assert!(
-            to_bytes(&log.since(0, u32::MAX)).is_ok(),
+            to_bytes(&log.entries_since(0, u32::MAX)).is_ok(),
             "all that is kept fits a frame"
         );
     }

@@ -6,7 +6,7 @@
 //! `pvm_lvgroup` does not affect a barrier, because another task may join in its place.
 
 use super::Machine;
-use super::rpc::RpcCaller;
+use super::rpc::RpcPurpose;
 use sempa_proto::checkpoint::SavedGroup;
 use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait};
 use sempa_proto::host::HostRequest;
@@ -136,7 +136,7 @@ pub(super) struct Groups {
     groups_of_task: BTreeMap<Tid, BTreeSet<GroupName>>,
     memberships: usize,
     names_bytes: usize,
-    out: VecDeque<GroupAnswer>,
+    replies: VecDeque<GroupAnswer>,
 }
 
 impl Groups {
@@ -252,7 +252,7 @@ impl Groups {
 
     /// Returns the next reply, or `None`.
     pub(super) fn poll(&mut self) -> Option<GroupAnswer> {
-        self.out.pop_front()
+        self.replies.pop_front()
     }
 
     /// Removes a task that has ended from all its groups.
@@ -264,7 +264,7 @@ impl Groups {
     }
 
     fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, GroupError>) {
-        self.out.push_back(GroupAnswer { tid, id, result });
+        self.replies.push_back(GroupAnswer { tid, id, result });
     }
 
     fn get(&self, name: &[u8]) -> Result<(&GroupName, &Group), GroupError> {
@@ -599,7 +599,7 @@ impl Machine {
             self.call_host_of_task(
                 tid,
                 HostRequest::Watch { tid, watcher: tid },
-                RpcCaller::GroupMember { tid },
+                RpcPurpose::GroupMember { tid },
             );
         }
     }
@@ -619,7 +619,7 @@ impl Machine {
         {
             match result {
                 Ok(reply) => self.reply(tid, id, Reply::Group(reply)),
-                Err((error, reason)) => self.fail(tid, id, error, reason),
+                Err((error, reason)) => self.reply_error(tid, id, error, reason),
             }
         }
     }

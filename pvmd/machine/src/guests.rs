@@ -21,7 +21,7 @@
 
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
-use super::tasks::{Phase, Task};
+use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
@@ -79,7 +79,7 @@ pub(super) struct Pause {
     /// A migration that waits until the task has quiesced, and the paths of its resume tokens.
     pending_migration: Option<(MigrationId, Vec<PathBuf>)>,
     /// True if a resume was sent and the library has not reconnected yet.
-    pub(super) resuming: bool,
+    pub(super) is_resuming: bool,
 }
 
 /// The directive about guests that is in force on this host.
@@ -91,9 +91,9 @@ struct ActiveDirective {
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
     /// Members of `guests` that are not stopped yet.
-    running: BTreeSet<Tid>,
+    running_guests: BTreeSet<Tid>,
     /// True if the event log contains that all guests are paused.
-    reported: bool,
+    pause_reported: bool,
     /// True if the guests were asked to exit.
     exit_requested: bool,
 }
@@ -104,7 +104,7 @@ pub(super) struct OwnerControl {
     /// `None` while guests are welcome.
     active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
-    last_pause: u64,
+    last_pause_number: u64,
 }
 
 impl OwnerControl {
@@ -130,13 +130,13 @@ impl Task {
     /// True if the owner of the host may pause the task: it was spawned, has not exited and does
     /// not serve the virtual machine.
     fn is_guest(&self) -> bool {
-        self.is_spawned() && !self.is_service() && self.exited.is_none()
+        self.is_spawned() && !self.is_service() && self.exit_report.is_none()
     }
 
     /// True if the task's library has quiesced and waits to be resumed.
     pub(super) fn is_quiesced(&self) -> bool {
-        let waits = |still: &Pause| !still.resume_ids.is_empty() && !still.resuming;
-        self.phase == Phase::Detached && self.pause.as_ref().is_some_and(waits)
+        let waits = |still: &Pause| !still.resume_ids.is_empty() && !still.is_resuming;
+        self.phase == ConnectionPhase::Detached && self.pause.as_ref().is_some_and(waits)
     }
 
     /// True if the task's library may be resumed under this id.
@@ -187,7 +187,7 @@ impl Machine {
         &mut self,
         by: Tid,
         id: RequestId,
-        mut word: GuestDirective,
+        mut directive: GuestDirective,
     ) {
         if self
             .tasks
@@ -196,11 +196,12 @@ impl Machine {
         {
             let reason = "only a load watcher that the resource manager has started, or a program from a command line, \
                           may say what guests may do on this host";
-            return self.fail(by, id, PvmError::Denied, reason);
+            return self.reply_error(by, id, PvmError::Denied, reason);
         }
-        word.reason
-            .truncate(truncate(&word.reason, REASON_BYTES_MAX).len());
-        self.apply_directive(by, word);
+        directive
+            .reason
+            .truncate(truncate(&directive.reason, REASON_BYTES_MAX).len());
+        self.apply_directive(by, directive);
         self.reply(by, id, Reply::Done);
     }
 
@@ -250,7 +251,7 @@ impl Machine {
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.run_ordered && !a.paused);
+            .filter(|a| a.run_ordered && !a.pause_ordered);
         let arriving: Vec<Tid> = arriving.map(|a| a.tid).collect();
         let guests = [&here[..], &arriving].concat();
         let running = guests.iter().copied().collect();
@@ -259,8 +260,8 @@ impl Machine {
             directive,
             received_at: self.now,
             guests,
-            running,
-            reported: false,
+            running_guests: running,
+            pause_reported: false,
             exit_requested: false,
         });
         for tid in here {
@@ -295,7 +296,7 @@ impl Machine {
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.paused && a.suspension.is_none());
+            .filter(|a| a.pause_ordered && a.suspension.is_none());
         for tid in held.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.resume_arrival(tid);
         }
@@ -318,7 +319,7 @@ impl Machine {
 
     fn mark_paused(&mut self, tid: Tid) {
         if let Some(said) = &mut self.owner_control.active_directive {
-            said.running.remove(&tid);
+            said.running_guests.remove(&tid);
         }
     }
 
@@ -328,17 +329,17 @@ impl Machine {
             self.tasks.get(*tid).is_some() || self.migrations.arrivals.contains_key(tid)
         };
         if let Some(said) = &mut self.owner_control.active_directive {
-            said.running.retain(is_there);
+            said.running_guests.retain(is_there);
         }
         let Some(said) = self
             .owner_control
             .active_directive
             .as_mut()
-            .filter(|said| said.running.is_empty() && !said.reported)
+            .filter(|said| said.running_guests.is_empty() && !said.pause_reported)
         else {
             return;
         };
-        said.reported = true;
+        said.pause_reported = true;
         let (guests, took, why) = (
             said.guests.clone(),
             now.since(said.received_at),
@@ -456,7 +457,7 @@ impl Machine {
                 task.pause = Some(Pause {
                     resume_ids: vec![id],
                     pending_migration: None,
-                    resuming,
+                    is_resuming: resuming,
                 })
             }
             (None, None) => {
@@ -468,7 +469,7 @@ impl Machine {
             return;
         };
         let quiescing =
-            task.conn().is_some() || task.pause.as_ref().is_some_and(|still| still.resuming);
+            task.conn().is_some() || task.pause.as_ref().is_some_and(|still| still.is_resuming);
         self.stop_after_quiesce(tid, quiescing);
     }
 
@@ -489,11 +490,11 @@ impl Machine {
     /// Asks the library of a guest to quiesce, for a waiting migration if there is one.
     fn request_quiesce(&mut self, tid: Tid, waiting: Option<(MigrationId, Vec<PathBuf>)>) {
         let (migration, tokens) = waiting.unwrap_or_else(|| {
-            self.owner_control.last_pause += 1;
+            self.owner_control.last_pause_number += 1;
             let id = MigrationId(
                 PAUSE_ID_BIT
                     | u64::from(self.config.host.index()) << 40
-                    | self.owner_control.last_pause,
+                    | self.owner_control.last_pause_number,
             );
             (id, vec![self.config.paths.resume_token(id)])
         });
@@ -505,7 +506,7 @@ impl Machine {
         task.pause = Some(Pause {
             resume_ids: vec![migration],
             pending_migration: None,
-            resuming: false,
+            is_resuming: false,
         });
         self.outputs.push_back(Output::ToTask {
             conn,
@@ -526,10 +527,10 @@ impl Machine {
             }
             return;
         };
-        if task.phase == Phase::Left || still.resume_ids.is_empty() {
+        if task.phase == ConnectionPhase::Left || still.resume_ids.is_empty() {
             task.pause = None;
         } else if !moving {
-            still.resuming = true;
+            still.is_resuming = true;
             let ids = still.resume_ids.clone();
             ids.into_iter().for_each(|id| self.write_resume_token(id));
         }
@@ -554,9 +555,9 @@ impl Machine {
             .migrations
             .arrivals
             .get_mut(&tid)
-            .filter(|a| a.run_ordered && !a.paused)
+            .filter(|a| a.run_ordered && !a.pause_ordered)
         {
-            arrival.paused = true;
+            arrival.pause_ordered = true;
             self.send_to_tasker(ToTasker::Pause {
                 tid,
                 run_for: after,
@@ -627,7 +628,7 @@ impl Machine {
                 task.pause = Some(Pause {
                     resume_ids: vec![id],
                     pending_migration: None,
-                    resuming: false,
+                    is_resuming: false,
                 });
             }
             None if self.must_pause(tid) => self.pause_guest(tid),
@@ -640,7 +641,7 @@ impl Machine {
         let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
             return;
         };
-        still.resuming |= !still.resume_ids.is_empty();
+        still.is_resuming |= !still.resume_ids.is_empty();
         let ids = still.resume_ids.clone();
         ids.into_iter().for_each(|id| self.write_resume_token(id));
     }
@@ -800,7 +801,7 @@ impl Machine {
             // Nothing remains to be done for the migration.
             self.source_event(id, SourceEvent::Reconnected);
         } else {
-            still.resuming = true;
+            still.is_resuming = true;
             let ids = still.resume_ids.clone();
             ids.into_iter().for_each(|id| self.write_resume_token(id));
         }
@@ -865,14 +866,20 @@ impl Machine {
             .filter(leaves)
             .map(|source| source.migration().tid)
             .collect();
-        let works = |task: &&Task| {
+        let is_counted_task = |task: &&Task| {
             let counts =
                 task.tid != tid && task.is_guest() && !task.pinned && task.suspension.is_none();
             counts && !leaving.contains(&task.tid)
         };
-        let comes = |arrival: &&ArrivingTask| arrival.tid != tid && arrival.suspension.is_none();
-        let here = self.tasks.live.values().filter(works).count();
-        let coming = self.migrations.arrivals.values().filter(comes).count();
+        let is_counted_arrival =
+            |arrival: &&ArrivingTask| arrival.tid != tid && arrival.suspension.is_none();
+        let here = self.tasks.live.values().filter(is_counted_task).count();
+        let coming = self
+            .migrations
+            .arrivals
+            .values()
+            .filter(is_counted_arrival)
+            .count();
         match usize::try_from(max_cores)
             .unwrap_or(usize::MAX)
             .saturating_sub(here + coming)

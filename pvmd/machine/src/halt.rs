@@ -29,8 +29,8 @@ pub(super) struct ShutdownState {
     /// Master: hosts that have not reported that they have no tasks left.
     awaited_hosts: BTreeSet<HostId>,
     /// Slave: true if this daemon has reported that it has no tasks left.
-    reported: bool,
-    done: bool,
+    no_tasks_reported: bool,
+    is_done: bool,
 }
 
 impl Machine {
@@ -46,7 +46,7 @@ impl Machine {
 
     /// Master: ends the virtual machine.
     pub(super) fn halt(&mut self, why: &str) {
-        if self.stop.is_some() {
+        if self.shutdown.is_some() {
             return;
         }
         self.log(format!("the virtual machine is being halted: {why}"));
@@ -68,18 +68,18 @@ impl Machine {
 
     /// Shuts this daemon down in an orderly way.
     pub(super) fn shut_down_orderly(&mut self, why: &str) {
-        if self.stop.is_none() {
+        if self.shutdown.is_none() {
             self.log(format!("this daemon ends: {why}"));
             self.begin_stop(why, BTreeSet::new());
         }
     }
 
     fn begin_stop(&mut self, why: &str, awaited_hosts: BTreeSet<HostId>) {
-        self.stop = Some(ShutdownState {
+        self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts,
-            reported: false,
-            done: false,
+            no_tasks_reported: false,
+            is_done: false,
         });
         self.set_timer(EXIT_GRACE_TIMEOUT, Timer::ExitGrace);
         self.set_timer(STOP_TIMEOUT, Timer::DaemonStop);
@@ -119,14 +119,14 @@ impl Machine {
         self.tasks
             .live
             .values()
-            .filter(|t| t.is_spawned() && t.exited.is_none() && !t.is_respawning())
+            .filter(|t| t.is_spawned() && t.exit_report.is_none() && !t.is_respawning())
             .map(|t| t.tid)
             .collect()
     }
 
     /// Kills the remaining tasks at the end of the grace period.
     pub(super) fn kill_remaining_tasks(&mut self) {
-        if self.stop.as_ref().is_some_and(|s| !s.done) {
+        if self.shutdown.as_ref().is_some_and(|s| !s.is_done) {
             for tid in self.spawned_processes() {
                 self.send_to_tasker(ToTasker::Kill { tid });
             }
@@ -136,12 +136,14 @@ impl Machine {
     /// Takes the next step of the shutdown when no task and no host is awaited any more.
     pub(super) fn advance_stop(&mut self) {
         let tasks_left = !self.tasker_gone && !self.spawned_processes().is_empty();
-        let Some(stop) = &mut self.stop else { return };
-        if tasks_left || stop.done {
+        let Some(stop) = &mut self.shutdown else {
+            return;
+        };
+        if tasks_left || stop.is_done {
             return;
         }
         if self.master.is_none() {
-            if !std::mem::replace(&mut stop.reported, true) {
+            if !std::mem::replace(&mut stop.no_tasks_reported, true) {
                 let why = stop.why.clone();
                 self.send_to_host(HostId::MASTER, HostMsg::Leaving { why });
             }
@@ -155,7 +157,7 @@ impl Machine {
         if self.master.is_none() {
             return;
         }
-        if let Some(stop) = &mut self.stop {
+        if let Some(stop) = &mut self.shutdown {
             stop.awaited_hosts.remove(&host);
             return self.advance_stop();
         }
@@ -169,7 +171,7 @@ impl Machine {
 
     /// Master: stops waiting for a host that was lost.
     pub(super) fn stop_awaiting_host(&mut self, host: HostId) {
-        if let Some(stop) = &mut self.stop {
+        if let Some(stop) = &mut self.shutdown {
             stop.awaited_hosts.remove(&host);
             self.advance_stop();
         }
@@ -177,7 +179,7 @@ impl Machine {
 
     /// Exits although hosts or processes remain. The tasker kills the processes.
     pub(super) fn handle_stop_timeout(&mut self) {
-        if let Some(stop) = self.stop.as_ref().filter(|s| !s.done) {
+        if let Some(stop) = self.shutdown.as_ref().filter(|s| !s.is_done) {
             let left: Vec<String> = stop.awaited_hosts.iter().map(HostId::to_string).collect();
             if !left.is_empty() {
                 self.log(format!("not heard of in time: {}", left.join(", ")));
@@ -189,11 +191,11 @@ impl Machine {
     /// Shuts this daemon down immediately. Its tasker kills the remaining processes when the
     /// connection to the daemon breaks.
     pub(super) fn shut_down_now(&mut self, why: &str) {
-        if self.stop.as_ref().is_some_and(|s| s.done) {
+        if self.shutdown.as_ref().is_some_and(|s| s.is_done) {
             return;
         }
         self.log(format!("this daemon ends now: {why}"));
-        if self.stop.is_none() {
+        if self.shutdown.is_none() {
             self.signal_unspawned_tasks();
         }
         for tid in self.spawned_processes() {
@@ -209,11 +211,11 @@ impl Machine {
         for conn in self.conns.ids() {
             self.outputs.push_back(Output::CloseTask { conn });
         }
-        self.stop = Some(ShutdownState {
+        self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts: BTreeSet::new(),
-            reported: true,
-            done: true,
+            no_tasks_reported: true,
+            is_done: true,
         });
         self.outputs.push_back(Output::Shutdown);
     }

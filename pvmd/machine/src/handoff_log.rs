@@ -30,18 +30,20 @@ pub(super) struct HandoffLog {
     /// Notifications that wait for the last messages of peers.
     deferred_notifications: Vec<(SendWatermark, Message)>,
     /// Frames of complete messages that the process has sent and no peer is known to have received.
-    unacknowledged: Vec<Bytes>,
+    unacknowledged_frames: Vec<Bytes>,
     /// First fragments of a message whose last fragment has not arrived, by receiver.
-    incomplete: BTreeMap<Tid, Vec<Bytes>>,
+    incomplete_messages: BTreeMap<Tid, Vec<Bytes>>,
 }
 
 /// Turns deferred notifications into items for the task; each is delivered after the messages up to
 /// its watermark.
-fn notification_items(later: Vec<(SendWatermark, Message)>) -> impl Iterator<Item = PendingItem> {
-    later.into_iter().map(|(mark, message)| {
+fn notification_items(
+    deferred: Vec<(SendWatermark, Message)>,
+) -> impl Iterator<Item = PendingItem> {
+    deferred.into_iter().map(|(mark, message)| {
         PendingItem::Control(ToTask::Deliver {
             message,
-            after: Some(mark),
+            deliver_after: Some(mark),
         })
     })
 }
@@ -53,19 +55,22 @@ impl HandoffLog {
         let LinkKind::Data { last } = frame.kind else {
             return vec![bytes];
         };
-        let fragments = self.incomplete.entry(frame.dst).or_default();
+        let fragments = self.incomplete_messages.entry(frame.dst).or_default();
         fragments.push(bytes);
         if !last {
             return Vec::new();
         }
-        let complete = self.incomplete.remove(&frame.dst).unwrap_or_default();
+        let complete = self
+            .incomplete_messages
+            .remove(&frame.dst)
+            .unwrap_or_default();
         let link = self
             .links
             .entry(frame.dst)
             .or_insert_with(|| LinkState::new(frame.dst, frame.incarnation));
         if frame.seq + 1 == link.end_seq + complete.len() as u64 {
             link.end_seq = frame.seq + 1;
-            self.unacknowledged.extend(complete.iter().cloned());
+            self.unacknowledged_frames.extend(complete.iter().cloned());
         }
         complete
     }
@@ -82,7 +87,7 @@ impl HandoffLog {
             .into_iter()
             .filter(|held| !matches!(held, PendingItem::Control(ToTask::Reply { .. })));
         let first = self
-            .unacknowledged
+            .unacknowledged_frames
             .into_iter()
             .chain(self.partial_messages)
             .map(PendingItem::Frame);
@@ -161,7 +166,7 @@ impl Machine {
                         tid,
                         ToTask::Deliver {
                             message,
-                            after: Some(mark),
+                            deliver_after: Some(mark),
                         },
                     );
                 });
@@ -179,7 +184,7 @@ impl Machine {
     /// Stores a link frame that the process sends on behalf of another task: a fragment of a
     /// partial message that the next process must receive. Returns false if the frame is not such a
     /// fragment.
-    pub(super) fn is_partial_fragment(
+    pub(super) fn store_partial_fragment(
         &mut self,
         tid: Tid,
         frame: &LinkFrame,
@@ -223,7 +228,7 @@ impl Machine {
             return;
         };
         let HandoffLog {
-            incomplete,
+            incomplete_messages: incomplete,
             deferred_notifications,
             ..
         } = *log;

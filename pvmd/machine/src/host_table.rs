@@ -35,7 +35,7 @@ impl Machine {
             }
             HostMsg::TablePrepared { epoch } => self.handle_change_ack(host, epoch, false),
             HostMsg::TableCommitted { epoch } => self.handle_change_ack(host, epoch, true),
-            HostMsg::TaskLocationAck { tid, epoch } => self.location_acknowledged(host, tid, epoch),
+            HostMsg::TaskLocationAck { tid, epoch } => self.handle_location_ack(host, tid, epoch),
             HostMsg::Leaving { why } => self.handle_host_leaving(host, &why),
             HostMsg::TaskRequest {
                 tid,
@@ -72,7 +72,7 @@ impl Machine {
                 checkpoint: set,
                 result,
             } => self.handle_copy_stored(host, migration, set, result),
-            HostMsg::EndSignalSent { tid, signal } => self.note_end_signal(tid, signal),
+            HostMsg::EndSignalSent { tid, signal } => self.record_end_signal(tid, signal),
         }
     }
 
@@ -172,7 +172,7 @@ impl Machine {
             .cloned()
             .collect();
         for host in gone {
-            self.host_removed(host);
+            self.handle_host_removed(host);
         }
         let joined = old.hosts.is_empty();
         for entry in &new {
@@ -197,7 +197,7 @@ impl Machine {
     }
 
     /// Handles the removal of a host from the table: its tasks count as dead.
-    fn host_removed(&mut self, host: HostId) {
+    fn handle_host_removed(&mut self, host: HostId) {
         if self.master.is_none() {
             self.outputs.push_back(Output::Disconnect { host });
         }
@@ -223,7 +223,7 @@ impl Machine {
 
     /// Handles the loss of a host: the session has ended, or the host was silent for the duration
     /// of the lease.
-    pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
+    pub(super) fn handle_host_lost(&mut self, host: HostId, why: &str) {
         self.fail_requests_to(host);
         if self.master.is_some() {
             self.log(format!("{host} is lost: {why}"));
@@ -231,14 +231,14 @@ impl Machine {
             self.notify_coordinators_of_lost_host(host);
             // Jobs that had tasks on the lost host roll back before the loss is announced.
             self.roll_back_for_lost_host(host);
-            if self.stop.is_none() {
+            if self.shutdown.is_none() {
                 self.remove_lost_host(host, why);
             }
         } else if host == HostId::MASTER {
             self.shut_down_now(&format!("the master is lost: {why}"));
         } else {
             self.log(format!("the session with {host} broke: {why}"));
-            self.keep_forwarded_for(host);
+            self.retain_forwarded_for(host);
         }
     }
 }

@@ -58,8 +58,8 @@ struct StartAttempt {
     request: u64,
     slot: usize,
     plan: HostPlan,
-    started: Option<StartedHost>,
-    connected: bool,
+    started_host: Option<StartedHost>,
+    is_connected: bool,
     /// Deadline of the current phase: start or connection.
     deadline: Micros,
 }
@@ -79,7 +79,7 @@ struct AddRequest {
     results: Vec<Option<AddedHost>>,
     /// Number of attempts in progress.
     starting_count: usize,
-    ready: Vec<JoiningHost>,
+    ready_hosts: Vec<JoiningHost>,
 }
 
 #[derive(Debug)]
@@ -87,7 +87,7 @@ struct DeleteRequest {
     tid: Tid,
     id: RequestId,
     results: Vec<Result<(), PvmError>>,
-    remaining: BTreeSet<HostId>,
+    remaining_hosts: BTreeSet<HostId>,
 }
 
 #[derive(Clone, Debug)]
@@ -101,9 +101,9 @@ struct Removal {
 #[derive(Debug)]
 struct TableChange {
     table: HostTable,
-    added: Vec<JoiningHost>,
-    removed: Vec<Removal>,
-    committed: bool,
+    added_hosts: Vec<JoiningHost>,
+    removals: Vec<Removal>,
+    is_committed: bool,
     /// Hosts that have not acknowledged the current phase.
     awaited_hosts: BTreeSet<HostId>,
 }
@@ -115,17 +115,17 @@ pub(super) struct HostChanges {
     /// Requests of the host file; processed with the first event, because that event sets the time
     /// of day.
     host_file_start: Option<HostFileStart>,
-    last_index: u16,
-    last_start: u64,
-    last_request: u64,
-    starting: BTreeMap<StartId, StartAttempt>,
+    last_host_index: u16,
+    last_start_id: u64,
+    last_request_number: u64,
+    start_attempts: BTreeMap<StartId, StartAttempt>,
     add_requests: BTreeMap<u64, AddRequest>,
     delete_requests: Vec<DeleteRequest>,
     pending_adds: Vec<JoiningHost>,
     pending_removals: Vec<Removal>,
     change: Option<TableChange>,
     /// Hosts that are out of the table and were ordered to end, but have not ended yet.
-    leaving: BTreeSet<HostId>,
+    leaving_hosts: BTreeSet<HostId>,
 }
 
 impl HostChanges {
@@ -134,7 +134,7 @@ impl HostChanges {
         HostChanges {
             file,
             host_file_start,
-            last_index: HostId::MASTER.index(),
+            last_host_index: HostId::MASTER.index(),
             ..HostChanges::default()
         }
     }
@@ -142,23 +142,23 @@ impl HostChanges {
     /// Returns the hosts that have a session, or will soon, but are not in the table in force.
     pub(super) fn hosts_outside_table(&self) -> Vec<HostId> {
         let starting = self
-            .starting
+            .start_attempts
             .values()
-            .filter(|s| s.connected)
+            .filter(|s| s.is_connected)
             .map(|s| s.plan.id);
         let ready = self
             .add_requests
             .values()
-            .flat_map(|a| a.ready.iter())
+            .flat_map(|a| a.ready_hosts.iter())
             .chain(&self.pending_adds);
         let changing = self
             .change
             .iter()
-            .filter(|c| !c.committed)
-            .flat_map(|c| c.added.iter());
+            .filter(|c| !c.is_committed)
+            .flat_map(|c| c.added_hosts.iter());
         starting
             .chain(ready.chain(changing).map(|j| j.entry.id))
-            .chain(self.leaving.iter().copied())
+            .chain(self.leaving_hosts.iter().copied())
             .collect()
     }
 
@@ -167,8 +167,8 @@ impl HostChanges {
     pub(super) fn joining_hosts(&self) -> Vec<HostId> {
         self.change
             .iter()
-            .filter(|c| !c.committed)
-            .flat_map(|c| c.added.iter().map(|j| j.entry.id))
+            .filter(|c| !c.is_committed)
+            .flat_map(|c| c.added_hosts.iter().map(|j| j.entry.id))
             .collect()
     }
 
@@ -176,10 +176,10 @@ impl HostChanges {
         let joining = self
             .add_requests
             .values()
-            .flat_map(|a| a.ready.iter())
+            .flat_map(|a| a.ready_hosts.iter())
             .chain(&self.pending_adds);
-        let changing = self.change.iter().flat_map(|c| c.added.iter());
-        self.starting.values().any(|s| s.plan.name == name)
+        let changing = self.change.iter().flat_map(|c| c.added_hosts.iter());
+        self.start_attempts.values().any(|s| s.plan.name == name)
             || joining.chain(changing).any(|j| j.entry.name == name)
     }
 }
@@ -212,17 +212,17 @@ impl Machine {
 
     /// Starts the daemons of these hosts and adds them to the table.
     pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
-        let stopping = self.stop.is_some();
+        let stopping = self.shutdown.is_some();
         let hosts = self.host_changes();
-        hosts.last_request += 1;
-        let number = hosts.last_request;
+        hosts.last_request_number += 1;
+        let number = hosts.last_request_number;
         let full = hosts.add_requests.len() >= ADD_REQUESTS_MAX;
         let job = AddRequest {
             requester,
             names: lines.to_vec(),
             results: vec![None; lines.len()],
             starting_count: 0,
-            ready: Vec::new(),
+            ready_hosts: Vec::new(),
         };
         hosts.add_requests.insert(number, job);
         let mut plans = Vec::new();
@@ -246,20 +246,20 @@ impl Machine {
             }
         }
         self.start_daemons(plans);
-        self.advance_add(number);
+        self.advance_add_request(number);
     }
 
     /// Returns the plan of a start attempt in progress.
     pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
-        let starting = &self.master.as_ref()?.host_changes.starting;
+        let starting = &self.master.as_ref()?.host_changes.start_attempts;
         starting
             .get(&start)
-            .filter(|s| s.started.is_none())
+            .filter(|s| s.started_host.is_none())
             .map(|s| s.plan.clone())
     }
 
     fn plan_host(&mut self, line: &str) -> Result<HostPlan, (PvmError, String)> {
-        let index = self.host_changes().last_index + 1;
+        let index = self.host_changes().last_host_index + 1;
         let Some(id) = HostId::new(index) else {
             return Err((
                 PvmError::OutOfRes,
@@ -274,7 +274,7 @@ impl Machine {
                 format!("{} is in the virtual machine already", plan.name),
             ));
         }
-        self.host_changes().last_index = index;
+        self.host_changes().last_host_index = index;
         Ok(plan)
     }
 
@@ -282,9 +282,9 @@ impl Machine {
         let now = self.now;
         let hosts = self.host_changes();
         let before = hosts
-            .starting
+            .start_attempts
             .values()
-            .filter(|s| s.plan.is_manual() && s.started.is_none())
+            .filter(|s| s.plan.is_manual() && s.started_host.is_none())
             .count() as u64;
         let time = if plan.is_manual() {
             Micros(MANUAL_START_TIMEOUT.0 * (before + 1))
@@ -292,8 +292,8 @@ impl Machine {
             START_TIMEOUT
         };
         let deadline = now + time;
-        hosts.last_start += 1;
-        let start = StartId(hosts.last_start);
+        hosts.last_start_id += 1;
+        let start = StartId(hosts.last_start_id);
         if let Some(add) = hosts.add_requests.get_mut(&request) {
             add.starting_count += 1;
             add.names[slot] = plan.name.clone();
@@ -302,11 +302,11 @@ impl Machine {
             request,
             slot,
             plan: plan.clone(),
-            started: None,
-            connected: false,
+            started_host: None,
+            is_connected: false,
             deadline,
         };
-        hosts.starting.insert(start, attempt);
+        hosts.start_attempts.insert(start, attempt);
         self.set_timer(time, Timer::HostStart(start));
         (start, plan)
     }
@@ -336,8 +336,8 @@ impl Machine {
         match result {
             Ok(started) => {
                 let until = self.now + CONNECT_TIMEOUT;
-                if let Some(s) = self.host_changes().starting.get_mut(&start) {
-                    (s.started, s.deadline) = (Some(started), until);
+                if let Some(s) = self.host_changes().start_attempts.get_mut(&start) {
+                    (s.started_host, s.deadline) = (Some(started), until);
                     self.set_timer(CONNECT_TIMEOUT, Timer::HostStart(start));
                     self.advance_start(start);
                 }
@@ -350,7 +350,7 @@ impl Machine {
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
         self.repeat_forwarded(host);
-        if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
+        if self.master.is_some() && self.shutdown.is_some() && self.table.get(host).is_none() {
             return self.send_to_host(host, HostMsg::Shutdown);
         }
         self.send_tracer_to(host);
@@ -359,11 +359,11 @@ impl Machine {
         };
         let start = master
             .host_changes
-            .starting
+            .start_attempts
             .iter_mut()
             .find(|(_, s)| s.plan.id == host);
         if let Some((start, s)) = start {
-            s.connected = true;
+            s.is_connected = true;
             let start = *start;
             self.advance_start(start);
         } else if self.table.get(host).is_none()
@@ -379,9 +379,9 @@ impl Machine {
     fn advance_start(&mut self, start: StartId) {
         let hosts = self.host_changes();
         if !hosts
-            .starting
+            .start_attempts
             .get(&start)
-            .is_some_and(|s| s.connected && s.started.is_some())
+            .is_some_and(|s| s.is_connected && s.started_host.is_some())
         {
             return;
         }
@@ -389,9 +389,9 @@ impl Machine {
             request,
             slot,
             plan,
-            started: Some(started),
+            started_host: Some(started),
             ..
-        }) = hosts.starting.remove(&start)
+        }) = hosts.start_attempts.remove(&start)
         else {
             return;
         };
@@ -405,21 +405,21 @@ impl Machine {
         };
         if let Some(add) = hosts.add_requests.get_mut(&request) {
             add.starting_count -= 1;
-            add.ready.push(JoiningHost {
+            add.ready_hosts.push(JoiningHost {
                 request,
                 slot,
                 entry,
             });
         }
-        self.advance_add(request);
+        self.advance_add_request(request);
     }
 
     /// Removes a start attempt that has failed, and records the error as the result for its host.
     fn fail_start(&mut self, start: StartId, error: PvmError, reason: String) {
-        let Some(s) = self.host_changes().starting.remove(&start) else {
+        let Some(s) = self.host_changes().start_attempts.remove(&start) else {
             return;
         };
-        if s.connected {
+        if s.is_connected {
             self.outputs
                 .push_back(Output::Disconnect { host: s.plan.id });
         }
@@ -427,7 +427,7 @@ impl Machine {
             add.starting_count -= 1;
         }
         self.fail_slot(s.request, s.slot, error, reason);
-        self.advance_add(s.request);
+        self.advance_add_request(s.request);
     }
 
     /// Fails a start attempt whose deadline has passed.
@@ -435,12 +435,12 @@ impl Machine {
         let attempt = self
             .master
             .as_ref()
-            .and_then(|m| m.host_changes.starting.get(&start));
+            .and_then(|m| m.host_changes.start_attempts.get(&start));
         let Some(s) = attempt.filter(|s| s.deadline <= self.now) else {
             return;
         };
         let (name, seconds) = (s.plan.name.clone(), |time: Micros| time.0 / 1_000_000);
-        let reason = if s.started.is_some() {
+        let reason = if s.started_host.is_some() {
             let seconds = seconds(CONNECT_TIMEOUT);
             format!(
                 "the daemon on {name} started, but did not connect within {seconds} s: its UDP way to here is closed, \
@@ -459,7 +459,7 @@ impl Machine {
     }
 
     /// Continues a request to add hosts when all its start attempts have ended.
-    fn advance_add(&mut self, job: u64) {
+    fn advance_add_request(&mut self, job: u64) {
         let hosts = self.host_changes();
         let is_not_first = hosts.host_file_start.is_some()
             || hosts
@@ -481,7 +481,7 @@ impl Machine {
             // An empty request is answered after all earlier ones.
             return;
         }
-        let ready = std::mem::take(&mut add.ready);
+        let ready = std::mem::take(&mut add.ready_hosts);
         if !ready.is_empty() {
             hosts.pending_adds.extend(ready);
             return self.begin_table_change();
@@ -515,7 +515,7 @@ impl Machine {
             .filter(|(_, add)| add.results.is_empty())
             .map(|(job, _)| *job);
         if let Some(job) = empty_request {
-            self.advance_add(job);
+            self.advance_add_request(job);
         }
     }
 
@@ -549,7 +549,7 @@ impl Machine {
             tid,
             id,
             results,
-            remaining,
+            remaining_hosts: remaining,
         });
         self.finish_deletes();
         self.begin_table_change();
@@ -559,7 +559,7 @@ impl Machine {
         let done: Vec<DeleteRequest> = self
             .host_changes()
             .delete_requests
-            .extract_if(.., |d| d.remaining.is_empty())
+            .extract_if(.., |d| d.remaining_hosts.is_empty())
             .collect();
         for DeleteRequest {
             tid, id, results, ..
@@ -575,8 +575,8 @@ impl Machine {
         let under_way = hosts
             .change
             .iter_mut()
-            .filter(|c| !c.committed)
-            .flat_map(|c| c.removed.iter_mut());
+            .filter(|c| !c.is_committed)
+            .flat_map(|c| c.removals.iter_mut());
         match hosts
             .pending_removals
             .iter_mut()
@@ -633,16 +633,16 @@ impl Machine {
                 HostMsg::PrepareTable {
                     table: table.clone(),
                     locations,
-                    rm: self.rm.vm_wide,
+                    rm: self.rm.vm_wide_rm,
                     reserved_ids_max: spared,
                 },
             );
         }
         self.host_changes().change = Some(TableChange {
             table,
-            added,
-            removed,
-            committed: false,
+            added_hosts: added,
+            removals: removed,
+            is_committed: false,
             awaited_hosts,
         });
         self.advance_table_change();
@@ -663,7 +663,7 @@ impl Machine {
             .host_changes
             .change
             .as_mut()
-            .filter(|c| c.table.epoch == epoch && c.committed == committed);
+            .filter(|c| c.table.epoch == epoch && c.is_committed == committed);
         if change.is_some_and(|c| c.awaited_hosts.remove(&host)) {
             self.advance_table_change();
         }
@@ -679,11 +679,11 @@ impl Machine {
         else {
             return;
         };
-        if change.committed {
+        if change.is_committed {
             return self.finish_table_change();
         }
-        change.committed = true;
-        let (table, remove) = (change.table.clone(), change.removed.clone());
+        change.is_committed = true;
+        let (table, remove) = (change.table.clone(), change.removals.clone());
         change.awaited_hosts = table
             .hosts
             .iter()
@@ -701,7 +701,7 @@ impl Machine {
             .map(|h| (h.id, h.name.clone()))
             .collect();
         self.host_changes()
-            .leaving
+            .leaving_hosts
             .extend(remove.iter().filter(|r| r.must_halt).map(|r| r.host));
         self.apply_table(table);
         for Removal {
@@ -731,14 +731,14 @@ impl Machine {
         let Some(change) = self.host_changes().change.take() else {
             return;
         };
-        if !change.added.is_empty() {
+        if !change.added_hosts.is_empty() {
             self.retry_stuck_jobs();
         }
         for JoiningHost {
             request,
             slot,
             entry,
-        } in change.added
+        } in change.added_hosts
         {
             self.send_recent_exits(entry.id);
             self.record(EventKind::HostAdded {
@@ -751,7 +751,7 @@ impl Machine {
                     reason: String::new(),
                 });
             }
-            self.advance_add(request);
+            self.advance_add_request(request);
         }
         self.begin_table_change();
     }
@@ -761,18 +761,18 @@ impl Machine {
     pub(super) fn is_leaving(&self, host: HostId) -> bool {
         self.master
             .as_ref()
-            .is_some_and(|master| master.host_changes.leaving.contains(&host))
+            .is_some_and(|master| master.host_changes.leaving_hosts.contains(&host))
     }
 
     /// Completes the removal of a host whose daemon has ended.
     pub(super) fn finish_removal(&mut self, host: HostId) {
-        self.host_changes().leaving.remove(&host);
+        self.host_changes().leaving_hosts.remove(&host);
         self.outputs.push_back(Output::Disconnect { host });
         self.host_changes()
             .delete_requests
             .iter_mut()
             .for_each(|d| {
-                d.remaining.remove(&host);
+                d.remaining_hosts.remove(&host);
             });
         self.finish_deletes();
     }
@@ -794,7 +794,7 @@ impl Machine {
         }
         let start = self
             .host_changes()
-            .starting
+            .start_attempts
             .iter()
             .find(|(_, s)| s.plan.id == host)
             .map(|(start, _)| *start);
@@ -808,15 +808,15 @@ impl Machine {
         }
         self.drop_joining_host(host, why);
         if let Some(change) = &mut self.host_changes().change {
-            if change.committed {
+            if change.is_committed {
                 change.awaited_hosts.remove(&host);
             } else {
                 // The host cannot acknowledge the change any more, so the change begins again
                 // without it.
                 let change = self.host_changes().change.take().expect("just seen");
                 let hosts = self.host_changes();
-                hosts.pending_adds.splice(..0, change.added);
-                hosts.pending_removals.splice(..0, change.removed);
+                hosts.pending_adds.splice(..0, change.added_hosts);
+                hosts.pending_removals.splice(..0, change.removals);
                 self.drop_joining_host(host, why);
             }
         }
@@ -834,7 +834,7 @@ impl Machine {
         let ready = hosts
             .add_requests
             .values_mut()
-            .flat_map(|a| a.ready.extract_if(.., |j| j.entry.id == host));
+            .flat_map(|a| a.ready_hosts.extract_if(.., |j| j.entry.id == host));
         let dropped: Vec<JoiningHost> = waiting.chain(ready).collect();
         for JoiningHost { request, slot, .. } in dropped {
             self.outputs.push_back(Output::Disconnect { host });
@@ -844,13 +844,13 @@ impl Machine {
                 PvmError::CantStart,
                 format!("its daemon was lost: {why}"),
             );
-            self.advance_add(request);
+            self.advance_add_request(request);
         }
     }
 
     /// Abandons all starts in progress, because the virtual machine ends.
     pub(super) fn abandon_starts(&mut self) {
-        let starts: Vec<StartId> = self.host_changes().starting.keys().copied().collect();
+        let starts: Vec<StartId> = self.host_changes().start_attempts.keys().copied().collect();
         for start in starts {
             self.outputs.push_back(Output::AbandonStart { start });
         }

@@ -210,18 +210,18 @@ pub struct Machine {
     tasker_gone: bool,
     /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why it cannot;
     /// `None` until the tasker has reported it.
-    freezer: Option<Result<(), String>>,
+    freezer_support: Option<Result<(), String>>,
     rm: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
     migrations: migrations::LocalMigrations,
     /// Transfer id and name of the checkpoint whose copy is being received from the master.
-    incoming_copy: Option<(MigrationId, String)>,
+    incoming_checkpoint_copy: Option<(MigrationId, String)>,
     rm_batch: rm_batching::RmBatch,
-    deferred: deferred::Deferred,
+    deferred: deferred::DeferredActions,
     owner_control: guests::OwnerControl,
     forwarded_suspends: suspension::ForwardedOrders,
     placement_queries: placement_query::PlacementQueries,
-    stop: Option<halt::ShutdownState>,
+    shutdown: Option<halt::ShutdownState>,
     /// Debug mask that a task has set with `pvm_tickle`. It is only displayed and has no effect.
     debug_mask: i32,
     informed_tracers: task_trace::InformedTracers,
@@ -253,17 +253,17 @@ impl Machine {
             pending_execs: VecDeque::new(),
             world_calls: restart_engine::WorldCalls::new(),
             tasker_gone: false,
-            freezer: None,
+            freezer_support: None,
             rm: rm::RmState::default(),
             service_tasks: service_tasks::ServiceTasks::default(),
             migrations: migrations::LocalMigrations::default(),
-            incoming_copy: None,
+            incoming_checkpoint_copy: None,
             rm_batch: rm_batching::RmBatch::default(),
-            deferred: deferred::Deferred::default(),
+            deferred: deferred::DeferredActions::default(),
             owner_control: guests::OwnerControl::default(),
             forwarded_suspends: suspension::ForwardedOrders::default(),
             placement_queries: placement_query::PlacementQueries::default(),
-            stop: None,
+            shutdown: None,
             debug_mask: 0,
             informed_tracers: task_trace::InformedTracers::default(),
             master: None,
@@ -334,7 +334,7 @@ impl Machine {
 
     fn dispatch(&mut self, event: Event) {
         match event {
-            Event::TaskConnected { conn, pid } => self.task_connected(conn, pid),
+            Event::TaskConnected { conn, pid } => self.handle_task_connected(conn, pid),
             Event::TaskControl { conn, message } => self.handle_task_control(conn, message),
             Event::TaskRoute {
                 conn,
@@ -346,17 +346,17 @@ impl Machine {
             Event::TaskClosed {
                 conn,
                 protocol_error,
-            } => self.task_closed(conn, protocol_error),
+            } => self.handle_task_closed(conn, protocol_error),
             Event::HostConnected { host } => self.handle_host_connected(host),
             Event::HostControl { host, message } => self.handle_host_message(host, message),
             Event::HostData { host, message } => self.handle_data_message(host, message),
-            Event::HostLost { host, why } => self.host_lost(host, &why),
+            Event::HostLost { host, why } => self.handle_host_lost(host, &why),
             Event::HostStarted { start, result } => self.handle_host_started(start, result),
             Event::HostsPrepared { orders } => self.send_starts_to_hoster(orders),
             Event::Tasker(message) => self.handle_tasker_message(message),
             Event::TaskerGone { why } => self.handle_tasker_exit(&why),
             Event::ImagesSent { migration, result }
-                if self.migrations.uploads.contains(&migration) =>
+                if self.migrations.uploading_parts.contains(&migration) =>
             {
                 self.handle_part_uploaded(migration, result.map(|_| ()));
             }
@@ -390,7 +390,9 @@ impl Machine {
                 self.handle_state_collected(migration, result)
             }
             Event::StateStaged { migration, result } => self.handle_state_staged(migration, result),
-            Event::StateInstalled { migration, result } => self.state_installed(migration, result),
+            Event::StateInstalled { migration, result } => {
+                self.handle_state_installed(migration, result)
+            }
             Event::CheckpointsListed { tid, id, result } => {
                 self.handle_checkpoints_listed(tid, id, result)
             }
@@ -410,7 +412,7 @@ impl Machine {
                 self.send_to_tasker(ToTasker::MemoryLost { migration, why })
             }
             Event::MigrationRecorded { migration, result } => {
-                self.commit_recorded(migration, result)
+                self.handle_commit_recorded(migration, result)
             }
             Event::Unauthenticated { text } => {
                 self.log(text.clone());
@@ -425,8 +427,8 @@ impl Machine {
         match message {
             FromTasker::Ready(capabilities) => {
                 // The tasker repeats this message when it has learned more about its engine.
-                let is_new =
-                    std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
+                let is_new = std::mem::replace(&mut self.tasker_gone, false)
+                    || self.freezer_support.is_none();
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
@@ -439,7 +441,7 @@ impl Machine {
                         "guests are stopped by signals, not by a freezer: {why}"
                     )),
                 }
-                self.freezer = Some(capabilities.freezer);
+                self.freezer_support = Some(capabilities.freezer);
                 // A slave starts its commands when it has joined the virtual machine.
                 if is_new && !self.table.hosts.is_empty() {
                     self.start_commands();
@@ -452,18 +454,18 @@ impl Machine {
             }
             FromTasker::ExitExpected { tid } => self.send_exit_message(tid),
             FromTasker::ExitNotRequested { tid, why } => self.handle_exit_not_requested(tid, why),
-            FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
+            FromTasker::StartFailed { tid, why } => self.handle_start_failure(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
             FromTasker::Paused { tid } => self.handle_guest_paused(tid),
             FromTasker::QueryInspected {
                 query: question,
                 result,
-            } => self.tasker_inspected(question, result),
-            FromTasker::QueryJudged {
+            } => self.handle_tasker_inspection(question, result),
+            FromTasker::QueryVerdict {
                 query: question,
                 verdict,
-            } => self.tasker_judged(question, verdict),
-            FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
+            } => self.handle_tasker_verdict(question, verdict),
+            FromTasker::Exited { tid, status, used } => self.handle_process_exit(tid, status, used),
             message => self.handle_tasker_migration_message(message),
         }
     }
@@ -472,7 +474,7 @@ impl Machine {
     /// started here until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_gone = true;
-        if self.stop.is_none() {
+        if self.shutdown.is_none() {
             self.log(format!(
                 "the tasker has ended ({why}); its tasks on this host are dead"
             ));
@@ -522,16 +524,18 @@ impl Machine {
                 }
                 Timer::Eviction => self.evict_guests(),
                 Timer::GuestKill => self.kill_evicted_guests(),
-                Timer::OwnerAgentExpiry(tid) => self.owner_agent_expired(tid),
+                Timer::OwnerAgentExpiry(tid) => self.handle_owner_agent_expiry(tid),
                 Timer::WatcherRestart => self.ensure_watcher(),
                 Timer::PreemptionExpiry => self.expire_preemptions(),
-                Timer::RmBatch => self.rm_batch_due(),
-                Timer::PlacementQuery(query) => self.placement_query_expired(query),
+                Timer::RmBatch => self.handle_rm_batch_timer(),
+                Timer::PlacementQuery(query) => self.handle_placement_query_timeout(query),
                 Timer::Job(job) => self.handle_job_timer(job),
                 Timer::CopySendFailed(migration) => self.fail_unsent_copy(migration),
-                Timer::SocketDrain(tid, spawn_token) => self.socket_drain_due(tid, spawn_token),
+                Timer::SocketDrain(tid, spawn_token) => {
+                    self.handle_socket_drain_timeout(tid, spawn_token)
+                }
                 Timer::LastMessages { watcher, exited } => {
-                    self.last_messages_overdue(watcher, exited)
+                    self.handle_last_messages_timeout(watcher, exited)
                 }
             }
         }

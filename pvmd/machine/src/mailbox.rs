@@ -18,12 +18,12 @@ pub(super) const MAILBOX_BYTES_MAX: usize = 1 << 30;
 /// Largest number of requests that may wait for an entry.
 pub(super) const WAITING_TAKES_MAX: usize = 65_536;
 
-const PERSISTENT: i32 = 1;
-const MULTI_INSTANCE: i32 = 2;
-const OVERWRITABLE: i32 = 4;
-const FIRST_AVAILABLE: i32 = 8;
-const READ_AND_DELETE: i32 = 16;
-const WAIT: i32 = 32;
+const PERSISTENT_FLAG: i32 = 1;
+const MULTI_INSTANCE_FLAG: i32 = 2;
+const OVERWRITABLE_FLAG: i32 = 4;
+const FIRST_AVAILABLE_FLAG: i32 = 8;
+const READ_AND_DELETE_FLAG: i32 = 16;
+const WAIT_FLAG: i32 = 32;
 /// Number of bits by which the flags are shifted to get the index that a request chooses.
 const DIRECT_INDEX_SHIFT: i32 = 10;
 
@@ -77,13 +77,13 @@ impl Mailbox {
         }
         let class = self.classes.entry(name.to_string()).or_default();
         let mut index = (flags >> DIRECT_INDEX_SHIFT).max(0);
-        if flags & MULTI_INSTANCE != 0 {
+        if flags & MULTI_INSTANCE_FLAG != 0 {
             while class.contains_key(&index) {
                 index += 1;
             }
         } else if let Some(old) = class.get(&index)
             && old.owner != owner
-            && old.flags & OVERWRITABLE == 0
+            && old.flags & OVERWRITABLE_FLAG == 0
         {
             let reason = format!("entry {index} of {name} belongs to {}", old.owner);
             return Err((PvmError::Denied, reason));
@@ -106,7 +106,7 @@ impl Mailbox {
 
     fn find_index(&self, name: &str, index: i32, flags: i32) -> Option<i32> {
         let class = self.classes.get(name)?;
-        if flags & FIRST_AVAILABLE != 0 {
+        if flags & FIRST_AVAILABLE_FLAG != 0 {
             class.range(index..).next().map(|(found, _)| *found)
         } else {
             class.contains_key(&index).then_some(index)
@@ -126,7 +126,7 @@ impl Mailbox {
         let Some(found) = self.find_index(name, index, flags) else {
             return Err(not_found(name, index));
         };
-        if flags & READ_AND_DELETE != 0 {
+        if flags & READ_AND_DELETE_FLAG != 0 {
             return self.remove(tid, name, found).map(|entry| entry.message);
         }
         let entry = self.classes.get(name).and_then(|class| class.get(&found));
@@ -145,7 +145,7 @@ impl Mailbox {
             .get_mut(name)
             .ok_or_else(|| not_found(name, index))?;
         let entry = class.get(&index).ok_or_else(|| not_found(name, index))?;
-        if entry.owner != tid && entry.flags & OVERWRITABLE == 0 {
+        if entry.owner != tid && entry.flags & OVERWRITABLE_FLAG == 0 {
             return Err((
                 PvmError::Denied,
                 format!("entry {index} of {name} belongs to {}", entry.owner),
@@ -308,7 +308,7 @@ impl Mailbox {
                 return true;
             }
             entry.owner = Tid::NONE;
-            entry.flags & PERSISTENT != 0
+            entry.flags & PERSISTENT_FLAG != 0
         });
     }
 
@@ -317,16 +317,16 @@ impl Mailbox {
     pub(super) fn reset(&mut self, survivors: Option<&[Tid]>) {
         self.retain(|_, _, entry| {
             let doomed = survivors.is_some_and(|survivors| !survivors.contains(&entry.owner));
-            entry.flags & PERSISTENT == 0 || !(entry.owner == Tid::NONE || doomed)
+            entry.flags & PERSISTENT_FLAG == 0 || !(entry.owner == Tid::NONE || doomed)
         });
     }
 
     /// Removes persistent entries without an owner: all, those of one class, or a single one. An
     /// empty name selects all classes.
-    fn clean(&mut self, name: &str, index: Option<i32>) {
+    fn remove_unowned(&mut self, name: &str, index: Option<i32>) {
         self.retain(|class, at, entry| {
             let named = (name.is_empty() || class == name) && index.is_none_or(|index| index == at);
-            !named || entry.flags & PERSISTENT == 0 || entry.owner != Tid::NONE
+            !named || entry.flags & PERSISTENT_FLAG == 0 || entry.owner != Tid::NONE
         });
     }
 
@@ -344,7 +344,7 @@ impl Mailbox {
 
 /// True if a request with these flags may wait until the entry is stored.
 pub(super) fn may_wait(flags: i32) -> bool {
-    flags & WAIT != 0
+    flags & WAIT_FLAG != 0
 }
 
 impl Machine {
@@ -368,7 +368,8 @@ impl Machine {
             MailboxRequest::Take { name, index, flags } => {
                 match mailbox.take(tid, &name, index, flags) {
                     Err((PvmError::NotFound, _))
-                        if flags & WAIT != 0 && mailbox.waiting_takes.len() < WAITING_TAKES_MAX =>
+                        if flags & WAIT_FLAG != 0
+                            && mailbox.waiting_takes.len() < WAITING_TAKES_MAX =>
                     {
                         mailbox.waiting_takes.push(WaitingTake {
                             tid,
@@ -386,17 +387,17 @@ impl Machine {
                 mailbox.remove(tid, &name, index).map(|_| Reply::Done)
             }
             MailboxRequest::Clean { name, index } => {
-                mailbox.clean(&name, index);
+                mailbox.remove_unowned(&name, index);
                 Ok(Reply::Done)
             }
             MailboxRequest::List { pattern } => Ok(Reply::MailboxClasses(mailbox.list(&pattern))),
         };
         match reply {
             Ok(reply) => self.reply(tid, id, reply),
-            Err((error, reason)) => self.fail(tid, id, error, reason),
+            Err((error, reason)) => self.reply_error(tid, id, error, reason),
         }
         if stored {
-            self.serve_waiting();
+            self.serve_waiting_takes();
         }
     }
 
@@ -406,11 +407,11 @@ impl Machine {
             return;
         };
         master.mailbox.restore(saved);
-        self.serve_waiting();
+        self.serve_waiting_takes();
     }
 
     /// Answers the waiting requests whose entry exists, in the order of their arrival.
-    fn serve_waiting(&mut self) {
+    fn serve_waiting_takes(&mut self) {
         let mut at = 0;
         while let Some(master) = &mut self.master
             && at < master.mailbox.waiting_takes.len()
@@ -429,7 +430,7 @@ impl Machine {
                     master.mailbox.waiting_takes.remove(at);
                     match taken {
                         Ok(message) => self.reply(tid, id, Reply::Mailbox(message)),
-                        Err((error, reason)) => self.fail(tid, id, error, reason),
+                        Err((error, reason)) => self.reply_error(tid, id, error, reason),
                     }
                 }
             }
@@ -485,21 +486,21 @@ mod tests {
             m.put(b, "x", 0, message("2")).map_err(|e| e.0),
             Err(PvmError::Denied)
         );
-        assert_eq!(m.put(a, "x", OVERWRITABLE, message("3")), Ok(0));
+        assert_eq!(m.put(a, "x", OVERWRITABLE_FLAG, message("3")), Ok(0));
         assert_eq!(m.put(b, "x", 0, message("4")), Ok(0));
         assert_eq!(m.take(a, "x", 0, 0), Ok(message("4")));
-        assert_eq!(m.put(a, "x", MULTI_INSTANCE, message("5")), Ok(1));
+        assert_eq!(m.put(a, "x", MULTI_INSTANCE_FLAG, message("5")), Ok(1));
         assert_eq!(
             m.put(
                 a,
                 "x",
-                MULTI_INSTANCE | (7 << DIRECT_INDEX_SHIFT),
+                MULTI_INSTANCE_FLAG | (7 << DIRECT_INDEX_SHIFT),
                 message("6")
             ),
             Ok(7)
         );
         assert_eq!(
-            m.take(a, "x", 2, FIRST_AVAILABLE | READ_AND_DELETE),
+            m.take(a, "x", 2, FIRST_AVAILABLE_FLAG | READ_AND_DELETE_FLAG),
             Ok(message("6"))
         );
         assert_eq!(
@@ -516,7 +517,7 @@ mod tests {
         let a = Tid::from_raw(0x40001);
         let mut m = Mailbox::default();
         m.put(a, "x", 0, message("1")).expect("free");
-        m.put(a, "y", PERSISTENT, message("2")).expect("free");
+        m.put(a, "y", PERSISTENT_FLAG, message("2")).expect("free");
         m.remove_owner(a);
         assert_eq!(
             m.list("")
@@ -539,15 +540,16 @@ mod tests {
     fn restore_skips_indexes_of_other_owners() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
-        m.put(a, "x", PERSISTENT, message("1")).expect("free");
+        m.put(a, "x", PERSISTENT_FLAG, message("1")).expect("free");
         m.put(
             a,
             "y",
-            MULTI_INSTANCE | (7 << DIRECT_INDEX_SHIFT),
+            MULTI_INSTANCE_FLAG | (7 << DIRECT_INDEX_SHIFT),
             message("2"),
         )
         .expect("free");
-        m.put(b, "y", MULTI_INSTANCE, message("3")).expect("free");
+        m.put(b, "y", MULTI_INSTANCE_FLAG, message("3"))
+            .expect("free");
         let saved = m.entries_of(&[a]).expect("little");
         assert_eq!(
             saved
@@ -591,22 +593,22 @@ mod tests {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         for name in ["x", "y", "z"] {
-            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("1"))
+            m.put(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("1"))
                 .expect("free");
-            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("2"))
+            m.put(a, name, PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("2"))
                 .expect("free");
         }
-        m.put(b, "x", PERSISTENT | MULTI_INSTANCE, message("3"))
+        m.put(b, "x", PERSISTENT_FLAG | MULTI_INSTANCE_FLAG, message("3"))
             .expect("free");
         m.remove_owner(a);
         let left = |m: &Mailbox| -> Vec<usize> {
             m.list("").iter().map(|class| class.entries.len()).collect()
         };
-        m.clean("x", Some(1));
+        m.remove_unowned("x", Some(1));
         assert_eq!(left(&m), [2, 2, 2]);
-        m.clean("y", None);
+        m.remove_unowned("y", None);
         assert_eq!(left(&m), [2, 2]);
-        m.clean("", None);
+        m.remove_unowned("", None);
         assert_eq!((left(&m), m.entries), (vec![1], 1), "that of b");
     }
 

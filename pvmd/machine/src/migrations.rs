@@ -12,7 +12,7 @@
 use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
 use super::restart_engine::WorldCall;
 use super::suspension::TaskSuspension;
-use super::tasks::{Phase, Task};
+use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, Output};
 use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent,
@@ -40,7 +40,7 @@ pub(super) struct LocalMigrations {
     pub(super) sources: BTreeMap<MigrationId, Source>,
     /// Parts of checkpoints whose images are being uploaded to the master. Their tasks already run
     /// again.
-    pub(super) uploads: BTreeSet<MigrationId>,
+    pub(super) uploading_parts: BTreeSet<MigrationId>,
     /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled_parts: Vec<MigrationId>,
     /// Record of the task of each snapshot part, made while all tasks of the job were paused.
@@ -56,7 +56,7 @@ pub(super) struct LocalMigrations {
     pub(super) known_hosts: BTreeSet<HostId>,
     /// Migration that waits, by its task, until the task's previous migration has ended on this
     /// host.
-    queued: BTreeMap<Tid, MigrationId>,
+    queued_migrations: BTreeMap<Tid, MigrationId>,
 }
 
 impl LocalMigrations {
@@ -120,7 +120,7 @@ impl Machine {
             }
             Err(refusal) => {
                 let reason = format!("{tid} was not moved to {to}: {refusal}");
-                self.fail(requester, id, refusal_code(&refusal), reason);
+                self.reply_error(requester, id, refusal_code(&refusal), reason);
             }
         }
     }
@@ -251,7 +251,7 @@ impl Machine {
         let location = Location {
             tid: of.tid,
             host: of.to,
-            from,
+            previous_host: from,
             epoch,
         };
         let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
@@ -270,7 +270,7 @@ impl Machine {
     }
 
     /// Handles a host's acknowledgement of the new location of a task.
-    pub(super) fn location_acknowledged(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+    pub(super) fn handle_location_ack(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         let Some(master) = &mut self.master else {
             return;
         };
@@ -376,7 +376,11 @@ impl Machine {
     }
 
     /// Handles the result of writing the commit record to disk.
-    pub(super) fn commit_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+    pub(super) fn handle_commit_recorded(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), Failure>,
+    ) {
         if let Some(master) = &mut self.master {
             master
                 .migrations
@@ -463,7 +467,7 @@ impl Machine {
                     Target::new(of, facts, token, memory_can_follow, pre_copies),
                 );
             }
-            MigrationOrder::Abort if self.migrations.uploads.remove(&id) => {
+            MigrationOrder::Abort if self.migrations.uploading_parts.remove(&id) => {
                 self.outputs.push_back(Output::DropImages { migration: id })
             }
             MigrationOrder::Pause | MigrationOrder::Dump { .. } | MigrationOrder::Abort => {
@@ -537,7 +541,7 @@ impl Machine {
         };
         let tid = of.tid;
         if matches!(output, SourceOutput::Inspect) && self.must_wait_for_previous(&of) {
-            self.migrations.queued.insert(tid, id);
+            self.migrations.queued_migrations.insert(tid, id);
             return self.resume_to_quiesce(tid);
         }
         self.output_step_start(tid, output.started_step());
@@ -568,7 +572,7 @@ impl Machine {
             SourceOutput::CopyStateFiles => self.world_calls.push_back(WorldCall::CollectState(id)),
             SourceOutput::ResumeTask => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.transferring = None;
+                    task.transferring_migration = None;
                 }
                 if !self.abort_graceful_exit(id, tid) {
                     self.send_to_tasker(ToTasker::AbortMigration { migration: id, tid });
@@ -582,7 +586,7 @@ impl Machine {
             SourceOutput::DeliverBuffered => self.release_inbox(tid),
             SourceOutput::KillSource => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.being_killed = true;
+                    task.is_being_killed = true;
                 }
                 if !self.report_absent_copy(id, tid) {
                     self.send_to_tasker(ToTasker::KillSource { migration: id, tid });
@@ -644,7 +648,7 @@ impl Machine {
             SourceOutput::FinishSendingImages => {
                 self.send_record(of, false);
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.transferring = Some(id);
+                    task.transferring_migration = Some(id);
                 }
                 self.outputs
                     .push_back(Output::SendImages { migration: id, to });
@@ -696,21 +700,21 @@ impl Machine {
     ///
     /// The coordinator's deadline bounds the wait.
     fn must_wait_for_previous(&self, of: &Migration) -> bool {
-        let staying = |s: &Source| {
+        let is_resuming_after_abort = |s: &Source| {
             s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
         };
         let reconnecting = self
             .tasks
             .get(of.tid)
-            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming));
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.is_resuming));
         let arriving = self
             .migrations
             .arrivals
             .get(&of.tid)
-            .is_some_and(|a| a.located);
+            .is_some_and(|a| a.is_located);
         // Other tasks in this phase may never connect.
         let restarted = |t: &Task| {
-            t.phase == Phase::Expected
+            t.phase == ConnectionPhase::Expected
                 && t.launch
                     .as_ref()
                     .is_some_and(|begin| begin.restart_count > 0)
@@ -720,13 +724,17 @@ impl Machine {
         arriving
             || reconnecting
             || restarting_paused
-            || self.migrations.sources.values().any(staying)
+            || self
+                .migrations
+                .sources
+                .values()
+                .any(is_resuming_after_abort)
     }
 
     /// Starts the queued migration of a task, if any. Called when the task's previous migration has
     /// ended.
     pub(super) fn start_queued_migration(&mut self, tid: Tid) {
-        if let Some(id) = self.migrations.queued.remove(&tid) {
+        if let Some(id) = self.migrations.queued_migrations.remove(&tid) {
             self.run_source_output(id, SourceOutput::Inspect);
         }
     }
@@ -748,7 +756,7 @@ impl Machine {
             // A task counts as debugged even before its debugger attaches, and while the debugger
             // is detached.
             Some(Refusal::Debugged)
-        } else if (task.conn().is_none() && !task.is_quiesced()) || task.exited.is_some() {
+        } else if (task.conn().is_none() && !task.is_quiesced()) || task.exit_report.is_some() {
             Some(Refusal::NotConnected)
         } else {
             None
@@ -819,7 +827,7 @@ impl Machine {
             TargetOutput::Run(FinalSourceState { used, suspensions }) => {
                 let now = self.now;
                 let arrival = self.arrival_of(id).map(|arrival| {
-                    arrival.order_run(now, suspensions);
+                    arrival.record_run_order(now, suspensions);
                     arrival.by_restart
                 });
                 match arrival {
@@ -847,8 +855,8 @@ impl Machine {
                 self.migrations.targets.remove(&id);
                 self.migrations
                     .arrivals
-                    .retain(|_, a| a.migration != id || a.located);
-                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.ran) {
+                    .retain(|_, a| a.migration != id || a.is_located);
+                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.has_run) {
                     arrival.mark_lost();
                 }
                 self.advance_arrival(tid);
@@ -859,20 +867,20 @@ impl Machine {
     /// Requests the tasker to run a restored task. The task stays paused while guests are paused or
     /// while the task is suspended.
     fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
-        let mut held = self.owner_control.pauses_guests();
+        let mut is_paused = self.owner_control.pauses_guests();
         if let Some(arrival) = self.arrival_of(id) {
-            held |= arrival.suspension.is_some();
-            (arrival.paused, arrival.library_quiesced) = (held, held);
+            is_paused |= arrival.suspension.is_some();
+            (arrival.pause_ordered, arrival.library_quiesced) = (is_paused, is_paused);
         }
         self.send_to_tasker(ToTasker::Run {
             migration: id,
             used,
-            paused: held,
+            paused: is_paused,
         });
     }
 
     /// Handles the result of giving the state files of a restarted program their final names.
-    pub(super) fn state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
+    pub(super) fn handle_state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
             // The tasker may have ended in the meantime, and the task with it.
             Ok(())
@@ -1004,7 +1012,7 @@ impl Machine {
                 self.source_event(migration, SourceEvent::Dumped(result))
             }
             FromTasker::MigrationAborted { migration } => {
-                self.source_event(migration, SourceEvent::Continued)
+                self.source_event(migration, SourceEvent::TaskResumed)
             }
             FromTasker::SourceGone { migration, used } => {
                 self.source_event(migration, SourceEvent::Killed(used))
@@ -1033,7 +1041,9 @@ impl Machine {
                 }
                 self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
             }
-            FromTasker::Running { migration, result } => self.run_completed(migration, result),
+            FromTasker::Running { migration, result } => {
+                self.handle_run_completed(migration, result)
+            }
             FromTasker::MemoryArrived { migration, result } => {
                 self.target_event(migration, TargetEvent::MemoryArrived(result))
             }
@@ -1044,9 +1054,9 @@ impl Machine {
         }
     }
 
-    fn run_completed(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+    fn handle_run_completed(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(arrival) = self.arrival_of(migration) {
-            arrival.ran = true;
+            arrival.has_run = true;
             if result.is_err() {
                 arrival.mark_lost();
             }
@@ -1122,7 +1132,7 @@ impl Machine {
     }
 
     /// Handles the report of a library that it is quiesced; its socket closes next.
-    pub(super) fn library_quiesced(
+    pub(super) fn handle_library_quiesced(
         &mut self,
         tid: Tid,
         migration: MigrationId,
@@ -1145,13 +1155,13 @@ impl Machine {
     }
 
     /// Handles the close of the socket of a quiesced library.
-    pub(super) fn quiesce_completed(&mut self, tid: Tid) {
+    pub(super) fn handle_quiesce_completed(&mut self, tid: Tid) {
         // A guest that is being resumed finds its token immediately. It reconnects and then
         // quiesces for the migration.
         if !self
             .tasks
             .get(tid)
-            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming))
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.is_resuming))
         {
             self.notify_sources(tid, SourceEvent::Quiesced);
         }
@@ -1164,7 +1174,7 @@ impl Machine {
 
     /// Notifies the sources of the task's migrations that its process continues after an abort.
     pub(super) fn notify_sources_continued(&mut self, tid: Tid) {
-        self.notify_sources(tid, SourceEvent::Continued);
+        self.notify_sources(tid, SourceEvent::TaskResumed);
     }
 
     /// Notifies the sources of the task's migrations that the task has ended or left the virtual
@@ -1177,18 +1187,18 @@ impl Machine {
     /// committed, the task continues at the target; if not, it has ended. Only the coordinator
     /// knows which. Returns true if its decision must be awaited.
     pub(super) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
-        let stopping = self.stop.is_some();
+        let stopping = self.shutdown.is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let Some(id) = task.transferring.filter(|_| !stopping) else {
+        let Some(id) = task.transferring_migration.filter(|_| !stopping) else {
             return false;
         };
-        task.exited = Some((status, used));
+        task.exit_report = Some((status, used));
         let Some(source) = self.migrations.sources.get_mut(&id) else {
             return self.migrations.undecided_exits.contains_key(&id);
         };
-        if task.being_killed {
+        if task.is_being_killed {
             source.handle(SourceEvent::Killed(used));
         } else {
             let of = source.migration().clone();
@@ -1207,8 +1217,8 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(of.tid) else {
             return;
         };
-        let (status, used) = task.exited.unwrap_or_default();
-        task.transferring = None;
+        let (status, used) = task.exit_report.unwrap_or_default();
+        task.transferring_migration = None;
         if *order == MigrationOrder::Release {
             self.send_step_report(id, StepReport::SourceGone(used));
             self.transfer_ownership(&of);

@@ -9,7 +9,7 @@
 //! messages have not arrived after `LAST_MESSAGES_TIMEOUT`, they are lost, and the notification is
 //! delivered without them.
 
-use super::rpc::RpcCaller;
+use super::rpc::RpcPurpose;
 use super::tasks::watermark_for;
 use super::{Machine, Timer};
 use bytes::Bytes;
@@ -36,12 +36,16 @@ impl Machine {
             tag,
             cancel,
         } = request;
-        let watch = |kind: NotifySubject| PendingNotify { kind, ctx, tag };
+        let watch = |kind: NotifySubject| PendingNotify {
+            subject: kind,
+            ctx,
+            tag,
+        };
         let watches: Vec<PendingNotify> = match what {
             NotifySubjects::TaskExit(tids) => {
                 if let Some(other) = tids.iter().find(|t| !t.is_task()) {
                     let reason = format!("{other} is not the id of a task");
-                    return self.fail(tid, id, PvmError::BadParam, reason);
+                    return self.reply_error(tid, id, PvmError::BadParam, reason);
                 }
                 tids.into_iter()
                     .map(|t| watch(NotifySubject::TaskExit(t)))
@@ -71,7 +75,7 @@ impl Machine {
         if pending + watches.len() > PENDING_NOTIFIES_MAX {
             let reason =
                 format!("a task can wait for {PENDING_NOTIFIES_MAX} notifications at most");
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         self.reply(tid, id, Reply::Done);
         for watch in watches {
@@ -84,11 +88,11 @@ impl Machine {
             return;
         };
         let same = |w: &PendingNotify| {
-            matches!(w.kind, NotifySubject::HostAdd { .. })
+            matches!(w.subject, NotifySubject::HostAdd { .. })
                 && (w.ctx, w.tag) == (watch.ctx, watch.tag)
         };
         task.notifications.retain(|w| !same(w));
-        if watch.kind != (NotifySubject::HostAdd { count: 0 }) {
+        if watch.subject != (NotifySubject::HostAdd { count: 0 }) {
             task.notifications.push(watch);
         }
     }
@@ -105,7 +109,7 @@ impl Machine {
     }
 
     fn add_notify(&mut self, tid: Tid, watch: PendingNotify) {
-        match watch.kind {
+        match watch.subject {
             NotifySubject::HostDelete(host)
                 if host
                     .birth_host()
@@ -127,13 +131,13 @@ impl Machine {
     /// Asks the daemon of a watched task whether the task is alive. It may have ended already, or
     /// may never have existed.
     fn check_watched_task(&mut self, watcher: Tid, watch: &PendingNotify) {
-        if let NotifySubject::TaskExit(tid) = watch.kind
+        if let NotifySubject::TaskExit(tid) = watch.subject
             && tid != watcher
         {
             self.call_host_of_task(
                 tid,
                 HostRequest::Watch { tid, watcher },
-                RpcCaller::Watch { watcher },
+                RpcPurpose::Watch { watcher },
             );
         }
     }
@@ -151,7 +155,7 @@ impl Machine {
         };
         let fired: Vec<PendingNotify> = task
             .notifications
-            .extract_if(.., |w| w.kind == NotifySubject::TaskExit(tid))
+            .extract_if(.., |w| w.subject == NotifySubject::TaskExit(tid))
             .collect();
         for watch in fired {
             self.send_exit_notification(watcher, tid, &watch, after);
@@ -160,7 +164,7 @@ impl Machine {
 
     /// Sends the notifications of an exit to all tasks of this host that requested them.
     pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, marks: &[SendWatermark]) {
-        let waits = |w: &PendingNotify| w.kind == NotifySubject::TaskExit(tid);
+        let waits = |w: &PendingNotify| w.subject == NotifySubject::TaskExit(tid);
         let watchers: Vec<Tid> = self
             .tasks
             .live
@@ -208,7 +212,7 @@ impl Machine {
             watcher,
             ToTask::Deliver {
                 message,
-                after: Some(after),
+                deliver_after: Some(after),
             },
         );
         self.set_timer(
@@ -219,12 +223,12 @@ impl Machine {
 
     /// Handles the end of the time limit for the last messages of a dead task: the watcher must not
     /// wait for them any more.
-    pub(super) fn last_messages_overdue(&mut self, watcher: Tid, dead: Tid) {
+    pub(super) fn handle_last_messages_timeout(&mut self, watcher: Tid, dead: Tid) {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
 
     fn send_tid_notification(&mut self, watcher: Tid, watch: &PendingNotify) {
-        let (NotifySubject::TaskExit(subject) | NotifySubject::HostDelete(subject)) = watch.kind
+        let (NotifySubject::TaskExit(subject) | NotifySubject::HostDelete(subject)) = watch.subject
         else {
             return;
         };
@@ -236,7 +240,7 @@ impl Machine {
             dst,
             ToTask::Deliver {
                 message: notification_message(dst, watch, body),
-                after: None,
+                deliver_after: None,
             },
         );
     }
@@ -249,7 +253,7 @@ impl Machine {
             let Some(task) = self.tasks.get_mut(*watcher) else {
                 continue;
             };
-            let lost = |w: &mut PendingNotify| matches!(w.kind, NotifySubject::HostDelete(h) if h.birth_host() == Some(host));
+            let lost = |w: &mut PendingNotify| matches!(w.subject, NotifySubject::HostDelete(h) if h.birth_host() == Some(host));
             let fired: Vec<PendingNotify> = task.notifications.extract_if(.., lost).collect();
             for watch in fired {
                 self.send_tid_notification(*watcher, &watch);
@@ -286,7 +290,7 @@ impl Machine {
         };
         let mut fired = Vec::new();
         for watch in &mut task.notifications {
-            if let NotifySubject::HostAdd { count } = &mut watch.kind {
+            if let NotifySubject::HostAdd { count } = &mut watch.subject {
                 if *count > 0 {
                     *count -= 1;
                 }
@@ -294,7 +298,7 @@ impl Machine {
             }
         }
         task.notifications
-            .retain(|w| w.kind != NotifySubject::HostAdd { count: 0 });
+            .retain(|w| w.subject != NotifySubject::HostAdd { count: 0 });
         let mut words = vec![added.len() as i32];
         words.extend(added.iter().map(|h| h.tid().raw()));
         for watch in fired {
@@ -309,7 +313,7 @@ impl Machine {
             return;
         };
         for watch in task.notifications.clone() {
-            match watch.kind {
+            match watch.subject {
                 NotifySubject::HostDelete(host)
                     if host
                         .birth_host()
@@ -334,7 +338,7 @@ impl Machine {
 }
 
 fn exit_subject(watch: &PendingNotify) -> Option<Tid> {
-    match watch.kind {
+    match watch.subject {
         NotifySubject::TaskExit(tid) => Some(tid),
         _ => None,
     }

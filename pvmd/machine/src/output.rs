@@ -45,7 +45,7 @@ impl Machine {
             dst,
             ToTask::Deliver {
                 message,
-                after: None,
+                deliver_after: None,
             },
         );
     }

@@ -71,13 +71,14 @@ impl OwnerAgents {
 impl Machine {
     /// True if a load watcher runs on this host or is being started.
     fn has_watcher(&self) -> bool {
-        let is =
-            |task: &Task| task.is_service && is_load_watcher(&task.name) && task.exited.is_none();
+        let is = |task: &Task| {
+            task.is_service && is_load_watcher(&task.name) && task.exit_report.is_none()
+        };
         self.tasks.live.values().any(is)
     }
 
     /// Handles the end of a task that may have been an owner agent.
-    pub(super) fn owner_agent_ended(&mut self, tid: Tid) {
+    pub(super) fn handle_owner_agent_end(&mut self, tid: Tid) {
         let Some(word) = self.owner_control.owner_agents.directives.remove(&tid) else {
             return;
         };
@@ -101,7 +102,7 @@ impl Machine {
 
     /// Handles the expiry of the last directive of an ended agent. The directive stays in force if
     /// a load watcher is expected.
-    pub(super) fn owner_agent_expired(&mut self, tid: Tid) {
+    pub(super) fn handle_owner_agent_expiry(&mut self, tid: Tid) {
         let has_left_limits = self
             .owner_control
             .owner_agents
@@ -134,10 +135,10 @@ impl Machine {
 
     /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
     /// otherwise a new load watcher must be started.
-    pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
+    pub(super) fn handle_watcher_end(&mut self, task: &Task, status: i32) {
         if !task.is_service
             || !is_load_watcher(&task.name)
-            || self.stop.is_some()
+            || self.shutdown.is_some()
             || self.has_watcher()
         {
             return;
@@ -154,15 +155,15 @@ impl Machine {
     /// Starts a load watcher if none was started in the meantime. The timer is set again, because
     /// the start may fail.
     pub(super) fn ensure_watcher(&mut self) {
-        if self.stop.is_some() || !self.owner_control.owner_agents.watcher_missing {
+        if self.shutdown.is_some() || !self.owner_control.owner_agents.watcher_missing {
             return;
         }
         if self.has_watcher() {
-            let speakers = &mut self.owner_control.owner_agents;
+            let agents = &mut self.owner_control.owner_agents;
             (
-                speakers.watcher_missing,
-                speakers.start_reported,
-                speakers.failure_reported,
+                agents.watcher_missing,
+                agents.start_reported,
+                agents.failure_reported,
             ) = (false, false, false);
             return;
         }
@@ -187,7 +188,7 @@ impl Machine {
     }
 
     /// Reports that a load watcher could not be started.
-    pub(super) fn watcher_start_failed(&mut self, error: PvmError) {
+    pub(super) fn handle_watcher_start_failure(&mut self, error: PvmError) {
         if !std::mem::replace(&mut self.owner_control.owner_agents.failure_reported, true) {
             let stay = if self.owner_control.pauses_guests() {
                 "guests stay stopped, and "

@@ -133,7 +133,7 @@ impl FenceSender {
     /// called after a frame was put on a lane.
     pub fn choose_stream(&mut self, ends: LinkEnds, now: Instant) -> StreamChoice {
         let new = !self.lanes.contains_key(&ends);
-        if new && !self.earns_lane(ends) {
+        if new && !self.needs_lane(ends) {
             return StreamChoice::Main;
         }
         let (main, last) = (self.main_entries, &mut self.last_lane);
@@ -160,7 +160,7 @@ impl FenceSender {
         }
     }
 
-    fn earns_lane(&mut self, ends: LinkEnds) -> bool {
+    fn needs_lane(&mut self, ends: LinkEnds) -> bool {
         if self.lanes.len() >= LANES_MAX {
             return false;
         }
@@ -193,7 +193,7 @@ impl FenceSender {
     pub fn barrier_for(&mut self, control_item: &DataMsg) -> Option<Vec<LanePosition>> {
         let (task, sends_too) = match control_item {
             DataMsg::Frame(_) => return None,
-            DataMsg::Ended { dst, .. } => (*dst, true),
+            DataMsg::Ended { tid: dst, .. } => (*dst, true),
             DataMsg::Item { dst, .. }
             | DataMsg::RouteDrained { dst, .. }
             | DataMsg::Record { dst, .. }
@@ -255,7 +255,7 @@ pub struct FenceReceiver<T> {
     lanes: FxHashMap<LaneId, LaneReceiver<T>>,
     /// Number of lanes with queued entries.
     waiting_lanes: usize,
-    released: VecDeque<T>,
+    released_items: VecDeque<T>,
 }
 
 impl<T> Default for FenceReceiver<T> {
@@ -265,7 +265,7 @@ impl<T> Default for FenceReceiver<T> {
             main_queue: VecDeque::new(),
             lanes: FxHashMap::default(),
             waiting_lanes: 0,
-            released: VecDeque::new(),
+            released_items: VecDeque::new(),
         }
     }
 }
@@ -287,7 +287,7 @@ impl<T> FenceReceiver<T> {
         match parcel {
             LaneEntry::Item(item) => {
                 into.frames += 1;
-                self.released.push_back(item);
+                self.released_items.push_back(item);
             }
             LaneEntry::Barrier(main) if main <= self.passed_entries => {}
             LaneEntry::Barrier(_) => {
@@ -302,7 +302,7 @@ impl<T> FenceReceiver<T> {
 
     /// Returns the next item that no fence holds.
     pub fn pop(&mut self) -> Option<T> {
-        self.released.pop_front()
+        self.released_items.pop_front()
     }
 
     /// Releases everything that no fence holds any more.
@@ -342,7 +342,7 @@ impl<T> FenceReceiver<T> {
                 }
             }
             MainEntry::Barrier(_) => {}
-            MainEntry::Item(item) => self.released.push_back(item),
+            MainEntry::Item(item) => self.released_items.push_back(item),
         }
         self.passed_entries += 1;
         None
@@ -366,7 +366,7 @@ impl<T> FenceReceiver<T> {
                     LaneEntry::Item(item) => {
                         lane.frames += 1;
                         moved = true;
-                        self.released.push_back(item);
+                        self.released_items.push_back(item);
                     }
                 }
             }
@@ -420,7 +420,7 @@ mod tests {
     /// An item that was sent: a frame with its ends, or a control item with its task. The bool is
     /// true if that task has ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum Sent {
+    enum SentItem {
         Frame(LinkEnds),
         Item(Tid, bool),
     }
@@ -429,11 +429,11 @@ mod tests {
     /// test requests it.
     #[derive(Default)]
     struct Session {
-        fork: FenceSender,
-        join: FenceReceiver<usize>,
+        sender: FenceSender,
+        receiver: FenceReceiver<usize>,
         main: VecDeque<MainEntry<usize>>,
         lanes: BTreeMap<LaneId, VecDeque<LaneEntry<usize>>>,
-        sent: Vec<Sent>,
+        sent: Vec<SentItem>,
         received: Vec<usize>,
         opened: usize,
     }
@@ -441,13 +441,13 @@ mod tests {
     impl Session {
         fn put_main(&mut self, parcel: MainEntry<usize>) {
             self.main.push_back(parcel);
-            self.fork.count_main_entry();
+            self.sender.count_main_entry();
         }
 
         fn frame(&mut self, ends: LinkEnds, now: Instant) {
             let number = self.sent.len();
-            self.sent.push(Sent::Frame(ends));
-            match self.fork.choose_stream(ends, now) {
+            self.sent.push(SentItem::Frame(ends));
+            match self.sender.choose_stream(ends, now) {
                 StreamChoice::Main => self.put_main(MainEntry::Item(number)),
                 StreamChoice::Lane { lane, new, barrier } => {
                     assert_eq!(new, !self.lanes.contains_key(&lane));
@@ -455,7 +455,7 @@ mod tests {
                     let stream = self.lanes.entry(lane).or_default();
                     stream.extend(barrier.map(LaneEntry::Barrier));
                     stream.push_back(LaneEntry::Item(number));
-                    self.fork.count_frame(ends);
+                    self.sender.count_frame(ends);
                 }
             }
         }
@@ -463,8 +463,8 @@ mod tests {
         fn control_item(&mut self, word: &DataMsg, about: Tid, now: Instant) {
             let ended = matches!(word, DataMsg::Ended { .. });
             let number = self.sent.len();
-            self.sent.push(Sent::Item(about, ended));
-            if let Some(marks) = self.fork.barrier_for(word) {
+            self.sent.push(SentItem::Item(about, ended));
+            if let Some(marks) = self.sender.barrier_for(word) {
                 self.put_main(MainEntry::Barrier(marks));
             }
             self.put_main(MainEntry::Item(number));
@@ -474,7 +474,7 @@ mod tests {
         }
 
         fn close(&mut self, now: Instant, task: Option<Tid>) {
-            for mark in self.fork.end_lanes(now, task) {
+            for mark in self.sender.end_lanes(now, task) {
                 self.put_main(MainEntry::End(mark));
             }
         }
@@ -485,7 +485,7 @@ mod tests {
                     let Some(parcel) = self.main.pop_front() else {
                         break;
                     };
-                    self.join.push_main(parcel);
+                    self.receiver.push_main(parcel);
                 } else {
                     let Some((lane, stream)) =
                         self.lanes.iter_mut().nth((stream - 1) % TASKS as usize)
@@ -495,14 +495,15 @@ mod tests {
                     let Some(parcel) = stream.pop_front() else {
                         break;
                     };
-                    self.join.push_lane(*lane, parcel);
+                    self.receiver.push_lane(*lane, parcel);
                 }
-                self.received.extend(std::iter::from_fn(|| self.join.pop()));
+                self.received
+                    .extend(std::iter::from_fn(|| self.receiver.pop()));
             }
         }
 
-        fn perform(&mut self, act: Action, now: &mut Instant) {
-            match act {
+        fn perform(&mut self, action: Action, now: &mut Instant) {
+            match action {
                 Action::Frame(src, dst) => self.frame((task(src), task(dst)), *now),
                 Action::Item(n) => {
                     self.control_item(
@@ -524,7 +525,7 @@ mod tests {
                 ),
                 Action::End(n) => self.control_item(
                     &DataMsg::Ended {
-                        dst: task(n),
+                        tid: task(n),
                         watermarks: Vec::new(),
                     },
                     task(n),
@@ -545,8 +546,9 @@ mod tests {
             for lane in lanes {
                 for parcel in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list"))
                 {
-                    self.join.push_lane(lane, parcel);
-                    self.received.extend(std::iter::from_fn(|| self.join.pop()));
+                    self.receiver.push_lane(lane, parcel);
+                    self.received
+                        .extend(std::iter::from_fn(|| self.receiver.pop()));
                 }
             }
         }
@@ -554,12 +556,12 @@ mod tests {
         /// True if the items with these numbers must arrive in the order in which they were sent.
         fn must_keep_order(&self, a: usize, b: usize) -> bool {
             match (self.sent[a], self.sent[b]) {
-                (Sent::Frame(one), Sent::Frame(other)) => one == other,
-                (Sent::Item(..), Sent::Item(..)) => true,
-                (Sent::Frame((src, dst)), Sent::Item(task, ended)) => {
+                (SentItem::Frame(one), SentItem::Frame(other)) => one == other,
+                (SentItem::Item(..), SentItem::Item(..)) => true,
+                (SentItem::Frame((src, dst)), SentItem::Item(task, ended)) => {
                     dst == task || (ended && src == task)
                 }
-                (Sent::Item(task, ended), Sent::Frame((src, dst))) => {
+                (SentItem::Item(task, ended), SentItem::Frame((src, dst))) => {
                     dst == task || (ended && src == task)
                 }
             }

@@ -10,7 +10,7 @@
 //!    the reply.
 
 use super::restart_engine::{RestartVerdict, WorldCall, choose_engine};
-use super::rpc::{ReplyAddress, RpcCaller};
+use super::rpc::{ReplyAddress, RpcPurpose};
 use super::{Machine, Timer};
 use sempa_proto::engine::Engine;
 use sempa_proto::host::{HostReply, HostRequest};
@@ -35,7 +35,7 @@ struct PlacementQuery {
     source: HostId,
     resident_bytes: u64,
     /// Hosts that have not answered.
-    unanswered: BTreeSet<HostId>,
+    unanswered_hosts: BTreeSet<HostId>,
     verdicts: BTreeMap<HostId, Verdict>,
     engines: Vec<(HostId, Engine)>,
 }
@@ -45,7 +45,7 @@ struct PlacementQuery {
 #[derive(Debug, Default)]
 pub(super) struct PlacementQueries {
     pending: BTreeMap<u64, PlacementQuery>,
-    last_query: u64,
+    last_query_number: u64,
     /// Requests that the tasker has not answered, by the id of the request.
     tasker_requests: BTreeMap<RequestId, TaskerRequest>,
     last_tasker_request: RequestId,
@@ -82,7 +82,7 @@ impl Machine {
             let reason = format!(
                 "{PLACEMENT_QUERIES_MAX} such questions wait for their answers already; ask again later"
             );
-            return self.fail(requester, id, PvmError::OutOfRes, reason);
+            return self.reply_error(requester, id, PvmError::OutOfRes, reason);
         }
         let candidates = match to.map(|name| self.host_by_name(name)) {
             Some(None) => {
@@ -91,7 +91,7 @@ impl Machine {
                     to.unwrap_or_default(),
                     Refusal::NoSuchHost
                 );
-                return self.fail(requester, id, PvmError::NoHost, reason);
+                return self.reply_error(requester, id, PvmError::NoHost, reason);
             }
             Some(Some(host)) => BTreeSet::from([host]),
             None => self.table.hosts.iter().map(|host| host.id).collect(),
@@ -106,15 +106,15 @@ impl Machine {
                 Reply::MigrationTargets(Err(Refusal::NoSuchTask)),
             );
         };
-        self.placement_queries.last_query += 1;
-        let number = self.placement_queries.last_query;
+        self.placement_queries.last_query_number += 1;
+        let number = self.placement_queries.last_query_number;
         let open = PlacementQuery {
             requester,
             id,
             task,
             source,
             resident_bytes: 0,
-            unanswered: candidates,
+            unanswered_hosts: candidates,
             verdicts: BTreeMap::new(),
             engines: Vec::new(),
         };
@@ -123,13 +123,13 @@ impl Machine {
         self.call_host_of_task(
             task,
             HostRequest::Inspect { tid: task },
-            RpcCaller::Inspection(number),
+            RpcPurpose::Inspection(number),
         );
     }
 
     /// Handles the properties of the task, or the reason why it cannot migrate at all. `result` is
     /// `None` if the task's host is lost.
-    pub(super) fn query_facts_received(
+    pub(super) fn handle_query_facts(
         &mut self,
         query: u64,
         from: HostId,
@@ -143,8 +143,8 @@ impl Machine {
             Err(refusal) => return self.reply_placement_query(query, Err(refusal)),
         };
         (open.source, open.resident_bytes) = (from, facts.resident_bytes);
-        open.unanswered.remove(&from);
-        let hosts: Vec<HostId> = open.unanswered.iter().copied().collect();
+        open.unanswered_hosts.remove(&from);
+        let hosts: Vec<HostId> = open.unanswered_hosts.iter().copied().collect();
         if hosts.is_empty() {
             return self.complete_placement_query(query);
         }
@@ -152,12 +152,12 @@ impl Machine {
             let question = HostRequest::Verdict {
                 facts: facts.clone(),
             };
-            self.call_host(host, question, RpcCaller::Verdict { query, host });
+            self.call_host(host, question, RpcPurpose::Verdict { query, host });
         }
     }
 
     /// Handles a host's objections to the task. `answer` is `None` if the host is lost.
-    pub(super) fn query_verdict_received(
+    pub(super) fn handle_query_verdict(
         &mut self,
         query: u64,
         host: HostId,
@@ -166,28 +166,28 @@ impl Machine {
         let Some(open) = self.placement_queries.pending.get_mut(&query) else {
             return;
         };
-        if open.unanswered.remove(&host) {
+        if open.unanswered_hosts.remove(&host) {
             let (verdict, engine) =
                 answer.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
             open.engines
                 .extend(verdict.is_empty().then_some((host, engine)));
             open.verdicts.insert(host, verdict);
         }
-        if open.unanswered.is_empty() {
+        if open.unanswered_hosts.is_empty() {
             self.complete_placement_query(query);
         }
     }
 
     /// Ends the query. Hosts that have not answered count as lost.
-    pub(super) fn placement_query_expired(&mut self, query: u64) {
+    pub(super) fn handle_placement_query_timeout(&mut self, query: u64) {
         let Some(open) = self.placement_queries.pending.get_mut(&query) else {
             return;
         };
-        if open.verdicts.is_empty() && open.unanswered.contains(&open.source) {
+        if open.verdicts.is_empty() && open.unanswered_hosts.contains(&open.source) {
             let from = open.source;
             return self.reply_placement_query(query, Err(Refusal::HostLost(from)));
         }
-        for host in std::mem::take(&mut open.unanswered) {
+        for host in std::mem::take(&mut open.unanswered_hosts) {
             open.verdicts.insert(host, vec![Refusal::HostLost(host)]);
         }
         self.complete_placement_query(query);
@@ -204,7 +204,7 @@ impl Machine {
         let zone = |host: HostId| {
             self.table
                 .get(host)
-                .map(sempa_proto::table::HostEntry::zone)
+                .map(sempa_proto::table::HostEntry::network_zone)
         };
         let here = zone(from);
         verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
@@ -308,7 +308,7 @@ impl Machine {
     }
 
     /// Handles the result of the tasker's inspection of a task.
-    pub(super) fn tasker_inspected(
+    pub(super) fn handle_tasker_inspection(
         &mut self,
         question: RequestId,
         result: Result<TaskFacts, Refusal>,
@@ -326,7 +326,7 @@ impl Machine {
     }
 
     /// Handles the tasker's verdict on a task.
-    pub(super) fn tasker_judged(&mut self, question: RequestId, verdict: Verdict) {
+    pub(super) fn handle_tasker_verdict(&mut self, question: RequestId, verdict: Verdict) {
         if let Some(TaskerRequest::Verdict(back, mut known, other)) =
             self.placement_queries.tasker_requests.remove(&question)
         {

@@ -16,7 +16,7 @@
 
 use super::restart_engine::{RestartVerdict, TERMINATING_SIGNALS};
 use super::suspension::TaskSuspension;
-use super::tasks::{Inbox, Phase, Task};
+use super::tasks::{ConnectionPhase, Inbox, Task};
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::TargetEvent;
 use sempa_proto::event::EventKind;
@@ -41,24 +41,24 @@ pub(super) struct ArrivingTask {
     pub(super) record: Option<TaskRecord>,
     record_complete: bool,
     /// Items that the source has forwarded.
-    forwarded: Inbox,
+    forwarded_items: Inbox,
     all_forwarded: bool,
     /// Items that other daemons have sent directly to this host.
-    pub(super) direct: Inbox,
+    pub(super) direct_items: Inbox,
     /// True if this host is the task's location.
-    pub(super) located: bool,
+    pub(super) is_located: bool,
     /// True if the task's process runs on this host, or has exited.
-    pub(super) ran: bool,
+    pub(super) has_run: bool,
     /// True if the tasker was ordered to run the task.
     pub(super) run_ordered: bool,
     /// True if the task's process on this host is dead. If the commit is not revoked, this has
     /// ended the task.
-    lost: bool,
-    pub(super) exited: Option<(i32, Usage)>,
+    is_dead: bool,
+    pub(super) exit_report: Option<(i32, Usage)>,
     /// Connection on which the task's library has reconnected.
     pub(super) conn: Option<ConnId>,
     /// True if the tasker was ordered to pause the task.
-    pub(super) paused: bool,
+    pub(super) pause_ordered: bool,
     /// Suspension of the task, as far as this host knows. Until the task is ordered to run, the
     /// coordinator's state takes precedence.
     pub(super) suspension: Option<TaskSuspension>,
@@ -99,12 +99,12 @@ pub(super) struct ForwardedItems {
     all_sent: bool,
     /// Time until which the items are retained; `None` if they are retained until the target is
     /// connected again.
-    kept_until: Option<Micros>,
+    retained_until: Option<Micros>,
 }
 
 impl ForwardedItems {
     fn is_needed(&self, now: Micros) -> bool {
-        self.kept_until.is_none_or(|until| until > now)
+        self.retained_until.is_none_or(|until| until > now)
     }
 }
 
@@ -141,7 +141,7 @@ impl Machine {
             .migrations
             .arrivals
             .get_mut(&tid)
-            .filter(|a| a.migration == migration && a.located)
+            .filter(|a| a.migration == migration && a.is_located)
         {
             if let Some(older) = arrival.conn.replace(conn) {
                 self.conns.retire(older);
@@ -156,7 +156,9 @@ impl Machine {
             .get(&migration)
             .is_some_and(|s| s.migration().tid == tid);
         let may = |t: &&mut Task| {
-            (is_migrating || t.has_resume_id(migration)) && t.holds_items && t.phase != Phase::Left
+            (is_migrating || t.has_resume_id(migration))
+                && t.holds_items
+                && t.phase != ConnectionPhase::Left
         };
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {
             return self
@@ -189,7 +191,7 @@ impl Machine {
         let Location {
             tid,
             host,
-            from,
+            previous_host: from,
             epoch,
         } = location;
         if !self.locations.update(location) {
@@ -207,17 +209,17 @@ impl Machine {
                 let arrival = self.migrations.arrivals.entry(tid);
                 arrival
                     .or_insert_with(|| ArrivingTask::new(tid, MigrationId(0), from))
-                    .located = true;
+                    .is_located = true;
             }
         } else if self
             .migrations
             .arrivals
             .get(&tid)
-            .is_some_and(|a| a.located && (!a.ran || a.lost))
+            .is_some_and(|a| a.is_located && (!a.has_run || a.is_dead))
             && let Some(mut arrival) = self.migrations.arrivals.remove(&tid)
         {
             // The commit was revoked.
-            for held in arrival.direct.drain() {
+            for held in arrival.direct_items.drain() {
                 match held {
                     PendingItem::Control(item) => self.deliver(tid, item),
                     // Dropped, because links retransmit.
@@ -269,7 +271,7 @@ impl Machine {
         let epoch = self.locations.epoch_of(dst);
         // A host that joined later has never used the old location.
         let open = |host: &HostId| {
-            self.table.get(*host).is_some() && !task.drained_by.contains(&(epoch, *host))
+            self.table.get(*host).is_some() && !task.drained_hosts.contains(&(epoch, *host))
         };
         let awaited_hosts = task.undrained_hosts.iter().copied().filter(open).collect();
         self.migrations.forwarding.insert(
@@ -290,16 +292,18 @@ impl Machine {
         let (now, kept_until) = (self.now, Some(self.delivery_known_at()));
         self.migrations
             .unconfirmed_transfers
-            .retain(|_, handed| handed.is_needed(now));
-        let handed = ForwardedItems {
+            .retain(|_, forwarded| forwarded.is_needed(now));
+        let forwarded = ForwardedItems {
             to: of.to,
             migration: of.id,
             record,
             items: Vec::new(),
             all_sent: false,
-            kept_until,
+            retained_until: kept_until,
         };
-        self.migrations.unconfirmed_transfers.insert(of.tid, handed);
+        self.migrations
+            .unconfirmed_transfers
+            .insert(of.tid, forwarded);
     }
 
     /// Returns the time at which everything sent now has arrived, or the session is known to be
@@ -328,7 +332,7 @@ impl Machine {
         });
         if let Some(handed) = remembered {
             handed.items.push(held.clone());
-            handed.kept_until = handed.kept_until.map(|_| until);
+            handed.retained_until = handed.retained_until.map(|_| until);
         }
         self.outputs.push_back(Output::SendData {
             host: to,
@@ -342,7 +346,7 @@ impl Machine {
 
     /// Retains the items that were forwarded to a live daemon whose session has broken, because
     /// messages in transit may be lost.
-    pub(super) fn keep_forwarded_for(&mut self, host: HostId) {
+    pub(super) fn retain_forwarded_for(&mut self, host: HostId) {
         let now = self.now;
         for handed in self
             .migrations
@@ -350,7 +354,7 @@ impl Machine {
             .values_mut()
             .filter(|handed| handed.to == host && handed.is_needed(now))
         {
-            handed.kept_until = None;
+            handed.retained_until = None;
         }
     }
 
@@ -365,30 +369,30 @@ impl Machine {
             if handed.to != host || !handed.is_needed(now) {
                 continue;
             }
-            handed.kept_until = until;
+            handed.retained_until = until;
             let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
-            let mut say = |message| self.outputs.push_back(Output::SendData { host, message });
-            say(DataMsg::Record {
+            let mut send = |message| self.outputs.push_back(Output::SendData { host, message });
+            send(DataMsg::Record {
                 dst,
                 migration,
                 record,
                 complete: true,
             });
             for held in handed.items.iter().cloned() {
-                say(DataMsg::Forwarded {
+                send(DataMsg::Forwarded {
                     dst,
                     migration,
                     item: held,
                 });
             }
             if handed.all_sent {
-                say(DataMsg::ForwardedAll { dst, migration });
+                send(DataMsg::ForwardedAll { dst, migration });
             }
         }
         for Location {
             tid,
             host: to,
-            from,
+            previous_host: from,
             epoch,
         } in self.locations.all()
         {
@@ -402,15 +406,15 @@ impl Machine {
     }
 
     /// Records that a host sends no more items to the old location of a task.
-    pub(super) fn drained_by(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+    pub(super) fn record_route_drained(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         if let Some(departed) = self.migrations.forwarding.get_mut(&tid) {
             if departed.epoch == epoch {
                 departed.awaited_hosts.remove(&host);
             }
             self.advance_forwarding(tid);
         } else if let Some(task) = self.tasks.get_mut(tid) {
-            task.drained_by.retain(|(older, _)| *older >= epoch);
-            task.drained_by.insert((epoch, host));
+            task.drained_hosts.retain(|(older, _)| *older >= epoch);
+            task.drained_hosts.insert((epoch, host));
         }
     }
 
@@ -433,7 +437,8 @@ impl Machine {
                 .get_mut(&dst)
                 .filter(|handed| handed.migration == migration);
             if let Some(handed) = handed {
-                (handed.all_sent, handed.kept_until) = (true, handed.kept_until.map(|_| until));
+                (handed.all_sent, handed.retained_until) =
+                    (true, handed.retained_until.map(|_| until));
             }
         }
     }
@@ -457,7 +462,7 @@ impl Machine {
         let is_first_record = arrival.by_restart && arrival.record.is_none();
         if complete {
             // A repeated record is followed by all forwarded items again.
-            (arrival.forwarded, arrival.all_forwarded) = (Inbox::default(), false);
+            (arrival.forwarded_items, arrival.all_forwarded) = (Inbox::default(), false);
         }
         if complete || !arrival.record_complete {
             arrival.record = Some(record);
@@ -478,7 +483,7 @@ impl Machine {
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         {
-            Some(arrival) => arrival.forwarded.push(held),
+            Some(arrival) => arrival.forwarded_items.push(held),
             None => self.log(format!(
                 "something was handed over for {tid}, which is not on its way here; dropped"
             )),
@@ -504,7 +509,7 @@ impl Machine {
         let Some(arrival) = self.migrations.arrivals.get_mut(&tid) else {
             return;
         };
-        if arrival.ran && arrival.exited.is_none() {
+        if arrival.has_run && arrival.exit_report.is_none() {
             // A program that is just starting has no signal handlers yet: signals that it would
             // handle must not end it.
             let anew = arrival.by_restart;
@@ -517,10 +522,14 @@ impl Machine {
                     .push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
             }
         }
-        let here =
-            arrival.located && arrival.record_complete && arrival.all_forwarded && arrival.ran;
+        let here = arrival.is_located
+            && arrival.record_complete
+            && arrival.all_forwarded
+            && arrival.has_run;
         if !here
-            || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.library_quiesced)
+            || (arrival.conn.is_none()
+                && arrival.exit_report.is_none()
+                && !arrival.library_quiesced)
         {
             return;
         }
@@ -539,14 +548,17 @@ impl Machine {
         let mut task = Task::from_record(record);
         (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
         if arrival.by_restart {
-            (task.phase, task.spawn_token, task.restarted) =
-                (Phase::Expected, arrival.spawn_token, arrival.conn.is_none());
+            (task.phase, task.spawn_token, task.awaits_restarted_process) = (
+                ConnectionPhase::Expected,
+                arrival.spawn_token,
+                arrival.conn.is_none(),
+            );
         }
         for held in arrival
-            .forwarded
+            .forwarded_items
             .drain()
             .into_iter()
-            .chain(arrival.direct.drain())
+            .chain(arrival.direct_items.drain())
         {
             task.inbox.push(held);
         }
@@ -565,8 +577,8 @@ impl Machine {
             self.welcome(conn, tid);
             self.flush_inbox(tid);
         }
-        if let Some((status, used)) = arrival.exited {
-            self.process_exited(tid, status, used);
+        if let Some((status, used)) = arrival.exit_report {
+            self.handle_process_exit(tid, status, used);
             return self.start_queued_migration(tid);
         }
         if arrival.by_restart {
@@ -601,7 +613,7 @@ impl Machine {
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.from == host && a.located)
+            .filter(|a| a.from == host && a.is_located)
             .map(|a| a.tid)
             .collect();
         for tid in orphans {
@@ -627,16 +639,16 @@ impl ArrivingTask {
             from,
             record: None,
             record_complete: false,
-            forwarded: Inbox::default(),
+            forwarded_items: Inbox::default(),
             all_forwarded: false,
-            direct: Inbox::default(),
-            located: false,
-            ran: false,
+            direct_items: Inbox::default(),
+            is_located: false,
+            has_run: false,
             run_ordered: false,
-            lost: false,
-            exited: None,
+            is_dead: false,
+            exit_report: None,
             conn: None,
-            paused: false,
+            pause_ordered: false,
             suspension: None,
             library_quiesced: false,
             signals: Vec::new(),
@@ -649,46 +661,47 @@ impl ArrivingTask {
     }
 
     /// Sets the state of the task to the state that was stored next to its images.
-    pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
+    pub(super) fn set_saved_state(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
         (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
         waiting
             .into_iter()
-            .for_each(|held| self.forwarded.push(held));
+            .for_each(|held| self.forwarded_items.push(held));
     }
 
     /// Records the order to run the task: its process at the source is gone. A suspended task stays
     /// paused.
-    pub(super) fn order_run(&mut self, now: Micros, suspended: Suspensions) {
+    pub(super) fn record_run_order(&mut self, now: Micros, suspended: Suspensions) {
         (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
     }
 
     /// Returns the migration whose coordinator decides on suspensions of the task; `None` if this
     /// host decides.
     pub(super) fn deciding_migration(&self) -> Option<MigrationId> {
-        (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
+        (self.is_located && !self.run_ordered && !self.is_dead).then_some(self.migration)
     }
 
     /// True if the task's process on this host is dead, even if that is not reported yet.
     pub(super) fn is_lost(&self) -> bool {
-        self.lost
+        self.is_dead
     }
 
     /// Ends a pause of the task. Returns the id under which its library must be resumed, if it is
     /// quiesced.
     pub(super) fn end_pause(&mut self) -> Option<MigrationId> {
-        self.paused = false;
+        self.pause_ordered = false;
         (std::mem::take(&mut self.library_quiesced) && !self.by_restart).then_some(self.migration)
     }
 
     /// Records that the task's process on this host is dead.
     pub(super) fn mark_lost(&mut self) {
-        (self.ran, self.lost) = (true, true);
-        self.exited.get_or_insert((KILLED_STATUS, Usage::default()));
+        (self.has_run, self.is_dead) = (true, true);
+        self.exit_report
+            .get_or_insert((KILLED_STATUS, Usage::default()));
     }
 
     /// Returns a minimal record, for a task whose source was lost before it sent one.
     fn bare_record(tid: Tid) -> TaskRecord {
-        let task = Task::new(tid, Tid::NONE, Phase::Detached);
+        let task = Task::new(tid, Tid::NONE, ConnectionPhase::Detached);
         TaskRecord {
             tid,
             parent: task.parent,
@@ -697,7 +710,7 @@ impl ArrivingTask {
             spawn_token: None,
             output: task.output,
             trace: task.trace,
-            rm: None,
+            exit_rm: None,
             watermarks: Vec::new(),
             requests: Vec::new(),
             untimed_requests: Vec::new(),

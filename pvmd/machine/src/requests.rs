@@ -1,7 +1,7 @@
 //! Dispatches the requests of tasks. Requests that only the master can serve are forwarded to the
 //! master, which sends the reply directly to the task.
 
-use super::rpc::RpcCaller;
+use super::rpc::RpcPurpose;
 use super::{Machine, Output};
 use sempa_proto::group::GroupRequest;
 use sempa_proto::host::{HostMsg, HostRequest};
@@ -22,14 +22,14 @@ const SIGTERM: i32 = 15;
 pub(super) struct ScatterGather {
     tid: Tid,
     id: RequestId,
-    unanswered: usize,
+    unanswered_count: usize,
     tasks: Vec<TaskInfo>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ScatterGathers {
     pending: BTreeMap<u64, ScatterGather>,
-    last: u64,
+    last_number: u64,
 }
 
 impl Machine {
@@ -40,7 +40,7 @@ impl Machine {
         };
         if task.requests.len() >= REQUESTS_OPEN_MAX {
             let reason = format!("{REQUESTS_OPEN_MAX} requests wait for their replies already");
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         task.requests.insert(id);
         if is_untimed(&what) {
@@ -62,9 +62,9 @@ impl Machine {
                 };
                 match host {
                     Some(host) => {
-                        self.call_host(host, HostRequest::Ping, RpcCaller::Task { tid, id })
+                        self.call_host(host, HostRequest::Ping, RpcPurpose::Task { tid, id })
                     }
-                    None => self.fail(tid, id, PvmError::NoHost, no_host_message(&name)),
+                    None => self.reply_error(tid, id, PvmError::NoHost, no_host_message(&name)),
                 }
             }
             Request::TaskStatus { tid: other } if !other.is_task() => {
@@ -74,7 +74,7 @@ impl Machine {
                 self.call_host_of_task(
                     other,
                     HostRequest::TaskStatus { tid: other },
-                    RpcCaller::Task { tid, id },
+                    RpcPurpose::Task { tid, id },
                 );
             }
             Request::Signal { tid: other, .. } if !other.is_task() => {
@@ -84,7 +84,7 @@ impl Machine {
                 self.call_host_of_task(
                     other,
                     HostRequest::Signal { tid: other, signal },
-                    RpcCaller::Task { tid, id },
+                    RpcPurpose::Task { tid, id },
                 );
             }
             Request::Suspend { tid: other, .. } if !other.is_task() => {
@@ -106,10 +106,10 @@ impl Machine {
                 self.call_host_of_task(
                     other,
                     HostRequest::Suspend(order),
-                    RpcCaller::Task { tid, id },
+                    RpcPurpose::Task { tid, id },
                 );
             }
-            Request::CanMigrate { tid: of, to } => {
+            Request::FindMigrationTargets { tid: of, to } => {
                 self.start_placement_query(tid, id, of, to.as_deref())
             }
             Request::Notify(request) => self.notify_request(tid, id, request),
@@ -120,7 +120,7 @@ impl Machine {
                 self.call_host(
                     host,
                     HostRequest::FreeContext { owner: tid, ctx },
-                    RpcCaller::Task { tid, id },
+                    RpcPurpose::Task { tid, id },
                 );
             }
             Request::HostSync { host } => {
@@ -129,9 +129,9 @@ impl Machine {
                     .filter(|host| self.table.get(*host).is_some())
                 {
                     Some(host) => {
-                        self.call_host(host, HostRequest::Clock, RpcCaller::Task { tid, id })
+                        self.call_host(host, HostRequest::Clock, RpcPurpose::Task { tid, id })
                     }
-                    None => self.fail(
+                    None => self.reply_error(
                         tid,
                         id,
                         PvmError::NoHost,
@@ -149,7 +149,7 @@ impl Machine {
             Request::DebugQuery(words) => self.debug_query(tid, id, &words),
             Request::SetGuestDirective(word) => self.handle_guest_directive(tid, id, word),
             Request::Serve(service) => self.toggle_service(tid, id, service),
-            Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer.clone())),
+            Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer_support.clone())),
             what => self.forward_to_master(tid, id, what),
         }
     }
@@ -181,11 +181,11 @@ impl Machine {
             Request::ListCheckpoints => self.outputs.push_back(Output::ListCheckpoints { tid, id }),
             Request::Restart {
                 checkpoint: set,
-                on,
+                host_names: on,
                 wait,
             } => self.handle_restart_request((tid, id), set, on, wait),
             Request::RemoveCheckpoints {
-                which,
+                selection: which,
                 include_foreign,
             } => self.handle_removal_request(tid, id, which, include_foreign),
             Request::Migrate {
@@ -194,11 +194,14 @@ impl Machine {
                 cause,
                 wait,
             } => self.begin_migration(tid, id, task, &to, cause, wait),
-            Request::Events { from, limit } => {
+            Request::Events {
+                first_number: from,
+                limit,
+            } => {
                 let events = self
                     .master
                     .as_ref()
-                    .map(|m| m.events.since(from, limit))
+                    .map(|m| m.events.entries_since(from, limit))
                     .unwrap_or_default();
                 self.reply(tid, id, Reply::Events(events));
             }
@@ -214,7 +217,7 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
                 self.halt(&format!("{tid} asked for it"));
             }
-            _ => self.fail(
+            _ => self.reply_error(
                 tid,
                 id,
                 PvmError::NotImpl,
@@ -230,7 +233,7 @@ impl Machine {
         {
             None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
             None => {
-                return self.fail(
+                return self.reply_error(
                     tid,
                     id,
                     PvmError::NoHost,
@@ -241,18 +244,18 @@ impl Machine {
                 let question = HostRequest::Tasks {
                     task: Some(selector),
                 };
-                return self.call_host_of_task(selector, question, RpcCaller::Task { tid, id });
+                return self.call_host_of_task(selector, question, RpcPurpose::Task { tid, id });
             }
             Some(host) => vec![host],
         };
-        self.scatter_gathers.last += 1;
-        let gather = self.scatter_gathers.last;
+        self.scatter_gathers.last_number += 1;
+        let gather = self.scatter_gathers.last_number;
         self.scatter_gathers.pending.insert(
             gather,
             ScatterGather {
                 tid,
                 id,
-                unanswered: hosts.len(),
+                unanswered_count: hosts.len(),
                 tasks: Vec::new(),
             },
         );
@@ -260,7 +263,7 @@ impl Machine {
             self.call_host(
                 host,
                 HostRequest::Tasks { task: None },
-                RpcCaller::ScatterGather(gather),
+                RpcPurpose::ScatterGather(gather),
             );
         }
     }
@@ -272,8 +275,8 @@ impl Machine {
             return;
         };
         gather.tasks.extend(tasks);
-        gather.unanswered -= 1;
-        if gather.unanswered > 0 {
+        gather.unanswered_count -= 1;
+        if gather.unanswered_count > 0 {
             return;
         }
         let Some(ScatterGather {
@@ -291,7 +294,7 @@ impl Machine {
 
     fn allocate_context(&mut self, tid: Tid, id: RequestId) {
         if self.contexts.len() as u32 >= CONTEXTS_MAX {
-            return self.fail(
+            return self.reply_error(
                 tid,
                 id,
                 PvmError::OutOfRes,
@@ -355,7 +358,7 @@ impl Machine {
     }
 
     fn fail_not_a_task(&mut self, tid: Tid, id: RequestId, other: Tid) {
-        self.fail(
+        self.reply_error(
             tid,
             id,
             PvmError::BadParam,
@@ -376,7 +379,7 @@ impl Machine {
             .mailbox
             .reset(if kill { Some(&survivors) } else { None });
         if kill {
-            master.checkpoints.note_reset(&survivors);
+            master.checkpoints.record_reset(&survivors);
             for host in self.other_hosts() {
                 self.send_to_host(
                     host,

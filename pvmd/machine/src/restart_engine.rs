@@ -19,7 +19,7 @@
 //! incarnation, and no other task is involved.
 use super::notify::{own_daemon_message, pack_ints};
 use super::rpc::ReplyAddress;
-use super::tasks::{Phase, Task};
+use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint_protocol::{InspectedTask, SourceEvent, TargetEvent};
 use sempa_proto::engine::{AskMethod, Engine, LaunchInfo, RESTART_COUNT_ENV, STATE_ENV};
@@ -66,11 +66,11 @@ pub(super) struct GracefulExit {
     engine: Engine,
     pub(super) stage: ExitStage,
     /// True if the request to exit was sent.
-    requested: bool,
+    exit_requested: bool,
     /// Engine of an earlier migration whose request to exit is still outstanding.
-    earlier_request: Option<Engine>,
+    earlier_requested_engine: Option<Engine>,
     /// True if the migration is aborted.
-    aborted: bool,
+    is_aborted: bool,
     /// True if a signal has ended the task, so that its program is not started again.
     is_final: bool,
     /// True if the task was paused since the window for a late exit last began.
@@ -125,8 +125,8 @@ pub(super) fn choose_engine(criu: Verdict, other: RestartVerdict) -> (Verdict, E
 
 /// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
 pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<LaunchInfo>>, String> {
-    let begin = LaunchInfo::from_request(request)?;
-    Ok(begin.restart_engine().is_some().then(|| Box::new(begin)))
+    let launch = LaunchInfo::from_request(request)?;
+    Ok(launch.restart_engine().is_some().then(|| Box::new(launch)))
 }
 
 impl GracefulExit {
@@ -136,13 +136,13 @@ impl GracefulExit {
     }
 
     /// True if the program was asked to exit, so that it is started again after its exit.
-    fn may_exit(&self) -> bool {
-        self.requested || self.earlier_request.is_some()
+    fn was_asked_to_exit(&self) -> bool {
+        self.exit_requested || self.earlier_requested_engine.is_some()
     }
 
     /// True if the process exits even if the migration is aborted.
     fn must_exit(&self) -> bool {
-        self.requested && !self.is_self_checkpoint()
+        self.exit_requested && !self.is_self_checkpoint()
     }
 }
 
@@ -474,17 +474,19 @@ impl Machine {
     pub(super) fn begin_graceful_exit(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
         let is_paused = self.must_pause(tid);
         let may = |task: &&mut Task| {
-            !task.restarted && task.respawning.is_none() && task.exited.is_none()
+            !task.awaits_restarted_process
+                && task.respawning.is_none()
+                && task.exit_report.is_none()
         };
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {
             let why = Failure::Engine("its program is just being started, or has ended".into());
             return self.source_event(id, SourceEvent::Stopped(Err(why)));
         };
         let before = |ending: GracefulExit| {
-            if ending.requested {
+            if ending.exit_requested {
                 Some(ending.engine)
             } else {
-                ending.earlier_request
+                ending.earlier_requested_engine
             }
         };
         let (wakes, earlier_request) = (task.pause.is_some(), task.graceful_exit.and_then(before));
@@ -492,9 +494,9 @@ impl Machine {
             migration: id,
             engine,
             stage: ExitStage::Reconnecting,
-            requested: false,
-            earlier_request,
-            aborted: false,
+            exit_requested: false,
+            earlier_requested_engine: earlier_request,
+            is_aborted: false,
             is_final: false,
             was_paused: false,
         });
@@ -518,15 +520,15 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let hears = |ending: &&mut GracefulExit| {
+        let is_current = |ending: &&mut GracefulExit| {
             ending.migration == by && ending.stage == ExitStage::AwaitingHandoff
         };
-        let Some(ending) = task.graceful_exit.as_mut().filter(hears) else {
+        let Some(ending) = task.graceful_exit.as_mut().filter(is_current) else {
             return;
         };
         ending.stage = ExitStage::ExitRequested;
         // A program that exits late was already asked, for an earlier migration.
-        if ending.aborted || std::mem::replace(&mut ending.requested, true) {
+        if ending.is_aborted || std::mem::replace(&mut ending.exit_requested, true) {
             return;
         }
         let GracefulExit {
@@ -549,7 +551,7 @@ impl Machine {
         let Some(task) = self.tasks.get(tid) else {
             return;
         };
-        let Some(ending) = task.graceful_exit.filter(|ending| ending.requested) else {
+        let Some(ending) = task.graceful_exit.filter(|ending| ending.exit_requested) else {
             return;
         };
         let (Some((AskMethod::Message(tag), wait)), Some(conn)) =
@@ -567,7 +569,7 @@ impl Machine {
             conn,
             message: ToTask::Deliver {
                 message,
-                after: None,
+                deliver_after: None,
             },
         });
     }
@@ -586,7 +588,10 @@ impl Machine {
                     ExitStage::Reconnecting | ExitStage::AwaitingHandoff
                 )
         };
-        if ending.filter(silent).is_some_and(|ending| !ending.aborted) {
+        if ending
+            .filter(silent)
+            .is_some_and(|ending| !ending.is_aborted)
+        {
             let why = "its library has not said in its time where its conversations stand".into();
             self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
         }
@@ -601,7 +606,7 @@ impl Machine {
         else {
             return;
         };
-        ending.requested = false;
+        ending.exit_requested = false;
         let id = ending.migration;
         self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
     }
@@ -609,11 +614,11 @@ impl Machine {
     /// Handles the notice of a library that its program is about to exit. If that exit is late, the
     /// library reports its link states now.
     pub(super) fn handle_about_to_exit(&mut self, tid: Tid, id: RequestId) {
-        let off = self
+        let is_aborted = self
             .tasks
             .get(tid)
             .and_then(|task| task.graceful_exit.as_ref());
-        if off.is_some_and(|ending| ending.stage == ExitStage::LateExitPossible) {
+        if is_aborted.is_some_and(|ending| ending.stage == ExitStage::LateExitPossible) {
             self.request_handoff(tid);
         }
         self.reply(tid, id, Reply::Done);
@@ -621,7 +626,11 @@ impl Machine {
 
     /// Handles the end of the time limit for a program to exit.
     pub(super) fn handle_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
-        let Some(task) = self.tasks.get(tid).filter(|task| task.exited.is_none()) else {
+        let Some(task) = self
+            .tasks
+            .get(tid)
+            .filter(|task| task.exit_report.is_none())
+        else {
             return;
         };
         let Some(GracefulExit { engine, .. }) =
@@ -647,16 +656,16 @@ impl Machine {
 
     /// Handles the exit of a task's process. True if the task continues, because its program is
     /// started again.
-    pub(super) fn continues_after_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
-        if self.stop.is_some() || self.tasker_gone {
+    pub(super) fn handle_exit_for_restart(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+        if self.shutdown.is_some() || self.tasker_gone {
             return false;
         }
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
         let continues = |ending: &GracefulExit| {
-            let asked = ending.requested.then_some(ending.engine);
-            let mut by = asked.into_iter().chain(ending.earlier_request);
+            let asked = ending.exit_requested.then_some(ending.engine);
+            let mut by = asked.into_iter().chain(ending.earlier_requested_engine);
             !ending.is_final && by.any(|engine| engine.restarts_after(status))
         };
         let Some(GracefulExit { migration, .. }) = task.graceful_exit.filter(continues) else {
@@ -667,9 +676,9 @@ impl Machine {
         };
         let conn = task.conn();
         task.graceful_exit = None;
-        (task.exited, task.earlier_usage) = (None, used);
-        (task.phase, task.holds_items, task.quiesced) = (Phase::Detached, true, false);
-        (task.pid, task.settling_part, task.permitted_open) = (0, None, None);
+        (task.exit_report, task.earlier_usage) = (None, used);
+        (task.phase, task.holds_items, task.quiesced) = (ConnectionPhase::Detached, true, false);
+        (task.pid, task.settling_part, task.permitted_open_requests) = (0, None, None);
         task.requests.clear();
         task.untimed_requests.clear();
         let count = task.launch.as_mut().map_or(0, |begin| {
@@ -743,7 +752,7 @@ impl Machine {
         else {
             return false;
         };
-        ending.aborted = true;
+        ending.is_aborted = true;
         // A program that exits in any case is started again on this host.
         if !ending.must_exit() && ending.stage != ExitStage::Reconnecting && conn.is_some() {
             // The program continues. If it exits as it was asked, it is started again.
@@ -759,7 +768,7 @@ impl Machine {
                 });
             }
         }
-        self.source_event(id, SourceEvent::Continued);
+        self.source_event(id, SourceEvent::TaskResumed);
         true
     }
 
@@ -769,7 +778,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        if task.restarted {
+        if task.awaits_restarted_process {
             return true;
         }
         let Some(ending) = task.graceful_exit.filter(|ending| ending.migration == id) else {
@@ -806,7 +815,7 @@ impl Machine {
             return;
         };
         let id = ending.migration;
-        match (ending.may_exit(), left) {
+        match (ending.was_asked_to_exit(), left) {
             (false, _) => task.graceful_exit = None,
             (true, true) => {}
             (true, false) => ending.stage = ExitStage::LateExitPossible,
@@ -837,14 +846,18 @@ impl Machine {
     /// Handles the end of the window for a late exit.
     pub(super) fn handle_late_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
         let is_paused = self.must_pause(tid);
-        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else {
+        let Some(task) = self
+            .tasks
+            .get_mut(tid)
+            .filter(|task| task.exit_report.is_none())
+        else {
             return;
         };
         let left = task.conn().is_none();
         let Some(ending) = task
             .graceful_exit
             .as_mut()
-            .filter(|ending| ending.migration == id && ending.aborted)
+            .filter(|ending| ending.migration == id && ending.is_aborted)
         else {
             return;
         };
@@ -869,7 +882,7 @@ impl Machine {
             .tasks
             .get_mut(tid)
             .and_then(|task| task.graceful_exit.take())
-            .is_some_and(|ending| ending.may_exit())
+            .is_some_and(|ending| ending.was_asked_to_exit())
         {
             self.send_to_tasker(ToTasker::WithdrawExitRequest { tid });
         }
@@ -907,7 +920,7 @@ impl Machine {
         }
         self.send_record(of, false);
         if let Some(task) = self.tasks.get_mut(of.tid) {
-            task.transferring = Some(of.id);
+            task.transferring_migration = Some(of.id);
         }
     }
 
@@ -919,27 +932,27 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let deadly = TERMINATING_SIGNALS.contains(&signal);
+        let is_terminating = TERMINATING_SIGNALS.contains(&signal);
         if let Some(ending) = task
             .graceful_exit
             .as_mut()
             .filter(|ending| matches!(ending.engine, Engine::Restart { .. }))
         {
-            ending.is_final |= deadly;
+            ending.is_final |= is_terminating;
         }
         let used = task.earlier_usage;
-        if task.respawning.is_some() && deadly {
+        if task.respawning.is_some() && is_terminating {
             task.respawning = None;
             self.end_task(tid, signal, used);
             return true;
         }
-        task.respawning.is_some() || task.restarted && !deadly
+        task.respawning.is_some() || task.awaits_restarted_process && !is_terminating
     }
 
     // ---- Start of the new process
 
     fn respawn(&mut self, world: &mut dyn World, tid: Tid) {
-        let stopping = self.stop.is_some();
+        let stopping = self.shutdown.is_some();
         let Some(task) = self
             .tasks
             .get_mut(tid)
@@ -952,8 +965,8 @@ impl Machine {
         match self.launch_order(world, tid, &begin) {
             Ok((start, spawn_token)) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    (task.spawn_token, task.phase, task.restarted) =
-                        (Some(spawn_token), Phase::Expected, true);
+                    (task.spawn_token, task.phase, task.awaits_restarted_process) =
+                        (Some(spawn_token), ConnectionPhase::Expected, true);
                 }
                 self.tasks.by_spawn_token.insert(spawn_token, tid);
                 self.send_to_tasker(ToTasker::Start(start));
@@ -978,10 +991,14 @@ impl Machine {
 
     /// Handles the connection of a program that was started again on this host.
     pub(super) fn handle_respawn_connected(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.restarted) else {
+        let Some(task) = self
+            .tasks
+            .get_mut(tid)
+            .filter(|task| task.awaits_restarted_process)
+        else {
             return;
         };
-        task.restarted = false;
+        task.awaits_restarted_process = false;
         if !self.must_pause(tid)
             && let Some(task) = self.tasks.get_mut(tid)
         {
@@ -1113,22 +1130,22 @@ impl Machine {
         &self,
         world: &mut dyn World,
         tid: Tid,
-        begin: &LaunchInfo,
+        launch: &LaunchInfo,
     ) -> Result<(StartTask, i32), ProgramNotFound> {
-        let (path, argv) = super::spawn::find_program(world, &begin.request).map_err(|source| {
+        let (path, argv) = super::spawn::find_program(world, &launch.request).map_err(|source| {
             ProgramNotFound {
-                file: begin.request.file.clone(),
+                file: launch.request.file.clone(),
                 source,
             }
         })?;
-        let mut env = self.environment(world, &begin.request);
-        let again = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
-        env.retain(|entry| !entry.starts_with(&again));
+        let mut env = self.environment(world, &launch.request);
+        let restart_count_prefix = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
+        env.retain(|entry| !entry.starts_with(&restart_count_prefix));
         let spawn_token = std::iter::repeat_with(|| world.random_secret())
             .find(|spawn_token| !self.tasks.by_spawn_token.contains_key(spawn_token));
         let spawn_token = spawn_token.unwrap_or_default();
         env.push(format!("PVMEPID={spawn_token}").into_bytes());
-        env.push(format!("{RESTART_COUNT_ENV}={}", begin.restart_count).into_bytes());
+        env.push(format!("{RESTART_COUNT_ENV}={}", launch.restart_count).into_bytes());
         let pinned = false;
         Ok((
             StartTask {
@@ -1136,7 +1153,7 @@ impl Machine {
                 path,
                 argv,
                 env,
-                working_dir: world.work_dir(begin.working_dir()),
+                working_dir: world.work_dir(launch.working_dir()),
                 pinned,
             },
             spawn_token,

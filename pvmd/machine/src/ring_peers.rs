@@ -93,7 +93,7 @@ impl Machine {
     ///
     /// A message without descriptors is routed like any other item. A message with descriptors is
     /// delivered only to a connected task of this host; otherwise it is dropped (see
-    /// [`Machine::route_message_undeliverable`]).
+    /// [`Machine::handle_undeliverable_route_message`]).
     pub(super) fn forward_route_message(
         &mut self,
         conn: ConnId,
@@ -145,14 +145,14 @@ impl Machine {
                     descriptors,
                 });
             }
-            None => self.route_message_undeliverable(from, to, &route_message),
+            None => self.handle_undeliverable_route_message(from, to, &route_message),
         }
     }
 
     /// Handles a route message with descriptors that could not be delivered. An offer is refused.
     /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
     /// not use the rings.
-    fn route_message_undeliverable(&mut self, from: Tid, to: Tid, message: &RouteMsg) {
+    fn handle_undeliverable_route_message(&mut self, from: Tid, to: Tid, message: &RouteMsg) {
         match *message {
             RouteMsg::RingOffer { id, .. } => {
                 self.deliver(

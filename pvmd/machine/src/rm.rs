@@ -24,9 +24,9 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
-/// Largest number of restarts of a crashed resource manager within [`RM_DEATHS_WINDOW`].
-const RM_DEATHS_MAX: usize = 5;
-const RM_DEATHS_WINDOW: Micros = Micros::from_secs(60);
+/// Largest number of restarts of a crashed resource manager within [`RM_RESTART_WINDOW`].
+const RM_RESTARTS_MAX: usize = 5;
+const RM_RESTART_WINDOW: Micros = Micros::from_secs(60);
 
 /// True for an unintended end: by a signal that kills instead of requesting an exit, or by a panic.
 fn has_crashed(status: i32) -> bool {
@@ -47,16 +47,16 @@ fn has_failed(status: i32) -> bool {
 #[derive(Debug, Default)]
 pub(super) struct RmState {
     /// Times at which this daemon's resource manager was restarted after a crash.
-    deaths: VecDeque<Micros>,
+    restart_times: VecDeque<Micros>,
     /// The resource manager that is registered with this daemon.
-    own: Option<RmInfo>,
+    own_rm: Option<RmInfo>,
     /// The resource manager that is registered with the master, for hosts without one of their own.
     /// If it serves all requests and not only spawns, it serves only hosts that join after its
     /// registration, as in PVM.
-    pub(super) vm_wide: Option<RmInfo>,
+    pub(super) vm_wide_rm: Option<RmInfo>,
     /// The resource manager that is registered with the master, even if tasks of this host use
     /// another one.
-    of_master: Option<RmInfo>,
+    registered_with_master: Option<RmInfo>,
     /// Time since which this daemon knows no resource manager; `None` while it knows one.
     absent_since: Option<Micros>,
 }
@@ -64,7 +64,7 @@ pub(super) struct RmState {
 impl RmState {
     /// Returns the resource manager that tasks of this host must ask.
     pub(super) fn current(&self) -> Option<RmInfo> {
-        self.own.or(self.vm_wide)
+        self.own_rm.or(self.vm_wide_rm)
     }
 
     /// Returns the time since which there is no resource manager; `None` while there is one.
@@ -77,7 +77,7 @@ impl RmState {
     }
 
     fn find(&self, tid: Tid) -> Option<RmInfo> {
-        [self.own, self.vm_wide, self.of_master]
+        [self.own_rm, self.vm_wide_rm, self.registered_with_master]
             .into_iter()
             .flatten()
             .find(|rm| rm.tid == tid)
@@ -90,11 +90,14 @@ impl Machine {
         let previous = self.rm.current().map_or(Tid::NONE, |rm| rm.tid);
         self.reply(tid, id, Reply::Rm { previous });
         self.record(EventKind::RmRegistered { tid });
-        self.set_own_rm(Some(RmInfo { tid, serves }));
+        self.set_own_rm(Some(RmInfo {
+            tid,
+            services: serves,
+        }));
     }
 
     fn set_own_rm(&mut self, rm: Option<RmInfo>) {
-        if let Some(old) = self.rm.own
+        if let Some(old) = self.rm.own_rm
             && let Some(task) = self.tasks.get_mut(old.tid)
         {
             task.flags &= !TASK_RM;
@@ -102,9 +105,9 @@ impl Machine {
         if let Some(task) = rm.and_then(|rm| self.tasks.get_mut(rm.tid)) {
             task.flags |= TASK_RM;
         }
-        self.rm.own = rm;
+        self.rm.own_rm = rm;
         if self.master.is_some() {
-            self.rm.vm_wide = rm;
+            self.rm.vm_wide_rm = rm;
             for host in self.other_hosts() {
                 self.send_to_host(host, HostMsg::Rm { rm });
             }
@@ -115,7 +118,7 @@ impl Machine {
 
     fn update_rm_absence(&mut self) {
         let (serves, now) = (
-            self.rm.current().is_some() || self.rm.of_master.is_some(),
+            self.rm.current().is_some() || self.rm.registered_with_master.is_some(),
             self.now,
         );
         self.rm.absent_since = if serves {
@@ -129,9 +132,9 @@ impl Machine {
     /// Handles the master's notice of the virtual machine's resource manager.
     pub(super) fn set_vm_rm(&mut self, rm: Option<RmInfo>) {
         let before = self.rm.current();
-        self.rm.of_master = rm;
-        if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.serves.others) {
-            self.rm.vm_wide = rm;
+        self.rm.registered_with_master = rm;
+        if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.services.other_requests) {
+            self.rm.vm_wide_rm = rm;
         }
         if self.rm.current() != before {
             self.notify_tasks_of_rm(false);
@@ -144,7 +147,7 @@ impl Machine {
     /// that connect from now on, as in PVM.
     fn notify_tasks_of_rm(&mut self, death: bool) {
         let rm = self.rm.current();
-        if !death && rm.is_some_and(|rm| rm.serves.others) {
+        if !death && rm.is_some_and(|rm| rm.services.other_requests) {
             return;
         }
         let tasks: Vec<Tid> = self
@@ -172,12 +175,12 @@ impl Machine {
         if !self.rm.is_accepted(tid) {
             return;
         }
-        if self.rm.own.is_some_and(|rm| rm.tid == tid) {
+        if self.rm.own_rm.is_some_and(|rm| rm.tid == tid) {
             self.record(EventKind::RmGone { tid });
         }
-        self.rm.own = self.rm.own.filter(|rm| rm.tid != tid);
-        self.rm.vm_wide = self.rm.vm_wide.filter(|rm| rm.tid != tid);
-        self.rm.of_master = self.rm.of_master.filter(|rm| rm.tid != tid);
+        self.rm.own_rm = self.rm.own_rm.filter(|rm| rm.tid != tid);
+        self.rm.vm_wide_rm = self.rm.vm_wide_rm.filter(|rm| rm.tid != tid);
+        self.rm.registered_with_master = self.rm.registered_with_master.filter(|rm| rm.tid != tid);
         for task in self.tasks.live.values_mut() {
             task.rm = task.rm.filter(|rm| *rm != tid);
         }
@@ -187,7 +190,7 @@ impl Machine {
 
     /// Handles the loss of a host on which a resource manager may have run.
     pub(super) fn handle_rm_host_lost(&mut self, host: HostId) {
-        for rm in [self.rm.own, self.rm.vm_wide].into_iter().flatten() {
+        for rm in [self.rm.own_rm, self.rm.vm_wide_rm].into_iter().flatten() {
             if self.location(rm.tid) == Some(host) {
                 self.handle_rm_exit(rm.tid);
             }
@@ -203,8 +206,9 @@ impl Machine {
         status: i32,
         used: Usage,
     ) {
-        let wants =
-            |rm: &Tid| *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.serves.task_exits);
+        let wants = |rm: &Tid| {
+            *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.services.task_exits)
+        };
         let Some(rm) = task.rm.filter(wants) else {
             return;
         };
@@ -226,7 +230,7 @@ impl Machine {
 
     /// Reports the loss of a host to the master's resource manager.
     pub(super) fn report_lost_host_to_rm(&mut self, host: HostId) {
-        if let (true, Some(rm)) = (self.master.is_some(), self.rm.vm_wide) {
+        if let (true, Some(rm)) = (self.master.is_some(), self.rm.vm_wide_rm) {
             let mut body = Packer::new(Encoding::Xdr);
             body.int(host.daemon_tid().raw());
             self.send_daemon_message(rm.tid, 0, SM_HOSTX, 0, body.finish());
@@ -309,12 +313,15 @@ impl Machine {
     }
 
     fn hand_over_rm_role(&mut self, from: Tid, to: Tid) {
-        let serves = self.rm.current().map(|rm| rm.serves).unwrap_or_default();
+        let serves = self.rm.current().map(|rm| rm.services).unwrap_or_default();
         self.record(EventKind::RmGone { tid: from });
         if to.is_task() {
             self.record(EventKind::RmRegistered { tid: to });
         }
-        self.set_own_rm(to.is_task().then_some(RmInfo { tid: to, serves }));
+        self.set_own_rm(to.is_task().then_some(RmInfo {
+            tid: to,
+            services: serves,
+        }));
     }
 
     fn add_hosts_for_rm(&mut self, rm: Tid, wid: i32, lines: &[String]) {
@@ -369,7 +376,7 @@ impl Machine {
 
     /// Handles the end of a task that may be the resource manager started by this daemon. After a
     /// crash it is restarted, unless it has crashed too often; after an intended exit it is not.
-    pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
+    pub(super) fn handle_rm_command_end(&mut self, task: &Task, status: i32) {
         let command = self
             .config
             .rm_command
@@ -378,7 +385,7 @@ impl Machine {
         let Some(words) = command.cloned() else {
             return;
         };
-        if self.stop.is_some() || task.parent.is_task() || !task.pinned {
+        if self.shutdown.is_some() || task.parent.is_task() || !task.pinned {
             return;
         }
         let (name, cause) = (&task.name, describe_status(status));
@@ -393,18 +400,18 @@ impl Machine {
         }
         let now = self.now;
         self.rm
-            .deaths
-            .retain(|at| now.since(*at) < RM_DEATHS_WINDOW);
-        if self.rm.deaths.len() >= RM_DEATHS_MAX {
+            .restart_times
+            .retain(|at| now.since(*at) < RM_RESTART_WINDOW);
+        if self.rm.restart_times.len() >= RM_RESTARTS_MAX {
             let text = format!(
-                "{name} has died ({cause}), {RM_DEATHS_MAX} times within {} s before; it is not started again, and spawns are \
+                "{name} has died ({cause}), {RM_RESTARTS_MAX} times within {} s before; it is not started again, and spawns are \
                  placed round robin: start one with 'pvm spawn {name}'",
-                RM_DEATHS_WINDOW.0 / 1_000_000
+                RM_RESTART_WINDOW.0 / 1_000_000
             );
             return self.log_and_record(text);
         }
         self.log_and_record(format!("{name} has died ({cause}); it is started again"));
-        self.rm.deaths.push_back(now);
+        self.rm.restart_times.push_back(now);
         self.start_command(words);
     }
 

@@ -128,7 +128,7 @@ impl Machine {
     }
 
     /// Sends the batch, because the delay of its first message has expired.
-    pub(super) fn rm_batch_due(&mut self) {
+    pub(super) fn handle_rm_batch_timer(&mut self) {
         self.rm_batch.timer_running = false;
         self.flush_rm_batch();
     }

@@ -76,7 +76,7 @@ impl Machine {
     /// existed.
     pub(super) fn route_to_task(&mut self, dst: Tid, held: PendingItem) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
-            if task.phase == super::tasks::Phase::Left {
+            if task.phase == super::tasks::ConnectionPhase::Left {
                 return false;
             }
             if let PendingItem::Control(ToTask::Reply { id, .. }) = &held {
@@ -99,8 +99,13 @@ impl Machine {
             self.forward(dst, to, migration, held);
             return true;
         }
-        if let Some(arrival) = self.migrations.arrivals.get_mut(&dst).filter(|a| a.located) {
-            arrival.direct.push(held);
+        if let Some(arrival) = self
+            .migrations
+            .arrivals
+            .get_mut(&dst)
+            .filter(|a| a.is_located)
+        {
+            arrival.direct_items.push(held);
             return true;
         }
         match self.location(dst) {
@@ -137,7 +142,7 @@ impl Machine {
     }
 
     /// Sends the reply to a request that failed.
-    pub(super) fn fail(
+    pub(super) fn reply_error(
         &mut self,
         tid: Tid,
         id: RequestId,
@@ -172,7 +177,7 @@ impl Machine {
                 "{tid} sent a link frame that cannot be read; it was dropped"
             ));
         };
-        if self.is_partial_fragment(tid, &frame, &bytes) {
+        if self.store_partial_fragment(tid, &frame, &bytes) {
             return;
         }
         if frame.src != tid {
@@ -194,8 +199,11 @@ impl Machine {
                 )),
             },
             DataMsg::Item { dst, item } => self.deliver(dst, item),
-            DataMsg::Ended { dst, watermarks } => self.handle_task_end(dst, &watermarks),
-            DataMsg::RouteDrained { dst, epoch } => self.drained_by(host, dst, epoch),
+            DataMsg::Ended {
+                tid: dst,
+                watermarks,
+            } => self.handle_task_end(dst, &watermarks),
+            DataMsg::RouteDrained { dst, epoch } => self.record_route_drained(host, dst, epoch),
             DataMsg::Record {
                 dst,
                 migration,

@@ -1,13 +1,13 @@
 //! Requests between daemons, and their replies.
 //!
-//! The daemon that sends a request records the purpose of the reply ([`RpcCaller`]) and the request
+//! The daemon that sends a request records the purpose of the reply ([`RpcPurpose`]) and the request
 //! itself. The receiver serves the request, or names the host to which the task in question has
 //! migrated; then the request is sent to that host. If the receiver is lost, the request ends with
 //! the result for a lost host.
 
 use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
-use super::tasks::Phase;
+use super::tasks::ConnectionPhase;
 use super::{Machine, Output};
 use sempa_proto::host::{HostMsg, HostReply, HostRequest};
 use sempa_proto::suspend::SuspendOrder;
@@ -22,7 +22,7 @@ const HOPS_MAX: u32 = 8;
 
 /// The purpose of a request: determines how its reply is handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RpcCaller {
+pub(super) enum RpcPurpose {
     /// The reply answers a request of a task.
     Task { tid: Tid, id: RequestId },
     /// The reply is one host's part of a task list that is collected from several hosts; the number
@@ -48,36 +48,36 @@ pub(super) enum RpcCaller {
     Verdict { query: u64, host: HostId },
 }
 
-impl RpcCaller {
+impl RpcPurpose {
     /// True if the request stays open when the session breaks, as long as the host is in the table.
-    fn survives_reconnect(self) -> bool {
+    fn survives_broken_session(self) -> bool {
         matches!(
             self,
-            RpcCaller::Watch { .. } | RpcCaller::GroupMember { .. }
+            RpcPurpose::Watch { .. } | RpcPurpose::GroupMember { .. }
         )
     }
 }
 
 /// The purpose in words, for the daemon's log.
-impl fmt::Display for RpcCaller {
+impl fmt::Display for RpcPurpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RpcCaller::Task { tid, id } => write!(f, "Task {{ tid: {tid:?}, id: {id:?} }}"),
-            RpcCaller::ScatterGather(query) => write!(f, "Gather({query})"),
-            RpcCaller::Spawn { spawn, part } => {
+            RpcPurpose::Task { tid, id } => write!(f, "Task {{ tid: {tid:?}, id: {id:?} }}"),
+            RpcPurpose::ScatterGather(query) => write!(f, "Gather({query})"),
+            RpcPurpose::Spawn { spawn, part } => {
                 write!(f, "Spawn {{ spawn: {spawn}, part: {part} }}")
             }
-            RpcCaller::Watch { watcher } => write!(f, "Watch {{ watcher: {watcher:?} }}"),
-            RpcCaller::GroupMember { tid } => write!(f, "Member {{ tid: {tid:?} }}"),
-            RpcCaller::Inventory { inventory, host } => {
+            RpcPurpose::Watch { watcher } => write!(f, "Watch {{ watcher: {watcher:?} }}"),
+            RpcPurpose::GroupMember { tid } => write!(f, "Member {{ tid: {tid:?} }}"),
+            RpcPurpose::Inventory { inventory, host } => {
                 write!(f, "Count {{ count: {inventory}, host: {host:?} }}")
             }
-            RpcCaller::StoreCopy { migration } => {
+            RpcPurpose::StoreCopy { migration } => {
                 write!(f, "Copy {{ migration: {migration:?} }}")
             }
-            RpcCaller::Ignored => f.write_str("Nobody"),
-            RpcCaller::Inspection(query) => write!(f, "Facts({query})"),
-            RpcCaller::Verdict { query, host } => {
+            RpcPurpose::Ignored => f.write_str("Nobody"),
+            RpcPurpose::Inspection(query) => write!(f, "Facts({query})"),
+            RpcPurpose::Verdict { query, host } => {
                 write!(f, "Verdict {{ survey: {query}, host: {host:?} }}")
             }
         }
@@ -95,7 +95,7 @@ pub(super) struct ReplyAddress {
 struct OpenRequest {
     host: HostId,
     request: HostRequest,
-    caller: RpcCaller,
+    caller: RpcPurpose,
     hops: u32,
 }
 
@@ -118,12 +118,17 @@ impl OpenRequests {
 
 impl Machine {
     /// Sends a request to a host, which may be this one.
-    pub(super) fn call_host(&mut self, host: HostId, question: HostRequest, caller: RpcCaller) {
+    pub(super) fn call_host(&mut self, host: HostId, question: HostRequest, caller: RpcPurpose) {
         self.call_with_hops(host, question, caller, 0);
     }
 
     /// Sends a request to the host on which this task runs.
-    pub(super) fn call_host_of_task(&mut self, tid: Tid, question: HostRequest, caller: RpcCaller) {
+    pub(super) fn call_host_of_task(
+        &mut self,
+        tid: Tid,
+        question: HostRequest,
+        caller: RpcPurpose,
+    ) {
         match self.location(tid) {
             Some(host) => self.call_host(host, question, caller),
             None => self.fail_host_request(question, caller),
@@ -134,7 +139,7 @@ impl Machine {
         &mut self,
         host: HostId,
         question: HostRequest,
-        caller: RpcCaller,
+        caller: RpcPurpose,
         hops: u32,
     ) {
         if self.table.get(host).is_none() || hops > HOPS_MAX {
@@ -183,7 +188,7 @@ impl Machine {
         if let Some(tid) = subject_task(&question)
             && let Some(host) = self.remote_location(tid)
         {
-            return self.send_host_reply(reply_to, HostReply::MovedTo(host));
+            return self.send_host_reply(reply_to, HostReply::MigratedTo(host));
         }
         let reply = match question {
             HostRequest::Exec { parent, request } => {
@@ -196,14 +201,20 @@ impl Machine {
                 } else {
                     None
                 };
-                return self.send_host_reply(reply_to, HostReply::Watched { gone, after });
+                return self.send_host_reply(
+                    reply_to,
+                    HostReply::Watched {
+                        gone,
+                        watermark: after,
+                    },
+                );
             }
             HostRequest::Tasks { task } => Reply::Tasks(self.list_tasks(task)),
             HostRequest::Ping => Reply::Done,
             HostRequest::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
             HostRequest::TaskStatus { tid } => no_task_reply(tid),
             HostRequest::Signal { tid, signal } => {
-                self.note_end_signal(tid, signal);
+                self.record_end_signal(tid, signal);
                 self.signal_task(tid, signal);
                 Reply::Done
             }
@@ -261,7 +272,7 @@ impl Machine {
                 .migrations
                 .arrivals
                 .get(&tid)
-                .is_some_and(|a| a.located)
+                .is_some_and(|a| a.is_located)
     }
 
     fn signal_task(&mut self, tid: Tid, signal: i32) {
@@ -271,9 +282,9 @@ impl Machine {
         if let Some(task) = self.tasks.get(tid) {
             if task.is_spawned() {
                 self.send_to_tasker(ToTasker::Signal { tid, signal });
-            } else if let Phase::Connected(conn) = task.phase {
+            } else if let ConnectionPhase::Connected(conn) = task.phase {
                 self.outputs.push_back(Output::Signal { conn, signal });
-            } else if task.phase != Phase::Left {
+            } else if task.phase != ConnectionPhase::Left {
                 self.log(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
             }
         } else if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
@@ -296,38 +307,44 @@ impl Machine {
             return;
         }
         match (answer, pending.caller) {
-            (HostReply::MovedTo(host), caller) => {
+            (HostReply::MigratedTo(host), caller) => {
                 self.call_with_hops(host, pending.request, caller, pending.hops + 1)
             }
-            (HostReply::Reply(reply), RpcCaller::Task { tid, id }) => self.reply(tid, id, reply),
-            (HostReply::Reply(Reply::Tasks(tasks)), RpcCaller::ScatterGather(query)) => {
+            (HostReply::Reply(reply), RpcPurpose::Task { tid, id }) => self.reply(tid, id, reply),
+            (HostReply::Reply(Reply::Tasks(tasks)), RpcPurpose::ScatterGather(query)) => {
                 self.add_to_task_list(query, tasks)
             }
-            (HostReply::Inventory { tasks, contexts }, RpcCaller::Inventory { inventory, .. }) => {
+            (HostReply::Inventory { tasks, contexts }, RpcPurpose::Inventory { inventory, .. }) => {
                 self.handle_inventory(inventory, Ok(Inventory::new(tasks, contexts)));
             }
-            (HostReply::Reply(reply), RpcCaller::StoreCopy { migration }) => {
+            (HostReply::Reply(reply), RpcPurpose::StoreCopy { migration }) => {
                 self.handle_copy_reply(migration, Some(reply))
             }
-            (_, RpcCaller::Ignored) => {}
-            (HostReply::Reply(Reply::Spawned(results)), RpcCaller::Spawn { spawn, part }) => {
-                self.part_spawned(spawn, part, Ok(results));
+            (_, RpcPurpose::Ignored) => {}
+            (HostReply::Reply(Reply::Spawned(results)), RpcPurpose::Spawn { spawn, part }) => {
+                self.handle_part_spawned(spawn, part, Ok(results));
             }
-            (HostReply::Watched { gone, after }, RpcCaller::Watch { watcher }) => {
+            (
+                HostReply::Watched {
+                    gone,
+                    watermark: after,
+                },
+                RpcPurpose::Watch { watcher },
+            ) => {
                 if let (true, HostRequest::Watch { tid, .. }) = (gone, &pending.request) {
                     self.notify_watcher_of_exit(watcher, *tid, after);
                 }
             }
-            (HostReply::Watched { gone, .. }, RpcCaller::GroupMember { tid }) => {
+            (HostReply::Watched { gone, .. }, RpcPurpose::GroupMember { tid }) => {
                 if gone {
                     self.remove_ended_member(tid);
                 }
             }
-            (HostReply::Inspected(result), RpcCaller::Inspection(query)) => {
-                self.query_facts_received(query, from, Some(result))
+            (HostReply::Inspected(result), RpcPurpose::Inspection(query)) => {
+                self.handle_query_facts(query, from, Some(result))
             }
-            (HostReply::Verdict(verdict, engine), RpcCaller::Verdict { query, host }) => {
-                self.query_verdict_received(query, host, Some((verdict, engine)));
+            (HostReply::Verdict(verdict, engine), RpcPurpose::Verdict { query, host }) => {
+                self.handle_query_verdict(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
                 self.log(format!(
@@ -339,10 +356,10 @@ impl Machine {
     }
 
     /// Completes a request that no host can answer.
-    fn fail_host_request(&mut self, question: HostRequest, caller: RpcCaller) {
+    fn fail_host_request(&mut self, request: HostRequest, caller: RpcPurpose) {
         match caller {
-            RpcCaller::Task { tid, id } => {
-                let reply = match question {
+            RpcPurpose::Task { tid, id } => {
+                let reply = match request {
                     HostRequest::Tasks { .. } => Reply::Tasks(Vec::new()),
                     HostRequest::Signal { .. } => Reply::Done,
                     HostRequest::TaskStatus { tid }
@@ -355,20 +372,20 @@ impl Machine {
                 };
                 self.reply(tid, id, reply);
             }
-            RpcCaller::ScatterGather(query) => self.add_to_task_list(query, Vec::new()),
-            RpcCaller::Inventory { inventory, host } => self.handle_inventory(inventory, Err(host)),
-            RpcCaller::StoreCopy { migration } => self.handle_copy_reply(migration, None),
-            RpcCaller::Ignored => {}
-            RpcCaller::Spawn { spawn, part } => {
-                self.part_spawned(spawn, part, Err(PvmError::HostFail))
+            RpcPurpose::ScatterGather(query) => self.add_to_task_list(query, Vec::new()),
+            RpcPurpose::Inventory { inventory, host } => {
+                self.handle_inventory(inventory, Err(host))
             }
-            RpcCaller::GroupMember { tid } => self.remove_ended_member(tid),
-            RpcCaller::Inspection(query) => {
-                self.query_facts_received(query, self.config.host, None)
+            RpcPurpose::StoreCopy { migration } => self.handle_copy_reply(migration, None),
+            RpcPurpose::Ignored => {}
+            RpcPurpose::Spawn { spawn, part } => {
+                self.handle_part_spawned(spawn, part, Err(PvmError::HostFail))
             }
-            RpcCaller::Verdict { query, host } => self.query_verdict_received(query, host, None),
-            RpcCaller::Watch { watcher } => {
-                if let HostRequest::Watch { tid, .. } = question {
+            RpcPurpose::GroupMember { tid } => self.remove_ended_member(tid),
+            RpcPurpose::Inspection(query) => self.handle_query_facts(query, self.config.host, None),
+            RpcPurpose::Verdict { query, host } => self.handle_query_verdict(query, host, None),
+            RpcPurpose::Watch { watcher } => {
+                if let HostRequest::Watch { tid, .. } = request {
                     self.notify_watcher_of_exit(watcher, tid, None::<SendWatermark>);
                 }
             }
@@ -380,7 +397,8 @@ impl Machine {
     /// after the loss of the host itself.
     pub(super) fn fail_requests_to(&mut self, host: HostId) {
         let in_table = self.table.get(host).is_some();
-        let lost = |p: &OpenRequest| p.host == host && !(in_table && p.caller.survives_reconnect());
+        let lost =
+            |p: &OpenRequest| p.host == host && !(in_table && p.caller.survives_broken_session());
         let lost: Vec<RequestId> = self
             .rpcs
             .open
@@ -401,7 +419,7 @@ impl Machine {
             .rpcs
             .open
             .iter()
-            .filter(|(_, p)| p.host == host && p.caller.survives_reconnect())
+            .filter(|(_, p)| p.host == host && p.caller.survives_broken_session())
             .map(|(id, p)| (*id, p.request.clone()))
             .collect();
         for (id, question) in open {
@@ -417,8 +435,8 @@ impl Machine {
 }
 
 /// Returns the task that a request is about, if the request must reach that task's host.
-fn subject_task(question: &HostRequest) -> Option<Tid> {
-    match question {
+fn subject_task(request: &HostRequest) -> Option<Tid> {
+    match request {
         HostRequest::Tasks { task: Some(tid) }
         | HostRequest::TaskStatus { tid }
         | HostRequest::Signal { tid, .. }

@@ -64,25 +64,25 @@ impl Machine {
     pub(super) fn toggle_service(&mut self, tid: Tid, id: RequestId, service: Service) {
         if service == Service::Hoster && self.master.is_none() {
             let reason = "a hoster serves the master, so it has to run on the master's host";
-            return self.fail(tid, id, PvmError::HosterNotMaster, reason);
+            return self.reply_error(tid, id, PvmError::HosterNotMaster, reason);
         }
         let (slot, flag) = self.service_tasks.slot(service);
-        let begins = match *slot {
+        let registers = match *slot {
             Some(other) if other != tid => {
                 let reason = format!("{other} does this already");
-                return self.fail(tid, id, PvmError::Already, reason);
+                return self.reply_error(tid, id, PvmError::Already, reason);
             }
             before => before.is_none(),
         };
-        *slot = begins.then_some(tid);
-        self.set_flag(tid, flag, begins);
-        let change = if begins {
+        *slot = registers.then_some(tid);
+        self.set_flag(tid, flag, registers);
+        let change = if registers {
             "serves this daemon from now on"
         } else {
             "does not serve this daemon any more"
         };
         self.log_and_record(format!("{tid} {change} ({service:?})"));
-        self.reply(tid, id, Reply::Serving(begins));
+        self.reply(tid, id, Reply::Serving(registers));
     }
 
     fn set_flag(&mut self, tid: Tid, flag: i32, on: bool) {
@@ -97,15 +97,15 @@ impl Machine {
 
     /// Registers the tracer of the virtual machine, or unregisters it (master only).
     pub(super) fn toggle_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
-        let begins = match &self.service_tasks.tracer {
+        let registers = match &self.service_tasks.tracer {
             Some(other) if other.tid != tid => {
                 let reason = format!("{} is the tracer of this virtual machine", other.tid);
-                return self.fail(tid, id, PvmError::Already, reason);
+                return self.reply_error(tid, id, PvmError::Already, reason);
             }
             before => before.is_none(),
         };
-        self.announce_tracer(begins.then_some(TracerInfo { tid, settings }));
-        self.reply(tid, id, Reply::Serving(begins));
+        self.announce_tracer(registers.then_some(TracerInfo { tid, settings }));
+        self.reply(tid, id, Reply::Serving(registers));
     }
 
     fn announce_tracer(&mut self, tracer: Option<TracerInfo>) {
@@ -230,7 +230,7 @@ impl Machine {
         let end = unpack_task_exit(body)?;
         match self.tasks.get(end.tid) {
             Some(task) if task.tasker == Some(src) => {
-                self.process_exited(end.tid, end.status, end.used)
+                self.handle_process_exit(end.tid, end.status, end.used)
             }
             Some(_) => self.log(format!(
                 "{src} told the end of {}, which it has not started; dropped",
@@ -334,14 +334,14 @@ impl Machine {
             ));
             return Ok(());
         };
-        let heard: Vec<(StartId, String)> = answers
+        let lines: Vec<(StartId, String)> = answers
             .into_iter()
             .filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line)))
             .collect();
         if orders.starts.is_empty() {
             self.service_tasks.hoster_requests.remove(&wid);
         }
-        for (start, line) in heard {
+        for (start, line) in lines {
             self.outputs
                 .push_back(Output::HosterReported { start, line });
         }

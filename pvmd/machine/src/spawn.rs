@@ -9,8 +9,8 @@
 //! 4. When all results are there, the spawner gets the reply.
 
 use super::deferred::DeferredAction;
-use super::rpc::{ReplyAddress, RpcCaller};
-use super::tasks::{Phase, Task};
+use super::rpc::{ReplyAddress, RpcPurpose};
+use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, World, restart_engine};
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
@@ -41,7 +41,7 @@ const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(10);
 type SpawnResults = Vec<Result<Tid, PvmError>>;
 
 /// Hosts, each with the positions of its tasks in the result of a spawn.
-type Blocks = Vec<(HostId, Vec<usize>)>;
+type TaskPositionsByHost = Vec<(HostId, Vec<usize>)>;
 
 #[derive(Debug)]
 struct PendingSpawn {
@@ -62,7 +62,7 @@ struct PendingSpawn {
 #[derive(Debug, Default)]
 pub(super) struct PendingSpawns {
     pending: BTreeMap<u64, PendingSpawn>,
-    last: u64,
+    last_number: u64,
     /// The host that got the last task.
     last_host: Option<HostId>,
     /// The last logged refusal of this host's owner, and its time.
@@ -143,7 +143,7 @@ impl Machine {
         } else {
             return self.spawn(tid, id, request, Some(grant));
         };
-        self.fail(tid, id, PvmError::Denied, reason);
+        self.reply_error(tid, id, PvmError::Denied, reason);
     }
 
     /// Handles a spawn. Without a lease its tasks are placed round robin.
@@ -155,7 +155,7 @@ impl Machine {
         lease: Option<LeasedSpawn>,
     ) {
         if request.count == 0 {
-            return self.fail(
+            return self.reply_error(
                 tid,
                 id,
                 PvmError::BadParam,
@@ -167,14 +167,14 @@ impl Machine {
                 "{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most",
                 request.count
             );
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         if let Err(why) = restart_engine::launch_info_of(&request) {
-            return self.fail(tid, id, PvmError::BadParam, why);
+            return self.reply_error(tid, id, PvmError::BadParam, why);
         }
         let count = request.count as usize;
-        self.spawns.last += 1;
-        let number = self.spawns.last;
+        self.spawns.last_number += 1;
+        let number = self.spawns.last_number;
         let spawn = PendingSpawn {
             tid,
             id,
@@ -223,7 +223,7 @@ impl Machine {
             indices
                 .iter()
                 .for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
-            let (available, gone): (Blocks, Blocks) = blocks
+            let (available, gone): (TaskPositionsByHost, TaskPositionsByHost) = blocks
                 .into_iter()
                 .partition(|(host, _)| self.table.get(*host).is_some());
             return self.request_parts(
@@ -262,7 +262,7 @@ impl Machine {
     fn request_parts(
         &mut self,
         number: u64,
-        blocks: Blocks,
+        blocks: TaskPositionsByHost,
         failed: impl IntoIterator<Item = usize>,
         error: PvmError,
     ) {
@@ -296,7 +296,7 @@ impl Machine {
             self.call_host(
                 host,
                 question,
-                RpcCaller::Spawn {
+                RpcPurpose::Spawn {
                     spawn: number,
                     part,
                 },
@@ -305,7 +305,7 @@ impl Machine {
     }
 
     /// Handles the results of one part, or the loss of its host.
-    pub(super) fn part_spawned(
+    pub(super) fn handle_part_spawned(
         &mut self,
         number: u64,
         part: u64,
@@ -318,10 +318,10 @@ impl Machine {
             return;
         };
         // With a lease, only the resource manager may choose another host.
-        let anywhere = spawn.lease.is_none() && !spawn.request.has_fixed_place();
+        let may_reassign = spawn.lease.is_none() && !spawn.request.has_fixed_place();
         let started = match results {
             Ok(started) => started,
-            Err(_) if anywhere => {
+            Err(_) if may_reassign => {
                 spawn.excluded_hosts.push(host);
                 return self.assign_hosts(number, block, PvmError::HostFail);
             }
@@ -330,7 +330,7 @@ impl Machine {
         let (mut started, mut reassigned) = (started.into_iter(), Vec::new());
         for index in block {
             match started.next().unwrap_or(Err(PvmError::DSysErr)) {
-                Err(GUEST_REFUSED) if anywhere => reassigned.push(index),
+                Err(GUEST_REFUSED) if may_reassign => reassigned.push(index),
                 result => spawn.results[index] = Some(result),
             }
         }
@@ -380,10 +380,10 @@ impl Machine {
         self.reply(tid, id, Reply::Spawned(results));
         if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
             let hosts = tasks.iter().map(|(host, _)| *host).collect();
-            self.defer(DeferredAction::ReportTaken {
+            self.defer(DeferredAction::ReportLeaseUse {
                 rm,
                 wid,
-                taken: PlacementLeaseUse {
+                lease_use: PlacementLeaseUse {
                     spawner: tid,
                     tasks,
                 },
@@ -416,13 +416,13 @@ impl Machine {
     pub(super) fn start_tasks(&mut self, world: &mut dyn World, mut job: ExecJob) {
         self.apply_tracer_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
-        let begin = restart_engine::launch_info_of(&job.request);
+        let launch = restart_engine::launch_info_of(&job.request);
         let places = self.permitted_count(&job);
-        let program = if let Err(why) = &begin {
+        let program = if let Err(why) = &launch {
             // A request of the resource manager has not been checked before.
             self.log_and_record(format!("{} was not started: {why}", job.request.file));
             Err(PvmError::BadParam)
-        } else if self.tasker_gone || self.stop.is_some() {
+        } else if self.tasker_gone || self.shutdown.is_some() {
             Err(PvmError::DSysErr)
         } else if places == 0 {
             Err(GUEST_REFUSED)
@@ -440,10 +440,10 @@ impl Machine {
                     working_dir: world.work_dir(split_place(&job.request.place).1),
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
-                let begin = begin.unwrap_or_default();
+                let launch = launch.unwrap_or_default();
                 let start = |n| match (n as usize) < places {
                     true => {
-                        self.start_task(world, &job, n, (base.clone(), begin.clone()), &mut orders)
+                        self.start_task(world, &job, n, (base.clone(), launch.clone()), &mut orders)
                     }
                     false => Err(GUEST_REFUSED),
                 };
@@ -466,7 +466,7 @@ impl Machine {
             ExecRequester::Startup => {
                 let file = &job.request.file;
                 if let Some(Err(error)) = started.first().filter(|_| is_load_watcher(file)) {
-                    self.watcher_start_failed(*error);
+                    self.handle_watcher_start_failure(*error);
                 } else if let Some(Err(error)) = started.first() {
                     let text = format!(
                         "{file} could not be started: {error}; this daemon does its work itself"
@@ -540,7 +540,7 @@ impl Machine {
         let mut task = Task::new(
             tid,
             visible_parent(job.parent, request.flags),
-            Phase::Expected,
+            ConnectionPhase::Expected,
         );
         task.name = request.file.clone();
         task.spawn_token = Some(spawn_token);
@@ -629,7 +629,7 @@ impl Machine {
 
     /// Handles the report that the tasker could not create a process. To other tasks it appears as
     /// a task that has ended immediately.
-    pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
+    pub(super) fn handle_start_failure(&mut self, tid: Tid, why: &str) {
         self.log_and_record(format!("{tid} could not be started: {why}"));
         let used = self
             .tasks

@@ -168,7 +168,7 @@ impl Machine {
             let place = self.location(tid).filter(|host| *host != self.config.host);
             match place.filter(|_| self.deciding_migration(tid) == Some(migration)) {
                 // The task's process on this host is being killed, or will be.
-                Some(host) => self.send_host_reply(reply_to, HostReply::MovedTo(host)),
+                Some(host) => self.send_host_reply(reply_to, HostReply::MigratedTo(host)),
                 None => self.serve_host_request(reply_to, HostRequest::Suspend(order)),
             }
         }
@@ -178,7 +178,7 @@ impl Machine {
     fn suspend_local(&mut self, order: &SuspendOrder) -> Reply {
         let tid = order.tid;
         match (self.tasks.get(tid), self.migrations.arrivals.get(&tid)) {
-            (Some(task), _) if task.exited.is_some() => return no_task_reply(tid),
+            (Some(task), _) if task.exit_report.is_some() => return no_task_reply(tid),
             (Some(task), _) if !task.is_spawned() || task.is_service() => {
                 return not_suspendable_reply(order, task.is_spawned());
             }
@@ -214,7 +214,11 @@ impl Machine {
     /// none.
     pub(super) fn apply_suspensions(&mut self, tid: Tid, holds: Suspensions) {
         let (now, welcome) = (self.now, !self.owner_control.pauses_guests());
-        if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) {
+        if let Some(task) = self
+            .tasks
+            .get_mut(tid)
+            .filter(|task| task.exit_report.is_none())
+        {
             let before = task.suspension;
             task.suspension = TaskSuspension::updated(before, now, holds);
             match (before.is_some(), holds.is_suspended()) {
@@ -232,7 +236,7 @@ impl Machine {
             arrival.suspension = TaskSuspension::updated(before, now, holds);
             match (before.is_some(), holds.is_suspended()) {
                 (false, true) => self.pause_arrival(tid, SUSPEND_QUIESCE_TIMEOUT),
-                (true, false) if arrival.paused && welcome => self.resume_arrival(tid),
+                (true, false) if arrival.pause_ordered && welcome => self.resume_arrival(tid),
                 _ => {}
             }
         }

@@ -14,7 +14,7 @@
 //!   the connection without an answer.
 
 use super::io::Descriptors;
-use super::tasks::{Phase, Task};
+use super::tasks::{ConnectionPhase, Task};
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
@@ -76,7 +76,7 @@ impl TaskConnections {
 
 impl Machine {
     /// Handles a new connection of a process. Above [`CONNECTIONS_MAX`] it is refused.
-    pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
+    pub(super) fn handle_task_connected(&mut self, conn: ConnId, pid: i32) {
         if self.conns.states.len() >= CONNECTIONS_MAX {
             self.conns.states.insert(conn, ConnState::Retired);
             return self.refuse_connection(
@@ -125,7 +125,7 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.redirect_address = redirect_at;
                 }
-                self.library_quiesced(tid, migration, marks);
+                self.handle_library_quiesced(tid, migration, marks);
             }
             ToDaemon::Handoff {
                 migration: by,
@@ -145,7 +145,7 @@ impl Machine {
     ///
     /// A task that quiesced will connect again. A task that was asked to exit for a restart may be
     /// about to exit. Any other task has left the virtual machine.
-    pub(super) fn task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
+    pub(super) fn handle_task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
         let state = self.conns.states.remove(&conn);
         if let Some(what) = protocol_error {
             self.log(match state {
@@ -158,17 +158,17 @@ impl Machine {
                 let Some(task) = self
                     .tasks
                     .get_mut(tid)
-                    .filter(|t| t.phase == Phase::Connected(conn))
+                    .filter(|t| t.phase == ConnectionPhase::Connected(conn))
                 else {
                     return;
                 };
                 if std::mem::take(&mut task.quiesced) {
-                    task.phase = Phase::Detached;
+                    task.phase = ConnectionPhase::Detached;
                     self.handle_guest_quiesced(tid);
-                    self.quiesce_completed(tid);
+                    self.handle_quiesce_completed(tid);
                 } else if task.is_exiting() {
-                    task.phase = Phase::Detached;
-                    match task.exited {
+                    task.phase = ConnectionPhase::Detached;
+                    match task.exit_report {
                         Some((status, used)) => self.end_task(tid, status, used),
                         None => self.handle_leave_while_exiting(tid),
                     }
@@ -209,7 +209,7 @@ impl Machine {
                 ),
             );
         }
-        if self.stop.is_some() {
+        if self.shutdown.is_some() {
             if hello.claim == Claim::Probe {
                 self.conns.retire(conn);
                 return self.outputs.push_back(Output::CloseTask { conn });
@@ -245,7 +245,7 @@ impl Machine {
             return self
                 .refuse_connection(conn, "this host has as many tasks as it can have".into());
         };
-        let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
+        let mut task = Task::new(tid, Tid::NONE, ConnectionPhase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
         task.on_daemon_exit = hello.on_daemon_exit;
@@ -272,7 +272,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.phase = Phase::Connected(conn);
+        task.phase = ConnectionPhase::Connected(conn);
         task.flags |= TASK_CONNECTED;
         // The tasker's report of the pid may arrive after the task's first message.
         if task.pid == 0 {
@@ -294,7 +294,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.phase = Phase::Connected(conn);
+        task.phase = ConnectionPhase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
         let (restart, successor) = (task.restart.take(), task.handoff.take());
         let welcome = Welcome {

@@ -10,8 +10,8 @@ use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::migration::Usage;
 use sempa_proto::task::Sink;
 use sempa_proto::trace::{
-    END_TASK, NEW_TASK, SPAWN_TASK, TraceItem, int_item, pack_item_table, pack_record, record_head,
-    text_item,
+    END_TASK_EVENT, NEW_TASK_EVENT, SPAWN_TASK_EVENT, TraceItem, int_item, pack_item_table,
+    pack_record, record_head, text_item,
 };
 use std::collections::{BTreeSet, VecDeque};
 
@@ -22,7 +22,7 @@ const INFORMED_TRACERS_MAX: usize = 1024;
 /// The tracers that have received the item table.
 #[derive(Debug, Default)]
 pub(super) struct InformedTracers {
-    informed: BTreeSet<Tid>,
+    tracers: BTreeSet<Tid>,
     /// The same tracers, oldest first.
     order: VecDeque<Tid>,
 }
@@ -30,14 +30,14 @@ pub(super) struct InformedTracers {
 impl Machine {
     /// Sends a tracer the item table, which must precede all records.
     fn send_item_table(&mut self, sink: Sink) {
-        if !self.informed_tracers.informed.insert(sink.tid) {
+        if !self.informed_tracers.tracers.insert(sink.tid) {
             return;
         }
         self.informed_tracers.order.push_back(sink.tid);
         if self.informed_tracers.order.len() > INFORMED_TRACERS_MAX
             && let Some(oldest) = self.informed_tracers.order.pop_front()
         {
-            self.informed_tracers.informed.remove(&oldest);
+            self.informed_tracers.tracers.remove(&oldest);
         }
         let mut body = Packer::new(Encoding::Xdr);
         pack_item_table(&mut body);
@@ -81,12 +81,17 @@ impl Machine {
             int_item("TF", task.flags),
             text_item("TN", name),
         ];
-        self.send_trace_record(task.trace, task.tid, NEW_TASK, items);
+        self.send_trace_record(task.trace, task.tid, NEW_TASK_EVENT, items);
     }
 
     /// Sends the record of a requested task.
     pub(super) fn trace_task_request(&mut self, sink: Sink, tid: Tid, parent: Tid) {
-        self.send_trace_record(sink, tid, SPAWN_TASK, vec![int_item("PT", parent.raw())]);
+        self.send_trace_record(
+            sink,
+            tid,
+            SPAWN_TASK_EVENT,
+            vec![int_item("PT", parent.raw())],
+        );
     }
 
     /// Sends the record of a task's end.
@@ -102,6 +107,6 @@ impl Machine {
             int_item("TSS", seconds(used.system.0)),
             int_item("TSU", micros(used.system.0)),
         ];
-        self.send_trace_record(task.trace, task.tid, END_TASK, items);
+        self.send_trace_record(task.trace, task.tid, END_TASK_EVENT, items);
     }
 }

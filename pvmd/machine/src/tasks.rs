@@ -36,7 +36,7 @@ pub(super) const INBOX_FRAME_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 /// task had migrated in between.
 pub(super) const INBOX_ROUTE_MESSAGES_MAX: usize = 4096;
 /// Largest number of ended tasks whose watermarks are remembered.
-pub(super) const EXITED_MAX: usize = 4096;
+pub(super) const EXITED_WATERMARKS_MAX: usize = 4096;
 /// Time that the socket of an exited process may stay open, for example in a child of it, before
 /// the daemon drains and closes it.
 const SOCKET_DRAIN_TIMEOUT: Micros = Micros::from_secs(2);
@@ -80,7 +80,7 @@ impl Inbox {
 
 /// State of a task's connection to this daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum ConnectionPhase {
     /// The start of the task's process was requested; the process has not connected.
     Expected,
     Connected(ConnId),
@@ -112,7 +112,7 @@ pub(super) struct Task {
     pub(super) on_daemon_exit: OnDaemonExit,
     /// The resource manager to notify of the task's end.
     pub(super) rm: Option<Tid>,
-    pub(super) phase: Phase,
+    pub(super) phase: ConnectionPhase,
     /// True if items for the task stay in its inbox, even if the task is connected.
     pub(super) holds_items: bool,
     /// True if the task's library has reported that it is quiesced.
@@ -136,7 +136,7 @@ pub(super) struct Task {
     /// Ended tasks whose ends must be known on this host before this task is dumped.
     pub(super) awaited_exits: BTreeSet<Tid>,
     /// If set, only these requests may be unanswered when the task is dumped.
-    pub(super) permitted_open: Option<BTreeSet<RequestId>>,
+    pub(super) permitted_open_requests: Option<BTreeSet<RequestId>>,
     /// Information for the task's library after a restore from a checkpoint.
     pub(super) restart: Option<RestartInfo>,
     /// Information for the library of the task's next process about the previous process.
@@ -153,29 +153,29 @@ pub(super) struct Task {
     /// Set if the task's process has exited for a restart.
     pub(super) respawning: Option<Respawning>,
     /// True if the task's program was restarted and has not connected.
-    pub(super) restarted: bool,
+    pub(super) awaits_restarted_process: bool,
     /// Resource usage of the task's earlier processes.
     pub(super) earlier_usage: Usage,
     pub(super) notifications: Vec<PendingNotify>,
     /// Exit status and usage of the task's process, if it has exited. The task ends when its socket
     /// is drained, or when the coordinator of its migration decides.
-    pub(super) exited: Option<(i32, Usage)>,
+    pub(super) exit_report: Option<(i32, Usage)>,
     /// The migration that is transferring the task's images. If the process exits on this host, the
     /// coordinator decides whether the task has ended.
-    pub(super) transferring: Option<MigrationId>,
+    pub(super) transferring_migration: Option<MigrationId>,
     /// True if the migration that transfers the images is committed: the process on this host is
     /// being killed.
-    pub(super) being_killed: bool,
+    pub(super) is_being_killed: bool,
     /// Hosts that have nothing in flight to the task's old location any more, each with the epoch
     /// of the new location.
-    pub(super) drained_by: BTreeSet<(Epoch, HostId)>,
+    pub(super) drained_hosts: BTreeSet<(Epoch, HostId)>,
     /// Hosts that may have something in flight to the task's old location: those in the table when
     /// the new location became known.
     pub(super) undrained_hosts: Vec<HostId>,
 }
 
 impl Task {
-    pub(super) fn new(tid: Tid, parent: Tid, phase: Phase) -> Task {
+    pub(super) fn new(tid: Tid, parent: Tid, phase: ConnectionPhase) -> Task {
         Task {
             tid,
             parent,
@@ -203,7 +203,7 @@ impl Task {
             untimed_requests: BTreeSet::new(),
             settling_part: None,
             awaited_exits: BTreeSet::new(),
-            permitted_open: None,
+            permitted_open_requests: None,
             restart: None,
             handoff: None,
             handoff_log: None,
@@ -211,13 +211,13 @@ impl Task {
             ignores_checkpoint_signal: None,
             graceful_exit: None,
             respawning: None,
-            restarted: false,
+            awaits_restarted_process: false,
             earlier_usage: Usage::default(),
             notifications: Vec::new(),
-            exited: None,
-            transferring: None,
-            being_killed: false,
-            drained_by: BTreeSet::new(),
+            exit_report: None,
+            transferring_migration: None,
+            is_being_killed: false,
+            drained_hosts: BTreeSet::new(),
             undrained_hosts: Vec::new(),
         }
     }
@@ -230,7 +230,7 @@ impl Task {
             spawn_token: record.spawn_token,
             output: record.output,
             trace: record.trace,
-            rm: record.rm,
+            rm: record.exit_rm,
             watermarks: record
                 .watermarks
                 .iter()
@@ -243,7 +243,7 @@ impl Task {
             handoff: record.handoff,
             notifications: record.notifications,
             redirect_address: record.redirect_address,
-            ..Task::new(record.tid, record.parent, Phase::Detached)
+            ..Task::new(record.tid, record.parent, ConnectionPhase::Detached)
         }
     }
 
@@ -254,7 +254,7 @@ impl Task {
 
     pub(super) fn conn(&self) -> Option<ConnId> {
         match self.phase {
-            Phase::Connected(conn) => Some(conn),
+            ConnectionPhase::Connected(conn) => Some(conn),
             _ => None,
         }
     }
@@ -264,7 +264,7 @@ impl Task {
     pub(super) fn has_settled(&self) -> bool {
         self.awaited_exits.is_empty()
             && self.requests.is_subset(
-                self.permitted_open
+                self.permitted_open_requests
                     .as_ref()
                     .unwrap_or(&self.untimed_requests),
             )
@@ -307,10 +307,10 @@ pub(super) struct Tasks {
     /// Tids that are reserved for started processes, by the spawn token with which the process
     /// claims its tid.
     pub(super) by_spawn_token: BTreeMap<i32, Tid>,
-    last_local: u32,
+    last_task_number: u32,
     has_reserved_ids: bool,
     /// Ended tasks with their watermarks, oldest first.
-    exited: VecDeque<(Tid, Vec<SendWatermark>)>,
+    exited_watermarks: VecDeque<(Tid, Vec<SendWatermark>)>,
     /// Tasks of all hosts whose ends are known on this host.
     pub(super) known_exits: KnownExits,
 }
@@ -319,7 +319,7 @@ impl Tasks {
     /// Reserves the task numbers up to `local`: they belong to tasks in checkpoints, or to
     /// restarted tasks.
     pub(super) fn reserve_ids_up_to(&mut self, local: u32) {
-        self.last_local = self.last_local.max(local);
+        self.last_task_number = self.last_task_number.max(local);
         self.has_reserved_ids |= local > 0;
     }
 
@@ -333,8 +333,8 @@ impl Tasks {
         if self.live.len() >= TASKS_MAX {
             return None;
         }
-        let tid = Tid::task(host, self.last_local + 1)?;
-        self.last_local += 1;
+        let tid = Tid::task(host, self.last_task_number + 1)?;
+        self.last_task_number += 1;
         Some(tid)
     }
 
@@ -347,7 +347,7 @@ impl Tasks {
     }
 
     pub(super) fn insert(&mut self, task: Task) {
-        if let (Some(spawn_token), Phase::Expected) = (task.spawn_token, task.phase) {
+        if let (Some(spawn_token), ConnectionPhase::Expected) = (task.spawn_token, task.phase) {
             self.by_spawn_token.insert(spawn_token, task.tid);
         }
         self.live.insert(task.tid, task);
@@ -355,15 +355,20 @@ impl Tasks {
 
     /// Remembers the watermarks of an ended task.
     pub(super) fn record_exit(&mut self, tid: Tid, marks: Vec<SendWatermark>) {
-        if self.exited.len() >= EXITED_MAX {
-            self.exited.pop_front();
+        if self.exited_watermarks.len() >= EXITED_WATERMARKS_MAX {
+            self.exited_watermarks.pop_front();
         }
-        self.exited.push_back((tid, marks));
+        self.exited_watermarks.push_back((tid, marks));
     }
 
     /// Returns the watermark of an ended task's link to a peer.
     pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
-        let marks = &self.exited.iter().rev().find(|(dead, _)| *dead == tid)?.1;
+        let marks = &self
+            .exited_watermarks
+            .iter()
+            .rev()
+            .find(|(dead, _)| *dead == tid)?
+            .1;
         watermark_for(tid, marks, peer)
     }
 }
@@ -386,7 +391,7 @@ pub(super) fn watermark_for(
 
 impl Machine {
     /// Lists the tasks of this host, for `pvm_tasks`.
-    pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
+    pub(super) fn list_tasks(&self, selected: Option<Tid>) -> Vec<TaskInfo> {
         let info = |task: &Task, migrating: bool, stopped: bool, suspended: bool| TaskInfo {
             tid: task.tid,
             parent: task.parent,
@@ -399,7 +404,7 @@ impl Machine {
             paused: stopped && self.owner_control.pauses_guests(),
             suspended,
         };
-        let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
+        let wanted = |tid: Tid| selected.is_none_or(|selected| selected == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
             let source = self
                 .migrations
@@ -414,12 +419,12 @@ impl Machine {
             .migrations
             .arrivals
             .values()
-            .filter(|a| a.located && wanted(a.tid));
+            .filter(|a| a.is_located && wanted(a.tid));
         let arriving = arriving.filter_map(|a| {
             Some(info(
                 &Task::from_record(a.record.clone()?),
                 true,
-                a.paused,
+                a.pause_ordered,
                 a.suspension.is_some(),
             ))
         });
@@ -436,7 +441,7 @@ impl Machine {
             spawn_token: task.spawn_token,
             output: task.output,
             trace: task.trace,
-            rm: task.rm,
+            exit_rm: task.rm,
             watermarks: task.link_watermarks(),
             requests: task.requests.iter().copied().collect(),
             untimed_requests: task.untimed_requests.iter().copied().collect(),
@@ -472,7 +477,7 @@ impl Machine {
         task.handoff_log = None;
         let own: Vec<PendingNotify> = task
             .notifications
-            .extract_if(.., |w| w.kind == NotifySubject::TaskExit(tid))
+            .extract_if(.., |w| w.subject == NotifySubject::TaskExit(tid))
             .collect();
         for watch in own {
             self.send_exit_notification(tid, tid, &watch, None);
@@ -487,19 +492,19 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        if let Some((status, used)) = task.exited {
+        if let Some((status, used)) = task.exit_report {
             return self.end_task(tid, status, used);
         }
         if !task.is_spawned() {
             return self.end_task(tid, 0, Usage::default());
         }
-        if task.phase == Phase::Left {
+        if task.phase == ConnectionPhase::Left {
             return;
         }
-        if let Phase::Connected(conn) = task.phase {
+        if let ConnectionPhase::Connected(conn) = task.phase {
             self.conns.retire(conn);
         }
-        task.phase = Phase::Left;
+        task.phase = ConnectionPhase::Left;
         task.flags &= !(TASK_CONNECTED | TASK_RM);
         task.notifications.clear();
         let held = task.inbox.drain();
@@ -514,18 +519,18 @@ impl Machine {
 
     /// Handles the exit of a spawned task's process. Its last output to the socket may not have
     /// been read yet.
-    pub(super) fn process_exited(&mut self, tid: Tid, status: i32, used: Usage) {
-        if let Some(arrival) = self.migrations.arrivals.get_mut(&tid).filter(|a| a.ran) {
-            arrival.exited = Some((status, used));
+    pub(super) fn handle_process_exit(&mut self, tid: Tid, status: i32, used: Usage) {
+        if let Some(arrival) = self.migrations.arrivals.get_mut(&tid).filter(|a| a.has_run) {
+            arrival.exit_report = Some((status, used));
             return self.advance_arrival(tid);
         }
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         let used = used.plus(task.earlier_usage);
-        task.exited = Some((status, used));
+        task.exit_report = Some((status, used));
         let spawn_token = task.spawn_token;
-        if task.conn().is_some() && self.stop.is_none() {
+        if task.conn().is_some() && self.shutdown.is_none() {
             self.set_timer(
                 SOCKET_DRAIN_TIMEOUT,
                 super::Timer::SocketDrain(tid, spawn_token),
@@ -538,7 +543,7 @@ impl Machine {
     /// Drains the socket of an exited process that is still open, because another process holds it
     /// or this daemon has not read everything yet. No written message may be lost, so the shell
     /// reads the rest and then closes the socket.
-    pub(super) fn socket_drain_due(&mut self, tid: Tid, spawn_token: Option<i32>) {
+    pub(super) fn handle_socket_drain_timeout(&mut self, tid: Tid, spawn_token: Option<i32>) {
         // The task has another process by now.
         let Some(task) = self
             .tasks
@@ -547,7 +552,7 @@ impl Machine {
         else {
             return;
         };
-        match (task.exited, task.conn()) {
+        match (task.exit_report, task.conn()) {
             (Some(_), Some(conn)) => self.outputs.push_back(Output::DrainConnection { conn }),
             (Some((status, used)), None) => self.end_task(tid, status, used),
             (None, _) => {}
@@ -556,7 +561,7 @@ impl Machine {
 
     /// Ends a task and notifies other tasks and hosts, after everything that the task has sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
-        if self.continues_after_exit(tid, status, used) || self.defer_exit(tid, status, used) {
+        if self.handle_exit_for_restart(tid, status, used) || self.defer_exit(tid, status, used) {
             return;
         }
         let Some(mut task) = self.tasks.live.remove(&tid) else {
@@ -581,10 +586,10 @@ impl Machine {
         self.notify_senders_of_end(tid, held);
         self.end_peer_routes(tid);
         self.tasks.record_exit(tid, marks.clone());
-        if self.stop.is_none() {
+        if self.shutdown.is_none() {
             for host in self.other_hosts() {
                 let message = DataMsg::Ended {
-                    dst: tid,
+                    tid,
                     watermarks: marks.clone(),
                 };
                 self.outputs.push_back(Output::SendData { host, message });
@@ -592,8 +597,8 @@ impl Machine {
         }
         self.record(EventKind::TaskEnded { tid, status, used });
         self.handle_task_end(tid, &marks);
-        self.rm_command_ended(&task, status);
-        self.watcher_ended(&task, status);
+        self.handle_rm_command_end(&task, status);
+        self.handle_watcher_end(&task, status);
         self.advance_stop();
     }
 
@@ -609,7 +614,7 @@ impl Machine {
     /// for daemons.
     pub(super) fn remove_from_services(&mut self, tid: Tid) {
         self.handle_rm_exit(tid);
-        self.owner_agent_ended(tid);
+        self.handle_owner_agent_end(tid);
         self.service_task_ended(tid);
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);

@@ -19,7 +19,7 @@ const WARM_UP_FRAMES: u64 = 100;
 
 /// Returns the kind of the frame with this number: data frames, fragments and acknowledgements in
 /// turn.
-fn kind(number: u64) -> LinkKind {
+fn frame_kind(number: u64) -> LinkKind {
     match number % 4 {
         0 => LinkKind::Data { last: false },
         3 => LinkKind::Ack { resync: false },
@@ -37,9 +37,9 @@ fn count_allocations(
     let mut buffer = BytesMut::new();
     let mut forward_range = |range: Range<u64>| {
         let frames: Vec<Bytes> = range
-            .map(|n| frame(&mut buffer, src_dst, kind(n), n, &[7; 64]))
+            .map(|n| frame(&mut buffer, src_dst, frame_kind(n), n, &[7; 64]))
             .collect();
-        let before = counting_allocator::allocations();
+        let before = counting_allocator::allocation_count();
         for frame in &frames {
             daemon.handle(event(frame.clone()));
             assert!(
@@ -49,7 +49,7 @@ fn count_allocations(
             );
             assert!(daemon.poll().is_none());
         }
-        counting_allocator::allocations() - before
+        counting_allocator::allocation_count() - before
     };
     forward_range(0..WARM_UP_FRAMES);
     forward_range(WARM_UP_FRAMES..WARM_UP_FRAMES + COUNTED_FRAMES)

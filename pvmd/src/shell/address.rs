@@ -40,7 +40,7 @@ pub(crate) fn addresses_to_announce(
         .copied()
         .filter(|ip| !ip.is_loopback())
         .collect();
-    let own = interfaces();
+    let own = interface_addresses();
     // IPv4 first: hosts of one lab reach each other most often over IPv4.
     for wanted in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
         for ip in own.iter().filter(|ip| wanted(ip) && !ip.is_loopback()) {
@@ -61,7 +61,7 @@ pub(crate) fn addresses_to_announce(
 
 /// Returns the addresses of all interfaces that are up. Link-local addresses are left out: they are
 /// ambiguous without an interface.
-fn interfaces() -> Vec<IpAddr> {
+fn interface_addresses() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else {
         return Vec::new();
     };
@@ -89,7 +89,7 @@ pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
 
 /// Returns client and server address of the ssh session that started this process
 /// (`SSH_CONNECTION`: client address, client port, server address, server port; sshd(8)).
-pub(crate) fn ssh_session(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
+pub(crate) fn ssh_session_addresses(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
     let words: Vec<&str> = variable?.split_whitespace().collect();
     let [client, _, server, _] = words[..] else {
         return None;
@@ -120,12 +120,16 @@ mod tests {
     /// `SSH_CONNECTION` yields client and server address; scoped addresses are ignored.
     #[test]
     fn ssh_session_yields_both_addresses() {
-        let both = ssh_session(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
+        let both =
+            ssh_session_addresses(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
         assert_eq!(
             both,
             (IpAddr::from([10, 77, 0, 1]), IpAddr::from([10, 77, 0, 2]))
         );
-        assert_eq!(ssh_session(Some("fe80::1%eth0 1 fe80::2%eth0 22")), None);
-        assert_eq!(ssh_session(None), None);
+        assert_eq!(
+            ssh_session_addresses(Some("fe80::1%eth0 1 fe80::2%eth0 22")),
+            None
+        );
+        assert_eq!(ssh_session_addresses(None), None);
     }
 }

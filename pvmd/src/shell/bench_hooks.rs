@@ -25,11 +25,11 @@ const BATCH_FRAMES_MAX: usize = 64;
 /// written to the stream.
 #[derive(Debug)]
 pub struct BenchSender {
-    fork: FenceSender,
-    fill: Outbox,
+    fence_sender: FenceSender,
+    outbox: Outbox,
     queue: OutboxReader,
     batch: Vec<Outgoing>,
-    heads: ChunkEncoder,
+    chunk_encoder: ChunkEncoder,
     chunks: Vec<Bytes>,
 }
 
@@ -38,11 +38,11 @@ impl Default for BenchSender {
         let (fill, queue) = outbox(LINK_BYTES_MAX);
         let (fork, encoder, batch, chunks) = Default::default();
         BenchSender {
-            fork,
-            fill,
+            fence_sender: fork,
+            outbox: fill,
             queue,
             batch,
-            heads: encoder,
+            chunk_encoder: encoder,
             chunks,
         }
     }
@@ -56,12 +56,12 @@ impl BenchSender {
         self.batch.clear();
         self.chunks.clear();
         if let Some(ends) = ends_of(&body)
-            && let StreamChoice::Lane { .. } = self.fork.choose_stream(ends, Instant::now())
-            && self.fill.enqueue(Outgoing::Link(body))
+            && let StreamChoice::Lane { .. } = self.fence_sender.choose_stream(ends, Instant::now())
+            && self.outbox.enqueue(Outgoing::Link(body))
         {
-            self.fork.count_frame(ends);
+            self.fence_sender.count_frame(ends);
             self.take_queued();
-            self.heads.encode(&self.batch, &mut self.chunks);
+            self.chunk_encoder.encode(&self.batch, &mut self.chunks);
             self.batch
                 .iter()
                 .for_each(|item| self.queue.record_done(item));
@@ -80,7 +80,7 @@ impl BenchSender {
 #[derive(Debug, Default)]
 pub struct BenchReceiver {
     decoder: FrameDecoder,
-    join: FenceReceiver<DataMsg>,
+    fence_receiver: FenceReceiver<DataMsg>,
 }
 
 impl BenchReceiver {
@@ -90,9 +90,9 @@ impl BenchReceiver {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
         match pair_stream_item(frame) {
-            Ok(item @ LaneEntry::Item(_)) => self.join.push_lane(BENCH_STREAM, item),
+            Ok(item @ LaneEntry::Item(_)) => self.fence_receiver.push_lane(BENCH_STREAM, item),
             Ok(LaneEntry::Barrier(_)) | Err(_) => return None,
         }
-        self.join.pop()
+        self.fence_receiver.pop()
     }
 }

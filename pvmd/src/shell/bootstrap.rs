@@ -56,12 +56,12 @@ impl Bootstrap {
     ///
     /// # Errors
     /// One sentence if they are not hexadecimal.
-    pub(crate) fn identity(&self) -> Result<HostCredentials, String> {
+    pub(crate) fn credentials(&self) -> Result<HostCredentials, String> {
         let part = |text: &str| {
             from_hex(text).ok_or("the master's line holds a broken certificate".to_string())
         };
         Ok(HostCredentials {
-            authority: part(&self.authority)?,
+            authority_certificate: part(&self.authority)?,
             certificate: part(&self.certificate)?,
             key: part(&self.key)?,
         })
@@ -256,7 +256,14 @@ mod tests {
         let line = bootstrap.to_line();
         assert_eq!(line.matches('\n').count(), 1);
         let again = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
-        assert!(again == bootstrap && again.identity().expect("hexadecimal").authority == [1, 255]);
+        assert!(
+            again == bootstrap
+                && again
+                    .credentials()
+                    .expect("hexadecimal")
+                    .authority_certificate
+                    == [1, 255]
+        );
         let other = line.replacen(&DAEMON_PROTOCOL.to_string(), "9999", 1);
         assert_eq!(
             Bootstrap::parse(&other).err().map(|r| r.error),

@@ -26,7 +26,7 @@ const TCP_RETRY_INTERVAL: Duration = Duration::from_secs(600);
 /// Time limit for the other end to accept a session stream.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Reply of the end that accepts a session stream.
-const ACCEPTED: [u8; 1] = [1];
+const ACCEPT_REPLY: [u8; 1] = [1];
 
 type Streams = (SendStream, RecvStream);
 
@@ -34,7 +34,7 @@ type Streams = (SendStream, RecvStream);
 struct FallbackState {
     /// Transfers for which the other end may open a session stream: by migration and content, that
     /// host and the receiver of the stream. Each entry is removed with its [`ExpectedTransfer`].
-    waiting: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<Streams>)>,
+    expected_streams: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<Streams>)>,
     /// Hosts that TCP could not reach, with the time of the last attempt.
     tcp_blocked: HashMap<HostId, Instant>,
 }
@@ -48,14 +48,14 @@ pub(crate) struct BulkFallbacks {
 
 /// A transfer that waits for the other end to connect.
 pub(super) struct ExpectedTransfer {
-    detours: BulkFallbacks,
+    fallbacks: BulkFallbacks,
     key: (MigrationId, BulkContent),
     streams: oneshot::Receiver<Streams>,
 }
 
 impl Drop for ExpectedTransfer {
     fn drop(&mut self) {
-        self.detours.lock().waiting.remove(&self.key);
+        self.fallbacks.lock().expected_streams.remove(&self.key);
     }
 }
 
@@ -73,7 +73,7 @@ impl BulkFallbacks {
 
     /// Permits the host `from` to open a session stream for the transfer. Must be called before
     /// that host is notified of the transfer.
-    pub(super) fn expect(
+    pub(super) fn expect_stream(
         &self,
         from: HostId,
         migration: MigrationId,
@@ -81,10 +81,10 @@ impl BulkFallbacks {
     ) -> ExpectedTransfer {
         let (stream_sender, streams) = oneshot::channel();
         self.lock()
-            .waiting
+            .expected_streams
             .insert((migration, what), (from, stream_sender));
         ExpectedTransfer {
-            detours: self.clone(),
+            fallbacks: self.clone(),
             key: (migration, what),
             streams,
         }
@@ -99,7 +99,7 @@ impl BulkFallbacks {
         streams: Streams,
     ) {
         let mut state = self.lock();
-        match state.waiting.remove(&(migration, what)) {
+        match state.expected_streams.remove(&(migration, what)) {
             Some((host, stream_sender)) if host == from => {
                 // If the transfer has ended, the streams are dropped, and the other end sees them
                 // closed.
@@ -107,7 +107,7 @@ impl BulkFallbacks {
             }
             other => {
                 state
-                    .waiting
+                    .expected_streams
                     .extend(other.map(|waits| ((migration, what), waits)));
                 drop(state);
                 self.log.write_line(format!(
@@ -156,7 +156,7 @@ impl BulkFallbacks {
                 open_bidirectional(pair, session, StreamPurpose::BulkFallback(migration, what))
                     .await
                     .map_err(io::Error::other)?;
-            let mut reply = ACCEPTED;
+            let mut reply = ACCEPT_REPLY;
             back.read_exact(&mut reply)
                 .await
                 .map_err(io::Error::other)?;
@@ -206,7 +206,7 @@ impl ExpectedTransfer {
         tokio::select! {
             accepted = listener.accept(tcp) => accepted,
             Ok((mut out, back)) = &mut self.streams => {
-                out.write_all(&ACCEPTED).await.map_err(io::Error::other)?;
+                out.write_all(&ACCEPT_REPLY).await.map_err(io::Error::other)?;
                 Ok(end_over_stream(out, back, keys.for_listener()))
             }
         }

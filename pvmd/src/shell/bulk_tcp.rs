@@ -306,13 +306,13 @@ pub(super) type ConnectionEnd = (
 pub(super) fn end_over_stream(
     out: quinn::SendStream,
     back: quinn::RecvStream,
-    (seals, opens): (DirectionKey, DirectionKey),
+    (sealing_key, opening_key): (DirectionKey, DirectionKey),
 ) -> ConnectionEnd {
-    let line = BulkConnection::Stream(Arc::new(BlockingStream::new(out, back)));
+    let connection = BulkConnection::Stream(Arc::new(BlockingStream::new(out, back)));
     (
-        RecordWriter::new(line.clone(), seals),
-        RecordReader::new(line.clone(), opens),
-        line,
+        RecordWriter::new(connection.clone(), sealing_key),
+        RecordReader::new(connection.clone(), opening_key),
+        connection,
     )
 }
 
@@ -429,11 +429,12 @@ impl BulkListener {
                 "it did not connect to the TCP port that it was told",
             )
         };
-        let line = BulkConnection::new(timeout(CONNECT_TIMEOUT, accepted).await.map_err(late)??)?;
+        let connection =
+            BulkConnection::new(timeout(CONNECT_TIMEOUT, accepted).await.map_err(late)??)?;
         Ok((
-            RecordWriter::new(line.clone(), keys.listener_key),
-            RecordReader::new(line.clone(), keys.connector_key),
-            line,
+            RecordWriter::new(connection.clone(), keys.listener_key),
+            RecordReader::new(connection.clone(), keys.connector_key),
+            connection,
         ))
     }
 }
@@ -475,7 +476,7 @@ pub(super) async fn connect(
             "no answer from its TCP port",
         ))
     };
-    let line = BulkConnection::new(
+    let connection = BulkConnection::new(
         timeout(TCP_CONNECT_TIMEOUT, connecting)
             .await
             .map_err(late)?
@@ -483,9 +484,13 @@ pub(super) async fn connect(
     )
     .map_err(failed)?;
     let (seals, opens) = keys.for_connector();
-    let mut out = RecordWriter::new(line.clone(), seals);
+    let mut out = RecordWriter::new(connection.clone(), seals);
     out.send_proof().map_err(failed)?;
-    Ok((out, RecordReader::new(line.clone(), opens), line))
+    Ok((
+        out,
+        RecordReader::new(connection.clone(), opens),
+        connection,
+    ))
 }
 
 #[cfg(test)]

@@ -115,14 +115,14 @@ pub(super) fn receive_checkpoint<R: Read>(
         match next_record(incoming).map_err(receive_failure)? {
             ReceivedRecord::Mark(CopyMark::Part { tid, images_bytes }) => {
                 let added = draft.add_copy(tid, images_bytes, |put| {
-                    all += take_pieces(incoming, put)?;
+                    all += receive_pieces(incoming, put)?;
                     Ok(())
                 });
                 added.map_err(store)?;
             }
             ReceivedRecord::Mark(CopyMark::Meta) => {
                 let mut meta = Vec::new();
-                all += take_pieces(incoming, &mut |piece| {
+                all += receive_pieces(incoming, &mut |piece| {
                     if meta.len() + piece.len() > checkpoint::store::META_BYTES_MAX {
                         return Err(invalid("more is said of the set than is possible"));
                     }
@@ -159,7 +159,7 @@ fn next_record<R: Read>(incoming: &mut RecordReader<R>) -> io::Result<ReceivedRe
 }
 
 /// Passes the pieces up to the end mark to `put` and returns their total length.
-fn take_pieces<R: Read>(
+fn receive_pieces<R: Read>(
     incoming: &mut RecordReader<R>,
     put: &mut dyn FnMut(&[u8]) -> io::Result<()>,
 ) -> io::Result<u64> {
@@ -202,7 +202,7 @@ mod tests {
             StoreLimits::default(),
         )
         .expect("opened")
-        .of_vm("pvm")
+        .for_vm("pvm")
     }
 
     /// Creates a checkpoint of two tasks and returns its id.

@@ -127,14 +127,14 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         host: HostId::MASTER,
         name,
         speed: plan.speed,
-        world: HostEnvironmentSettings {
+        environment_settings: HostEnvironmentSettings {
             search_path: plan.search_path,
             work_dir: plan.work_dir,
             library: None,
             debugger: plan.debugger,
         },
         lease,
-        preferred,
+        preferred_addresses: preferred,
         role: Role::Master { hostfile },
     };
     daemon::run(setup, |ready_daemon| {

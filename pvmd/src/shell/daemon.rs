@@ -74,10 +74,10 @@ pub(crate) struct DaemonSetup {
     pub(crate) host: HostId,
     pub(crate) name: String,
     pub(crate) speed: i32,
-    pub(crate) world: HostEnvironmentSettings,
+    pub(crate) environment_settings: HostEnvironmentSettings,
     pub(crate) lease: Duration,
     /// Addresses to announce first.
-    pub(crate) preferred: Vec<IpAddr>,
+    pub(crate) preferred_addresses: Vec<IpAddr>,
     pub(crate) role: Role,
 }
 
@@ -151,9 +151,9 @@ async fn assemble_and_run(
         host,
         name,
         speed,
-        world,
+        environment_settings: world,
         lease,
-        preferred,
+        preferred_addresses: preferred,
         role,
     } = setup;
     let (paths, uid) = (runtime_dir.paths().clone(), nix::unistd::getuid().as_raw());
@@ -163,7 +163,7 @@ async fn assemble_and_run(
     let RoleParts {
         hostfile,
         masters,
-        identity,
+        credentials: identity,
         authority,
     } = RoleParts::of(role, &paths, host)?;
     let is_master = authority.is_some();
@@ -211,7 +211,7 @@ async fn assemble_and_run(
         uid,
         lease: Micros(u64::try_from(lease.as_micros()).unwrap_or(u64::MAX)),
         rm_command: if is_master {
-            command_of("PVM_RM")?
+            command_from_env("PVM_RM")?
         } else {
             None
         },
@@ -316,7 +316,7 @@ fn reserved_task_ids(
 struct RoleParts {
     hostfile: Vec<String>,
     masters: Vec<SocketAddr>,
-    identity: HostCredentials,
+    credentials: HostCredentials,
     /// Only on the master: issues certificates to new hosts.
     authority: Option<Arc<Authority>>,
 }
@@ -330,14 +330,14 @@ impl RoleParts {
                 RoleParts {
                     hostfile,
                     masters: Vec::new(),
-                    identity,
+                    credentials: identity,
                     authority: Some(Arc::new(authority)),
                 }
             }
             Role::Slave { identity, masters } => RoleParts {
                 hostfile: Vec::new(),
                 masters,
-                identity,
+                credentials: identity,
                 authority: None,
             },
         })
@@ -398,13 +398,13 @@ fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     };
     let mut commands = Vec::new();
     for name in names {
-        commands.extend(command_of(name)?);
+        commands.extend(command_from_env(name)?);
     }
     Ok(commands)
 }
 
 /// Splits the command in an environment variable into words.
-fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
+fn command_from_env(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     let Some(command) = env_var(name) else {
         return Ok(None);
     };

@@ -58,7 +58,7 @@ struct ConnectedTask {
     connection: TaskConnection,
     sent_count: usize,
     last_progress_at: Instant,
-    disconnected: bool,
+    is_disconnected: bool,
 }
 
 /// The components of a daemon.
@@ -92,7 +92,7 @@ pub(crate) struct Driver {
     /// established.
     master_deadline: Option<Instant>,
     stop_deadline: Option<Instant>,
-    done: bool,
+    is_done: bool,
 }
 
 impl Driver {
@@ -109,7 +109,7 @@ impl Driver {
             last_heap_trim: started_at,
             master_deadline,
             stop_deadline: None,
-            done: false,
+            is_done: false,
         }
     }
 
@@ -130,10 +130,10 @@ impl Driver {
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut wake_timer, mut wake_timer_at) =
             (Box::pin(sleep_until(far_future().into())), None);
-        while !self.done {
+        while !self.is_done {
             let wake = self.parts.machine.next_wakeup();
             if wake.is_some_and(|at| at <= self.now()) {
-                self.feed(Event::Wake);
+                self.process_event(Event::Wake);
                 // Inputs are still served if the state machine asks for an immediate wakeup again
                 // and again.
                 tokio::task::yield_now().await;
@@ -177,11 +177,11 @@ impl Driver {
             self.parts
                 .log
                 .write_line("told again to end: ending at once");
-            self.done = true;
+            self.is_done = true;
             return;
         }
         self.stop_deadline = Some(Instant::now() + STOP_TIMEOUT);
-        self.feed(Event::Stop { why });
+        self.process_event(Event::Stop { why });
     }
 
     /// Handles an input and those queued after it.
@@ -192,7 +192,7 @@ impl Driver {
                 return;
             };
             self.handle_input(input);
-            if self.done {
+            if self.is_done {
                 return;
             }
         }
@@ -210,10 +210,10 @@ impl Driver {
                         connection,
                         sent_count,
                         last_progress_at,
-                        disconnected: false,
+                        is_disconnected: false,
                     },
                 );
-                self.feed(Event::TaskConnected { conn, pid });
+                self.process_event(Event::TaskConnected { conn, pid });
             }
             Input::Event(event) => self.handle_event_input(event),
             Input::Net(NetInput::Control {
@@ -222,18 +222,14 @@ impl Driver {
                 message,
             }) => {
                 if self.parts.net.is_current(host, number) {
-                    self.feed(Event::HostControl { host, message });
+                    self.process_event(Event::HostControl { host, message });
                 }
             }
-            Input::Net(NetInput::Data {
-                host,
-                number,
-                parcel: item,
-            }) => {
-                self.parts.net.take_data(host, number, item);
+            Input::Net(NetInput::Data { host, number, item }) => {
+                self.parts.net.accept_data(host, number, item);
                 while let Some(message) = self.parts.net.next_data(host, number) {
                     self.reply_spinner.on_reply(&message, Instant::now());
-                    self.feed(Event::HostData { host, message });
+                    self.process_event(Event::HostData { host, message });
                 }
             }
             Input::Net(NetInput::Images(announced)) => self.parts.images.on_announcement(announced),
@@ -255,9 +251,11 @@ impl Driver {
                             if host == HostId::MASTER {
                                 self.master_deadline = None;
                             }
-                            self.feed(Event::HostConnected { host });
+                            self.process_event(Event::HostConnected { host });
                         }
-                        SessionChange::Lost(host, why) => self.feed(Event::HostLost { host, why }),
+                        SessionChange::Lost(host, why) => {
+                            self.process_event(Event::HostLost { host, why })
+                        }
                     }
                 }
             }
@@ -265,11 +263,13 @@ impl Driver {
     }
 
     fn handle_event_input(&mut self, event: Event) {
-        let ignored = match &event {
+        let is_ignored = match &event {
             // After a task is disconnected, only the end of its connection is handled.
             Event::TaskControl { conn, .. }
             | Event::TaskRoute { conn, .. }
-            | Event::TaskLink { conn, .. } => self.tasks.get(conn).is_none_or(|t| t.disconnected),
+            | Event::TaskLink { conn, .. } => {
+                self.tasks.get(conn).is_none_or(|t| t.is_disconnected)
+            }
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
                 self.parts.log.write_line(why);
@@ -281,13 +281,13 @@ impl Driver {
             }
             _ => false,
         };
-        if !ignored {
-            self.feed(event);
+        if !is_ignored {
+            self.process_event(event);
         }
     }
 
     /// Passes an event to the state machine and carries out its outputs.
-    fn feed(&mut self, event: Event) {
+    fn process_event(&mut self, event: Event) {
         self.pass_to_machine(event);
         self.carry_out_all();
     }
@@ -475,7 +475,7 @@ impl Driver {
                 let take = self
                     .parts
                     .checkpoints
-                    .take_copy(checkpoint, self.parts.world.unix_time());
+                    .receive_copy(checkpoint, self.parts.world.unix_time());
                 self.parts.images.expect_into(migration, from, take);
             }
             Output::DiscardCopy {
@@ -510,7 +510,7 @@ impl Driver {
             }
             Output::Log { text } => self.parts.log.write_line(text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
-            Output::Shutdown => self.done = true,
+            Output::Shutdown => self.is_done = true,
         }
     }
 
@@ -570,7 +570,7 @@ impl Driver {
         let Some(task) = self.tasks.get_mut(&conn) else {
             return;
         };
-        if std::mem::replace(&mut task.disconnected, true) {
+        if std::mem::replace(&mut task.is_disconnected, true) {
             return;
         }
         task.connection.outbox.enqueue(Outgoing::Close);
@@ -625,7 +625,7 @@ impl Driver {
                 "could not end in order within {} s: ending as it is",
                 STOP_TIMEOUT.as_secs()
             ));
-            self.done = true;
+            self.is_done = true;
         }
     }
 

@@ -17,10 +17,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub(crate) const ARCH: &str = "LINUX64";
 /// PVM data signature of x86-64: layout of short, int, long, float, double (all little-endian).
 pub(crate) const DSIG: i32 = 0x0040_8c41;
-/// Default of `PVM_ROOT`, as in Debian's PVM.
-const PVM_ROOT: &str = "/usr/lib/pvm3";
+/// Default of `PVM_ROOT_DEFAULT`, as in Debian's PVM.
+const PVM_ROOT_DEFAULT: &str = "/usr/lib/pvm3";
 /// Default search path for programs.
-const SEARCH_PATH: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
+const SEARCH_PATH_DEFAULT: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
 /// File name of the library that tasks load.
 const LIBRARY: &str = "libpvm3.so.3";
 
@@ -61,7 +61,7 @@ pub(crate) fn unix_time() -> Micros {
 /// Settings of a daemon's [`World`] that may differ between daemons on the same host.
 #[derive(Debug, Default)]
 pub(crate) struct HostEnvironmentSettings {
-    /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH`].
+    /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH_DEFAULT`].
     pub(crate) search_path: Option<String>,
     /// Working directory, not expanded. Default: `PVM_WD`, then the home directory.
     pub(crate) work_dir: Option<String>,
@@ -73,10 +73,10 @@ pub(crate) struct HostEnvironmentSettings {
 
 /// The [`World`] of a running daemon.
 pub(crate) struct HostEnvironment {
-    search: Vec<PathBuf>,
+    search_path: Vec<PathBuf>,
     work_dir: PathBuf,
     env: BTreeMap<OsString, OsString>,
-    random: &'static dyn SecureRandom,
+    random_source: &'static dyn SecureRandom,
 }
 
 impl HostEnvironment {
@@ -109,7 +109,7 @@ impl HostEnvironment {
         let search = settings
             .search_path
             .or_else(|| var("PVM_PATH"))
-            .unwrap_or_else(|| SEARCH_PATH.into());
+            .unwrap_or_else(|| SEARCH_PATH_DEFAULT.into());
         let mut search: Vec<PathBuf> = expand_variables(&search, var)
             .split(':')
             .filter(|dir| !dir.is_empty())
@@ -127,10 +127,10 @@ impl HostEnvironment {
             .map_or_else(home, |dir| expand_variables(&dir, var));
         let random = rustls::crypto::ring::default_provider().secure_random;
         HostEnvironment {
-            search,
+            search_path: search,
             work_dir: PathBuf::from(work_dir),
             env,
-            random,
+            random_source: random,
         }
     }
 }
@@ -186,7 +186,7 @@ fn task_environment(
         set("PVM_ALLOW_ROOT", "1".into());
     }
     env.entry("PVM_ROOT".into())
-        .or_insert_with(|| PVM_ROOT.into());
+        .or_insert_with(|| PVM_ROOT_DEFAULT.into());
     if let Some(library) = library {
         let before = env
             .get(OsStr::new("LD_LIBRARY_PATH"))
@@ -242,7 +242,7 @@ impl World for HostEnvironment {
         let found = if name.contains('/') {
             Some(self.work_dir(dir).join(name)).filter(|path| is_program(path))
         } else {
-            self.search
+            self.search_path
                 .iter()
                 .map(|folder| self.work_dir.join(folder).join(name))
                 .find(|path| is_program(path))
@@ -279,7 +279,7 @@ impl World for HostEnvironment {
     fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
         // TLS would have failed earlier if the kernel gave no random numbers.
-        self.random
+        self.random_source
             .fill(&mut bytes)
             .expect("the kernel gives random numbers");
         (i32::from_le_bytes(bytes) & i32::MAX).max(1)

@@ -71,10 +71,10 @@ pub(crate) struct HostStarter {
     settings: Option<Arc<HostStarterSettings>>,
     start_permits: Arc<Semaphore>,
     /// Held by the start that asks a person at the terminal.
-    terminal: Arc<Mutex<()>>,
+    terminal_lock: Arc<Mutex<()>>,
     inputs: InputSender,
     log: Log,
-    running: HashMap<StartId, AbortHandle>,
+    running_starts: HashMap<StartId, AbortHandle>,
 }
 
 impl HostStarter {
@@ -89,20 +89,20 @@ impl HostStarter {
         HostStarter {
             settings: settings.map(Arc::new),
             start_permits,
-            terminal,
+            terminal_lock: terminal,
             inputs,
             log,
-            running: HashMap::new(),
+            running_starts: HashMap::new(),
         }
     }
 
     /// Starts a daemon. Reports [`Event::HostStarted`].
     pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
-        self.running.retain(|_, task| !task.is_finished());
+        self.running_starts.retain(|_, task| !task.is_finished());
         let (settings, turns, terminal) = (
             self.settings.clone(),
             self.start_permits.clone(),
-            self.terminal.clone(),
+            self.terminal_lock.clone(),
         );
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let task = tokio::spawn(async move {
@@ -123,7 +123,7 @@ impl HostStarter {
                         let _turn = turns.acquire().await;
                         attempt.run().await
                     };
-                    ready.map_err(|refusal| (refusal.error, attempt.explain(&refusal)))
+                    ready.map_err(|refusal| (refusal.error, attempt.describe_refusal(&refusal)))
                 }
             };
             let result = result.map(|ready| StartedHost {
@@ -135,7 +135,7 @@ impl HostStarter {
                 .send(Input::Event(Event::HostStarted { start, result }))
                 .await;
         });
-        self.running.insert(start, task.abort_handle());
+        self.running_starts.insert(start, task.abort_handle());
     }
 
     /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
@@ -179,7 +179,7 @@ impl HostStarter {
                     Err(refused) => drop(order_sender.send((start, Err(refused)))),
                 }
             });
-            self.running.insert(start, task.abort_handle());
+            self.running_starts.insert(start, task.abort_handle());
         }
         drop(order_sender);
         tokio::spawn(async move {
@@ -218,7 +218,7 @@ impl HostStarter {
 
     /// Aborts an attempt; its remote shell is killed.
     pub(crate) fn abandon(&mut self, start: StartId) {
-        if let Some(task) = self.running.remove(&start) {
+        if let Some(task) = self.running_starts.remove(&start) {
             task.abort();
         }
     }
@@ -231,7 +231,7 @@ struct HostStart<'a> {
 }
 
 impl HostStart<'_> {
-    fn explain(&self, refusal: &Refusal) -> String {
+    fn describe_refusal(&self, refusal: &Refusal) -> String {
         format!(
             "cannot start a daemon on {}: {}",
             self.plan.name, refusal.text
@@ -239,12 +239,12 @@ impl HostStart<'_> {
     }
 
     async fn run(&self) -> Result<ReadyReply, Refusal> {
-        let cant = |text: String| Refusal {
+        let cannot_start = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        let words = self.command_line().await.map_err(cant)?;
-        let line = self.bootstrap().map_err(cant)?.to_line();
+        let words = self.command_line().await.map_err(cannot_start)?;
+        let line = self.bootstrap().map_err(cannot_start)?.to_line();
         let mut command = Command::new(&words[0]);
         self.settings.files_limit.apply_to(command.as_std_mut());
         let mut child = command
@@ -255,7 +255,7 @@ impl HostStart<'_> {
             .kill_on_drop(true)
             .spawn()
             .map_err(|e| {
-                cant(format!(
+                cannot_start(format!(
                     "the remote shell {} cannot be run: {e}; set PVM_RSH to one that can",
                     words[0]
                 ))
@@ -269,7 +269,7 @@ impl HostStart<'_> {
                 Ok(ready)
             }
             Ok(Err(refusal)) => Err(refusal),
-            Err(_) => Err(cant(format!(
+            Err(_) => Err(cannot_start(format!(
                 "giving up after {} s without an answer",
                 START_TIMEOUT.as_secs()
             ))),
@@ -358,19 +358,19 @@ impl HostStart<'_> {
     /// the script would be long to type.
     fn remote_command(&self, extra_options: &str) -> String {
         let by_hand = self.plan.is_manual();
-        let slave = if by_hand { "-S" } else { "-s" };
+        let slave_option = if by_hand { "-S" } else { "-s" };
         if let Some(command) = self
             .plan
             .command
             .as_ref()
             .or(self.settings.daemon_command.as_ref())
         {
-            return format!("{command} {slave}{extra_options}");
+            return format!("{command} {slave_option}{extra_options}");
         }
         let program = self.settings.program.to_string_lossy();
         let program = shell_words::quote(&program);
         if by_hand {
-            return format!("{program} {slave}{extra_options}");
+            return format!("{program} {slave_option}{extra_options}");
         }
         let script = format!(
             "if [ -x {program} ]; then exec {program} -s{extra_options}; else exec pvmd -s{extra_options}; fi"
@@ -389,7 +389,7 @@ impl HostStart<'_> {
             vm: self.settings.vm.clone(),
             host: self.plan.id.index(),
             name: self.plan.name.clone(),
-            authority: to_hex(&identity.authority),
+            authority: to_hex(&identity.authority_certificate),
             certificate: to_hex(&identity.certificate),
             key: to_hex(&identity.key),
             masters: self.settings.addresses.clone(),
@@ -478,17 +478,17 @@ impl HostStart<'_> {
             "unknown host",
             "no address associated",
         ];
-        let any = |words: &[&str]| {
+        let contains_any = |words: &[&str]| {
             stderr_lines
                 .iter()
                 .any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)))
         };
-        let (error, meaning) = if any(&unknown) {
+        let (error, meaning) = if contains_any(&unknown) {
             (
                 PvmError::NoHost,
                 "the host is unknown: check its name, or give its address with ip=",
             )
-        } else if status == Some(127) || any(&["not found", "no such file"]) {
+        } else if status == Some(127) || contains_any(&["not found", "no such file"]) {
             (
                 PvmError::CantStart,
                 "pvmd was not found there: install it, or name it with dx= or PVM_DPATH",

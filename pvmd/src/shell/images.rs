@@ -40,7 +40,7 @@ const REFUSE_DELAY: Duration = Duration::from_secs(2);
 
 /// Number of times freed memory is returned to the kernel after a transfer: its threads may end a
 /// little later than the transfer.
-const HEAP_TRIMS: u8 = 2;
+const HEAP_TRIMS_AFTER_TRANSFER: u8 = 2;
 
 #[derive(Debug)]
 struct Transfer {
@@ -66,16 +66,16 @@ type ResultReceiver<T> = oneshot::Receiver<Result<T, Failure>>;
 /// Aborts the work of a transfer when dropped.
 #[derive(Default)]
 struct AbortGuard {
-    progress: Option<Arc<SharedDirState>>,
-    line: Option<BulkConnection>,
+    dir_state: Option<Arc<SharedDirState>>,
+    connection: Option<BulkConnection>,
 }
 
 impl Drop for AbortGuard {
     fn drop(&mut self) {
-        if let Some(progress) = &self.progress {
+        if let Some(progress) = &self.dir_state {
             progress.set(DirState::Dropped);
         }
-        if let Some(line) = &self.line {
+        if let Some(line) = &self.connection {
             line.abort();
         }
     }
@@ -83,7 +83,7 @@ impl Drop for AbortGuard {
 
 /// All transfers of this host. Owned by the daemon's loop.
 pub(crate) struct ImageTransfers {
-    place: RuntimePaths,
+    paths: RuntimePaths,
     inputs: InputSender,
     log: Log,
     rate: Arc<RateLimit>,
@@ -106,7 +106,7 @@ impl ImageTransfers {
     ) -> ImageTransfers {
         let (expected, transfers) = (HashMap::new(), HashMap::new());
         ImageTransfers {
-            place,
+            paths: place,
             inputs,
             log,
             rate,
@@ -117,16 +117,16 @@ impl ImageTransfers {
         }
     }
 
-    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS`] times after the
+    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS_AFTER_TRANSFER`] times after the
     /// last transfer. Polled by the loop.
     pub(crate) fn should_trim_heap(&mut self) -> bool {
-        let gives = self.transfers.is_empty() && self.pending_heap_trims > 0;
-        self.pending_heap_trims -= u8::from(gives);
-        gives
+        let must_trim = self.transfers.is_empty() && self.pending_heap_trims > 0;
+        self.pending_heap_trims -= u8::from(must_trim);
+        must_trim
     }
 
     fn register(&mut self, migration: MigrationId, transfer: Transfer) {
-        self.pending_heap_trims = HEAP_TRIMS;
+        self.pending_heap_trims = HEAP_TRIMS_AFTER_TRANSFER;
         self.transfers.insert(migration, transfer);
     }
 
@@ -173,7 +173,7 @@ impl ImageTransfers {
         state: DirState,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        let dir = self.place.image_dir(migration);
+        let dir = self.paths.image_dir(migration);
         self.start_sending(migration, to, net, state, move |came, progress, rate| {
             complete(&dir)?;
             let (out, back) = came()?;
@@ -250,8 +250,8 @@ impl ImageTransfers {
         );
         let early_bytes = (state == DirState::Growing).then(|| progress.clone());
         let abort_guard = AbortGuard {
-            progress: Some(progress),
-            line: None,
+            dir_state: Some(progress),
+            connection: None,
         };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
@@ -303,7 +303,7 @@ impl ImageTransfers {
         migration: MigrationId,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        let (dir, inputs) = (self.place.image_dir(migration), self.inputs.clone());
+        let (dir, inputs) = (self.paths.image_dir(migration), self.inputs.clone());
         let worker_thread = tokio::task::spawn_blocking(move || {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
@@ -321,7 +321,7 @@ impl ImageTransfers {
 
     /// Accepts the images of this migration from the host `from`.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
-        let dir = self.place.image_dir(migration);
+        let dir = self.paths.image_dir(migration);
         self.expect_into(migration, from, move |incoming| receive(&dir, incoming));
     }
 
@@ -348,7 +348,7 @@ impl ImageTransfers {
     pub(crate) fn on_announcement(
         &mut self,
         TransferAnnouncement {
-            pair,
+            context: pair,
             migration,
             session,
             mut stream,
@@ -435,7 +435,7 @@ impl ImageTransfers {
     pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
         self.expected.remove(&migration);
         let transfer = self.transfers.remove(&migration);
-        let dir = self.place.image_dir(migration);
+        let dir = self.paths.image_dir(migration);
         tokio::spawn(async move {
             if let Some(Transfer {
                 stream,
@@ -463,7 +463,7 @@ async fn serve_sending(
     (pair, session): (SessionContext, Connection),
     fallbacks: &BulkFallbacks,
     migration: MigrationId,
-    way: oneshot::Sender<TransferConnection>,
+    connection_sender: oneshot::Sender<TransferConnection>,
     mut result_receiver: ResultReceiver<SentAmounts>,
     mut abort_guard: AbortGuard,
 ) -> Result<SentAmounts, Failure> {
@@ -471,7 +471,7 @@ async fn serve_sending(
     let failed = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
     let listener = BulkListener::open().await.map_err(|e| failed(&e))?;
     let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-    let expected = fallbacks.expect(to, migration, BulkContent::Images);
+    let expected = fallbacks.expect_stream(to, migration, BulkContent::Images);
     let opened = open_announcement(&pair, &session, StreamPurpose::Images(migration)).await;
     let mut stream = opened.map_err(|why| failed(&why))?;
     stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
@@ -479,14 +479,14 @@ async fn serve_sending(
         let (out, back) = tokio::select! {
             accepted = expected.accept(&session, migration, listener) => {
                 let (out, back, line) = accepted.map_err(|e| failed(&e))?;
-                abort_guard.line = Some(line);
+                abort_guard.connection = Some(line);
                 (out, back)
             }
             result = &mut result_receiver => return thread_result(result),
             why = await_refusal(&stream) => return Err(why),
         };
         // A thread that has ended reports the reason as its result.
-        let _ = way.send((out, back));
+        let _ = connection_sender.send((out, back));
         tokio::select! {
             biased;
             result = &mut result_receiver => thread_result(result),
@@ -526,7 +526,7 @@ async fn serve_receiving(
     fallbacks: &BulkFallbacks,
     migration: MigrationId,
     (stream, mut decoder): (&mut RecvStream, FrameDecoder),
-    way: oneshot::Sender<TransferConnection>,
+    connection_sender: oneshot::Sender<TransferConnection>,
     mut result_receiver: ResultReceiver<u64>,
     abort_guard: &mut AbortGuard,
 ) -> Result<u64, Failure> {
@@ -543,8 +543,8 @@ async fn serve_receiving(
         .await;
     let (out, incoming, line) =
         connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
-    abort_guard.line = Some(line);
-    let _ = way.send((out, incoming));
+    abort_guard.connection = Some(line);
+    let _ = connection_sender.send((out, incoming));
     tokio::select! {
         result = &mut result_receiver => thread_result(result),
         ended = read_frame(stream, &mut decoder) => match ended {

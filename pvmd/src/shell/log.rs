@@ -24,8 +24,8 @@ const QUEUED_LINES_MAX: usize = 4096;
 /// Sends lines to the log thread; cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
-    lines: SyncSender<Vec<u8>>,
-    dropped: Arc<AtomicU64>,
+    line_sender: SyncSender<Vec<u8>>,
+    dropped_lines: Arc<AtomicU64>,
     host: HostId,
 }
 
@@ -57,8 +57,8 @@ pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result
     let (lines, receiver) = sync_channel(QUEUED_LINES_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
     let log = Log {
-        lines,
-        dropped: dropped.clone(),
+        line_sender: lines,
+        dropped_lines: dropped.clone(),
         host,
     };
     let thread = std::thread::Builder::new()
@@ -129,8 +129,8 @@ impl Log {
     }
 
     fn enqueue(&self, line: Vec<u8>) {
-        if self.lines.try_send(line).is_err() {
-            self.dropped.fetch_add(1, Ordering::Relaxed);
+        if self.line_sender.try_send(line).is_err() {
+            self.dropped_lines.fetch_add(1, Ordering::Relaxed);
         }
     }
 }

@@ -40,7 +40,7 @@ fn cannot_start(text: String) -> Refusal {
 /// The reason why no person can be asked, and a remedy.
 pub(crate) fn check_can_ask() -> Result<(), Refusal> {
     let why = if stdin().is_terminal() {
-        if in_foreground() {
+        if may_read_terminal() {
             return Ok(());
         }
         "it runs in the background of its terminal"
@@ -60,7 +60,7 @@ pub(crate) fn check_can_ask() -> Result<(), Refusal> {
 }
 
 /// False if reading from the terminal would stop this process.
-fn in_foreground() -> bool {
+fn may_read_terminal() -> bool {
     // A terminal that is not the controlling one can always be read.
     tcgetpgrp(stdin()).map_or(true, |front| front == getpgrp())
 }
@@ -87,10 +87,10 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     .await;
     let mut notice = WithdrawalNotice {
         login,
-        pending: true,
+        is_pending: true,
     };
     let answer = timeout(REPLY_TIMEOUT, read_reply_line()).await;
-    notice.pending = false;
+    notice.is_pending = false;
     let result = match answer {
         Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
             Err(cannot_start(format!(
@@ -114,12 +114,12 @@ pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
 /// When dropped, notifies the person if the question is withdrawn, for example by a halt.
 struct WithdrawalNotice<'a> {
     login: &'a str,
-    pending: bool,
+    is_pending: bool,
 }
 
 impl Drop for WithdrawalNotice<'_> {
     fn drop(&mut self) {
-        if self.pending {
+        if self.is_pending {
             print_in_thread(format!("\n{} is not wanted any more\n", self.login), None);
         }
     }
@@ -174,7 +174,7 @@ fn read_available() -> Result<Option<Vec<u8>>, Refusal> {
     };
     let mut ends = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
     let waits = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
-    if !waits || stdin.is_terminal() && !in_foreground() {
+    if !waits || stdin.is_terminal() && !may_read_terminal() {
         return Ok(None);
     }
     let mut bytes = vec![0; REPLY_BYTES_MAX];

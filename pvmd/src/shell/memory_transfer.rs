@@ -14,7 +14,7 @@ use super::input::{Input, InputSender};
 use super::log::Log;
 use super::net::Net;
 use super::rate_limit::RateLimit;
-use super::runtime_dir::remove_any;
+use super::runtime_dir::remove_recursively;
 use super::session::{StreamPurpose, open_announcement, read_frame};
 use super::session_input::{BulkContent, TransferAnnouncement};
 use super::sys::{PriorityBoost, unread_by_peer};
@@ -53,12 +53,12 @@ struct MemoryTransfer {
     task: JoinHandle<()>,
     /// The connection, once both ends are established. The transfer then ends by closing, or when
     /// the connection is aborted.
-    line: Arc<Mutex<Option<BulkConnection>>>,
+    connection: Arc<Mutex<Option<BulkConnection>>>,
 }
 
 /// All memory transfers of this host. Owned by the daemon's loop.
 pub(crate) struct MemoryTransfers {
-    place: RuntimePaths,
+    paths: RuntimePaths,
     inputs: InputSender,
     log: Log,
     rate: Arc<RateLimit>,
@@ -77,7 +77,7 @@ impl MemoryTransfers {
         bulk_fallbacks: BulkFallbacks,
     ) -> MemoryTransfers {
         MemoryTransfers {
-            place,
+            paths: place,
             inputs,
             log,
             rate,
@@ -106,7 +106,7 @@ impl MemoryTransfers {
             let opened = async {
                 let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
                 let listener = BulkListener::open().await.map_err(|e| failed(&e))?;
-                let expected = fallbacks.expect(to, migration, BulkContent::Memory);
+                let expected = fallbacks.expect_stream(to, migration, BulkContent::Memory);
                 let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
                 let opened =
                     open_announcement(&pair, &session, StreamPurpose::Memory(migration)).await;
@@ -138,7 +138,7 @@ impl MemoryTransfers {
             MemoryTransfer {
                 remote_host: to,
                 task,
-                line,
+                connection: line,
             },
         );
     }
@@ -152,7 +152,7 @@ impl MemoryTransfers {
 
     /// On the target: connects to the source if its announcement is expected.
     pub(crate) fn on_announcement(&mut self, mut announced: TransferAnnouncement) {
-        let (from, migration) = (announced.pair.host, announced.migration);
+        let (from, migration) = (announced.context.host, announced.migration);
         let Some((_, tasker)) = self
             .expected
             .remove(&migration)
@@ -175,7 +175,7 @@ impl MemoryTransfers {
                     .map_err(|e| failed(&e))?;
                 let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
                 let offer: ConnectionOffer = frame.decode_control().map_err(|e| failed(&e))?;
-                let session = (&announced.pair, &announced.session);
+                let session = (&announced.context, &announced.session);
                 fallbacks
                     .connect(session, (migration, BulkContent::Memory), &offer)
                     .await
@@ -208,7 +208,7 @@ impl MemoryTransfers {
             MemoryTransfer {
                 remote_host: from,
                 task,
-                line,
+                connection: line,
             },
         );
     }
@@ -220,30 +220,30 @@ impl MemoryTransfers {
         if let Some(way) = self
             .transfers
             .get(&migration)
-            .filter(|way| lock(&way.line).is_none())
+            .filter(|way| lock(&way.connection).is_none())
         {
             way.task.abort();
         }
-        remove_any(&self.place.memory_socket(migration));
+        remove_recursively(&self.paths.memory_socket(migration));
     }
 
     /// Aborts all transfers with a lost host.
     pub(crate) fn on_host_lost(&mut self, host: HostId) {
-        for way in self
+        for transfer in self
             .transfers
             .values()
-            .filter(|way| way.remote_host == host)
+            .filter(|transfer| transfer.remote_host == host)
         {
-            match &*lock(&way.line) {
+            match &*lock(&transfer.connection) {
                 Some(line) => line.abort(),
-                None => way.task.abort(),
+                None => transfer.task.abort(),
             }
         }
     }
 
     fn listen(&self, migration: MigrationId) -> Option<UnixListener> {
-        let path = self.place.memory_socket(migration);
-        remove_any(&path);
+        let path = self.paths.memory_socket(migration);
+        remove_recursively(&path);
         let listener = UnixListener::bind(&path);
         listener
             .map_err(|e| {
@@ -255,9 +255,10 @@ impl MemoryTransfers {
             .ok()
     }
 
-    fn register(&mut self, migration: MigrationId, way: MemoryTransfer) {
-        self.transfers.retain(|_, way| !way.task.is_finished());
-        self.transfers.insert(migration, way);
+    fn register(&mut self, migration: MigrationId, transfer: MemoryTransfer) {
+        self.transfers
+            .retain(|_, transfer| !transfer.task.is_finished());
+        self.transfers.insert(migration, transfer);
     }
 }
 

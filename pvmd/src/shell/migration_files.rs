@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// Writes the migration files of one runtime directory.
 pub(crate) struct MigrationFiles {
-    record: PathBuf,
+    record_path: PathBuf,
     inputs: InputSender,
     /// Serializes writers of the record.
     record_lock: Arc<Mutex<()>>,
@@ -43,7 +43,7 @@ type PendingTokens = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 impl MigrationFiles {
     pub(crate) fn new(place: &RuntimePaths, inputs: InputSender) -> MigrationFiles {
         MigrationFiles {
-            record: place.migration_log(),
+            record_path: place.migration_log(),
             inputs,
             record_lock: Arc::default(),
             pending_tokens: PendingTokens::default(),
@@ -54,7 +54,7 @@ impl MigrationFiles {
     /// [`Event::MigrationRecorded`].
     pub(crate) fn record(&self, migration: MigrationId, tid: Tid, to: HostId) {
         let (path, inputs, turn) = (
-            self.record.clone(),
+            self.record_path.clone(),
             self.inputs.clone(),
             self.record_lock.clone(),
         );
@@ -104,13 +104,15 @@ impl MigrationFiles {
 }
 
 /// Retries until the token is written or removed.
-async fn retry_token(late: PendingTokens, path: PathBuf) {
+async fn retry_token(pending_tokens: PendingTokens, path: PathBuf) {
     loop {
         tokio::time::sleep(TOKEN_RETRY_INTERVAL).await;
-        let mut late = lock(&late);
-        let Some(bytes) = late.get(&path) else { return };
+        let mut pending_tokens = lock(&pending_tokens);
+        let Some(bytes) = pending_tokens.get(&path) else {
+            return;
+        };
         if write_atomically(&path, bytes).is_ok() {
-            late.remove(&path);
+            pending_tokens.remove(&path);
             return;
         }
     }

@@ -97,8 +97,8 @@ pub(crate) enum SessionChange {
 #[derive(Debug, Default)]
 struct Peer {
     addresses: Vec<SocketAddr>,
-    wanted: bool,
-    expelled: bool,
+    is_wanted: bool,
+    is_expelled: bool,
     session: Option<Session>,
     connector: Option<AbortHandle>,
     /// Frames that wait for a session. The bool is true for frames of the control stream.
@@ -111,7 +111,7 @@ struct Peer {
 
 #[derive(Debug)]
 struct Session {
-    number: u64,
+    session_number: u64,
     connection: Connection,
     channels: Option<SessionQueues>,
     fence_sender: FenceSender,
@@ -123,7 +123,7 @@ impl Session {
     fn new(number: u64, connection: Connection, queues: Option<SessionQueues>) -> Session {
         let (fence_sender, fence_receiver) = (FenceSender::default(), FenceReceiver::default());
         Session {
-            number,
+            session_number: number,
             connection,
             channels: queues,
             fence_sender,
@@ -154,7 +154,7 @@ impl Session {
         if new {
             let (fill, queue) = outbox(LINK_BYTES_MAX);
             tokio::spawn(session::run_pair_stream(
-                context(self.number),
+                context(self.session_number),
                 self.connection.clone(),
                 lane,
                 queue,
@@ -182,7 +182,7 @@ impl Session {
             ));
         }
         self.send_main(Outgoing::Reliable(frame));
-        if let DataMsg::Ended { dst, .. } = word {
+        if let DataMsg::Ended { tid: dst, .. } = word {
             self.close_pair_streams(Some(*dst));
         }
     }
@@ -216,7 +216,7 @@ impl Session {
 /// The endpoint and all sessions.
 pub(crate) struct Net {
     endpoint: Endpoint,
-    client: ClientConfig,
+    client_config: ClientConfig,
     vm: String,
     own_host: HostId,
     lease: Duration,
@@ -319,7 +319,7 @@ impl Net {
         let (vm, peers) = (vm.to_string(), HashMap::new());
         Ok(Net {
             endpoint,
-            client,
+            client_config: client,
             vm,
             own_host,
             lease,
@@ -341,8 +341,8 @@ impl Net {
     /// Establishes a session with a host, and a new one whenever the session is lost.
     pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
-        peer.wanted = true;
-        peer.expelled = false;
+        peer.is_wanted = true;
+        peer.is_expelled = false;
         for address in addresses {
             if !peer.addresses.contains(&address) && peer.addresses.len() < ADDRESSES_MAX {
                 peer.addresses.push(address);
@@ -361,7 +361,7 @@ impl Net {
             end_session(session);
         }
         *peer = Peer {
-            expelled: true,
+            is_expelled: true,
             ..Peer::default()
         };
     }
@@ -395,7 +395,7 @@ impl Net {
                 Some(session) => {
                     session.send_link(|number| session_context(vm, me, lease, host, number), body)
                 }
-                None if peer.expelled => {}
+                None if peer.is_expelled => {}
                 None => self.queue_until_up(host, false, Outgoing::Link(body)),
             }
             return;
@@ -420,7 +420,7 @@ impl Net {
 
     /// Returns the state of a host unless it is expelled.
     fn peer_unless_expelled(&mut self, host: HostId) -> Option<&mut Peer> {
-        Some(self.peers.entry(host).or_default()).filter(|peer| !peer.expelled)
+        Some(self.peers.entry(host).or_default()).filter(|peer| !peer.is_expelled)
     }
 
     /// Closes the session with a host that does not read.
@@ -468,7 +468,7 @@ impl Net {
         let session = self.peers.get(&host)?.session.as_ref()?;
         let queues = session.channels.as_ref()?;
         Some((
-            self.session_context(host, session.number),
+            self.session_context(host, session.session_number),
             queues.connection.clone(),
         ))
     }
@@ -476,15 +476,15 @@ impl Net {
     /// As [`Net::session_for_transfer`], but also waits for a new session if the hosts currently
     /// have none.
     pub(crate) fn await_session(&mut self, host: HostId) -> PendingSession {
-        let (tell, receiver) = oneshot::channel();
+        let (session_sender, receiver) = oneshot::channel();
         match self.session_for_transfer(host) {
             Some(bulk) => {
-                let _ = tell.send(bulk);
+                let _ = session_sender.send(bulk);
             }
             None => {
                 if let Some(peer) = self.peers.get_mut(&host) {
                     peer.waiting_transfers.retain(|other| !other.is_closed());
-                    peer.waiting_transfers.push(tell);
+                    peer.waiting_transfers.push(session_sender);
                 }
             }
         }
@@ -499,7 +499,7 @@ impl Net {
         self.peers
             .get(&host)
             .and_then(|p| p.session.as_ref())
-            .is_some_and(|s| s.number == number)
+            .is_some_and(|s| s.session_number == number)
     }
 
     /// Handles the inputs about sessions and connection attempts. The other inputs belong to the
@@ -517,7 +517,7 @@ impl Net {
             NetInput::SessionDown { host, number, why } => {
                 return self.on_session_down(host, number, why);
             }
-            NetInput::DialEnded { host } => {
+            NetInput::ConnectEnded { host } => {
                 if let Some(peer) = self.peers.get_mut(&host) {
                     peer.connector = None;
                 }
@@ -532,7 +532,7 @@ impl Net {
     }
 
     fn on_handshake_done(&mut self, host: HostId, connection: Connection) {
-        if self.peers.get(&host).is_some_and(|p| p.expelled) || host == self.own_host {
+        if self.peers.get(&host).is_some_and(|p| p.is_expelled) || host == self.own_host {
             connection.close(CLOSE_EXPELLED, b"");
             return;
         }
@@ -560,12 +560,18 @@ impl Net {
         let mut news = Vec::new();
         let decides = self.own_host > host;
         let peer = self.peers.entry(host).or_default();
-        if peer.expelled || (decides && peer.session.as_ref().is_none_or(|s| s.number != number)) {
+        if peer.is_expelled
+            || (decides
+                && peer
+                    .session
+                    .as_ref()
+                    .is_none_or(|s| s.session_number != number))
+        {
             queues.connection.close(CLOSE_EXPELLED, b"");
             return news;
         }
         if let Some(old) = peer.session.take()
-            && old.number != number
+            && old.session_number != number
         {
             // The other host decides, and has given up the old session.
             old.connection.close(CLOSE_DUPLICATE, b"");
@@ -605,7 +611,7 @@ impl Net {
         let Some(peer) = self.peers.get_mut(&host) else {
             return Vec::new();
         };
-        let Some(session) = peer.session.take_if(|s| s.number == number) else {
+        let Some(session) = peer.session.take_if(|s| s.session_number == number) else {
             return Vec::new();
         };
         let was_up = session.channels.is_some();
@@ -627,7 +633,7 @@ impl Net {
 
     /// Accepts an item of the current session's data channel; [`Net::next_data`] returns the items
     /// that no fence holds.
-    pub(crate) fn take_data(&mut self, host: HostId, number: u64, item: DataItem) {
+    pub(crate) fn accept_data(&mut self, host: HostId, number: u64, item: DataItem) {
         let Some(session) = self.current_session(host, number) else {
             return;
         };
@@ -647,7 +653,7 @@ impl Net {
             .get_mut(&host)?
             .session
             .as_mut()
-            .filter(|s| s.number == number)
+            .filter(|s| s.session_number == number)
     }
 
     /// Connects to hosts that lack a session, and closes idle pair streams. Called once a second.
@@ -659,7 +665,7 @@ impl Net {
         let wanted: Vec<HostId> = self
             .peers
             .iter()
-            .filter(|(_, p)| p.wanted)
+            .filter(|(_, p)| p.is_wanted)
             .map(|(host, _)| *host)
             .collect();
         wanted
@@ -681,7 +687,7 @@ impl Net {
         }
         let connector = Connector {
             endpoint: self.endpoint.clone(),
-            client: self.client.clone(),
+            client: self.client_config.clone(),
             name: host_name(host, &self.vm),
             host,
             addresses: peer.addresses.clone(),
@@ -696,7 +702,9 @@ impl Net {
                 .await;
             // The session needs time to come up before another attempt makes sense.
             sleep(CONNECT_GRACE_PERIOD).await;
-            let _ = inputs.send(Input::Net(NetInput::DialEnded { host })).await;
+            let _ = inputs
+                .send(Input::Net(NetInput::ConnectEnded { host }))
+                .await;
         });
         peer.connector = Some(task.abort_handle());
     }
@@ -705,7 +713,7 @@ impl Net {
     /// [`Net::handle_input`] until [`Net::has_sessions`] is false.
     pub(crate) fn begin_shutdown(&mut self) {
         for peer in self.peers.values_mut() {
-            peer.wanted = false;
+            peer.is_wanted = false;
             if let Some(connector) = peer.connector.take() {
                 connector.abort();
             }

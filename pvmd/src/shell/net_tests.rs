@@ -35,7 +35,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 struct Daemon {
     net: Net,
     images: ImageTransfers,
-    detours: BulkFallbacks,
+    fallbacks: BulkFallbacks,
     inputs: mpsc::Receiver<Input>,
     own_host: HostId,
     dir: PathBuf,
@@ -78,7 +78,7 @@ impl Daemon {
         Daemon {
             net,
             images: ImageTransfers::new(place, sender, log, Arc::default(), fallbacks.clone()),
-            detours: fallbacks,
+            fallbacks,
             inputs,
             own_host: host(own_host),
             dir,
@@ -95,7 +95,7 @@ impl Daemon {
         loop {
             let (host, number) = self.last_session;
             if let Some(carried) = self.net.next_data(host, number) {
-                return DaemonInput::Carried(carried);
+                return DaemonInput::Data(carried);
             }
             let input = self
                 .inputs
@@ -110,9 +110,9 @@ impl Daemon {
                 Input::Net(NetInput::Data {
                     host,
                     number,
-                    parcel,
+                    item: parcel,
                 }) => {
-                    self.net.take_data(host, number, parcel);
+                    self.net.accept_data(host, number, parcel);
                     self.last_session = (host, number);
                 }
                 Input::Net(NetInput::Images(announced)) => {
@@ -124,11 +124,11 @@ impl Daemon {
                     what,
                     streams,
                 }) => {
-                    self.detours.on_stream(host, migration, what, streams);
+                    self.fallbacks.on_stream(host, migration, what, streams);
                 }
                 Input::Net(input) => {
                     if let Some(news) = self.net.handle_input(input).pop() {
-                        return DaemonInput::News(news);
+                        return DaemonInput::SessionChange(news);
                     }
                 }
                 Input::TaskConnected(_) => unreachable!("nobody listens for tasks here"),
@@ -140,7 +140,9 @@ impl Daemon {
     async fn await_session(&mut self, other: HostId) {
         loop {
             match timeout(DEADLINE, self.next()).await {
-                Ok(DaemonInput::News(SessionChange::Connected(host))) if host == other => return,
+                Ok(DaemonInput::SessionChange(SessionChange::Connected(host))) if host == other => {
+                    return;
+                }
                 Ok(DaemonInput::Event(Event::Unauthenticated { .. })) => {}
                 seen => panic!(
                     "{} waited for a session with {other}, saw {seen:?}",
@@ -159,9 +161,9 @@ impl Drop for Daemon {
 
 #[derive(Debug)]
 enum DaemonInput {
-    News(SessionChange),
+    SessionChange(SessionChange),
     Control(HostMsg),
-    Carried(DataMsg),
+    Data(DataMsg),
     Event(Event),
 }
 
@@ -207,7 +209,7 @@ async fn frames_queued_before_session_all_arrive() {
     tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     for n in 0..count {
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(DataMsg::Frame(came))) if came == frame => {}
+            Ok(DaemonInput::Data(DataMsg::Frame(came))) if came == frame => {}
             seen => panic!("after {n} of {count} frames came {seen:?}"),
         }
     }
@@ -229,7 +231,7 @@ async fn mutual_connect_yields_one_ordered_session() {
             seen => panic!("{seen:?}"),
         }
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            DaemonInput::Carried(DataMsg::Frame(body)) => assert_eq!(body, vec![n as u8; 5000]),
+            DaemonInput::Data(DataMsg::Frame(body)) => assert_eq!(body, vec![n as u8; 5000]),
             seen => panic!("{seen:?}"),
         }
     }
@@ -257,7 +259,7 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
 /// Returns the ends and the sequence number of the next link frame.
 async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     match timeout(DEADLINE, daemon.next()).await {
-        Ok(DaemonInput::Carried(DataMsg::Frame(body))) => {
+        Ok(DaemonInput::Data(DataMsg::Frame(body))) => {
             let frame = LinkFrame::decode(body).expect("a link frame");
             ((frame.src, frame.dst), frame.seq)
         }
@@ -374,7 +376,7 @@ async fn control_items_and_frames_keep_their_order() {
     for seq in 0..ROUNDS {
         assert_eq!(next_frame(&mut two).await.1, 2 * seq);
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(DataMsg::RouteDrained { epoch, .. })) => {
+            Ok(DaemonInput::Data(DataMsg::RouteDrained { epoch, .. })) => {
                 assert_eq!(epoch, Epoch(seq))
             }
             seen => panic!("instead of the word {seq}: {seen:?}"),
@@ -403,7 +405,7 @@ async fn more_pairs_than_streams_lose_nothing() {
             one.net.send_data(
                 two.own_host,
                 DataMsg::Ended {
-                    dst,
+                    tid: dst,
                     watermarks: Vec::new(),
                 },
             );
@@ -412,13 +414,13 @@ async fn more_pairs_than_streams_lose_nothing() {
     let mut seen = HashMap::new();
     for _ in 0..2 * PAIRS as u64 * (EACH + 1) {
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(DataMsg::Frame(body))) => {
+            Ok(DaemonInput::Data(DataMsg::Frame(body))) => {
                 let frame = LinkFrame::decode(body).expect("a link frame");
                 let count: &mut u64 = seen.entry(frame.src).or_default();
                 assert_eq!(frame.seq, *count, "{}", frame.src);
                 *count += 1;
             }
-            Ok(DaemonInput::Carried(DataMsg::Ended { dst, .. })) => {
+            Ok(DaemonInput::Data(DataMsg::Ended { tid: dst, .. })) => {
                 assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended")
             }
             other => panic!("after {} tasks: {other:?}", seen.len()),
@@ -577,7 +579,7 @@ async fn silent_host_is_lost_after_lease() {
     let Daemon { net, .. } = &mut two;
     net.cut_network();
     match timeout(DEADLINE, one.next()).await.expect("in time") {
-        DaemonInput::News(SessionChange::Lost(lost, why)) => assert!(
+        DaemonInput::SessionChange(SessionChange::Lost(lost, why)) => assert!(
             lost == host(2) && why.contains("nothing was heard"),
             "{why}"
         ),
@@ -650,7 +652,7 @@ async fn images_arrive_only_where_expected() {
 #[tokio::test(flavor = "multi_thread")]
 async fn images_use_session_stream_if_tcp_is_blocked() {
     let (mut one, mut two) = connected_pair("detour", Duration::from_secs(10)).await;
-    two.detours.mark_tcp_blocked(host(1));
+    two.fallbacks.mark_tcp_blocked(host(1));
     let content: Vec<u8> = (0..20_000_000u32).map(|i| (i >> 7) as u8).collect();
     for number in 0..3 {
         let migration = MigrationId(50 + number);

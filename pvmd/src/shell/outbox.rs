@@ -50,7 +50,7 @@ impl Outgoing {
 struct Counters {
     reliable_bytes: AtomicUsize,
     link_bytes: AtomicUsize,
-    sent: AtomicUsize,
+    sent_items: AtomicUsize,
 }
 
 /// The sending end of the queue; clones share it.
@@ -117,7 +117,7 @@ impl Outbox {
     /// Returns the number of items that have left the queue. Two equal results mean that no item
     /// has left in between.
     pub(crate) fn sent_count(&self) -> usize {
-        self.counters.sent.load(Ordering::Relaxed)
+        self.counters.sent_items.load(Ordering::Relaxed)
     }
 }
 
@@ -141,7 +141,7 @@ impl OutboxReader {
                 .fetch_sub(bytes.len(), Ordering::Relaxed),
             Outgoing::Close => 0,
         };
-        self.counters.sent.fetch_add(1, Ordering::Relaxed);
+        self.counters.sent_items.fetch_add(1, Ordering::Relaxed);
     }
 }
 

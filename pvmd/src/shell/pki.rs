@@ -42,7 +42,7 @@ pub(crate) struct Authority {
 /// All in DER.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HostCredentials {
-    pub(crate) authority: Vec<u8>,
+    pub(crate) authority_certificate: Vec<u8>,
     pub(crate) certificate: Vec<u8>,
     /// The host's private key (PKCS #8).
     pub(crate) key: Vec<u8>,
@@ -73,7 +73,7 @@ impl Authority {
     /// The key cannot be generated.
     pub(crate) fn new(vm: &str) -> Result<Authority, PkiError> {
         let mut params = CertificateParams::default();
-        params.distinguished_name = name_of(&format!("Sempa virtual machine {vm}"));
+        params.distinguished_name = distinguished_name(&format!("Sempa virtual machine {vm}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(failed)?;
@@ -91,7 +91,7 @@ impl Authority {
     /// The key cannot be generated.
     pub(crate) fn issue(&self, host: HostId) -> Result<HostCredentials, PkiError> {
         let mut params = CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(failed)?;
-        params.distinguished_name = name_of(&host_name(host, &self.vm));
+        params.distinguished_name = distinguished_name(&host_name(host, &self.vm));
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![
@@ -101,21 +101,21 @@ impl Authority {
         let key = KeyPair::generate().map_err(failed)?;
         let certificate = params.signed_by(&key, &self.issuer).map_err(failed)?;
         Ok(HostCredentials {
-            authority: self.certificate.clone(),
+            authority_certificate: self.certificate.clone(),
             certificate: certificate.der().to_vec(),
             key: key.serialize_der(),
         })
     }
 }
 
-fn name_of(common: &str) -> DistinguishedName {
+fn distinguished_name(common: &str) -> DistinguishedName {
     let mut name = DistinguishedName::new();
     name.push(DnType::CommonName, common);
     name
 }
 
 impl HostCredentials {
-    fn parts(
+    fn tls_parts(
         &self,
     ) -> Result<
         (
@@ -127,7 +127,7 @@ impl HostCredentials {
     > {
         let mut roots = RootCertStore::empty();
         roots
-            .add(CertificateDer::from(self.authority.clone()))
+            .add(CertificateDer::from(self.authority_certificate.clone()))
             .map_err(failed)?;
         let chain = vec![CertificateDer::from(self.certificate.clone())];
         Ok((
@@ -143,7 +143,7 @@ impl HostCredentials {
     /// # Errors
     /// The certificates are inconsistent.
     pub(crate) fn server_config(&self) -> Result<QuicServerConfig, PkiError> {
-        let (roots, chain, key) = self.parts()?;
+        let (roots, chain, key) = self.tls_parts()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
             .build()
@@ -166,7 +166,7 @@ impl HostCredentials {
     /// # Errors
     /// The certificates are inconsistent.
     pub(crate) fn client_config(&self) -> Result<QuicClientConfig, PkiError> {
-        let (roots, chain, key) = self.parts()?;
+        let (roots, chain, key) = self.tls_parts()?;
         let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(
             rustls::crypto::ring::default_provider(),
         ))

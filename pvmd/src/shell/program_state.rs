@@ -3,7 +3,7 @@
 //! All disk access runs on blocking threads; each operation reports its end as an event.
 
 use super::input::{Input, InputSender};
-use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateError};
+use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateFileError};
 use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
@@ -20,27 +20,27 @@ type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
 /// The operations in progress on the state files of programs.
 pub(crate) struct ProgramStateFiles {
-    place: RuntimePaths,
+    paths: RuntimePaths,
     inputs: InputSender,
     staged: StagedByMigration,
-    collect_room: Arc<SpaceReservations>,
+    collect_reservations: Arc<SpaceReservations>,
 }
 
 fn lock(staged: &StagedByMigration) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn io_failure(error: &StateError) -> Failure {
+fn io_failure(error: &StateFileError) -> Failure {
     Failure::Io(error.to_string())
 }
 
 impl ProgramStateFiles {
     pub(crate) fn new(place: RuntimePaths, inputs: InputSender) -> ProgramStateFiles {
         ProgramStateFiles {
-            place,
+            paths: place,
             inputs,
             staged: StagedByMigration::default(),
-            collect_room: Arc::default(),
+            collect_reservations: Arc::default(),
         }
     }
 
@@ -54,8 +54,8 @@ impl ProgramStateFiles {
     /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
     pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
         let (images, room) = (
-            self.place.image_dir(migration),
-            Arc::clone(&self.collect_room),
+            self.paths.image_dir(migration),
+            Arc::clone(&self.collect_reservations),
         );
         // Created before the thread starts: the thread must not create the directory again after a
         // drop. A failure shows when the directory is used.
@@ -72,7 +72,7 @@ impl ProgramStateFiles {
     /// Copies the files next to their destinations under temporary names. Reports
     /// [`Event::StateStaged`].
     pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, staged) = (self.place.image_dir(migration), self.staged.clone());
+        let (images, staged) = (self.paths.image_dir(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
         self.spawn_work(move || {
             let result = state_files::stage(&files, &dir, &images)
@@ -91,20 +91,20 @@ impl ProgramStateFiles {
 
     /// Renames the staged files to their final names. Reports [`Event::StateInstalled`].
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
-        let all = lock(&self.staged).remove(&migration).flatten();
+        let staged_files = lock(&self.staged).remove(&migration).flatten();
         self.spawn_work(move || {
             let dropped = || Failure::Cancelled("it was given up".into());
-            let result = all
+            let result = staged_files
                 .ok_or_else(dropped)
-                .and_then(|all| all.install().map_err(|e| io_failure(&e)));
+                .and_then(|staged_files| staged_files.install().map_err(|e| io_failure(&e)));
             Event::StateInstalled { migration, result }
         });
     }
 
     /// Removes files that are staged but not renamed yet.
     pub(crate) fn drop_staged(&self, migration: MigrationId) {
-        if let Some(all) = lock(&self.staged).remove(&migration) {
-            tokio::task::spawn_blocking(move || drop(all));
+        if let Some(staged_files) = lock(&self.staged).remove(&migration) {
+            tokio::task::spawn_blocking(move || drop(staged_files));
         }
     }
 }

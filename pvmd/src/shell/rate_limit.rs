@@ -39,9 +39,9 @@ impl RateLimit {
 
     /// Sleeps until `bytes` may leave.
     pub(crate) fn wait(&self, bytes: usize) {
-        let pause = self.reserve(bytes, Instant::now());
-        if !pause.is_zero() {
-            std::thread::sleep(pause);
+        let delay = self.reserve(bytes, Instant::now());
+        if !delay.is_zero() {
+            std::thread::sleep(delay);
         }
     }
 

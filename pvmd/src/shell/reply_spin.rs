@@ -7,7 +7,7 @@
 
 use sempa_proto::host::DataMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_socket::{SenderReach, SpinBudget};
+use sempa_socket::{SenderDistance, SpinBudget};
 use std::time::{Duration, Instant};
 
 /// Larger frames belong to bulk transfers, which keep both hosts awake without spinning.
@@ -19,28 +19,35 @@ pub(crate) struct ReplySpinner {
     spin: SpinBudget,
     /// Time at which the pending request was sent, and the time to spin for its reply. The inner
     /// `None` means that the daemon sleeps instead.
-    waiting: Option<(Instant, Option<Duration>)>,
+    pending_request: Option<(Instant, Option<Duration>)>,
 }
 
 impl ReplySpinner {
     pub(crate) fn new() -> ReplySpinner {
         ReplySpinner {
-            spin: SpinBudget::new(SenderReach::RemoteDaemons),
-            waiting: None,
+            spin: SpinBudget::new(SenderDistance::RemoteDaemons),
+            pending_request: None,
         }
     }
 
     /// Starts to wait for a reply if a small data frame was sent to another host.
     pub(crate) fn on_request(&mut self, carried: &DataMsg, now: Instant) {
-        if is_small_data(carried) && self.waiting.is_none_or(|(_, awake)| awake.is_none()) {
-            self.waiting = Some((now, self.spin.next_budget(None, SenderReach::RemoteDaemons)));
+        if is_small_data(carried)
+            && self
+                .pending_request
+                .is_none_or(|(_, awake)| awake.is_none())
+        {
+            self.pending_request = Some((
+                now,
+                self.spin.next_budget(None, SenderDistance::RemoteDaemons),
+            ));
         }
     }
 
     /// Ends the wait if a small data frame has arrived from another host, and learns from its
     /// duration.
     pub(crate) fn on_reply(&mut self, carried: &DataMsg, now: Instant) {
-        match self.waiting.take_if(|_| is_small_data(carried)) {
+        match self.pending_request.take_if(|_| is_small_data(carried)) {
             Some((since, Some(budget))) => self.spin.record_spin(now.duration_since(since), budget),
             Some((since, None)) => self.spin.record_sleep(now.duration_since(since)),
             None => {}
@@ -54,14 +61,14 @@ impl ReplySpinner {
 
     /// Returns true while the daemon should spin for a reply.
     pub(crate) fn should_spin(&mut self, now: Instant) -> bool {
-        let Some((since, Some(spin_budget))) = self.waiting else {
+        let Some((since, Some(spin_budget))) = self.pending_request else {
             return false;
         };
         if now.duration_since(since) <= spin_budget {
             return true;
         }
         self.spin.record_miss();
-        self.waiting = None;
+        self.pending_request = None;
         false
     }
 }
@@ -107,8 +114,8 @@ mod tests {
     fn new_spinner() -> (ReplySpinner, Instant) {
         (
             ReplySpinner {
-                spin: SpinBudget::multiprocessor(SenderReach::RemoteDaemons),
-                waiting: None,
+                spin: SpinBudget::multiprocessor(SenderDistance::RemoteDaemons),
+                pending_request: None,
             },
             Instant::now(),
         )
@@ -117,44 +124,44 @@ mod tests {
     /// The daemon spins from a small request until its reply arrives.
     #[test]
     fn spins_from_request_to_reply() {
-        let (mut vigil, begin) = new_spinner();
+        let (mut spinner, begin) = new_spinner();
         for round in 0..1000 {
             let now = begin + Duration::from_millis(round);
-            assert!(!vigil.should_spin(now), "nobody has asked");
-            vigil.on_request(&request(), now);
-            assert!(vigil.should_spin(now + Duration::from_micros(40)));
-            vigil.on_reply(&request(), now + Duration::from_micros(50));
+            assert!(!spinner.should_spin(now), "nobody has asked");
+            spinner.on_request(&request(), now);
+            assert!(spinner.should_spin(now + Duration::from_micros(40)));
+            spinner.on_reply(&request(), now + Duration::from_micros(50));
         }
     }
 
     /// Acknowledgements and fragments of large messages neither start a wait nor end one.
     #[test]
     fn acks_and_bulk_fragments_do_not_count() {
-        let (mut vigil, now) = new_spinner();
+        let (mut spinner, now) = new_spinner();
         for other in [
             frame(LinkKind::Ack { resync: false }, 0),
             frame(LinkKind::Data { last: false }, 64 << 10),
         ] {
-            vigil.on_request(&other, now);
-            assert!(!vigil.should_spin(now));
-            vigil.on_request(&request(), now);
-            vigil.on_reply(&other, now);
-            assert!(vigil.should_spin(now), "that was no answer");
-            vigil.on_reply(&request(), now);
+            spinner.on_request(&other, now);
+            assert!(!spinner.should_spin(now));
+            spinner.on_request(&request(), now);
+            spinner.on_reply(&other, now);
+            assert!(spinner.should_spin(now), "that was no answer");
+            spinner.on_reply(&request(), now);
         }
     }
 
     /// Requests without replies cost less than 300 ms of spinning in 100 s.
     #[test]
     fn unanswered_requests_cost_little_spinning() {
-        let (mut vigil, begin) = new_spinner();
+        let (mut spinner, begin) = new_spinner();
         let mut awake = Duration::ZERO;
         for round in 0..100_000 {
             let now = begin + Duration::from_millis(round);
-            vigil.on_request(&request(), now);
+            spinner.on_request(&request(), now);
             awake += (0..50)
                 .map(|look| now + look * POLL_INTERVAL)
-                .take_while(|now| vigil.should_spin(*now))
+                .take_while(|now| spinner.should_spin(*now))
                 .count() as u32
                 * POLL_INTERVAL;
         }
@@ -164,16 +171,16 @@ mod tests {
     /// A quick reply during sleep makes the daemon spin for the next request.
     #[test]
     fn quick_replies_restart_spinning() {
-        let (mut vigil, begin) = new_spinner();
+        let (mut spinner, begin) = new_spinner();
         let later = |ms| begin + Duration::from_millis(ms);
         for ms in 0..100 {
-            vigil.on_request(&request(), later(ms));
-            vigil.should_spin(later(ms) + Duration::from_micros(900));
+            spinner.on_request(&request(), later(ms));
+            spinner.should_spin(later(ms) + Duration::from_micros(900));
         }
-        vigil.on_request(&request(), later(200));
-        assert!(!vigil.should_spin(later(200)));
-        vigil.on_reply(&request(), later(200) + Duration::from_micros(120));
-        vigil.on_request(&request(), later(201));
-        assert!(vigil.should_spin(later(201)));
+        spinner.on_request(&request(), later(200));
+        assert!(!spinner.should_spin(later(200)));
+        spinner.on_reply(&request(), later(200) + Duration::from_micros(120));
+        spinner.on_request(&request(), later(201));
+        assert!(spinner.should_spin(later(201)));
     }
 }

@@ -61,9 +61,9 @@ pub(crate) enum RuntimeDirError {
         pid: String,
     },
     /// A file operation failed.
-    #[error("cannot {act} {path}: {source}")]
+    #[error("cannot {operation} {path}: {source}")]
     Io {
-        act: &'static str,
+        operation: &'static str,
         path: PathBuf,
         source: std::io::Error,
     },
@@ -71,7 +71,11 @@ pub(crate) enum RuntimeDirError {
 
 fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> RuntimeDirError {
     let path = path.to_path_buf();
-    move |source| RuntimeDirError::Io { act, path, source }
+    move |source| RuntimeDirError::Io {
+        operation: act,
+        path,
+        source,
+    }
 }
 
 /// A runtime directory held by this process. Dropping it removes the directory and all files in it.
@@ -147,10 +151,16 @@ impl RuntimeDir {
                     return Ok(runtime_dir);
                 }
                 Ok(None) => {}
-                Err(RuntimeDirError::Io { source, act, path })
-                    if source.kind() == ErrorKind::NotFound =>
-                {
-                    last = Some(RuntimeDirError::Io { source, act, path });
+                Err(RuntimeDirError::Io {
+                    source,
+                    operation: act,
+                    path,
+                }) if source.kind() == ErrorKind::NotFound => {
+                    last = Some(RuntimeDirError::Io {
+                        source,
+                        operation: act,
+                        path,
+                    });
                 }
                 Err(e) => return Err(e),
             }
@@ -214,7 +224,7 @@ impl RuntimeDir {
                 && entry != self.paths.log_file()
                 && is_daemon_file(&self.paths, &entry, &name)
             {
-                remove_any(&entry);
+                remove_recursively(&entry);
             }
         }
     }
@@ -233,7 +243,7 @@ impl Drop for RuntimeDir {
             let ours =
                 is_daemon_file(&self.paths, &entry, &name) || name.starts_with(RM_DATABASE_FILE);
             if !wanted && entry != self.paths.lock_file() && ours {
-                remove_any(&entry);
+                remove_recursively(&entry);
             }
         }
         if self.image_dir_lock.is_some() {
@@ -343,7 +353,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// Removes a file, a socket or a whole directory. Errors are ignored.
-pub(crate) fn remove_any(path: &Path) {
+pub(crate) fn remove_recursively(path: &Path) {
     let Ok(meta) = fs::symlink_metadata(path) else {
         return;
     };
@@ -413,11 +423,11 @@ fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
 }
 
 /// The locked lock file, and the process id that an earlier daemon wrote into it.
-type Locked = (Flock<File>, Option<String>);
+type AcquiredLock = (Flock<File>, Option<String>);
 
 /// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
 /// before it was locked.
-fn lock_file(place: &RuntimePaths) -> Result<Option<Locked>, RuntimeDirError> {
+fn lock_file(place: &RuntimePaths) -> Result<Option<AcquiredLock>, RuntimeDirError> {
     let path = place.lock_file();
     let mut file = OpenOptions::new()
         .read(true)
@@ -515,7 +525,7 @@ mod tests {
     fn second_daemon_is_refused_with_pid_of_first() {
         let scratch = Scratch::new();
         let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
-        let _ear =
+        let _listener =
             std::os::unix::net::UnixListener::bind(scratch.place().daemon_socket()).expect("bound");
         let text = RuntimeDir::acquire(scratch.place(), uid(), false)
             .expect_err("held")

@@ -124,16 +124,16 @@ pub(crate) enum SessionError {
 }
 
 /// Serves a connection as a session, from the hellos to its end, and reports the end.
-pub(crate) async fn run(pair: SessionContext, connection: Connection, inputs: InputSender) {
-    let why = match timeout(HELLO_TIMEOUT, pair.open(&connection)).await {
-        Ok(Ok(streams)) => pair.serve(&connection, streams, &inputs).await,
+pub(crate) async fn run(context: SessionContext, connection: Connection, inputs: InputSender) {
+    let why = match timeout(HELLO_TIMEOUT, context.open(&connection)).await {
+        Ok(Ok(streams)) => context.serve(&connection, streams, &inputs).await,
         Ok(Err(why)) => why.to_string(),
         Err(_) => "no hello came in time".to_string(),
     };
     connection.close(CLOSE_PROTOCOL_ERROR, b"");
     let down = NetInput::SessionDown {
-        host: pair.host,
-        number: pair.number,
+        host: context.host,
+        number: context.number,
         why,
     };
     let _ = inputs.send(Input::Net(down)).await;
@@ -364,7 +364,7 @@ impl SessionContext {
                 )) => {
                     let (pair, session) = (self.clone(), connection.clone());
                     let announced = TransferAnnouncement {
-                        pair,
+                        context: pair,
                         migration,
                         session,
                         stream,
@@ -410,13 +410,13 @@ impl SessionContext {
             if !decoder.is_empty() {
                 return "it said more on a stream than was to be said".into();
             }
-            let detour = NetInput::FallbackStream {
+            let fallback_stream = NetInput::FallbackStream {
                 host: self.host,
                 migration,
                 what,
                 streams: (out, back),
             };
-            if inputs.send(Input::Net(detour)).await.is_err() {
+            if inputs.send(Input::Net(fallback_stream)).await.is_err() {
                 return "this daemon ends".into();
             }
         }
@@ -470,7 +470,7 @@ fn next_lease_check(step: Duration) -> Instant {
 /// # Errors
 /// A protocol error of the peer, or the end of this daemon.
 async fn read_data(
-    pair: SessionContext,
+    context: SessionContext,
     lane: Option<LaneId>,
     mut stream: RecvStream,
     mut decoder: FrameDecoder,
@@ -486,9 +486,9 @@ async fn read_data(
             Some(lane) => DataItem::Lane(lane, pair_stream_item(frame)?),
         };
         let input = NetInput::Data {
-            host: pair.host,
-            number: pair.number,
-            parcel: item,
+            host: context.host,
+            number: context.number,
+            item,
         };
         inputs
             .send(Input::Net(input))
@@ -523,13 +523,13 @@ pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, Sessi
 
 /// Serves a pair stream from its opening to its end.
 pub(crate) async fn run_pair_stream(
-    pair: SessionContext,
+    context: SessionContext,
     connection: Connection,
     lane: LaneId,
     queue: OutboxReader,
 ) {
     // Without a stream the session is ending; the control stream reports that.
-    if let Ok(stream) = pair
+    if let Ok(stream) = context
         .open_stream(&connection, StreamPurpose::PairStream(lane), 1)
         .await
     {
@@ -568,11 +568,11 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
 /// # Errors
 /// The failure of the session.
 pub(crate) async fn open_announcement(
-    pair: &SessionContext,
+    context: &SessionContext,
     connection: &Connection,
     what: StreamPurpose,
 ) -> Result<SendStream, SessionError> {
-    pair.open_stream(connection, what, 0).await
+    context.open_stream(connection, what, 0).await
 }
 
 /// Opens a bidirectional stream. The peer sends first.
@@ -580,7 +580,7 @@ pub(crate) async fn open_announcement(
 /// # Errors
 /// The failure of the session.
 pub(crate) async fn open_bidirectional(
-    pair: &SessionContext,
+    context: &SessionContext,
     connection: &Connection,
     what: StreamPurpose,
 ) -> Result<(SendStream, RecvStream), SessionError> {
@@ -589,7 +589,7 @@ pub(crate) async fn open_bidirectional(
         .await
         .map_err(SessionError::OpenStream)?;
     let _ = out.set_priority(0);
-    pair.send_purpose(&mut out, what).await?;
+    context.send_purpose(&mut out, what).await?;
     Ok((out, back))
 }
 

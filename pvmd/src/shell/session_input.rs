@@ -33,7 +33,7 @@ pub(crate) enum NetInput {
     Data {
         host: HostId,
         number: u64,
-        parcel: DataItem,
+        item: DataItem,
     },
     /// Announces an image transfer.
     Images(TransferAnnouncement),
@@ -54,13 +54,13 @@ pub(crate) enum NetInput {
     },
     /// A connection attempt has ended. A successful one was reported before as
     /// [`NetInput::HandshakeDone`].
-    DialEnded { host: HostId },
+    ConnectEnded { host: HostId },
 }
 
 /// A transfer that another host announces on a stream of its own; the stream carries further data.
 #[derive(Debug)]
 pub(crate) struct TransferAnnouncement {
-    pub(crate) pair: SessionContext,
+    pub(crate) context: SessionContext,
     pub(crate) migration: MigrationId,
     pub(crate) session: Connection,
     pub(crate) stream: quinn::RecvStream,

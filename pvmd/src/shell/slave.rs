@@ -6,7 +6,7 @@
 //! 3. The child answers with one line. The parent, for which the shell waits, prints this line and
 //!    exits.
 
-use super::address::ssh_session;
+use super::address::ssh_session_addresses;
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, ReadyReply, Refusal, host_of, reply_line};
 use super::daemon::{self, DaemonSetup, Role};
 use super::env::{env_var, root_refusal, runtime_paths_variable};
@@ -173,7 +173,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         });
     }
     let host = host_of(bootstrap)?;
-    let identity = bootstrap.identity().map_err(|text| Refusal {
+    let identity = bootstrap.credentials().map_err(|text| Refusal {
         error: PvmError::CantStart,
         text,
     })?;
@@ -201,7 +201,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
             text: e.to_string(),
         }
     })?;
-    let ssh = ssh_session(env_var("SSH_CONNECTION").as_deref());
+    let ssh = ssh_session_addresses(env_var("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();
     if let (Some((client, _)), Some(port)) = (ssh, masters.first().map(SocketAddr::port)) {
         // The master is most likely on the host that the remote shell came from, so that address is
@@ -214,14 +214,14 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         host,
         name: bootstrap.name.clone(),
         speed: bootstrap.speed,
-        world: HostEnvironmentSettings {
+        environment_settings: HostEnvironmentSettings {
             search_path: bootstrap.search_path.clone(),
             work_dir: bootstrap.work_dir.clone(),
             library: bootstrap.library.clone(),
             debugger: bootstrap.debugger.clone(),
         },
         lease: Duration::from_millis(bootstrap.lease_ms),
-        preferred: ssh.map(|(_, server)| server).into_iter().collect(),
+        preferred_addresses: ssh.map(|(_, server)| server).into_iter().collect(),
         role: Role::Slave { identity, masters },
     })
 }

@@ -29,9 +29,9 @@ const SSH: &str = "ssh";
 /// Disables password prompts, which the daemon cannot answer.
 const BATCH_MODE: [&str; 2] = ["-o", "BatchMode=yes"];
 /// The expensive key exchange algorithm.
-const SLOW_KEX: &str = "sntrup761";
+const EXPENSIVE_KEX: &str = "sntrup761";
 /// The cheap key exchange algorithm.
-const QUICK_KEX: &str = "curve25519-sha256";
+const CHEAP_KEX: &str = "curve25519-sha256";
 /// Files that ssh reads by default, in ssh's order.
 const DEFAULT_CONFIG_FILES: [&str; 2] = ["~/.ssh/config", "/etc/ssh/ssh_config"];
 /// Prefix of the line with the key exchange algorithms in the output of `ssh -G`.
@@ -43,9 +43,9 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct SshCommand {
     /// Path of the daemon's settings file for ssh.
-    settings: PathBuf,
+    settings_path: PathBuf,
     /// True if the settings file is written and usable; not set before the first call.
-    usable: OnceCell<bool>,
+    is_usable: OnceCell<bool>,
 }
 
 impl SshCommand {
@@ -53,8 +53,8 @@ impl SshCommand {
     /// [`SshCommand::command_words`].
     pub(crate) fn new(settings: PathBuf) -> SshCommand {
         SshCommand {
-            settings,
-            usable: OnceCell::new(),
+            settings_path: settings,
+            is_usable: OnceCell::new(),
         }
     }
 
@@ -67,12 +67,12 @@ impl SshCommand {
         log: &Log,
     ) -> Vec<String> {
         let usable = *self
-            .usable
+            .is_usable
             .get_or_init(|| self.check_settings(contact, login, log))
             .await;
         let mut words = vec![SSH.to_string()];
         if usable {
-            words.extend(["-F".to_string(), self.settings.display().to_string()]);
+            words.extend(["-F".to_string(), self.settings_path.display().to_string()]);
         }
         words.extend(BATCH_MODE.map(String::from));
         words
@@ -80,24 +80,24 @@ impl SshCommand {
 
     /// Writes the settings file. Returns true if its only effect is the cheaper key exchange.
     async fn check_settings(&self, contact: &str, login: Option<&str>, log: &Log) -> bool {
-        if let Err(e) = write_settings(&self.settings) {
+        if let Err(e) = write_settings(&self.settings_path) {
             log.write_line(format!(
                 "ssh is used as it is: cannot write {}: {e}",
-                self.settings.display()
+                self.settings_path.display()
             ));
             return false;
         }
         let (theirs, ours) = tokio::join!(
             effective_settings(None, contact, login),
-            effective_settings(Some(&self.settings), contact, login)
+            effective_settings(Some(&self.settings_path), contact, login)
         );
         let usable = theirs
             .zip(ours)
             .is_some_and(|(theirs, ours)| differs_only_in_kex(&theirs, &ours));
         if usable {
-            log.write_line(format!("ssh is to agree on its keys by {QUICK_KEX}"));
+            log.write_line(format!("ssh is to agree on its keys by {CHEAP_KEX}"));
         } else {
-            let _ = std::fs::remove_file(&self.settings);
+            let _ = std::fs::remove_file(&self.settings_path);
         }
         usable
     }
@@ -112,7 +112,7 @@ fn write_settings(path: &Path) -> std::io::Result<()> {
     let includes = DEFAULT_CONFIG_FILES
         .map(|theirs| format!("Include {theirs}\n"))
         .concat();
-    file.write_all(format!("{includes}KexAlgorithms ^{QUICK_KEX}\n").as_bytes())
+    file.write_all(format!("{includes}KexAlgorithms ^{CHEAP_KEX}\n").as_bytes())
 }
 
 /// Returns the effective settings for a host, with ssh's own files or with the given one.
@@ -151,7 +151,7 @@ fn differs_only_in_kex(theirs: &str, ours: &str) -> bool {
             .map(String::from)
             .collect()
     };
-    first(theirs, SLOW_KEX) && first(ours, QUICK_KEX) && others(theirs) == others(ours)
+    first(theirs, EXPENSIVE_KEX) && first(ours, CHEAP_KEX) && others(theirs) == others(ours)
 }
 
 #[cfg(test)]

@@ -92,7 +92,7 @@ impl OpenFilesLimit {
     /// Makes the command's child start with this limit.
     pub(crate) fn apply_to(self, command: &mut Command) {
         let limit = self.0;
-        let give = move || {
+        let set_limit = move || {
             // SAFETY: setrlimit is async-signal-safe and reads from a value that the closure owns.
             let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
             if done < 0 {
@@ -102,7 +102,7 @@ impl OpenFilesLimit {
             }
         };
         // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
-        unsafe { command.pre_exec(give) };
+        unsafe { command.pre_exec(set_limit) };
     }
 }
 
@@ -296,10 +296,10 @@ mod tests {
         assert_eq!((unread_by_peer(&ours), bytes), (0, [7; 3000]));
     }
 
-    type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
+    type PeerProcessFn = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
 
     /// Both functions that open a pidfd; the second one is for older kernels.
-    const METHODS: [Find; 2] = [peer_process, peer_process_by_pid];
+    const METHODS: [PeerProcessFn; 2] = [peer_process, peer_process_by_pid];
 
     #[test]
     fn signal_reaches_connecting_process() {

@@ -114,7 +114,7 @@ impl TaskListener {
         // Opened first: the process may exit at any time, and its id be reused.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
-        let mut line = PendingConnection {
+        let mut connection = PendingConnection {
             pid,
             process,
             socket,
@@ -127,9 +127,14 @@ impl TaskListener {
                 peer.uid()
             )
         } else {
-            match timeout(HELLO_TIMEOUT, line.incoming.next_frame(&line.socket)).await {
+            match timeout(
+                HELLO_TIMEOUT,
+                connection.incoming.next_frame(&connection.socket),
+            )
+            .await
+            {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
-                    Ok(hello) => return Some((hello, line)),
+                    Ok(hello) => return Some((hello, connection)),
                     Err(reason) => reason,
                 },
                 Ok(Ok(None)) => return None,
@@ -147,7 +152,7 @@ impl TaskListener {
             // The peer may be gone or not read; a failure does not matter.
             let _ = timeout(
                 Duration::from_secs(1),
-                line.socket.write_all(&mut [IoSlice::new(&frame)]),
+                connection.socket.write_all(&mut [IoSlice::new(&frame)]),
             )
             .await;
         }
@@ -267,12 +272,12 @@ impl TaskListener {
 }
 
 /// Waits until the loop orders the connection closed, and returns the reason.
-async fn await_close_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
+async fn await_close_reason(close_reason: &mut watch::Receiver<Option<String>>) -> String {
     loop {
-        if let Some(why) = cut.borrow_and_update().clone() {
+        if let Some(why) = close_reason.borrow_and_update().clone() {
             return why;
         }
-        if cut.changed().await.is_err() {
+        if close_reason.changed().await.is_err() {
             // The loop has dropped the connection without a reason; the writer ends it.
             std::future::pending::<()>().await;
         }

@@ -38,8 +38,8 @@ pub(crate) struct TaskerProcess {
     files_limit: OpenFilesLimit,
     inputs: InputSender,
     log: Log,
-    running: Option<TaskerConnection>,
-    starts: Vec<Instant>,
+    connection: Option<TaskerConnection>,
+    start_times: Vec<Instant>,
 }
 
 struct TaskerConnection {
@@ -61,8 +61,8 @@ impl TaskerProcess {
             files_limit,
             inputs,
             log,
-            running: None,
-            starts: Vec::new(),
+            connection: None,
+            start_times: Vec::new(),
         }
     }
 
@@ -71,17 +71,17 @@ impl TaskerProcess {
     /// # Errors
     /// One sentence why it was not started.
     pub(crate) fn start(&mut self) -> Result<(), String> {
-        if self.running.is_some() {
+        if self.connection.is_some() {
             return Ok(());
         }
-        self.starts.retain(|at| at.elapsed() < STARTS_WINDOW);
-        if self.starts.len() >= STARTS_MAX {
+        self.start_times.retain(|at| at.elapsed() < STARTS_WINDOW);
+        if self.start_times.len() >= STARTS_MAX {
             return Err(format!(
                 "{} ended {STARTS_MAX} times within a minute",
                 self.program.display()
             ));
         }
-        self.starts.push(Instant::now());
+        self.start_times.push(Instant::now());
         let (socket, child) = self
             .spawn()
             .map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
@@ -92,7 +92,7 @@ impl TaskerProcess {
             let why = forward_messages(socket, child, &inputs, log).await;
             let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
         });
-        self.running = Some(TaskerConnection { outbox, serving });
+        self.connection = Some(TaskerConnection { outbox, serving });
         Ok(())
     }
 
@@ -116,7 +116,7 @@ impl TaskerProcess {
 
     /// Records that the process has ended, and starts another one for new tasks.
     pub(crate) fn on_exit(&mut self) {
-        self.running = None;
+        self.connection = None;
         if let Err(why) = self.start() {
             self.log.write_line(why);
         }
@@ -136,12 +136,12 @@ impl TaskerProcess {
             }),
             _ => None,
         };
-        if self.running.is_none()
+        if self.connection.is_none()
             && let Err(why) = self.start()
         {
             return failed(why);
         }
-        let running = self.running.as_ref().expect("it has just been started");
+        let running = self.connection.as_ref().expect("it has just been started");
         match encode_control(message) {
             Ok(frame) => {
                 running.outbox.enqueue(Outgoing::Reliable(frame));
@@ -153,7 +153,7 @@ impl TaskerProcess {
 
     /// Makes the tasker end with all its tasks, and waits for its end.
     pub(crate) async fn shut_down(&mut self) {
-        let Some(TaskerConnection { outbox, serving }) = self.running.take() else {
+        let Some(TaskerConnection { outbox, serving }) = self.connection.take() else {
             return;
         };
         outbox.enqueue(Outgoing::Close);

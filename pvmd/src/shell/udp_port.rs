@@ -78,10 +78,10 @@ struct PortState {
 struct DatagramBatch {
     bytes: Vec<u8>,
     /// Length of each datagram; the last may be shorter.
-    segment: usize,
-    to: SocketAddr,
+    segment_bytes: usize,
+    destination: SocketAddr,
     ecn: Option<EcnCodepoint>,
-    from: Option<IpAddr>,
+    source_ip: Option<IpAddr>,
     /// True if a flush task is running, which will send the datagrams.
     flush_pending: bool,
 }
@@ -91,10 +91,10 @@ impl DatagramBatch {
         let to = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         DatagramBatch {
             bytes: Vec::new(),
-            segment: 1,
-            to,
+            segment_bytes: 1,
+            destination: to,
             ecn: None,
-            from: None,
+            source_ip: None,
             flush_pending: false,
         }
     }
@@ -102,26 +102,27 @@ impl DatagramBatch {
     /// True if the datagrams of a transmit may be sent by the same system call as this batch.
     fn accepts(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
         let fits = match transmit.segment_size {
-            Some(segment) => segment == self.segment,
-            None => transmit.contents.len() <= self.segment,
+            Some(segment) => segment == self.segment_bytes,
+            None => transmit.contents.len() <= self.segment_bytes,
         };
         // Only the last datagram may be shorter than the others.
-        let is_even = self.bytes.len().is_multiple_of(self.segment);
+        let is_even = self.bytes.len().is_multiple_of(self.segment_bytes);
         fits && is_even
             && (transmit.destination, transmit.ecn, transmit.src_ip)
-                == (self.to, self.ecn, self.from)
+                == (self.destination, self.ecn, self.source_ip)
             && self.has_room(transmit.contents.len(), segments_max)
     }
 
     fn has_room(&self, bytes: usize, segments_max: usize) -> bool {
         let bytes = self.bytes.len() + bytes;
-        bytes <= SEND_BYTES_MAX && bytes.div_ceil(self.segment) <= segments_max
+        bytes <= SEND_BYTES_MAX && bytes.div_ceil(self.segment_bytes) <= segments_max
     }
 
     fn add(&mut self, transmit: &Transmit<'_>) {
         if self.bytes.is_empty() {
-            self.segment = transmit.segment_size.unwrap_or(transmit.contents.len());
-            (self.to, self.ecn, self.from) = (transmit.destination, transmit.ecn, transmit.src_ip);
+            self.segment_bytes = transmit.segment_size.unwrap_or(transmit.contents.len());
+            (self.destination, self.ecn, self.source_ip) =
+                (transmit.destination, transmit.ecn, transmit.src_ip);
         }
         self.bytes.extend_from_slice(transmit.contents);
     }
@@ -164,11 +165,11 @@ impl PortState {
             return Ok(());
         }
         let transmit = Transmit {
-            destination: batch.to,
+            destination: batch.destination,
             ecn: batch.ecn,
             contents: &batch.bytes,
-            segment_size: (batch.bytes.len() > batch.segment).then_some(batch.segment),
-            src_ip: batch.from,
+            segment_size: (batch.bytes.len() > batch.segment_bytes).then_some(batch.segment_bytes),
+            src_ip: batch.source_ip,
         };
         self.send_now(&transmit)?;
         batch.bytes.clear();

@@ -112,7 +112,7 @@ fn leading_zeros(bytes: &[u8]) -> usize {
 }
 
 /// Iterates over the parts of a record. A malformed record ends with an error.
-pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, Malformed>> {
+pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, MalformedRecord>> {
     let mut remaining = PLAIN_BYTES_MAX;
     std::iter::from_fn(move || {
         if packed.is_empty() {
@@ -121,13 +121,13 @@ pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, 
         let part = first_part(packed).filter(|(part, _)| part.unpacked_len() <= remaining);
         packed = part.map_or(&[], |(_, rest)| rest);
         remaining -= part.map_or(0, |(part, _)| part.unpacked_len());
-        Some(part.map(|(part, _)| part).ok_or(Malformed))
+        Some(part.map(|(part, _)| part).ok_or(MalformedRecord))
     })
 }
 
 /// The record was not made by [`pack`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Malformed;
+pub(super) struct MalformedRecord;
 
 fn first_part(packed: &[u8]) -> Option<(Part<'_>, &[u8])> {
     let (head, rest) = packed.split_first_chunk::<HEAD_BYTES>()?;
@@ -152,7 +152,7 @@ mod tests {
         room
     }
 
-    fn unpacked(packed: &[u8]) -> Result<Vec<u8>, Malformed> {
+    fn unpacked(packed: &[u8]) -> Result<Vec<u8>, MalformedRecord> {
         let mut plain = Vec::new();
         for part in parts(packed) {
             match part? {
@@ -229,10 +229,10 @@ mod tests {
     fn oversized_record_is_malformed() {
         let zeros = |count: usize| (count as u32 | ZEROS).to_le_bytes();
         assert!(unpacked(&zeros(PLAIN_BYTES_MAX)).is_ok());
-        assert_eq!(unpacked(&zeros(PLAIN_BYTES_MAX + 1)), Err(Malformed));
+        assert_eq!(unpacked(&zeros(PLAIN_BYTES_MAX + 1)), Err(MalformedRecord));
         assert_eq!(
             unpacked(&[zeros(PLAIN_BYTES_MAX), zeros(1)].concat()),
-            Err(Malformed)
+            Err(MalformedRecord)
         );
     }
 

@@ -71,7 +71,7 @@ impl EvictableGuests {
                 (host.id, at),
                 Guest {
                     tid: task.tid,
-                    class: class,
+                    class,
                     class_decides: is_plain,
                 },
             );

@@ -102,7 +102,7 @@ impl HostLoad {
             host: host.id,
             capacity,
             speed,
-            own_tasks: own_tasks,
+            own_tasks,
             external_threads: foreign,
             extra_threads: more,
             memory_slots: room,
@@ -346,7 +346,7 @@ impl<'a> WorkingLoads<'a> {
     /// Sets the number of own tasks on a host of the snapshot.
     pub(super) fn set_own_tasks(&mut self, host: HostId, own_tasks: u32) {
         let after = HostLoad {
-            own_tasks: own_tasks,
+            own_tasks,
             ..self.load(host)
         };
         self.change(host, after);

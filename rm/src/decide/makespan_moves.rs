@@ -315,12 +315,12 @@ impl<'a> RebalancePlan<'a> {
             let (left, told) = (micros(sim.baseline.tasks()[i].work_left), true);
             let gain = micros(corrected_gain(gain, self.snapshot.confidence(told)));
             let why = RebalanceReason {
-                source_rate: source_rate,
-                target_rate: target_rate,
+                source_rate,
+                target_rate,
                 gain,
                 cost,
                 barrier: false,
-                job_ends_sooner_by: job_ends_sooner_by,
+                job_ends_sooner_by,
                 work_left: left,
                 declared: told,
                 computed_gain: reckoned,

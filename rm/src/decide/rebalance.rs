@@ -494,15 +494,15 @@ impl<'a> RebalancePlan<'a> {
         );
         let (source_rate, target_rate) = (source_rate as u64, target_rate as u64);
         let why = RebalanceReason {
-            source_rate: source_rate,
-            target_rate: target_rate,
+            source_rate,
+            target_rate,
             gain,
             cost,
             barrier: false,
             job_ends_sooner_by: None,
             work_left: left,
-            declared: declared,
-            computed_gain: computed_gain,
+            declared,
+            computed_gain,
         };
         Some((
             seconds(gain) - self.snapshot.costs.margin() * seconds(cost),

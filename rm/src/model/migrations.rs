@@ -180,7 +180,7 @@ impl Model {
     pub(super) fn block_task(&mut self, tid: Tid, until: Micros, why: &str) {
         if let Some(task) = self.edit_task(tid) {
             task.obstacle = Some(Obstacle {
-                until: until,
+                until,
                 reason: why.to_string(),
             });
         }

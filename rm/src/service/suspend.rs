@@ -61,7 +61,7 @@ impl<V: VmApi> Service<V> {
         let there = |tid: &Tid| self.model.is_suspended(*tid);
         let known = books.running().filter(|task| there(&task.tid));
         let known: Vec<(Tid, Tid, Option<SuspensionInfo>)> = known
-            .map(|task| (task.tid, task.job, task.suspended.clone()))
+            .map(|task| (task.tid, task.job, task.suspension.clone()))
             .collect();
         for (tid, job, suspended) in known {
             self.spawns.task_suspended(now, tid, true);

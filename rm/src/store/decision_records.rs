@@ -73,7 +73,7 @@ pub fn host_state(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>)
     if why.is_some() || drained.is_some() {
         return HostState::Excluded {
             why: why.as_ref().map(exclusion),
-            drained,
+            drain_requested_by: drained,
         };
     }
     HostState::Used(decide::host_restrictions(snapshot, id))

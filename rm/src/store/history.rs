@@ -568,10 +568,10 @@ impl History {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
             return;
         };
-        let before = task.suspended.take();
+        let before = task.suspension.take();
         task.suspended_total = task.suspended_total
             + before.map_or(Micros::default(), |before| at.since(before.since));
-        task.suspended = cause.map(|cause| SuspensionInfo { since: at, cause });
+        task.suspension = cause.map(|cause| SuspensionInfo { since: at, cause });
         self.dirty.insert((Table::Tasks, number));
     }
 
@@ -579,7 +579,7 @@ impl History {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.suspended = suspend.then_some(SuspensionInfo {
+            job.suspension = suspend.then_some(SuspensionInfo {
                 since: at,
                 cause: suspend::SuspendCause::JobRequested { requested_by: by },
             });
@@ -621,7 +621,7 @@ impl History {
 
     /// True if a task is suspended according to the event log.
     pub fn is_suspended(&self, tid: Tid) -> bool {
-        self.task(tid).is_some_and(|task| task.suspended.is_some())
+        self.task(tid).is_some_and(|task| task.suspension.is_some())
     }
 
     /// Returns the suspended jobs, each with the task that requested its suspension.
@@ -629,7 +629,7 @@ impl History {
         let current =
             |(number, job): &(&u64, &JobUsage)| self.job_numbers.get(&job.job) == Some(*number);
         let requester = |job: &JobUsage| match job
-            .suspended
+            .suspension
             .as_ref()
             .filter(|_| job.ended.is_none())?
             .cause
@@ -680,7 +680,7 @@ impl History {
                     started: began,
                     ended: None,
                     totals: sums,
-                    suspended: None,
+                    suspension: None,
                 },
             );
             self.job_numbers.insert(job, number);
@@ -699,7 +699,7 @@ impl History {
             migrations: 0,
             evictions: 0,
             counts_toward_limits: false,
-            suspended: None,
+            suspension: None,
             suspended_total: Micros::default(),
         };
         self.tasks.insert(number, task);
@@ -755,7 +755,7 @@ impl History {
         if let Some(tid) = self
             .tasks
             .get(&number)
-            .filter(|t| t.suspended.is_some())
+            .filter(|t| t.suspension.is_some())
             .map(|t| t.tid)
         {
             self.set_suspended(tid, at, None);

@@ -250,7 +250,10 @@ fn set_closed(bed: &mut TestBed, why: Option<&str>) {
 }
 
 fn excluded_state(why: Option<RejectionReason>) -> HostState {
-    HostState::Excluded { why, drained: None }
+    HostState::Excluded {
+        why,
+        drain_requested_by: None,
+    }
 }
 
 const CLOSED_REASON: &str = "the owner wants no guests always";
@@ -295,7 +298,7 @@ fn host_query_reports_current_exclusion() {
     );
     let both = HostState::Excluded {
         why: closed_exclusion(),
-        drained: Some(client()),
+        drain_requested_by: Some(client()),
     };
     assert_eq!(host_state(&mut bed), both);
     set_closed(&mut bed, None);
@@ -303,7 +306,7 @@ fn host_query_reports_current_exclusion() {
         host_state(&mut bed),
         HostState::Excluded {
             why: None,
-            drained: Some(client())
+            drain_requested_by: Some(client())
         }
     );
     query(&mut bed, &RmQuery::Undrain { host: "h2".into() });

@@ -71,11 +71,11 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     let RmReply::Job { job, tasks } = query(&mut bed, &RmQuery::Job(tids[0])) else {
         panic!("no job")
     };
-    assert_eq!(job.suspended.map(|s| s.cause), Some(client_cause()));
+    assert_eq!(job.suspension.map(|s| s.cause), Some(client_cause()));
     assert!(
         tasks
             .iter()
-            .all(|t| t.suspended.is_some() == tids.contains(&t.tid)),
+            .all(|t| t.suspension.is_some() == tids.contains(&t.tid)),
         "{tasks:?}"
     );
     let (none, others) = set_job_suspended(&mut bed, tids[1], true);
@@ -463,7 +463,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
         panic!()
     };
     assert!(
-        task.suspended
+        task.suspension
             .is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits"))
     );
     assert!(

@@ -8,7 +8,7 @@ use checkpoint::proc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use procfs::process::Process;
 use sempa_proto::frame::{FrameDecoder, encode_control};
-use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
+use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -19,30 +19,30 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Deadline of every wait. It is long because the machine may be loaded.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A tasker under test.
 pub struct Tasker {
     pub child: Child,
     stream: Option<UnixStream>,
     decoder: FrameDecoder,
-    waiting: VecDeque<FromTasker>,
-    pub ready: Capabilities,
+    received_messages: VecDeque<FromTasker>,
+    pub capabilities: TaskerCapabilities,
 }
 
 impl Tasker {
     pub fn start() -> Tasker {
-        Tasker::start_with(&[])
+        Tasker::start_with_env(&[])
     }
 
     /// Starts a tasker with additional environment variables.
-    pub fn start_with(env: &[(&str, &str)]) -> Tasker {
-        Tasker::start_by(&[], env)
+    pub fn start_with_env(env: &[(&str, &str)]) -> Tasker {
+        Tasker::start_wrapped(&[], env)
     }
 
     /// Starts a tasker through the wrapper program `by`, which receives the tasker's command as its
     /// last arguments.
-    pub fn start_by(by: &[&str], env: &[(&str, &str)]) -> Tasker {
+    pub fn start_wrapped(by: &[&str], env: &[(&str, &str)]) -> Tasker {
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
             SockType::Stream,
@@ -72,7 +72,7 @@ impl Tasker {
         stream
             .set_read_timeout(Some(Duration::from_millis(50)))
             .expect("timeout");
-        let ready = Capabilities {
+        let ready = TaskerCapabilities {
             pid_namespaces: false,
             engine: Err(String::new()),
             freezer: Err(String::new()),
@@ -81,11 +81,11 @@ impl Tasker {
             child,
             stream: Some(stream),
             decoder: FrameDecoder::new(),
-            waiting: VecDeque::new(),
-            ready,
+            received_messages: VecDeque::new(),
+            capabilities: ready,
         };
-        match tasker.next() {
-            FromTasker::Ready(ready) => tasker.ready = ready,
+        match tasker.wait_for_message() {
+            FromTasker::Ready(ready) => tasker.capabilities = ready,
             other => panic!("the first message is {other:?}"),
         }
         tasker
@@ -101,22 +101,22 @@ impl Tasker {
     }
 
     /// Waits for the next message and returns it.
-    pub fn next(&mut self) -> FromTasker {
-        let until = Instant::now() + PATIENCE;
+    pub fn wait_for_message(&mut self) -> FromTasker {
+        let until = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(message) = self.poll() {
                 return message;
             }
             assert!(
                 Instant::now() < until,
-                "the tasker said nothing for {PATIENCE:?}"
+                "the tasker said nothing for {WAIT_TIMEOUT:?}"
             );
         }
     }
 
     /// Returns the next message if one arrives within 50 ms.
     pub fn poll(&mut self) -> Option<FromTasker> {
-        if let Some(message) = self.waiting.pop_front() {
+        if let Some(message) = self.received_messages.pop_front() {
             return Some(message);
         }
         let mut bytes = [0u8; 65536];
@@ -131,20 +131,20 @@ impl Tasker {
             Err(e) => panic!("reading from the tasker: {e}"),
         }
         while let Some(frame) = self.decoder.next_frame().expect("frames") {
-            self.waiting
+            self.received_messages
                 .push_back(frame.decode_control().expect("a message"));
         }
-        self.waiting.pop_front()
+        self.received_messages.pop_front()
     }
 
     /// Waits for a message that `pick` accepts, and returns the value of `pick`. Adds earlier
     /// messages to `rest`.
-    pub fn until<T>(
+    pub fn wait_for<T>(
         &mut self,
         rest: &mut Vec<FromTasker>,
         pick: impl Fn(&FromTasker) -> Option<T>,
     ) -> T {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(message) = self.poll() {
                 match pick(&message) {
@@ -154,7 +154,7 @@ impl Tasker {
             }
             assert!(
                 Instant::now() < until,
-                "no such message within {PATIENCE:?}, but {:?}",
+                "no such message within {WAIT_TIMEOUT:?}, but {:?}",
                 without_output(rest)
             );
         }
@@ -162,8 +162,8 @@ impl Tasker {
 
     /// Starts a program as a task and returns its PID.
     pub fn run(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
-        self.send(ToTasker::Start(order(tid, path, args)));
-        self.until(&mut Vec::new(), |m| match m {
+        self.send(ToTasker::Start(start_order(tid, path, args)));
+        self.wait_for(&mut Vec::new(), |m| match m {
             FromTasker::Started { tid: t, pid } if *t == tid => Some(*pid),
             FromTasker::StartFailed { why, .. } => panic!("{why}"),
             _ => None,
@@ -171,8 +171,13 @@ impl Tasker {
     }
 
     /// Appends the task's output to `so_far` until `enough` returns true.
-    pub fn output_until(&mut self, tid: Tid, so_far: &mut Vec<u8>, enough: impl Fn(&[u8]) -> bool) {
-        let until = Instant::now() + PATIENCE;
+    pub fn wait_for_output(
+        &mut self,
+        tid: Tid,
+        so_far: &mut Vec<u8>,
+        enough: impl Fn(&[u8]) -> bool,
+    ) {
+        let until = Instant::now() + WAIT_TIMEOUT;
         while !enough(so_far) {
             match self.poll() {
                 Some(FromTasker::Output { tid: t, bytes }) if t == tid => so_far.extend(bytes),
@@ -193,9 +198,9 @@ impl Tasker {
 
     /// Waits until a task has exited. Returns its remaining output, its wait status and its
     /// resource usage.
-    pub fn follow_to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
+    pub fn wait_for_exit(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
         let mut rest = Vec::new();
-        let (status, used) = self.until(&mut rest, |m| match m {
+        let (status, used) = self.wait_for(&mut rest, |m| match m {
             FromTasker::Exited {
                 tid: t,
                 status,
@@ -213,7 +218,7 @@ impl Tasker {
     /// Closes the socket and waits until the tasker has exited.
     pub fn stop(mut self) {
         drop(self.stream.take());
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         while self.child.try_wait().expect("wait").is_none() {
             assert!(
                 Instant::now() < until,
@@ -238,7 +243,7 @@ pub fn tid(local: u32) -> Tid {
     Tid::task(HostId::MASTER, local).expect("in range")
 }
 
-pub fn order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
+pub fn start_order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
     let name = path.to_str().expect("text");
     let argv = std::iter::once(name)
         .chain(args.iter().copied())
@@ -282,9 +287,12 @@ fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
 
 /// Waits until `condition` returns true. Panics at the deadline.
 pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < until, "not within {PATIENCE:?}: {what}");
+        assert!(
+            Instant::now() < until,
+            "not within {WAIT_TIMEOUT:?}: {what}"
+        );
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 ///
 /// # Panics
 /// CRIU is missing, or the kernel permits no namespaces.
-pub fn require_moves() {
+pub fn require_migration() {
     assert!(
         can_make_namespaces(),
         "cannot run here: the kernel grants no process-id namespaces"
@@ -42,7 +42,7 @@ fn real_engine() -> String {
 }
 
 /// Compiles the test program `name` and returns its path.
-pub fn program(dir: &Path, name: &str) -> PathBuf {
+pub fn compile_program(dir: &Path, name: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs")
         .join(format!("{name}.c"));
@@ -59,7 +59,7 @@ pub fn program(dir: &Path, name: &str) -> PathBuf {
 
 /// Writes a script that runs `before` and then executes the real engine. `before` runs only for
 /// requests, not for `--version`.
-pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
+pub fn write_engine_wrapper(dir: &Path, before: &str) -> PathBuf {
     engine_script(
         dir,
         &format!("if [ \"$1\" = swrk ]; then\n{before}\nfi\nexec"),
@@ -68,7 +68,7 @@ pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
 
 /// Writes a script that executes the real engine with additional environment variables (`NAME=VALUE
 /// …`).
-pub fn wrapper_in_env(dir: &Path, variables: &str) -> PathBuf {
+pub fn write_engine_wrapper_with_env(dir: &Path, variables: &str) -> PathBuf {
     engine_script(dir, &format!("exec env {variables}"))
 }
 
@@ -87,7 +87,7 @@ pub fn inspect(
     migration: MigrationId,
 ) -> Result<TaskFacts, Refusal> {
     tasker.send(ToTasker::Inspect { migration, tid });
-    tasker.until(&mut Vec::new(), |m| match m {
+    tasker.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Inspected { result, .. } => Some(result.clone()),
         _ => None,
     })
@@ -104,7 +104,7 @@ pub fn prepare(
         tid,
         facts,
     });
-    tasker.until(&mut Vec::new(), |m| match m {
+    tasker.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Prepared { verdict, .. } => Some(verdict.clone()),
         _ => None,
     })
@@ -118,7 +118,7 @@ pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Ve
         tid,
         memory_write: None,
     });
-    let result = tasker.until(seen, |m| match m {
+    let result = tasker.wait_for(seen, |m| match m {
         FromTasker::Stopped { result, .. } => Some(result.clone()),
         _ => None,
     });
@@ -138,11 +138,14 @@ pub fn dump(
         dir: dir.into(),
         memory_socket: None,
     });
-    dumped(tasker, seen)
+    wait_until_dumped(tasker, seen)
 }
 
-pub fn dumped(tasker: &mut Tasker, seen: &mut Vec<FromTasker>) -> Result<DumpReport, Failure> {
-    tasker.until(seen, |m| match m {
+pub fn wait_until_dumped(
+    tasker: &mut Tasker,
+    seen: &mut Vec<FromTasker>,
+) -> Result<DumpReport, Failure> {
+    tasker.wait_for(seen, |m| match m {
         FromTasker::Dumped { result, .. } => Some(result.clone()),
         _ => None,
     })
@@ -161,20 +164,20 @@ pub fn restore(
         memory_write: None,
         memory_socket: None,
     });
-    tasker.until(&mut Vec::new(), |m| match m {
+    tasker.wait_for(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     })
 }
 
-pub fn kill_moved(
+pub fn kill_migrated(
     tasker: &mut Tasker,
     tid: Tid,
     migration: MigrationId,
     seen: &mut Vec<FromTasker>,
 ) -> Usage {
     tasker.send(ToTasker::KillSource { migration, tid });
-    tasker.until(seen, |m| match m {
+    tasker.wait_for(seen, |m| match m {
         FromTasker::SourceGone { used, .. } => Some(*used),
         _ => None,
     })
@@ -186,7 +189,7 @@ pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut 
         used,
         paused: false,
     });
-    let result = tasker.until(seen, |m| match m {
+    let result = tasker.wait_for(seen, |m| match m {
         FromTasker::Running { result, .. } => Some(result.clone()),
         _ => None,
     });
@@ -200,14 +203,14 @@ pub fn continue_task(
     seen: &mut Vec<FromTasker>,
 ) {
     tasker.send(ToTasker::AbortMigration { migration, tid });
-    tasker.until(seen, |m| {
+    tasker.wait_for(seen, |m| {
         matches!(m, FromTasker::MigrationAborted { .. }).then_some(())
     });
 }
 
 pub fn discard(tasker: &mut Tasker, migration: MigrationId, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Discard { migration });
-    tasker.until(seen, |m| {
+    tasker.wait_for(seen, |m| {
         matches!(m, FromTasker::Discarded { .. }).then_some(())
     });
 }
@@ -220,7 +223,7 @@ pub fn output_of(seen: &[FromTasker], tid: Tid) -> Vec<u8> {
     chunks.flatten().copied().collect()
 }
 
-pub fn lines(text: &[u8]) -> usize {
+pub fn count_lines(text: &[u8]) -> usize {
     text.iter().filter(|b| **b == b'\n').count()
 }
 
@@ -240,40 +243,40 @@ pub fn assert_no_line_lost(output: &[u8]) {
 }
 
 /// Migrates a task and returns the duration for which it was stopped.
-pub fn move_task(
+pub fn migrate_task(
     from: &mut Tasker,
     to: &mut Tasker,
     tid: Tid,
     number: u64,
     output: &mut Vec<u8>,
 ) -> Duration {
-    move_task_while(from, to, tid, number, output, &mut || {}).still
+    migrate_task_while(from, to, tid, number, output, &mut || {}).stopped_duration
 }
 
 /// Measurements of a migration.
 #[derive(Clone, Copy, Debug)]
-pub struct Moved {
+pub struct MigrationMeasurements {
     /// Duration for which the task was stopped.
-    pub still: Duration,
+    pub stopped_duration: Duration,
     /// Total length of the task's images in bytes.
     pub image_bytes: u64,
 }
 
 /// Migrates a task. Calls `meanwhile` while the task exists only as images.
-pub fn move_task_while(
+pub fn migrate_task_while(
     from: &mut Tasker,
     to: &mut Tasker,
     tid: Tid,
     number: u64,
     output: &mut Vec<u8>,
     meanwhile: &mut dyn FnMut(),
-) -> Moved {
+) -> MigrationMeasurements {
     let id = migration(number);
     let images = tempfile::tempdir().expect("dir");
     let dir = images.path().join("images");
     let mut seen = Vec::new();
     from.send(ToTasker::Inspect { migration: id, tid });
-    let facts = from.until(&mut seen, |m| match m {
+    let facts = from.wait_for(&mut seen, |m| match m {
         FromTasker::Inspected { result, .. } => Some(result.clone()),
         _ => None,
     });
@@ -290,7 +293,7 @@ pub fn move_task_while(
     );
     meanwhile();
     restore(to, tid, id, &dir).expect("a restore");
-    let used = kill_moved(from, tid, id, &mut seen);
+    let used = kill_migrated(from, tid, id, &mut seen);
     assert!(used.user + used.system > Micros(0));
     let mut seen_there = Vec::new();
     run(to, id, used, &mut seen_there);
@@ -306,16 +309,16 @@ pub fn move_task_while(
     );
     output.extend(output_of(&seen, tid));
     output.extend(output_of(&seen_there, tid));
-    Moved {
-        still,
+    MigrationMeasurements {
+        stopped_duration: still,
         image_bytes: report.bytes,
     }
 }
 
 /// Starts a counter and stops it for a migration.
-pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) -> i32 {
-    let pid = tasker.run(tid(1), &program(dir, "counter"), &[]);
-    tasker.output_until(tid(1), output, |text| lines(text) > 50);
+pub fn start_stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) -> i32 {
+    let pid = tasker.run(tid(1), &compile_program(dir, "counter"), &[]);
+    tasker.wait_for_output(tid(1), output, |text| count_lines(text) > 50);
     let mut seen = Vec::new();
     stop(tasker, tid(1), migration(1), &mut seen);
     output.extend(output_of(&seen, tid(1)));
@@ -323,17 +326,17 @@ pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) ->
 }
 
 /// Continues the counter at the source, and asserts that no line is lost.
-pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
+pub fn assert_counter_continues(tasker: &mut Tasker, output: &mut Vec<u8>) {
     let mut seen = Vec::new();
     continue_task(tasker, tid(1), migration(1), &mut seen);
     output.extend(output_of(&seen, tid(1)));
-    let more = lines(output) + 200;
-    tasker.output_until(tid(1), output, |text| lines(text) > more);
+    let more = count_lines(output) + 200;
+    tasker.wait_for_output(tid(1), output, |text| count_lines(text) > more);
     assert_no_line_lost(output);
 }
 
 /// Waits until the wrapper script has written its PID to the file `path`, and returns the PID.
-pub fn pid_in(path: &Path) -> i32 {
+pub fn wait_for_pid_file(path: &Path) -> i32 {
     let read = || std::fs::read_to_string(path).ok()?.trim().parse().ok();
     wait_until("the engine runs", || read().is_some());
     read().expect("just seen")
@@ -341,9 +344,9 @@ pub fn pid_in(path: &Path) -> i32 {
 
 /// Writes a wrapper script for the engine that writes its PID and, while the file `wait` exists,
 /// waits to be killed.
-pub fn waiting_wrapper(dir: &Path) -> PathBuf {
+pub fn write_waiting_wrapper(dir: &Path) -> PathBuf {
     let d = dir.display();
-    wrapper(
+    write_engine_wrapper(
         dir,
         &format!(
             "if [ -e {d}/wait ]; then echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid; exec sleep 14142; fi"
@@ -351,11 +354,11 @@ pub fn waiting_wrapper(dir: &Path) -> PathBuf {
     )
 }
 
-pub fn armed(dir: &Path) {
+pub fn make_wrapper_wait(dir: &Path) {
     std::fs::write(dir.join("wait"), "").expect("write");
 }
 
-pub fn disarmed(dir: &Path) {
+pub fn make_wrapper_run(dir: &Path) {
     std::fs::remove_file(dir.join("wait")).expect("remove");
     let _ = std::fs::remove_file(dir.join("pid"));
 }

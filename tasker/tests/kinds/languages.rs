@@ -1,6 +1,6 @@
 //! Tests migrations of programs in languages other than C.
 
-use super::scene::{Scene, program};
+use super::scene::{Scene, source_path};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -8,9 +8,9 @@ use std::process::Command;
 ///
 /// # Panics
 /// The program does not exist on this machine.
-fn interpreter(name: &str, words: &[&str]) -> PathBuf {
+fn interpreter(name: &str, arguments: &[&str]) -> PathBuf {
     let done = Command::new(name)
-        .args(words)
+        .args(arguments)
         .output()
         .ok()
         .filter(|done| done.status.success())
@@ -20,10 +20,10 @@ fn interpreter(name: &str, words: &[&str]) -> PathBuf {
 
 fn script_survives(interpreter: PathBuf, script: &str, row: &str) {
     let mut scene = Scene::begin();
-    let script = program(script);
+    let script = source_path(script);
     scene.start(&interpreter, &[script.to_str().expect("text")], row, "");
-    scene.moves_there_and_back();
-    assert_eq!(scene.ends_right(), "ready\nright\n");
+    scene.migrate_there_and_back();
+    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
 }
 
 fn python() -> PathBuf {
@@ -61,6 +61,6 @@ fn fortran_with_openmp_at_full_load_goes_on_computing() {
     let mut scene = Scene::begin();
     let program = scene.compile("gfortran", &["-fopenmp"], "openmp.f90");
     scene.start(&program, &[], "load", "");
-    scene.moves_there_and_back();
-    assert_eq!(scene.ends_right(), "ready\nright\n");
+    scene.migrate_there_and_back();
+    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
 }

@@ -1,37 +1,37 @@
 //! Tests migrations of programs that use memory in special ways.
 
-use super::scene::{Scene, becomes, survives};
+use super::scene::{Scene, assert_prints_after_migration, assert_survives};
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn advice_locks_and_protection_of_memory_are_kept() {
-    survives("memory", "advised");
+    assert_survives("memory", "advised");
 }
 
 /// Private and shared mappings of files keep the data that was written to them.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn file_mappings_keep_what_was_written() {
-    survives("memory", "mapped");
+    assert_survives("memory", "mapped");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_deep_stack_unwinds_and_grows() {
-    survives("memory", "stack");
+    assert_survives("memory", "stack");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn the_heap_goes_on() {
-    survives("memory", "heap");
+    assert_survives("memory", "heap");
 }
 
 /// Locale, time zone and character tables remain in use.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn locale_and_time_zone_stay_in_use() {
-    survives("memory", "language");
+    assert_survives("memory", "language");
 }
 
 /// Hundreds of mebibytes are migrated, and untouched pages are not sent.
@@ -42,18 +42,18 @@ fn untouched_pages_are_not_sent() {
     let mut scene = Scene::begin();
     let program = scene.compile_c("memory");
     scene.start(&program, &[], "big", "");
-    let moved = scene.moves_there_and_back();
+    let moved = scene.migrate_there_and_back();
     // 300 MiB contain numbers, and 16 MiB were overwritten with zeros; 512 MiB were only read, and
     // 4096 MiB were never touched.
     assert!(
         (316 * MIB..326 * MIB).contains(&moved.image_bytes),
         "{moved:?}"
     );
-    assert_eq!(scene.ends_right(), "ready\nright\n");
+    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_lock_on_all_memory_to_come_is_forgotten() {
-    becomes("memory", "locked-for-good", "forgotten");
+    assert_prints_after_migration("memory", "locked-for-good", "forgotten");
 }

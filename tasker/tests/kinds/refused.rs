@@ -2,7 +2,7 @@
 //! stops, and continues.
 
 use super::common::tid;
-use super::scene::{Scene, is_refused};
+use super::scene::{Scene, assert_refused};
 use checkpoint::proc;
 use nix::pty::openpty;
 use sempa_proto::migration::Refusal;
@@ -14,110 +14,110 @@ use std::process::{Command, Stdio};
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn an_io_uring_ring_is_refused() {
-    is_refused("uring", "", "an io_uring ring");
+    assert_refused("uring", "", "an io_uring ring");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_userfaultfd_is_refused() {
-    is_refused("userfaultfd", "", "a userfaultfd");
+    assert_refused("userfaultfd", "", "a userfaultfd");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_perf_event_is_refused() {
-    is_refused("perf", "", "a perf event");
+    assert_refused("perf", "", "a perf event");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn secret_memory_is_refused() {
-    is_refused("secret", "", "secret memory (memfd_secret)");
+    assert_refused("secret", "", "secret memory (memfd_secret)");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn system_v_shared_memory_is_refused() {
-    is_refused("sysv-memory", "", "System V shared memory");
+    assert_refused("sysv-memory", "", "System V shared memory");
 }
 
 /// System V shared memory that is not mapped is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn unmapped_sysv_shared_memory_is_refused() {
-    is_refused("sysv-memory-unmapped", "", "System V shared memory");
+    assert_refused("sysv-memory-unmapped", "", "System V shared memory");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn system_v_semaphores_are_refused() {
-    is_refused("sysv-semaphore", "", "System V semaphores");
+    assert_refused("sysv-semaphore", "", "System V semaphores");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_system_v_message_queue_is_refused() {
-    is_refused("sysv-queue", "", "a System V message queue");
+    assert_refused("sysv-queue", "", "a System V message queue");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_posix_message_queue_is_refused() {
-    is_refused("posix-queue", "", "the POSIX message queue /sempa-");
+    assert_refused("posix-queue", "", "the POSIX message queue /sempa-");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn named_posix_shared_memory_is_refused() {
-    is_refused("posix-memory", "", "POSIX shared memory (/dev/shm/sempa-");
+    assert_refused("posix-memory", "", "POSIX shared memory (/dev/shm/sempa-");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_device_is_refused() {
-    is_refused("device", "", "the device /dev/");
+    assert_refused("device", "", "the device /dev/");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_lock_on_a_file_is_refused() {
-    is_refused("whole-lock", "", "a lock on the file");
+    assert_refused("whole-lock", "", "a lock on the file");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_record_lock_is_refused() {
-    is_refused("record-lock", "", "a lock on the file");
+    assert_refused("record-lock", "", "a lock on the file");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn an_open_file_lock_is_refused() {
-    is_refused("open-file-lock", "", "a lock on the file");
+    assert_refused("open-file-lock", "", "a lock on the file");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_lease_is_refused() {
-    is_refused("lease", "", "a lock on the file");
+    assert_refused("lease", "", "a lock on the file");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_process_that_left_the_tree_is_refused() {
-    is_refused("orphan", "", "a background process (refused, process");
+    assert_refused("orphan", "", "a background process (refused, process");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_deleted_file_with_another_name_is_refused() {
-    is_refused("linked", "", "which has another name left");
+    assert_refused("linked", "", "which has another name left");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_removed_working_directory_is_refused() {
-    is_refused(
+    assert_refused(
         "removed-directory",
         "",
         "a working directory that was removed",
@@ -127,43 +127,43 @@ fn a_removed_working_directory_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_root_directory_of_its_own_is_refused() {
-    is_refused("own-root", "", "a root directory of its own");
+    assert_refused("own-root", "", "a root directory of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_mount_namespace_of_its_own_is_refused() {
-    is_refused("own-mounts", "", "a mount namespace of its own");
+    assert_refused("own-mounts", "", "a mount namespace of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_network_namespace_of_its_own_is_refused() {
-    is_refused("own-network", "", "a network namespace of its own");
+    assert_refused("own-network", "", "a network namespace of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn an_ipc_namespace_of_its_own_is_refused() {
-    is_refused("own-ipc", "", "an IPC namespace of its own");
+    assert_refused("own-ipc", "", "an IPC namespace of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_host_name_namespace_of_its_own_is_refused() {
-    is_refused("own-name", "", "a host-name namespace of its own");
+    assert_refused("own-name", "", "a host-name namespace of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_user_namespace_of_its_own_is_refused() {
-    is_refused("own-users", "", "a user namespace of its own");
+    assert_refused("own-users", "", "a user namespace of its own");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_process_id_namespace_of_its_own_is_refused() {
-    is_refused("own-processes", "", "a process-id namespace of its own");
+    assert_refused("own-processes", "", "a process-id namespace of its own");
 }
 
 /// A task whose main thread ended before its other threads is refused.
@@ -179,7 +179,7 @@ fn ended_main_thread_is_refused() {
         matches!(&result, Err(Refusal::UnsupportedResource { what }) if what == expected),
         "{result:?}"
     );
-    scene.ends_right();
+    scene.assert_ends_successfully();
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn ended_main_thread_is_refused() {
 fn a_tcp_connection_to_a_stranger_is_refused() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
     let port = listener.local_addr().expect("bound").port().to_string();
-    is_refused(
+    assert_refused(
         "tcp",
         &port,
         &format!("a TCP connection to 127.0.0.1:{port}"),
@@ -209,7 +209,7 @@ fn a_unix_socket_connected_to_a_stranger_is_refused() {
         matches!(&result, Err(Refusal::UnsupportedResource { what }) if *what == expected),
         "{result:?}"
     );
-    scene.ends_right();
+    scene.assert_ends_successfully();
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn a_named_pipe_that_a_stranger_has_open_is_refused() {
         .open(&path)
         .expect("open");
     let path = path.display().to_string();
-    is_refused(
+    assert_refused(
         "foreign-pipe",
         &path,
         &format!("the named pipe {path}, which another process has open"),
@@ -239,7 +239,7 @@ fn a_terminal_of_somebody_else_is_refused() {
         .expect("a name")
         .display()
         .to_string();
-    is_refused(
+    assert_refused(
         "terminal",
         &name,
         &format!("the terminal {name}, whose other end is elsewhere"),
@@ -247,16 +247,16 @@ fn a_terminal_of_somebody_else_is_refused() {
 }
 
 /// Traces the first or the second thread of the task, and asserts the refusal.
-fn is_refused_while_traced(first: bool) {
+fn assert_refused_while_traced(first: bool) {
     let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
     scene.start(&program, &[], "traced", "");
-    let inner = thread_it_told(&mut scene);
+    let inner = wait_for_second_thread_id(&mut scene);
     let root = processes_of(&program)[0];
     let thread = if first {
         root
     } else {
-        outer_thread(root, inner)
+        outer_thread_id(root, inner)
     };
     let mut tracer = Command::new(&program)
         .args(["tracer", "/", &thread.to_string()])
@@ -284,21 +284,21 @@ fn is_refused_while_traced(first: bool) {
         );
     }
     assert!(scene.inspect().is_ok(), "without it nothing is in the way");
-    scene.moves_there_and_back();
-    scene.ends_right();
+    scene.migrate_there_and_back();
+    scene.assert_ends_successfully();
 }
 
 /// Waits until the program has printed the id of its second thread in the task's namespace, and
 /// returns that id.
-fn thread_it_told(scene: &mut Scene) -> i32 {
+fn wait_for_second_thread_id(scene: &mut Scene) -> i32 {
     let number = |text: &[u8]| -> Option<i32> {
         let text = String::from_utf8_lossy(text).into_owned();
         text.lines()
             .find_map(|line| line.strip_prefix("thread ")?.parse().ok())
     };
     scene
-        .here
-        .output_until(tid(1), &mut scene.output, |text| number(text).is_some());
+        .source
+        .wait_for_output(tid(1), &mut scene.output, |text| number(text).is_some());
     number(&scene.output).expect("just seen")
 }
 
@@ -308,7 +308,7 @@ fn processes_of(program: &std::path::Path) -> Vec<i32> {
 
 /// Returns the id, in the test's PID namespace, of the thread whose id in the task's namespace is
 /// `inner`.
-fn outer_thread(pid: i32, inner: i32) -> i32 {
+fn outer_thread_id(pid: i32, inner: i32) -> i32 {
     let threads = proc::thread_ids(pid).expect("proc");
     let is_it = |thread: &i32| proc::innermost_pid(*thread) == Some(inner);
     threads.into_iter().find(is_it).expect("the thread")
@@ -317,38 +317,38 @@ fn outer_thread(pid: i32, inner: i32) -> i32 {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_under_a_debugger_is_refused() {
-    is_refused_while_traced(true);
+    assert_refused_while_traced(true);
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_of_which_one_thread_is_traced_is_refused() {
-    is_refused_while_traced(false);
+    assert_refused_while_traced(false);
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn an_eventfd_that_is_a_semaphore_is_refused() {
-    is_refused("counting-eventfd", "", "an eventfd that is a semaphore");
+    assert_refused("counting-eventfd", "", "an eventfd that is a semaphore");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_pipe_of_packets_is_refused() {
-    is_refused("packets", "", "a pipe of packets");
+    assert_refused("packets", "", "a pipe of packets");
 }
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn an_open_file_about_a_process_is_refused() {
-    is_refused("of-a-process", "", "/stat, which is about a process");
+    assert_refused("of-a-process", "", "/stat, which is about a process");
 }
 
 /// A process that has dropped the rights of root is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn dropped_root_rights_are_refused() {
-    is_refused(
+    assert_refused(
         "another-user",
         "",
         "a process without root's rights (its user is 4142)",
@@ -359,7 +359,7 @@ fn dropped_root_rights_are_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn other_group_needs_a_privileged_tasker() {
-    is_refused(
+    assert_refused(
         "another-group",
         "",
         "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE",

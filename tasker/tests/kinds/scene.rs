@@ -1,7 +1,9 @@
 //! A task and two taskers between which it migrates, from the start of the task to its end.
 
-use super::common::moving::{Moved, inspect, move_task_while, prepare, require_moves};
-use super::common::{Tasker, migration, order, tid};
+use super::common::moving::{
+    MigrationMeasurements, inspect, migrate_task_while, prepare, require_migration,
+};
+use super::common::{Tasker, migration, start_order, tid};
 use sempa_proto::migration::{Refusal, RequiredFile, TaskFacts};
 use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
@@ -10,18 +12,18 @@ use std::process::Command;
 /// Text that a program prints when it is set up.
 const READY: &[u8] = b"ready\n";
 /// Text that a program prints when all its checks were successful.
-const RIGHT: &[u8] = b"right\n";
+const CHECKS_PASSED: &[u8] = b"right\n";
 /// Wait status of a program whose checks were all successful.
-const GOOD: i32 = 7 << 8;
+const SUCCESS_STATUS: i32 = 7 << 8;
 
 pub(crate) struct Scene {
     pub(crate) dir: tempfile::TempDir,
-    pub(crate) here: Tasker,
-    pub(crate) there: Tasker,
+    pub(crate) source: Tasker,
+    pub(crate) target: Tasker,
     pub(crate) output: Vec<u8>,
     /// An additional variable for the task's environment, as `NAME=VALUE`.
     pub(crate) variable: Option<&'static str>,
-    moves: u64,
+    last_migration: u64,
 }
 
 impl Scene {
@@ -36,17 +38,17 @@ impl Scene {
     /// As [`Scene::begin`], but the target's tasker is started by `target`, whose argument is the
     /// directory of the scene.
     pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Scene {
-        require_moves();
+        require_migration();
         let dir = tempfile::tempdir().expect("dir");
         std::fs::create_dir(dir.path().join("data")).expect("dir");
         let there = target(dir.path());
         Scene {
-            here: Tasker::start(),
-            there,
+            source: Tasker::start(),
+            target: there,
             dir,
             output: Vec::new(),
             variable: None,
-            moves: 0,
+            last_migration: 0,
         }
     }
 
@@ -59,7 +61,7 @@ impl Scene {
             .chain(words.iter().copied());
         let done = Command::new(compiler)
             .args(words)
-            .arg(program(source))
+            .arg(source_path(source))
             .status()
             .expect("a compiler");
         assert!(done.success());
@@ -79,16 +81,17 @@ impl Scene {
     pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) {
         let place = self.dir.path().to_str().expect("text").to_string();
         let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
-        let mut order = order(tid(1), program, &words);
+        let mut order = start_order(tid(1), program, &words);
         order
             .env
             .extend(self.variable.map(|variable| variable.as_bytes().to_vec()));
-        self.here.send(ToTasker::Start(order));
+        self.source.send(ToTasker::Start(order));
         let unable = |text: &[u8]| text.starts_with(b"unable");
         let is_ready = |text: &[u8]| text.windows(READY.len()).any(|w| w == READY);
-        self.here.output_until(tid(1), &mut self.output, |text| {
-            is_ready(text) || unable(text)
-        });
+        self.source
+            .wait_for_output(tid(1), &mut self.output, |text| {
+                is_ready(text) || unable(text)
+            });
         assert!(
             !unable(&self.output),
             "cannot run here: {row}: {}",
@@ -98,37 +101,42 @@ impl Scene {
 
     /// Migrates the task to the other tasker. Calls `meanwhile` while the task exists only as
     /// images.
-    pub(crate) fn moves_while(&mut self, meanwhile: &mut dyn FnMut()) -> Moved {
-        self.moves += 1;
-        move_task_while(
-            &mut self.here,
-            &mut self.there,
+    pub(crate) fn migrate_while(&mut self, meanwhile: &mut dyn FnMut()) -> MigrationMeasurements {
+        self.last_migration += 1;
+        migrate_task_while(
+            &mut self.source,
+            &mut self.target,
             tid(1),
-            self.moves,
+            self.last_migration,
             &mut self.output,
             meanwhile,
         )
     }
 
     /// Migrates the task to the other tasker and back.
-    pub(crate) fn moves_there_and_back(&mut self) -> Moved {
-        self.moves_while(&mut || {});
-        std::mem::swap(&mut self.here, &mut self.there);
-        let moved = self.moves_while(&mut || {});
-        std::mem::swap(&mut self.here, &mut self.there);
+    pub(crate) fn migrate_there_and_back(&mut self) -> MigrationMeasurements {
+        self.migrate_while(&mut || {});
+        std::mem::swap(&mut self.source, &mut self.target);
+        let moved = self.migrate_while(&mut || {});
+        std::mem::swap(&mut self.source, &mut self.target);
         moved
     }
 
     /// Returns the facts of the task, or the reason why it may not migrate.
     pub(crate) fn inspect(&mut self) -> Result<TaskFacts, Refusal> {
-        self.moves += 1;
-        inspect(&mut self.here, tid(1), migration(self.moves))
+        self.last_migration += 1;
+        inspect(&mut self.source, tid(1), migration(self.last_migration))
     }
 
     /// Returns the target's reasons for refusing the task.
     pub(crate) fn verdict(&mut self) -> Vec<Refusal> {
         let facts = self.inspect().expect("it may leave");
-        prepare(&mut self.there, tid(1), migration(self.moves), facts)
+        prepare(
+            &mut self.target,
+            tid(1),
+            migration(self.last_migration),
+            facts,
+        )
     }
 
     /// Returns the requirement of a file that the task has open; `None` if the facts do not contain
@@ -144,15 +152,15 @@ impl Scene {
 
     /// Lets the task check its state, asserts that it ends successfully, and returns all its
     /// output.
-    pub(crate) fn ends_right(mut self) -> String {
+    pub(crate) fn assert_ends_successfully(mut self) -> String {
         std::fs::write(self.dir.path().join("go"), "").expect("write");
-        let (rest, status, _) = self.here.follow_to_the_end(tid(1));
+        let (rest, status, _) = self.source.wait_for_exit(tid(1));
         self.output.extend(rest);
         let said = String::from_utf8_lossy(&self.output).into_owned();
-        assert!(self.output.ends_with(RIGHT), "{said}");
-        assert_eq!(status, GOOD, "{said}");
-        self.here.stop();
-        self.there.stop();
+        assert!(self.output.ends_with(CHECKS_PASSED), "{said}");
+        assert_eq!(status, SUCCESS_STATUS, "{said}");
+        self.source.stop();
+        self.target.stop();
         said
     }
 }
@@ -160,34 +168,34 @@ impl Scene {
 /// Starts a tasker that simulates another host: it has its own addresses, terminals and directory
 /// `data`. The shell command `prepare` runs first; the variable `$data` contains the path of that
 /// directory.
-pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
+pub(crate) fn start_other_host(dir: &Path, prepare: &str) -> Tasker {
     let script = format!(
         "ip link set lo up && mount -t devpts -o newinstance,ptmxmode=0666 devpts /dev/pts && data={}/data && \
          mount -t tmpfs none $data && {prepare} && exec \"$@\"",
         dir.display()
     );
-    Tasker::start_by(
+    Tasker::start_wrapped(
         &["unshare", "--mount", "--net", "sh", "-c", &script, "sh"],
         &[],
     )
 }
 
 /// Returns the path of a program's source.
-pub(crate) fn program(name: &str) -> PathBuf {
+pub(crate) fn source_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs/kinds")
         .join(name)
 }
 
 /// Asserts that a program in C keeps the state that its table row is about.
-pub(crate) fn survives(family: &str, row: &str) {
-    ends_saying(Scene::begin(), family, row, "");
+pub(crate) fn assert_survives(family: &str, row: &str) {
+    assert_ends_printing(Scene::begin(), family, row, "");
 }
 
 /// As [`survives`], with a target that simulates another host.
-pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
-    ends_saying(
-        Scene::begin_with(|dir| other_host(dir, prepare)),
+pub(crate) fn assert_survives_on_other_host(family: &str, row: &str, prepare: &str) {
+    assert_ends_printing(
+        Scene::begin_with(|dir| start_other_host(dir, prepare)),
         family,
         row,
         "",
@@ -195,19 +203,22 @@ pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
 }
 
 /// Asserts that a program in C prints `expected` after its migration.
-pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
-    ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
+pub(crate) fn assert_prints_after_migration(family: &str, row: &str, expected: &str) {
+    assert_ends_printing(Scene::begin(), family, row, &format!("{expected}\n"));
 }
 
-fn ends_saying(mut scene: Scene, family: &str, row: &str, expected: &str) {
+fn assert_ends_printing(mut scene: Scene, family: &str, row: &str, expected: &str) {
     let program = scene.compile_c(family);
     scene.start(&program, &[], row, "");
-    scene.moves_there_and_back();
-    assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
+    scene.migrate_there_and_back();
+    assert_eq!(
+        scene.assert_ends_successfully(),
+        format!("ready\n{expected}right\n")
+    );
 }
 
 /// Asserts that a program in C is refused with this reason and continues.
-pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
+pub(crate) fn assert_refused(row: &str, extra: &str, reason: &str) {
     let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
     scene.start(&program, &[], row, extra);
@@ -216,5 +227,5 @@ pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
         matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(reason)),
         "{row}: {result:?}"
     );
-    scene.ends_right();
+    scene.assert_ends_successfully();
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-fn project() -> PathBuf {
+fn project_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .expect("a workspace")
@@ -13,16 +13,16 @@ fn project() -> PathBuf {
 }
 
 /// Returns the directory that contains the tests which the page names without a directory.
-fn here() -> PathBuf {
-    project().join("tasker/tests/kinds")
+fn kinds_dir() -> PathBuf {
+    project_dir().join("tasker/tests/kinds")
 }
 
-fn page() -> String {
-    fs::read_to_string(project().join("docs/MIGRATION.md")).expect("the page")
+fn read_page() -> String {
+    fs::read_to_string(project_dir().join("docs/MIGRATION.md")).expect("the page")
 }
 
 /// Returns the rows of the page's tables.
-fn rows(page: &str) -> Vec<&str> {
+fn table_rows(page: &str) -> Vec<&str> {
     page.lines()
         .filter(|line| {
             line.starts_with("| ") && !line.starts_with("| ---") && !line.contains("| test |")
@@ -58,8 +58,8 @@ fn tests_in(source: &str) -> BTreeSet<String> {
 
 #[test]
 fn each_row_names_a_test_that_exists() {
-    let page = page();
-    let rows = rows(&page);
+    let page = read_page();
+    let rows = table_rows(&page);
     assert!(rows.len() > 50, "{} rows", rows.len());
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
@@ -71,9 +71,9 @@ fn each_row_names_a_test_that_exists() {
         );
         for (file, name) in named {
             let path = if file.contains('/') {
-                project().join(&file)
+                project_dir().join(&file)
             } else {
-                here().join(&file)
+                kinds_dir().join(&file)
             };
             let source =
                 fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -87,9 +87,9 @@ fn each_row_names_a_test_that_exists() {
 
 #[test]
 fn each_test_of_these_has_a_row() {
-    let page = page();
+    let page = read_page();
     let named: BTreeSet<(String, String)> = tests_named(&page).into_iter().collect();
-    for entry in fs::read_dir(here()).expect("a folder") {
+    for entry in fs::read_dir(kinds_dir()).expect("a folder") {
         let path = entry.expect("an entry").path();
         let file = path
             .file_name()

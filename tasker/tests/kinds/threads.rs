@@ -1,32 +1,32 @@
 //! Tests migrations of programs with several threads.
 
-use super::scene::{Scene, survives};
+use super::scene::{Scene, assert_survives};
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_mutex_that_is_held_and_waited_for_stays_so() {
-    survives("threads", "mutex");
+    assert_survives("threads", "mutex");
 }
 
 /// Threads that wait for a condition are woken after the migration.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn condition_wakes_threads_after_migration() {
-    survives("threads", "condition");
+    assert_survives("threads", "condition");
 }
 
 /// Threads that wait at barriers, semaphores and read-write locks still wait after the migration.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn barriers_and_locks_keep_their_waiters() {
-    survives("threads", "barriers");
+    assert_survives("threads", "barriers");
 }
 
 /// Sixty-four computing threads keep their numbers, names, signal masks and thread-local data.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn sixty_four_threads_keep_their_state() {
-    survives("threads", "many");
+    assert_survives("threads", "many");
 }
 
 #[test]
@@ -35,6 +35,6 @@ fn openmp_at_full_load_goes_on_computing() {
     let mut scene = Scene::begin();
     let program = scene.compile("gcc", &["-fopenmp"], "openmp.c");
     scene.start(&program, &[], "load", "");
-    scene.moves_there_and_back();
-    assert_eq!(scene.ends_right(), "ready\nright\n");
+    scene.migrate_there_and_back();
+    assert_eq!(scene.assert_ends_successfully(), "ready\nright\n");
 }

@@ -13,9 +13,9 @@ use sempa_proto::frame::FrameDecoder;
 use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
 use sempa_ring::block_allocator::Block;
-use sempa_ring::ring::{RECORD_HEAD_BYTES, Reader, RingControl, RingMemory, Writer};
-use sempa_ring::shared_memory::{RingPair, create_pair};
-use sempa_ring::shared_pool::{LEASES_MAX, LeaseReturns, OwnPool, POOL_BYTES, PeerPool};
+use sempa_ring::ring::{RECORD_HEAD_BYTES, RingControl, RingMemory, RingReader, RingWriter};
+use sempa_ring::shared_memory::{RingPair, create_ring_pair};
+use sempa_ring::shared_pool::{LEASES_MAX, LeaseReturner, OwnPool, POOL_BYTES, PeerPool};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_long};
 use std::os::fd::AsFd;
@@ -41,22 +41,22 @@ unsafe extern "C" {
 }
 
 /// Maximum number of elements that one unpacking call requests.
-const ELEMENTS: usize = 64;
+const ELEMENTS_MAX: usize = 64;
 
 /// Passes one input to all readers. The first byte selects the encoding, the second one the order
 /// of the calls, and the rest is the message.
-pub fn one(data: &[u8]) {
+pub fn read_input(data: &[u8]) {
     let [encoding, order, body @ ..] = data else {
         return;
     };
-    documented(body);
-    frames(body);
-    rings(*order, body);
-    loans(body);
-    messages(c_int::from(encoding & 1), *order, body);
+    read_documented_messages(body);
+    read_frames(body);
+    use_hostile_ring(*order, body);
+    use_pool_leases(body);
+    unpack_messages(c_int::from(encoding & 1), *order, body);
 }
 
-fn documented(body: &[u8]) {
+fn read_documented_messages(body: &[u8]) {
     let body = Bytes::copy_from_slice(body);
     let _ = sm::unpack_spawn(body.clone());
     let _ = sm::unpack_exec(body.clone());
@@ -65,7 +65,7 @@ fn documented(body: &[u8]) {
     let _ = sm::unpack_hoster_reply(body);
 }
 
-fn frames(body: &[u8]) {
+fn read_frames(body: &[u8]) {
     let _ = LinkFrame::decode(Bytes::copy_from_slice(body));
     let mut decoder = FrameDecoder::new();
     decoder.push(body);
@@ -75,17 +75,17 @@ fn frames(body: &[u8]) {
 }
 
 /// A ring in which another task has written arbitrary bytes and positions.
-struct Scribbled {
-    words: RingControl,
+struct HostileRing {
+    control: RingControl,
     data: RefCell<[u8; RING_BYTES]>,
 }
 
-/// Size of the data of a [`Scribbled`] ring in bytes. An input is shorter.
+/// Size of the data of a [`HostileRing`] ring in bytes. An input is shorter.
 const RING_BYTES: usize = 128;
 
-impl RingMemory for &Scribbled {
+impl RingMemory for &HostileRing {
     fn control(&self) -> &RingControl {
-        &self.words
+        &self.control
     }
     fn capacity(&self) -> usize {
         RING_BYTES
@@ -100,7 +100,7 @@ impl RingMemory for &Scribbled {
 
 /// Returns the eight bytes of the input at offset `at` as a little-endian number; 0 if the input
 /// ends before.
-fn number(body: &[u8], at: usize) -> u64 {
+fn number_at(body: &[u8], at: usize) -> u64 {
     body.get(at..at + 8).map_or(0, |bytes| {
         u64::from_le_bytes(bytes.try_into().expect("eight"))
     })
@@ -108,11 +108,11 @@ fn number(body: &[u8], at: usize) -> u64 {
 
 /// Reads and writes a ring whose contents and positions another task has chosen. The reader must
 /// not deliver more bytes than the ring has.
-fn rings(order: u8, body: &[u8]) {
+fn use_hostile_ring(order: u8, body: &[u8]) {
     let mut data = [0; RING_BYTES];
     data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
     let tail = if order & 1 == 0 {
-        number(body, 8)
+        number_at(body, 8)
     } else {
         u64::from(order & 0xf8) % (RING_BYTES as u64 + 8)
     };
@@ -122,11 +122,11 @@ fn rings(order: u8, body: &[u8]) {
         data[..RECORD_HEAD_BYTES]
             .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
     }
-    let ring = Scribbled {
-        words: RingControl::with_positions(tail, number(body, 0)),
+    let ring = HostileRing {
+        control: RingControl::with_positions(tail, number_at(body, 0)),
         data: RefCell::new(data),
     };
-    let (mut reader, mut taken) = (Reader::new(&ring), 0);
+    let (mut reader, mut taken) = (RingReader::new(&ring), 0);
     while let Ok(Some(mut record)) = reader.next_record() {
         if let Some(head) = record.take::<SHORT_HEAD_BYTES>() {
             let _ = decode_short_head(head);
@@ -137,21 +137,21 @@ fn rings(order: u8, body: &[u8]) {
         assert!(taken <= RING_BYTES, "more than a ring holds");
         reader.release();
     }
-    let mut writer = Writer::new(&ring);
+    let mut writer = RingWriter::new(&ring);
     for _ in 0..4 {
         let _ = writer.write([&[1; 20]]);
-        let _ = writer.has_space_or_wake_me(usize::from(order) / 4);
+        let _ = writer.has_space_or_request_wake(usize::from(order) / 4);
     }
 }
 
 /// Returns a shared pool, its lease returns, and the ring that the lease returns use. All calls
 /// return the same ones.
-fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
-    static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturns>, RingPair)> = OnceLock::new();
+fn shared_pool() -> &'static (Arc<PeerPool>, Arc<LeaseReturner>, RingPair) {
+    static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturner>, RingPair)> = OnceLock::new();
     STORE.get_or_init(|| {
         let (_, store) = OwnPool::new().expect("the system has memory");
-        let (ends, _) = create_pair().expect("the system has memory");
-        let returns = LeaseReturns::new(ends.reader.memory());
+        let (ends, _) = create_ring_pair().expect("the system has memory");
+        let returns = LeaseReturner::new(ends.reader.memory());
         (
             Arc::new(PeerPool::map(store.as_fd()).expect("it is ours")),
             returns,
@@ -162,13 +162,13 @@ fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
 
 /// Requests leases of blocks of another task's shared pool, at offsets and sizes from the input.
 /// Every lease must be within the pool.
-fn loans(body: &[u8]) {
-    let (store, returns, _) = store();
+fn use_pool_leases(body: &[u8]) {
+    let (store, returns, _) = shared_pool();
     let mut held = Vec::new();
     for at in [0, 4, 8, 20, 24] {
         let (offset, len) = (
-            number(body, at) as usize,
-            number(body, at + 8) as usize % (POOL_BYTES * 2),
+            number_at(body, at) as usize,
+            number_at(body, at + 8) as usize % (POOL_BYTES * 2),
         );
         let slot = body.get(at).copied().unwrap_or(0);
         let Some(loan) = store.lease(Block { offset, len }, slot, returns) else {
@@ -193,7 +193,7 @@ fn loans(body: &[u8]) {
     assert!(!store.has_leases(), "what was used has been given back");
 }
 
-fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
+fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
     // SAFETY: every pointer leads to a buffer with space for the requested number of elements; a
     // text is never longer than the message that contains it.
     unsafe {
@@ -203,10 +203,11 @@ fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
         pvm_pkbyte(body.as_ptr().cast(), body.len() as c_int, 1);
         pvm_setrbuf(mid);
         let mut text = vec![0 as c_char; body.len() + 8];
-        let (mut ints, mut longs, mut doubles) = ([0; ELEMENTS], [0; ELEMENTS], [0.0; ELEMENTS]);
+        let (mut ints, mut longs, mut doubles) =
+            ([0; ELEMENTS_MAX], [0; ELEMENTS_MAX], [0.0; ELEMENTS_MAX]);
         let mut inner = Vec::new();
         for step in 0..16 {
-            let count = c_int::from(order % ELEMENTS as u8);
+            let count = c_int::from(order % ELEMENTS_MAX as u8);
             let code = match order % 6 {
                 0 => pvm_upkstr(text.as_mut_ptr()),
                 1 => pvm_upkint(ints.as_mut_ptr(), count, 1),
@@ -239,10 +240,10 @@ fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
 }
 
 /// A xorshift generator of pseudo-random numbers.
-pub struct Dice(pub u64);
+pub struct InputRng(pub u64);
 
-impl Dice {
-    pub fn roll(&mut self) -> u64 {
+impl InputRng {
+    pub fn next_number(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -251,15 +252,15 @@ impl Dice {
 
     /// Returns random bytes in which small numbers and very large numbers are frequent, because
     /// such numbers are the most likely to break the checks of lengths.
-    pub fn bytes(&mut self) -> Vec<u8> {
-        let len = self.roll() as usize % 96;
-        let mut bytes: Vec<u8> = (0..len).map(|_| self.roll() as u8).collect();
-        for _ in 0..self.roll() % 6 {
+    pub fn next_input(&mut self) -> Vec<u8> {
+        let len = self.next_number() as usize % 96;
+        let mut bytes: Vec<u8> = (0..len).map(|_| self.next_number() as u8).collect();
+        for _ in 0..self.next_number() % 6 {
             let word = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64]
-                [self.roll() as usize % 8];
-            let at = self.roll() as usize % 24 * 4 + 2;
+                [self.next_number() as usize % 8];
+            let at = self.next_number() as usize % 24 * 4 + 2;
             if let Some(place) = bytes.get_mut(at..at + 4) {
-                place.copy_from_slice(&if self.roll() & 1 == 0 {
+                place.copy_from_slice(&if self.next_number() & 1 == 0 {
                     word.to_be_bytes()
                 } else {
                     word.to_le_bytes()

@@ -8,9 +8,12 @@ fn main() {
             .and_then(|n| n.parse().ok())
             .unwrap_or(otherwise)
     };
-    let (count, mut dice) = (number(1, 1_000_000), sempa_fuzz::Dice(number(2, 1).max(1)));
+    let (count, mut dice) = (
+        number(1, 1_000_000),
+        sempa_fuzz::InputRng(number(2, 1).max(1)),
+    );
     for _ in 0..count {
-        sempa_fuzz::one(&dice.bytes());
+        sempa_fuzz::read_input(&dice.next_input());
     }
     println!("{count} inputs, nothing broke");
 }

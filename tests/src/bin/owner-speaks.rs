@@ -13,14 +13,14 @@ use sempa_proto::load::GuestLimits;
 use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-fn now() -> Micros {
+fn now_since_1970() -> Micros {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
     Micros(u64::try_from(since.as_micros()).expect("before the year 500000"))
 }
 
-fn word(line: &str) -> Option<GuestDirective> {
+fn parse_directive(line: &str) -> Option<GuestDirective> {
     let (what, rest) = line.split_once(' ')?;
     let stopped = |leave_at, then, why: &str| {
         (
@@ -36,7 +36,7 @@ fn word(line: &str) -> Option<GuestDirective> {
         "kill" => {
             let (ms, why) = rest.split_once(' ')?;
             stopped(
-                Some(now() + Micros::from_millis(ms.parse().ok()?)),
+                Some(now_since_1970() + Micros::from_millis(ms.parse().ok()?)),
                 EvictionMode::Kill,
                 why,
             )
@@ -56,8 +56,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("ready");
     for line in std::io::stdin().lines() {
         let line = line?;
-        let word = word(&line).ok_or(format!("this is no word: {line}"))?;
-        let at = now();
+        let word = parse_directive(&line).ok_or(format!("this is no word: {line}"))?;
+        let at = now_since_1970();
         vm.set_guest_directive(word)?;
         println!("done {}", at.0);
     }

@@ -1,4 +1,4 @@
-//! Measures what a load report costs its sender. Sends [`SENDS`] messages to the resource manager
+//! Measures what a load report costs its sender. Sends [`MESSAGE_COUNT`] messages to the resource manager
 //! with pauses between them, and prints the sorted durations of the calls in nanoseconds, in one
 //! line. The resource manager discards the messages, because their context is unknown to it.
 
@@ -12,11 +12,11 @@ use sempa_proto::{HostId, Micros, frame};
 use std::time::{Duration, Instant};
 
 /// Number of messages that are sent.
-const SENDS: usize = 500;
+const MESSAGE_COUNT: usize = 500;
 /// Pause before each message, because load watchers do not send reports in a burst.
-const PAUSE: Duration = Duration::from_millis(5);
+const SEND_INTERVAL: Duration = Duration::from_millis(5);
 /// Number used as a context and as a tag for which no task receives messages.
-const NOBODYS: i32 = 0x5e4d;
+const UNUSED_CONTEXT_AND_TAG: i32 = 0x5e4d;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let vm = Vm::enroll()?;
@@ -39,15 +39,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         limits: GuestLimits::default(),
     };
     let bytes = frame::to_bytes(&report)?;
-    let mut took = Vec::with_capacity(SENDS);
-    for _ in 0..SENDS {
-        std::thread::sleep(PAUSE);
+    let mut took = Vec::with_capacity(MESSAGE_COUNT);
+    for _ in 0..MESSAGE_COUNT {
+        std::thread::sleep(SEND_INTERVAL);
         let body = Body {
             enc: DSIG_X86_64,
             bytes: bytes.clone().into(),
         };
         let begin = Instant::now();
-        vm.send_in(rm, NOBODYS, NOBODYS, body)?;
+        vm.send_in_context(rm, UNUSED_CONTEXT_AND_TAG, UNUSED_CONTEXT_AND_TAG, body)?;
         took.push(begin.elapsed().as_nanos());
     }
     took.sort_unstable();

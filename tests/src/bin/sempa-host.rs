@@ -8,8 +8,8 @@ use std::path::Path;
 fn main() -> anyhow::Result<()> {
     let args: Vec<String> = std::env::args().collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [_, "outer", plan] => sempa_tests::hosts::outer(Path::new(plan)),
-        [_, "init", plan] => sempa_tests::hosts::init(Path::new(plan)),
+        [_, "outer", plan] => sempa_tests::hosts::run_outer_process(Path::new(plan)),
+        [_, "init", plan] => sempa_tests::hosts::run_init_process(Path::new(plan)),
         [_, "testbed", count] => {
             let bed = sempa_tests::Testbed::new(
                 count.parse()?,
@@ -19,7 +19,7 @@ fn main() -> anyhow::Result<()> {
             let hosts: Vec<String> = bed
                 .hosts()
                 .iter()
-                .map(|host| format!("{}={}", host.name(), host.init()))
+                .map(|host| format!("{}={}", host.name(), host.init_pid()))
                 .collect();
             println!("{} {}", bed.folder().display(), hosts.join(" "));
             std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;

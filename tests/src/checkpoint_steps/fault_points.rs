@@ -15,7 +15,7 @@ pub enum Operation {
 
 /// The point at which an operation is held on the job's own host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hold {
+pub enum HoldPoint {
     /// The daemon is stopped at this edge of this step.
     At(Step, StepEdge),
     /// The tasker has called the engine, and the engine has not begun. In a checkpoint all tasks
@@ -29,47 +29,47 @@ pub enum Hold {
 }
 
 /// An operation and the point at which it is held.
-pub type FaultPoint = (Operation, Hold);
+pub type FaultPoint = (Operation, HoldPoint);
 
 use Operation::{Checkpoint, Restart};
 use StepEdge::{After, Before};
 
 /// Points of which a round can hold several at the same time.
-const TOGETHER: [FaultPoint; 7] = [
-    (Checkpoint, Hold::EngineWaits),
-    (Checkpoint, Hold::EngineWorks),
-    (Restart, Hold::EngineWaits),
-    (Restart, Hold::EngineWorks),
-    (Checkpoint, Hold::At(Step::Dump, After)),
-    (Checkpoint, Hold::Sealing),
-    (Restart, Hold::At(Step::Restore, After)),
+const CONCURRENT_POINTS: [FaultPoint; 7] = [
+    (Checkpoint, HoldPoint::EngineWaits),
+    (Checkpoint, HoldPoint::EngineWorks),
+    (Restart, HoldPoint::EngineWaits),
+    (Restart, HoldPoint::EngineWorks),
+    (Checkpoint, HoldPoint::At(Step::Dump, After)),
+    (Checkpoint, HoldPoint::Sealing),
+    (Restart, HoldPoint::At(Step::Restore, After)),
 ];
 
 /// Points of which a round can hold only one: while a daemon is stopped there, no daemon can count
 /// tasks or find their locations.
-const ALONE: [FaultPoint; 15] = [
-    (Checkpoint, Hold::At(Step::Inspect, Before)),
-    (Restart, Hold::At(Step::Prepare, Before)),
-    (Checkpoint, Hold::At(Step::Stop, After)),
-    (Restart, Hold::At(Step::Run, Before)),
-    (Checkpoint, Hold::At(Step::Quiesce, Before)),
-    (Restart, Hold::At(Step::Transfer, After)),
-    (Checkpoint, Hold::At(Step::Inspect, After)),
-    (Restart, Hold::At(Step::Run, After)),
-    (Checkpoint, Hold::At(Step::Dump, Before)),
-    (Restart, Hold::At(Step::Prepare, After)),
-    (Checkpoint, Hold::At(Step::Stop, Before)),
-    (Restart, Hold::At(Step::Arrive, Before)),
-    (Checkpoint, Hold::At(Step::Quiesce, After)),
-    (Restart, Hold::At(Step::Restore, Before)),
-    (Restart, Hold::At(Step::Arrive, After)),
+const EXCLUSIVE_POINTS: [FaultPoint; 15] = [
+    (Checkpoint, HoldPoint::At(Step::Inspect, Before)),
+    (Restart, HoldPoint::At(Step::Prepare, Before)),
+    (Checkpoint, HoldPoint::At(Step::Stop, After)),
+    (Restart, HoldPoint::At(Step::Run, Before)),
+    (Checkpoint, HoldPoint::At(Step::Quiesce, Before)),
+    (Restart, HoldPoint::At(Step::Transfer, After)),
+    (Checkpoint, HoldPoint::At(Step::Inspect, After)),
+    (Restart, HoldPoint::At(Step::Run, After)),
+    (Checkpoint, HoldPoint::At(Step::Dump, Before)),
+    (Restart, HoldPoint::At(Step::Prepare, After)),
+    (Checkpoint, HoldPoint::At(Step::Stop, Before)),
+    (Restart, HoldPoint::At(Step::Arrive, Before)),
+    (Checkpoint, HoldPoint::At(Step::Quiesce, After)),
+    (Restart, HoldPoint::At(Step::Restore, Before)),
+    (Restart, HoldPoint::At(Step::Arrive, After)),
 ];
 
 /// Returns the points of an operation at which a test stops a daemon.
 pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
-    let all = TOGETHER.iter().chain(&ALONE);
+    let all = CONCURRENT_POINTS.iter().chain(&EXCLUSIVE_POINTS);
     let at = |(_, hold): &FaultPoint| {
-        if let Hold::At(step, edge) = hold {
+        if let HoldPoint::At(step, edge) = hold {
             Some((*step, *edge))
         } else {
             None
@@ -80,51 +80,52 @@ pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
         .collect()
 }
 
-/// Returns the points of one round: half of [`TOGETHER`] and one of [`ALONE`]. The next round has
-/// the other half of [`TOGETHER`].
-pub(super) fn round(turn: usize) -> Vec<FaultPoint> {
-    let half = TOGETHER
+/// Returns the points of one round: half of [`CONCURRENT_POINTS`] and one of [`EXCLUSIVE_POINTS`]. The next round has
+/// the other half of [`CONCURRENT_POINTS`].
+pub(super) fn round_points(turn: usize) -> Vec<FaultPoint> {
+    let half = CONCURRENT_POINTS
         .into_iter()
         .enumerate()
         .filter(|(i, _)| i % 2 == turn % 2)
         .map(|(_, point)| point);
-    half.chain([ALONE[turn % ALONE.len()]]).collect()
+    half.chain([EXCLUSIVE_POINTS[turn % EXCLUSIVE_POINTS.len()]])
+        .collect()
 }
 
 /// Number of rounds in which a test injects one fault into one victim. With [`is_full`] all points
 /// are tried instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
-    /// One round, with half of [`TOGETHER`].
-    Half,
-    /// Two rounds, with all of [`TOGETHER`].
-    Both,
+    /// One round, with half of `CONCURRENT_POINTS`.
+    OneRound,
+    /// Two rounds, with all of `CONCURRENT_POINTS`.
+    TwoRounds,
 }
 
 impl Sampling {
     pub(super) fn rounds(self) -> usize {
         match self {
-            _ if is_full() => all_rounds(),
-            Sampling::Half => 1,
-            Sampling::Both => 2,
+            _ if is_full() => full_round_count(),
+            Sampling::OneRound => 1,
+            Sampling::TwoRounds => 2,
         }
     }
 }
 
 /// Returns the number of successive rounds after which each point was held at least once.
-pub fn all_rounds() -> usize {
-    ALONE.len()
+pub fn full_round_count() -> usize {
+    EXCLUSIVE_POINTS.len()
 }
 
 /// Returns the command word that makes the fake CRIU stop before this point; `None` if CRIU need
 /// not be held.
-pub(super) fn word((_, hold): &FaultPoint) -> Option<&'static str> {
+pub(super) fn fake_criu_word((_, hold): &FaultPoint) -> Option<&'static str> {
     match hold {
-        Hold::EngineWorks => Some("stall 1"),
-        Hold::EngineWaits | Hold::Sealing | Hold::At(Step::Dump | Step::Restore, After) => {
-            Some("wait")
-        }
-        Hold::At(..) => None,
+        HoldPoint::EngineWorks => Some("stall 1"),
+        HoldPoint::EngineWaits
+        | HoldPoint::Sealing
+        | HoldPoint::At(Step::Dump | Step::Restore, After) => Some("wait"),
+        HoldPoint::At(..) => None,
     }
 }
 
@@ -132,23 +133,25 @@ pub(super) fn word((_, hold): &FaultPoint) -> Option<&'static str> {
 pub(super) fn has_engine(point: &FaultPoint) -> bool {
     matches!(
         point.1,
-        Hold::EngineWaits | Hold::EngineWorks | Hold::At(Step::Restore, After)
+        HoldPoint::EngineWaits | HoldPoint::EngineWorks | HoldPoint::At(Step::Restore, After)
     )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::JOBS;
+    use super::super::JOB_COUNT;
     use super::*;
 
-    /// A round has at most one point per job, and two successive rounds have all of [`TOGETHER`].
+    /// A round has at most one point per job, and two successive rounds have all of [`CONCURRENT_POINTS`].
     #[test]
     fn two_rounds_have_all_that_can_be_held_together() {
-        for turn in 0..ALONE.len() {
-            let both = [round(turn), round(turn + 1)];
-            assert!(both.iter().all(|round| round.len() <= JOBS));
+        for turn in 0..EXCLUSIVE_POINTS.len() {
+            let both = [round_points(turn), round_points(turn + 1)];
+            assert!(both.iter().all(|round| round.len() <= JOB_COUNT));
             assert!(
-                TOGETHER.iter().all(|point| both.concat().contains(point)),
+                CONCURRENT_POINTS
+                    .iter()
+                    .all(|point| both.concat().contains(point)),
                 "from {turn} on"
             );
         }
@@ -156,8 +159,8 @@ mod tests {
 
     #[test]
     fn all_rounds_have_each_point() {
-        let all: Vec<FaultPoint> = (0..all_rounds()).flat_map(round).collect();
-        let mut each = TOGETHER.iter().chain(&ALONE);
+        let all: Vec<FaultPoint> = (0..full_round_count()).flat_map(round_points).collect();
+        let mut each = CONCURRENT_POINTS.iter().chain(&EXCLUSIVE_POINTS);
         assert!(each.all(|point| all.contains(point)));
     }
 }

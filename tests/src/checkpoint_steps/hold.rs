@@ -6,12 +6,15 @@
 //! are held; the daemon of its job stops itself at the point. Finally, operations with later points
 //! continue from the engine to these points.
 
-use super::fault_points::word;
-use super::names;
-use super::{CheckpointFaults, FaultPoint, Held, Hold, Holder, JOBS, Member, Operation, TIMEOUT};
-use crate::fake_criu::{behave, misbehaved, take_misbehaved};
+use super::fault_points::fake_criu_word;
+use super::file_names;
+use super::{
+    CheckpointFaults, FaultPoint, HeldOperation, HoldMeans, HoldPoint, JOB_COUNT, JobOnHost,
+    Operation, STEP_TIMEOUT,
+};
+use crate::fake_criu::{misbehaviours, set_behaviour, take_misbehaviours};
 use crate::faults::{self, Breakpoint, Point, Role, is_stopped};
-use crate::run::eventually;
+use crate::run::wait_for;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
 use std::fs::File;
@@ -19,39 +22,39 @@ use std::fs::File;
 impl CheckpointFaults<'_> {
     /// Starts the operations of a round and holds each at its point. Returns them and the number of
     /// the first event after the start.
-    pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<Held>, u64)> {
-        let jobs = self.assign(round)?;
+    pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<HeldOperation>, u64)> {
+        let jobs = self.assign_jobs(round)?;
         let events = self.vm.events()?;
         let from = events.last().map_or(0, |entry| entry.number + 1);
         let mut all = Vec::new();
         for (point, job) in round.iter().copied().zip(jobs) {
-            match word(&point) {
+            match fake_criu_word(&point) {
                 Some(word) => {
-                    let host = self.members[job].name();
-                    take_misbehaved(self.vm.bed(), &host);
-                    behave(self.vm.bed(), &host, word);
-                    all.push(self.begin(point, job)?);
+                    let host = self.members[job].host_name();
+                    take_misbehaviours(self.vm.bed(), &host);
+                    set_behaviour(self.vm.bed(), &host, word);
+                    all.push(self.start_operation(point, job)?);
                 }
                 None => {
                     // The next operation stops a daemon, which does not answer then. So the other
                     // operations must have reached their points before.
-                    self.hold_engines(&mut all)?;
+                    self.wait_for_held_engines(&mut all)?;
                     let breakpoint = self.breakpoint(point, job)?;
-                    let mut held = self.begin(point, job)?;
+                    let mut held = self.start_operation(point, job)?;
                     self.wait_for_daemon(&mut held, &breakpoint)?;
                     all.push(held);
                 }
             }
         }
-        self.hold_engines(&mut all)?;
+        self.wait_for_held_engines(&mut all)?;
         for held in &mut all {
             self.hold_after_engine(held)?;
         }
         for held in &mut all {
-            self.held += 1;
+            self.held_count += 1;
             // On a busy machine the time limit of an operation may have expired before the fault.
             if let Some(status) = held.console.poll()? {
-                self.early += 1;
+                self.ended_early_count += 1;
                 let (out, err) = (held.console.out_so_far()?, held.console.err_so_far()?);
                 let point = held.point;
                 eprintln!("{point:?} ended before the fault: {status} {out}{err}");
@@ -61,9 +64,9 @@ impl CheckpointFaults<'_> {
     }
 
     /// Starts an operation with the console.
-    fn begin(&self, point: FaultPoint, job: usize) -> Result<Held> {
+    fn start_operation(&self, point: FaultPoint, job: usize) -> Result<HeldOperation> {
         let member = &self.members[job];
-        let on = format!("h1,{}", member.name());
+        let on = format!("h1,{}", member.host_name());
         let before = self.checkpoints(job)?;
         let newest = before.last().context("a checkpoint")?;
         let words = match point.0 {
@@ -71,21 +74,21 @@ impl CheckpointFaults<'_> {
             Operation::Restart => ["restart", newest, "--on", &on].to_vec(),
         };
         let console = self.vm.start_pvm(&words)?;
-        Ok(Held {
+        Ok(HeldOperation {
             point,
             job,
             holder: None,
             console,
-            before,
+            checkpoints_before: before,
         })
     }
 
     /// Assigns a job to each point. Jobs that need a restart are assigned first. Afterwards every
     /// job whose restart is tried has ended, and all others run on their own hosts.
-    fn assign(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
-        ensure!(round.len() <= JOBS, "more points than jobs: {round:?}");
-        let mut free: Vec<usize> = (0..JOBS).collect();
-        free.sort_by_key(|job| !self.members[*job].owes_restart);
+    fn assign_jobs(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
+        ensure!(round.len() <= JOB_COUNT, "more points than jobs: {round:?}");
+        let mut free: Vec<usize> = (0..JOB_COUNT).collect();
+        free.sort_by_key(|job| !self.members[*job].must_restart);
         let restarts = round
             .iter()
             .filter(|(operation, _)| *operation == Operation::Restart)
@@ -93,13 +96,13 @@ impl CheckpointFaults<'_> {
         let mut ended = free[..restarts].to_vec();
         let mut others = free[restarts..].to_vec();
         others.truncate(round.len() - restarts);
-        let strays = self.strays()?;
+        let strays = self.misplaced_jobs()?;
         let restarted: Vec<usize> = others
             .iter()
-            .filter(|job| self.members[**job].owes_restart || strays.contains(*job))
+            .filter(|job| self.members[**job].must_restart || strays.contains(*job))
             .copied()
             .collect();
-        self.end(&[&ended[..], &restarted[..]].concat())?;
+        self.end_jobs(&[&ended[..], &restarted[..]].concat())?;
         for job in restarted {
             self.restart(job)?;
         }
@@ -114,27 +117,27 @@ impl CheckpointFaults<'_> {
     }
 
     /// Returns the running jobs that have a task on a wrong host.
-    fn strays(&self) -> Result<Vec<usize>> {
+    fn misplaced_jobs(&self) -> Result<Vec<usize>> {
         let tasks = self.vm.tasks()?;
         let is_on = |tid: &str, host: &str| {
             tasks
                 .iter()
                 .any(|task| task.tid == tid && task.host.as_deref() == Some(host))
         };
-        let strays = |member: &Member| {
-            !(is_on(&member.job.tid, "h1") && is_on(&member.worker, &member.name()))
+        let strays = |member: &JobOnHost| {
+            !(is_on(&member.job.tid, "h1") && is_on(&member.worker_tid, &member.host_name()))
         };
-        Ok((0..JOBS)
+        Ok((0..JOB_COUNT)
             .filter(|job| self.members[*job].runs && strays(&self.members[*job]))
             .collect())
     }
 
     /// Waits until `check` succeeds. Returns `None` if the console of the operation ends before.
-    fn reach<T>(
-        held: &mut Held,
+    fn wait_while_console_runs<T>(
+        held: &mut HeldOperation,
         mut check: impl FnMut() -> Result<T, String>,
     ) -> Result<Option<T>> {
-        eventually(TIMEOUT, || {
+        wait_for(STEP_TIMEOUT, || {
             let status = held.console.poll().map_err(|error| error.to_string())?;
             match check() {
                 Ok(found) => Ok(Some(found)),
@@ -145,55 +148,55 @@ impl CheckpointFaults<'_> {
     }
 
     /// Waits for the engines of all operations that are not held yet.
-    fn hold_engines(&self, all: &mut [Held]) -> Result<()> {
+    fn wait_for_held_engines(&self, all: &mut [HeldOperation]) -> Result<()> {
         let bed = self.vm.bed();
         for held in all.iter_mut().filter(|held| held.holder.is_none()) {
             let member = &self.members[held.job];
-            let (name, host) = (member.name(), bed.host(member.host));
-            let called = Self::reach(held, || match misbehaved(bed, &name) {
+            let (name, host) = (member.host_name(), bed.host(member.host));
+            let called = Self::wait_while_console_runs(held, || match misbehaviours(bed, &name) {
                 none if none.is_empty() => Err("no engine was called".to_string()),
-                _ => Ok(Holder::Word),
+                _ => Ok(HoldMeans::FakeCriu),
             })?;
             held.holder = called;
-            if held.holder.is_some() && held.point.1 == Hold::EngineWorks {
-                let stopped = Self::reach(held, || {
+            if held.holder.is_some() && held.point.1 == HoldPoint::EngineWorks {
+                let stopped = Self::wait_while_console_runs(held, || {
                     let mut engines = faults::processes_of(host, Role::Engine).into_iter();
                     engines
                         .find(|pid| is_stopped(*pid))
                         .ok_or("no engine is stopped".to_string())
                 })?;
-                held.holder = stopped.map(Holder::Process);
+                held.holder = stopped.map(HoldMeans::Process);
             }
         }
         Ok(())
     }
 
     /// Lets an operation continue from the point where the engine holds it, to a later point.
-    fn hold_after_engine(&self, held: &mut Held) -> Result<()> {
-        if !matches!(held.holder, Some(Holder::Word)) {
+    fn hold_after_engine(&self, held: &mut HeldOperation) -> Result<()> {
+        if !matches!(held.holder, Some(HoldMeans::FakeCriu)) {
             return Ok(());
         }
-        let (bed, host) = (self.vm.bed(), self.members[held.job].name());
+        let (bed, host) = (self.vm.bed(), self.members[held.job].host_name());
         match held.point.1 {
-            Hold::At(..) => {
+            HoldPoint::At(..) => {
                 let breakpoint = self.breakpoint(held.point, held.job)?;
-                behave(bed, &host, "");
+                set_behaviour(bed, &host, "");
                 self.wait_for_daemon(held, &breakpoint)
             }
-            Hold::Sealing => {
+            HoldPoint::Sealing => {
                 let lock = self.lock_store()?;
-                behave(bed, &host, "");
+                set_behaviour(bed, &host, "");
                 let sealing = self.wait_for_seal(held)?;
-                held.holder = sealing.then_some(Holder::Lock(lock));
+                held.holder = sealing.then_some(HoldMeans::StoreLock(lock));
                 Ok(())
             }
-            Hold::EngineWaits | Hold::EngineWorks => Ok(()),
+            HoldPoint::EngineWaits | HoldPoint::EngineWorks => Ok(()),
         }
     }
 
     fn lock_store(&self) -> Result<Flock<File>> {
         let path = self.store().join("lock");
-        eventually(TIMEOUT, || {
+        wait_for(STEP_TIMEOUT, || {
             let file = File::open(&path).map_err(|error| error.to_string())?;
             Flock::lock(file, FlockArg::LockExclusiveNonblock)
                 .map_err(|(_, errno)| errno.to_string())
@@ -202,10 +205,10 @@ impl CheckpointFaults<'_> {
 
     /// Waits until a checkpoint is complete except for its final name. Returns false if the console
     /// ends before.
-    fn wait_for_seal(&self, held: &mut Held) -> Result<bool> {
+    fn wait_for_seal(&self, held: &mut HeldOperation) -> Result<bool> {
         let draft = format!(".draft-{}-", self.members[held.job].job.tid);
-        let sealing = Self::reach(held, || {
-            let drafts = names(&self.store()).into_iter();
+        let sealing = Self::wait_while_console_runs(held, || {
+            let drafts = file_names(&self.store()).into_iter();
             let drafts = drafts.filter(|name| name.starts_with(&draft));
             let mut manifests = drafts.map(|name| self.store().join(name).join("manifest"));
             if manifests.any(|path| path.exists()) {
@@ -218,16 +221,16 @@ impl CheckpointFaults<'_> {
     }
 
     fn breakpoint(&self, (_, hold): FaultPoint, job: usize) -> Result<Breakpoint> {
-        let Hold::At(step, edge) = hold else {
+        let HoldPoint::At(step, edge) = hold else {
             bail!("no daemon is stopped at {hold:?}")
         };
         let point: Point = (step, edge);
-        Breakpoint::new(&self.breakpoints, &self.members[job].worker, point)
+        Breakpoint::new(&self.breakpoints, &self.members[job].worker_tid, point)
     }
 
-    fn wait_for_daemon(&self, held: &mut Held, breakpoint: &Breakpoint) -> Result<()> {
+    fn wait_for_daemon(&self, held: &mut HeldOperation, breakpoint: &Breakpoint) -> Result<()> {
         let host = self.vm.bed().host(self.members[held.job].host);
-        let reached = Self::reach(held, || {
+        let reached = Self::wait_while_console_runs(held, || {
             breakpoint
                 .stopped_daemon(&[host])?
                 .ok_or("no daemon has reached it".to_string())
@@ -235,7 +238,7 @@ impl CheckpointFaults<'_> {
         if reached.is_none() {
             breakpoint.remove();
         }
-        held.holder = reached.map(Holder::Process);
+        held.holder = reached.map(HoldMeans::Process);
         Ok(())
     }
 }

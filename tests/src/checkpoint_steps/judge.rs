@@ -1,10 +1,12 @@
 //! Judges the outcome of checkpoints and restarts after a fault.
 
-use super::{CheckpointFaults, Held, JOBS, Loss, Member, Operation, TIMEOUT, Victim};
-use super::{find_event, is_lost, is_ring, names};
+use super::{
+    CheckpointFaults, HeldOperation, JOB_COUNT, JobOnHost, Loss, Operation, STEP_TIMEOUT, Victim,
+};
+use super::{file_names, find_event, host_is_lost, is_ring_job};
 use crate::fake_criu;
 use crate::faults::{Fault, leftovers};
-use crate::run::{Done, eventually};
+use crate::run::{CommandResult, wait_for};
 use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 
@@ -17,25 +19,25 @@ impl CheckpointFaults<'_> {
     /// - All tasks run once, no message is lost, and no files or processes remain.
     pub(super) fn judge(
         &mut self,
-        all: Vec<Held>,
+        all: Vec<HeldOperation>,
         victims: &[Victim],
         fault: Fault,
         from: u64,
     ) -> Result<Vec<String>> {
         let mut outcomes = Vec::new();
         for (held, victim) in all.into_iter().zip(victims) {
-            let Held {
+            let HeldOperation {
                 point,
                 job,
                 console,
-                before,
+                checkpoints_before: before,
                 ..
             } = held;
-            let done = console.finish(TIMEOUT)?;
+            let done = console.finish(STEP_TIMEOUT)?;
             let host = self.members[job].host;
             let what = format!("{point:?} of the job on h1 and h{host}: {done:?}");
             let loss = victim.loss(fault);
-            if loss == Loss::Nothing && !done.good() {
+            if loss == Loss::Nothing && !done.succeeded() {
                 let mut reasons = vec!["not done within"];
                 if (*victim, fault) == (Victim::Engine, Fault::Kill) {
                     reasons.push("was killed by signal 9");
@@ -43,13 +45,13 @@ impl CheckpointFaults<'_> {
                 let has_reason = reasons.iter().any(|reason| done.err.contains(reason));
                 ensure!(has_reason, "no reason to fail: {what}");
             }
-            outcomes.push(if done.good() {
+            outcomes.push(if done.succeeded() {
                 "good".to_string()
             } else {
                 done.err.trim().to_string()
             });
             if loss == Loss::Host {
-                eventually(TIMEOUT, || is_lost(self.vm, from, host))
+                wait_for(STEP_TIMEOUT, || host_is_lost(self.vm, from, host))
                     .with_context(|| what.clone())?;
             }
             match point.0 {
@@ -59,31 +61,31 @@ impl CheckpointFaults<'_> {
             .with_context(|| what)?;
         }
         self.vm
-            .take_in(&self.vm.bed().hosts().iter().collect::<Vec<_>>())?;
-        self.all_run_once()?;
-        for job in 0..JOBS {
+            .add_missing(&self.vm.bed().hosts().iter().collect::<Vec<_>>())?;
+        self.check_all_run_once()?;
+        for job in 0..JOB_COUNT {
             if !self.members[job].runs {
                 self.restart(job)?;
             }
         }
-        self.all_make_progress()?;
-        self.nothing_is_left()?;
+        self.check_progress()?;
+        self.check_nothing_is_left()?;
         Ok(outcomes)
     }
 
     /// Judges a restart. It must not have made a checkpoint.
-    fn judge_restart(&mut self, job: usize, done: &Done, before: &[String]) -> Result<()> {
+    fn judge_restart(&mut self, job: usize, done: &CommandResult, before: &[String]) -> Result<()> {
         let mut new = self.checkpoints(job)?;
         new.retain(|name| !before.contains(name));
         ensure!(new.is_empty(), "new checkpoints: {new:?}");
-        self.members[job].runs = done.good();
+        self.members[job].runs = done.succeeded();
         Ok(())
     }
 
     fn judge_checkpoint(
         &mut self,
         job: usize,
-        done: &Done,
+        done: &CommandResult,
         before: &[String],
         loss: Loss,
         from: u64,
@@ -91,16 +93,16 @@ impl CheckpointFaults<'_> {
         let old = before.last().context("a checkpoint")?;
         // A checkpoint that was being sealed during the rollback may still be completed. It is
         // removed afterwards.
-        let new = eventually(TIMEOUT, || {
+        let new = wait_for(STEP_TIMEOUT, || {
             let mut new = self.checkpoints(job).map_err(|error| error.to_string())?;
             new.retain(|name| !before.contains(name));
-            if new.len() == usize::from(done.good()) {
+            if new.len() == usize::from(done.succeeded()) {
                 Ok(new)
             } else {
                 Err(format!("new checkpoints: {new:?}"))
             }
         })?;
-        self.members[job].owes_restart = true;
+        self.members[job].must_restart = true;
         let member = &self.members[job];
         let went_back = |kind: &EventKind| match kind {
             EventKind::Restarted {
@@ -118,10 +120,10 @@ impl CheckpointFaults<'_> {
             );
             return Ok(());
         }
-        let back = eventually(TIMEOUT, || {
+        let back = wait_for(STEP_TIMEOUT, || {
             find_event(self.vm, from, went_back).map_err(|_| "the job does not go back".to_string())
         })?;
-        let newest = if done.good() {
+        let newest = if done.succeeded() {
             new.first().unwrap_or(old)
         } else {
             old
@@ -134,17 +136,17 @@ impl CheckpointFaults<'_> {
     }
 
     /// Checks that each task of each running job exists once, and that no other task exists.
-    fn all_run_once(&self) -> Result<()> {
-        eventually(TIMEOUT, || {
+    fn check_all_run_once(&self) -> Result<()> {
+        wait_for(STEP_TIMEOUT, || {
             let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
             let mut listed: Vec<(&str, bool)> = tasks
                 .iter()
-                .filter(|task| is_ring(task))
+                .filter(|task| is_ring_job(task))
                 .map(|task| (&*task.tid, task.moving))
                 .collect();
             let running = self.members.iter().filter(|member| member.runs);
             let mut wanted: Vec<(&str, bool)> = running
-                .flat_map(Member::tids)
+                .flat_map(JobOnHost::tids)
                 .map(|tid| (tid, false))
                 .collect();
             listed.sort();
@@ -157,7 +159,7 @@ impl CheckpointFaults<'_> {
                 processes.retain(|(_, line)| line.contains("ring_job"));
                 let here = tasks
                     .iter()
-                    .filter(|task| is_ring(task) && task.host.as_deref() == Some(host.name()));
+                    .filter(|task| is_ring_job(task) && task.host.as_deref() == Some(host.name()));
                 if here.count() != processes.len() {
                     return Err(format!("{processes:?} on {}: {tasks:?}", host.name()));
                 }
@@ -166,22 +168,22 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Checks [`CheckpointFaults::all_run_once`], that all jobs make progress, and that their
+    /// Checks [`CheckpointFaults::check_all_run_once`], that all jobs make progress, and that their
     /// results so far are correct.
-    pub(super) fn all_make_progress(&self) -> Result<()> {
-        self.all_run_once()?;
+    pub(super) fn check_progress(&self) -> Result<()> {
+        self.check_all_run_once()?;
         for member in self.members.iter().filter(|member| member.runs) {
-            member.job.go_on(self.vm, super::PROGRESS);
-            member.job.is_right();
+            member.job.wait_for_rounds(self.vm, super::PROGRESS_ROUNDS);
+            member.job.check_log();
         }
         Ok(())
     }
 
     /// Checks that no host has images, resume tokens or an engine process, and that the store has
     /// only complete checkpoints.
-    pub(super) fn nothing_is_left(&self) -> Result<()> {
-        eventually(TIMEOUT, || {
-            let hidden = names(&self.store())
+    pub(super) fn check_nothing_is_left(&self) -> Result<()> {
+        wait_for(STEP_TIMEOUT, || {
+            let hidden = file_names(&self.store())
                 .into_iter()
                 .filter(|name| name.starts_with('.'));
             let mut left: Vec<String> = hidden.collect();

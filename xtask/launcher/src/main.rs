@@ -10,23 +10,23 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// Commands that run tests; they need the profile [`PROFILE`].
-const TESTS: [&str; 2] = ["test", "campaign"];
-const PROFILE: &str = "ci";
+/// Commands that run tests; they need the profile [`TEST_PROFILE`].
+const TEST_COMMANDS: [&str; 2] = ["test", "campaign"];
+const TEST_PROFILE: &str = "ci";
 
 fn main() -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     let runs_tests = words
         .first()
-        .is_some_and(|word| TESTS.iter().any(|test| word == test));
+        .is_some_and(|word| TEST_COMMANDS.iter().any(|test| word == test));
     let mut command = if runs_tests {
         let build = ["build", "--locked", "--workspace", "--all-targets"];
-        let built = cargo(&build).args(["--profile", PROFILE]).status();
+        let built = cargo(&build).args(["--profile", TEST_PROFILE]).status();
         if !built.is_ok_and(|status| status.success()) {
             eprintln!("xtask: the build failed");
             return ExitCode::FAILURE;
         }
-        Command::new(target().join(PROFILE).join("xtask"))
+        Command::new(target_folder().join(TEST_PROFILE).join("xtask"))
     } else {
         cargo(&["run", "--locked", "--release", "--package", "xtask", "--"])
     };
@@ -42,7 +42,7 @@ fn cargo(words: &[&str]) -> Command {
     command
         .args(words)
         .current_dir(project)
-        .env("CARGO_TARGET_DIR", target());
+        .env("CARGO_TARGET_DIR", target_folder());
     // Cargo sets variables that describe this package. To build scripts of other packages they
     // would look like a change.
     for (name, _) in std::env::vars_os() {
@@ -55,7 +55,7 @@ fn cargo(words: &[&str]) -> Command {
 }
 
 /// Returns the target folder: two levels above this program.
-fn target() -> PathBuf {
+fn target_folder() -> PathBuf {
     let own = std::env::current_exe().unwrap_or_default();
     own.ancestors()
         .nth(2)

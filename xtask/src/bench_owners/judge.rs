@@ -1,27 +1,27 @@
 //! Judges a run: compares the event log, the workers' clocks and the kernel's counts of processor
 //! time with the script's own list of logins. Does no input or output.
 
-use super::kernels::{Seen, Used};
+use super::kernels::{ProcessSamples, ProcessorTime};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{MigrationCause, Step};
-use sempa_tests::vm::Entry;
+use sempa_tests::vm::EventEntry;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum time that a guest may run after the owner's login, in microseconds.
-pub(super) const PROMISE_US: u64 = 50_000;
+pub(super) const GUEST_RUN_AFTER_LOGIN_MAX_US: u64 = 50_000;
 /// Maximum time after a login until no guest is left on the host, in microseconds, if the guests
 /// have a host to migrate to. The transfer of the guests' memory may take additional time, at the
-/// rate [`LINK`]. If the limit is exceeded, the events are reported.
-const CLEAN_US: u64 = 1_000_000;
+/// rate [`LINK_BYTES_PER_S`]. If the limit is exceeded, the events are reported.
+const GUESTS_GONE_MAX_US: u64 = 1_000_000;
 /// Rate in bytes per second by which the additional time for a transfer is computed.
-const LINK: u64 = 100_000_000;
+const LINK_BYTES_PER_S: u64 = 100_000_000;
 /// Processor time in microseconds that the kernel may count for a process while the process is
 /// being stopped.
-const STOPPING_US: u64 = 1_000;
+const STOPPING_MAX_US: u64 = 1_000;
 /// Maximum time in microseconds between the end of a decision's reason and the execution of the
 /// decision.
-const AFTER_US: u64 = 1_000_000;
+const DECISION_DELAY_MAX_US: u64 = 1_000_000;
 /// Maximum percentage of cases that may remain unjudged, because a task ended at that moment or a
 /// process was not found early enough.
 const SKIPPED_PERCENT_MAX: usize = 5;
@@ -41,11 +41,11 @@ pub(super) struct Clock {
 
 /// How long a worker ran on a host after the owner's login.
 #[derive(Debug, PartialEq, Eq)]
-enum Ran {
+enum RunAfterLogin {
     /// The worker stopped at this time.
     Until(u64),
     /// The worker ran until the end of the observed time.
-    On,
+    UntilEnd,
     /// The worker had not read its clock yet, or had ended.
     Unknown,
 }
@@ -53,22 +53,24 @@ enum Ran {
 impl Clock {
     /// Returns how long the worker ran after the login at `since`. The worker is known to be
     /// stopped at `end`.
-    fn ran(&self, since: u64, end: u64) -> Ran {
+    fn run_after_login(&self, since: u64, end: u64) -> RunAfterLogin {
         match self
             .gaps
             .iter()
             .find(|(from, to)| *from < end && *to >= end)
         {
-            Some((from, _)) => Ran::Until(*from),
-            None if self.first >= end || self.last <= since + PROMISE_US => Ran::Unknown,
-            None => Ran::On,
+            Some((from, _)) => RunAfterLogin::Until(*from),
+            None if self.first >= end || self.last <= since + GUEST_RUN_AFTER_LOGIN_MAX_US => {
+                RunAfterLogin::Unknown
+            }
+            None => RunAfterLogin::UntilEnd,
         }
     }
 }
 
 /// A login on a host as recorded by the script, in microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stay {
+pub(super) struct ScriptedLogin {
     pub(super) host: u16,
     /// Time just before the login.
     pub(super) from: u64,
@@ -115,9 +117,9 @@ pub(super) struct Outcome {
     /// As `clean_us`, only for hosts with a guest that temporarily had no host to migrate to.
     pub(super) nowhere_us: Vec<u64>,
     /// Hosts that still had guests after the limit, with the events.
-    pub(super) late: Vec<Late>,
-    pub(super) ran_on: Vec<RanOn>,
-    pub(super) got_on: Vec<GotOn>,
+    pub(super) late: Vec<LateHost>,
+    pub(super) ran_on: Vec<LateWorker>,
+    pub(super) got_on: Vec<LateKernel>,
     pub(super) moves: usize,
     pub(super) failed_moves: usize,
     /// Number of runs of tablix2 that have ended.
@@ -132,7 +134,7 @@ pub(super) struct Outcome {
 
 /// A host that still had guests after the limit for this host.
 #[derive(Debug, Serialize)]
-pub(super) struct Late {
+pub(super) struct LateHost {
     pub(super) host: String,
     pub(super) clean_us: u64,
     /// The limit for this host in microseconds.
@@ -143,7 +145,7 @@ pub(super) struct Late {
 
 /// A worker that ran longer after the owner's login than the limit permits.
 #[derive(Debug, Serialize)]
-pub(super) struct RanOn {
+pub(super) struct LateWorker {
     pub(super) worker: String,
     pub(super) ran_us: u64,
     /// Events on the worker's host, each with its milliseconds after the login record.
@@ -153,7 +155,7 @@ pub(super) struct RanOn {
 /// A kernel of tablix2 that used the processor longer after the owner's login than the limit
 /// permits.
 #[derive(Debug, Serialize)]
-pub(super) struct GotOn {
+pub(super) struct LateKernel {
     pub(super) pid: u32,
     pub(super) got_us: u64,
     /// The kernel's use of the processor and the events on its host, each with its milliseconds
@@ -179,7 +181,7 @@ struct Visit {
 }
 
 /// Returns the visits in the event log.
-fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
+fn visits(events: &[EventEntry]) -> impl Iterator<Item = Visit> {
     events.iter().filter_map(|entry| match entry.kind {
         EventKind::OwnerPresent { host, since, .. } => Some(Visit {
             host: host.index(),
@@ -191,7 +193,11 @@ fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
 
 /// Applies `says` to the events at or after the time `since`, and returns its first result that is
 /// not `None`.
-fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
+fn find_after<T>(
+    events: &[EventEntry],
+    since: u64,
+    says: impl Fn(&EventEntry) -> Option<T>,
+) -> Option<T> {
     events
         .iter()
         .filter(|entry| entry.at_us >= since)
@@ -199,8 +205,8 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
 }
 
 /// Returns the events on the visited host until the time `until`, each with its time.
-fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
-    let here = |entry: &&Entry| match &entry.kind {
+fn events_of_visit(visit: &Visit, until: u64, events: &[EventEntry]) -> Vec<(u64, String)> {
+    let here = |entry: &&EventEntry| match &entry.kind {
         EventKind::MigrationStep { from, .. } => from.index() == visit.host,
         EventKind::OwnerPresent { host, .. } | EventKind::GuestsPaused { host, .. } => {
             host.index() == visit.host
@@ -217,22 +223,25 @@ fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
 }
 
 /// Returns the events of a visit as lines of text, in order of time.
-fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
+fn story_lines(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
     happened.sort();
     happened
         .iter()
-        .map(|(at_us, text)| told(visit, *at_us, text))
+        .map(|(at_us, text)| story_line(visit, *at_us, text))
         .collect()
 }
 
 /// Returns an event as a line of text, with its milliseconds after the login record.
-fn told(visit: &Visit, at_us: u64, text: &str) -> String {
+fn story_line(visit: &Visit, at_us: u64, text: &str) -> String {
     format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
 }
 
 /// Returns the tids of the guests that were stopped for a visit.
-fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = String> + use<'a> {
-    let of_host = |entry: &'a Entry| match &entry.kind {
+fn stopped_guests<'a>(
+    events: &'a [EventEntry],
+    visit: &Visit,
+) -> impl Iterator<Item = String> + use<'a> {
+    let of_host = |entry: &'a EventEntry| match &entry.kind {
         EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => Some(guests),
         _ => None,
     };
@@ -245,8 +254,8 @@ fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = Strin
 
 /// Returns the time at which the guests of the visited host were resumed or its owner had logged
 /// out, whichever was first; `None` if neither happened.
-fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
-    after(events, visit.since, |entry| match &entry.kind {
+fn visit_end(events: &[EventEntry], visit: &Visit) -> Option<u64> {
+    find_after(events, visit.since, |entry| match &entry.kind {
         EventKind::GuestsResumed { host, .. } | EventKind::OwnerAbsent { host, .. } => {
             (host.index() == visit.host).then_some(entry.at_us)
         }
@@ -258,15 +267,15 @@ impl Outcome {
     /// Judges a complete run, and stores the results in `self`.
     pub(super) fn judge(
         &mut self,
-        events: &[Entry],
-        stays: &[Stay],
+        events: &[EventEntry],
+        stays: &[ScriptedLogin],
         decisions: &Decisions,
         clocks: &Clocks,
-        seen: &Seen,
+        seen: &ProcessSamples,
     ) {
         self.judge_events(events, stays);
         for visit in visits(events) {
-            let clean = |entry: &Entry| match entry.kind {
+            let clean = |entry: &EventEntry| match entry.kind {
                 EventKind::HostVacated { host } if host.index() == visit.host => {
                     Some(Ok(entry.at_us - visit.since))
                 }
@@ -276,9 +285,11 @@ impl Outcome {
                 _ => None,
             };
             let end = events.last().map_or(visit.since, |entry| entry.at_us);
-            match after(events, visit.since, clean).unwrap_or(Err(end)) {
+            match find_after(events, visit.since, clean).unwrap_or(Err(end)) {
                 Ok(clean_us) => self.judge_clean(&visit, clean_us, events, decisions),
-                Err(end) if end.saturating_sub(visit.since) <= CLEAN_US => self.short_visits += 1,
+                Err(end) if end.saturating_sub(visit.since) <= GUESTS_GONE_MAX_US => {
+                    self.short_visits += 1
+                }
                 Err(end) => {
                     let Visit { host, since } = visit;
                     self.reasons.push(format!(
@@ -293,7 +304,7 @@ impl Outcome {
             .for_each(|(worker, clock)| self.judge_worker(worker, clock, events));
         stays
             .iter()
-            .filter(|stay| !was_seen(stay, events))
+            .filter(|stay| !is_in_event_log(stay, events))
             .for_each(|stay| {
                 self.reasons.push(format!(
                     "nobody noticed that somebody was on host {} from {} to {}",
@@ -327,20 +338,20 @@ impl Outcome {
         ]
         .into_iter()
         .for_each(|all| all.sort_unstable());
-        self.sum_up();
+        self.set_verdict();
     }
 
-    fn sum_up(&mut self) {
-        let promise = PROMISE_US / 1000;
+    fn set_verdict(&mut self) {
+        let promise = GUEST_RUN_AFTER_LOGIN_MAX_US / 1000;
         let late = self
             .stood_still_us
             .iter()
-            .filter(|us| **us > PROMISE_US)
+            .filter(|us| **us > GUEST_RUN_AFTER_LOGIN_MAX_US)
             .count();
         let got = self
             .kernels_got_us
             .iter()
-            .filter(|us| **us > STOPPING_US)
+            .filter(|us| **us > STOPPING_MAX_US)
             .count();
         for (what, count) in [
             (
@@ -379,7 +390,7 @@ impl Outcome {
         self.good = self.reasons.is_empty();
     }
 
-    fn judge_events(&mut self, events: &[Entry], stays: &[Stay]) {
+    fn judge_events(&mut self, events: &[EventEntry], stays: &[ScriptedLogin]) {
         // Start time of each migration, by its id.
         let mut began = BTreeMap::new();
         for entry in events {
@@ -392,8 +403,9 @@ impl Outcome {
                 } => {
                     self.moves += 1;
                     let at = began.get(id).copied().unwrap_or(entry.at_us);
-                    let there = |stay: &Stay| {
-                        stay.host == from.index() && (stay.from..=stay.to + AFTER_US).contains(&at)
+                    let there = |stay: &ScriptedLogin| {
+                        stay.host == from.index()
+                            && (stay.from..=stay.to + DECISION_DELAY_MAX_US).contains(&at)
                     };
                     let says_so =
                         matches!(cause, MigrationCause::Owner { why } if why.contains("olga"));
@@ -425,7 +437,7 @@ impl Outcome {
         &mut self,
         visit: &Visit,
         clean_us: u64,
-        events: &[Entry],
+        events: &[EventEntry],
         decisions: &Decisions,
     ) {
         let until = visit.since + clean_us;
@@ -445,7 +457,7 @@ impl Outcome {
             return self.nowhere_us.push(clean_us);
         }
         self.clean_us.push(clean_us);
-        let left = |entry: &Entry| match &entry.kind {
+        let left = |entry: &EventEntry| match &entry.kind {
             EventKind::Migrated { from, bytes, .. }
                 if from.index() == visit.host && within(entry.at_us) =>
             {
@@ -457,11 +469,12 @@ impl Outcome {
         if !went.is_empty() {
             self.cleared_us.push(clean_us);
         }
-        let promised_us = CLEAN_US + went.iter().sum::<u64>() * 1_000_000 / LINK;
+        let promised_us =
+            GUESTS_GONE_MAX_US + went.iter().sum::<u64>() * 1_000_000 / LINK_BYTES_PER_S;
         if clean_us <= promised_us {
             return;
         }
-        let step = |entry: &&Entry| match &entry.kind {
+        let step = |entry: &&EventEntry| match &entry.kind {
             EventKind::MigrationStep { from, .. } => {
                 from.index() == visit.host && within(entry.at_us)
             }
@@ -471,7 +484,7 @@ impl Outcome {
             .iter()
             .filter(step)
             .map(|entry| (entry.at_us, entry.text.clone()));
-        let story = story(
+        let story = story_lines(
             visit,
             decided
                 .iter()
@@ -480,7 +493,7 @@ impl Outcome {
                 .collect(),
         );
         let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
-        self.late.push(Late {
+        self.late.push(LateHost {
             host,
             clean_us,
             promised_us,
@@ -490,16 +503,28 @@ impl Outcome {
 
     /// Judges the processor time that tablix2's kernels used on a visited host after the limit for
     /// guests, until the kernels had left the host or the visit was over.
-    fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
-        let guests = stopped(events, visit).collect::<BTreeSet<String>>();
+    fn judge_kernels(
+        &mut self,
+        visit: &Visit,
+        events: &[EventEntry],
+        clocks: &Clocks,
+        seen: &ProcessSamples,
+    ) {
+        let guests = stopped_guests(events, visit).collect::<BTreeSet<String>>();
         let kernels = guests
             .iter()
             .filter(|tid| !clocks.contains_key(*tid))
             .count();
-        let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else {
+        let Some(end) = visit_end(events, visit)
+            .filter(|end| *end > visit.since + GUEST_RUN_AFTER_LOGIN_MAX_US)
+        else {
             return;
         };
-        let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
+        let got = seen.processor_time_between(
+            visit.host,
+            visit.since + GUEST_RUN_AFTER_LOGIN_MAX_US,
+            end,
+        );
         self.kernels_skipped += kernels.saturating_sub(got.len());
         self.kernels_got_us
             .extend(got.iter().map(|(_, used)| used.program));
@@ -507,22 +532,26 @@ impl Outcome {
             .extend(got.iter().map(|(_, used)| used.dump));
         self.ends_got_us
             .extend(got.iter().map(|(_, used)| used.end));
-        for (process, used) in got.iter().filter(|(_, used)| used.program > STOPPING_US) {
-            let until = end.min(visit.since + CLEAN_US);
-            let line =
-                |(at, more): (u64, Used)| (at, format!("it has used microseconds: {more:?}"));
+        for (process, used) in got
+            .iter()
+            .filter(|(_, used)| used.program > STOPPING_MAX_US)
+        {
+            let until = end.min(visit.since + GUESTS_GONE_MAX_US);
+            let line = |(at, more): (u64, ProcessorTime)| {
+                (at, format!("it has used microseconds: {more:?}"))
+            };
             let used_then = seen
                 .steps(*process, visit.since, until)
                 .into_iter()
                 .map(line);
-            let story = story(
+            let story = story_lines(
                 visit,
-                happened(visit, until, events)
+                events_of_visit(visit, until, events)
                     .into_iter()
                     .chain(used_then)
                     .collect(),
             );
-            self.got_on.push(GotOn {
+            self.got_on.push(LateKernel {
                 pid: process.1,
                 got_us: used.program,
                 story,
@@ -531,19 +560,19 @@ impl Outcome {
     }
 
     /// Judges how long a worker still ran, for each visit to the worker's host.
-    fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[Entry]) {
+    fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[EventEntry]) {
         for visit in visits(events) {
-            let stood = |entry: &Entry| match &entry.kind {
+            let stood = |entry: &EventEntry| match &entry.kind {
                 EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => {
                     Some(guests.iter().any(|tid| tid.to_string() == worker))
                 }
                 _ => None,
             };
-            if after(events, visit.since, stood) != Some(true) {
+            if find_after(events, visit.since, stood) != Some(true) {
                 continue;
             }
             // The worker cannot have run between its stop and this event.
-            let end = |entry: &Entry| match &entry.kind {
+            let end = |entry: &EventEntry| match &entry.kind {
                 EventKind::MigrationStep {
                     tid,
                     from,
@@ -557,20 +586,20 @@ impl Outcome {
                 }
                 _ => None,
             };
-            let Some(end) = after(events, visit.since, end) else {
+            let Some(end) = find_after(events, visit.since, end) else {
                 self.workers_skipped += 1;
                 continue;
             };
-            let ran_us = match clock.ran(visit.since, end) {
-                Ran::Until(from) => from.saturating_sub(visit.since),
-                Ran::On => end - visit.since,
-                Ran::Unknown => {
+            let ran_us = match clock.run_after_login(visit.since, end) {
+                RunAfterLogin::Until(from) => from.saturating_sub(visit.since),
+                RunAfterLogin::UntilEnd => end - visit.since,
+                RunAfterLogin::Unknown => {
                     self.workers_skipped += 1;
                     continue;
                 }
             };
             self.stood_still_us.push(ran_us);
-            if ran_us > PROMISE_US {
+            if ran_us > GUEST_RUN_AFTER_LOGIN_MAX_US {
                 let watched = [
                     (clock.first, "it looks at its clock"),
                     (clock.last, "its last look at its clock"),
@@ -579,14 +608,14 @@ impl Outcome {
                     .into_iter()
                     .filter(|(at_us, _)| *at_us >= visit.since);
                 let of_clock = of_clock.map(|(at_us, what)| (at_us, what.to_string()));
-                let story = story(
+                let story = story_lines(
                     &visit,
-                    happened(&visit, end, events)
+                    events_of_visit(&visit, end, events)
                         .into_iter()
                         .chain(of_clock)
                         .collect(),
                 );
-                self.ran_on.push(RanOn {
+                self.ran_on.push(LateWorker {
                     worker: worker.into(),
                     ran_us,
                     story,
@@ -597,11 +626,11 @@ impl Outcome {
 }
 
 /// True if the event log contains this login.
-fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
+fn is_in_event_log(stay: &ScriptedLogin, events: &[EventEntry]) -> bool {
     let mut there = false;
     for entry in events
         .iter()
-        .filter(|entry| entry.at_us <= stay.to + AFTER_US)
+        .filter(|entry| entry.at_us <= stay.to + DECISION_DELAY_MAX_US)
     {
         match &entry.kind {
             EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
@@ -633,8 +662,8 @@ mod tests {
         Tid::task(h(1), number).expect("a task")
     }
 
-    fn log(kinds: Vec<(u64, EventKind)>) -> Vec<Entry> {
-        let entry = |(number, (at_us, kind)): (u64, (u64, EventKind))| Entry {
+    fn log(kinds: Vec<(u64, EventKind)>) -> Vec<EventEntry> {
+        let entry = |(number, (at_us, kind)): (u64, (u64, EventKind))| EventEntry {
             number,
             at_us,
             host: None,
@@ -669,13 +698,18 @@ mod tests {
         }
     }
 
-    const STAY: Stay = Stay {
+    const STAY: ScriptedLogin = ScriptedLogin {
         host: 2,
         from: 900,
         to: 9_000_000,
     };
 
-    fn judged(events: &[Entry], stays: &[Stay], clocks: &Clocks, seen: &Seen) -> Outcome {
+    fn judged(
+        events: &[EventEntry],
+        stays: &[ScriptedLogin],
+        clocks: &Clocks,
+        seen: &ProcessSamples,
+    ) -> Outcome {
         let mut outcome = Outcome::default();
         outcome.judge(events, stays, &Decisions::new(), clocks, seen);
         outcome
@@ -695,10 +729,10 @@ mod tests {
         };
         let visit = |then: Vec<(u64, EventKind)>| {
             let events = log([vec![(1000, comes(2, 1000))], then].concat());
-            judged(&events, &[STAY], &Clocks::new(), &Seen::default())
+            judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default())
         };
         let never_clean = |then| says(&visit(then), "host 2 was not clean");
-        let late = 1000 + CLEAN_US + 1;
+        let late = 1000 + GUESTS_GONE_MAX_US + 1;
         assert!(never_clean(vec![(late, goes())]));
         assert!(
             never_clean(vec![(
@@ -722,9 +756,9 @@ mod tests {
     #[test]
     fn migration_for_owner_needs_owner_on_host() {
         let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
-        let false_one = |events: &[Entry], stays: &[Stay]| {
+        let false_one = |events: &[EventEntry], stays: &[ScriptedLogin]| {
             says(
-                &judged(events, stays, &Clocks::new(), &Seen::default()),
+                &judged(events, stays, &Clocks::new(), &ProcessSamples::default()),
                 "a reason that is not true",
             )
         };
@@ -751,7 +785,7 @@ mod tests {
                 (2000, moved(2, bytes)),
                 (at, clean),
             ]);
-            judged(&events, &[STAY], &Clocks::new(), &Seen::default())
+            judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default())
         };
         assert!(clean_at(900_000, 0).late.is_empty());
         assert!(says(
@@ -788,19 +822,29 @@ mod tests {
         let clocks =
             |first, last, gaps| Clocks::from([(t(7).to_string(), Clock { first, last, gaps })]);
         let gaps = |gap| clocks(500, 900_000, vec![gap]);
-        let good = judged(&events, &[STAY], &gaps((11_000, 210_000)), &Seen::default());
+        let good = judged(
+            &events,
+            &[STAY],
+            &gaps((11_000, 210_000)),
+            &ProcessSamples::default(),
+        );
         assert_eq!(
             (good.stood_still_us, good.kernels_skipped),
             (vec![10_000], 1),
             "nobody has looked at the kernel"
         );
-        let late = judged(&events, &[STAY], &gaps((90_000, 210_000)), &Seen::default());
+        let late = judged(
+            &events,
+            &[STAY],
+            &gaps((90_000, 210_000)),
+            &ProcessSamples::default(),
+        );
         assert!(says(&late, "a worker ran longer") && late.ran_on.len() == 1);
         let never = judged(
             &events,
             &[STAY],
             &gaps((300_000, 400_000)),
-            &Seen::default(),
+            &ProcessSamples::default(),
         );
         assert!(says(&never, "a worker ran longer") && never.ran_on[0].ran_us == 199_000);
         let skipped = |first, last| {
@@ -808,7 +852,7 @@ mod tests {
                 &events,
                 &[STAY],
                 &clocks(first, last, vec![]),
-                &Seen::default(),
+                &ProcessSamples::default(),
             );
             (outcome.workers_skipped, outcome.ran_on.len())
         };
@@ -823,12 +867,12 @@ mod tests {
             "it looked at its clock, and where is the gap?"
         );
         assert_eq!(
-            skipped(500, 1000 + PROMISE_US),
+            skipped(500, 1000 + GUEST_RUN_AFTER_LOGIN_MAX_US),
             (1, 0),
             "it looked at its clock no more"
         );
         assert_eq!(
-            skipped(500, 1001 + PROMISE_US),
+            skipped(500, 1001 + GUEST_RUN_AFTER_LOGIN_MAX_US),
             (0, 1),
             "nobody was to run then"
         );
@@ -836,7 +880,7 @@ mod tests {
             &events[..2],
             &[STAY],
             &gaps((11_000, 210_000)),
-            &Seen::default(),
+            &ProcessSamples::default(),
         );
         assert_eq!(unfinished.workers_skipped, 1);
     }
@@ -845,12 +889,17 @@ mod tests {
     fn undetected_login_fails_run() {
         let events = log(vec![(1000, comes(2, 1000))]);
         assert!(!says(
-            &judged(&events, &[STAY], &Clocks::new(), &Seen::default()),
+            &judged(&events, &[STAY], &Clocks::new(), &ProcessSamples::default()),
             "nobody noticed"
         ));
-        let other = Stay { host: 3, ..STAY };
+        let other = ScriptedLogin { host: 3, ..STAY };
         assert!(says(
-            &judged(&events, &[other], &Clocks::new(), &Seen::default()),
+            &judged(
+                &events,
+                &[other],
+                &Clocks::new(),
+                &ProcessSamples::default()
+            ),
             "nobody noticed"
         ));
     }

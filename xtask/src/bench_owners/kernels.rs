@@ -13,9 +13,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Interval between two readings of the counts.
-const LOOK: Duration = Duration::from_millis(5);
+const READING_INTERVAL: Duration = Duration::from_millis(5);
 /// Interval between two searches for processes.
-const SEARCH: Duration = Duration::from_millis(200);
+const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
 /// Maximum number of samples: enough for one process for some hours.
 const SAMPLES_MAX: usize = 4_000_000;
 
@@ -25,12 +25,12 @@ pub(super) struct Sample {
     /// Time of the reading, in microseconds since 1970.
     pub(super) at_us: u64,
     /// Processor time of all threads of the process.
-    pub(super) used_us: Used,
+    pub(super) used_us: ProcessorTime,
 }
 
 /// Processor time by purpose, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Used {
+pub(super) struct ProcessorTime {
     /// Processor time of the program itself.
     pub(super) program: u64,
     /// Processor time while the process was traced, that is, of a dump inside the process. The
@@ -43,7 +43,7 @@ pub(super) struct Used {
 
 /// To which purpose the processor time of a process is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whose {
+enum TimePurpose {
     Program,
     /// The process is traced, so its time is that of a dump.
     Tracer,
@@ -53,11 +53,11 @@ enum Whose {
 
 /// A reading of the counts of one process.
 #[derive(Clone, Copy, Debug)]
-struct Look {
+struct Reading {
     at_us: u64,
     /// Processor time of the threads that exist at the reading, in microseconds.
     counted: u64,
-    whose: Whose,
+    whose: TimePurpose,
 }
 
 /// A process on a host, as (index of the host, process number on this machine).
@@ -66,29 +66,29 @@ pub(super) type Process = (u16, u32);
 /// All samples by process, oldest first. Of several equal successive samples, only the first and
 /// the last one are retained.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct ProcessSamples {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
     count: usize,
-    last: BTreeMap<Process, Look>,
+    last: BTreeMap<Process, Reading>,
 }
 
-impl Seen {
+impl ProcessSamples {
     /// Adds a reading. The operating system counts only threads that exist; if a thread has ended,
     /// the sum does not decrease. The time before or after a reading of a traced process belongs to
     /// the dump, because the process is stopped at the begin and at the end of a dump.
-    fn note(&mut self, process: Process, look: Look) {
+    fn add_reading(&mut self, process: Process, look: Reading) {
         let mut used = self
             .all
             .get(&process)
             .and_then(|list| list.last())
-            .map_or(Used::default(), |last| last.used_us);
+            .map_or(ProcessorTime::default(), |last| last.used_us);
         let last = self.last.insert(process, look);
         let more = look
             .counted
             .saturating_sub(last.map_or(0, |last| last.counted));
         match (look.whose, last.map(|last| last.whose)) {
-            (Whose::Kernel, _) => used.end += more,
-            (Whose::Tracer, _) | (_, Some(Whose::Tracer)) => used.dump += more,
+            (TimePurpose::Kernel, _) => used.end += more,
+            (TimePurpose::Tracer, _) | (_, Some(TimePurpose::Tracer)) => used.dump += more,
             _ => used.program += more,
         }
         let sample = Sample {
@@ -110,29 +110,38 @@ impl Seen {
     /// Returns the processor time of each process of a host between two times, as far as it is
     /// certain: from the first reading after `from` to the last reading before `to`. Omits
     /// processes with fewer than two readings in between.
-    pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
+    pub(super) fn processor_time_between(
+        &self,
+        host: u16,
+        from: u64,
+        to: u64,
+    ) -> Vec<(Process, ProcessorTime)> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
         of_host
-            .filter_map(|(process, samples)| Some((*process, got(samples, from, to)?)))
+            .filter_map(|(process, samples)| {
+                Some((*process, certain_processor_time(samples, from, to)?))
+            })
             .collect()
     }
 
     /// Returns the readings between two times at which a process had used more processor time than
     /// before, each with the difference.
-    pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, Used)> {
+    pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, ProcessorTime)> {
         let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
         let pairs = samples
             .iter()
             .zip(samples.iter().skip(1))
             .filter(|(_, after)| (from..=to).contains(&after.at_us));
-        let pairs = pairs.map(|(before, after)| (after.at_us, after.used_us.less(before.used_us)));
-        pairs.filter(|(_, more)| *more != Used::default()).collect()
+        let pairs = pairs.map(|(before, after)| (after.at_us, after.used_us.minus(before.used_us)));
+        pairs
+            .filter(|(_, more)| *more != ProcessorTime::default())
+            .collect()
     }
 }
 
-impl Used {
-    fn less(self, before: Used) -> Used {
-        Used {
+impl ProcessorTime {
+    fn minus(self, before: ProcessorTime) -> ProcessorTime {
+        ProcessorTime {
             program: self.program - before.program,
             dump: self.dump - before.dump,
             end: self.end - before.end,
@@ -140,35 +149,35 @@ impl Used {
     }
 }
 
-/// Returns the certain processor time of one process between two times; see [`Seen::got_us`].
-fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
+/// Returns the certain processor time of one process between two times; see [`ProcessSamples::processor_time_between`].
+fn certain_processor_time(samples: &[Sample], from: u64, to: u64) -> Option<ProcessorTime> {
     let first = samples.partition_point(|sample| sample.at_us < from);
     let begin = samples.get(first)?;
     if begin.at_us > to {
         // If the counts do not change for some time, only the first and the last sample of that
         // time are retained.
         let before = samples.get(first.checked_sub(1)?)?;
-        return (before.used_us == begin.used_us).then(Used::default);
+        return (before.used_us == begin.used_us).then(ProcessorTime::default);
     }
     let last = samples
         .partition_point(|sample| sample.at_us <= to)
         .checked_sub(1)?;
-    Some(samples[last].used_us.less(begin.used_us))
+    Some(samples[last].used_us.minus(begin.used_us))
 }
 
 /// A thread that reads the counts of processes.
-pub(super) struct Watch {
+pub(super) struct SamplingThread {
     stop: Arc<AtomicBool>,
-    looks: JoinHandle<Seen>,
+    looks: JoinHandle<ProcessSamples>,
 }
 
-impl Watch {
+impl SamplingThread {
     /// Starts a thread that reads the counts of all processes on these hosts whose program name
     /// contains `word`. `hosts` are (index, host).
-    pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<Watch> {
+    pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<SamplingThread> {
         let net = |(index, host): &(u16, &Host)| {
             Ok((
-                fs::read_link(format!("/proc/{}/ns/net", host.init()))?,
+                fs::read_link(format!("/proc/{}/ns/net", host.init_pid()))?,
                 *index,
             ))
         };
@@ -197,28 +206,29 @@ impl Watch {
                     };
                     with_word.filter_map(on_host).collect::<BTreeSet<Process>>()
                 };
-                let (mut seen, mut found, mut searched) = (Seen::default(), find(), Instant::now());
+                let (mut seen, mut found, mut searched) =
+                    (ProcessSamples::default(), find(), Instant::now());
                 while !until.load(Ordering::Relaxed) {
-                    if searched.elapsed() >= SEARCH {
+                    if searched.elapsed() >= SEARCH_INTERVAL {
                         (found, searched) = (find(), Instant::now());
                     }
                     for process in &found {
-                        if let Some(look) = look_at(process.1) {
-                            seen.note(*process, look);
+                        if let Some(look) = read_counts(process.1) {
+                            seen.add_reading(*process, look);
                         }
                     }
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(READING_INTERVAL);
                 }
                 seen
             });
-        Ok(Watch {
+        Ok(SamplingThread {
             stop,
             looks: looks.context("a thread that looks at processes")?,
         })
     }
 
     /// Ends the thread. Returns its samples.
-    pub(super) fn end(self) -> Result<Seen> {
+    pub(super) fn end(self) -> Result<ProcessSamples> {
         self.stop.store(true, Ordering::Relaxed);
         self.looks
             .join()
@@ -227,15 +237,15 @@ impl Watch {
 }
 
 /// Reads the counts of a process. Returns `None` if the process has ended.
-fn look_at(pid: u32) -> Option<Look> {
+fn read_counts(pid: u32) -> Option<Reading> {
     let counted = used_us(pid)?;
     let status = ProcFolder::new(pid.cast_signed()).ok()?.status().ok()?;
     let whose = match (status.tracerpid, status.vmsize) {
-        (_, None) => Whose::Kernel,
-        (0, _) => Whose::Program,
-        _ => Whose::Tracer,
+        (_, None) => TimePurpose::Kernel,
+        (0, _) => TimePurpose::Program,
+        _ => TimePurpose::Tracer,
     };
-    Some(Look {
+    Some(Reading {
         at_us: now_us(),
         counted,
         whose,
@@ -268,12 +278,12 @@ mod tests {
     const OURS: Process = (2, 77);
 
     /// Returns the samples of one process, from readings as (time, count, purpose).
-    fn seen(looks: &[(u64, u64, Whose)]) -> Seen {
-        let mut seen = Seen::default();
-        let note = |(at_us, counted, whose): &(u64, u64, Whose)| {
-            seen.note(
+    fn seen(looks: &[(u64, u64, TimePurpose)]) -> ProcessSamples {
+        let mut seen = ProcessSamples::default();
+        let note = |(at_us, counted, whose): &(u64, u64, TimePurpose)| {
+            seen.add_reading(
                 OURS,
-                Look {
+                Reading {
                     at_us: *at_us,
                     counted: *counted,
                     whose: *whose,
@@ -284,17 +294,17 @@ mod tests {
         seen
     }
 
-    fn untraced(looks: &[(u64, u64)]) -> Seen {
+    fn untraced(looks: &[(u64, u64)]) -> ProcessSamples {
         seen(
             &looks
                 .iter()
-                .map(|(at_us, counted)| (*at_us, *counted, Whose::Program))
+                .map(|(at_us, counted)| (*at_us, *counted, TimePurpose::Program))
                 .collect::<Vec<_>>(),
         )
     }
 
-    fn program(seen: &Seen, host: u16, from: u64, to: u64) -> Vec<u64> {
-        seen.got_us(host, from, to)
+    fn program(seen: &ProcessSamples, host: u16, from: u64, to: u64) -> Vec<u64> {
+        seen.processor_time_between(host, from, to)
             .into_iter()
             .map(|(_, used)| used.program)
             .collect()
@@ -347,18 +357,18 @@ mod tests {
     #[test]
     fn time_of_dump_is_not_the_programs() {
         let seen = seen(&[
-            (100, 0, Whose::Program),
-            (105, 4, Whose::Program),
-            (110, 4, Whose::Program),
-            (115, 9, Whose::Tracer),
-            (120, 11, Whose::Program),
-            (125, 14, Whose::Program),
+            (100, 0, TimePurpose::Program),
+            (105, 4, TimePurpose::Program),
+            (110, 4, TimePurpose::Program),
+            (115, 9, TimePurpose::Tracer),
+            (120, 11, TimePurpose::Program),
+            (125, 14, TimePurpose::Program),
         ]);
         assert_eq!(
-            seen.got_us(2, 100, 125),
+            seen.processor_time_between(2, 100, 125),
             [(
                 OURS,
-                Used {
+                ProcessorTime {
                     program: 7,
                     dump: 7,
                     end: 0
@@ -366,10 +376,10 @@ mod tests {
             )]
         );
         assert_eq!(
-            seen.got_us(2, 105, 120),
+            seen.processor_time_between(2, 105, 120),
             [(
                 OURS,
-                Used {
+                ProcessorTime {
                     program: 0,
                     dump: 7,
                     end: 0
@@ -381,17 +391,17 @@ mod tests {
     #[test]
     fn time_of_exit_is_not_the_programs() {
         let looks = [
-            (100, 0, Whose::Program),
-            (105, 2, Whose::Tracer),
-            (110, 5, Whose::Kernel),
-            (115, 6, Whose::Kernel),
+            (100, 0, TimePurpose::Program),
+            (105, 2, TimePurpose::Tracer),
+            (110, 5, TimePurpose::Kernel),
+            (115, 6, TimePurpose::Kernel),
         ];
         let seen = seen(&looks);
         assert_eq!(
-            seen.got_us(2, 100, 115),
+            seen.processor_time_between(2, 100, 115),
             [(
                 OURS,
-                Used {
+                ProcessorTime {
                     program: 0,
                     dump: 2,
                     end: 4
@@ -401,7 +411,7 @@ mod tests {
         let more = |at, dump, end| {
             (
                 at,
-                Used {
+                ProcessorTime {
                     program: 0,
                     dump,
                     end,
@@ -422,25 +432,25 @@ mod tests {
             .spawn()
             .expect("sleep");
         assert_eq!(
-            look_at(child.id()).map(|look| look.whose),
-            Some(Whose::Program)
+            read_counts(child.id()).map(|look| look.whose),
+            Some(TimePurpose::Program)
         );
         child.kill().expect("killed");
         let dead = || {
-            look_at(child.id())
-                .filter(|look| look.whose == Whose::Kernel)
+            read_counts(child.id())
+                .filter(|look| look.whose == TimePurpose::Kernel)
                 .ok_or("it has memory")
         };
         let dead =
-            sempa_tests::eventually(Duration::from_secs(60), || dead().map_err(str::to_string));
+            sempa_tests::wait_for(Duration::from_secs(60), || dead().map_err(str::to_string));
         child.wait().expect("it has ended");
         dead.expect("killed");
     }
 
     #[test]
     fn a_process_that_nobody_traces_is_looked_at() {
-        let look = look_at(std::process::id()).expect("it runs");
-        assert!(look.whose == Whose::Program && look.at_us > 0);
+        let look = read_counts(std::process::id()).expect("it runs");
+        assert!(look.whose == TimePurpose::Program && look.at_us > 0);
     }
 
     #[test]

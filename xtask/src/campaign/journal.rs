@@ -10,7 +10,7 @@ use std::path::Path;
 /// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Outcome {
+pub(super) enum StepOutcome {
     Passed,
     Failed,
     /// The machine lacks something that the step needs.
@@ -19,10 +19,10 @@ pub(super) enum Outcome {
 
 /// The record of a step that has ended: one line of the journal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct StepRecord {
     pub(super) step: String,
     pub(super) part: String,
-    pub(super) outcome: Outcome,
+    pub(super) outcome: StepOutcome,
     /// The reason of the outcome; empty if the step has passed.
     pub(super) why: String,
     pub(super) seconds: f64,
@@ -31,7 +31,7 @@ pub(super) struct Record {
 
 /// The first line of a journal: the commit and the seed of the campaign.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Head {
+struct JournalHead {
     commit: String,
     seed: u64,
 }
@@ -41,7 +41,7 @@ pub(super) struct Journal {
     pub(super) commit: String,
     pub(super) seed: u64,
     file: File,
-    records: BTreeMap<String, Record>,
+    records: BTreeMap<String, StepRecord>,
 }
 
 impl Journal {
@@ -52,7 +52,7 @@ impl Journal {
     /// The journal cannot be read or written.
     pub(super) fn open(folder: &Path, commit: &str, seed: u64, fresh: bool) -> Result<Journal> {
         let path = folder.join("journal.jsonl");
-        let head = Head {
+        let head = JournalHead {
             commit: commit.to_string(),
             seed,
         };
@@ -60,7 +60,7 @@ impl Journal {
         let same = old
             .lines()
             .next()
-            .and_then(|line| serde_json::from_str::<Head>(line).ok())
+            .and_then(|line| serde_json::from_str::<JournalHead>(line).ok())
             .is_some_and(|of| of == head);
         let goes_on = same && !fresh;
         let mut file = OpenOptions::new()
@@ -74,7 +74,7 @@ impl Journal {
         if goes_on {
             // A line that is incomplete because of a crash is not a record, and is ignored.
             let lines = old.lines().skip(1);
-            for record in lines.filter_map(|line| serde_json::from_str::<Record>(line).ok()) {
+            for record in lines.filter_map(|line| serde_json::from_str::<StepRecord>(line).ok()) {
                 records.insert(record.step.clone(), record);
             }
             if !old.ends_with('\n') {
@@ -92,13 +92,13 @@ impl Journal {
     }
 
     /// True if the last run of a step in this campaign has passed.
-    pub(super) fn passed(&self, step: &str) -> bool {
-        self.last(step)
-            .is_some_and(|record| record.outcome == Outcome::Passed)
+    pub(super) fn has_passed(&self, step: &str) -> bool {
+        self.last_record(step)
+            .is_some_and(|record| record.outcome == StepOutcome::Passed)
     }
 
     /// Returns the record of a step's last run.
-    pub(super) fn last(&self, step: &str) -> Option<&Record> {
+    pub(super) fn last_record(&self, step: &str) -> Option<&StepRecord> {
         self.records.get(step)
     }
 
@@ -106,7 +106,7 @@ impl Journal {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub(super) fn add(&mut self, record: Record) -> Result<()> {
+    pub(super) fn add(&mut self, record: StepRecord) -> Result<()> {
         writeln!(self.file, "{}", serde_json::to_string(&record)?)?;
         self.file.sync_data()?;
         self.records.insert(record.step.clone(), record);
@@ -118,8 +118,8 @@ impl Journal {
 mod tests {
     use super::*;
 
-    fn record(step: &str, outcome: Outcome) -> Record {
-        Record {
+    fn record(step: &str, outcome: StepOutcome) -> StepRecord {
+        StepRecord {
             step: step.into(),
             part: "fuzz".into(),
             outcome,
@@ -152,19 +152,25 @@ mod tests {
     fn journal_is_resumed() {
         let folder = Folder::new("resumed");
         let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
-        first.add(record("a", Outcome::Passed)).expect("written");
-        first.add(record("b", Outcome::Failed)).expect("written");
+        first
+            .add(record("a", StepOutcome::Passed))
+            .expect("written");
+        first
+            .add(record("b", StepOutcome::Failed))
+            .expect("written");
         drop(first);
         // Simulates a crash in the middle of a write: the last line is incomplete.
         let path = folder.0.join("journal.jsonl");
         let cut = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
         fs::write(&path, cut).expect("written");
         let mut second = Journal::open(&folder.0, "abc", 1, false).expect("readable");
-        assert!(second.passed("a") && !second.passed("b") && !second.passed("c"));
-        second.add(record("c", Outcome::Passed)).expect("written");
+        assert!(second.has_passed("a") && !second.has_passed("b") && !second.has_passed("c"));
+        second
+            .add(record("c", StepOutcome::Passed))
+            .expect("written");
         drop(second);
         let third = Journal::open(&folder.0, "abc", 1, false).expect("readable");
-        assert!(third.passed("a") && third.passed("c"));
+        assert!(third.has_passed("a") && third.has_passed("c"));
     }
 
     /// Another commit, another seed or `--fresh` starts a new campaign.
@@ -173,10 +179,12 @@ mod tests {
         for (commit, seed, fresh) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {
             let folder = Folder::new("anew");
             let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
-            first.add(record("a", Outcome::Passed)).expect("written");
+            first
+                .add(record("a", StepOutcome::Passed))
+                .expect("written");
             drop(first);
             let second = Journal::open(&folder.0, commit, seed, fresh).expect("readable");
-            assert!(!second.passed("a"));
+            assert!(!second.has_passed("a"));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::runner::Test;
 use crate::setup;
-use crate::skips::Skips;
+use crate::skips::SkipDecider;
 use std::path::PathBuf;
 
 /// The parts of a campaign in the order in which they run. The parts that find the most faults in
@@ -26,7 +26,7 @@ const FUZZ_INPUTS: &str = "10000000";
 /// Number of cases for each property; proptest's default is 256.
 const PROPERTY_CASES: &str = "4096";
 /// Number of seeds with which each test of the parts `lies` and `properties` is run.
-const SEEDS: u64 = 3;
+const SEEDS_PER_TEST: u64 = 3;
 
 /// The parts that consist of tests of certain binaries, as (part, binaries). With `SEMPA_TEST_FULL`
 /// many of these tests try more cases.
@@ -62,7 +62,7 @@ const PROPERTY_PACKAGES: [&str; 6] = [
 ];
 
 /// A program to run, with its arguments. The step passes if the program exits with success.
-pub(super) struct Step {
+pub(super) struct CampaignStep {
     /// Name of the step in the journal: the name of the part, a slash, and a description.
     pub(super) id: String,
     pub(super) part: &'static str,
@@ -74,16 +74,21 @@ pub(super) struct Step {
     pub(super) skip: Option<String>,
 }
 
-impl Step {
+impl CampaignStep {
     /// Returns the name of the step's log file.
     pub(super) fn file_name(&self) -> String {
         self.id.replace(['/', ':', ' '], "-")
     }
 
     /// Returns a step that runs one test with the seed `seed`.
-    fn of(part: &'static str, test: &Test, seed: u64, skips: &mut Skips) -> Step {
+    fn for_test(
+        part: &'static str,
+        test: &Test,
+        seed: u64,
+        skips: &mut SkipDecider,
+    ) -> CampaignStep {
         let skip = test.ignored.then(|| skips.reason(&test.binary, &test.name));
-        Step {
+        CampaignStep {
             id: format!("{part}/{}/{}/{seed}", test.binary, test.name),
             part,
             program: test.path.clone(),
@@ -95,14 +100,14 @@ impl Step {
     }
 
     /// Returns a step that runs a cargo command in the project.
-    fn cargo(part: &'static str, name: &str, line: &[&str]) -> Step {
+    fn cargo(part: &'static str, name: &str, line: &[&str]) -> CampaignStep {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        Step {
+        CampaignStep {
             id: format!("{part}/{name}"),
             part,
             program: cargo.into(),
             words: words(line),
-            folder: setup::project(),
+            folder: setup::project_folder(),
             env: Vec::new(),
             skip: None,
         }
@@ -114,15 +119,20 @@ fn words(line: &[&str]) -> Vec<String> {
 }
 
 /// Returns all steps, in the order of the parts.
-pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -> Vec<Step> {
+pub(super) fn all_steps(
+    tests: &[Test],
+    seed: u64,
+    skips: &mut SkipDecider,
+    profile: &str,
+) -> Vec<CampaignStep> {
     let mut steps = Vec::new();
     for part in PARTS {
         match part {
-            "models" => steps.push(models(profile)),
-            "fuzz" => steps.extend(fuzz(tests, seed, skips)),
-            "properties" => steps.extend(properties(tests, seed, skips)),
-            "release" => steps.push(release()),
-            _ => steps.extend(of_binaries(part, tests, seed, skips)),
+            "models" => steps.push(model_checker_step(profile)),
+            "fuzz" => steps.extend(fuzz_steps(tests, seed, skips)),
+            "properties" => steps.extend(property_steps(tests, seed, skips)),
+            "release" => steps.push(release_step()),
+            _ => steps.extend(binary_steps(part, tests, seed, skips)),
         }
         if part == "soak" {
             let line = [
@@ -135,7 +145,7 @@ pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -
                 "bench",
                 "soak",
             ];
-            let mut soak = Step::cargo(part, "bench soak", &line);
+            let mut soak = CampaignStep::cargo(part, "bench soak", &line);
             soak.skip = skips.reason("sempa-tests::soak", "");
             steps.push(soak);
         }
@@ -145,7 +155,7 @@ pub(super) fn all(tests: &[Test], seed: u64, skips: &mut Skips, profile: &str) -
 
 /// Returns the step that checks rings and doorbells with the model checker: two threads in all
 /// interleavings, up to a number of preemptions.
-fn models(profile: &str) -> Step {
+fn model_checker_step(profile: &str) -> CampaignStep {
     let line = [
         "test",
         "--locked",
@@ -158,11 +168,11 @@ fn models(profile: &str) -> Step {
         "--test",
         "model",
     ];
-    Step::cargo("models", "rings and bells", &line)
+    CampaignStep::cargo("models", "rings and bells", &line)
 }
 
 /// Returns [`FUZZ_STEPS`] steps that pass random inputs to all parsers. Each step has its own seed.
-fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
+fn fuzz_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
     let inputs = tests
         .iter()
         .filter(|test| test.binary == "sempa-fuzz::inputs");
@@ -170,7 +180,7 @@ fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     for test in inputs {
         for number in 0..FUZZ_STEPS {
             let own = seed.wrapping_mul(FUZZ_STEPS).wrapping_add(number).max(1);
-            let mut step = Step::of("fuzz", test, own, skips);
+            let mut step = CampaignStep::for_test("fuzz", test, own, skips);
             step.env
                 .push(("SEMPA_FUZZ_INPUTS", FUZZ_INPUTS.to_string()));
             step.env.push(("SEMPA_FUZZ_SEED", own.to_string()));
@@ -182,7 +192,7 @@ fn fuzz(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
 
 /// Returns steps that run the tests of [`PROPERTY_PACKAGES`] with more cases and with several
 /// seeds.
-fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
+fn property_steps(tests: &[Test], seed: u64, skips: &mut SkipDecider) -> Vec<CampaignStep> {
     let is_one = |test: &&Test| {
         let package = test.binary.split("::").next().unwrap_or_default();
         PROPERTY_PACKAGES.contains(&package) && !test.ignored
@@ -192,9 +202,9 @@ fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
     binaries.dedup_by(|a, b| a.binary == b.binary);
     let mut steps = Vec::new();
     for test in binaries {
-        for number in 0..SEEDS {
+        for number in 0..SEEDS_PER_TEST {
             let own = seed.wrapping_add(number);
-            let mut step = Step::of("properties", test, own, skips);
+            let mut step = CampaignStep::for_test("properties", test, own, skips);
             step.id = format!("properties/{}/{own}", test.binary);
             step.words = words(&["--test-threads", "2"]);
             step.env.push(("PROPTEST_RNG_SEED", own.to_string()));
@@ -207,28 +217,38 @@ fn properties(tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
 }
 
 /// Returns the steps for the tests of all binaries of a part.
-fn of_binaries(part: &'static str, tests: &[Test], seed: u64, skips: &mut Skips) -> Vec<Step> {
+fn binary_steps(
+    part: &'static str,
+    tests: &[Test],
+    seed: u64,
+    skips: &mut SkipDecider,
+) -> Vec<CampaignStep> {
     let binaries = BINARIES
         .iter()
         .find(|(of, _)| *of == part)
         .map_or(&[][..], |(_, binaries)| binaries);
-    let seeds = if part == "lies" { SEEDS } else { 1 };
+    let seeds = if part == "lies" { SEEDS_PER_TEST } else { 1 };
     let mut steps = Vec::new();
     for test in tests
         .iter()
         .filter(|test| binaries.contains(&&*test.binary))
     {
         for number in 0..seeds {
-            steps.push(Step::of(part, test, seed.wrapping_add(number), skips));
+            steps.push(CampaignStep::for_test(
+                part,
+                test,
+                seed.wrapping_add(number),
+                skips,
+            ));
         }
     }
     steps
 }
 
 /// Returns the step that runs the tests of both tiers with the release build, which users install.
-fn release() -> Step {
+fn release_step() -> CampaignStep {
     let line = ["run", "--locked", "--release", "-p", "xtask", "--", "test"];
-    let mut step = Step::cargo("release", "test", &line);
+    let mut step = CampaignStep::cargo("release", "test", &line);
     step.env.push(("SEMPA_TEST_FULL", String::new()));
     step
 }

@@ -3,9 +3,9 @@
 //! The division is purely lexical. The lexer handles nested block comments, raw strings and
 //! character literals, but no other syntax.
 
-/// The kind of a [`Piece`] of source text.
+/// The kind of a [`SourcePiece`] of source text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum PieceKind {
     Code,
     Comment,
     Literal,
@@ -13,8 +13,8 @@ pub(super) enum Kind {
 
 /// A piece of one line.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub(super) kind: Kind,
+pub(super) struct SourcePiece {
+    pub(super) kind: PieceKind,
     /// The line number, counted from 1.
     pub(super) line: usize,
     /// The text without comment markers and quotes.
@@ -24,24 +24,24 @@ pub(super) struct Piece {
 }
 
 /// The construct that the scanner is in.
-enum State {
+enum ScannerState {
     Code,
     LineComment,
     /// The number of nested block comments that are open.
     BlockComment(usize),
-    Text,
+    StringLiteral,
     /// The number of hash signs at the end of the raw string.
-    RawText(usize),
+    RawStringLiteral(usize),
 }
 
 /// Returns the pieces of a source text in order. No piece extends beyond the end of a line.
-pub(super) fn pieces(source: &str) -> Vec<Piece> {
+pub(super) fn split_source(source: &str) -> Vec<SourcePiece> {
     let mut scanner = Scanner {
-        state: State::Code,
+        state: ScannerState::Code,
         pieces: Vec::new(),
         current: String::new(),
         line: 1,
-        blank: true,
+        is_line_blank: true,
     };
     let characters: Vec<char> = source.chars().collect();
     let mut at = 0;
@@ -53,12 +53,12 @@ pub(super) fn pieces(source: &str) -> Vec<Piece> {
 }
 
 struct Scanner {
-    state: State,
-    pieces: Vec<Piece>,
+    state: ScannerState,
+    pieces: Vec<SourcePiece>,
     current: String,
     line: usize,
     /// True while only white space was found on the line.
-    blank: bool,
+    is_line_blank: bool,
 }
 
 impl Scanner {
@@ -70,37 +70,41 @@ impl Scanner {
         };
         if rest[0] == '\n' {
             self.flush();
-            if matches!(self.state, State::LineComment) {
-                self.state = State::Code;
+            if matches!(self.state, ScannerState::LineComment) {
+                self.state = ScannerState::Code;
             }
             self.line += 1;
-            self.blank = true;
+            self.is_line_blank = true;
             return 1;
         }
         match self.state {
-            State::Code if begins("//") => self.change(State::LineComment, 2),
-            State::Code if begins("/*") => self.change(State::BlockComment(1), 2),
-            State::Code if rest[0] == '"' => self.change(State::Text, 1),
-            State::Code if rest[0] == '\'' => self.take(character_literal(rest).unwrap_or(1), rest),
-            State::Code if rest[0] == 'r' && !self.ends_in_word() => match raw_text(rest) {
-                Some(hashes) => self.change(State::RawText(hashes), hashes + 2),
-                None => self.take(1, rest),
-            },
-            State::BlockComment(depth) if begins("/*") => {
-                self.state = State::BlockComment(depth + 1);
+            ScannerState::Code if begins("//") => self.change(ScannerState::LineComment, 2),
+            ScannerState::Code if begins("/*") => self.change(ScannerState::BlockComment(1), 2),
+            ScannerState::Code if rest[0] == '"' => self.change(ScannerState::StringLiteral, 1),
+            ScannerState::Code if rest[0] == '\'' => {
+                self.take(character_literal(rest).unwrap_or(1), rest)
+            }
+            ScannerState::Code if rest[0] == 'r' && !self.ends_in_word() => {
+                match raw_string_hashes(rest) {
+                    Some(hashes) => self.change(ScannerState::RawStringLiteral(hashes), hashes + 2),
+                    None => self.take(1, rest),
+                }
+            }
+            ScannerState::BlockComment(depth) if begins("/*") => {
+                self.state = ScannerState::BlockComment(depth + 1);
                 2
             }
-            State::BlockComment(1) if begins("*/") => self.change(State::Code, 2),
-            State::BlockComment(depth) if begins("*/") => {
-                self.state = State::BlockComment(depth - 1);
+            ScannerState::BlockComment(1) if begins("*/") => self.change(ScannerState::Code, 2),
+            ScannerState::BlockComment(depth) if begins("*/") => {
+                self.state = ScannerState::BlockComment(depth - 1);
                 2
             }
-            State::Text if rest[0] == '\\' && rest.get(1) != Some(&'\n') => {
+            ScannerState::StringLiteral if rest[0] == '\\' && rest.get(1) != Some(&'\n') => {
                 self.take(2.min(rest.len()), rest)
             }
-            State::Text if rest[0] == '"' => self.change(State::Code, 1),
-            State::RawText(hashes) if ends_raw_text(rest, hashes) => {
-                self.change(State::Code, hashes + 1)
+            ScannerState::StringLiteral if rest[0] == '"' => self.change(ScannerState::Code, 1),
+            ScannerState::RawStringLiteral(hashes) if ends_raw_text(rest, hashes) => {
+                self.change(ScannerState::Code, hashes + 1)
             }
             _ => self.take(1, rest),
         }
@@ -111,7 +115,7 @@ impl Scanner {
         count
     }
 
-    fn change(&mut self, state: State, taken: usize) -> usize {
+    fn change(&mut self, state: ScannerState, taken: usize) -> usize {
         self.flush();
         self.state = state;
         taken
@@ -126,17 +130,17 @@ impl Scanner {
 
     fn flush(&mut self) {
         let kind = match self.state {
-            State::Code => Kind::Code,
-            State::LineComment | State::BlockComment(_) => Kind::Comment,
-            State::Text | State::RawText(_) => Kind::Literal,
+            ScannerState::Code => PieceKind::Code,
+            ScannerState::LineComment | ScannerState::BlockComment(_) => PieceKind::Comment,
+            ScannerState::StringLiteral | ScannerState::RawStringLiteral(_) => PieceKind::Literal,
         };
         let text = std::mem::take(&mut self.current);
-        let begins_line = self.blank;
-        if kind == Kind::Code && text.trim().is_empty() {
+        let begins_line = self.is_line_blank;
+        if kind == PieceKind::Code && text.trim().is_empty() {
             return;
         }
-        self.blank = false;
-        self.pieces.push(Piece {
+        self.is_line_blank = false;
+        self.pieces.push(SourcePiece {
             kind,
             line: self.line,
             text,
@@ -157,7 +161,7 @@ fn character_literal(rest: &[char]) -> Option<usize> {
 
 /// Returns the number of hash signs of the raw string at the beginning of `rest`; `None` if no raw
 /// string begins there.
-fn raw_text(rest: &[char]) -> Option<usize> {
+fn raw_string_hashes(rest: &[char]) -> Option<usize> {
     let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
     (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)
 }
@@ -170,8 +174,8 @@ fn ends_raw_text(rest: &[char], hashes: usize) -> bool {
 mod tests {
     use super::*;
 
-    fn kinds(source: &str) -> Vec<(Kind, String)> {
-        pieces(source)
+    fn kinds(source: &str) -> Vec<(PieceKind, String)> {
+        split_source(source)
             .into_iter()
             .map(|piece| (piece.kind, piece.text))
             .collect()
@@ -181,10 +185,10 @@ mod tests {
     fn comments_strings_and_code_are_divided() {
         let found = kinds("let a = \"no // comment\"; // a comment\n");
         let expected = [
-            (Kind::Code, "let a = "),
-            (Kind::Literal, "no // comment"),
-            (Kind::Code, "; "),
-            (Kind::Comment, " a comment"),
+            (PieceKind::Code, "let a = "),
+            (PieceKind::Literal, "no // comment"),
+            (PieceKind::Code, "; "),
+            (PieceKind::Comment, " a comment"),
         ];
         assert_eq!(found, expected.map(|(kind, text)| (kind, text.to_string())));
     }
@@ -194,7 +198,7 @@ mod tests {
         let found = kinds("f('\"', r#\"a \"quoted\" word\"#, 'x', &'a str)");
         let literals: Vec<_> = found
             .iter()
-            .filter(|(kind, _)| *kind == Kind::Literal)
+            .filter(|(kind, _)| *kind == PieceKind::Literal)
             .collect();
         assert_eq!(literals.len(), 1);
         assert_eq!(literals[0].1, "a \"quoted\" word");

@@ -14,10 +14,10 @@
 //! reason.
 
 mod lexer;
-mod shape;
+mod sizes;
 mod words;
 
-use crate::setup::project;
+use crate::setup::project_folder;
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs;
@@ -54,11 +54,12 @@ impl fmt::Display for Finding {
 /// Git does not list the files, or one of them cannot be read.
 pub(crate) fn run() -> Result<bool> {
     let files = tracked_files()?;
-    let glossary = fs::read_to_string(project().join("docs/GLOSSARY.md")).unwrap_or_default();
+    let glossary =
+        fs::read_to_string(project_folder().join("docs/GLOSSARY.md")).unwrap_or_default();
     let replaced = words::replaced_terms(&glossary);
     let mut findings = Vec::new();
     for file in &files {
-        let text = fs::read_to_string(project().join(file)).with_context(|| file.clone())?;
+        let text = fs::read_to_string(project_folder().join(file)).with_context(|| file.clone())?;
         findings.extend(check(file, &text, &replaced));
     }
     for finding in &findings {
@@ -71,14 +72,14 @@ pub(crate) fn run() -> Result<bool> {
 fn tracked_files() -> Result<Vec<String>> {
     let mut list = Command::new("git");
     list.args(["ls-files", "--cached", "--others", "--exclude-standard"]);
-    let done = list.current_dir(project()).output().context("git")?;
+    let done = list.current_dir(project_folder()).output().context("git")?;
     ensure!(
         done.status.success(),
         "git ls-files: {}",
         String::from_utf8_lossy(&done.stderr).trim()
     );
     let names = String::from_utf8(done.stdout)?;
-    let known = |name: &&str| is_checked(name) && project().join(name).is_file();
+    let known = |name: &&str| is_checked(name) && project_folder().join(name).is_file();
     Ok(names.lines().filter(known).map(str::to_string).collect())
 }
 
@@ -92,7 +93,7 @@ fn is_checked(file: &str) -> bool {
 }
 
 /// Returns the findings in one file.
-fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
+fn check(file: &str, text: &str, replaced: &[words::ReplacedWord]) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut report = |line: usize, message: String| {
         let file = file.to_string();
@@ -108,26 +109,26 @@ fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
         for (number, line) in (1..).zip(text.lines()) {
             is_quoted ^= line.trim_start().starts_with("```");
             if !is_quoted {
-                words::in_prose(line).for_each(|message| report(number, message));
+                words::findings_in_prose(line).for_each(|message| report(number, message));
             }
         }
         return found;
     }
-    let pieces = lexer::pieces(text);
+    let pieces = lexer::split_source(text);
     for piece in &pieces {
         match piece.kind {
-            lexer::Kind::Comment => {
-                words::in_prose(&piece.text).for_each(|message| report(piece.line, message));
-                words::of_glossary(&piece.text, replaced)
+            lexer::PieceKind::Comment => {
+                words::findings_in_prose(&piece.text)
+                    .for_each(|message| report(piece.line, message));
+                words::findings_of_glossary(&piece.text, replaced)
                     .for_each(|message| report(piece.line, message));
             }
-            lexer::Kind::Literal => {
-                words::in_message(&piece.text).for_each(|message| report(piece.line, message))
-            }
-            lexer::Kind::Code => {}
+            lexer::PieceKind::Literal => words::findings_in_message(&piece.text)
+                .for_each(|message| report(piece.line, message)),
+            lexer::PieceKind::Code => {}
         }
     }
-    shape::check(text, &pieces)
+    sizes::check(text, &pieces)
         .into_iter()
         .for_each(|(line, message)| report(line, message));
     found

@@ -1,7 +1,7 @@
 //! Finds words and constructions that the project avoids in its texts.
 
 /// Words that are forbidden in comments, documents and messages.
-const NEVER: [&str; 13] = [
+const FORBIDDEN_WORDS: [&str; 13] = [
     "anew",
     "whoever",
     "whomever",
@@ -18,7 +18,7 @@ const NEVER: [&str; 13] = [
 ];
 
 /// Words that are additionally forbidden in comments and documents, but permitted in messages.
-const NOT_IN_PROSE: [&str; 8] = [
+const FORBIDDEN_IN_PROSE: [&str; 8] = [
     "has to",
     "have to",
     "had to",
@@ -31,32 +31,35 @@ const NOT_IN_PROSE: [&str; 8] = [
 
 /// A word that the glossary replaces by a term.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Replaced {
+pub(super) struct ReplacedWord {
     /// The replaced word, in lower case.
     old: String,
     term: String,
 }
 
 /// Returns the findings about forbidden words in a line of a comment or document.
-pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
+pub(super) fn findings_in_prose(line: &str) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
-    let words = NEVER.iter().chain(&NOT_IN_PROSE);
+    let words = FORBIDDEN_WORDS.iter().chain(&FORBIDDEN_IN_PROSE);
     words
         .filter(move |word| contains(&line, word))
         .map(|word| format!("\"{word}\": say it in plain words"))
 }
 
 /// Returns the findings about forbidden words in a string literal.
-pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
+pub(super) fn findings_in_message(text: &str) -> impl Iterator<Item = String> {
     let text = text.to_lowercase();
-    NEVER
+    FORBIDDEN_WORDS
         .iter()
         .filter(move |word| contains(&text, word))
         .map(|word| format!("\"{word}\" in a message: say it in plain words"))
 }
 
 /// Returns the findings about words in a line that the glossary replaces.
-pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<Item = String> {
+pub(super) fn findings_of_glossary(
+    line: &str,
+    replaced: &[ReplacedWord],
+) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let found = replaced
         .iter()
@@ -71,7 +74,7 @@ pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<It
 
 /// Returns the replaced words in the last column of the glossary's table, each with the term of its
 /// row. Commas separate the words.
-pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
+pub(super) fn replaced_terms(glossary: &str) -> Vec<ReplacedWord> {
     let rows = glossary
         .lines()
         .filter(|line| line.starts_with('|') && !line.starts_with("| ---"));
@@ -85,7 +88,7 @@ pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
             .split(',')
             .map(str::trim)
             .filter(|old| !old.is_empty() && *old != "not");
-        all.extend(olds.map(|old| Replaced {
+        all.extend(olds.map(|old| ReplacedWord {
             old: old.to_lowercase(),
             term: term.to_string(),
         }));
@@ -121,6 +124,9 @@ mod tests {
             found.iter().map(|r| r.old.as_str()).collect::<Vec<_>>(),
             ["ear", "ear"]
         );
-        assert_eq!(of_glossary(" The ear sleeps.", &found[..1]).count(), 1);
+        assert_eq!(
+            findings_of_glossary(" The ear sleeps.", &found[..1]).count(),
+            1
+        );
     }
 }

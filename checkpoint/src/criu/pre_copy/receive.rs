@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 /// Sends a number of pages to the source ([`PRE_COPY_COUNT`]).
-fn send_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
+fn send_page_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
     stream.write_all(&HeaderLayout::Long.write(&PageHeader {
         command: PRE_COPY_COUNT,
         pages,
@@ -23,7 +23,10 @@ fn send_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
 /// # Errors
 /// The source does not read from the stream any more.
 pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()> {
-    send_count(&mut UnixStream::from(stream.try_clone()?), received.pages())
+    send_page_count(
+        &mut UnixStream::from(stream.try_clone()?),
+        received.page_count(),
+    )
 }
 
 /// Sends the source the limit `bytes_max`, converted to pages. Then receives pre-copied pages on
@@ -40,7 +43,8 @@ pub(in super::super) fn receive(
     let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
     let mut received = ReceivedPages::empty();
     let mut content = vec![0; (BLOCK_PAGES * received.page_size()) as usize];
-    send_count(&mut stream, bytes_max / received.page_size()).map_err(|e| failed(e.to_string()))?;
+    send_page_count(&mut stream, bytes_max / received.page_size())
+        .map_err(|e| failed(e.to_string()))?;
     loop {
         let mut head = [0; HeaderLayout::Long.bytes()];
         stream
@@ -67,7 +71,7 @@ pub(in super::super) fn receive(
             }
             other => return Err(failed(format!("the source says {other:#x}"))),
         }
-        if received.bytes() > bytes_max {
+        if received.stored_bytes() > bytes_max {
             return Err(failed(format!(
                 "there is more of it than {bytes_max} bytes, which it was told"
             )));
@@ -84,7 +88,7 @@ mod tests {
     #[test]
     fn malformed_pre_copies_are_refused() {
         let page = page_size();
-        let say = |words: &[(u32, u64, u64)], bytes_max| {
+        let send_commands = |words: &[(u32, u64, u64)], bytes_max| {
             let (mut theirs, ours) = UnixStream::pair().expect("descriptors");
             for (command, pages, address) in words {
                 let head = PageHeader {
@@ -110,16 +114,16 @@ mod tests {
             theirs
                 .shutdown(std::net::Shutdown::Write)
                 .expect("it is open");
-            receive(&ours.into(), bytes_max).map(|store| store.bytes())
+            receive(&ours.into(), bytes_max).map(|store| store.stored_bytes())
         };
         let good = [
             (PRE_COPY_PAGES, 2, 0),
             (PRE_COPY_PAGES, 1, page),
             (PRE_COPY_COUNT, 0, 0),
         ];
-        assert_eq!(say(&good, 2 * page), Ok(2 * page));
+        assert_eq!(send_commands(&good, 2 * page), Ok(2 * page));
         assert!(
-            matches!(say(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
+            matches!(send_commands(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
         );
         for bad in [
             &good[..2],
@@ -129,7 +133,7 @@ mod tests {
             &[],
         ] {
             assert!(
-                matches!(say(bad, 9 * page), Err(Failure::Images(_))),
+                matches!(send_commands(bad, 9 * page), Err(Failure::Images(_))),
                 "{bad:?}"
             );
         }

@@ -5,7 +5,7 @@ use super::super::page_server_wire::{HeaderLayout, PRE_COPY_COUNT, PRE_COPY_PAGE
 use super::super::pagemap::PageFilter;
 use super::super::process::{lower_thread_priority, raise_thread_priority};
 use crate::engine::pages::{BLOCK_PAGES, page_size};
-use crate::engine::{PreCopyStop, SentPages};
+use crate::engine::{PreCopyStopCondition, SentPages};
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// previous round.
 const ROUNDS_MAX: u32 = 4;
 /// Pre-copy ends after a round that sent at most this number of pages.
-const CONVERGED_PAGES: u64 = 1024;
+const CONVERGED_PAGES_MAX: u64 = 1024;
 /// Minimum factor by which the number of sent pages must shrink from round to round. Pre-copy ends
 /// if it shrinks less, because the task writes too fast.
 const MIN_SHRINK_FACTOR: u64 = 2;
@@ -74,7 +74,7 @@ impl SourceProcess {
 pub(in super::super) fn send(
     processes: &[i32],
     stream: &OwnedFd,
-    stop: &PreCopyStop,
+    stop: &PreCopyStopCondition,
 ) -> Result<SentPages, Failure> {
     lower_thread_priority();
     let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
@@ -85,13 +85,13 @@ pub(in super::super) fn send(
     stream
         .set_read_timeout(Some(STREAM_TIMEOUT))
         .map_err(failed)?;
-    let pages_max = receive_count(&mut stream)?.pages;
+    let pages_max = receive_page_count(&mut stream)?.pages;
     let sources: Vec<SourceProcess> = processes
         .iter()
         .filter_map(|pid| SourceProcess::open(*pid))
         .collect();
     let (sent, rate_meter) = (SentPages::new(page_size()), RateMeter::new(Instant::now()));
-    let mut sender = Sender {
+    let mut sender = PageSender {
         sent,
         stream: &stream,
         stop,
@@ -99,20 +99,20 @@ pub(in super::super) fn send(
         pages_max,
         rate_meter,
     };
-    sender.rounds(&sources).map_err(failed)?;
+    sender.send_rounds(&sources).map_err(failed)?;
     let sent = sender.sent;
     // From here on the migration waits for this thread.
     raise_thread_priority();
     let end = PageHeader {
         command: PRE_COPY_COUNT,
-        pages: sent.pages(),
+        pages: sent.distinct_page_count(),
         address: 0,
         process: 0,
     };
     stream
         .write_all(&HeaderLayout::Long.write(&end))
         .map_err(failed)?;
-    receive_count(&mut stream)?;
+    receive_page_count(&mut stream)?;
     stream
         .set_read_timeout(None)
         .and_then(|()| stream.set_write_timeout(None))
@@ -122,7 +122,7 @@ pub(in super::super) fn send(
 
 /// Receives a number of pages from the target: at the beginning the number that the target accepts,
 /// at the end the number that it has received.
-fn receive_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
+fn receive_page_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
     let mut word = [0; HeaderLayout::Long.bytes()];
     let failed = |e: io::Error| {
         Failure::Io(format!(
@@ -147,54 +147,58 @@ fn receive_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
 struct RateMeter {
     /// Number of bytes until the measurement starts.
     unmeasured_left: u64,
-    bytes: u64,
-    since: Instant,
+    measured_bytes: u64,
+    measured_since: Instant,
 }
 
 impl RateMeter {
     fn new(now: Instant) -> RateMeter {
         RateMeter {
             unmeasured_left: UNMEASURED_BYTES,
-            bytes: 0,
-            since: now,
+            measured_bytes: 0,
+            measured_since: now,
         }
     }
 
     /// Counts sent bytes. Returns the rate in bytes per second when a measurement is complete.
     fn record(&mut self, bytes: u64, now: Instant) -> Option<u64> {
         if self.unmeasured_left > 0 {
-            (self.unmeasured_left, self.since) = (self.unmeasured_left.saturating_sub(bytes), now);
+            (self.unmeasured_left, self.measured_since) =
+                (self.unmeasured_left.saturating_sub(bytes), now);
             return None;
         }
-        self.bytes += bytes;
-        if self.bytes < MEASURED_BYTES {
+        self.measured_bytes += bytes;
+        if self.measured_bytes < MEASURED_BYTES {
             return None;
         }
-        let micros = now.saturating_duration_since(self.since).as_micros().max(1) as u64;
-        let rate = self.bytes.saturating_mul(1_000_000) / micros;
+        let micros = now
+            .saturating_duration_since(self.measured_since)
+            .as_micros()
+            .max(1) as u64;
+        let rate = self.measured_bytes.saturating_mul(1_000_000) / micros;
         *self = RateMeter {
             unmeasured_left: 0,
-            bytes: 0,
-            since: now,
+            measured_bytes: 0,
+            measured_since: now,
         };
         Some(rate)
     }
 }
 
-struct Sender<'a> {
+struct PageSender<'a> {
     sent: SentPages,
     stream: &'a UnixStream,
-    stop: &'a PreCopyStop,
+    stop: &'a PreCopyStopCondition,
     buffer: Vec<u8>,
     pages_max: u64,
     rate_meter: RateMeter,
 }
 
-impl Sender<'_> {
-    fn rounds(&mut self, sources: &[SourceProcess]) -> io::Result<()> {
+impl PageSender<'_> {
+    fn send_rounds(&mut self, sources: &[SourceProcess]) -> io::Result<()> {
         let mut previous = u64::MAX;
         for _ in 0..ROUNDS_MAX {
-            let bytes_before = self.sent.bytes();
+            let bytes_before = self.sent.sent_bytes();
             for process in sources {
                 if !self.stop.is_due() {
                     process
@@ -203,9 +207,9 @@ impl Sender<'_> {
                         .try_for_each(|range| self.send_range(process, range))?;
                 }
             }
-            let pages = (self.sent.bytes() - bytes_before) / self.sent.page_size();
+            let pages = (self.sent.sent_bytes() - bytes_before) / self.sent.page_size();
             if self.stop.is_due()
-                || pages <= CONVERGED_PAGES
+                || pages <= CONVERGED_PAGES_MAX
                 || pages > previous / MIN_SHRINK_FACTOR
             {
                 break;
@@ -289,8 +293,8 @@ mod tests {
         (memory, first)
     }
 
-    fn later() -> PreCopyStop {
-        PreCopyStop::at(Instant::now() + Duration::from_secs(600))
+    fn distant_stop() -> PreCopyStopCondition {
+        PreCopyStopCondition::at_deadline(Instant::now() + Duration::from_secs(600))
     }
 
     /// The target stores all sent pages, and the source recognizes a page that was written after it
@@ -310,10 +314,10 @@ mod tests {
             told.recv().expect("it is told");
             store
         });
-        let sent = send(&[pid], &ours, &later()).expect("it is taken");
+        let sent = send(&[pid], &ours, &distant_stop()).expect("it is taken");
         tell.send(()).expect("it waits");
         let store = taking.join().expect("no panic");
-        assert_eq!(store.bytes(), sent.pages() * page);
+        assert_eq!(store.stored_bytes(), sent.distinct_page_count() * page);
         let begin = (first - memory.as_ptr() as u64) as usize;
         let content = |memory: &[u8], at: usize| {
             memory[begin + at * page as usize..][..page as usize].to_vec()
@@ -344,14 +348,14 @@ mod tests {
         let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
         let taking = std::thread::spawn(move || {
             let store = receive(&theirs, 0).expect("nothing comes");
-            acknowledge(&store, &theirs).map(|()| store.bytes())
+            acknowledge(&store, &theirs).map(|()| store.stored_bytes())
         });
-        let stop = later();
+        let stop = distant_stop();
         stop.request();
         let sent = send(&[std::process::id() as i32], &ours, &stop).expect("it is taken");
         assert_eq!(
             (
-                sent.bytes(),
+                sent.sent_bytes(),
                 taking.join().expect("no panic").expect("it listens")
             ),
             (0, 0)
@@ -395,12 +399,12 @@ mod tests {
             let sent = send(
                 &[std::process::id() as i32],
                 &ours,
-                &later().or_above_rate(fast),
+                &distant_stop().with_rate_limit(fast),
             )
             .expect("it is taken");
             taking.join().expect("no panic");
             drop(memory);
-            sent.bytes()
+            sent.sent_bytes()
         };
         let (bytes, enough) = (sent_where(0), UNMEASURED_BYTES + MEASURED_BYTES);
         assert!((enough..enough + (4 << 20)).contains(&bytes), "{bytes}");
@@ -414,7 +418,7 @@ mod tests {
         assert!(SourceProcess::open(i32::MAX).is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         drop(theirs);
-        let sent = send(&[std::process::id() as i32], &ours.into(), &later());
+        let sent = send(&[std::process::id() as i32], &ours.into(), &distant_stop());
         assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("go ahead")));
     }
 }

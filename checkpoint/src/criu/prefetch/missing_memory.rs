@@ -1,7 +1,7 @@
 //! The missing memory of a restored task, and the progress of CRIU's background transfer through
 //! it.
 
-use super::super::images::{PAGEMAP_PREFIX, PageRun, entries};
+use super::super::images::{PAGEMAP_PREFIX, PageRun, read_entries};
 use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ impl MissingMemory {
     ///
     /// # Errors
     /// An image is damaged or cannot be read.
-    pub(super) fn in_images(dir: &Path) -> Result<MissingMemory, Failure> {
+    pub(super) fn read_from_images(dir: &Path) -> Result<MissingMemory, Failure> {
         let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
         let mut missing = MissingMemory::default();
         for entry in std::fs::read_dir(dir).map_err(unreadable)? {
@@ -34,12 +34,12 @@ impl MissingMemory {
             let Some(process) = number.and_then(|number| number.parse().ok()) else {
                 continue;
             };
-            let pages = entries(dir, &name)?
+            let pages = read_entries(dir, &name)?
                 .into_iter()
                 .skip(1)
                 .map(|entry| PageRun::decode(&entry));
-            let missed = pages.filter(|pages| pages.lazy && pages.count > 0);
-            let stretch = |pages: PageRun| {
+            let missing_pages = pages.filter(|pages| pages.lazy && pages.count > 0);
+            let to_range = |pages: PageRun| {
                 (
                     pages.address,
                     pages
@@ -47,9 +47,9 @@ impl MissingMemory {
                         .saturating_add(pages.count.saturating_mul(page_size())),
                 )
             };
-            let stretches: BTreeMap<u64, u64> = missed.map(stretch).collect();
-            if !stretches.is_empty() {
-                missing.0.insert(process, stretches);
+            let page_ranges: BTreeMap<u64, u64> = missing_pages.map(to_range).collect();
+            if !page_ranges.is_empty() {
+                missing.0.insert(process, page_ranges);
             }
         }
         Ok(missing)
@@ -60,7 +60,7 @@ impl MissingMemory {
             next_background: ranges.keys().next().copied(),
             ranges,
             background_started: false,
-            faulted: BTreeMap::new(),
+            fault_requests: BTreeMap::new(),
         };
         self.0
             .into_iter()
@@ -80,7 +80,7 @@ pub(super) struct ProcessProgress {
     background_started: bool,
     /// Page-fault requests that the background transfer has not reached yet: the end address of
     /// each, by start address.
-    faulted: BTreeMap<u64, u64>,
+    fault_requests: BTreeMap<u64, u64>,
 }
 
 impl ProcessProgress {
@@ -115,18 +115,18 @@ impl ProcessProgress {
     /// background transfer then continues at `end`.
     pub(super) fn record_request(&mut self, address: u64, end: u64, page: u64) -> bool {
         if self.next_background != Some(address) && end - address <= page {
-            if self.faulted.len() < FAULTS_MAX {
-                self.faulted.insert(address, end);
+            if self.fault_requests.len() < FAULTS_MAX {
+                self.fault_requests.insert(address, end);
             }
             return false;
         }
         self.background_started = true;
         let mut front = self.next_missing(end);
-        while let Some(end) = front.and_then(|front| self.faulted.remove(&front)) {
+        while let Some(end) = front.and_then(|front| self.fault_requests.remove(&front)) {
             front = self.next_missing(end);
         }
         if let Some(front) = front {
-            self.faulted = self.faulted.split_off(&front);
+            self.fault_requests = self.fault_requests.split_off(&front);
         }
         self.next_background = front;
         true

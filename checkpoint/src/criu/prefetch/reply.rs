@@ -85,10 +85,10 @@ impl IncomingReply {
     }
 
     /// Returns the header if it is complete and the content after it is not determined yet.
-    pub(super) fn header(&self, form: HeaderLayout) -> Option<PageHeader> {
+    pub(super) fn header(&self, layout: HeaderLayout) -> Option<PageHeader> {
         match self {
-            IncomingReply::Header { bytes, filled } if *filled == form.bytes() => {
-                Some(form.read(bytes))
+            IncomingReply::Header { bytes, filled } if *filled == layout.bytes() => {
+                Some(layout.read(bytes))
             }
             _ => None,
         }
@@ -130,12 +130,12 @@ impl IncomingReply {
             return Ok(());
         }
         let (count, page) = (*pages as usize, page as usize);
-        let comes = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
-        if (count..bitmap.len() * 8).any(comes) {
+        let has_changed = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
+        if (count..bitmap.len() * 8).any(has_changed) {
             return Err(UnexpectedReply::TooManyChangedPages(count));
         }
         let mut rest = VecDeque::<Range<usize>>::new();
-        for number in (0..count).filter(|number| comes(*number)) {
+        for number in (0..count).filter(|number| has_changed(*number)) {
             let (start, end) = (number * page, (number + 1) * page);
             match rest.back_mut() {
                 Some(last) if last.end == start => last.end = end,
@@ -168,7 +168,7 @@ mod tests {
 
     const PAGE: u64 = 4;
 
-    fn put(coming: &mut IncomingReply, bytes: &[u8]) {
+    fn receive_bytes(coming: &mut IncomingReply, bytes: &[u8]) {
         for byte in bytes {
             coming.buffer(24)[0] = *byte;
             coming.advance(1);
@@ -181,11 +181,11 @@ mod tests {
     fn changed_pages_replace_known_pages() {
         let mut coming = IncomingReply::default();
         coming.expect_bitmap(vec![1; 40], 10);
-        put(&mut coming, &[0b1000_0110, 0b10]);
+        receive_bytes(&mut coming, &[0b1000_0110, 0b10]);
         assert_eq!(coming.take_pages(), None);
-        put(&mut coming, &[2; 15]);
+        receive_bytes(&mut coming, &[2; 15]);
         assert_eq!(coming.take_pages(), None);
-        put(&mut coming, &[2]);
+        receive_bytes(&mut coming, &[2]);
         let body = coming.take_pages().expect("all is here");
         let pages: Vec<u8> = body
             .chunks(PAGE as usize)
@@ -200,7 +200,7 @@ mod tests {
     fn bits_beyond_the_range_are_an_error() {
         let mut coming = IncomingReply::default();
         coming.expect_bitmap(vec![1; 12], 3);
-        put(&mut coming, &[0]);
+        receive_bytes(&mut coming, &[0]);
         assert_eq!(coming.take_pages(), Some(vec![1; 12]));
         coming.expect_bitmap(vec![1; 12], 3);
         coming.buffer(24)[0] = 0b1000;

@@ -3,7 +3,7 @@
 use super::super::process::raise_thread_priority;
 use super::super::uffd_keeper::UffdKeeper;
 use super::reply::UnexpectedReply;
-use super::uffd_batching::{ClosedUffds, LazyPagesConnection};
+use super::uffd_batching::{LazyPagesConnection, UffdCloseReports};
 use super::{MissingMemory, Prefetcher, write_from};
 use crate::engine::pages::page_size;
 use crate::engine::{FetchCompletion, ReceivedPages};
@@ -41,49 +41,59 @@ pub(in super::super) fn start(
     uffds: UffdKeeper,
 ) -> Result<(PrefetchThread, LazyPagesConnection, FetchCompletion), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
-    let (ours, stream) = UnixStream::pair().map_err(io)?;
+    let (engine_stream, stream) = UnixStream::pair().map_err(io)?;
     let source = Arc::new(UnixStream::from(source));
     // Both streams are nonblocking, so that neither CRIU nor the source delays the other.
-    ours.set_nonblocking(true)
+    engine_stream
+        .set_nonblocking(true)
         .and_then(|()| source.set_nonblocking(true))
         .map_err(io)?;
-    let (asking, closed) = LazyPagesConnection::new(stream).map_err(io)?;
+    let (connection, closed) = LazyPagesConnection::new(stream).map_err(io)?;
     let completion = FetchCompletion::new(source.clone());
-    let told = completion.clone();
+    let thread_completion = completion.clone();
     let thread = std::thread::Builder::new().name("ahead".into());
     let dir = dir.to_path_buf();
-    let carrying = thread.spawn(move || {
+    let thread_handle = thread.spawn(move || {
         raise_thread_priority();
         // While the images are read, CRIU's requests wait in the socket.
         let prefetcher = Prefetcher::new(
-            MissingMemory::in_images(&dir)?,
+            MissingMemory::read_from_images(&dir)?,
             pre_copied,
             page_size(),
             Instant::now(),
         );
-        let carried = run(prefetcher, ours, &source, (closed, uffds), &told);
+        let result = run(
+            prefetcher,
+            engine_stream,
+            &source,
+            (closed, uffds),
+            &thread_completion,
+        );
         // Closing is not enough, because other handles have the stream open.
         let _ = source.shutdown(Shutdown::Both);
-        carried.map_err(|why| Failure::Engine(why.to_string()))
+        result.map_err(|why| Failure::Engine(why.to_string()))
     });
-    Ok((carrying.map_err(io)?, asking, completion))
+    Ok((thread_handle.map_err(io)?, connection, completion))
 }
 
 fn run(
     mut prefetcher: Prefetcher,
     mut engine: UnixStream,
     mut source: &UnixStream,
-    (closed, uffds): (ClosedUffds, UffdKeeper),
+    (closed, uffds): (UffdCloseReports, UffdKeeper),
     completion: &FetchCompletion,
 ) -> Result<bool, UnexpectedReply> {
     let mut requests = [0; REQUEST_BUFFER_BYTES];
-    let mut closes = Some(closed);
+    let mut close_reports = Some(closed);
     loop {
-        let [asks, answers] = wait_ready(&mut prefetcher, &engine, source, closes.as_ref());
+        let [asks, answers] = wait_ready(&mut prefetcher, &engine, source, close_reports.as_ref());
         prefetcher.set_now(Instant::now());
-        match closes.as_ref().map(ClosedUffds::take_inodes) {
-            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| uffds.close(inode)),
-            Some(None) => closes = None,
+        match close_reports
+            .as_ref()
+            .map(UffdCloseReports::take_closed_inodes)
+        {
+            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| uffds.close_copy(inode)),
+            Some(None) => close_reports = None,
             None => {}
         }
         if asks {
@@ -92,13 +102,13 @@ fn run(
                 Some(bytes) => prefetcher.receive_from_engine(&requests[..bytes]),
                 None => {}
             }
-            if prefetcher.engine_has_all() {
+            if prefetcher.engine_has_all_memory() {
                 completion.mark_complete();
             }
         }
         if answers {
             match bytes_read(source.read(prefetcher.receive_buffer())) {
-                Some(0) if prefetcher.engine_has_all() => {
+                Some(0) if prefetcher.engine_has_all_memory() => {
                     // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for it. The socket
                     // buffer has space for four bytes, or CRIU has exited.
                     let _ = engine.write(prefetcher.missing_close_reply());
@@ -147,7 +157,7 @@ fn wait_ready(
     prefetcher: &mut Prefetcher,
     engine: &UnixStream,
     source: &UnixStream,
-    closes: Option<&ClosedUffds>,
+    closes: Option<&UffdCloseReports>,
 ) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };

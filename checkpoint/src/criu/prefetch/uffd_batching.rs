@@ -20,14 +20,14 @@ pub(in super::super) struct LazyPagesConnection {
     /// The stream on which CRIU requests pages.
     stream: UnixStream,
     /// The socket on which the library reports closed userfaultfds.
-    closed: OwnedFd,
+    close_report_socket: OwnedFd,
     library: File,
 }
 
 impl LazyPagesConnection {
     /// Creates a connection on whose `stream` CRIU requests pages. Also returns the receiver of the
     /// library's reports.
-    pub(super) fn new(stream: UnixStream) -> io::Result<(LazyPagesConnection, ClosedUffds)> {
+    pub(super) fn new(stream: UnixStream) -> io::Result<(LazyPagesConnection, UffdCloseReports)> {
         let mut library = File::from(memfd_create(c"sempa-uffd-batching", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
         let (ours, closed) = socketpair(
@@ -39,10 +39,10 @@ impl LazyPagesConnection {
         Ok((
             LazyPagesConnection {
                 stream,
-                closed,
+                close_report_socket: closed,
                 library,
             },
-            ClosedUffds(ours),
+            UffdCloseReports(ours),
         ))
     }
 
@@ -50,13 +50,13 @@ impl LazyPagesConnection {
     pub(in super::super) fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
         [
             self.stream.as_fd(),
-            self.closed.as_fd(),
+            self.close_report_socket.as_fd(),
             self.library.as_fd(),
         ]
     }
 
     /// Returns the descriptor number of the stream.
-    pub(in super::super) fn stream(&self) -> i32 {
+    pub(in super::super) fn stream_fd(&self) -> i32 {
         self.stream.as_raw_fd()
     }
 
@@ -68,25 +68,28 @@ impl LazyPagesConnection {
                 format!("/proc/self/fd/{}", self.library.as_raw_fd()),
             ),
             ("SEMPA_PAGES_SOCKET", self.stream.as_raw_fd().to_string()),
-            ("SEMPA_CLOSED_SOCKET", self.closed.as_raw_fd().to_string()),
+            (
+                "SEMPA_CLOSED_SOCKET",
+                self.close_report_socket.as_raw_fd().to_string(),
+            ),
         ]
     }
 }
 
 /// Receives the library's reports of userfaultfds that CRIU has closed.
 #[derive(Debug)]
-pub(super) struct ClosedUffds(OwnedFd);
+pub(super) struct UffdCloseReports(OwnedFd);
 
-impl AsFd for ClosedUffds {
+impl AsFd for UffdCloseReports {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-impl ClosedUffds {
+impl UffdCloseReports {
     /// Returns the inode numbers of the userfaultfds that were closed since the last call; `None`
     /// if CRIU has ended.
-    pub(super) fn take_inodes(&self) -> Option<Vec<u64>> {
+    pub(super) fn take_closed_inodes(&self) -> Option<Vec<u64>> {
         let mut inodes = Vec::new();
         loop {
             let mut inode = [0; size_of::<u64>()];

@@ -20,9 +20,9 @@ const TAG_RESULT: i32 = 2;
 /// Tag of the message to a worker that there is no more work.
 const TAG_DONE: i32 = 3;
 
-const PIECES: i32 = 64;
+const PIECE_COUNT: i32 = 64;
 /// Number of points in one piece.
-const POINTS: i32 = 1_000_000;
+const POINTS_PER_PIECE: i32 = 1_000_000;
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
@@ -31,7 +31,7 @@ fn main() -> Result<()> {
     let program = args.next().unwrap_or_else(|| "rust-pi-worker".to_string());
 
     let vm = Vm::enroll()?;
-    println!("{}", lead(&vm, wanted, &program)?);
+    println!("{}", run_farm(&vm, wanted, &program)?);
     Ok(vm.exit()?)
 }
 
@@ -42,25 +42,28 @@ struct Farm {
     /// Pieces that are being computed, by tid of the worker.
     busy: BTreeMap<Tid, i32>,
     /// Numbers of the pieces that no worker has.
-    todo: Vec<i32>,
+    unassigned: Vec<i32>,
 }
 
 impl Farm {
     /// Sends a piece to each idle worker until no pieces are left.
-    fn hand_out(&mut self) -> Result<()> {
-        while !self.todo.is_empty()
+    fn assign_pieces(&mut self) -> Result<()> {
+        while !self.unassigned.is_empty()
             && let Some(worker) = self.idle.pop()
         {
-            let piece = self.todo.pop().context("there is a piece")?;
+            let piece = self.unassigned.pop().context("there is a piece")?;
             // The message consists of PVM items, so that workers in C and Fortran can read it.
-            worker.send(TAG_WORK, Body::items(|out| out.int(piece).int(POINTS)))?;
+            worker.send(
+                TAG_WORK,
+                Body::items(|out| out.int(piece).int(POINTS_PER_PIECE)),
+            )?;
             self.busy.insert(worker.tid(), piece);
         }
         Ok(())
     }
 }
 
-fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
+fn run_farm(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
     // If some workers are missing, the computation only takes longer. If all are missing, the error
     // of the first one is reported.
     let spawned = vm.spawner(program).count(wanted).start()?;
@@ -76,11 +79,11 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
     let mut farm = Farm {
         idle: workers.clone(),
         busy: BTreeMap::new(),
-        todo: (0..PIECES).collect(),
+        unassigned: (0..PIECE_COUNT).collect(),
     };
     let (mut results, mut hits, mut lost) = (0, 0i64, 0);
-    while results < PIECES && lost < workers.len() {
-        farm.hand_out()?;
+    while results < PIECE_COUNT && lost < workers.len() {
+        farm.assign_pieces()?;
         let message =
             vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
         if !ends.is_notice_message(&message) {
@@ -95,20 +98,20 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
         for notice in ends.decode(&message)? {
             // The notice arrives after the last result of the worker, so no piece is counted twice.
             if let Notice::TaskEnded(tid) = notice {
-                farm.todo.extend(farm.busy.remove(&tid));
+                farm.unassigned.extend(farm.busy.remove(&tid));
                 farm.idle.retain(|worker| worker.tid() != tid);
                 lost += 1;
             }
         }
     }
-    let missing = PIECES - results;
+    let missing = PIECE_COUNT - results;
     if missing > 0 {
-        bail!("all workers have ended, {missing} of {PIECES} results are missing");
+        bail!("all workers have ended, {missing} of {PIECE_COUNT} results are missing");
     }
     for worker in &farm.idle {
         worker.send(TAG_DONE, Body::empty())?;
     }
-    let points = i64::from(PIECES) * i64::from(POINTS);
+    let points = i64::from(PIECE_COUNT) * i64::from(POINTS_PER_PIECE);
     Ok(format!(
         "pi is about {:.6}: {hits} of {points} points, {lost} of {} workers lost",
         4.0 * hits as f64 / points as f64,

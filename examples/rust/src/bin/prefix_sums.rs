@@ -19,18 +19,18 @@ fn main() -> Result<()> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let vm = Vm::enroll()?;
     match words[..] {
-        [] => lead(&vm, 8)?,
+        [] => run_first_member(&vm, 8)?,
         ["member", group, count] => {
             let instance = vm.join_group(group)?;
-            take_part(&vm, group, instance, count.parse()?)?;
+            run_member(&vm, group, instance, count.parse()?)?;
         }
-        [count] => lead(&vm, count.parse().context("not a number of members")?)?,
+        [count] => run_first_member(&vm, count.parse().context("not a number of members")?)?,
         _ => bail!("usage: rust-prefix-sums [MEMBERS]"),
     }
     Ok(vm.exit()?)
 }
 
-fn lead(vm: &Vm, count: u32) -> Result<()> {
+fn run_first_member(vm: &Vm, count: u32) -> Result<()> {
     if count < 2 {
         bail!("a group has two members or more");
     }
@@ -49,7 +49,7 @@ fn lead(vm: &Vm, count: u32) -> Result<()> {
         }
         return Err(*error).context("not all members were started");
     }
-    let sums = take_part(vm, &group, instance, count)?;
+    let sums = run_member(vm, &group, instance, count)?;
     let words: Vec<String> = sums.iter().map(i64::to_string).collect();
     println!("{}", words.join(" "));
     Ok(())
@@ -57,7 +57,7 @@ fn lead(vm: &Vm, count: u32) -> Result<()> {
 
 /// Runs the algorithm of one member. Member 0 returns the sums of all members; all others return an
 /// empty list.
-fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>> {
+fn run_member(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>> {
     // After this barrier all members have joined the group.
     vm.barrier(group, Some(count))?;
     let members: Option<Vec<Tid>> = vm.group_members(group)?.into_iter().collect();
@@ -78,7 +78,7 @@ fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>
             vm.task(*after).send_value(tag, &sum)?;
         }
         if let Some(before) = me.checked_sub(distance) {
-            sum += number_from(vm, members[before], tag, &ends)?;
+            sum += receive_number(vm, members[before], tag, &ends)?;
         }
         distance *= 2;
     }
@@ -87,7 +87,7 @@ fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>
     if me == 0 {
         sums.push(sum);
         for member in &members[1..] {
-            sums.push(number_from(vm, *member, TAG_SUM, &ends)?);
+            sums.push(receive_number(vm, *member, TAG_SUM, &ends)?);
         }
     } else {
         vm.task(members[0]).send_value(TAG_SUM, &sum)?;
@@ -100,7 +100,7 @@ fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>
 }
 
 /// Waits for a message with this tag from a member. Returns the number in the message.
-fn number_from(vm: &Vm, member: Tid, tag: i32, ends: &Notices) -> Result<i64> {
+fn receive_number(vm: &Vm, member: Tid, tag: i32, ends: &Notices) -> Result<i64> {
     let is_wanted = |src, its_tag| src == member && its_tag == tag;
     let message = vm.recv_where(|m| is_wanted(m.src, m.tag) || ends.is_notice_message(m))?;
     if ends.is_notice_message(&message) {

@@ -36,7 +36,7 @@ fn create_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
 fn init_send(encoding: c_int) -> PvmResult<i32> {
     let mut session = lock();
     let mid = create_in(&mut session, encoding)?;
-    let previous = std::mem::replace(&mut session.sbuf, mid);
+    let previous = std::mem::replace(&mut session.send_buffer_id, mid);
     if previous != 0 {
         // Fails if the program has already freed the previous send buffer by its number.
         let _ = session.free_buffer(previous);
@@ -98,7 +98,7 @@ extern "C" fn pvm_getsbuf() -> c_int {
     trace::traced_call(
         "getsbuf",
         trace::no_items,
-        || lock().sbuf,
+        || lock().send_buffer_id,
         |mid| vec![int_item("MSB", *mid)],
     )
 }
@@ -109,7 +109,7 @@ extern "C" fn pvm_getrbuf() -> c_int {
     trace::traced_call(
         "getrbuf",
         trace::no_items,
-        || lock().rbuf,
+        || lock().receive_buffer_id,
         |mid| vec![int_item("MRB", *mid)],
     )
 }
@@ -122,14 +122,14 @@ fn set_active(mid: i32, for_sending: bool) -> PvmResult<i32> {
     if mid != 0 {
         session.buffers.get(mid)?;
     }
-    let (sbuf, rbuf) = (session.sbuf, session.rbuf);
+    let (sbuf, rbuf) = (session.send_buffer_id, session.receive_buffer_id);
     let (previous, other) = if for_sending {
         (sbuf, rbuf)
     } else {
         (rbuf, sbuf)
     };
     let other = if other == mid { 0 } else { other };
-    (session.sbuf, session.rbuf) = if for_sending {
+    (session.send_buffer_id, session.receive_buffer_id) = if for_sending {
         (mid, other)
     } else {
         (other, mid)
@@ -229,7 +229,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
                     ctx: buffer.ctx,
                     tag: buffer.tag,
                     wid: buffer.wid,
-                    enc: buffer.enc.code(),
+                    enc: buffer.enc.header_field(),
                     crc: 0,
                     src: source_tid(buffer),
                     dst: buffer.dst,
@@ -269,7 +269,7 @@ unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
 }
 
 fn pack_message(mid: i32) -> PvmResult<i32> {
-    if lock().sbuf == mid {
+    if lock().send_buffer_id == mid {
         return Err(PvmError::BadParam);
     }
     let mut message = send::buffer_as_message(mid)?;
@@ -287,13 +287,13 @@ extern "C" fn pvm_pkmesg(mid: c_int) -> c_int {
 }
 
 fn pack_body(mid: i32) -> PvmResult<i32> {
-    if lock().sbuf == mid {
+    if lock().send_buffer_id == mid {
         return Err(PvmError::BadParam);
     }
     let message = send::buffer_as_message(mid)?;
     let mut session = lock();
     let buffer = session.send_buffer()?;
-    let same_encoding = buffer.enc.code() == message.enc;
+    let same_encoding = buffer.enc.header_field() == message.enc;
     if !same_encoding {
         return Err(PvmError::Mismatch);
     }

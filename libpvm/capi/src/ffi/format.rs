@@ -8,7 +8,7 @@
 use super::packing::{pack_with, unpack_with};
 use super::trace_items::c_string_item;
 use super::{buffers, zero_on_success};
-use crate::format::{Conversion, Format, FormatItem, Number};
+use crate::format::{Conversion, CountOrStride, FormatItem, FormatItems};
 use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::pack::{self, Packable};
 use crate::session::{self, lock, value_or_report};
@@ -80,11 +80,11 @@ impl VaArgs {
         unsafe { sempa_va_pointer(self.0).cast() }
     }
 
-    fn count_or_stride(&self, number: Option<Number>) -> i32 {
+    fn count_or_stride(&self, number: Option<CountOrStride>) -> i32 {
         match number {
             None => 1,
-            Some(Number::Literal(value)) => value,
-            Some(Number::Argument) => self.int(),
+            Some(CountOrStride::Literal(value)) => value,
+            Some(CountOrStride::Argument) => self.int(),
         }
     }
 
@@ -134,16 +134,18 @@ fn pack_by_value(kind: Conversion, args: &VaArgs) -> PvmResult<i32> {
 fn pack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
     match kind {
         Conversion::Byte => pack_with(args.array(count, stride), pack::pack_bytes),
-        Conversion::Short => pack_with(args.array::<i16>(count, stride), pack::pack),
-        Conversion::UShort => pack_with(args.array::<u16>(count, stride), pack::pack),
-        Conversion::Int => pack_with(args.array::<i32>(count, stride), pack::pack),
-        Conversion::UInt => pack_with(args.array::<u32>(count, stride), pack::pack),
-        Conversion::Long => pack_with(args.array::<i64>(count, stride), pack::pack),
-        Conversion::ULong => pack_with(args.array::<u64>(count, stride), pack::pack),
-        Conversion::Float => pack_with(args.array::<f32>(count, stride), pack::pack),
-        Conversion::Double => pack_with(args.array::<f64>(count, stride), pack::pack),
-        Conversion::Complex => pack_with(args.array::<[f32; 2]>(count, stride), pack::pack),
-        Conversion::DoubleComplex => pack_with(args.array::<[f64; 2]>(count, stride), pack::pack),
+        Conversion::Short => pack_with(args.array::<i16>(count, stride), pack::pack_numbers),
+        Conversion::UShort => pack_with(args.array::<u16>(count, stride), pack::pack_numbers),
+        Conversion::Int => pack_with(args.array::<i32>(count, stride), pack::pack_numbers),
+        Conversion::UInt => pack_with(args.array::<u32>(count, stride), pack::pack_numbers),
+        Conversion::Long => pack_with(args.array::<i64>(count, stride), pack::pack_numbers),
+        Conversion::ULong => pack_with(args.array::<u64>(count, stride), pack::pack_numbers),
+        Conversion::Float => pack_with(args.array::<f32>(count, stride), pack::pack_numbers),
+        Conversion::Double => pack_with(args.array::<f64>(count, stride), pack::pack_numbers),
+        Conversion::Complex => pack_with(args.array::<[f32; 2]>(count, stride), pack::pack_numbers),
+        Conversion::DoubleComplex => {
+            pack_with(args.array::<[f64; 2]>(count, stride), pack::pack_numbers)
+        }
         Conversion::Str => {
             let text = args.text()?;
             zero_on_success(pack::pack_str_value(lock().send_buffer()?, text.to_bytes()))
@@ -154,17 +156,19 @@ fn pack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmRe
 fn unpack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
     match kind {
         Conversion::Byte => unpack_with(args.array(count, stride), pack::unpack_bytes),
-        Conversion::Short => unpack_with(args.array::<i16>(count, stride), pack::unpack),
-        Conversion::UShort => unpack_with(args.array::<u16>(count, stride), pack::unpack),
-        Conversion::Int => unpack_with(args.array::<i32>(count, stride), pack::unpack),
-        Conversion::UInt => unpack_with(args.array::<u32>(count, stride), pack::unpack),
-        Conversion::Long => unpack_with(args.array::<i64>(count, stride), pack::unpack),
-        Conversion::ULong => unpack_with(args.array::<u64>(count, stride), pack::unpack),
-        Conversion::Float => unpack_with(args.array::<f32>(count, stride), pack::unpack),
-        Conversion::Double => unpack_with(args.array::<f64>(count, stride), pack::unpack),
-        Conversion::Complex => unpack_with(args.array::<[f32; 2]>(count, stride), pack::unpack),
+        Conversion::Short => unpack_with(args.array::<i16>(count, stride), pack::unpack_numbers),
+        Conversion::UShort => unpack_with(args.array::<u16>(count, stride), pack::unpack_numbers),
+        Conversion::Int => unpack_with(args.array::<i32>(count, stride), pack::unpack_numbers),
+        Conversion::UInt => unpack_with(args.array::<u32>(count, stride), pack::unpack_numbers),
+        Conversion::Long => unpack_with(args.array::<i64>(count, stride), pack::unpack_numbers),
+        Conversion::ULong => unpack_with(args.array::<u64>(count, stride), pack::unpack_numbers),
+        Conversion::Float => unpack_with(args.array::<f32>(count, stride), pack::unpack_numbers),
+        Conversion::Double => unpack_with(args.array::<f64>(count, stride), pack::unpack_numbers),
+        Conversion::Complex => {
+            unpack_with(args.array::<[f32; 2]>(count, stride), pack::unpack_numbers)
+        }
         Conversion::DoubleComplex => {
-            unpack_with(args.array::<[f64; 2]>(count, stride), pack::unpack)
+            unpack_with(args.array::<[f64; 2]>(count, stride), pack::unpack_numbers)
         }
         Conversion::Str => {
             let target: *mut c_char = args.pointer();
@@ -189,7 +193,7 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
         // SAFETY: by this function's contract.
         let format = unsafe { ProgramStr::new(format) }?;
         let from = VaArgs(list);
-        for item in Format::new(format.to_bytes()) {
+        for item in FormatItems::new(format.to_bytes()) {
             match item? {
                 FormatItem::NewBuffer => buffers::restart_send_buffer(from.int())?,
                 FormatItem::Data {
@@ -230,7 +234,7 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
         // SAFETY: by this function's contract.
         let format = unsafe { ProgramStr::new(format) }?;
         let from = VaArgs(list);
-        for item in Format::new(format.to_bytes()) {
+        for item in FormatItems::new(format.to_bytes()) {
             match item? {
                 FormatItem::NewBuffer => return Err(PvmError::BadParam),
                 FormatItem::Data {

@@ -8,7 +8,7 @@
 use crate::memory::{OutParam, ProgramStr};
 use crate::receive;
 use crate::{session, trace};
-use sempa_proto::group::{GroupCall, GroupEvent, GroupReply, encode_group_list};
+use sempa_proto::group::{GroupCall, GroupReply, TracedGroupCall, encode_group_list};
 use sempa_proto::task::Reply;
 use sempa_proto::trace::{int_item, ints_item, text_item};
 use sempa_proto::{PvmError, PvmResult};
@@ -60,7 +60,7 @@ enum GroupResult {
 }
 
 fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupResult> {
-    let request = GroupCall::try_from(call)?.request(group, number);
+    let request = GroupCall::try_from(call)?.to_request(group, number);
     let rt = session::runtime()?;
     let mut pump = || receive::poll_incoming(&rt);
     // Inside a handler no messages are dispatched, because handlers do not interrupt each other.
@@ -97,7 +97,7 @@ fn malloc_copy(words: &[i32]) -> Option<*mut c_int> {
 /// Runs `body` as one call of the group library and records this call for a tracer. Calls that
 /// `body` makes internally produce no records.
 ///
-/// `event` is a [`GroupEvent`] and `argument` its argument. `body` is called with `data`; its
+/// `event` is a [`TracedGroupCall`] and `argument` its argument. `body` is called with `data`; its
 /// result is returned. For a broadcast, `body` stores the receivers through `list` and `count`,
 /// which are null for all other calls.
 ///
@@ -118,7 +118,7 @@ unsafe extern "C" fn sempa_group_traced(
     let Some(body) = body else {
         return PvmError::BadParam.code();
     };
-    let Ok(event) = GroupEvent::try_from(event) else {
+    let Ok(event) = TracedGroupCall::try_from(event) else {
         return body(data);
     };
     let (name, item, answer) = event.trace_names();

@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code)]
 
-use super::returned_lists::{RecordList, ReturnSlot};
+use super::returned_lists::{RecordList, ReturnedList};
 use super::trace_items::{c_ints_item, c_string_item, c_strings_item, read_int};
 use super::zero_on_success;
 use crate::abi::{HostInfo, MASK_BYTES, TimeVal};
@@ -29,7 +29,7 @@ fn push_host_info(records: &mut RecordList<HostInfo>, host: &HostEntry) {
     });
 }
 
-static HOSTS: ReturnSlot<HostInfo> = ReturnSlot::new();
+static HOSTS: ReturnedList<HostInfo> = ReturnedList::new();
 
 /// Stores the list of hosts, their number, and the number of their data formats.
 ///
@@ -258,7 +258,7 @@ extern "C" fn pvm_halt() -> c_int {
     value_or_report("pvm_halt", zero_on_success(requests::halt()))
 }
 
-static MASTER: ReturnSlot<HostInfo> = ReturnSlot::new();
+static MASTER: ReturnedList<HostInfo> = ReturnedList::new();
 
 /// Registers this task as the resource manager. Returns the tid of the previous resource manager; 0
 /// if there was none.
@@ -368,8 +368,8 @@ unsafe extern "C" fn pvm_reg_tracer(
                     trace_tag,
                     out_ctx,
                     out_tag,
-                    mask,
-                    buffer,
+                    event_mask: mask,
+                    buffer_bytes: buffer,
                     options,
                 })
             };

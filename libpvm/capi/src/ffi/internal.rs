@@ -7,7 +7,7 @@
 
 use super::zero_on_success;
 use crate::data::pvmmytaskname;
-use crate::memory::{LentToC, OutParam, ProgramStr, write_c_string};
+use crate::memory::{OutParam, PointedToByC, ProgramStr, write_c_string};
 use crate::session::{lock, log_stderr, report_error, value_or_report};
 use crate::{abi::TimeVal, env, leave, names, process, requests, session};
 use sempa_proto::PvmError;
@@ -86,7 +86,7 @@ extern "C" fn pvmendtask() -> c_int {
     0
 }
 
-static TASK_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
+static TASK_NAME: Mutex<Option<PointedToByC<CString>>> = Mutex::new(None);
 
 /// Stores a name for this task, to which `pvmmytaskname` then points.
 ///
@@ -100,7 +100,7 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     // SAFETY: not null, so a string by this function's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_owned();
     pvmmytaskname.store(name.as_ptr().cast_mut().cast(), Relaxed);
-    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(LentToC(name));
+    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(PointedToByC(name));
     0
 }
 
@@ -144,7 +144,7 @@ unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_cha
     let session = lock();
     let (list, count, free) = (
         session.handlers.list(),
-        session.handlers.assigned_ids(),
+        session.handlers.id_count(),
         session.handlers.lowest_free_id(),
     );
     drop(session);
@@ -213,7 +213,7 @@ unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
     unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_hex(number.to_bytes()))
 }
 
-static TAG_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
+static TAG_NAME: Mutex<Option<PointedToByC<CString>>> = Mutex::new(None);
 
 /// Returns the name of a reserved tag, or the number of another tag as text. Stores 1 in `found` if
 /// the tag has a name, else 0.
@@ -229,7 +229,7 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
     let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string))
         .expect("names have no NUL");
     let place = name.as_ptr();
-    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(LentToC(name));
+    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(PointedToByC(name));
     place
 }
 
@@ -286,9 +286,9 @@ static REMOTE_SHELL: OnceLock<CString> = OnceLock::new();
 static PVM_ROOT_DIR: OnceLock<CString> = OnceLock::new();
 
 fn env_or_default(cache: &'static OnceLock<CString>, name: &str, fallback: &str) -> *const c_char {
-    let read =
+    let read_variable =
         || CString::new(env::get(name).unwrap_or_else(|| fallback.to_string())).unwrap_or_default();
-    cache.get_or_init(read).as_ptr()
+    cache.get_or_init(read_variable).as_ptr()
 }
 
 /// Returns the directory for temporary files.

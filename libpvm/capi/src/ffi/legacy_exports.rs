@@ -104,7 +104,7 @@ fn handle_control_message(mid: c_int, tag: c_int) -> PvmResult<i32> {
     let rt: Runtime = session::runtime()?;
     let mut message = send::buffer_as_message(mid)?;
     message.tag = tag;
-    control::handle(&rt, &message);
+    control::handle_control_message(&rt, &message);
     Ok(0)
 }
 
@@ -159,19 +159,20 @@ extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -
 /// Returns the names of the bits of a debug mask.
 #[unsafe(no_mangle)]
 extern "C" fn debug_flags(mask: c_int) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
-    store_text(&TEXT, names::debug_bits(mask))
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
+    store_text(&TEXT, names::debug_bit_names(mask))
 }
 
 fn store_text(
-    slot: &Mutex<Option<crate::memory::LentToC<CString>>>,
+    slot: &Mutex<Option<crate::memory::PointedToByC<CString>>>,
     text: String,
 ) -> *const c_char {
     let text = CString::new(text.replace('\0', "")).expect("no NUL is left");
     let pointer = text.as_ptr();
     *slot
         .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner) = Some(crate::memory::LentToC(text));
+        .unwrap_or_else(std::sync::PoisonError::into_inner) =
+        Some(crate::memory::PointedToByC(text));
     pointer
 }
 
@@ -336,14 +337,14 @@ unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
 /// Returns the user's home directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgethome() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
     store_text(&TEXT, env::get("HOME").unwrap_or_else(|| "/".to_string()))
 }
 
 /// Returns the path of the daemon's executable.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetpvmd() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
     store_text(
         &TEXT,
         crate::start::daemon_program()
@@ -356,7 +357,7 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 /// directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
     let place = RuntimePaths::from_env(process::uid() as u32, env::get);
     store_text(
         &TEXT,
@@ -437,7 +438,7 @@ unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockadd
 /// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
     let (ip, port) =
         unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
@@ -453,7 +454,7 @@ unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c
 /// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_decimal(address: *const libc::sockaddr_in) -> *const c_char {
-    static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
+    static TEXT: Mutex<Option<crate::memory::PointedToByC<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
     let (ip, port) =
         unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));

@@ -2,12 +2,12 @@
 
 #![allow(unsafe_code)]
 
-use super::returned_lists::{RecordList, ReturnSlot};
+use super::returned_lists::{RecordList, ReturnedList};
 use super::trace_items::c_string_item;
 use crate::abi::MboxInfo;
 use crate::buffers::Buffer;
 use crate::data::pvmmytid;
-use crate::memory::{LentToC, OutParam, ProgramStr};
+use crate::memory::{OutParam, PointedToByC, ProgramStr};
 use crate::requests;
 use crate::send;
 use crate::session::{self, lock, value_or_report, value_or_report_except};
@@ -82,12 +82,12 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
             let receive = || {
                 // SAFETY: by this function's contract.
                 let name = unsafe { class_name(text)? };
-                lock().free_rbuf();
+                lock().free_receive_buffer();
                 let message = requests::mailbox_take(name, index, flags)?;
                 let mut session = lock();
                 let mid = session.buffers.add(Buffer::from_message(message))?;
-                session.free_rbuf();
-                session.rbuf = mid;
+                session.free_receive_buffer();
+                session.receive_buffer_id = mid;
                 Ok(mid)
             };
             value_or_report_except("pvm_recvinfo", receive(), &[PvmError::NotFound])
@@ -127,8 +127,8 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
 }
 
 /// The arrays of ints to which the listed classes point.
-static CLASS_ARRAYS: Mutex<LentToC<Vec<Vec<c_int>>>> = Mutex::new(LentToC(Vec::new()));
-static CLASSES: ReturnSlot<MboxInfo> = ReturnSlot::new();
+static CLASS_ARRAYS: Mutex<PointedToByC<Vec<Vec<c_int>>>> = Mutex::new(PointedToByC(Vec::new()));
+static CLASSES: ReturnedList<MboxInfo> = ReturnedList::new();
 
 /// Lists the classes whose names match a pattern, with their entries.
 ///
@@ -181,7 +181,8 @@ unsafe extern "C" fn pvm_getmboxinfo(
                 }
                 count.set(records.len());
                 list.set(CLASSES.store(records));
-                *CLASS_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner) = LentToC(numbers);
+                *CLASS_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner) =
+                    PointedToByC(numbers);
                 Ok(0)
             };
             value_or_report("pvm_getmboxinfo", ask())
@@ -260,7 +261,7 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
     )
 }
 
-static NO_RESETS: ReturnSlot<c_int> = ReturnSlot::new();
+static NO_RESETS: ReturnedList<c_int> = ReturnedList::new();
 
 /// Lists the tasks that a reset does not end.
 ///

@@ -222,7 +222,7 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
         },
         || {
             // SAFETY: by this function's contract.
-            let patience = match unsafe { time.as_ref() } {
+            let wait_mode = match unsafe { time.as_ref() } {
                 None => WaitMode::Forever,
                 Some(time) if time.tv_sec < 0 => return 0,
                 Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => WaitMode::NoWait,
@@ -234,7 +234,7 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
                         .map_or(WaitMode::Forever, WaitMode::Deadline)
                 }
             };
-            receive_result("pvm_trecv", receive::receive(tid, tag, patience))
+            receive_result("pvm_trecv", receive::receive(tid, tag, wait_mode))
         },
         receive_exit_items,
     )

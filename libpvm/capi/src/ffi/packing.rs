@@ -73,16 +73,16 @@ macro_rules! packing {
 
 packing! {
     pvm_pkbyte pvm_upkbyte c_char, u8, pack::pack_bytes, pack::unpack_bytes;
-    pvm_pkcplx pvm_upkcplx c_float, [f32; 2], pack::pack, pack::unpack;
-    pvm_pkdcplx pvm_upkdcplx c_double, [f64; 2], pack::pack, pack::unpack;
-    pvm_pkdouble pvm_upkdouble c_double, f64, pack::pack, pack::unpack;
-    pvm_pkfloat pvm_upkfloat c_float, f32, pack::pack, pack::unpack;
-    pvm_pkint pvm_upkint c_int, i32, pack::pack, pack::unpack;
-    pvm_pkuint pvm_upkuint c_uint, u32, pack::pack, pack::unpack;
-    pvm_pklong pvm_upklong c_long, i64, pack::pack, pack::unpack;
-    pvm_pkulong pvm_upkulong c_ulong, u64, pack::pack, pack::unpack;
-    pvm_pkshort pvm_upkshort c_short, i16, pack::pack, pack::unpack;
-    pvm_pkushort pvm_upkushort c_ushort, u16, pack::pack, pack::unpack;
+    pvm_pkcplx pvm_upkcplx c_float, [f32; 2], pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkdcplx pvm_upkdcplx c_double, [f64; 2], pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkdouble pvm_upkdouble c_double, f64, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkfloat pvm_upkfloat c_float, f32, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkint pvm_upkint c_int, i32, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkuint pvm_upkuint c_uint, u32, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pklong pvm_upklong c_long, i64, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkulong pvm_upkulong c_ulong, u64, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkshort pvm_upkshort c_short, i16, pack::pack_numbers, pack::unpack_numbers;
+    pvm_pkushort pvm_upkushort c_ushort, u16, pack::pack_numbers, pack::unpack_numbers;
 }
 
 /// Packs a string.

@@ -1,7 +1,7 @@
 //! Lists that a call returns in the library's memory. A list stays valid until the next call of the
 //! same kind.
 
-use crate::memory::LentToC;
+use crate::memory::PointedToByC;
 use std::ffi::{CString, c_char};
 use std::sync::{Mutex, PoisonError};
 
@@ -40,17 +40,17 @@ impl<T> RecordList<T> {
 }
 
 /// The list that the latest call of one kind returned; keeps its memory valid for the program.
-pub(super) struct ReturnSlot<T>(Mutex<LentToC<RecordList<T>>>);
+pub(super) struct ReturnedList<T>(Mutex<PointedToByC<RecordList<T>>>);
 
-impl<T> ReturnSlot<T> {
-    pub(super) const fn new() -> ReturnSlot<T> {
-        ReturnSlot(Mutex::new(LentToC(RecordList::new())))
+impl<T> ReturnedList<T> {
+    pub(super) const fn new() -> ReturnedList<T> {
+        ReturnedList(Mutex::new(PointedToByC(RecordList::new())))
     }
 
     /// Drops the previous list, stores the new one and returns a pointer to its records.
     pub(super) fn store(&self, records: RecordList<T>) -> *mut T {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *slot = LentToC(records);
+        *slot = PointedToByC(records);
         slot.0.records.as_mut_ptr()
     }
 }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::returned_lists::{RecordList, ReturnSlot};
+use super::returned_lists::{RecordList, ReturnedList};
 use super::trace_items::{c_ints_item, c_string_item, c_strings_item, read_int};
 use super::zero_on_success;
 use crate::abi::TaskInfo;
@@ -56,7 +56,7 @@ extern "C" fn pvm_parent() -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn pvm_exit() -> c_int {
     trace::record_event("exit", trace::no_items);
-    leave::exit();
+    leave::leave_vm();
     0
 }
 
@@ -116,7 +116,7 @@ unsafe extern "C" fn pvm_spawn(
     )
 }
 
-static SIBLINGS: ReturnSlot<c_int> = ReturnSlot::new();
+static SIBLINGS: ReturnedList<c_int> = ReturnedList::new();
 
 /// Stores the tids of all tasks of the spawn that started this task, and returns their number.
 ///
@@ -149,7 +149,7 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
     )
 }
 
-static TASKS: ReturnSlot<TaskInfo> = ReturnSlot::new();
+static TASKS: ReturnedList<TaskInfo> = ReturnedList::new();
 
 /// Lists the tasks of all hosts, of one host, or one task.
 ///
@@ -306,7 +306,7 @@ unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     value_or_report("pvm_catchout", result)
 }
 
-static FDS: ReturnSlot<c_int> = ReturnSlot::new();
+static FDS: ReturnedList<c_int> = ReturnedList::new();
 
 /// Stores the file descriptors that become readable when messages arrive, and returns their number.
 ///

@@ -8,7 +8,7 @@
 use super::trace_items::{c_ints_item, c_string_item, c_strings_item};
 use crate::trace::external;
 use sempa_proto::PvmError;
-use sempa_proto::trace::{DATA_IDS, TraceItem, int_item};
+use sempa_proto::trace::{ITEM_NAMES, TraceItem, int_item};
 use std::ffi::{c_char, c_int, c_void};
 
 /// Adds an item to a record. The arguments are the item's number, 0 for one value or 0x80 for an
@@ -16,7 +16,7 @@ use std::ffi::{c_char, c_int, c_void};
 type PutItemFn = unsafe extern "C" fn(c_int, c_int, *const c_void, c_int, c_int) -> c_int;
 
 /// Number of functions in the table: one for each data type, from bytes to texts.
-const DATA_TYPES: usize = 12;
+const DATA_TYPE_COUNT: usize = 12;
 /// Index of the function for ints.
 const INT_INDEX: usize = 5;
 /// Index of the function for texts.
@@ -24,15 +24,15 @@ const TEXT_INDEX: usize = 11;
 
 /// The table to which `pvmtrccodef` points. The group library's records contain only ints and
 /// texts; other types are refused.
-pub(crate) static PUT_ITEM_TABLE: [PutItemFn; DATA_TYPES] = {
-    let mut table: [PutItemFn; DATA_TYPES] = [put_unsupported as PutItemFn; DATA_TYPES];
+pub(crate) static PUT_ITEM_TABLE: [PutItemFn; DATA_TYPE_COUNT] = {
+    let mut table: [PutItemFn; DATA_TYPE_COUNT] = [put_unsupported as PutItemFn; DATA_TYPE_COUNT];
     table[INT_INDEX] = put_ints;
     table[TEXT_INDEX] = put_texts;
     table
 };
 
 fn item_name(number: c_int) -> Option<&'static str> {
-    DATA_IDS.get(usize::try_from(number).ok()?)?.to_str().ok()
+    ITEM_NAMES.get(usize::try_from(number).ok()?)?.to_str().ok()
 }
 
 fn add_item(item: TraceItem) -> c_int {

@@ -38,7 +38,7 @@ pub(crate) fn include() -> PathBuf {
 ///
 /// # Panics
 /// The file does not exist.
-pub(crate) fn require(path: &str, package: &str) {
+pub(crate) fn require_file(path: &str, package: &str) {
     assert!(
         Path::new(path).exists(),
         "cannot run here: {path} is missing: install {package}"
@@ -46,13 +46,13 @@ pub(crate) fn require(path: &str, package: &str) {
 }
 
 /// Returns a command for the C compiler: the variable `CC`, by default `cc`.
-pub(crate) fn cc() -> Command {
+pub(crate) fn c_compiler() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
 }
 
 /// Runs the compiler and returns its output. If the compiler fails, the test fails with the
 /// compiler's messages.
-pub(crate) fn compiled(command: &mut Command) -> String {
+pub(crate) fn run_compiler(command: &mut Command) -> String {
     let done = command.output().expect("a C compiler");
     assert!(
         done.status.success(),
@@ -64,8 +64,8 @@ pub(crate) fn compiled(command: &mut Command) -> String {
 
 /// Compiles a C program with the headers of a folder and links it with a library.
 pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Path, program: &Path) {
-    let mut command = cc();
-    compiled(
+    let mut command = c_compiler();
+    run_compiler(
         command
             .arg("-std=gnu11")
             .args(options)
@@ -169,26 +169,26 @@ pub(crate) fn must_succeed(done: &Output) {
 }
 
 /// Tid of the task that the fake daemon serves.
-pub(crate) const ME: i32 = 0x40001;
+pub(crate) const TASK_TID: i32 = 0x40001;
 /// Tid of each task that the fake daemon reports as started.
-pub(crate) const CHILD: i32 = 0x40002;
+pub(crate) const CHILD_TID: i32 = 0x40002;
 
 /// Fake daemon for one task at a time: it welcomes the task and answers simple requests.
-pub(crate) struct Daemon {
+pub(crate) struct FakeDaemon {
     tmp: TempDir,
 }
 
-impl Daemon {
+impl FakeDaemon {
     /// Listens on the socket that a program uses if its `PVM_TMP` is [`Daemon::tmp`].
-    pub(crate) fn start() -> Daemon {
-        Daemon::with_parent(Tid::NONE)
+    pub(crate) fn start() -> FakeDaemon {
+        FakeDaemon::with_parent(Tid::NONE)
     }
 
     /// As [`Daemon::start`]; the welcome names this parent.
-    pub(crate) fn with_parent(parent: Tid) -> Daemon {
+    pub(crate) fn with_parent(parent: Tid) -> FakeDaemon {
         let tmp = TempDir::new().expect("a directory");
         let root = tmp.path().to_string_lossy().into_owned();
-        let place = sempa_proto::runtime_paths::RuntimePaths::from_env(user(), |name| {
+        let place = sempa_proto::runtime_paths::RuntimePaths::from_env(user_id(), |name| {
             (name == "PVM_TMP").then(|| root.clone())
         });
         let place = place.expect("a good place");
@@ -197,7 +197,7 @@ impl Daemon {
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 std::thread::spawn(move || {
-                    Seat {
+                    TaskConn {
                         stream,
                         parent,
                         mailbox: BTreeMap::new(),
@@ -206,7 +206,7 @@ impl Daemon {
                 });
             }
         });
-        Daemon { tmp }
+        FakeDaemon { tmp }
     }
 
     /// Returns the value of `PVM_TMP` for programs that must connect to this daemon.
@@ -215,19 +215,19 @@ impl Daemon {
     }
 }
 
-fn user() -> u32 {
+fn user_id() -> u32 {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self").expect("this process").uid()
 }
 
-struct Seat {
+struct TaskConn {
     stream: UnixStream,
     parent: Tid,
     mailbox: BTreeMap<(String, i32), Message>,
 }
 
-impl Seat {
-    fn say(&mut self, what: &ToTask) {
+impl TaskConn {
+    fn send(&mut self, what: &ToTask) {
         // A program that has ended reads nothing.
         let _ = self.stream.write_all(&encode_control(what).expect("small"));
     }
@@ -241,7 +241,7 @@ impl Seat {
                     Ok(ToDaemon::Hello(hello)) => self.welcome(hello.claim),
                     Ok(ToDaemon::Request { id, request: what }) => {
                         let reply = self.answer(what);
-                        self.say(&ToTask::Reply { id, reply });
+                        self.send(&ToTask::Reply { id, reply });
                     }
                     _ => (),
                 }
@@ -254,8 +254,8 @@ impl Seat {
     }
 
     fn welcome(&mut self, claim: Claim) {
-        self.say(&ToTask::Welcome(Welcome {
-            tid: Tid::from_raw(ME),
+        self.send(&ToTask::Welcome(Welcome {
+            tid: Tid::from_raw(TASK_TID),
             parent: self.parent,
             host: HostId::MASTER,
             addresses: vec![],
@@ -269,39 +269,39 @@ impl Seat {
             handoff: None,
         }));
         if self.parent.is_task() {
-            self.tell_siblings();
+            self.send_siblings();
         }
     }
 
     /// Sends the list of siblings, as the library of the parent does.
-    fn tell_siblings(&mut self) {
+    fn send_siblings(&mut self) {
         let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
-        body.int(2).int(ME).int(CHILD);
-        self.say(&ToTask::Deliver {
+        body.int(2).int(TASK_TID).int(CHILD_TID);
+        self.send(&ToTask::Deliver {
             message: Message {
                 src: self.parent,
-                dst: Tid::from_raw(ME),
+                dst: Tid::from_raw(TASK_TID),
                 ctx: sempa_proto::message::CTX_TASK_CONTROL,
                 tag: 0x8003_000c_u32 as i32,
                 wid: 0,
                 enc: sempa_proto::message::ENC_XDR,
                 body: body.finish(),
             },
-            after: None,
+            deliver_after: None,
         });
     }
 
     /// Sends the output of the spawned tasks, as a daemon does.
-    fn print(&mut self, sink: Sink, tid: i32, words: &[(i32, &[u8])]) {
+    fn send_child_output(&mut self, sink: Sink, tid: i32, words: &[(i32, &[u8])]) {
         for (mark, text) in words {
             let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
             body.int(tid).int(*mark);
             if *mark > 0 {
                 body.bytes(text);
             } else if *mark < 0 {
-                body.int(ME);
+                body.int(TASK_TID);
             }
-            self.say(&ToTask::Deliver {
+            self.send(&ToTask::Deliver {
                 message: Message {
                     src: Tid::MY_DAEMON,
                     dst: sink.tid,
@@ -311,7 +311,7 @@ impl Seat {
                     enc: sempa_proto::message::ENC_XDR,
                     body: body.finish(),
                 },
-                after: None,
+                deliver_after: None,
             });
         }
     }
@@ -334,7 +334,7 @@ impl Seat {
                 ..HostTable::default()
             }),
             Request::Tasks { .. } => Reply::Tasks(vec![TaskInfo {
-                tid: Tid::from_raw(ME),
+                tid: Tid::from_raw(TASK_TID),
                 parent: Tid::NONE,
                 host: HostId::MASTER,
                 flags: 4,
@@ -357,15 +357,15 @@ impl Seat {
                     (-1, &b""[..]),
                 ];
                 if what.output.tid.is_task() {
-                    self.print(what.output, CHILD, &printed);
+                    self.send_child_output(what.output, CHILD_TID, &printed);
                 }
                 let mut results = vec![Err(PvmError::OutOfRes); what.count as usize];
-                results[what.count as usize - 1] = Ok(Tid::from_raw(CHILD));
+                results[what.count as usize - 1] = Ok(Tid::from_raw(CHILD_TID));
                 Reply::Spawned(results)
             }
             Request::HostStatus { name } if name == "here" => Reply::Done,
             Request::HostStatus { .. } => failed(PvmError::NoHost),
-            Request::TaskStatus { tid } if tid.raw() == ME => Reply::Done,
+            Request::TaskStatus { tid } if tid.raw() == TASK_TID => Reply::Done,
             Request::TaskStatus { .. } => failed(PvmError::NoTask),
             Request::NewContext => Reply::Context(0x40001),
             Request::FreeContext { ctx: 0x40001 } => Reply::Done,
@@ -408,7 +408,7 @@ impl Seat {
             MailboxRequest::List { .. } => {
                 let mut classes: Vec<MailboxClass> = Vec::new();
                 for (name, index) in self.mailbox.keys() {
-                    let entry = (*index, Tid::from_raw(ME), 3);
+                    let entry = (*index, Tid::from_raw(TASK_TID), 3);
                     match classes.last_mut().filter(|class| class.name == *name) {
                         Some(class) => class.entries.push(entry),
                         None => classes.push(MailboxClass {

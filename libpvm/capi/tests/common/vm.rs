@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Timeout of every wait; long, because the machine may be loaded.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the path of a program that the test run has built.
-fn program(name: &str) -> PathBuf {
+fn built_program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let found = test
         .ancestors()
@@ -60,8 +60,8 @@ impl Vm {
         let library = dir.path().join("lib");
         std::fs::create_dir(&library).expect("writable");
         std::os::unix::fs::symlink(super::library(), library.join("libpvm3.so.3")).expect("a link");
-        program("pvm-tasker");
-        let mut command = Command::new(program("pvmd"));
+        built_program("pvm-tasker");
+        let mut command = Command::new(built_program("pvmd"));
         Vm::environment(&mut command, dir.path());
         command.envs(env.iter().map(|(name, value)| (name, value)));
         let mut master = command
@@ -108,15 +108,15 @@ impl Vm {
     }
 
     /// Starts a program on the master's "host" with the arguments `words`.
-    pub(crate) fn play(&self, program: &Program, words: &[&str]) -> Player {
-        self.play_on("master", program, words)
+    pub(crate) fn run(&self, program: &Program, words: &[&str]) -> RunningProgram {
+        self.run_on("master", program, words)
     }
 
     /// As [`Vm::play`], on another "host".
-    pub(crate) fn play_on(&self, host: &str, program: &Program, words: &[&str]) -> Player {
+    pub(crate) fn run_on(&self, host: &str, program: &Program, words: &[&str]) -> RunningProgram {
         let mut command = self.command_on(host, program);
         command.args(words);
-        Player::start(command)
+        RunningProgram::start(command)
     }
 
     /// Returns the content of the master's log file.
@@ -137,7 +137,7 @@ impl Drop for Vm {
         // The master ends its slaves and tasks. A master that hangs is killed.
         let _ = Command::new("kill").args(["-TERM", &pid]).status();
         let begin = Instant::now();
-        while begin.elapsed() < DEADLINE && matches!(self.master.try_wait(), Ok(None)) {
+        while begin.elapsed() < WAIT_TIMEOUT && matches!(self.master.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(10));
         }
         let _ = self.master.kill();
@@ -146,14 +146,14 @@ impl Drop for Vm {
 }
 
 /// A running program whose output is read as it arrives.
-pub(crate) struct Player {
+pub(crate) struct RunningProgram {
     child: Child,
-    said: Arc<Mutex<String>>,
+    output: Arc<Mutex<String>>,
     readers: Vec<std::thread::JoinHandle<()>>,
 }
 
-impl Player {
-    pub(crate) fn start(mut command: Command) -> Player {
+impl RunningProgram {
+    pub(crate) fn start(mut command: Command) -> RunningProgram {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -177,43 +177,43 @@ impl Player {
             })
         };
         let readers = out.map(reader).into();
-        Player {
+        RunningProgram {
             child,
-            said,
+            output: said,
             readers,
         }
     }
 
     /// Returns everything that the program has written so far.
-    pub(crate) fn said(&self) -> String {
-        self.said.lock().expect("no panic").clone()
+    pub(crate) fn output(&self) -> String {
+        self.output.lock().expect("no panic").clone()
     }
 
     /// Waits until the program has written this text.
-    pub(crate) fn until(&mut self, text: &str) {
+    pub(crate) fn wait_for_output(&mut self, text: &str) {
         let begin = Instant::now();
-        while !self.said().contains(text) {
+        while !self.output().contains(text) {
             let over = self.child.try_wait().expect("our child").is_some()
                 && self.readers.iter().all(|r| r.is_finished());
             assert!(
-                !over && begin.elapsed() < DEADLINE,
+                !over && begin.elapsed() < WAIT_TIMEOUT,
                 "{text:?} was not said, but {:?}",
-                self.said()
+                self.output()
             );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
     /// Waits until the program has ended with status zero, and returns its output.
-    pub(crate) fn ends_well(mut self) -> String {
+    pub(crate) fn wait_for_success(mut self) -> String {
         let begin = Instant::now();
         let status = loop {
             match self.child.try_wait().expect("our child") {
                 Some(status) => break status,
                 None => assert!(
-                    begin.elapsed() < DEADLINE,
+                    begin.elapsed() < WAIT_TIMEOUT,
                     "it does not end; it said {:?}",
-                    self.said()
+                    self.output()
                 ),
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -221,8 +221,8 @@ impl Player {
         for reader in self.readers.drain(..) {
             reader.join().expect("no panic");
         }
-        assert!(status.success(), "{status}: {}", self.said());
-        self.said()
+        assert!(status.success(), "{status}: {}", self.output());
+        self.output()
     }
 
     pub(crate) fn kill(mut self) {
@@ -231,7 +231,7 @@ impl Player {
     }
 }
 
-impl Drop for Player {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
         // Fails if the program has already ended.
         let _ = self.child.kill();

@@ -54,7 +54,7 @@ pub const CPU_HINT_BYTE: usize = 7;
 /// years.
 const SHORT_SEQ_BITS: u32 = 48;
 /// Bit of a short header's first word that encodes the flag of the kind.
-const SHORT_FLAG: u64 = 0x10;
+const SHORT_KIND_FLAG: u64 = 0x10;
 /// Bit of a short header's first byte that is set if the message is stored outside the frame; the
 /// frame then contains the location of the message.
 pub const FLAG_OUT_OF_LINE: u8 = 0x20;
@@ -65,7 +65,7 @@ const KIND_BITS: u64 = 0xf;
 pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_BYTES] {
     let (kind, flag) = kind.code();
     let seq = seq & ((1 << SHORT_SEQ_BITS) - 1);
-    let word = seq << 8 | if flag { SHORT_FLAG } else { 0 } | u64::from(kind);
+    let word = seq << 8 | if flag { SHORT_KIND_FLAG } else { 0 } | u64::from(kind);
     let mut head = [0; SHORT_HEAD_BYTES];
     let mut out = &mut head[..];
     out.put_u64_le(word);
@@ -79,7 +79,7 @@ pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_
 pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
     let mut head = &head[..];
     let (word, ack) = (head.get_u64_le(), head.get_u64_le());
-    let kind = LinkKind::from_code((word & KIND_BITS) as u8, word & SHORT_FLAG != 0)?;
+    let kind = LinkKind::from_code((word & KIND_BITS) as u8, word & SHORT_KIND_FLAG != 0)?;
     Some((kind, word >> 8 & ((1 << SHORT_SEQ_BITS) - 1), ack))
 }
 

@@ -53,7 +53,7 @@ pub(super) struct ReturningMessages {
     partial: Vec<u8>,
     /// Set if the link was reset since the handoff. Returned frames still carry the numbers from
     /// before the reset.
-    reset: Option<ResetState>,
+    reset_state: Option<ResetState>,
 }
 
 /// State of a link that was reset before the daemon had returned all messages.
@@ -72,7 +72,7 @@ impl ReturningMessages {
     /// old numbers.
     pub(super) fn record_reset(&mut self, acked: u64, retained: &VecDeque<RetainedMessage>) {
         let placed = retained.partition_point(|message| message.first_seq < self.message_seq);
-        self.reset.get_or_insert(ResetState {
+        self.reset_state.get_or_insert(ResetState {
             acked,
             returned_count: placed,
         });
@@ -80,7 +80,7 @@ impl ReturningMessages {
 
     /// True if the link was reset since the handoff.
     pub(super) fn was_reset(&self) -> bool {
-        self.reset.is_some()
+        self.reset_state.is_some()
     }
 
     /// Returns the index in the retained queue at which a returned message with the fragments
@@ -93,10 +93,10 @@ impl ReturningMessages {
         acked: u64,
         retained: &VecDeque<RetainedMessage>,
     ) -> Option<usize> {
-        if end <= self.reset.map_or(acked, |anew| anew.acked) {
+        if end <= self.reset_state.map_or(acked, |anew| anew.acked) {
             return None;
         }
-        let Some(anew) = &mut self.reset else {
+        let Some(anew) = &mut self.reset_state else {
             return Some(retained.partition_point(|other| other.first_seq < first));
         };
         anew.returned_count += 1;
@@ -166,21 +166,21 @@ impl Link {
                 });
             }
         }
-        self.lift_window();
+        self.disable_window();
         while let Some(frame) = self.next_frame(now) {
             frames.push(frame.to_frame());
         }
         (state, frames)
     }
 
-    /// Enables the window again after [`Link::lift_window`].
+    /// Enables the window again after [`Link::disable_window`].
     pub fn restore_window(&mut self) {
-        self.tx.window_lifted = false;
+        self.tx.window_disabled = false;
     }
 
     /// Creates the link of a new process that continues from the old process's state. The link
     /// transmits nothing before the daemon has returned all frames of the old process
-    /// ([`Link::accept_returned`]).
+    /// ([`Link::accept_returned_frame`]).
     pub fn resume_from(local: Tid, state: &LinkState) -> Link {
         let mut link = Link::new(local, state.peer);
         (link.incarnation, link.peer_gone, link.rx.expected_seq) =
@@ -195,12 +195,12 @@ impl Link {
         if state.peer_gone {
             (tx.acked, tx.next_seq) = (state.end_seq, state.end_seq);
         } else if state.first_seq < state.end_seq {
-            tx.returning = Some(Box::new(ReturningMessages {
+            tx.returning_messages = Some(Box::new(ReturningMessages {
                 next_seq: state.first_seq,
                 end_seq: state.end_seq,
                 message_seq: state.first_seq,
                 partial: Vec::new(),
-                reset: None,
+                reset_state: None,
             }));
         }
         link
@@ -208,13 +208,13 @@ impl Link {
 
     /// Processes a frame of the previous process that the daemon returns. Frames that are not the
     /// next expected one are ignored.
-    pub fn accept_returned(&mut self, frame: &LinkFrame) {
+    pub fn accept_returned_frame(&mut self, frame: &LinkFrame) {
         let LinkKind::Data { last } = frame.kind else {
             return;
         };
         let tx = &mut self.tx;
         let Some(back) = tx
-            .returning
+            .returning_messages
             .as_mut()
             .filter(|back| back.next_seq == frame.seq)
         else {
@@ -236,7 +236,11 @@ impl Link {
                 tx.retained.insert(index, message);
             }
         }
-        if back.next_seq >= back.end_seq && tx.returning.take().is_some_and(|back| back.was_reset())
+        if back.next_seq >= back.end_seq
+            && tx
+                .returning_messages
+                .take()
+                .is_some_and(|back| back.was_reset())
         {
             tx.renumber();
         }
@@ -267,10 +271,10 @@ mod tests {
         std::iter::from_fn(|| link.next_frame(NOW).map(|frame| frame.to_frame())).collect()
     }
 
-    fn deliver(to: &mut Link, frames: &[LinkFrame]) {
+    fn deliver(receiver: &mut Link, frames: &[LinkFrame]) {
         frames
             .iter()
-            .for_each(|frame| to.handle(NOW, LinkEvent::Frame(frame.clone())));
+            .for_each(|frame| receiver.handle(NOW, LinkEvent::Frame(frame.clone())));
     }
 
     fn take_messages(link: &mut Link) -> Vec<Vec<u8>> {
@@ -290,11 +294,11 @@ mod tests {
 
     /// Hands off `link` to a new process and returns the new process's link. `later` contains
     /// frames that the daemon received from the old process after the handoff.
-    fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
+    fn hand_off_to_new_process(link: &mut Link, later_frames: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.hand_off(NOW);
         let own: Vec<LinkFrame> = said
             .iter()
-            .chain(later)
+            .chain(later_frames)
             .filter(|f| f.src == tid(1))
             .cloned()
             .collect();
@@ -309,7 +313,8 @@ mod tests {
         new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
         // The new process sends a message immediately.
         new.send([], Bytes::from_static(b"new")).expect("queued");
-        own.iter().for_each(|frame| new.accept_returned(frame));
+        own.iter()
+            .for_each(|frame| new.accept_returned_frame(frame));
         deliver(
             &mut new,
             &said
@@ -332,7 +337,7 @@ mod tests {
             if heard % 2 == 0 {
                 deliver(&mut old, &take_frames(&mut peer));
             }
-            let mut new = take_over(&mut old, &[]);
+            let mut new = hand_off_to_new_process(&mut old, &[]);
             for _ in 0..4 {
                 deliver(&mut peer, &take_frames(&mut new));
                 deliver(&mut new, &take_frames(&mut peer));
@@ -367,7 +372,7 @@ mod tests {
                 deliver(&mut new, &take_frames(&mut peer));
                 said[..came.min(said.len())]
                     .iter()
-                    .for_each(|frame| new.accept_returned(frame));
+                    .for_each(|frame| new.accept_returned_frame(frame));
                 let mut again = Link::new(tid(2), tid(1));
                 again.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
                 for line in 1..=restarts {
@@ -389,7 +394,7 @@ mod tests {
                 }
                 said[came.min(said.len())..]
                     .iter()
-                    .for_each(|frame| new.accept_returned(frame));
+                    .for_each(|frame| new.accept_returned_frame(frame));
                 for _ in 0..4 {
                     deliver(&mut again, &take_frames(&mut new));
                     deliver(&mut new, &take_frames(&mut again));
@@ -428,7 +433,8 @@ mod tests {
         assert!(!new.is_all_transmitted(), "something has yet to come back");
         new.begin_incarnation(7, false);
         new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-        said.iter().for_each(|frame| new.accept_returned(frame));
+        said.iter()
+            .for_each(|frame| new.accept_returned_frame(frame));
         new.send([], Bytes::from_static(b"new")).expect("queued");
         let mut peer = Link::new(tid(2), tid(1));
         peer.reset_to_incarnation(7);
@@ -457,7 +463,7 @@ mod tests {
         old.restore_window();
         old.send([], wide.clone().into()).expect("queued");
         assert!(take_frames(&mut old).len() < wide.len() / FRAGMENT_BYTES_MAX);
-        let mut new = take_over(&mut old, &[]);
+        let mut new = hand_off_to_new_process(&mut old, &[]);
         deliver(&mut new, &coming[2..]);
         assert_eq!(take_messages(&mut new), [[vec![9], big].concat()]);
         for _ in 0..8 {

@@ -9,7 +9,7 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-const RESTARTED_SENTENCE: &str =
+const RM_RESTARTED_SENTENCE: &str =
     "the resource manager began again with what was known; meanwhile spawns were placed in turn";
 
 /// The content of a decision or event.
@@ -340,7 +340,7 @@ fn write_spawn(
     }
 }
 
-fn write_expected(
+fn write_expected_benefit(
     f: &mut fmt::Formatter<'_>,
     MigrationBenefit { gain, cost }: &MigrationBenefit,
 ) -> fmt::Result {
@@ -392,7 +392,7 @@ impl fmt::Display for DecisionKind {
                     "{tid} was told to go from {from} to {to} because {}",
                     cause_phrase(cause, from)
                 )?;
-                write_expected(f, expected)?;
+                write_expected_benefit(f, expected)?;
                 refused
                     .as_ref()
                     .map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
@@ -545,7 +545,7 @@ impl fmt::Display for DecisionKind {
             }
             DecisionKind::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
             DecisionKind::RmStarted { resumed: false } => f.write_str("the resource manager began"),
-            DecisionKind::RmStarted { resumed: true } => f.write_str(RESTARTED_SENTENCE),
+            DecisionKind::RmStarted { resumed: true } => f.write_str(RM_RESTARTED_SENTENCE),
         }
     }
 }

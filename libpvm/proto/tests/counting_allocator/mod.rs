@@ -29,6 +29,6 @@ unsafe impl GlobalAlloc for CountingAllocator {
 static COUNTING: CountingAllocator = CountingAllocator;
 
 /// Returns the number of allocations of this thread so far.
-pub(crate) fn allocations() -> usize {
+pub(crate) fn allocation_count() -> usize {
     ALLOCATIONS.with(Cell::get)
 }

@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 
 /// Sequence number in the watermark of an unread message: the next process can deliver the message
 /// immediately, because every link has reached 0.
-const DELIVERABLE: u64 = 0;
+const DELIVER_IMMEDIATELY_SEQ: u64 = 0;
 /// Bit position, within a request id, of the number of predecessor processes. This number makes the
 /// ids of different processes of a task distinct.
 const REQUEST_ID_SHIFT: u32 = 40;
@@ -53,7 +53,7 @@ impl Core {
     /// Queues an unacknowledged fragment of the predecessor process on its link again.
     pub(super) fn restore_unacked(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
-            link.accept_returned(frame);
+            link.accept_returned_frame(frame);
             self.pump_link(now, frame.dst);
         }
     }
@@ -70,7 +70,7 @@ impl Core {
             // The process is already exiting, which cannot be undone.
             None if self.exiting => {}
             None => {
-                self.windows_lifted = false;
+                self.windows_disabled = false;
                 self.links.values_mut().for_each(Link::restore_window);
                 let frame = self
                     .handed_off_for
@@ -105,18 +105,18 @@ impl Core {
         if self.exiting {
             self.inbox.drain_into(&mut unread);
         }
-        let deliverable = |message: Message| {
+        let with_watermark = |message: Message| {
             (
                 SendWatermark {
                     peer: message.src,
-                    end_seq: DELIVERABLE,
+                    end_seq: DELIVER_IMMEDIATELY_SEQ,
                 },
                 message,
             )
         };
         unread
             .into_iter()
-            .map(deliverable)
+            .map(with_watermark)
             .chain(std::mem::take(&mut self.deferred_deliveries))
             .collect()
     }
@@ -125,14 +125,14 @@ impl Core {
         (self.handed_off_for, self.exit_was_requested) = (Some(by), true);
         self.end_rings(now);
         self.end_direct(now);
-        self.windows_lifted = true;
+        self.windows_disabled = true;
         self.route = self.route.next();
         let (mut link_states, mut frames) = (Vec::new(), Vec::new());
         for link in self.links.values_mut() {
             // Fragments that were sent on other routes may still be in transit.
             link.handle(now, LinkEvent::RouteUp(self.route));
-            let (talk, unacked) = link.hand_off(now);
-            link_states.push(talk);
+            let (link_state, unacked) = link.hand_off(now);
+            link_states.push(link_state);
             frames.extend(unacked);
         }
         self.pump_queue.clear();
@@ -157,7 +157,7 @@ impl Core {
                 later
                     .into_iter()
                     .for_each(|(mark, message)| match mark.end_seq {
-                        DELIVERABLE => self.inbox.push(message),
+                        DELIVER_IMMEDIATELY_SEQ => self.inbox.push(message),
                         _ => self.deferred_deliveries.push_back((mark, message)),
                     });
             }

@@ -72,7 +72,7 @@ pub(crate) enum Phase {
 #[derive(Debug)]
 struct OpenRequest {
     /// Encoded request, retained in case it must be sent again.
-    frame: Bytes,
+    encoded_request: Bytes,
     reply: Option<Reply>,
 }
 
@@ -81,7 +81,7 @@ struct OpenRequest {
 pub(crate) struct Core {
     own_tid: Tid,
     phase: Phase,
-    alive: Arc<AtomicBool>,
+    connection_alive: Arc<AtomicBool>,
     host: HostId,
     dsig: i32,
     output: Sink,
@@ -105,7 +105,7 @@ pub(crate) struct Core {
     pump_queue: VecDeque<Tid>,
     in_pump_queue: HashSet<Tid>,
     deferred_deliveries: VecDeque<(SendWatermark, Message)>,
-    requests: HashMap<RequestId, OpenRequest>,
+    open_requests: HashMap<RequestId, OpenRequest>,
     last_request: RequestId,
     /// Unanswered requests of this task's threads to resource managers.
     pub(crate) rm_calls: PendingRmCalls,
@@ -114,7 +114,7 @@ pub(crate) struct Core {
     route: RouteId,
     /// Incarnation on which new links begin; see [`Link::begin_incarnation`].
     incarnation: u16,
-    windows_lifted: bool,
+    windows_disabled: bool,
     /// Migration for which the whole state was handed off to the daemon. Since the handoff no
     /// message has been accepted.
     handed_off_for: Option<MigrationId>,
@@ -133,7 +133,7 @@ impl Core {
         let mut core = Core {
             own_tid: welcome.tid,
             phase: Phase::Connected,
-            alive: Arc::new(AtomicBool::new(true)),
+            connection_alive: Arc::new(AtomicBool::new(true)),
             host: welcome.host,
             dsig: welcome.dsig,
             output: welcome.output,
@@ -152,13 +152,13 @@ impl Core {
             pump_queue: VecDeque::new(),
             in_pump_queue: HashSet::new(),
             deferred_deliveries: VecDeque::new(),
-            requests: HashMap::new(),
+            open_requests: HashMap::new(),
             last_request,
             rm_calls: PendingRmCalls::default(),
             placement_leases: PlacementLeases::default(),
             route: RouteId(1),
             incarnation,
-            windows_lifted: false,
+            windows_disabled: false,
             handed_off_for: None,
             exit_was_requested: false,
             exiting: false,
@@ -184,8 +184,8 @@ impl Core {
     }
 
     /// Returns a flag that is true until the connection is lost for good; reading it needs no lock.
-    pub(crate) fn alive(&self) -> Arc<AtomicBool> {
-        self.alive.clone()
+    pub(crate) fn connection_alive_flag(&self) -> Arc<AtomicBool> {
+        self.connection_alive.clone()
     }
 
     /// Returns the reason why the connection is lost for good.
@@ -304,12 +304,12 @@ impl Core {
             self.pump_direct(now, peer);
             return Ok(());
         }
-        if self.outbox.backlog() < BACKLOG_BYTES_MAX {
+        if self.outbox.backlog_bytes() < BACKLOG_BYTES_MAX {
             self.pump_link(now, peer);
         } else {
             self.queue_for_pump(peer);
         }
-        self.maybe_offer_ring(now, peer);
+        self.offer_ring_if_due(now, peer);
         Ok(())
     }
 
@@ -328,7 +328,7 @@ impl Core {
         if direct && !self.direct.agreements.is_settled(peer) {
             return None;
         }
-        self.send_shm(now, peer, head, body)
+        self.try_send_through_ring(now, peer, head, body)
     }
 
     /// Delivers a message from this task itself or from the library: into the inbox, or to the
@@ -363,7 +363,7 @@ impl Core {
         if let Phase::Lost(why) = &self.phase {
             return Err(failed(PvmError::SysErr, why));
         }
-        if self.requests.len() >= REQUESTS_OPEN_MAX {
+        if self.open_requests.len() >= REQUESTS_OPEN_MAX {
             return Err(failed(
                 PvmError::OutOfRes,
                 "too many requests of this task wait for an answer",
@@ -380,18 +380,24 @@ impl Core {
         self.push_control(kept)
             .map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
         self.last_request = id;
-        self.requests.insert(id, OpenRequest { frame, reply: None });
+        self.open_requests.insert(
+            id,
+            OpenRequest {
+                encoded_request: frame,
+                reply: None,
+            },
+        );
         Ok(id)
     }
 
     /// Returns the reply to a request if it has arrived, or a failure if it can never arrive.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
         if self
-            .requests
+            .open_requests
             .get(&id)
             .is_some_and(|open| open.reply.is_some())
         {
-            return self.requests.remove(&id)?.reply;
+            return self.open_requests.remove(&id)?.reply;
         }
         let Phase::Lost(why) = &self.phase else {
             return None;
@@ -400,13 +406,13 @@ impl Core {
             error: PvmError::SysErr,
             reason: why.clone(),
         };
-        self.requests.remove(&id);
+        self.open_requests.remove(&id);
         Some(reply)
     }
 
     /// Makes all links ignore their flow-control windows, because the process is exiting.
-    pub(crate) fn lift_windows(&mut self, now: Micros) {
-        if !self.windows_lifted {
+    pub(crate) fn disable_windows(&mut self, now: Micros) {
+        if !self.windows_disabled {
             self.end_rings(now);
             for peer in self.end_direct(now) {
                 // The process exits before the direct connection has delivered these fragments, so
@@ -417,11 +423,11 @@ impl Core {
                     .for_each(Link::retransmit_unacked);
             }
         }
-        self.windows_lifted = true;
+        self.windows_disabled = true;
         let peers: Vec<Tid> = self.links.keys().copied().collect();
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
-                link.lift_window();
+                link.disable_window();
                 self.queue_for_pump(peer);
             }
         }
@@ -475,7 +481,7 @@ impl Core {
 
     /// Lets the queued links transmit while the outbox has space.
     pub(crate) fn pump(&mut self, now: Micros) {
-        while self.outbox.backlog() < BACKLOG_BYTES_MAX {
+        while self.outbox.backlog_bytes() < BACKLOG_BYTES_MAX {
             let Some(peer) = self.pump_queue.pop_front() else {
                 return;
             };
@@ -559,16 +565,16 @@ impl Core {
     }
 
     /// Marks the connection as lost for good. The first reason is kept.
-    pub(crate) fn lose(&mut self, why: impl Into<String>) {
+    pub(crate) fn mark_connection_lost(&mut self, reason: impl Into<String>) {
         if self.lost_reason().is_some() {
             return;
         }
         // Messages that peers on this host have sent can still be received.
         self.end_rings(Micros(0));
         self.end_direct(Micros(0));
-        self.unshare();
-        self.phase = Phase::Lost(why.into());
-        self.alive.store(false, Ordering::Release);
+        self.release_shared_memory();
+        self.phase = Phase::Lost(reason.into());
+        self.connection_alive.store(false, Ordering::Release);
         self.outbox.clear();
         self.deferred_control.clear();
         self.deferred_control_bytes = 0;
@@ -612,8 +618,8 @@ impl Core {
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
-        if self.windows_lifted {
-            link.lift_window();
+        if self.windows_disabled {
+            link.disable_window();
         }
         link
     }
@@ -653,7 +659,7 @@ impl Core {
         let ended = |link: &Link| {
             link.is_peer_gone()
                 && link.expected_seq() == 1
-                && !link.is_older_than(frame.incarnation)
+                && !link.has_older_incarnation_than(frame.incarnation)
         };
         if !first && self.links.get(&peer).is_some_and(ended) {
             return;
@@ -674,9 +680,9 @@ impl Core {
             return self.pump_link(now, peer);
         }
         if payload.len() <= COPY_BYTES_MAX {
-            link.handle_parts(now, kind, seq, ack, &payload[..]);
+            link.handle_borrowed_frame(now, kind, seq, ack, &payload[..]);
         } else {
-            link.handle_parts(now, kind, seq, ack, payload);
+            link.handle_borrowed_frame(now, kind, seq, ack, payload);
         }
         self.deliver_messages_from(peer);
         self.pump_link(now, peer);
@@ -686,7 +692,7 @@ impl Core {
     /// True if the inbox has reached its maximum size. Fragments are then refused, and their
     /// senders keep the messages.
     pub(super) fn inbox_is_full(&self) -> bool {
-        self.inbox.bytes() >= INBOX_BYTES_MAX
+        self.inbox.charged_bytes() >= INBOX_BYTES_MAX
     }
 
     /// Delivers all messages of a peer whose last fragment has arrived.
@@ -718,8 +724,8 @@ impl Core {
         self.own_tid
     }
 
-    pub(super) fn has_lifted_windows(&self) -> bool {
-        self.windows_lifted
+    pub(super) fn has_disabled_windows(&self) -> bool {
+        self.windows_disabled
     }
 
     pub(super) fn link_mut(&mut self, peer: Tid) -> Option<&mut Link> {
@@ -757,7 +763,7 @@ impl Core {
         {
             self.outbox.push_link(&frame.to_frame());
             transmissions -= 1;
-            if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
+            if transmissions == 0 || self.outbox.backlog_bytes() >= BACKLOG_BYTES_MAX {
                 return self.queue_for_pump(peer);
             }
         }
@@ -770,15 +776,18 @@ impl Core {
                 return Err("the daemon greeted this task twice".into());
             }
             ToTask::Reply { id, reply } => {
-                if let Some(open) = self.requests.get_mut(&id) {
+                if let Some(open) = self.open_requests.get_mut(&id) {
                     open.reply = Some(reply);
                     self.event_seq += 1;
                 }
             }
-            ToTask::Deliver { message, after } => self.handle_delivery(now, message, after),
-            ToTask::PeerGone { tid } => self.peer_gone(now, tid),
+            ToTask::Deliver {
+                message,
+                deliver_after: after,
+            } => self.handle_delivery(now, message, after),
+            ToTask::PeerGone { tid } => self.handle_peer_end(now, tid),
             ToTask::PeerMigrated { tid } => {
-                self.drop_ring(now, tid);
+                self.remove_peer_ring(now, tid);
                 self.direct_peer_migrated(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
                     link.handle(now, LinkEvent::PeerMigrated);
@@ -791,7 +800,7 @@ impl Core {
                 return Err("a word about a route came on a way without descriptors".into());
             }
             ToTask::Quiesce { migration, tokens } => {
-                self.quiesce(now, QuiesceRequest { migration, tokens })?
+                self.begin_quiesce(now, QuiesceRequest { migration, tokens })?
             }
         }
         Ok(())
@@ -810,11 +819,11 @@ impl Core {
         self.event_seq += 1;
     }
 
-    pub(super) fn peer_gone(&mut self, now: Micros, peer: Tid) {
+    pub(super) fn handle_peer_end(&mut self, now: Micros, peer: Tid) {
         if peer == self.own_tid || self.is_gone(peer) {
             return;
         }
-        self.drop_ring(now, peer);
+        self.remove_peer_ring(now, peer);
         if !self.direct_peer_ended(now, peer) {
             return;
         }
@@ -836,7 +845,7 @@ impl Core {
         }
     }
 
-    fn quiesce(&mut self, now: Micros, quiesce: QuiesceRequest) -> Result<(), String> {
+    fn begin_quiesce(&mut self, now: Micros, quiesce: QuiesceRequest) -> Result<(), String> {
         if !self.is_connected() {
             return Err("the daemon asked this task twice to let go".into());
         }
@@ -845,7 +854,7 @@ impl Core {
         for link in self.links.values_mut() {
             link.handle(now, LinkEvent::RouteDown);
         }
-        self.unshare();
+        self.release_shared_memory();
         self.shm.copy_leased_messages();
         sempa_proto::buffer_pool::clear();
         self.pump_queue.clear();

@@ -21,7 +21,7 @@ struct LeasedRequest {
     template: SpawnRequest,
     /// Time of the request, or of the last use of the lease. The time span of the lease begins at
     /// this time.
-    used_at: Micros,
+    last_used_at: Micros,
     lease: Option<PlacementLease>,
 }
 
@@ -43,7 +43,7 @@ impl PlacementLeases {
             rm,
             wid,
             template,
-            used_at: now,
+            last_used_at: now,
             lease: None,
         });
     }
@@ -61,18 +61,22 @@ impl PlacementLeases {
 
     /// Removes the hosts for `request` from the lease and returns them. `None` if no valid lease
     /// covers the request.
-    pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<LeasedSpawn> {
+    pub(crate) fn take_hosts_for(
+        &mut self,
+        now: Micros,
+        request: &SpawnRequest,
+    ) -> Option<LeasedSpawn> {
         let asked = self
             .0
             .as_mut()
-            .filter(|asked| asked.template.places_like(request))?;
+            .filter(|asked| asked.template.has_same_placement_as(request))?;
         let lease = asked
             .lease
             .as_mut()
-            .filter(|lease| now.since(asked.used_at) < lease.valid_for)?;
+            .filter(|lease| now.since(asked.last_used_at) < lease.valid_for)?;
         let count = request.count as usize;
         let hosts = (lease.hosts.len() >= count).then(|| lease.hosts.drain(..count).collect())?;
-        asked.used_at = now;
+        asked.last_used_at = now;
         Some(LeasedSpawn {
             rm: asked.rm,
             wid: asked.wid,

@@ -30,13 +30,18 @@ impl Core {
             .iter_mut()
             .filter(|(_, link)| !link.is_peer_gone())
         {
-            let before = restart.group.incarnation_before(*peer);
+            let previous_incarnation = restart.group.incarnation_before(*peer);
             // The incarnation at the checkpoint, which the peer would have announced next.
-            before.map(|before| link.accept_incarnation(before));
-            link.begin_incarnation(*line, before.is_some());
+            previous_incarnation
+                .map(|previous_incarnation| link.accept_incarnation(previous_incarnation));
+            link.begin_incarnation(*line, previous_incarnation.is_some());
         }
         for id in &restart.requests_to_repeat {
-            if let Some(OpenRequest { frame, reply: None }) = self.requests.get(id) {
+            if let Some(OpenRequest {
+                encoded_request: frame,
+                reply: None,
+            }) = self.open_requests.get(id)
+            {
                 self.outbox.push(frame.clone());
             }
         }

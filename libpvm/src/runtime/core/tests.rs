@@ -45,13 +45,13 @@ fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
     }
 }
 
-fn control(core: &mut Core, control: ToTask) -> Result<(), String> {
+fn receive_control(core: &mut Core, control: ToTask) -> Result<(), String> {
     core.handle_control(Micros(0), control)
 }
 
 fn quiesced_core() -> Core {
     let mut core = core();
-    control(
+    receive_control(
         &mut core,
         ToTask::Quiesce {
             migration: MigrationId(1),
@@ -70,11 +70,11 @@ fn deferred_notifications_are_bounded_without_loss() {
     let mut core = core();
     for tag in 0..=DEFERRED_DELIVERIES_MAX as i32 {
         let message = message(ME, tag, Bytes::new());
-        control(
+        receive_control(
             &mut core,
             ToTask::Deliver {
                 message,
-                after: Some(SendWatermark {
+                deliver_after: Some(SendWatermark {
                     peer: PEER,
                     end_seq: 9,
                 }),
@@ -83,7 +83,7 @@ fn deferred_notifications_are_bounded_without_loss() {
         .expect("held");
     }
     assert_eq!(core.inbox.iter().map(|m| m.tag).collect::<Vec<_>>(), [0]);
-    control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    receive_control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
     assert_eq!(core.inbox.len(), DEFERRED_DELIVERIES_MAX + 1);
     assert!(core.inbox.iter().zip(0..).all(|(m, tag)| m.tag == tag));
 }
@@ -94,7 +94,7 @@ fn remembered_ended_links_are_bounded() {
     let mut core = core();
     for local in 2..(ENDED_LINKS_MAX as u32 + 100) {
         let tid = Tid::task(HostId::MASTER, local).expect("a tid");
-        control(&mut core, ToTask::PeerGone { tid }).expect("noted");
+        receive_control(&mut core, ToTask::PeerGone { tid }).expect("noted");
     }
     assert_eq!(core.links.len(), ENDED_LINKS_MAX);
 }
@@ -139,19 +139,19 @@ fn links_share_full_outbox_in_turn() {
         )
         .expect("queued");
     }
-    assert!(core.outbox.backlog() < BACKLOG_BYTES_MAX + (70 << 10));
+    assert!(core.outbox.backlog_bytes() < BACKLOG_BYTES_MAX + (70 << 10));
     assert!(others.iter().all(|peer| core.waits_for_outbox(*peer)));
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
         let bytes = core
             .outbox
-            .slices()
+            .next_write()
             .0
             .iter()
             .flat_map(|s| s.to_vec())
             .collect::<Vec<u8>>();
         decoder.push(&bytes);
-        core.outbox.advance(bytes.len());
+        core.outbox.remove_written(bytes.len());
         core.pump(Micros(0));
     }
     assert!(core.all_transmitted());
@@ -174,7 +174,7 @@ fn links_share_full_outbox_in_turn() {
 fn second_quiesce_request_is_an_error() {
     let mut core = quiesced_core();
     assert!(
-        control(
+        receive_control(
             &mut core,
             ToTask::Quiesce {
                 migration: MigrationId(2),
@@ -203,7 +203,7 @@ fn late_ack_does_not_revive_ended_peer() {
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
-    control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    receive_control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
     let late = LinkFrame {
         src: PEER,
         dst: ME,
@@ -227,13 +227,13 @@ fn take_written(core: &mut Core) -> Vec<Frame> {
     while !core.outbox.is_empty() {
         let bytes = core
             .outbox
-            .slices()
+            .next_write()
             .0
             .iter()
             .flat_map(|s| s.to_vec())
             .collect::<Vec<u8>>();
         decoder.push(&bytes);
-        core.outbox.advance(bytes.len());
+        core.outbox.remove_written(bytes.len());
     }
     std::iter::from_fn(|| decoder.next_frame().expect("good")).collect()
 }
@@ -260,7 +260,7 @@ fn requests_of(frames: Vec<Frame>) -> Vec<RequestId> {
     ids.collect()
 }
 
-fn take(core: &mut Core, frame: &LinkFrame) {
+fn receive_frame(core: &mut Core, frame: &LinkFrame) {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(frame));
     let frame = decoder.next_frame().expect("good").expect("whole");
@@ -271,7 +271,7 @@ fn take(core: &mut Core, frame: &LinkFrame) {
 /// Quiesces a process, then restarts it together with PEER from a checkpoint in incarnation 3.
 /// `again` lists the requests to repeat. Returns the frames that the restarted process sends.
 fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
-    control(
+    receive_control(
         core,
         ToTask::Quiesce {
             migration: MigrationId(1),
@@ -308,7 +308,7 @@ fn restarted_task_repeats_unanswered_requests() {
     let ids: Vec<RequestId> = (0..4)
         .map(|_| core.send_request(Request::Config).expect("asked"))
         .collect();
-    control(
+    receive_control(
         &mut core,
         ToTask::Reply {
             id: ids[1],
@@ -322,7 +322,7 @@ fn restarted_task_repeats_unanswered_requests() {
     assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
     for id in [ids[0], ids[2], ids[3]] {
         assert_eq!(core.take_reply(id), None);
-        control(
+        receive_control(
             &mut core,
             ToTask::Reply {
                 id,
@@ -341,7 +341,7 @@ fn restart_counts_as_rm_death() {
     let rm = |tid| {
         Some(RmInfo {
             tid: Tid::from_raw(tid),
-            serves: RmServices::default(),
+            services: RmServices::default(),
         })
     };
     for (before, after, deaths) in [
@@ -372,7 +372,7 @@ fn restart_keeps_links_between_members_only() {
         let mut word = message(ME, 2, Bytes::new());
         word.src = peer;
         let payload = Bytes::from(word.encode_head().as_ref().to_vec());
-        take(
+        receive_frame(
             &mut core,
             &LinkFrame {
                 src: peer,
@@ -471,7 +471,7 @@ fn direct_offer_aligns_incarnations() {
     assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
 
-fn data(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
+fn data_frame(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
     let word = Message {
         src,
         ..message(dst, tag, Bytes::new())
@@ -528,11 +528,11 @@ fn successor_continues_links_with_new_request_ids() {
             .iter()
             .all(|frame| !matches!(frame.kind, LinkKind::Data { .. }))
     );
-    take(
+    receive_frame(
         &mut core,
         &LinkFrame {
             incarnation: 2,
-            ..data(ME, PEER, 3, 8)
+            ..data_frame(ME, PEER, 3, 8)
         },
     );
     let sent = links_of(take_written(&mut core));
@@ -544,11 +544,11 @@ fn successor_continues_links_with_new_request_ids() {
             .collect::<Vec<_>>(),
         [(3, 2, 5), (4, 2, 5)]
     );
-    take(
+    receive_frame(
         &mut core,
         &LinkFrame {
             incarnation: 2,
-            ..data(PEER, ME, 5, 1)
+            ..data_frame(PEER, ME, 5, 1)
         },
     );
     assert_eq!(core.inbox.len(), 1);
@@ -559,15 +559,15 @@ fn successor_continues_links_with_new_request_ids() {
 #[test]
 fn handoff_contains_links_and_unacked_fragments() {
     let mut core = core();
-    take(&mut core, &data(PEER, ME, 1, 2));
+    receive_frame(&mut core, &data_frame(PEER, ME, 1, 2));
     core.send(Micros(0), message(PEER, 3, Bytes::new()))
         .expect("sent");
     let note = message(ME, 4, Bytes::new());
-    control(
+    receive_control(
         &mut core,
         ToTask::Deliver {
             message: note,
-            after: Some(SendWatermark {
+            deliver_after: Some(SendWatermark {
                 peer: PEER,
                 end_seq: 9,
             }),
@@ -575,7 +575,7 @@ fn handoff_contains_links_and_unacked_fragments() {
     )
     .expect("kept");
     take_written(&mut core);
-    control(
+    receive_control(
         &mut core,
         ToTask::PrepareExit {
             migration: Some(MIGRATION),
@@ -627,7 +627,7 @@ fn handoff_contains_links_and_unacked_fragments() {
     )
     .expect("sent");
     let mut count = 0;
-    while core.outbox.backlog() > 0 {
+    while core.outbox.backlog_bytes() > 0 {
         count += links_of(take_written(&mut core)).len();
         core.pump(Micros(0));
     }
@@ -635,14 +635,14 @@ fn handoff_contains_links_and_unacked_fragments() {
         count,
         2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1
     );
-    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
+    receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(
         controls_of(&take_written(&mut core)),
         [ToDaemon::ExitCancelled {
             migration: MIGRATION
         }]
     );
-    take(&mut core, &data(PEER, ME, 2, 2));
+    receive_frame(&mut core, &data_frame(PEER, ME, 2, 2));
     assert_eq!(core.inbox.len(), 2);
     assert!(core.begin_exit(), "its daemon may wait for this still");
 }
@@ -651,22 +651,22 @@ fn handoff_contains_links_and_unacked_fragments() {
 #[test]
 fn exiting_task_hands_off_unread_messages() {
     let mut core = core();
-    control(
+    receive_control(
         &mut core,
         ToTask::PrepareExit {
             migration: Some(MIGRATION),
         },
     )
     .expect("noted");
-    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
+    receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     take_written(&mut core);
-    take(&mut core, &data(PEER, ME, 1, 2));
+    receive_frame(&mut core, &data_frame(PEER, ME, 1, 2));
     let note = message(ME, 4, Bytes::new());
-    control(
+    receive_control(
         &mut core,
         ToTask::Deliver {
             message: note,
-            after: Some(SendWatermark {
+            deliver_after: Some(SendWatermark {
                 peer: PEER,
                 end_seq: 9,
             }),
@@ -674,8 +674,8 @@ fn exiting_task_hands_off_unread_messages() {
     )
     .expect("kept");
     assert!(core.begin_exit(), "it was late");
-    take(&mut core, &data(PEER, ME, 2, 2));
-    control(
+    receive_frame(&mut core, &data_frame(PEER, ME, 2, 2));
+    receive_control(
         &mut core,
         ToTask::PrepareExit {
             migration: Some(MIGRATION),
@@ -710,16 +710,16 @@ fn exiting_task_hands_off_unread_messages() {
         ..welcome()
     });
     for (mark, message) in later {
-        control(
+        receive_control(
             &mut next,
             ToTask::Deliver {
                 message: message.clone(),
-                after: Some(*mark),
+                deliver_after: Some(*mark),
             },
         )
         .expect("taken");
     }
-    take(&mut next, &data(PEER, ME, 3, 2));
+    receive_frame(&mut next, &data_frame(PEER, ME, 3, 2));
     let bodies: Vec<_> = next.inbox.iter().map(|message| message.src).collect();
     assert_eq!(
         bodies, [PEER; 3],
@@ -731,7 +731,7 @@ fn exiting_task_hands_off_unread_messages() {
 #[test]
 fn exit_in_progress_cannot_be_withdrawn() {
     let mut core = core();
-    control(
+    receive_control(
         &mut core,
         ToTask::PrepareExit {
             migration: Some(MIGRATION),
@@ -740,6 +740,6 @@ fn exit_in_progress_cannot_be_withdrawn() {
     .expect("noted");
     take_written(&mut core);
     assert!(!core.begin_exit(), "all is said");
-    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
+    receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(controls_of(&take_written(&mut core)), []);
 }

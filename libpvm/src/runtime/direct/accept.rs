@@ -4,7 +4,7 @@
 use super::handshake::Handshake;
 use super::{
     AUTHENTICATION_TIMEOUT, FrameStream, Identity, OFFER_TIMEOUT, OFFERS_MAX, SetupError,
-    UNAUTHENTICATED_MAX,
+    UNAUTHENTICATED_CONNECTIONS_MAX,
 };
 use crate::runtime::process::{ProcessOwned, mark_library_socket};
 use nix::errno::Errno;
@@ -19,13 +19,13 @@ use std::os::fd::{AsFd, AsRawFd};
 
 /// Magic number at the start of the plain-text preamble of a connection; the id of the offer
 /// follows. The preamble selects the expected certificate and authenticates nothing.
-const PREAMBLE: [u8; 8] = *b"sempa-d1";
+const PREAMBLE_MAGIC: [u8; 8] = *b"sempa-d1";
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
 /// Returns the preamble for an offer.
 pub(super) fn preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
     let mut bytes = [0; PREAMBLE_BYTES];
-    bytes[..8].copy_from_slice(&PREAMBLE);
+    bytes[..8].copy_from_slice(&PREAMBLE_MAGIC);
     bytes[8..].copy_from_slice(&id.0.to_le_bytes());
     bytes
 }
@@ -33,7 +33,7 @@ pub(super) fn preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
 struct Offer {
     identity: Identity,
     /// Fingerprint of the expected certificate; `None` until the peer has accepted the offer.
-    peer: Option<Fingerprint>,
+    peer_fingerprint: Option<Fingerprint>,
     deadline: Micros,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Acceptor {
     listener: Option<ProcessOwned<TcpListener>>,
     port: u16,
     offers: BTreeMap<OfferId, Offer>,
-    pending: Vec<PendingConn>,
+    pending_conns: Vec<PendingConn>,
 }
 
 impl std::fmt::Debug for Acceptor {
@@ -67,14 +67,14 @@ impl std::fmt::Debug for Acceptor {
         let Acceptor {
             port,
             offers,
-            pending: strangers,
+            pending_conns,
             ..
         } = self;
         write!(
             f,
             "Acceptor {{ port: {port}, offers: {}, strangers: {} }}",
             offers.len(),
-            strangers.len()
+            pending_conns.len()
         )
     }
 }
@@ -85,7 +85,7 @@ impl Acceptor {
     ///
     /// # Errors
     /// Too many offers are open, or this host provides no socket or key.
-    pub(crate) fn offer(
+    pub(crate) fn open_offer(
         &mut self,
         now: Micros,
         id: OfferId,
@@ -107,7 +107,7 @@ impl Acceptor {
             id,
             Offer {
                 identity,
-                peer: None,
+                peer_fingerprint: None,
                 deadline: now + OFFER_TIMEOUT,
             },
         );
@@ -116,9 +116,9 @@ impl Acceptor {
 
     /// Records that the peer has accepted the offer and will use the certificate with this
     /// fingerprint.
-    pub(crate) fn accepted(&mut self, id: OfferId, fingerprint: Fingerprint) {
+    pub(crate) fn record_acceptance(&mut self, id: OfferId, fingerprint: Fingerprint) {
         if let Some(offer) = self.offers.get_mut(&id) {
-            offer.peer = Some(fingerprint);
+            offer.peer_fingerprint = Some(fingerprint);
         }
     }
 
@@ -135,15 +135,15 @@ impl Acceptor {
 
     /// True if no descriptor is open.
     pub(crate) fn is_idle(&self) -> bool {
-        self.listener.is_none() && self.pending.is_empty()
+        self.listener.is_none() && self.pending_conns.is_empty()
     }
 
     /// Adds the descriptors that must be polled to `fds`.
-    pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+    pub(crate) fn add_poll_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         if let Some(listener) = &self.listener {
             fds.push(PollFd::new(listener.get().as_fd(), PollFlags::POLLIN));
         }
-        for stranger in &self.pending {
+        for stranger in &self.pending_conns {
             match &stranger.stage {
                 AcceptStage::Preamble(_, socket) => {
                     fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
@@ -152,7 +152,7 @@ impl Acceptor {
                 // readable. If the peer disconnects, the connection is removed at its deadline.
                 AcceptStage::AwaitingAcceptance(..) => {}
                 AcceptStage::Handshake(_, handshake) => {
-                    fds.push(PollFd::new(handshake.fd(), handshake.wants()))
+                    fds.push(PollFd::new(handshake.fd(), handshake.poll_flags()))
                 }
             }
         }
@@ -164,7 +164,7 @@ impl Acceptor {
         self.offers
             .values()
             .map(|o| o.deadline)
-            .chain(self.pending.iter().map(|s| s.deadline))
+            .chain(self.pending_conns.iter().map(|s| s.deadline))
             .min()
     }
 
@@ -173,7 +173,7 @@ impl Acceptor {
     pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<FrameStream, SetupError>)> {
         self.accept_connections(now);
         let mut done = Vec::new();
-        for conn in std::mem::take(&mut self.pending) {
+        for conn in std::mem::take(&mut self.pending_conns) {
             if conn.deadline <= now {
                 continue;
             }
@@ -182,11 +182,11 @@ impl Acceptor {
                 // An unauthenticated peer that fails does not affect the offer, which stays open
                 // for the intended peer.
                 Err(_) => {}
-                Ok(Advanced::Stage(stage)) => self.pending.push(PendingConn {
+                Ok(AdvanceOutcome::Stage(stage)) => self.pending_conns.push(PendingConn {
                     stage,
                     deadline: until,
                 }),
-                Ok(Advanced::Done(id, end)) => {
+                Ok(AdvanceOutcome::Done(id, end)) => {
                     self.offers.remove(&id);
                     done.push((id, Ok(*end)));
                 }
@@ -210,7 +210,7 @@ impl Acceptor {
     fn stop_without_offers(&mut self) {
         if self.offers.is_empty() {
             self.listener = None;
-            self.pending.clear();
+            self.pending_conns.clear();
         }
     }
 
@@ -229,34 +229,39 @@ impl Acceptor {
             if prepared.is_err() {
                 continue;
             }
-            if self.pending.len() >= UNAUTHENTICATED_MAX {
-                self.pending.remove(0);
+            if self.pending_conns.len() >= UNAUTHENTICATED_CONNECTIONS_MAX {
+                self.pending_conns.remove(0);
             }
             let stage = AcceptStage::Preamble(
                 Vec::with_capacity(PREAMBLE_BYTES),
                 ProcessOwned::new_fd(socket),
             );
-            self.pending.push(PendingConn {
+            self.pending_conns.push(PendingConn {
                 stage,
                 deadline: now + AUTHENTICATION_TIMEOUT,
             });
         }
     }
 
-    fn advance(&self, stage: AcceptStage) -> Result<Advanced, SetupError> {
+    fn advance(&self, stage: AcceptStage) -> Result<AdvanceOutcome, SetupError> {
         match stage {
             AcceptStage::Preamble(mut received, socket) => {
                 match self.read_preamble(&mut received, &socket)? {
-                    None => Ok(Advanced::Stage(AcceptStage::Preamble(received, socket))),
+                    None => Ok(AdvanceOutcome::Stage(AcceptStage::Preamble(
+                        received, socket,
+                    ))),
                     Some(id) => self.advance(AcceptStage::AwaitingAcceptance(id, socket)),
                 }
             }
             AcceptStage::AwaitingAcceptance(id, socket) => {
                 let offer = self.offers.get(&id).ok_or_else(unknown_offer)?;
-                match offer.peer {
-                    None => Ok(Advanced::Stage(AcceptStage::AwaitingAcceptance(id, socket))),
+                match offer.peer_fingerprint {
+                    None => Ok(AdvanceOutcome::Stage(AcceptStage::AwaitingAcceptance(
+                        id, socket,
+                    ))),
                     Some(peer) => {
-                        let handshake = Handshake::listening(socket, &offer.identity, peer)?;
+                        let handshake =
+                            Handshake::for_listening_side(socket, &offer.identity, peer)?;
                         self.advance(AcceptStage::Handshake(id, Box::new(handshake)))
                     }
                 }
@@ -266,7 +271,7 @@ impl Acceptor {
                     return Err(unknown_offer());
                 }
                 if !handshake.step()? {
-                    return Ok(Advanced::Stage(AcceptStage::Handshake(id, handshake)));
+                    return Ok(AdvanceOutcome::Stage(AcceptStage::Handshake(id, handshake)));
                 }
                 let mut end = handshake.finish()?;
                 // The empty frame confirms to the peer that this side has authenticated it. Before
@@ -274,7 +279,7 @@ impl Acceptor {
                 end.push(&[]);
                 end.flush()
                     .map_err(|e| SetupError::Unauthenticated(e.to_string()))?;
-                Ok(Advanced::Done(id, Box::new(end)))
+                Ok(AdvanceOutcome::Done(id, Box::new(end)))
             }
         }
     }
@@ -292,7 +297,7 @@ impl Acceptor {
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             Err(e) => return Err(SetupError::Unauthenticated(e.desc().into())),
         }
-        if !PREAMBLE.starts_with(&received[..received.len().min(PREAMBLE.len())]) {
+        if !PREAMBLE_MAGIC.starts_with(&received[..received.len().min(PREAMBLE_MAGIC.len())]) {
             return Err(unknown_offer());
         }
         let Ok(whole) = <[u8; PREAMBLE_BYTES]>::try_from(&received[..]) else {
@@ -309,7 +314,7 @@ impl Acceptor {
     }
 }
 
-enum Advanced {
+enum AdvanceOutcome {
     Stage(AcceptStage),
     Done(OfferId, Box<FrameStream>),
 }

@@ -27,8 +27,8 @@ enum DialStage {
 pub(crate) struct Dialer {
     id: OfferId,
     identity: Identity,
-    peer: Fingerprint,
-    addresses: VecDeque<SocketAddr>,
+    peer_fingerprint: Fingerprint,
+    untried_addresses: VecDeque<SocketAddr>,
     stage: DialStage,
     /// Deadline for the connection attempt to the current address.
     address_deadline: Micros,
@@ -41,7 +41,7 @@ impl std::fmt::Debug for Dialer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Dialer")
             .field("id", &self.id)
-            .field("addresses", &self.addresses)
+            .field("addresses", &self.untried_addresses)
             .finish_non_exhaustive()
     }
 }
@@ -62,8 +62,8 @@ impl Dialer {
         Ok(Dialer {
             id,
             identity: Identity::new()?,
-            peer,
-            addresses: addresses.iter().copied().collect(),
+            peer_fingerprint: peer,
+            untried_addresses: addresses.iter().copied().collect(),
             stage: DialStage::Idle,
             address_deadline: now,
             deadline: now + DIAL_TIMEOUT,
@@ -77,14 +77,14 @@ impl Dialer {
     }
 
     /// Adds the descriptor that must be polled to `fds`.
-    pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+    pub(crate) fn add_poll_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             DialStage::Idle => {}
             DialStage::Connecting(socket) => {
                 fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT))
             }
             DialStage::Handshake(handshake) => {
-                fds.push(PollFd::new(handshake.fd(), handshake.wants()))
+                fds.push(PollFd::new(handshake.fd(), handshake.poll_flags()))
             }
             DialStage::Unconfirmed(end) => {
                 let wants = if end.wants_write() {
@@ -117,7 +117,7 @@ impl Dialer {
             let stage = std::mem::replace(&mut self.stage, DialStage::Idle);
             let next = match stage {
                 DialStage::Idle => {
-                    let Some(address) = self.addresses.pop_front() else {
+                    let Some(address) = self.untried_addresses.pop_front() else {
                         return Some(Err(self.last_error.clone()));
                     };
                     self.address_deadline = now + ADDRESS_TIMEOUT;
@@ -150,8 +150,12 @@ impl Dialer {
                 if !is_connected(&socket)? {
                     return Ok((DialStage::Connecting(socket), false));
                 }
-                let handshake =
-                    Handshake::connecting(socket, &self.identity, self.peer, &preamble(self.id))?;
+                let handshake = Handshake::for_connecting_side(
+                    socket,
+                    &self.identity,
+                    self.peer_fingerprint,
+                    &preamble(self.id),
+                )?;
                 Ok((DialStage::Handshake(Box::new(handshake)), true))
             }
             DialStage::Handshake(mut handshake) => {

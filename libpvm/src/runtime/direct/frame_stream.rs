@@ -20,14 +20,14 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 /// Size of the length field before each frame.
-const LENGTH_BYTES: usize = 4;
+const FRAME_LENGTH_FIELD_BYTES: usize = 4;
 const OUT_BUFFER_BYTES: usize = 384 << 10;
 /// Maximum buffer space that one frame needs: the frame itself, the headers and tags of all records
 /// that the frame touches, and a key update.
-const FRAME_SPACE_MAX: usize = LENGTH_BYTES
+const FRAME_SPACE_MAX: usize = FRAME_LENGTH_FIELD_BYTES
     + FRAME_BYTES_MAX
     + (FRAME_BYTES_MAX / CONTENT_BYTES_MAX + 3) * (HEAD_BYTES + TAIL_BYTES)
-    + KEY_UPDATE.len()
+    + KEY_UPDATE_MESSAGE.len()
     + HEAD_BYTES
     + TAIL_BYTES;
 const IN_BUFFER_BYTES: usize = 384 << 10;
@@ -40,9 +40,9 @@ const READ_BYTES_MAX: usize = 1 << 20;
 /// Number of records encrypted with one key. TLS allows at most 2^24.5 for AES.
 const RECORDS_PER_KEY: u64 = 1 << 23;
 /// Handshake message that announces a new key and requests none.
-const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
+const KEY_UPDATE_MESSAGE: [u8; 5] = [24, 0, 0, 1, 0];
 /// Alert that closes a connection properly.
-const CLOSE_NOTIFY: [u8; 2] = [1, 0];
+const CLOSE_NOTIFY_ALERT: [u8; 2] = [1, 0];
 
 /// Part of the finished handshake that derives further keys.
 pub(super) enum KeySchedule {
@@ -72,20 +72,20 @@ impl KeySchedule {
 /// buffer is not allocated while the route is idle.
 struct OutBuffer {
     bytes: Vec<u8>,
-    from: usize,
-    to: usize,
+    records_start: usize,
+    records_end: usize,
     /// Number of content bytes in the record that is being filled and is not encrypted yet.
-    open_content: usize,
+    unsealed_content_bytes: usize,
 }
 
 /// Input buffer: decrypted content from `plain_from` to `plain_to`, encrypted records from `from`
 /// to `to`. The buffer is not allocated while the route is idle.
 struct InBuffer {
     bytes: Vec<u8>,
-    plain_from: usize,
-    plain_to: usize,
-    from: usize,
-    to: usize,
+    plain_start: usize,
+    plain_end: usize,
+    records_start: usize,
+    records_end: usize,
 }
 
 /// End of an established route. Dropping it closes the connection.
@@ -93,7 +93,7 @@ pub(crate) struct FrameStream {
     socket: ProcessOwned<TcpStream>,
     seal_key: TrafficKey,
     open_key: TrafficKey,
-    keys: KeySchedule,
+    key_schedule: KeySchedule,
     records_per_key: u64,
     out: OutBuffer,
     input: InBuffer,
@@ -134,17 +134,17 @@ impl FrameStream {
         let open = TrafficKey::new(secrets.rx).ok_or_else(unknown)?;
         let mut out = OutBuffer {
             bytes: vec![0; OUT_BUFFER_BYTES],
-            from: 0,
-            to: unsent.len(),
-            open_content: 0,
+            records_start: 0,
+            records_end: unsent.len(),
+            unsealed_content_bytes: 0,
         };
         out.bytes[..unsent.len()].copy_from_slice(unsent);
         let mut input = InBuffer {
             bytes: vec![0; IN_BUFFER_BYTES],
-            plain_from: 0,
-            plain_to: 0,
-            from: 0,
-            to: received.len(),
+            plain_start: 0,
+            plain_end: 0,
+            records_start: 0,
+            records_end: received.len(),
         };
         input.bytes[..received.len()].copy_from_slice(received);
         let records_per_key = RECORDS_PER_KEY;
@@ -152,7 +152,7 @@ impl FrameStream {
             socket,
             seal_key: seal,
             open_key: open,
-            keys,
+            key_schedule: keys,
             records_per_key,
             out,
             input,
@@ -166,13 +166,13 @@ impl FrameStream {
         if !self.wants_write() {
             self.out = OutBuffer {
                 bytes: Vec::new(),
-                from: 0,
-                to: 0,
-                open_content: 0,
+                records_start: 0,
+                records_end: 0,
+                unsealed_content_bytes: 0,
             };
         }
         self.input.rewind();
-        if self.input.to == 0 {
+        if self.input.records_end == 0 {
             self.input.bytes = Vec::new();
         }
     }
@@ -199,12 +199,12 @@ impl FrameStream {
 
     /// True if there is space for a frame of any length.
     pub(crate) fn has_room(&self) -> bool {
-        OUT_BUFFER_BYTES - (self.out.pending_end() - self.out.from) >= FRAME_SPACE_MAX
+        OUT_BUFFER_BYTES - (self.out.pending_end() - self.out.records_start) >= FRAME_SPACE_MAX
     }
 
     /// True if the output buffer contains data that is not written to the socket yet.
     pub(crate) fn wants_write(&self) -> bool {
-        self.out.from < self.out.to || self.out.open_content > 0
+        self.out.records_start < self.out.records_end || self.out.unsealed_content_bytes > 0
     }
 
     /// Queues a frame, given in parts, for [`flush`](Self::flush). Returns false, and queues
@@ -227,13 +227,15 @@ impl FrameStream {
 
     fn append(&mut self, mut part: &[u8]) {
         while !part.is_empty() {
-            let (now, later) =
-                part.split_at(part.len().min(CONTENT_BYTES_MAX - self.out.open_content));
-            let at = self.out.to + HEAD_BYTES + self.out.open_content;
+            let (now, later) = part.split_at(
+                part.len()
+                    .min(CONTENT_BYTES_MAX - self.out.unsealed_content_bytes),
+            );
+            let at = self.out.records_end + HEAD_BYTES + self.out.unsealed_content_bytes;
             self.out.bytes[at..at + now.len()].copy_from_slice(now);
-            self.out.open_content += now.len();
+            self.out.unsealed_content_bytes += now.len();
             part = later;
-            if self.out.open_content == CONTENT_BYTES_MAX {
+            if self.out.unsealed_content_bytes == CONTENT_BYTES_MAX {
                 self.finish_record(ContentType::Data);
             }
         }
@@ -243,12 +245,12 @@ impl FrameStream {
     fn finish_record(&mut self, kind: ContentType) {
         let end = self.out.pending_end();
         self.seal_key
-            .seal(kind, &mut self.out.bytes[self.out.to..end]);
-        (self.out.to, self.out.open_content) = (end, 0);
-        if kind == ContentType::Data && self.seal_key.records() >= self.records_per_key {
-            self.append(&KEY_UPDATE);
+            .seal(kind, &mut self.out.bytes[self.out.records_end..end]);
+        (self.out.records_end, self.out.unsealed_content_bytes) = (end, 0);
+        if kind == ContentType::Data && self.seal_key.record_count() >= self.records_per_key {
+            self.append(&KEY_UPDATE_MESSAGE);
             self.finish_record(ContentType::Handshake);
-            match self.keys.next_seal_key() {
+            match self.key_schedule.next_seal_key() {
                 Some(key) => self.seal_key = key,
                 None => self.write_end = Some(RouteEnd::Broken("there is no new key".into())),
             }
@@ -260,24 +262,24 @@ impl FrameStream {
     /// # Errors
     /// Nothing more can be written. [`read`](Self::read) still returns what has arrived.
     pub(crate) fn flush(&mut self) -> Result<(), RouteEnd> {
-        if self.out.open_content > 0 {
+        if self.out.unsealed_content_bytes > 0 {
             self.finish_record(ContentType::Data);
         }
-        while self.write_end.is_none() && self.out.from < self.out.to {
+        while self.write_end.is_none() && self.out.records_start < self.out.records_end {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             match send(
                 self.socket.get().as_raw_fd(),
-                &self.out.bytes[self.out.from..self.out.to],
+                &self.out.bytes[self.out.records_start..self.out.records_end],
                 flags,
             ) {
-                Ok(sent) => self.out.from += sent,
+                Ok(sent) => self.out.records_start += sent,
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
                 Err(e) => self.write_end = Some(RouteEnd::Broken(e.desc().into())),
             }
         }
-        if self.out.from == self.out.to {
-            (self.out.from, self.out.to) = (0, 0);
+        if self.out.records_start == self.out.records_end {
+            (self.out.records_start, self.out.records_end) = (0, 0);
         }
         self.write_end.clone().map_or(Ok(()), Err)
     }
@@ -285,9 +287,9 @@ impl FrameStream {
     /// Sends the closing alert, if the socket accepts it without blocking, and closes the
     /// connection.
     pub(crate) fn close(mut self) {
-        if self.flush().is_ok() && self.out.from == self.out.to {
+        if self.flush().is_ok() && self.out.records_start == self.out.records_end {
             self.out.reserve_frame();
-            self.append(&CLOSE_NOTIFY);
+            self.append(&CLOSE_NOTIFY_ALERT);
             self.finish_record(ContentType::Alert);
             // The peer notices the end even without the alert.
             let _ = self.flush();
@@ -303,8 +305,8 @@ impl FrameStream {
     ///
     /// # Errors
     /// The route has ended; all complete frames before the end were passed on.
-    pub(crate) fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<bool, RouteEnd> {
-        let mut got = self.open_records(take);
+    pub(crate) fn read(&mut self, on_frame: &mut dyn FnMut(&[u8])) -> Result<bool, RouteEnd> {
+        let mut got = self.open_records(on_frame);
         let (mut total, mut emptied) = (0, false);
         while got.is_ok() && self.read_end.is_none() && !emptied && total < READ_BYTES_MAX {
             let room = self.input.reserve_read();
@@ -313,9 +315,9 @@ impl FrameStream {
                 Ok(bytes) => {
                     // A read that does not fill the buffer has emptied the socket.
                     emptied = bytes < room.len();
-                    self.input.to += bytes;
+                    self.input.records_end += bytes;
                     total += bytes;
-                    got = self.open_records(take);
+                    got = self.open_records(on_frame);
                 }
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => emptied = true,
@@ -341,31 +343,32 @@ impl FrameStream {
         let room = self.input.reserve_read();
         match recv(self.socket.get().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
             Ok(0) => return Err(RouteEnd::Closed),
-            Ok(bytes) => self.input.to += bytes,
+            Ok(bytes) => self.input.records_end += bytes,
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             Err(e) => return Err(RouteEnd::Broken(e.desc().into())),
         }
-        while self.input.plain_to - self.input.plain_from < LENGTH_BYTES {
+        while self.input.plain_end - self.input.plain_start < FRAME_LENGTH_FIELD_BYTES {
             if !self.open_record()? {
                 return Ok(false);
             }
         }
-        let first = &self.input.bytes[self.input.plain_from..self.input.plain_from + LENGTH_BYTES];
-        if first != [0; LENGTH_BYTES] {
+        let first = &self.input.bytes
+            [self.input.plain_start..self.input.plain_start + FRAME_LENGTH_FIELD_BYTES];
+        if first != [0; FRAME_LENGTH_FIELD_BYTES] {
             return Err(RouteEnd::ProtocolError(
                 "the first frame is not the one that confirms the route",
             ));
         }
-        self.input.plain_from += LENGTH_BYTES;
+        self.input.plain_start += FRAME_LENGTH_FIELD_BYTES;
         Ok(true)
     }
 
     /// Decrypts the complete records and passes on the frames in them.
-    fn open_records(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), RouteEnd> {
+    fn open_records(&mut self, on_frame: &mut dyn FnMut(&[u8])) -> Result<(), RouteEnd> {
         while self.open_record()? {
-            self.input.pass_frames(take)?;
+            self.input.pass_frames(on_frame)?;
         }
-        self.input.pass_frames(take)?;
+        self.input.pass_frames(on_frame)?;
         self.input.rewind();
         Ok(())
     }
@@ -373,29 +376,32 @@ impl FrameStream {
     /// Decrypts one record; returns false if none is complete.
     fn open_record(&mut self) -> Result<bool, RouteEnd> {
         let input = &mut self.input;
-        let Some(length) = record_length(&input.bytes[input.from..input.to])?
-            .filter(|n| *n <= input.to - input.from)
+        let Some(length) = record_length(&input.bytes[input.records_start..input.records_end])?
+            .filter(|n| *n <= input.records_end - input.records_start)
         else {
             return Ok(false);
         };
-        let (at, end) = (input.from - input.plain_to, input.from + length);
+        let (at, end) = (
+            input.records_start - input.plain_end,
+            input.records_start + length,
+        );
         let (content, kind) = self
             .open_key
-            .open(&mut input.bytes[input.plain_to..end], at)?;
-        input.from = end;
-        let content = input.plain_to..input.plain_to + content;
+            .open(&mut input.bytes[input.plain_end..end], at)?;
+        input.records_start = end;
+        let content = input.plain_end..input.plain_end + content;
         match kind {
-            ContentType::Data => input.plain_to = content.end,
-            ContentType::Handshake if input.bytes[content.clone()] == KEY_UPDATE => {
+            ContentType::Data => input.plain_end = content.end,
+            ContentType::Handshake if input.bytes[content.clone()] == KEY_UPDATE_MESSAGE => {
                 self.open_key = self
-                    .keys
+                    .key_schedule
                     .next_open_key()
                     .ok_or(RouteEnd::ProtocolError("there is no new key"))?;
             }
             ContentType::Handshake => {
                 return Err(RouteEnd::ProtocolError("a handshake behind the handshake"));
             }
-            ContentType::Alert if input.bytes[content] == CLOSE_NOTIFY => {
+            ContentType::Alert if input.bytes[content] == CLOSE_NOTIFY_ALERT => {
                 return Err(RouteEnd::Closed);
             }
             ContentType::Alert => return Err(RouteEnd::Broken("the peer complains".into())),
@@ -407,10 +413,10 @@ impl FrameStream {
 impl OutBuffer {
     /// Returns the position at which the record that is being filled will end.
     fn pending_end(&self) -> usize {
-        if self.open_content == 0 {
-            self.to
+        if self.unsealed_content_bytes == 0 {
+            self.records_end
         } else {
-            self.to + HEAD_BYTES + self.open_content + TAIL_BYTES
+            self.records_end + HEAD_BYTES + self.unsealed_content_bytes + TAIL_BYTES
         }
     }
 
@@ -421,8 +427,8 @@ impl OutBuffer {
         }
         if OUT_BUFFER_BYTES - self.pending_end() < FRAME_SPACE_MAX {
             let end = self.pending_end();
-            self.bytes.copy_within(self.from..end, 0);
-            (self.from, self.to) = (0, self.to - self.from);
+            self.bytes.copy_within(self.records_start..end, 0);
+            (self.records_start, self.records_end) = (0, self.records_end - self.records_start);
         }
     }
 }
@@ -433,46 +439,50 @@ impl InBuffer {
         if self.bytes.is_empty() {
             self.bytes = vec![0; IN_BUFFER_BYTES];
         }
-        if IN_BUFFER_BYTES - self.to < READ_BYTES_MIN {
-            let (plain, records) = (self.plain_to - self.plain_from, self.to - self.from);
-            self.bytes.copy_within(self.plain_from..self.plain_to, 0);
-            self.bytes.copy_within(self.from..self.to, plain);
-            (self.plain_from, self.plain_to) = (0, plain);
-            (self.from, self.to) = (plain, plain + records);
+        if IN_BUFFER_BYTES - self.records_end < READ_BYTES_MIN {
+            let (plain, records) = (
+                self.plain_end - self.plain_start,
+                self.records_end - self.records_start,
+            );
+            self.bytes.copy_within(self.plain_start..self.plain_end, 0);
+            self.bytes
+                .copy_within(self.records_start..self.records_end, plain);
+            (self.plain_start, self.plain_end) = (0, plain);
+            (self.records_start, self.records_end) = (plain, plain + records);
         }
-        &mut self.bytes[self.to..]
+        &mut self.bytes[self.records_end..]
     }
 
-    fn pass_frames(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), RouteEnd> {
+    fn pass_frames(&mut self, on_frame: &mut dyn FnMut(&[u8])) -> Result<(), RouteEnd> {
         while let Some(head) =
-            self.bytes[self.plain_from..self.plain_to].first_chunk::<LENGTH_BYTES>()
+            self.bytes[self.plain_start..self.plain_end].first_chunk::<FRAME_LENGTH_FIELD_BYTES>()
         {
             let length = u32::from_le_bytes(*head) as usize;
             if length > FRAME_BYTES_MAX {
                 return Err(RouteEnd::ProtocolError("a frame is over the limit"));
             }
-            let end = self.plain_from + LENGTH_BYTES + length;
-            if end > self.plain_to {
+            let end = self.plain_start + FRAME_LENGTH_FIELD_BYTES + length;
+            if end > self.plain_end {
                 break;
             }
-            take(&self.bytes[end - length..end]);
-            self.plain_from = end;
+            on_frame(&self.bytes[end - length..end]);
+            self.plain_start = end;
         }
         Ok(())
     }
 
     /// Rewinds an empty buffer to its start, which is in the CPU cache.
     fn rewind(&mut self) {
-        if self.plain_from == self.plain_to {
-            (self.plain_from, self.plain_to) = (0, 0);
-            if self.from == self.to {
-                (self.from, self.to) = (0, 0);
+        if self.plain_start == self.plain_end {
+            (self.plain_start, self.plain_end) = (0, 0);
+            if self.records_start == self.records_end {
+                (self.records_start, self.records_end) = (0, 0);
             }
         }
     }
 
     fn end_of_stream(&self) -> RouteEnd {
-        if self.from == self.to && self.plain_from == self.plain_to {
+        if self.records_start == self.records_end && self.plain_start == self.plain_end {
             RouteEnd::Closed
         } else {
             RouteEnd::Broken("it ended in the middle of a frame".into())

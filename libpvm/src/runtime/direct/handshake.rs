@@ -33,10 +33,10 @@ enum NextStep {
 pub(super) struct Handshake {
     socket: ProcessOwned<TcpStream>,
     tls: TlsSide,
-    received: Vec<u8>,
+    received_bytes: Vec<u8>,
     /// Number of bytes received so far, at most [`HANDSHAKE_BYTES_MAX`].
-    received_total: usize,
-    unsent: Vec<u8>,
+    received_bytes_total: usize,
+    unsent_bytes: Vec<u8>,
 }
 
 fn unauthenticated(e: impl std::fmt::Display) -> SetupError {
@@ -45,35 +45,35 @@ fn unauthenticated(e: impl std::fmt::Display) -> SetupError {
 
 impl Handshake {
     /// Starts the handshake of the connecting side; `preamble` is sent first.
-    pub(super) fn connecting(
+    pub(super) fn for_connecting_side(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
         peer: Fingerprint,
         preamble: &[u8],
     ) -> Result<Handshake, SetupError> {
-        let tls = TlsSide::Connecting(identity.connecting(peer)?);
+        let tls = TlsSide::Connecting(identity.client_connection(peer)?);
         Ok(Handshake {
             socket,
             tls,
-            received: Vec::new(),
-            received_total: 0,
-            unsent: preamble.to_vec(),
+            received_bytes: Vec::new(),
+            received_bytes_total: 0,
+            unsent_bytes: preamble.to_vec(),
         })
     }
 
     /// Starts the handshake of the listening side.
-    pub(super) fn listening(
+    pub(super) fn for_listening_side(
         socket: ProcessOwned<TcpStream>,
         identity: &Identity,
         peer: Fingerprint,
     ) -> Result<Handshake, SetupError> {
-        let tls = TlsSide::Listening(identity.listening(peer)?);
+        let tls = TlsSide::Listening(identity.server_connection(peer)?);
         Ok(Handshake {
             socket,
             tls,
-            received: Vec::new(),
-            received_total: 0,
-            unsent: Vec::new(),
+            received_bytes: Vec::new(),
+            received_bytes_total: 0,
+            unsent_bytes: Vec::new(),
         })
     }
 
@@ -81,8 +81,8 @@ impl Handshake {
         self.socket.get().as_fd()
     }
 
-    pub(super) fn wants(&self) -> PollFlags {
-        if self.unsent.is_empty() {
+    pub(super) fn poll_flags(&self) -> PollFlags {
+        if self.unsent_bytes.is_empty() {
             PollFlags::POLLIN
         } else {
             PollFlags::POLLIN | PollFlags::POLLOUT
@@ -94,15 +94,15 @@ impl Handshake {
         loop {
             let (discard, next) = match &mut self.tls {
                 TlsSide::Connecting(tls) => run_tls_action(
-                    tls.process_tls_records(&mut self.received),
-                    &mut self.unsent,
+                    tls.process_tls_records(&mut self.received_bytes),
+                    &mut self.unsent_bytes,
                 ),
                 TlsSide::Listening(tls) => run_tls_action(
-                    tls.process_tls_records(&mut self.received),
-                    &mut self.unsent,
+                    tls.process_tls_records(&mut self.received_bytes),
+                    &mut self.unsent_bytes,
                 ),
             };
-            self.received.drain(..discard);
+            self.received_bytes.drain(..discard);
             let next = next?;
             self.send()?;
             match next {
@@ -133,14 +133,20 @@ impl Handshake {
                 (secrets, KeySchedule::Listening(keys))
             }
         };
-        FrameStream::new(self.socket, secrets, keys, &self.unsent, &self.received)
+        FrameStream::new(
+            self.socket,
+            secrets,
+            keys,
+            &self.unsent_bytes,
+            &self.received_bytes,
+        )
     }
 
     fn send(&mut self) -> Result<(), SetupError> {
-        while !self.unsent.is_empty() {
+        while !self.unsent_bytes.is_empty() {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            match send(self.fd().as_raw_fd(), &self.unsent, flags) {
-                Ok(sent) => drop(self.unsent.drain(..sent)),
+            match send(self.fd().as_raw_fd(), &self.unsent_bytes, flags) {
+                Ok(sent) => drop(self.unsent_bytes.drain(..sent)),
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
                 Err(e) => return Err(unauthenticated(e.desc())),
@@ -155,11 +161,11 @@ impl Handshake {
         match recv(self.fd().as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT) {
             Ok(0) => Err(unauthenticated("it closed the connection in the handshake")),
             Ok(got) => {
-                self.received_total += got;
-                if self.received_total > HANDSHAKE_BYTES_MAX {
+                self.received_bytes_total += got;
+                if self.received_bytes_total > HANDSHAKE_BYTES_MAX {
                     return Err(unauthenticated("its handshake is too long"));
                 }
-                self.received.extend_from_slice(&bytes[..got]);
+                self.received_bytes.extend_from_slice(&bytes[..got]);
                 Ok(true)
             }
             Err(Errno::EAGAIN | Errno::EINTR) => Ok(false),
@@ -170,8 +176,8 @@ impl Handshake {
 
 /// Performs the action that TLS requests. Returns the number of consumed input bytes and the next
 /// step.
-fn run_tls_action<Side>(
-    status: UnbufferedStatus<'_, '_, Side>,
+fn run_tls_action<MeasuredVm>(
+    status: UnbufferedStatus<'_, '_, MeasuredVm>,
     unsent: &mut Vec<u8>,
 ) -> (usize, Result<NextStep, SetupError>) {
     let next = match status.state {

@@ -17,7 +17,7 @@ use sempa_proto::route::Fingerprint;
 use std::sync::{Arc, OnceLock};
 
 /// Server name in every certificate. It has no meaning: the fingerprint identifies the peer.
-const NAME: &str = "task.sempa";
+const SERVER_NAME: &str = "task.sempa";
 /// Protocol name that both sides must offer in the handshake.
 const ALPN: &[u8] = b"sempa-direct/1";
 
@@ -44,7 +44,7 @@ impl Identity {
     /// The system provides no randomness.
     pub(crate) fn new() -> Result<Identity, SetupError> {
         let key = KeyPair::generate().map_err(local_error)?;
-        let params = CertificateParams::new(vec![NAME.to_string()]).map_err(local_error)?;
+        let params = CertificateParams::new(vec![SERVER_NAME.to_string()]).map_err(local_error)?;
         let certificate = params.self_signed(&key).map_err(local_error)?.der().clone();
         Ok(Identity {
             certificate,
@@ -59,11 +59,11 @@ impl Identity {
 
     /// Creates the client end of a TLS handshake that accepts only the certificate with the
     /// fingerprint `peer`.
-    pub(super) fn connecting(
+    pub(super) fn client_connection(
         &self,
         peer: Fingerprint,
     ) -> Result<UnbufferedClientConnection, SetupError> {
-        let mut config = ClientConfig::builder_with_provider(provider())
+        let mut config = ClientConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(local_error)?
             .dangerous()
@@ -73,17 +73,17 @@ impl Identity {
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
-        let name = ServerName::try_from(NAME).map_err(local_error)?;
+        let name = ServerName::try_from(SERVER_NAME).map_err(local_error)?;
         UnbufferedClientConnection::new(Arc::new(config), name).map_err(local_error)
     }
 
     /// Creates the server end of a TLS handshake that accepts only the certificate with the
     /// fingerprint `peer`.
-    pub(super) fn listening(
+    pub(super) fn server_connection(
         &self,
         peer: Fingerprint,
     ) -> Result<UnbufferedServerConnection, SetupError> {
-        let mut config = ServerConfig::builder_with_provider(provider())
+        let mut config = ServerConfig::builder_with_provider(crypto_provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(local_error)?
             .with_client_cert_verifier(Arc::new(PinnedCertificate(peer)))
@@ -103,7 +103,7 @@ fn fingerprint(certificate: &[u8]) -> Fingerprint {
 
 /// Returns the cryptographic algorithms: AES first if the CPU has instructions for it, otherwise
 /// ChaCha20.
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     static PROVIDER: OnceLock<Arc<CryptoProvider>> = OnceLock::new();
     let make = || {
         let aes = ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
@@ -139,9 +139,9 @@ impl PinnedCertificate {
     fn check(
         &self,
         certificate: &CertificateDer<'_>,
-        others: &[CertificateDer<'_>],
+        intermediates: &[CertificateDer<'_>],
     ) -> Result<(), Error> {
-        if others.is_empty() && fingerprint(certificate) == self.0 {
+        if intermediates.is_empty() && fingerprint(certificate) == self.0 {
             Ok(())
         } else {
             Err(Error::InvalidCertificate(
@@ -161,7 +161,7 @@ impl PinnedCertificate {
             message,
             certificate,
             signed,
-            &provider().signature_verification_algorithms,
+            &crypto_provider().signature_verification_algorithms,
         )
     }
 }
@@ -203,7 +203,7 @@ impl ServerCertVerifier for PinnedCertificate {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider()
+        crypto_provider()
             .signature_verification_algorithms
             .supported_schemes()
     }
@@ -243,7 +243,7 @@ impl ClientCertVerifier for PinnedCertificate {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider()
+        crypto_provider()
             .signature_verification_algorithms
             .supported_schemes()
     }

@@ -43,7 +43,7 @@ const HANDSHAKE_BYTES_MAX: usize = 16 << 10;
 /// Timeout for the authentication of a peer that has connected.
 pub(crate) const AUTHENTICATION_TIMEOUT: Micros = Micros::from_secs(5);
 /// Maximum number of unauthenticated connections; a further one replaces the oldest.
-pub(crate) const UNAUTHENTICATED_MAX: usize = 32;
+pub(crate) const UNAUTHENTICATED_CONNECTIONS_MAX: usize = 32;
 /// Maximum number of open offers.
 pub(crate) const OFFERS_MAX: usize = 256;
 /// Timeout from an offer until its route is established.

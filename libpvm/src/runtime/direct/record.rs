@@ -56,7 +56,7 @@ impl ContentType {
 pub(super) struct TrafficKey {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
-    records: u64,
+    record_count: u64,
 }
 
 impl TrafficKey {
@@ -73,13 +73,13 @@ impl TrafficKey {
         Some(TrafficKey {
             key: LessSafeKey::new(key),
             iv: iv.as_ref().try_into().ok()?,
-            records,
+            record_count: records,
         })
     }
 
     /// Returns the number of records that have used the key.
-    pub(super) fn records(&self) -> u64 {
-        self.records
+    pub(super) fn record_count(&self) -> u64 {
+        self.record_count
     }
 
     /// Returns the next nonce. It contains the record number, so no nonce repeats.
@@ -87,11 +87,11 @@ impl TrafficKey {
         let mut nonce = self.iv;
         for (byte, number) in nonce[NONCE_LEN - 8..]
             .iter_mut()
-            .zip(self.records.to_be_bytes())
+            .zip(self.record_count.to_be_bytes())
         {
             *byte ^= number;
         }
-        self.records += 1;
+        self.record_count += 1;
         Nonce::assume_unique_for_key(nonce)
     }
 

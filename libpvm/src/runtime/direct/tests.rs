@@ -2,7 +2,7 @@
 
 use super::{
     AUTHENTICATION_TIMEOUT, Acceptor, DIAL_TIMEOUT, Dialer, FRAME_BYTES_MAX, FrameStream, Identity,
-    OFFER_TIMEOUT, OFFERS_MAX, RouteEnd, SetupError, UNAUTHENTICATED_MAX,
+    OFFER_TIMEOUT, OFFERS_MAX, RouteEnd, SetupError, UNAUTHENTICATED_CONNECTIONS_MAX,
 };
 use nix::poll::{PollFd, PollTimeout, poll};
 use sempa_proto::Micros;
@@ -11,9 +11,9 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-const ID: OfferId = OfferId(0x1234);
+const OFFER_ID: OfferId = OfferId(0x1234);
 /// Timeout of every wait; far more than needed, because test machines may be loaded.
-const DEADLINE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Outcome = Result<FrameStream, SetupError>;
 
@@ -35,7 +35,7 @@ impl Rng {
 
 /// Calls `step` until it returns a value.
 fn poll_until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
+    let end = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(found) = step() {
             return found;
@@ -49,12 +49,12 @@ fn poll_until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
 /// certificate.
 fn acceptor_with_offer() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
-    let (port, fingerprint) = acceptor.offer(Micros(1), ID).expect("a socket");
+    let (port, fingerprint) = acceptor.open_offer(Micros(1), OFFER_ID).expect("a socket");
     (acceptor, port, fingerprint)
 }
 
 fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
-    Dialer::new(Micros(1), ID, addresses, peer).expect("a key")
+    Dialer::new(Micros(1), OFFER_ID, addresses, peer).expect("a key")
 }
 
 /// Advances both sides until the dialer has a result. Returns the outcomes of the dialer and of the
@@ -66,8 +66,8 @@ fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<O
             .take()
             .or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
         let (mut fds, listens) = (Vec::new(), !acceptor.is_idle());
-        dialer.watch(&mut fds);
-        acceptor.watch(&mut fds);
+        dialer.add_poll_fds(&mut fds);
+        acceptor.add_poll_fds(&mut fds);
         assert!(accepted.is_some() || listens, "an open offer is watched");
         let _ = poll(&mut fds, PollTimeout::from(1u8));
         dialer.step(Micros(2))
@@ -80,7 +80,7 @@ fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<O
 fn route_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, FrameStream) {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let mut dialer = dialer(&[loopback(dial_port(port))], fingerprint);
-    acceptor.accepted(ID, dialer.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
     let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(acceptor.is_idle(), "{acceptor:?}");
     (
@@ -109,18 +109,20 @@ fn frame(dice: &mut Rng, number: u32) -> Vec<u8> {
 /// Checks the number and content of the frames that one end receives.
 #[derive(Default)]
 struct FrameChecker {
-    next: u32,
+    next_number: u32,
 }
 
 impl FrameChecker {
-    fn take(&mut self, frame: &[u8]) {
-        assert_eq!(frame[..4], self.next.to_le_bytes());
+    fn check(&mut self, frame: &[u8]) {
+        assert_eq!(frame[..4], self.next_number.to_le_bytes());
         assert!(
-            frame[4..].iter().all(|byte| *byte == self.next as u8),
+            frame[4..]
+                .iter()
+                .all(|byte| *byte == self.next_number as u8),
             "frame {} is not what was sent",
-            self.next
+            self.next_number
         );
-        self.next += 1;
+        self.next_number += 1;
     }
 }
 
@@ -145,22 +147,22 @@ fn exchange_frames(
                 assert!(end.push(&[head, payload]));
                 *sent += 1;
             }
-            let gone = end.read(&mut |frame| check.take(frame)).and(end.flush());
+            let gone = end.read(&mut |frame| check.check(frame)).and(end.flush());
             *ended = ended.take().or(gone.err());
         }
         let all = |(ended, check, sent): &(Option<RouteEnd>, FrameChecker, u32)| {
-            ended.is_some() || (check.next == count && *sent == count)
+            ended.is_some() || (check.next_number == count && *sent == count)
         };
         let flushed = !a.wants_write() && !b.wants_write();
         (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
     });
     // After one end has failed, data from it may still be in transit to the other end.
     for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
-        if let Err(e) = end.read(&mut |frame| check.take(frame)) {
+        if let Err(e) = end.read(&mut |frame| check.check(frame)) {
             ended.get_or_insert(e);
         }
     }
-    state.map(|(ended, check, _)| (ended, check.next))
+    state.map(|(ended, check, _)| (ended, check.next_number))
 }
 
 /// Starts a proxy that forwards data in chunks of random lengths, and returns its port. `harm` is
@@ -169,7 +171,7 @@ fn exchange_frames(
 fn start_proxy(
     port: u16,
     seed: u64,
-    harm: impl Fn(usize, &mut [u8]) -> bool + Send + 'static,
+    tamper: impl Fn(usize, &mut [u8]) -> bool + Send + 'static,
 ) -> u16 {
     let listener = TcpListener::bind(loopback(0)).expect("a port");
     let own = listener.local_addr().expect("it has one").port();
@@ -180,7 +182,7 @@ fn start_proxy(
             listening.try_clone().expect("a socket"),
             dialled.try_clone().expect("a socket"),
         );
-        let one = std::thread::spawn(move || forward(dialled, listening, seed, harm));
+        let one = std::thread::spawn(move || forward(dialled, listening, seed, tamper));
         forward(back.0, back.1, seed + 1, |_, _| true);
         one.join().expect("it ends");
     });
@@ -191,7 +193,7 @@ fn forward(
     mut from: TcpStream,
     mut to: TcpStream,
     seed: u64,
-    harm: impl Fn(usize, &mut [u8]) -> bool,
+    tamper: impl Fn(usize, &mut [u8]) -> bool,
 ) {
     let (mut dice, mut passed, mut bytes) = (Rng(seed), 0, vec![0; 100_000]);
     to.set_nodelay(true).expect("a socket");
@@ -201,7 +203,7 @@ fn forward(
             _ => 1 + dice.below(100_000),
         };
         let got = from.read(&mut bytes[..room]).unwrap_or(0);
-        if got == 0 || !harm(passed, &mut bytes[..got]) || to.write_all(&bytes[..got]).is_err() {
+        if got == 0 || !tamper(passed, &mut bytes[..got]) || to.write_all(&bytes[..got]).is_err() {
             let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
             return;
         }
@@ -209,7 +211,7 @@ fn forward(
     }
 }
 
-fn descriptors() -> usize {
+fn open_descriptor_count() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
@@ -318,7 +320,7 @@ fn each_side_refuses_other_certificates() {
     // The dialer connects to a peer with another certificate.
     let (mut acceptor, port, _) = acceptor_with_offer();
     let mut dialer_ = dialer(&[loopback(port)], other);
-    acceptor.accepted(ID, dialer_.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, dialer_.fingerprint());
     let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer_);
     assert!(
         matches!(dialled, Err(SetupError::Unauthenticated(_))),
@@ -328,7 +330,7 @@ fn each_side_refuses_other_certificates() {
     // A dialer with another certificate connects. The offer stays open for the intended dialer.
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.accepted(ID, right.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
     let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer(&[loopback(port)], fingerprint));
     assert!(
         matches!(dialled, Err(SetupError::Unauthenticated(_))),
@@ -347,8 +349,8 @@ fn each_side_refuses_other_certificates() {
 fn garbage_does_not_consume_offer() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.accepted(ID, right.fingerprint());
-    let preamble = super::accept::preamble(ID);
+    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
+    let preamble = super::accept::preamble(OFFER_ID);
     let mut dice = Rng(77);
     for round in 0..60 {
         let mut garbage = match round % 4 {
@@ -383,21 +385,22 @@ fn garbage_does_not_consume_offer() {
 /// Connections that send nothing are limited in number and expire.
 #[test]
 fn silent_connections_are_bounded_and_expire() {
-    let before = descriptors();
+    let before = open_descriptor_count();
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
-    let strangers: Vec<TcpStream> = (0..2 * UNAUTHENTICATED_MAX)
+    let strangers: Vec<TcpStream> = (0..2 * UNAUTHENTICATED_CONNECTIONS_MAX)
         .map(|_| TcpStream::connect(loopback(port)).expect("it listens"))
         .collect();
-    let own = descriptors() - strangers.len();
+    let own = open_descriptor_count() - strangers.len();
     poll_until("they are let in", || {
         assert!(acceptor.step(Micros(2)).is_empty());
-        (descriptors() - strangers.len() == own + UNAUTHENTICATED_MAX).then_some(())
+        (open_descriptor_count() - strangers.len() == own + UNAUTHENTICATED_CONNECTIONS_MAX)
+            .then_some(())
     });
     // The intended peer is still accepted as a further connection.
     let mut right = dialer(&[loopback(port)], fingerprint);
-    acceptor.accepted(ID, right.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, right.fingerprint());
     acceptor
-        .offer(Micros(2), OfferId(5))
+        .open_offer(Micros(2), OfferId(5))
         .expect("a second offer keeps it listening");
     let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
     assert!(
@@ -417,7 +420,7 @@ fn silent_connections_are_bounded_and_expire() {
     );
     assert!(acceptor.is_idle());
     drop((strangers, dialled, accepted));
-    assert_eq!(descriptors(), before, "nothing stays open");
+    assert_eq!(open_descriptor_count(), before, "nothing stays open");
 }
 
 /// An address that stalls in the handshake is abandoned after its timeout, and the next address is
@@ -432,7 +435,7 @@ fn stalled_address_is_skipped() {
         gone.local_addr().expect("it has one")
     };
     let mut dialer_ = dialer(&[closed, mute_at, loopback(port)], fingerprint);
-    acceptor.accepted(ID, dialer_.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, dialer_.fingerprint());
     let mut now = Micros(2);
     let dialled = poll_until("a route", || {
         let done = dialer_.step(now);
@@ -478,7 +481,7 @@ fn early_connection_waits_for_acceptance() {
     for _ in 0..50 {
         assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
     }
-    acceptor.accepted(ID, dialer.fingerprint());
+    acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
     let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(
         dialled.is_ok() && matches!(accepted, Some(Ok(_))),
@@ -624,15 +627,15 @@ fn input_stays_readable_after_write_error() {
 fn offers_are_bounded_and_can_be_withdrawn() {
     let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     for n in 1..OFFERS_MAX as u64 {
-        acceptor.offer(Micros(1), OfferId(n)).expect("room");
+        acceptor.open_offer(Micros(1), OfferId(n)).expect("room");
     }
     assert_eq!(
-        acceptor.offer(Micros(1), OfferId(0)).err(),
+        acceptor.open_offer(Micros(1), OfferId(0)).err(),
         Some(SetupError::TooManyOffers)
     );
     let mut dialer = dialer(&[loopback(port)], fingerprint);
-    acceptor.accepted(ID, dialer.fingerprint());
-    acceptor.withdraw(ID);
+    acceptor.record_acceptance(OFFER_ID, dialer.fingerprint());
+    acceptor.withdraw(OFFER_ID);
     let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(
         matches!(dialled, Err(SetupError::Unauthenticated(_))) && accepted.is_none(),
@@ -642,6 +645,6 @@ fn offers_are_bounded_and_can_be_withdrawn() {
     acceptor.close();
     assert!(acceptor.is_idle());
     let mut fds: Vec<PollFd<'_>> = Vec::new();
-    acceptor.watch(&mut fds);
+    acceptor.add_poll_fds(&mut fds);
     assert!(fds.is_empty());
 }

@@ -29,7 +29,7 @@ use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::doorbell::{SLOTS_MAX, WakeTarget};
 use sempa_ring::futex;
-use sempa_ring::ring::{Reader, Record, RingCorrupt};
+use sempa_ring::ring::{Record, RingCorrupt, RingReader};
 use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RING_BYTES, RingPair, SharedRing};
 use sempa_ring::shared_pool::POOL_BYTES;
 use std::os::fd::OwnedFd;
@@ -39,7 +39,7 @@ use std::sync::Arc;
 const DRAIN_BYTES_MAX: usize = 4 << 20;
 /// Number of [`Core::drain_ring`] calls that read everything that a ring and a pool contained
 /// before the first call, even if the peer keeps writing.
-const DRAIN_ROUNDS_MAX: usize = UNREAD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
+const FULL_DRAIN_CALLS: usize = UNREAD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
 /// Maximum number of unread bytes of one ring, including the leased messages that its records refer
 /// to.
 const UNREAD_BYTES_MAX: usize = RING_BYTES + POOL_BYTES;
@@ -80,17 +80,17 @@ pub(super) struct Ring {
     peer_doorbell: Arc<ProcessOwned<PeerDoorbell>>,
     /// Slot of this ring in the peer's doorbell.
     peer_slot: usize,
-    used_at: Micros,
+    last_used_at: Micros,
     /// Number of consecutive empty polls; see [`EMPTY_POLLS_MAX`] for the polls that count.
     empty_polls: u8,
     /// True if the slot of this ring is in the list of waiting slots.
     in_waiting_list: bool,
     /// The ring must be closed: nothing more may be written to it.
-    must_end: bool,
+    must_close: bool,
     /// CPU on which the peer wrote its last frame.
     peer_cpu: u8,
     /// CPU on which this task writes, and the number of writes until the CPU is checked again.
-    own_cpu: (u8, u8),
+    own_cpu_and_checks_left: (u8, u8),
 }
 
 impl Ring {
@@ -102,22 +102,22 @@ impl Ring {
             ends,
             peer_doorbell: Arc::new(ProcessOwned::new(bell)),
             peer_slot: theirs,
-            used_at: now,
+            last_used_at: now,
             empty_polls: 0,
             in_waiting_list: false,
-            must_end: false,
+            must_close: false,
             peer_cpu: CPU_UNKNOWN,
-            own_cpu: (CPU_UNKNOWN, 0),
+            own_cpu_and_checks_left: (CPU_UNKNOWN, 0),
         }
     }
 
     /// Returns the CPU on which this task writes. The value may be outdated.
     pub(super) fn own_cpu_hint(&mut self) -> u8 {
-        if self.own_cpu.1 == 0 {
-            self.own_cpu = (current_cpu(), WRITES_PER_CPU_CHECK);
+        if self.own_cpu_and_checks_left.1 == 0 {
+            self.own_cpu_and_checks_left = (current_cpu(), WRITES_PER_CPU_CHECK);
         }
-        self.own_cpu.1 -= 1;
-        self.own_cpu.0
+        self.own_cpu_and_checks_left.1 -= 1;
+        self.own_cpu_and_checks_left.0
     }
 
     /// True if the ring has a record or the peer has closed it. Reads only the indices.
@@ -127,8 +127,8 @@ impl Ring {
 
     /// Counts an empty poll; `others` is the number of empty rings in this round, including this
     /// ring. Returns true if the ring should not be polled again.
-    fn count_empty_poll(&mut self, others: usize) -> bool {
-        self.empty_polls = if others > CHEAP_EMPTY_RINGS {
+    fn count_empty_poll(&mut self, empty_rings: usize) -> bool {
+        self.empty_polls = if empty_rings > CHEAP_EMPTY_RINGS {
             self.empty_polls.saturating_add(1)
         } else {
             0
@@ -151,7 +151,7 @@ impl Ring {
 /// Passes the next record to the link. Returns the length of the record in bytes and the CPU on
 /// which it was written; `None` if there is no record.
 fn take_record(
-    reader: &mut Reader<SharedRing>,
+    reader: &mut RingReader<SharedRing>,
     leases: &Leases,
     now: Micros,
     link: &mut Link,
@@ -167,7 +167,7 @@ fn take_record(
         return Ring::take_lease(leases, record, now, (seq, ack), link)
             .map(|more| Some((bytes + more, cpu)));
     }
-    link.handle_parts(now, kind, seq, ack, RingPayload(record));
+    link.handle_borrowed_frame(now, kind, seq, ack, RingPayload(record));
     Ok(Some((bytes, cpu)))
 }
 
@@ -185,7 +185,7 @@ enum RingSetup {
         expires_at: Micros,
     },
     /// The peer refused, or setup failed. No new offer is sent before `until`.
-    Refused { until: Micros },
+    Refused { retry_at: Micros },
 }
 
 /// State of one slot of the doorbell.
@@ -194,7 +194,7 @@ enum RingSetup {
     clippy::large_enum_variant,
     reason = "a ring is used with every message, and most slots hold one"
 )]
-pub(super) enum Slot {
+pub(super) enum RingSlot {
     Free,
     Reserved,
     Ring(ProcessOwned<Ring>),
@@ -206,25 +206,25 @@ pub(crate) struct ShmRoutes {
     doorbell: Option<Arc<ProcessOwned<OwnDoorbell>>>,
     /// Descriptor of the doorbell's memory, for peers.
     doorbell_fd: Option<Arc<ProcessOwned<OwnedFd>>>,
-    pub(super) slots: Vec<Slot>,
+    pub(super) slots: Vec<RingSlot>,
     /// Slots of the rings that had no space for all frames of their link. No slot is listed twice.
-    waiting: Vec<usize>,
+    waiting_slots: Vec<usize>,
     /// Pools and leases for large messages.
     pub(super) pools: SharedPools,
-    by_peer: FxHashMap<Tid, usize>,
+    slots_by_peer: FxHashMap<Tid, usize>,
     setups: FxHashMap<Tid, RingSetup>,
-    last_offer: u64,
+    last_offer_id: u64,
     /// CPU on which the record that was read last had been written.
     last_writer_cpu: u8,
     /// Peer whose ring carried the most recent message from or to this task, if that ring still
     /// exists. The next message is likely to come through the same ring.
     expected_peer: Option<Tid>,
     /// Peers to wake when the lock is released.
-    wakes: Vec<PendingWake>,
+    pending_wakes: Vec<PendingWake>,
     /// Peers whose wake-up is deferred until this task no longer needs its CPU.
     deferred_wakes: Vec<PendingWake>,
     /// The next release of the lock must not wake the deferred peers yet.
-    skip_next_flush: bool,
+    hold_deferred_once: bool,
     next_idle_check: Option<Micros>,
 }
 
@@ -243,7 +243,7 @@ impl ShmRoutes {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.by_peer.is_empty()
+        self.slots_by_peer.is_empty()
     }
 
     /// True if the next message to this task is expected through a ring, not from the daemon.
@@ -259,7 +259,7 @@ impl ShmRoutes {
 
     /// True if messages to this peer go through a ring instead of the daemon.
     pub(crate) fn has_ring(&self, peer: Tid) -> bool {
-        self.by_peer.contains_key(&peer)
+        self.slots_by_peer.contains_key(&peer)
     }
 
     /// True while an offer to this peer is unanswered.
@@ -268,7 +268,7 @@ impl ShmRoutes {
     }
 
     /// Returns the peers with unanswered offers, and the times at which the offers expire.
-    fn offered(&self) -> impl Iterator<Item = (Tid, Micros)> {
+    fn unanswered_offers(&self) -> impl Iterator<Item = (Tid, Micros)> {
         self.setups
             .iter()
             .filter_map(|(peer, standing)| match standing {
@@ -280,7 +280,7 @@ impl ShmRoutes {
     }
 
     pub(super) fn slot(&self, peer: Tid) -> Option<usize> {
-        self.by_peer.get(&peer).copied()
+        self.slots_by_peer.get(&peer).copied()
     }
 
     /// True if a ring whose doorbell bit is set must be drained: it has a record, or it has been
@@ -300,7 +300,7 @@ impl ShmRoutes {
             while bits != 0 {
                 let slot = index * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                if let Some(Slot::Ring(ring)) = slots.get_mut(slot) {
+                if let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) {
                     others += 1;
                     if ring.get().is_readable() || ring.get_mut().count_empty_poll(others) {
                         return true;
@@ -314,9 +314,9 @@ impl ShmRoutes {
     /// Counts an empty poll of this slot; `others` is the number of empty rings in this round.
     /// Returns true if the slot should not be polled until its writer rings the doorbell again.
     /// Peers that sent once thus cause no further cost, even if this task never sleeps.
-    fn count_empty_poll(&mut self, slot: usize, others: usize) -> bool {
+    fn count_empty_poll(&mut self, slot: usize, empty_rings: usize) -> bool {
         match self.ring(slot) {
-            Some(ring) => !ring.is_readable() && ring.count_empty_poll(others),
+            Some(ring) => !ring.is_readable() && ring.count_empty_poll(empty_rings),
             // Unknown slot. If a ring is installed in the slot later, the ring is read at that
             // time.
             None => true,
@@ -325,7 +325,7 @@ impl ShmRoutes {
 
     /// Returns the number of rings that a poll checks.
     #[cfg(test)]
-    pub(super) fn polled_rings(&self) -> usize {
+    pub(super) fn polled_ring_count(&self) -> usize {
         let Some(bell) = self.doorbell.as_ref().map(|bell| bell.get()) else {
             return 0;
         };
@@ -336,28 +336,28 @@ impl ShmRoutes {
     }
 
     #[cfg(test)]
-    pub(super) fn waiting(&self) -> usize {
-        self.waiting.len()
+    pub(super) fn waiting_ring_count(&self) -> usize {
+        self.waiting_slots.len()
     }
 
     /// Records whether the ring has frames that must be written when space is freed.
-    fn note_waiting(&mut self, slot: usize, waits: bool) {
+    fn set_waiting(&mut self, slot: usize, waits: bool) {
         let Some(ring) = self.ring(slot) else { return };
         let waited = std::mem::replace(&mut ring.in_waiting_list, waits);
         if waits && !waited {
-            self.waiting.push(slot);
+            self.waiting_slots.push(slot);
         } else if waited && !waits {
             self.remove_waiting(slot);
         }
     }
 
     fn remove_waiting(&mut self, slot: usize) {
-        self.waiting.retain(|waiting| *waiting != slot);
+        self.waiting_slots.retain(|waiting| *waiting != slot);
     }
 
     fn ring(&mut self, slot: usize) -> Option<&mut Ring> {
         match self.slots.get_mut(slot) {
-            Some(Slot::Ring(ring)) => Some(ring.get_mut()),
+            Some(RingSlot::Ring(ring)) => Some(ring.get_mut()),
             _ => None,
         }
     }
@@ -370,8 +370,8 @@ impl ShmRoutes {
 
     /// Removes and returns the peers to wake; the caller wakes them without the lock.
     pub(crate) fn take_wakes(&mut self) -> PeerWakes {
-        let mut wakes = std::mem::take(&mut self.wakes);
-        if !std::mem::take(&mut self.skip_next_flush) {
+        let mut wakes = std::mem::take(&mut self.pending_wakes);
+        if !std::mem::take(&mut self.hold_deferred_once) {
             wakes.append(&mut self.deferred_wakes);
         }
         PeerWakes(wakes)
@@ -382,34 +382,34 @@ impl ShmRoutes {
     /// if a wake-up was deferred.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let here = current_cpu();
-        let late = self.wakes.extract_if(.., |call| {
+        let late = self.pending_wakes.extract_if(.., |call| {
             call.wake == WakeTarget::Sleepers && call.cpu == here
         });
         self.deferred_wakes.extend(late);
-        self.skip_next_flush = !self.deferred_wakes.is_empty();
-        self.skip_next_flush
+        self.hold_deferred_once = !self.deferred_wakes.is_empty();
+        self.hold_deferred_once
     }
 
     /// True if there are deferred wake-ups and the next [`ShmRoutes::take_wakes`] returns them.
     pub(crate) fn has_deferred_wakes(&self) -> bool {
-        !self.deferred_wakes.is_empty() && !self.skip_next_flush
+        !self.deferred_wakes.is_empty() && !self.hold_deferred_once
     }
 
     /// Makes the next [`ShmRoutes::take_wakes`] return the deferred wake-ups.
-    pub(crate) fn flush_deferred_next(&mut self) {
-        self.skip_next_flush = false;
+    pub(crate) fn release_deferred_wakes(&mut self) {
+        self.hold_deferred_once = false;
     }
 
     fn free_slot(&mut self) -> Option<usize> {
         if let Some(free) = self
             .slots
             .iter()
-            .position(|slot| matches!(slot, Slot::Free))
+            .position(|slot| matches!(slot, RingSlot::Free))
         {
             return Some(free);
         }
         (self.slots.len() < SLOTS_MAX).then(|| {
-            self.slots.push(Slot::Free);
+            self.slots.push(RingSlot::Free);
             self.slots.len() - 1
         })
     }
@@ -438,17 +438,17 @@ struct PendingWake {
 pub(crate) struct PeerWakes(Vec<PendingWake>);
 
 impl PeerWakes {
-    pub(crate) fn wake(self) {
+    pub(crate) fn wake_all(self) {
         for call in self.0 {
-            wake_now(call.doorbell.get(), call.wake);
+            wake_peer(call.doorbell.get(), call.wake);
         }
     }
 }
 
-fn wake_now(bell: &PeerDoorbell, wake: WakeTarget) {
+fn wake_peer(bell: &PeerDoorbell, wake: WakeTarget) {
     match wake {
         WakeTarget::NoThread => {}
-        WakeTarget::Sleepers => futex::wake_all(bell.word()),
+        WakeTarget::Sleepers => futex::wake_all(bell.sleep_word()),
         WakeTarget::Drainer => futex::wake_all(bell.drainer_word()),
     }
 }
@@ -558,17 +558,17 @@ impl Core {
                 break false;
             }
         };
-        let (found, ends_now) = (read > 0, ring.must_end);
+        let (found, ends_now) = (read > 0, ring.must_close);
         let ended = broken || (closed && !found);
         if found {
             shm.last_writer_cpu = ring.peer_cpu;
             let Some(ring) = shm.ring(slot) else {
                 return false;
             };
-            (ring.used_at, ring.empty_polls) = (now, 0);
+            (ring.last_used_at, ring.empty_polls) = (now, 0);
             if starved && ring.peer_doorbell.get().request_drainer() {
                 let (bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
-                shm.wakes.push(PendingWake {
+                shm.pending_wakes.push(PendingWake {
                     doorbell: bell,
                     wake: WakeTarget::Drainer,
                     cpu,
@@ -614,7 +614,7 @@ impl Core {
 
     /// Reads one ring until it is empty.
     pub(super) fn drain_ring_fully(&mut self, now: Micros, slot: usize) {
-        for _ in 0..DRAIN_ROUNDS_MAX {
+        for _ in 0..FULL_DRAIN_CALLS {
             if !self.drain_ring(now, slot) {
                 return;
             }
@@ -635,7 +635,7 @@ impl Core {
         let (mut wrote, mut urgent, mut broken, mut sent_data) = (0u32, false, false, false);
         while !broken && link.has_frame() {
             let Some(ring) = shm.ring(slot) else { return };
-            match ring.ends.writer.has_space_or_wake_me(RECORD_BYTES_MAX) {
+            match ring.ends.writer.has_space_or_request_wake(RECORD_BYTES_MAX) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(RingCorrupt) => {
@@ -662,25 +662,25 @@ impl Core {
             if wrote == 1 && !link.is_all_transmitted() {
                 // The reader copies the first fragments of a large message while the next ones are
                 // written.
-                wake_now(
+                wake_peer(
                     ring.peer_doorbell.get(),
                     ring.peer_doorbell.get().notify(ring.peer_slot, false),
                 );
             }
         }
         urgent |= !link.is_all_transmitted();
-        shm.note_waiting(slot, urgent || link.has_frame());
+        shm.set_waiting(slot, urgent || link.has_frame());
         if sent_data {
             shm.expected_peer = Some(peer);
         }
         let Some(ring) = shm.ring(slot) else { return };
         let wants_store = std::mem::take(&mut ring.wants_pool_offer);
         if wrote > 0 || urgent {
-            ring.used_at = now;
+            ring.last_used_at = now;
             let wake = ring.peer_doorbell.get().notify(ring.peer_slot, urgent);
             if wake != WakeTarget::NoThread {
                 let (bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
-                shm.wakes.push(PendingWake {
+                shm.pending_wakes.push(PendingWake {
                     doorbell: bell,
                     wake,
                     cpu,
@@ -688,8 +688,8 @@ impl Core {
             }
         }
         let ends_now = shm.ring(slot).is_some_and(|ring| {
-            ring.must_end |= broken || ring.ends.writer.is_closed();
-            ring.must_end
+            ring.must_close |= broken || ring.ends.writer.is_closed();
+            ring.must_close
         });
         if wants_store {
             self.offer_pool(now, slot);
@@ -708,14 +708,14 @@ impl Core {
     /// Sends a small message through a ring that has space, if nothing else is queued for the peer.
     /// Returns the peers to wake. `None` means that this is not possible and nothing was sent.
     #[inline]
-    pub(super) fn send_shm(
+    pub(super) fn try_send_through_ring(
         &mut self,
         now: Micros,
         peer: Tid,
         head: &[u8],
         body: &[u8],
     ) -> Option<PeerWakes> {
-        if !self.is_connected() || self.has_lifted_windows() {
+        if !self.is_connected() || self.has_disabled_windows() {
             return None;
         }
         let (shm, links) = self.shm_and_links();
@@ -739,7 +739,7 @@ impl Core {
         short[CPU_HINT_BYTE] = ring.own_cpu_hint();
         let written = ring.ends.writer.write([&short, frame.head, frame.body]);
         debug_assert_eq!(written, Ok(true), "there was room");
-        ring.used_at = now;
+        ring.last_used_at = now;
         let wake = ring.peer_doorbell.get().notify(ring.peer_slot, false);
         let (bell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
         let wakes = if wake == WakeTarget::NoThread {
@@ -761,7 +761,7 @@ impl Core {
     pub(crate) fn is_ring_full_for(&mut self, peer: Tid) -> bool {
         let (shm, links) = self.shm_and_links();
         let waits = shm.slot(peer).is_some() && links.get(&peer).is_some_and(Link::has_frame);
-        waits && !self.has_lifted_windows()
+        waits && !self.has_disabled_windows()
     }
 
     /// Writes frames of the link to its ring, as far as there is space. Returns true if a frame was
@@ -791,7 +791,7 @@ impl Core {
 
     /// Continues writing to the rings that had no space for all frames.
     pub(crate) fn pump_rings(&mut self, now: Micros) {
-        for slot in std::mem::take(&mut self.shm.waiting) {
+        for slot in std::mem::take(&mut self.shm.waiting_slots) {
             if let Some(ring) = self.shm.ring(slot) {
                 ring.in_waiting_list = false;
             }

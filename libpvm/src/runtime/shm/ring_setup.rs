@@ -10,14 +10,14 @@
 use super::super::core::Core;
 use super::super::process::ProcessOwned;
 use super::super::zero_copy::Leases;
-use super::{PendingWake, Ring, RingSetup, Slot, UNREAD_BYTES_MAX, take_record};
+use super::{PendingWake, Ring, RingSetup, RingSlot, UNREAD_BYTES_MAX, take_record};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::LinkEvent;
 use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::ToDaemon;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::doorbell::{SLOTS_MAX, WakeTarget};
-use sempa_ring::shared_memory::{PeerDoorbell, RingPair, accept_pair, create_pair};
+use sempa_ring::shared_memory::{PeerDoorbell, RingPair, create_ring_pair, map_peer_ring_pair};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -43,11 +43,11 @@ impl Core {
 
     /// Offers a ring to the peer if [`MESSAGES_BEFORE_OFFER`] messages have preceded and no refusal
     /// is remembered. Called after a message to the peer was sent through the daemon.
-    pub(in crate::runtime) fn maybe_offer_ring(&mut self, now: Micros, peer: Tid) {
+    pub(in crate::runtime) fn offer_ring_if_due(&mut self, now: Micros, peer: Tid) {
         self.shm.expect_from_daemon();
         if self.shm.doorbell.is_none()
             || !self.is_connected()
-            || self.has_lifted_windows()
+            || self.has_disabled_windows()
             || self.direct.has_route(peer)
         {
             return;
@@ -59,14 +59,14 @@ impl Core {
             .or_insert(RingSetup::NotOffered(0))
         {
             RingSetup::NotOffered(count) if *count < MESSAGES_BEFORE_OFFER => *count += 1,
-            RingSetup::Refused { until } if *until > now => {}
+            RingSetup::Refused { retry_at: until } if *until > now => {}
             RingSetup::Offered { .. } => {}
             RingSetup::NotOffered(_) | RingSetup::Refused { .. } => {
                 if !self.offer_ring(now, peer) {
                     self.shm.setups.insert(
                         peer,
                         RingSetup::Refused {
-                            until: now + REFUSAL_WINDOW,
+                            retry_at: now + REFUSAL_WINDOW,
                         },
                     );
                 }
@@ -78,11 +78,11 @@ impl Core {
         let (Some(doorbell), Some(slot)) = (self.shm.share_doorbell(), self.shm.free_slot()) else {
             return false;
         };
-        let Ok((ends, rings)) = create_pair() else {
+        let Ok((ends, rings)) = create_ring_pair() else {
             return false;
         };
-        self.shm.last_offer += 1;
-        let id = OfferId(self.shm.last_offer);
+        self.shm.last_offer_id += 1;
+        let id = OfferId(self.shm.last_offer_id);
         let message = RouteMsg::RingOffer {
             id,
             slot: slot as u32,
@@ -94,7 +94,7 @@ impl Core {
         ) {
             return false;
         }
-        self.shm.slots[slot] = Slot::Reserved;
+        self.shm.slots[slot] = RingSlot::Reserved;
         let until = now + OFFER_TIMEOUT;
         self.shm.setups.insert(
             peer,
@@ -152,7 +152,7 @@ impl Core {
                 }
             }
             RouteMsg::RingAccept { id, slot } => {
-                self.ring_accepted(now, from, id, slot as usize, &descriptors)
+                self.handle_ring_acceptance(now, from, id, slot as usize, &descriptors)
             }
             RouteMsg::PoolOffer { .. } | RouteMsg::PoolAccept { .. } => {
                 self.handle_pool_message(now, from, message, &descriptors);
@@ -166,7 +166,7 @@ impl Core {
                         } else {
                             REMOTE_REFUSAL_WINDOW
                         };
-                    self.drop_offer(now, from, RingSetup::Refused { until });
+                    self.drop_offer(now, from, RingSetup::Refused { retry_at: until });
                 }
             }
             _ => {}
@@ -190,7 +190,7 @@ impl Core {
                 now,
                 from,
                 RingSetup::Refused {
-                    until: now + REFUSAL_WINDOW,
+                    retry_at: now + REFUSAL_WINDOW,
                 },
             ),
             // Without the pool, large messages are copied through the ring.
@@ -200,13 +200,14 @@ impl Core {
 
     /// Drops the offer to a peer and sets the state of the setup to `standing`. The daemon carries
     /// the queued messages.
-    fn drop_offer(&mut self, now: Micros, peer: Tid, standing: RingSetup) {
+    fn drop_offer(&mut self, now: Micros, peer: Tid, next_setup: RingSetup) {
         if !self.shm.is_offered(peer) {
             return;
         }
-        if let Some(RingSetup::Offered { slot, ends, .. }) = self.shm.setups.insert(peer, standing)
+        if let Some(RingSetup::Offered { slot, ends, .. }) =
+            self.shm.setups.insert(peer, next_setup)
         {
-            self.shm.slots[slot] = Slot::Free;
+            self.shm.slots[slot] = RingSlot::Free;
             // The peer may have accepted and written to the ring, with its acceptance still in
             // transit.
             if let Some(mut ends) = ends.into_inner() {
@@ -240,11 +241,11 @@ impl Core {
         let [rings, bell] = descriptors else {
             return None;
         };
-        if self.is_gone(peer) || self.has_lifted_windows() || peer_slot >= SLOTS_MAX {
+        if self.is_gone(peer) || self.has_disabled_windows() || peer_slot >= SLOTS_MAX {
             return None;
         }
         let own = self.shm.share_doorbell()?;
-        let ends = accept_pair(rings.as_fd()).ok()?;
+        let ends = map_peer_ring_pair(rings.as_fd()).ok()?;
         let bell = PeerDoorbell::map(bell.as_fd()).ok()?;
         if let Some(old) = self.shm.slot(peer) {
             self.end_ring(now, old);
@@ -265,7 +266,7 @@ impl Core {
         Some(())
     }
 
-    fn ring_accepted(
+    fn handle_ring_acceptance(
         &mut self,
         now: Micros,
         peer: Tid,
@@ -287,7 +288,7 @@ impl Core {
                 now,
                 peer,
                 RingSetup::Refused {
-                    until: now + REFUSAL_WINDOW,
+                    retry_at: now + REFUSAL_WINDOW,
                 },
             );
         };
@@ -300,8 +301,8 @@ impl Core {
 
     fn install_ring(&mut self, now: Micros, slot: usize, ring: Ring) {
         let peer = ring.peer;
-        self.shm.slots[slot] = Slot::Ring(ProcessOwned::new(ring));
-        self.shm.by_peer.insert(peer, slot);
+        self.shm.slots[slot] = RingSlot::Ring(ProcessOwned::new(ring));
+        self.shm.slots_by_peer.insert(peer, slot);
         self.shm.setups.remove(&peer);
         let check_at = *self
             .shm
@@ -326,7 +327,7 @@ impl Core {
         let Some(place) = self.shm.slots.get_mut(slot) else {
             return;
         };
-        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else {
+        let RingSlot::Ring(mut ring) = std::mem::replace(place, RingSlot::Free) else {
             return;
         };
         let Ring {
@@ -335,12 +336,12 @@ impl Core {
             leases: loans,
             ..
         } = ring.get_mut();
-        self.shm.by_peer.remove(peer);
+        self.shm.slots_by_peer.remove(peer);
         self.shm.expected_peer.take_if(|last| last == peer);
         self.shm.setups.insert(
             *peer,
             RingSetup::Refused {
-                until: now + REOFFER_DELAY,
+                retry_at: now + REOFFER_DELAY,
             },
         );
         self.close_and_read(now, *peer, ends, loans);
@@ -357,7 +358,7 @@ impl Core {
         }
         let wake = bell.get().notify(*theirs, true);
         if wake != WakeTarget::NoThread {
-            self.shm.wakes.push(PendingWake {
+            self.shm.pending_wakes.push(PendingWake {
                 doorbell: bell.clone(),
                 wake,
                 cpu: *processor,
@@ -400,17 +401,17 @@ impl Core {
             self.pump_ring(now, slot);
             self.end_ring(now, slot);
         }
-        let offered: Vec<Tid> = self.shm.offered().map(|(peer, _)| peer).collect();
+        let offered: Vec<Tid> = self.shm.unanswered_offers().map(|(peer, _)| peer).collect();
         for peer in offered {
             self.drop_offer(now, peer, RingSetup::NotOffered(0));
         }
     }
 
     /// Releases all memory that is shared with other processes.
-    pub(in crate::runtime) fn unshare(&mut self) {
+    pub(in crate::runtime) fn release_shared_memory(&mut self) {
         self.shm.setups.clear();
         self.shm.slots.clear();
-        self.shm.waiting.clear();
+        self.shm.waiting_slots.clear();
         self.shm.drop_pool();
         self.shm.doorbell_fd = None;
         if let Some(bell) = &self.shm.doorbell {
@@ -422,7 +423,7 @@ impl Core {
 
     /// Closes the ring to a peer that has ended or migrated, and drops the state of the setup with
     /// this peer.
-    pub(in crate::runtime) fn drop_ring(&mut self, now: Micros, peer: Tid) {
+    pub(in crate::runtime) fn remove_peer_ring(&mut self, now: Micros, peer: Tid) {
         self.drain_peer(now, peer);
         if let Some(slot) = self.shm.slot(peer) {
             self.end_ring(now, slot);
@@ -436,7 +437,7 @@ impl Core {
     pub(in crate::runtime) fn run_shm_timers(&mut self, now: Micros) {
         let late: Vec<Tid> = self
             .shm
-            .offered()
+            .unanswered_offers()
             .filter(|(_, until)| *until <= now)
             .map(|(peer, _)| peer)
             .collect();
@@ -445,29 +446,29 @@ impl Core {
                 now,
                 peer,
                 RingSetup::Refused {
-                    until: now + REFUSAL_WINDOW,
+                    retry_at: now + REFUSAL_WINDOW,
                 },
             );
         }
         if self.shm.next_idle_check.is_some_and(|due| due <= now) {
             let idle = |(peer, slot): (&Tid, &usize)| match &self.shm.slots[*slot] {
-                Slot::Ring(ring) if now.since(ring.get().used_at) >= RING_IDLE_TIMEOUT => {
+                RingSlot::Ring(ring) if now.since(ring.get().last_used_at) >= RING_IDLE_TIMEOUT => {
                     Some((*peer, *slot))
                 }
                 _ => None,
             };
-            let idle: Vec<(Tid, usize)> = self.shm.by_peer.iter().filter_map(idle).collect();
+            let idle: Vec<(Tid, usize)> = self.shm.slots_by_peer.iter().filter_map(idle).collect();
             for (peer, slot) in idle {
                 self.end_ring(now, slot);
                 self.reroute_through_daemon(now, peer);
             }
             self.shm.drop_idle_pool(now);
             self.shm.next_idle_check =
-                (!self.shm.by_peer.is_empty()).then(|| now + IDLE_CHECK_INTERVAL);
+                (!self.shm.slots_by_peer.is_empty()).then(|| now + IDLE_CHECK_INTERVAL);
         }
         if let Some(due) = self
             .shm
-            .offered()
+            .unanswered_offers()
             .map(|(_, until)| until)
             .chain(self.shm.next_idle_check)
             .min()

@@ -3,7 +3,7 @@
 //! duplicated, damaged or reordered.
 
 use super::fake::FakeDaemon;
-use super::{TEST_TIMEOUT, message, until};
+use super::{TEST_TIMEOUT, message, wait_until};
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use proptest::prelude::*;
@@ -20,20 +20,20 @@ use std::thread;
 use std::time::Instant;
 
 /// Number of scripts, unless `PROPTEST_CASES` is set.
-const CASES: u32 = 24;
+const SCRIPT_COUNT: u32 = 24;
 /// Maximum number of changes in one script.
 const CHANGES_MAX: usize = 8;
 /// Number of messages in each direction between two changes.
-const MESSAGES_BETWEEN: std::ops::Range<u32> = 0..120;
+const MESSAGES_BETWEEN_CHANGES: std::ops::Range<u32> = 0..120;
 /// Maximum number of messages that one task has sent and the other task has not received.
-const WINDOW: u32 = 150;
+const UNRECEIVED_MESSAGES_MAX: u32 = 150;
 const LARGE_BYTES: usize = 3 << 20;
 const TAG_NUMBER: i32 = 1;
 const TAG_END: i32 = 2;
 
 /// Change of the route between the two tasks, which have the numbers 0 and 1.
 #[derive(Clone, Copy, Debug)]
-enum Change {
+enum RouteChange {
     RequestRoute(usize),
     /// The task begins to accept or to refuse direct routes.
     SetAccepts(usize, bool),
@@ -42,24 +42,24 @@ enum Change {
     Migrate {
         task: usize,
         same_host: bool,
-        early: bool,
+        notify_peer_first: bool,
     },
     /// Both tasks migrate at the same time; the task `first` runs again first.
     MigrateBoth {
-        first: usize,
+        first_to_resume: usize,
         same_host: bool,
     },
-    Break,
+    BreakDirectConnections,
 }
 
-fn any_change() -> impl Strategy<Value = Change> {
+fn any_change() -> impl Strategy<Value = RouteChange> {
     let who = 0..2usize;
     prop_oneof![
-        4 => who.clone().prop_map(Change::RequestRoute),
-        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| Change::SetAccepts(who, willing)),
-        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| Change::Migrate { task: who, same_host: near, early }),
-        1 => (who, any::<bool>()).prop_map(|(first, near)| Change::MigrateBoth { first, same_host: near }),
-        2 => Just(Change::Break),
+        4 => who.clone().prop_map(RouteChange::RequestRoute),
+        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| RouteChange::SetAccepts(who, willing)),
+        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| RouteChange::Migrate { task: who, same_host: near, notify_peer_first: early }),
+        1 => (who, any::<bool>()).prop_map(|(first, near)| RouteChange::MigrateBoth { first_to_resume: first, same_host: near }),
+        2 => Just(RouteChange::BreakDirectConnections),
     ]
 }
 
@@ -141,13 +141,13 @@ struct Exchange {
     tasks: [Runtime; 2],
     proxies: Proxies,
     /// Number of messages that each task has received.
-    received: [AtomicU32; 2],
-    stop: AtomicBool,
+    received_counts: [AtomicU32; 2],
+    stop_requested: AtomicBool,
     migrations: AtomicU32,
 }
 
 /// Returns the content of a message: its number, and bytes derived from it.
-fn body(number: u32) -> Vec<u8> {
+fn numbered_body(number: u32) -> Vec<u8> {
     let len = match number % 64 {
         63 => LARGE_BYTES,
         n if n % 3 == 0 => 4 + (number as usize * 7919) % 200_000,
@@ -172,8 +172,8 @@ impl Exchange {
             fake,
             tasks,
             proxies: lines,
-            received: taken,
-            stop: enough,
+            received_counts: taken,
+            stop_requested: enough,
             migrations: moves,
         }
     }
@@ -200,9 +200,11 @@ impl Exchange {
             }
         };
         let mut number = 0;
-        while !self.stop.load(Ordering::Relaxed) {
-            if number - self.received[1 - who].load(Ordering::Relaxed) < WINDOW {
-                send(TAG_NUMBER, body(number));
+        while !self.stop_requested.load(Ordering::Relaxed) {
+            if number - self.received_counts[1 - who].load(Ordering::Relaxed)
+                < UNRECEIVED_MESSAGES_MAX
+            {
+                send(TAG_NUMBER, numbered_body(number));
                 number += 1;
             } else {
                 thread::yield_now();
@@ -217,7 +219,7 @@ impl Exchange {
         for number in 0u32.. {
             let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == from);
             let got = task
-                .inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
+                .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted)
                 .expect("connected");
             let got = got.unwrap_or_else(|| {
                 panic!(
@@ -230,20 +232,20 @@ impl Exchange {
                 return;
             }
             assert_eq!(got.body[..4], number.to_le_bytes(), "once, and in order");
-            assert!(got.body[..] == body(number), "whole");
-            self.received[who].store(number + 1, Ordering::Relaxed);
+            assert!(got.body[..] == numbered_body(number), "whole");
+            self.received_counts[who].store(number + 1, Ordering::Relaxed);
         }
     }
 
     /// Waits until `count` more messages have been received in each direction.
     fn wait_for_messages(&self, count: u32) {
         let all = || {
-            self.received
+            self.received_counts
                 .each_ref()
                 .map(|taken| taken.load(Ordering::Relaxed))
         };
         let from = all();
-        until("messages", || {
+        wait_until("messages", || {
             all()
                 .iter()
                 .zip(from)
@@ -260,7 +262,7 @@ impl Exchange {
 
     fn resume(&self, who: usize, migration: u64) {
         self.fake.resume(migration);
-        until("the return", || self.tasks[who].socket_fd());
+        wait_until("the return", || self.tasks[who].socket_fd());
     }
 
     fn notify_peer(&self, who: usize) {
@@ -270,14 +272,14 @@ impl Exchange {
         );
     }
 
-    fn apply(&self, change: Change) {
+    fn apply(&self, change: RouteChange) {
         match change {
-            Change::RequestRoute(who) => self.tasks[who].open_route(self.tid(1 - who)),
-            Change::SetAccepts(who, willing) => self.tasks[who].set_accepts_routes(willing),
-            Change::Migrate {
+            RouteChange::RequestRoute(who) => self.tasks[who].open_route(self.tid(1 - who)),
+            RouteChange::SetAccepts(who, willing) => self.tasks[who].set_accepts_routes(willing),
+            RouteChange::Migrate {
                 task: who,
                 same_host,
-                early,
+                notify_peer_first: early,
             } => {
                 let migration = self.quiesce(who);
                 self.fake.wait_quiesced(self.tid(who), migration);
@@ -290,7 +292,10 @@ impl Exchange {
                     self.notify_peer(who);
                 }
             }
-            Change::MigrateBoth { first, same_host } => {
+            RouteChange::MigrateBoth {
+                first_to_resume: first,
+                same_host,
+            } => {
                 let migrations = [0, 1].map(|who| self.quiesce(who));
                 (0..2).for_each(|who| self.fake.wait_quiesced(self.tid(who), migrations[who]));
                 self.fake.state().same_host = same_host;
@@ -299,14 +304,14 @@ impl Exchange {
                     self.resume(who, migrations[who]);
                 }
             }
-            Change::Break => self.proxies.break_all(),
+            RouteChange::BreakDirectConnections => self.proxies.break_all(),
         }
     }
 }
 
 /// Runs a script; returns the route before each change and after the last change.
-fn run_script(near: bool, script: &[(u32, Change)]) -> Vec<RouteKind> {
-    let talk = Exchange::new(near);
+fn run_script(same_host: bool, script: &[(u32, RouteChange)]) -> Vec<RouteKind> {
+    let talk = Exchange::new(same_host);
     let mut ways = Vec::new();
     thread::scope(|scope| {
         for who in 0..2 {
@@ -324,12 +329,12 @@ fn run_script(near: bool, script: &[(u32, Change)]) -> Vec<RouteKind> {
             ways.push(current_route(&talk.tasks[0], talk.tid(1)));
             talk.apply(*change);
         }
-        talk.wait_for_messages(MESSAGES_BETWEEN.end);
+        talk.wait_for_messages(MESSAGES_BETWEEN_CHANGES.end);
         ways.push(current_route(&talk.tasks[0], talk.tid(1)));
-        talk.stop.store(true, Ordering::Relaxed);
+        talk.stop_requested.store(true, Ordering::Relaxed);
     });
     for (who, task) in talk.tasks.iter().enumerate() {
-        let left = task.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
+        let left = task.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
         assert_eq!(left, None, "something came twice to {who}");
     }
     ways
@@ -342,7 +347,7 @@ fn route_changes_preserve_messages() {
     let cases = std::env::var("PROPTEST_CASES")
         .ok()
         .and_then(|text| text.parse().ok())
-        .unwrap_or(CASES);
+        .unwrap_or(SCRIPT_COUNT);
     let config = Config {
         cases,
         failure_persistence: None,
@@ -351,7 +356,7 @@ fn route_changes_preserve_messages() {
     };
     let script = (
         any::<bool>(),
-        prop::collection::vec((MESSAGES_BETWEEN, any_change()), 1..=CHANGES_MAX),
+        prop::collection::vec((MESSAGES_BETWEEN_CHANGES, any_change()), 1..=CHANGES_MAX),
     );
     let seen = RefCell::new(Vec::new());
     let result = TestRunner::new(config).run(&script, |(near, script)| -> TestCaseResult {

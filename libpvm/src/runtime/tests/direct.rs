@@ -2,7 +2,7 @@
 //! daemon.
 
 use super::fake::FakeDaemon;
-use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::inbox::Inbox;
 use crate::runtime::direct_routes::DRAIN_SILENCE_TIMEOUT;
 use crate::runtime::{Core, Runtime};
@@ -26,7 +26,7 @@ fn remote_pair() -> (FakeDaemon, Runtime, Runtime) {
 /// Waits for the next message with this tag and returns it.
 fn recv_tagged(task: &Runtime, tag: i32) -> Message {
     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
-    task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
+    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted)
         .expect("connected")
         .expect("a message in time")
 }
@@ -36,7 +36,7 @@ fn ints(message: &Message) -> [i32; 2] {
     [body.int().expect("an int"), body.int().expect("an int")]
 }
 
-fn offers(fake: &FakeDaemon) -> usize {
+fn direct_offer_count(fake: &FakeDaemon) -> usize {
     let is_offer = |said: &ToDaemon| {
         matches!(
             said,
@@ -47,7 +47,7 @@ fn offers(fake: &FakeDaemon) -> usize {
         )
     };
     fake.state()
-        .log
+        .control_log
         .iter()
         .filter(|(_, said)| is_offer(said))
         .count()
@@ -63,11 +63,11 @@ fn has_route(task: &Runtime, to: Tid) -> bool {
 fn direct_route_bypasses_daemon() {
     let (fake, a, b) = remote_pair();
     a.open_route(b.tid());
-    until("both ends", || {
+    wait_until("both ends", || {
         (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
     // From this point the fake daemon drops link frames, so only the direct route delivers.
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     send_numbered(&a, b.tid(), 0..300);
     send_numbered(&b, a.tid(), 0..300);
     expect_numbered(&b, a.tid(), 0..300);
@@ -86,7 +86,7 @@ fn direct_route_bypasses_daemon() {
             .iter()
             .all(|task| recv_tagged(task, 7).body.len() == 64 << 20)
     );
-    assert_eq!(offers(&fake), 1);
+    assert_eq!(direct_offer_count(&fake), 1);
 }
 
 /// A route that was idle for a minute frees its buffers and stays usable.
@@ -94,10 +94,10 @@ fn direct_route_bypasses_daemon() {
 fn idle_route_frees_buffers_and_stays() {
     let (fake, a, b) = remote_pair();
     a.open_route(b.tid());
-    until("both ends", || {
+    wait_until("both ends", || {
         (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     let buffers = |task: &Runtime| {
         task.with_core(Core::direct_buffer_bytes)
             .expect("not forked")
@@ -112,7 +112,7 @@ fn idle_route_frees_buffers_and_stays() {
             assert!(buffers(task) > 0);
             // A link may have acknowledgements to send when time advances; a minute later it has
             // none.
-            until("nothing on its way", || {
+            wait_until("nothing on its way", || {
                 minutes += 1;
                 let mut held = task.lock().expect("not forked");
                 let later = held.now() + Micros::from_secs(minutes * 61);
@@ -122,7 +122,7 @@ fn idle_route_frees_buffers_and_stays() {
         }
         assert!(has_route(&a, b.tid()) && has_route(&b, a.tid()));
     }
-    assert_eq!(offers(&fake), 1);
+    assert_eq!(direct_offer_count(&fake), 1);
 }
 
 /// Two tasks that request a route to each other at the same time establish one route.
@@ -134,10 +134,10 @@ fn crossing_offers_establish_one_route() {
             scope.spawn(|| a.open_route(b.tid()));
             scope.spawn(|| b.open_route(a.tid()));
         });
-        until("both ends", || {
+        wait_until("both ends", || {
             (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
         });
-        fake.state().lossy = true;
+        fake.state().drops_link_frames = true;
         send_numbered(&a, b.tid(), 0..20);
         send_numbered(&b, a.tid(), 0..20);
         expect_numbered(&b, a.tid(), 0..20);
@@ -155,7 +155,7 @@ fn refusing_program_is_asked_once() {
         send_numbered(&a, b.tid(), number..number + 1);
     }
     expect_numbered(&b, a.tid(), 0..5);
-    assert!(offers(&fake) == 1 && !has_route(&a, b.tid()));
+    assert!(direct_offer_count(&fake) == 1 && !has_route(&a, b.tid()));
 }
 
 /// Programs are notified of new routes and of their ends.
@@ -212,7 +212,7 @@ fn migration_preserves_direct_messages() {
     for round in 1..4u32 {
         a.open_route(b.tid());
         assert_eq!(ints(&recv_tagged(&a, 4))[0], b.tid().raw(), "round {round}");
-        until("the other end", || has_route(&b, a.tid()).then_some(()));
+        wait_until("the other end", || has_route(&b, a.tid()).then_some(()));
         b.notify_route_end(a.tid(), CTX_BASE, 5, false)
             .expect("room");
         let (from, to) = ((round - 1) * 200, round * 200);
@@ -229,7 +229,7 @@ fn migration_preserves_direct_messages() {
             fake.resume(u64::from(round));
         });
         // While a task has no connection to the daemon, it requests no route.
-        until("the return", || a.socket_fd());
+        wait_until("the return", || a.socket_fd());
         expect_numbered(&b, a.tid(), from..to);
         expect_numbered(&a, b.tid(), from..to);
         assert_eq!(
@@ -238,7 +238,7 @@ fn migration_preserves_direct_messages() {
             "round {round}"
         );
     }
-    assert_eq!(offers(&fake), 3);
+    assert_eq!(direct_offer_count(&fake), 3);
 }
 
 /// On the same host a direct route uses the ring, and no task listens.
@@ -265,7 +265,7 @@ fn same_host_route_uses_rings() {
 enum ProxyState {
     Open,
     /// The proxy retains the data and forwards nothing.
-    Holding,
+    Retaining,
     /// The proxy forwards the retained data and closes the connection, as the kernel does for a
     /// killed task.
     FlushAndClose,
@@ -273,12 +273,12 @@ enum ProxyState {
 
 /// Proxy in a direct connection: its state, and the number of bytes that it retains.
 #[derive(Clone)]
-struct HoldingProxy(Arc<Mutex<(ProxyState, usize)>>);
+struct RetainingProxy(Arc<Mutex<(ProxyState, usize)>>);
 
-impl HoldingProxy {
+impl RetainingProxy {
     /// Inserts a proxy into the direct connections of this daemon's tasks.
-    fn insert(fake: &FakeDaemon) -> HoldingProxy {
-        let way = HoldingProxy(Arc::new(Mutex::new((ProxyState::Open, 0))));
+    fn insert(fake: &FakeDaemon) -> RetainingProxy {
+        let way = RetainingProxy(Arc::new(Mutex::new((ProxyState::Open, 0))));
         let gate = way.clone();
         fake.state().address_rewrite = Some(Box::new(move |offered| {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
@@ -290,7 +290,7 @@ impl HoldingProxy {
         way
     }
 
-    fn set(&self, gate: ProxyState) {
+    fn set_state(&self, gate: ProxyState) {
         self.0.lock().expect("no panic under the lock").0 = gate;
     }
 
@@ -318,7 +318,7 @@ impl HoldingProxy {
                 state.1 = kept.len();
                 state.0
             };
-            if gate != ProxyState::Holding {
+            if gate != ProxyState::Retaining {
                 dialled.write_all(&kept).expect("somebody reads");
                 kept.clear();
             }
@@ -335,15 +335,15 @@ impl HoldingProxy {
 
 /// Returns two tasks whose direct route goes through a proxy that retains all data. The daemon
 /// drops link frames.
-fn pair_with_closed_proxy() -> (FakeDaemon, Runtime, Runtime, HoldingProxy) {
+fn pair_with_retaining_proxy() -> (FakeDaemon, Runtime, Runtime, RetainingProxy) {
     let (fake, a, b) = remote_pair();
-    let way = HoldingProxy::insert(&fake);
+    let way = RetainingProxy::insert(&fake);
     a.open_route(b.tid());
-    until("both ends", || {
+    wait_until("both ends", || {
         (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
-    fake.state().lossy = true;
-    way.set(ProxyState::Holding);
+    fake.state().drops_link_frames = true;
+    way.set_state(ProxyState::Retaining);
     (fake, a, b, way)
 }
 
@@ -353,7 +353,7 @@ fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
     fake.send_control(to.tid(), ToTask::PeerGone { tid: ended });
     let deliver = |tag, after| ToTask::Deliver {
         message: message(to.tid(), tag, ""),
-        after,
+        deliver_after: after,
     };
     fake.send_control(
         to.tid(),
@@ -376,25 +376,25 @@ fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
 fn messages_of_killed_task_precede_its_end() {
     const COUNT: u32 = 30;
     const BYTES: usize = 100_000;
-    let (fake, a, b, way) = pair_with_closed_proxy();
+    let (fake, a, b, way) = pair_with_retaining_proxy();
     for number in 0..COUNT {
         let mut body = vec![number as u8; BYTES];
         body[..4].copy_from_slice(&number.to_le_bytes());
         a.send(message(b.tid(), 1, body)).expect("sent");
     }
-    until("all of it on the way", || {
+    wait_until("all of it on the way", || {
         (way.held_bytes() >= COUNT as usize * BYTES).then_some(())
     });
     report_end(&fake, &b, a.tid());
     assert!(
         has_route(&b, a.tid())
-            && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+            && b.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
                 .is_none()
     );
     // Messages to the ended task are dropped after `PeerGone`.
     b.send(message(a.tid(), 1, vec![1; 1 << 20]))
         .expect("as to anybody who has ended");
-    way.set(ProxyState::FlushAndClose);
+    way.set_state(ProxyState::FlushAndClose);
     for number in 0..COUNT {
         let got = recv_next(&b);
         assert_eq!(
@@ -414,7 +414,7 @@ fn messages_of_killed_task_precede_its_end() {
 /// the silence timeout.
 #[test]
 fn dead_host_delays_end_notification_briefly() {
-    let (fake, a, b, _way) = pair_with_closed_proxy();
+    let (fake, a, b, _way) = pair_with_retaining_proxy();
     a.send(message(b.tid(), 1, "lost with its host"))
         .expect("sent");
     let told = Instant::now();
@@ -431,13 +431,13 @@ fn dead_host_delays_end_notification_briefly() {
 /// A task that migrates while it drains a connection still reports the end of the peer.
 #[test]
 fn migration_while_draining_reports_peer_end() {
-    let (fake, a, b, _way) = pair_with_closed_proxy();
+    let (fake, a, b, _way) = pair_with_retaining_proxy();
     report_end(&fake, &b, a.tid());
     fake.quiesce(b.tid(), 1);
     fake.wait_quiesced(b.tid(), 1);
     assert_eq!(recv_next(&b).tag, 9);
     fake.resume(1);
-    until("the return", || b.socket_fd());
+    wait_until("the return", || b.socket_fd());
     assert!(
         b.with_core(|core| core.is_gone(a.tid()))
             .expect("not forked")

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // A test of fork must fork.
 
 use super::fake::FakeDaemon;
-use super::{expect_numbered, message, recv_next, send_numbered, until};
+use super::{expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use crate::runtime::{EnrollOptions, Runtime};
@@ -24,7 +24,7 @@ fn missing_daemon_error_says_what_to_do() {
         socket: dir.path().join(name),
         claim: Claim::New,
         program: "x".into(),
-        at_end: OnDaemonExit::FailCalls,
+        on_daemon_exit: OnDaemonExit::FailCalls,
     };
     let missing = Runtime::connect(options("missing")).expect_err("nobody there");
     assert!(matches!(missing, EnrollError::NoDaemon { .. }));
@@ -43,7 +43,7 @@ fn missing_daemon_error_says_what_to_do() {
 #[test]
 fn refusal_reason_is_returned() {
     let fake = FakeDaemon::start();
-    fake.state().refuse = Some("the virtual machine is stopping".into());
+    fake.state().refusal_reason = Some("the virtual machine is stopping".into());
     let refused = Runtime::connect(fake.options()).expect_err("refused");
     assert!(
         matches!(&refused, EnrollError::Refused(why) if why == "the virtual machine is stopping")
@@ -75,7 +75,7 @@ fn refusal_before_hello_is_understood() {
             socket: socket.clone(),
             claim: Claim::New,
             program: "x".into(),
-            at_end: OnDaemonExit::FailCalls,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         };
         let error = Runtime::connect(options).expect_err("refused");
         assert!(
@@ -109,7 +109,7 @@ fn listener_of_other_protocol_is_rejected() {
             socket,
             claim: Claim::New,
             program: "x".into(),
-            at_end: OnDaemonExit::FailCalls,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         });
         server.join().expect("served");
         let error = error.expect_err("no daemon");
@@ -130,7 +130,7 @@ fn hello_identifies_process() {
         ..fake.options()
     };
     let task = Runtime::connect(options).expect("welcome");
-    assert!(task.spawned());
+    assert!(task.was_spawned());
     let net = fake.state();
     let hello = net.hellos.last().expect("greeted");
     assert_eq!(
@@ -146,13 +146,13 @@ fn daemon_death_ends_waits_and_keeps_messages() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
     b.send(message(a.tid(), 1, "kept")).expect("sent");
-    until("the message", || {
-        a.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+    wait_until("the message", || {
+        a.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
     });
     thread::scope(|scope| {
         let asking = scope.spawn(|| a.request(Request::Config));
         let receiving = scope.spawn(|| {
-            a.inbox_wait(None, &mut |inbox: &mut Inbox| {
+            a.wait_for_inbox(None, &mut |inbox: &mut Inbox| {
                 inbox.take_first(|m| m.tag == 2)
             })
         });
@@ -186,17 +186,17 @@ fn daemon_death_ends_waits_and_keeps_messages() {
 fn daemon_death_ends_blocked_send() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.stall(a.tid(), true);
+    fake.set_stalled(a.tid(), true);
     thread::scope(|scope| {
         let sending = scope.spawn(|| a.send(message(b.tid(), 1, vec![0; WINDOW_BYTES_MAX])));
-        until("a full socket", || {
-            a.with_core(|core| core.outbox.backlog() > 0)
+        wait_until("a full socket", || {
+            a.with_core(|core| core.outbox.backlog_bytes() > 0)
                 .filter(|full| *full)
         });
         fake.disconnect(a.tid());
         assert_eq!(sending.join().expect("ended"), Err(PvmError::SysErr));
     });
-    fake.stall(a.tid(), false);
+    fake.set_stalled(a.tid(), false);
 }
 
 /// Malformed frames from the daemon end the connection with a reason.
@@ -213,7 +213,7 @@ fn malformed_frames_end_connection() {
         let task = fake.enroll();
         fake.send_raw(task.tid(), bytes.to_vec());
         assert_eq!(
-            task.inbox_wait(None, &mut |_| None::<()>),
+            task.wait_for_inbox(None, &mut |_| None::<()>),
             Err(PvmError::SysErr)
         );
         assert!(
@@ -271,7 +271,7 @@ fn exit_flushes_all_messages_first() {
             end_seq: end
         }]
     );
-    until("the closed socket", || {
+    wait_until("the closed socket", || {
         fake.is_closed(a.tid()).then_some(())
     });
     assert!(!a.is_connected() && a.socket_fd().is_none());
@@ -304,7 +304,7 @@ fn dropping_last_clone_flushes_messages() {
     drop(a.clone());
     assert!(!fake.is_closed(tid));
     drop(a);
-    until("the closed socket", || fake.is_closed(tid).then_some(()));
+    wait_until("the closed socket", || fake.is_closed(tid).then_some(()));
     fake.resume(1);
     assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }
@@ -351,7 +351,7 @@ fn forked_child_can_enroll_as_new_task() {
                     ..
                 }
             )
-            && a.inbox_wait(None, &mut |_| None::<()>) == Err(PvmError::SysErr)
+            && a.wait_for_inbox(None, &mut |_| None::<()>) == Err(PvmError::SysErr)
             && a.exit() == Err(PvmError::SysErr);
         drop(a.clone());
         let own = fake.enroll();

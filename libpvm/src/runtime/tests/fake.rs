@@ -1,7 +1,7 @@
 //! Minimal daemon for tests: enrolls tasks, forwards link frames, queues frames for a migrating
 //! task, and logs all other frames.
 
-use super::{TEST_TIMEOUT, until};
+use super::{TEST_TIMEOUT, wait_until};
 use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -40,7 +40,7 @@ enum QueuedFrame {
     /// same host.
     Route {
         from: Tid,
-        word: RouteMsg,
+        message: RouteMsg,
     },
 }
 
@@ -48,7 +48,7 @@ enum QueuedFrame {
 #[derive(Default)]
 pub(super) struct TaskConn {
     stream: Option<UnixStream>,
-    out: Option<Sender<OutFrame>>,
+    frame_sender: Option<Sender<OutFrame>>,
     queued: Vec<QueuedFrame>,
     /// True after a quiesce request: frames for the task are queued.
     is_quiescing: bool,
@@ -62,7 +62,7 @@ impl TaskConn {
     }
 
     fn send_with_descriptors(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
-        match &self.out {
+        match &self.frame_sender {
             // A broken connection loses frames; only its task is affected.
             Some(out) if !self.is_quiescing => drop(out.send((bytes, descriptors))),
             _ if self.closed => {}
@@ -71,7 +71,7 @@ impl TaskConn {
     }
 
     fn is_receiving(&self) -> bool {
-        self.out.is_some() && !self.is_quiescing && !self.closed
+        self.frame_sender.is_some() && !self.is_quiescing && !self.closed
     }
 }
 
@@ -79,12 +79,12 @@ impl TaskConn {
 pub(super) struct FakeState {
     pub(super) tasks: HashMap<Tid, TaskConn>,
     /// All control frames, in order of arrival.
-    pub(super) log: Vec<(Tid, ToDaemon)>,
+    pub(super) control_log: Vec<(Tid, ToDaemon)>,
     pub(super) hellos: Vec<Hello>,
     pub(super) rm: Option<RmInfo>,
-    pub(super) refuse: Option<String>,
+    pub(super) refusal_reason: Option<String>,
     /// If true, the fake daemon drops link frames.
-    pub(super) lossy: bool,
+    pub(super) drops_link_frames: bool,
     /// The tasks count as being on the same host and may have rings. Otherwise their offers are
     /// refused.
     pub(super) same_host: bool,
@@ -97,7 +97,7 @@ pub(super) struct FakeState {
 }
 
 pub(super) struct Shared {
-    net: Mutex<FakeState>,
+    state: Mutex<FakeState>,
     changed: Condvar,
 }
 
@@ -112,7 +112,7 @@ impl FakeDaemon {
         let dir = TempDir::new().expect("a directory");
         let listener = UnixListener::bind(dir.path().join("s")).expect("a socket");
         let shared = Arc::new(Shared {
-            net: Mutex::default(),
+            state: Mutex::default(),
             changed: Condvar::new(),
         });
         let accepting = Arc::clone(&shared);
@@ -134,7 +134,7 @@ impl FakeDaemon {
             socket: self.socket(),
             claim: Claim::New,
             program: "test".into(),
-            at_end: OnDaemonExit::FailCalls,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         }
     }
 
@@ -143,7 +143,7 @@ impl FakeDaemon {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
-        self.shared.net.lock().expect("no panic under the lock")
+        self.shared.state.lock().expect("no panic under the lock")
     }
 
     /// Sets the function that answers requests. A request for which the function returns `None`
@@ -173,9 +173,9 @@ impl FakeDaemon {
 
     /// Waits for a log entry for which `f` returns a value.
     pub(super) fn wait_for_log<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
-        until(what, || {
+        wait_until(what, || {
             self.state()
-                .log
+                .control_log
                 .iter()
                 .find_map(|(tid, said)| f(*tid, said))
         })
@@ -190,18 +190,18 @@ impl FakeDaemon {
     }
 
     /// Stops reading from this task, or resumes it.
-    pub(super) fn stall(&self, tid: Tid, stalled: bool) {
+    pub(super) fn set_stalled(&self, tid: Tid, stalled: bool) {
         self.state().tasks.get_mut(&tid).expect("seated").stalled = stalled;
         self.shared.changed.notify_all();
     }
 
-    pub(super) fn token(&self, migration: u64) -> PathBuf {
+    pub(super) fn token_path(&self, migration: u64) -> PathBuf {
         self.dir.path().join(format!("resume-{migration}"))
     }
 
     /// Sends a quiesce request to a task. After this call, frames for the task are queued.
     pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
-        let tokens = vec![self.dir.path().join("nowhere"), self.token(migration)];
+        let tokens = vec![self.dir.path().join("nowhere"), self.token_path(migration)];
         let order = ToTask::Quiesce {
             migration: MigrationId(migration),
             tokens,
@@ -217,7 +217,7 @@ impl FakeDaemon {
             let wanted = MigrationId(migration);
             matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
         });
-        until("the closed socket", || {
+        wait_until("the closed socket", || {
             self.state().tasks[&tid].stream.is_none().then_some(())
         });
     }
@@ -231,7 +231,7 @@ impl FakeDaemon {
         let token = to_bytes(&ResumeToken { migration, socket }).expect("small");
         let temporary = self.dir.path().join("token.new");
         std::fs::write(&temporary, token).expect("written");
-        std::fs::rename(temporary, self.token(file)).expect("renamed");
+        std::fs::rename(temporary, self.token_path(file)).expect("renamed");
     }
 
     /// Closes the connection to a task, as if the daemon had died.
@@ -250,7 +250,7 @@ impl Drop for FakeDaemon {
     fn drop(&mut self) {
         let net = self
             .shared
-            .net
+            .state
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         for stream in net.tasks.values().filter_map(|seat| seat.stream.as_ref()) {
@@ -289,7 +289,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
     };
     loop {
         let deadline = Instant::now() + TEST_TIMEOUT;
-        let mut net = shared.net.lock().expect("no panic under the lock");
+        let mut net = shared.state.lock().expect("no panic under the lock");
         while net.tasks[&tid].stalled && Instant::now() < deadline {
             net = shared
                 .changed
@@ -303,18 +303,18 @@ fn serve(shared: &Shared, stream: UnixStream) {
         };
         handle_frame(shared, tid, frame, &mut passed);
     }
-    let mut net = shared.net.lock().expect("no panic under the lock");
+    let mut net = shared.state.lock().expect("no panic under the lock");
     let seat = net.tasks.get_mut(&tid).expect("seated");
-    (seat.stream, seat.out) = (None, None);
+    (seat.stream, seat.frame_sender) = (None, None);
     seat.closed = !seat.is_quiescing;
 }
 
 /// Answers a hello; `None` if the task was refused.
 fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let mut writing = stream.try_clone().expect("a descriptor");
-    let mut net = shared.net.lock().expect("no panic under the lock");
+    let mut net = shared.state.lock().expect("no panic under the lock");
     net.hellos.push(hello.clone());
-    if let Some(reason) = net.refuse.clone() {
+    if let Some(reason) = net.refusal_reason.clone() {
         writing
             .write_all(&encode_control(&ToTask::Refused { reason }).expect("small"))
             .expect("written");
@@ -349,12 +349,15 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
     for held in std::mem::take(&mut seat.queued) {
         let parcel = match held {
             QueuedFrame::Frame(parcel) => parcel,
-            QueuedFrame::Route { from, word } => (route_frame(from, near, word), Vec::new()),
+            QueuedFrame::Route {
+                from,
+                message: word,
+            } => (route_frame(from, near, word), Vec::new()),
         };
         out.send(parcel).expect("just made");
     }
     seat.is_quiescing = false;
-    seat.out = Some(out);
+    seat.frame_sender = Some(out);
     seat.stream = Some(stream.try_clone().expect("a descriptor"));
     thread::spawn(move || {
         for (bytes, descriptors) in queue {
@@ -384,11 +387,11 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
 }
 
 fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut PendingFds) {
-    let mut net = shared.net.lock().expect("no panic under the lock");
+    let mut net = shared.state.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.decode_link().expect("a link frame");
         assert_eq!(link.src, tid, "a task speaks for itself");
-        let lossy = net.lossy;
+        let lossy = net.drops_link_frames;
         return match net.tasks.get_mut(&link.dst) {
             Some(seat) if !seat.closed && !lossy => {
                 seat.send(encode_frame(FrameKind::Link, &[&frame.body]))
@@ -421,7 +424,7 @@ fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut PendingFds
         };
         forward_route_message(&mut net, tid, *to, word.clone(), descriptors);
     }
-    net.log.push((tid, said));
+    net.control_log.push((tid, said));
 }
 
 fn route_frame(from: Tid, near: bool, word: RouteMsg) -> Bytes {
@@ -475,9 +478,6 @@ fn forward_route_message(
     if seat.is_receiving() {
         seat.send_with_descriptors(route_frame(from, near, message), descriptors);
     } else {
-        seat.queued.push(QueuedFrame::Route {
-            from,
-            word: message,
-        });
+        seat.queued.push(QueuedFrame::Route { from, message });
     }
 }

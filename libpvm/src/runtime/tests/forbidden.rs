@@ -12,12 +12,12 @@ use sempa_proto::task::{Claim, OnDaemonExit};
 use std::process::{Command, Stdio};
 
 /// Size of a large message, above the minimum size for a lease.
-const LARGE: usize = 1 << 20;
+const LARGE_BYTES: usize = 1 << 20;
 
 /// Makes a system call fail with EPERM in this thread and the threads that it starts. If `second`
 /// is given, only calls with this second argument fail.
 fn forbid_syscall(call: libc::c_long, second: Option<u32>) {
-    const fn step(code: u32, jump: u8, k: u32) -> libc::sock_filter {
+    const fn bpf_instruction(code: u32, jump: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {
             code: code as u16,
             jt: 0,
@@ -30,24 +30,27 @@ fn forbid_syscall(call: libc::c_long, second: Option<u32>) {
         libc::BPF_JMP | libc::BPF_JEQ,
         libc::BPF_RET,
     );
-    let mut steps = vec![
-        step(load, 0, 0),
-        step(equal, if second.is_some() { 3 } else { 1 }, call as u32),
+    let mut instructions = vec![
+        bpf_instruction(load, 0, 0),
+        bpf_instruction(equal, if second.is_some() { 3 } else { 1 }, call as u32),
     ];
     if let Some(second) = second {
         // Offset of the second argument in `seccomp_data`: number, architecture, instruction
         // pointer and first argument come before it.
-        steps.extend([step(load, 0, 24), step(equal, 1, second)]);
+        instructions.extend([
+            bpf_instruction(load, 0, 24),
+            bpf_instruction(equal, 1, second),
+        ]);
     }
-    steps.push(step(
+    instructions.push(bpf_instruction(
         answer,
         0,
         libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
     ));
-    steps.push(step(answer, 0, libc::SECCOMP_RET_ALLOW));
+    instructions.push(bpf_instruction(answer, 0, libc::SECCOMP_RET_ALLOW));
     let program = libc::sock_fprog {
-        len: steps.len() as u16,
-        filter: steps.as_mut_ptr(),
+        len: instructions.len() as u16,
+        filter: instructions.as_mut_ptr(),
     };
     // SAFETY: the kernel only reads the program, which lives through the call.
     let done = unsafe {
@@ -85,7 +88,7 @@ fn child_goes_without() {
         socket,
         claim: Claim::New,
         program: "without".into(),
-        at_end: OnDaemonExit::FailCalls,
+        on_daemon_exit: OnDaemonExit::FailCalls,
     };
     let task = Runtime::connect(options).expect("welcome");
     let peer = Tid::from_raw(peer);
@@ -93,10 +96,10 @@ fn child_goes_without() {
     send_numbered(&task, peer, 0..300);
     expect_numbered(&task, peer, 0..300);
     for n in 0..20 {
-        task.send(message(peer, n, vec![n as u8; LARGE]))
+        task.send(message(peer, n, vec![n as u8; LARGE_BYTES]))
             .expect("sent");
         let got = recv_next(&task);
-        assert_eq!((got.tag, got.body.len()), (n, LARGE));
+        assert_eq!((got.tag, got.body.len()), (n, LARGE_BYTES));
         assert!(got.body.iter().all(|byte| *byte == n as u8), "whole");
     }
     let (has_ring, has_store) = task
@@ -133,7 +136,7 @@ fn exchange_restricted(what: &str) {
     send_numbered(&a, from, 0..300);
     for n in 0..20 {
         let got = recv_next(&a);
-        assert_eq!((got.src, got.tag, got.body.len()), (from, n, LARGE));
+        assert_eq!((got.src, got.tag, got.body.len()), (from, n, LARGE_BYTES));
         a.send(message(from, n, got.body)).expect("sent");
     }
     assert!(other.wait().expect("it ends").success(), "without {what}");

@@ -3,7 +3,7 @@
 
 use super::fake::{FakeDaemon, RecordedMessage};
 use super::rings::{ring_pair, same_host_daemon};
-use super::{expect_numbered, message, recv_next, send_numbered, until};
+use super::{expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::runtime::Runtime;
 use nix::sys::uio::{pread, pwrite};
 use sempa_proto::Tid;
@@ -11,14 +11,14 @@ use sempa_proto::link::{FLAG_OUT_OF_LINE, LinkKind, encode_short_head};
 use sempa_proto::message::Message;
 use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::ToTask;
-use sempa_ring::shared_memory::{DOORBELL_BYTES, PAIR_BYTES};
+use sempa_ring::shared_memory::{DOORBELL_BYTES, RING_PAIR_BYTES};
 use sempa_ring::shared_pool::OwnPool;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
 /// Distance between the control words of the two rings of a pair. The offsets below are relative to
 /// the control words of one ring, whose `tail` is at offset 0.
-const CONTROL_WORDS_BYTES: u64 = 384;
+const CONTROL_WORDS_DISTANCE: u64 = 384;
 const HEAD_OFFSET: u64 = 128;
 const STARVED_OFFSET: u64 = 256;
 const CLOSED_OFFSET: u64 = 260;
@@ -39,7 +39,7 @@ impl Rng {
 
     /// Returns a number that is most often very small or very large, because such lengths and
     /// positions are critical.
-    fn word(&mut self) -> u64 {
+    fn extreme_word(&mut self) -> u64 {
         match self.below(4) {
             0 => self.below(2),
             1 => u64::MAX - self.below(8),
@@ -64,10 +64,15 @@ fn random_record(dice: &mut Rng) -> Vec<u8> {
         },
         _ => LinkKind::Probe,
     };
-    let mut body = encode_short_head(kind, dice.below(50), dice.word()).to_vec();
+    let mut body = encode_short_head(kind, dice.below(50), dice.extreme_word()).to_vec();
     if dice.below(2) == 0 {
         body[0] |= FLAG_OUT_OF_LINE;
-        for word in [dice.below(4), dice.word(), dice.word(), dice.below(70)] {
+        for word in [
+            dice.below(4),
+            dice.extreme_word(),
+            dice.extreme_word(),
+            dice.below(70),
+        ] {
             body.extend(word.to_le_bytes());
         }
     } else {
@@ -83,39 +88,43 @@ fn random_record(dice: &mut Rng) -> Vec<u8> {
 
 /// Overwrites one random part of the memory of a pair of rings.
 fn corrupt_rings(dice: &mut Rng, fd: &OwnedFd) {
-    let words = dice.below(2) * CONTROL_WORDS_BYTES;
+    let words = dice.below(2) * CONTROL_WORDS_DISTANCE;
     match dice.below(9) {
-        0 => write_at(fd, words, &dice.word().to_le_bytes()),
-        1 => write_at(fd, words + HEAD_OFFSET, &dice.word().to_le_bytes()),
+        0 => write_at(fd, words, &dice.extreme_word().to_le_bytes()),
+        1 => write_at(fd, words + HEAD_OFFSET, &dice.extreme_word().to_le_bytes()),
         2 => write_at(
             fd,
             words + STARVED_OFFSET,
-            &(dice.word() as u32).to_le_bytes(),
+            &(dice.extreme_word() as u32).to_le_bytes(),
         ),
         3 => write_at(
             fd,
             words + CLOSED_OFFSET,
-            &(dice.word() as u32).to_le_bytes(),
+            &(dice.extreme_word() as u32).to_le_bytes(),
         ),
-        4 | 5 => write_at(fd, words + RETURNED_OFFSET, &dice.word().to_le_bytes()),
+        4 | 5 => write_at(
+            fd,
+            words + RETURNED_OFFSET,
+            &dice.extreme_word().to_le_bytes(),
+        ),
         6 => write_at(
             fd,
-            dice.below(PAIR_BYTES as u64 - 8),
-            &dice.word().to_le_bytes(),
+            dice.below(RING_PAIR_BYTES as u64 - 8),
+            &dice.extreme_word().to_le_bytes(),
         ),
         _ => {
             // Writes a record after the last one, and advances the tail past it.
-            let (ring, ring_bytes) = (dice.below(2), (PAIR_BYTES as u64 - DATA_OFFSET) / 2);
+            let (ring, ring_bytes) = (dice.below(2), (RING_PAIR_BYTES as u64 - DATA_OFFSET) / 2);
             let mut tail = [0; 8];
             assert_eq!(
-                pread(fd, &mut tail, (ring * CONTROL_WORDS_BYTES) as i64),
+                pread(fd, &mut tail, (ring * CONTROL_WORDS_DISTANCE) as i64),
                 Ok(8)
             );
             let (tail, bytes) = (u64::from_le_bytes(tail), random_record(dice));
             let at = (tail % ring_bytes).min(ring_bytes - 512);
             write_at(fd, DATA_OFFSET + ring * ring_bytes + at, &bytes);
             let end = tail.wrapping_add(bytes.len().next_multiple_of(8) as u64);
-            write_at(fd, ring * CONTROL_WORDS_BYTES, &end.to_le_bytes());
+            write_at(fd, ring * CONTROL_WORDS_DISTANCE, &end.to_le_bytes());
         }
     }
 }
@@ -140,10 +149,14 @@ fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells
             write_at(
                 bell,
                 dice.below(DOORBELL_BYTES as u64 / 8) * 8,
-                &dice.word().to_le_bytes(),
+                &dice.extreme_word().to_le_bytes(),
             );
             // The first words of a doorbell are the most important ones.
-            write_at(bell, dice.below(4) * 4, &(dice.word() as u32).to_le_bytes());
+            write_at(
+                bell,
+                dice.below(4) * 4,
+                &(dice.extreme_word() as u32).to_le_bytes(),
+            );
         }
         _ => {}
     }
@@ -153,9 +166,9 @@ fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells
 fn corrupt_until_rings_fail(fake: &FakeDaemon, bad: &Runtime, victims: [Tid; 2]) {
     const RINGS: usize = 8;
     /// Number of corrupted doorbells. Each may delay a wake-up by a second.
-    const BELLS: u64 = 10;
+    const CORRUPTED_DOORBELLS: u64 = 10;
     let (mut dice, mut rounds, mut bells) = (Rng(3), 0u64, 0);
-    until("broken rings", || {
+    wait_until("broken rings", || {
         for _ in 0..20 {
             rounds += 1;
             // Messages make the tasks set up rings again, and large ones make them use pools.
@@ -166,7 +179,7 @@ fn corrupt_until_rings_fail(fake: &FakeDaemon, bad: &Runtime, victims: [Tid; 2])
             };
             bad.send(message(victims[rounds as usize % 2], 2, vec![2; len]))
                 .expect("sent");
-            let at_bells = bells < BELLS && rounds.is_multiple_of(200);
+            let at_bells = bells < CORRUPTED_DOORBELLS && rounds.is_multiple_of(200);
             bells += u64::from(at_bells);
             corrupt_shared_memory(fake, &mut dice, bad.tid(), at_bells);
         }
@@ -210,7 +223,7 @@ fn corrupted_shared_memory_affects_own_links_only() {
             });
             // Drops whatever the hostile task has sent.
             for task in [&a, &b] {
-                task.inbox_try(&mut |inbox| {
+                task.check_inbox(&mut |inbox| {
                     while inbox.take_first(|m| m.src == bad.tid()).is_some() {}
                     Some(())
                 });
@@ -242,7 +255,7 @@ fn ring_is_read_despite_cleared_doorbell() {
     for n in 1..4 {
         std::thread::scope(|scope| {
             let hearing = scope.spawn(|| recv_next(&b));
-            until("a sleeper", || {
+            wait_until("a sleeper", || {
                 b.0.shared.lock().has_event_waiters().then_some(())
             });
             // No thread seems to sleep and the drainer thread seems to be woken, so the writer
@@ -303,7 +316,7 @@ fn child_writes_without_end() {
         socket,
         claim: sempa_proto::task::Claim::New,
         program: "writer".into(),
-        at_end: sempa_proto::task::OnDaemonExit::FailCalls,
+        on_daemon_exit: sempa_proto::task::OnDaemonExit::FailCalls,
     };
     let task = Runtime::connect(options).expect("welcome");
     for number in 0u32.. {
@@ -345,7 +358,7 @@ fn killed_writer_leaves_whole_messages_only() {
             );
         };
         whole(0, &first);
-        until("a ring", || {
+        wait_until("a ring", || {
             a.with_core(|core| core.shm.slot(from).is_some())
                 .filter(|has| *has)
         });
@@ -355,14 +368,14 @@ fn killed_writer_leaves_whole_messages_only() {
         // The process writes continuously, so it is killed in the middle of a message.
         writer.kill().expect("it runs");
         writer.wait().expect("it has ended");
-        until("the closed socket", || fake.is_closed(from).then_some(()));
+        wait_until("the closed socket", || fake.is_closed(from).then_some(()));
         fake.send_control(a.tid(), ToTask::PeerGone { tid: from });
-        until("the end of the ring", || {
+        wait_until("the end of the ring", || {
             a.with_core(|core| core.shm.slot(from).is_none())
                 .filter(|has| *has)
         });
         let mut number = 50 + round * 7;
-        while let Some(got) = a.inbox_try(&mut |inbox| inbox.take_first(|m| m.src == from)) {
+        while let Some(got) = a.check_inbox(&mut |inbox| inbox.take_first(|m| m.src == from)) {
             whole(number, &got);
             number += 1;
         }

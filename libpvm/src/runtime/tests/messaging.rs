@@ -1,7 +1,7 @@
 //! Tests of messages and requests between tasks without migrations or failures.
 
 use super::fake::FakeDaemon;
-use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::inbox::Inbox;
 use sempa_proto::link::{RETAINED_BYTES_MAX, WINDOW_BYTES_MAX};
 use sempa_proto::table::HostTable;
@@ -27,7 +27,7 @@ fn message_arrives_unchanged() {
 fn message_to_self_stays_in_library() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
-    fake.stall(task.tid(), true);
+    fake.set_stalled(task.tid(), true);
     task.send(message(task.tid(), 1, vec![1; 10 << 20]))
         .expect("sent");
     assert_eq!(recv_next(&task).body.len(), 10 << 20);
@@ -96,12 +96,12 @@ fn mutual_bulk_sends_do_not_deadlock() {
 fn send_returns_while_window_is_closed() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     for i in 0..8 {
         a.send(message(b.tid(), i, vec![i as u8; WINDOW_BYTES_MAX / 2]))
             .expect("sent");
     }
-    fake.state().lossy = false;
+    fake.state().drops_link_frames = false;
     for i in 0..8 {
         assert_eq!(recv_next(&b).tag, i);
     }
@@ -117,8 +117,8 @@ fn computing_receiver_does_not_block_sender() {
         a.send(message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2]))
             .expect("sent");
     }
-    until("everything in the receiver's memory", || {
-        b.inbox_try(&mut |inbox: &mut Inbox| (inbox.len() == 12).then_some(()))
+    wait_until("everything in the receiver's memory", || {
+        b.check_inbox(&mut |inbox: &mut Inbox| (inbox.len() == 12).then_some(()))
     });
 }
 
@@ -127,7 +127,7 @@ fn computing_receiver_does_not_block_sender() {
 fn send_beyond_retained_limit_is_refused() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     let huge = bytes::Bytes::from(vec![0; 1 << 20]);
     let kept = RETAINED_BYTES_MAX / huge.len();
     for _ in 0..kept - 2 {
@@ -191,10 +191,13 @@ fn wait_ends_at_deadline() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
     let start = Instant::now();
-    let nothing = task.inbox_wait(Some(start + Duration::from_millis(50)), &mut |_| None::<()>);
+    let nothing = task.wait_for_inbox(Some(start + Duration::from_millis(50)), &mut |_| None::<()>);
     assert_eq!(nothing, Ok(None));
     assert!(start.elapsed() >= Duration::from_millis(50));
-    assert_eq!(task.inbox_wait(Some(start), &mut |_| None::<()>), Ok(None));
+    assert_eq!(
+        task.wait_for_inbox(Some(start), &mut |_| None::<()>),
+        Ok(None)
+    );
 }
 
 /// A notification is delivered after the messages below its watermark.
@@ -204,7 +207,7 @@ fn notification_follows_last_message() {
     let (a, b) = (fake.enroll(), fake.enroll());
     let note = |peer: Tid, end: u64, tag: i32| ToTask::Deliver {
         message: message(b.tid(), tag, ""),
-        after: Some(SendWatermark { peer, end_seq: end }),
+        deliver_after: Some(SendWatermark { peer, end_seq: end }),
     };
     // The notification arrives before any fragment.
     fake.send_control(b.tid(), note(a.tid(), 4, 100));
@@ -224,7 +227,7 @@ fn notification_does_not_wait_for_ended_peer() {
     let peer = Tid::task(HostId::MASTER, 77).expect("a tid");
     let note = |tag: i32| ToTask::Deliver {
         message: message(task.tid(), tag, ""),
-        after: Some(SendWatermark { peer, end_seq: 50 }),
+        deliver_after: Some(SendWatermark { peer, end_seq: 50 }),
     };
     fake.send_control(task.tid(), note(1));
     fake.send_control(task.tid(), ToTask::PeerGone { tid: peer });
@@ -243,7 +246,7 @@ fn messages_to_missing_task_are_dropped() {
         a.send(message(nobody, 1, vec![0; 1 << 20]))
             .expect("vanishes");
     }
-    until("the news that nobody is there", || {
+    wait_until("the news that nobody is there", || {
         a.with_core(|core| core.is_gone(nobody))
             .filter(|gone| *gone)
     });
@@ -259,7 +262,7 @@ fn reused_tid_can_be_reached() {
     let a = fake.enroll();
     let next_tid = Tid::task(HostId::MASTER, 2).expect("a tid");
     a.send(message(next_tid, 1, "too early")).expect("vanishes");
-    until("the news that nobody is there", || {
+    wait_until("the news that nobody is there", || {
         a.with_core(|core| core.is_gone(next_tid))
             .filter(|gone| *gone)
     });
@@ -279,7 +282,7 @@ fn messages_after_peer_end_notice_are_received() {
     a.send(message(b.tid(), 1, "one")).expect("sent");
     assert_eq!(recv_next(&b).tag, 1);
     fake.send_control(b.tid(), ToTask::PeerGone { tid: a.tid() });
-    until("the news", || {
+    wait_until("the news", || {
         b.with_core(|core| core.is_gone(a.tid()))
             .filter(|gone| *gone)
     });
@@ -292,9 +295,9 @@ fn messages_after_peer_end_notice_are_received() {
 fn lost_frames_are_retransmitted() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     send_numbered(&a, b.tid(), 0..50);
-    fake.state().lossy = false;
+    fake.state().drops_link_frames = false;
     send_numbered(&a, b.tid(), 50..100);
     expect_numbered(&b, a.tid(), 0..100);
 }
@@ -305,10 +308,10 @@ fn welcome_settings_are_reported() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
     assert_eq!(
-        (task.output(), task.trace(), task.host()),
+        (task.output_sink(), task.trace_sink(), task.host()),
         (Sink::default(), Sink::default(), HostId::MASTER)
     );
-    assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
+    assert!(!task.was_spawned() && task.is_connected() && task.socket_fd().is_some());
 }
 
 /// Threads that wait for different tags each receive the messages with their own tag.
@@ -323,7 +326,7 @@ fn each_waiting_thread_gets_its_messages() {
                 for number in 0..100 {
                     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
                     let got = b
-                        .inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
+                        .wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted)
                         .expect("connected")
                         .expect("in time");
                     assert_eq!(got.body[..], [number]);

@@ -1,7 +1,7 @@
 //! Tests of migrations: a task quiesces and reconnects without losing messages or requests.
 
 use super::fake::FakeDaemon;
-use super::{expect_numbered, message, recv_next, send_numbered, until};
+use super::{expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::inbox::Inbox;
 use sempa_proto::task::{Claim, Redirect, Reply, Request, SendWatermark, ToDaemon, ToTask};
 use sempa_proto::{HostId, MigrationId, PvmError};
@@ -19,7 +19,7 @@ fn task_keeps_tid_through_migration() {
     fake.wait_quiesced(tid, 1);
     assert!(task.is_connected() && task.socket_fd().is_none());
     fake.resume(1);
-    until("the return", || task.socket_fd());
+    wait_until("the return", || task.socket_fd());
     let claim = fake.state().hellos.last().map(|hello| hello.claim.clone());
     assert_eq!(
         claim,
@@ -46,7 +46,7 @@ fn repeated_migrations_preserve_messages() {
                     fake.quiesce(task.tid(), migration);
                     fake.wait_quiesced(task.tid(), migration);
                     fake.resume(migration);
-                    until("the return", || task.socket_fd());
+                    wait_until("the return", || task.socket_fd());
                 }
             }
             migration
@@ -155,7 +155,7 @@ fn redirect_in_memory_changes_awaited_migration() {
     fake.wait_quiesced(task.tid(), 8);
     let redirect = Redirect {
         migration: MigrationId(9),
-        tokens: vec![fake.token(9)],
+        tokens: vec![fake.token_path(9)],
     };
     let memory = std::fs::OpenOptions::new()
         .write(true)
@@ -165,7 +165,7 @@ fn redirect_in_memory_changes_awaited_migration() {
         .write_all_at(&redirect.encode().expect("it fits"), place.address)
         .expect("mapped");
     fake.resume(9);
-    until("the return", || task.socket_fd());
+    wait_until("the return", || task.socket_fd());
     let claim = fake.state().hellos.last().map(|hello| hello.claim.clone());
     assert_eq!(
         claim,
@@ -181,17 +181,17 @@ fn redirect_in_memory_changes_awaited_migration() {
 fn queued_frames_precede_quiesced_frame() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.stall(a.tid(), true);
+    fake.set_stalled(a.tid(), true);
     thread::scope(|scope| {
         let sending = scope.spawn(|| send_numbered(&a, b.tid(), 0..400));
-        until("a full socket", || {
-            a.with_core(|core| core.outbox.backlog() > 0)
+        wait_until("a full socket", || {
+            a.with_core(|core| core.outbox.backlog_bytes() > 0)
                 .filter(|full| *full)
         });
         fake.quiesce(a.tid(), 6);
         // The migration does not block the sender.
         sending.join().expect("sent");
-        fake.stall(a.tid(), false);
+        fake.set_stalled(a.tid(), false);
         fake.wait_quiesced(a.tid(), 6);
         assert!(
             a.with_core(|core| core.outbox.is_empty())
@@ -215,7 +215,7 @@ fn foreign_and_malformed_tokens_are_ignored() {
     // The task polls for tokens every millisecond. 100 waits of 1 ms in the same process show that
     // the task has polled during these waits.
     for _ in 0..100 {
-        task.inbox_wait(
+        task.wait_for_inbox(
             Some(std::time::Instant::now() + std::time::Duration::from_millis(1)),
             &mut |_| None::<()>,
         )
@@ -223,7 +223,7 @@ fn foreign_and_malformed_tokens_are_ignored() {
     }
     assert_eq!(fake.state().hellos.len(), greeted);
     fake.resume(7);
-    until("the return", || task.socket_fd());
+    wait_until("the return", || task.socket_fd());
 }
 
 /// If the daemon refuses a migrated task, its calls fail with the reason.
@@ -233,10 +233,10 @@ fn refusal_after_migration_is_reported() {
     let task = fake.enroll();
     fake.quiesce(task.tid(), 8);
     fake.wait_quiesced(task.tid(), 8);
-    fake.state().refuse = Some("no such move".into());
+    fake.state().refusal_reason = Some("no such move".into());
     fake.resume(8);
     assert_eq!(
-        task.inbox_wait(None, &mut |_| None::<()>),
+        task.wait_for_inbox(None, &mut |_| None::<()>),
         Err(PvmError::SysErr)
     );
     assert!(
@@ -267,14 +267,14 @@ fn exit_waits_for_migration() {
 fn migrated_peer_is_probed() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     a.send(message(b.tid(), 1, "lost on the way"))
         .expect("sent");
-    fake.state().lossy = false;
+    fake.state().drops_link_frames = false;
     fake.send_control(a.tid(), ToTask::PeerMigrated { tid: b.tid() });
     assert_eq!(recv_next(&b).tag, 1);
     assert!(
-        b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+        b.check_inbox(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
             .is_none()
     );
 }

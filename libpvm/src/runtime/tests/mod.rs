@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 pub(super) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Calls `f` until it returns a value.
-pub(super) fn until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
+pub(super) fn wait_until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
     let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         if let Some(found) = f() {
@@ -50,7 +50,7 @@ pub(super) fn message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message {
 /// Returns the next message; panics after [`TEST_TIMEOUT`].
 pub(super) fn recv_next(task: &Runtime) -> Message {
     let first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
-    task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), first)
+    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), first)
         .expect("connected")
         .expect("a message in time")
 }
@@ -69,7 +69,7 @@ pub(super) fn send_numbered(task: &Runtime, to: Tid, numbers: std::ops::Range<u3
 pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.src == from);
-        let got = task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted);
+        let got = task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted);
         let got = got
             .expect("connected")
             .unwrap_or_else(|| panic!("message {number} did not come"));

@@ -2,7 +2,7 @@
 //! teardown without loss.
 
 use super::fake::FakeDaemon;
-use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::runtime::Runtime;
 use crate::runtime::core::Core;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -31,7 +31,7 @@ pub(super) fn ring_pair(fake: &FakeDaemon) -> (Runtime, Runtime) {
         a.send(message(b.tid(), n, "")).expect("sent");
         assert_eq!(recv_next(&b).tag, n);
     }
-    until("a ring", || {
+    wait_until("a ring", || {
         (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
     });
     (a, b)
@@ -65,7 +65,7 @@ fn ring_offers_repeat_after_refusal_windows() {
     let (begin, core) = (held.now(), &mut held.core);
     let offers = |core: &mut Core, after: u64| {
         let now = begin + Micros::from_secs(after);
-        core.maybe_offer_ring(now, peer);
+        core.offer_ring_if_due(now, peer);
         core.shm.is_offered(peer)
     };
     let refuse = |core: &mut Core, after: u64, id: u64, near: bool| {
@@ -87,7 +87,7 @@ fn ring_offers_repeat_after_refusal_windows() {
         [false, false, true]
     );
     refuse(core, 630, 3, false);
-    core.drop_ring(begin + Micros::from_secs(631), peer);
+    core.remove_peer_ring(begin + Micros::from_secs(631), peer);
     assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
 }
 
@@ -106,8 +106,8 @@ fn messages_in_dropped_ring_offer_are_received() {
         for n in 0..2 {
             held.core.send(now, message(b.tid(), n, "")).expect("sent");
         }
-        held.flush();
-        until("a ring at one end", || has_ring(&b, a.tid()).then_some(()));
+        held.write_outbox();
+        wait_until("a ring at one end", || has_ring(&b, a.tid()).then_some(()));
         if gives_up_first {
             held.core.run_timers(now + LATE);
         }
@@ -125,7 +125,7 @@ fn messages_in_dropped_ring_offer_are_received() {
 fn ring_messages_bypass_daemon() {
     let fake = same_host_daemon();
     let (a, b) = ring_pair(&fake);
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     send_numbered(&a, b.tid(), 0..500);
     expect_numbered(&b, a.tid(), 0..500);
 }
@@ -135,15 +135,15 @@ fn ring_messages_bypass_daemon() {
 fn thread_waiting_at_socket_gets_ring_messages() {
     let fake = same_host_daemon();
     let (a, b) = ring_pair(&fake);
-    fake.state().lossy = true;
+    fake.state().drops_link_frames = true;
     // If each sleep lasted until its timeout, this deadline would be exceeded.
     let deadline = Some(Instant::now() + TEST_TIMEOUT);
     for n in 0..100 {
         b.send(message(Tid::MY_DAEMON, n, "")).expect("sent");
         std::thread::scope(|scope| {
             let hearing =
-                scope.spawn(|| b.inbox_wait(deadline, &mut |inbox| inbox.take_first(|_| true)));
-            until("a sleeper at the socket", || {
+                scope.spawn(|| b.wait_for_inbox(deadline, &mut |inbox| inbox.take_first(|_| true)));
+            wait_until("a sleeper at the socket", || {
                 b.0.shared.has_socket_waiter().then_some(())
             });
             a.send(message(b.tid(), n, "")).expect("sent");
@@ -229,7 +229,7 @@ fn migrating_task_has_no_shared_memory() {
     let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
     // With one process for each test, as under nextest, no other test has rings in this process.
     if std::env::var_os("NEXTEST").is_some() {
-        until("no shared memory", || {
+        wait_until("no shared memory", || {
             (!maps().contains("sempa-")).then_some(())
         });
         let open = std::fs::read_dir("/proc/self/fd")
@@ -259,7 +259,7 @@ fn messages_of_killed_peer_are_received() {
     fake.disconnect(a.tid());
     fake.send_control(b.tid(), ToTask::PeerGone { tid: a.tid() });
     expect_numbered(&b, a.tid(), 0..50);
-    until("the end of the ring", || {
+    wait_until("the end of the ring", || {
         (!has_ring(&b, a.tid())).then_some(())
     });
 }
@@ -280,7 +280,7 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
     let fake = same_host_daemon();
     let (a, b) = ring_pair(&fake);
     let large = vec![3; 1 << 20];
-    until("a loan", || {
+    wait_until("a loan", || {
         a.send(message(b.tid(), 1, large.clone())).expect("sent");
         recv_next(&b);
         a.with_core(|core| core.shm.pool_id()).expect("not forked")
@@ -293,10 +293,10 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
         assert_eq!(held.core.shm.pool_id(), None);
         later
     };
-    until("the other end", || (!has_ring(&b, a.tid())).then_some(()));
+    wait_until("the other end", || (!has_ring(&b, a.tid())).then_some(()));
     if std::env::var_os("NEXTEST").is_some() {
         let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
-        until("no memory", || {
+        wait_until("no memory", || {
             let maps = maps();
             (!maps.contains("sempa-rings") && !maps.contains("sempa-store")).then_some(())
         });
@@ -311,14 +311,14 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
     for n in 0..3 {
         assert_eq!(recv_next(&b).tag, n);
     }
-    until("a new ring", || {
+    wait_until("a new ring", || {
         (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
     });
 }
 
 /// Returns the number of rings that one poll checks.
 fn polled_rings(task: &Runtime) -> usize {
-    task.with_core(|core| core.shm.polled_rings())
+    task.with_core(|core| core.shm.polled_ring_count())
         .expect("not forked")
 }
 
@@ -331,20 +331,20 @@ fn polling_skips_quiet_rings() {
     let a = fake.enroll();
     let peers: Vec<Runtime> = (0..PEERS).map(|_| fake.enroll()).collect();
     for peer in &peers {
-        until("a ring", || {
+        wait_until("a ring", || {
             peer.send(message(a.tid(), 0, "")).expect("sent");
             (has_ring(peer, a.tid()) && has_ring(&a, peer.tid())).then_some(())
         });
         peer.send(message(a.tid(), 1, "")).expect("sent");
     }
     // From this point the task only polls; a sleep would make all writers ring the doorbell again.
-    until("all of it", || {
-        a.inbox_try(&mut |inbox| {
+    wait_until("all of it", || {
+        a.check_inbox(&mut |inbox| {
             (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(())
         })
     });
-    until("few rings to look at", || {
-        a.inbox_try(&mut |_| None::<()>);
+    wait_until("few rings to look at", || {
+        a.check_inbox(&mut |_| None::<()>);
         (polled_rings(&a) <= 4).then_some(())
     });
     // Each peer's next message is still received immediately.
@@ -352,8 +352,8 @@ fn polling_skips_quiet_rings() {
         for peer in peers.iter().rev() {
             peer.send(message(a.tid(), round, "")).expect("sent");
             let wanted = |m: &Message| m.src == peer.tid() && m.tag == round;
-            until("the next word", || {
-                a.inbox_try(&mut |inbox| inbox.take_first(wanted))
+            wait_until("the next word", || {
+                a.check_inbox(&mut |inbox| inbox.take_first(wanted))
             });
         }
     }
@@ -365,7 +365,7 @@ fn ended_ring_peer_is_not_expected_to_send() {
     let fake = same_host_daemon();
     let (a, stays) = ring_pair(&fake);
     let ends = fake.enroll();
-    until("a ring", || {
+    wait_until("a ring", || {
         ends.send(message(a.tid(), 0, "")).expect("sent");
         recv_next(&a);
         has_ring(&a, ends.tid()).then_some(())
@@ -374,14 +374,14 @@ fn ended_ring_peer_is_not_expected_to_send() {
         a.with_core(|core| core.shm.expects_message())
             .expect("not forked")
     };
-    until("a word in the ring", || {
+    wait_until("a word in the ring", || {
         ends.send(message(a.tid(), 1, "")).expect("sent");
         recv_next(&a);
         expected().then_some(())
     });
     let gone = ends.tid();
     drop(ends);
-    until("no ring", || (!has_ring(&a, gone)).then_some(()));
+    wait_until("no ring", || (!has_ring(&a, gone)).then_some(()));
     assert!(!expected() && has_ring(&a, stays.tid()));
 }
 
@@ -392,14 +392,17 @@ fn only_full_rings_are_in_waiting_list() {
     let a = fake.enroll();
     let others: Vec<Runtime> = (0..5).map(|_| fake.enroll()).collect();
     for other in &others {
-        until("a ring", || {
+        wait_until("a ring", || {
             a.send(message(other.tid(), 0, "")).expect("sent");
             recv_next(other);
             has_ring(&a, other.tid()).then_some(())
         });
     }
-    let waiting = || a.with_core(|core| core.shm.waiting()).expect("not forked");
-    until("all is written", || (waiting() == 0).then_some(()));
+    let waiting = || {
+        a.with_core(|core| core.shm.waiting_ring_count())
+            .expect("not forked")
+    };
+    wait_until("all is written", || (waiting() == 0).then_some(()));
     // Sends more than the ring and the window can contain; the receiver's drainer thread frees
     // space.
     for n in 0..64 {
@@ -411,7 +414,7 @@ fn only_full_rings_are_in_waiting_list() {
         let got = recv_next(&others[2]);
         assert_eq!((got.tag, got.body.len()), (n, 200_000));
     }
-    until("all is written", || (waiting() == 0).then_some(()));
+    wait_until("all is written", || (waiting() == 0).then_some(()));
 }
 
 /// The ready descriptor becomes readable when a message arrives through a ring.

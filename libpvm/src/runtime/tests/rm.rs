@@ -1,7 +1,7 @@
 //! Tests of requests that a resource manager serves, and of the death of the resource manager.
 
 use super::fake::FakeDaemon;
-use super::{message, recv_next, until};
+use super::{message, recv_next, wait_until};
 use crate::runtime::Runtime;
 use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
@@ -20,11 +20,11 @@ use std::thread;
 
 const SERVES_ALL: RmServices = RmServices {
     spawn: true,
-    others: true,
+    other_requests: true,
     task_exits: true,
 };
 
-fn request() -> SpawnRequest {
+fn worker_request() -> SpawnRequest {
     SpawnRequest {
         file: "worker".into(),
         count: 2,
@@ -33,11 +33,11 @@ fn request() -> SpawnRequest {
 }
 
 /// Enrolls a resource manager, and a task to which the daemon reports this resource manager.
-fn pair(fake: &FakeDaemon, serves: RmServices) -> (Runtime, Runtime) {
+fn enroll_rm_and_task(fake: &FakeDaemon, serves: RmServices) -> (Runtime, Runtime) {
     let rm = fake.enroll();
     fake.state().rm = Some(RmInfo {
         tid: rm.tid(),
-        serves,
+        services: serves,
     });
     let task = fake.enroll();
     (rm, task)
@@ -55,7 +55,7 @@ fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<M
     let mut report = message(asked.src, SM_SPAWN_WAITS, pack_spawn_waits(since));
     report.wid = asked.wid;
     rm.send(report).expect("sent");
-    until("the word", || {
+    wait_until("the word", || {
         (task
             .with_core(|core| core.rm_calls.waiting_since(asked.wid))
             .flatten()
@@ -68,21 +68,21 @@ fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<M
 #[test]
 fn spawn_is_answered_by_rm() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(
+    let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         },
     );
     let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         let asked = recv_next(&rm);
         assert_eq!(
             (asked.tag, unpack_spawn(asked.body.clone())),
-            (SM_SPAWN, Ok((request(), None)))
+            (SM_SPAWN, Ok((worker_request(), None)))
         );
         answer(&rm, &asked, asked.wid, pack_tids(&results));
         assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
@@ -98,7 +98,7 @@ fn spawn_is_answered_by_rm() {
 #[test]
 fn answer_with_wrong_wait_id_is_accepted() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     thread::scope(|scope| {
         let asking = scope.spawn(|| task.config());
         let asked = recv_next(&rm);
@@ -128,7 +128,7 @@ fn answer_with_wrong_wait_id_is_accepted() {
 #[test]
 fn concurrent_calls_get_their_own_answers() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     thread::scope(|scope| {
         let threads: Vec<_> = (1..=8)
             .map(|n| {
@@ -136,7 +136,7 @@ fn concurrent_calls_get_their_own_answers() {
                 scope.spawn(move || {
                     task.spawn(SpawnRequest {
                         count: n,
-                        ..request()
+                        ..worker_request()
                     })
                     .expect("answered")
                     .len()
@@ -169,9 +169,9 @@ fn concurrent_calls_get_their_own_answers() {
 #[test]
 fn answers_do_not_reach_inbox() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         let greedy = scope.spawn(|| recv_next(&task));
         let asked = recv_next(&rm);
         answer(
@@ -194,13 +194,13 @@ fn answers_do_not_reach_inbox() {
 #[test]
 fn rm_death_redirects_call_to_daemon() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     let generation = task.rm_generation();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         recv_next(&rm);
         assert!(!spawning.is_finished());
         fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
@@ -211,37 +211,40 @@ fn rm_death_redirects_call_to_daemon() {
     });
     assert_eq!((task.rm(), task.rm_generation()), (None, generation + 1));
     // Later requests go to the daemon immediately.
-    assert_eq!(task.spawn(request()), Ok(vec![Err(PvmError::NoHost); 2]));
+    assert_eq!(
+        task.spawn(worker_request()),
+        Ok(vec![Err(PvmError::NoHost); 2])
+    );
 }
 
 /// A spawn that waits for free slots is sent to the next resource manager, with its waiting time.
 #[test]
 fn waiting_spawn_continues_at_next_rm() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     let other = fake.enroll();
     fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2]))
     });
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         let asked = recv_next(&rm);
         report_waiting(&rm, &task, &asked, Some(Micros(5_000_000)));
         fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
-        until("the death", || task.rm().is_none().then_some(()));
+        wait_until("the death", || task.rm().is_none().then_some(()));
         fake.send_control(
             task.tid(),
             ToTask::RmChanged {
                 rm: Some(RmInfo {
                     tid: other.tid(),
-                    serves: SERVES_ALL,
+                    services: SERVES_ALL,
                 }),
             },
         );
         let again = recv_next(&other);
         assert_eq!(
             unpack_spawn(again.body.clone()),
-            Ok((request(), Some(Micros(5_000_000))))
+            Ok((worker_request(), Some(Micros(5_000_000))))
         );
         answer(
             &other,
@@ -254,19 +257,19 @@ fn waiting_spawn_continues_at_next_rm() {
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
-    assert_eq!(task.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
+    assert_eq!(task.check_inbox(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
 /// A spawn that stopped waiting before the resource manager died goes to the daemon.
 #[test]
 fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         let asked = recv_next(&rm);
         for since in [Some(Micros(7)), None] {
             report_waiting(&rm, &task, &asked, since);
@@ -283,17 +286,17 @@ fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
 #[test]
 fn rm_replacement_does_not_repeat_call() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     let other = fake.enroll();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(request()));
+        let spawning = scope.spawn(|| task.spawn(worker_request()));
         let asked = recv_next(&rm);
         let changed = RmInfo {
             tid: other.tid(),
-            serves: SERVES_ALL,
+            services: SERVES_ALL,
         };
         fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
-        until("the news", || (task.rm() == Some(changed)).then_some(()));
+        wait_until("the news", || (task.rm() == Some(changed)).then_some(()));
         answer(
             &rm,
             &asked,
@@ -305,13 +308,13 @@ fn rm_replacement_does_not_repeat_call() {
             Ok(vec![Err(PvmError::NoHost); 2])
         );
     });
-    assert_eq!(other.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
+    assert_eq!(other.check_inbox(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
 fn single_request() -> SpawnRequest {
     SpawnRequest {
         count: 1,
-        ..request()
+        ..worker_request()
     }
 }
 
@@ -336,7 +339,7 @@ fn spawn_several_with_lease(
         let spawning = scope.spawn(|| {
             task.spawn(SpawnRequest {
                 count: children.len() as u32,
-                ..request()
+                ..worker_request()
             })
         });
         let asked = recv_next(rm);
@@ -379,7 +382,7 @@ fn expect_rm_call(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
 }
 
 const CHILD: Tid = Tid::from_raw(0x40009);
-const LONG: Micros = Micros::from_secs(3600);
+const LEASE_DURATION: Micros = Micros::from_secs(3600);
 
 /// Makes the daemon start leased tasks, except on the third host.
 fn start_leased_tasks(fake: &FakeDaemon) {
@@ -400,16 +403,16 @@ fn start_leased_tasks(fake: &FakeDaemon) {
 #[test]
 fn lease_serves_similar_requests_only() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(
+    let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
-    let wid = spawn_with_lease(&rm, &task, CHILD, &[2, 1], LONG);
+    let wid = spawn_with_lease(&rm, &task, CHILD, &[2, 1], LEASE_DURATION);
     let child = |host: u16| {
         Ok(vec![Ok(
             Tid::task(HostId::new(host).expect("a host"), 7).expect("a task")
@@ -452,7 +455,7 @@ fn lease_serves_similar_requests_only() {
         },
     ];
     for other in others {
-        spawn_with_lease(&rm, &task, CHILD, &[1], LONG);
+        spawn_with_lease(&rm, &task, CHILD, &[1], LEASE_DURATION);
         expect_rm_call(&rm, &task, other);
     }
 }
@@ -461,21 +464,22 @@ fn lease_serves_similar_requests_only() {
 #[test]
 fn failed_leased_tasks_go_to_rm() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(
+    let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
     let three = SpawnRequest {
         count: 3,
-        ..request()
+        ..worker_request()
     };
     let at = |host: u16| Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"));
-    let grant = |hosts: &[u16]| spawn_several_with_lease(&rm, &task, &[CHILD; 3], (hosts, LONG));
+    let grant =
+        |hosts: &[u16]| spawn_several_with_lease(&rm, &task, &[CHILD; 3], (hosts, LEASE_DURATION));
     grant(&[1, 2, 1, 2, 1]);
     assert_eq!(task.spawn(three.clone()), Ok(vec![at(1), at(2), at(1)]));
     let rest = |answer_with: &[Result<Tid, PvmError>], expected: Vec<Result<Tid, PvmError>>| {
@@ -499,31 +503,31 @@ fn failed_leased_tasks_go_to_rm() {
 #[test]
 fn invalid_lease_falls_back_to_rm() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(
+    let (rm, task) = enroll_rm_and_task(
         &fake,
         RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         },
     );
     start_leased_tasks(&fake);
     spawn_with_lease(&rm, &task, CHILD, &[1], Micros(0));
     expect_rm_call(&rm, &task, single_request());
-    spawn_with_lease(&rm, &task, CHILD, &[3], LONG);
+    spawn_with_lease(&rm, &task, CHILD, &[3], LEASE_DURATION);
     expect_rm_call(&rm, &task, single_request());
-    spawn_with_lease(&rm, &task, CHILD, &[1], LONG);
+    spawn_with_lease(&rm, &task, CHILD, &[1], LEASE_DURATION);
     let other = fake.enroll();
     let changed = RmInfo {
         tid: other.tid(),
-        serves: RmServices {
+        services: RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         },
     };
     fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
-    until("the news", || (task.rm() == Some(changed)).then_some(()));
+    wait_until("the news", || (task.rm() == Some(changed)).then_some(()));
     expect_rm_call(&other, &task, single_request());
 }
 
@@ -540,11 +544,11 @@ fn rm_itself_uses_daemon() {
         ToTask::RmChanged {
             rm: Some(RmInfo {
                 tid: task.tid(),
-                serves: SERVES_ALL,
+                services: SERVES_ALL,
             }),
         },
     );
-    until("the news", || task.rm());
+    wait_until("the news", || task.rm());
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
 
@@ -552,7 +556,7 @@ fn rm_itself_uses_daemon() {
 #[test]
 fn notify_message_has_documented_format() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
     task.notify(NotifyRequest {
         subjects: NotifySubjects::TaskExit(tids),
@@ -573,7 +577,7 @@ fn notify_message_has_documented_format() {
 #[test]
 fn malformed_rm_answers_are_errors() {
     let fake = FakeDaemon::start();
-    let (rm, task) = pair(&fake, SERVES_ALL);
+    let (rm, task) = enroll_rm_and_task(&fake, SERVES_ALL);
     let mut negative = Packer::new(Encoding::Xdr);
     negative.int(PvmError::OutOfRes.code());
     let mut many = Packer::new(Encoding::Xdr);
@@ -585,7 +589,7 @@ fn malformed_rm_answers_are_errors() {
         pack_tids(&[Ok(Tid::from_raw(0x40009))]),
     ] {
         let asks: [fn(&Runtime) -> bool; 3] = [
-            |t| t.spawn(request()).is_err(),
+            |t| t.spawn(worker_request()).is_err(),
             |t| t.config().is_err(),
             |t| t.add_hosts(vec!["a".into(), "b".into()]).is_err(),
         ];
@@ -629,7 +633,9 @@ fn exec_goes_to_daemon_of_host() {
     let fake = FakeDaemon::start();
     let vm = Vm::from_runtime(fake.enroll());
     let host = sempa_proto::HostId::new(2).expect("an index");
-    let wid = vm.request_exec(host, vm.tid(), &request()).expect("sent");
+    let wid = vm
+        .request_exec(host, vm.tid(), &worker_request())
+        .expect("sent");
     let got = fake.wait_for_log("the order", |_, said| match said {
         ToDaemon::Message(m) => Some(m.clone()),
         _ => None,

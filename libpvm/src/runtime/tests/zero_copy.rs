@@ -3,7 +3,7 @@
 
 use super::fake::FakeDaemon;
 use super::rings::{ring_pair, same_host_daemon};
-use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, wait_until};
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use sempa_proto::message::Message;
@@ -11,27 +11,32 @@ use sempa_proto::{PvmError, Tid};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-const LARGE: usize = 1 << 20;
+const LARGE_BYTES: usize = 1 << 20;
 
-fn large(n: u8) -> Vec<u8> {
-    (0..LARGE)
+fn large_body(n: u8) -> Vec<u8> {
+    (0..LARGE_BYTES)
         .map(|i| (i as u8).wrapping_mul(31).wrapping_add(n))
         .collect()
 }
 
 /// Returns the number of messages that `task` has leased to `peer`.
 fn lease_count(task: &Runtime, peer: Tid) -> usize {
-    task.lock().expect("not forked").core.shm.leases_to(peer)
+    task.lock()
+        .expect("not forked")
+        .core
+        .shm
+        .lease_count_to(peer)
 }
 
 /// Returns two tasks; the second task has mapped the pool of the first task.
 fn leasing_pair(fake: &FakeDaemon) -> (Runtime, Runtime) {
     let (a, b) = ring_pair(fake);
     let mut n = 0;
-    until("a loan", || {
-        a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+    wait_until("a loan", || {
+        a.send(message(b.tid(), n, large_body(n as u8)))
+            .expect("sent");
         let got = recv_next(&b);
-        assert_eq!((got.tag, &got.body[..]), (n, &large(n as u8)[..]));
+        assert_eq!((got.tag, &got.body[..]), (n, &large_body(n as u8)[..]));
         n += 1;
         (lease_count(&a, b.tid()) > 0).then_some(())
     });
@@ -46,7 +51,8 @@ fn pool_blocks_are_leased_and_reused() {
     let (a, b) = leasing_pair(&fake);
     let held: Vec<Message> = (0..5)
         .map(|n| {
-            a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+            a.send(message(b.tid(), n, large_body(n as u8)))
+                .expect("sent");
             recv_next(&b)
         })
         .collect();
@@ -56,11 +62,11 @@ fn pool_blocks_are_leased_and_reused() {
         "those that are held; the one before has come back"
     );
     for (n, message) in held.iter().enumerate() {
-        assert_eq!(message.body[..], large(n as u8));
+        assert_eq!(message.body[..], large_body(n as u8));
     }
     let places: Vec<*const u8> = held.iter().map(|message| message.body.as_ptr()).collect();
     drop(held);
-    a.send(message(b.tid(), 9, large(9))).expect("sent");
+    a.send(message(b.tid(), 9, large_body(9))).expect("sent");
     let again = recv_next(&b);
     assert_eq!(lease_count(&a, b.tid()), 1);
     assert!(
@@ -76,12 +82,13 @@ fn full_pool_falls_back_to_copies() {
     let (a, b) = leasing_pair(&fake);
     let held: Vec<Message> = (0..200)
         .map(|n| {
-            a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+            a.send(message(b.tid(), n, large_body(n as u8)))
+                .expect("sent");
             recv_next(&b)
         })
         .collect();
     for (n, message) in held.iter().enumerate() {
-        assert_eq!(message.body[..], large(n as u8));
+        assert_eq!(message.body[..], large_body(n as u8));
     }
     assert!(lease_count(&a, b.tid()) <= 64);
 }
@@ -94,13 +101,13 @@ fn multicast_uses_one_block() {
     let others: Vec<Runtime> = (0..4).map(|_| fake.enroll()).collect();
     let tids: Vec<Tid> = others.iter().map(Runtime::tid).collect();
     let mut n = 0;
-    let places = until("loans to all", || {
-        a.send_to_many(&message(Tid::NONE, n, large(n as u8)), &tids)
+    let places = wait_until("loans to all", || {
+        a.send_to_many(&message(Tid::NONE, n, large_body(n as u8)), &tids)
             .expect("sent");
         let held: Vec<Message> = others.iter().map(recv_next).collect();
         assert!(
             held.iter()
-                .all(|got| (got.tag, &got.body[..]) == (n, &large(n as u8)[..]))
+                .all(|got| (got.tag, &got.body[..]) == (n, &large_body(n as u8)[..]))
         );
         n += 1;
         let places = a
@@ -128,8 +135,8 @@ fn leasing_group(fake: &FakeDaemon, count: usize) -> (Runtime, Vec<Runtime>, Vec
     let a = fake.enroll();
     let others: Vec<Runtime> = (0..count).map(|_| fake.enroll()).collect();
     let tids: Vec<Tid> = others.iter().map(Runtime::tid).collect();
-    until("loans to all", || {
-        a.send_to_many(&message(Tid::NONE, 0, large(0)), &tids)
+    wait_until("loans to all", || {
+        a.send_to_many(&message(Tid::NONE, 0, large_body(0)), &tids)
             .expect("sent");
         let held: Vec<Message> = others.iter().map(recv_next).collect();
         let all = tids.iter().all(|tid| lease_count(&a, *tid) == 1);
@@ -149,7 +156,7 @@ fn multicast_after_five_quiesced(fake: &FakeDaemon, a: &Runtime, tids: &[Tid]) {
     }
     let now = held.now();
     held.core
-        .send_to_many(now, &message(Tid::NONE, 3, large(3)), tids)
+        .send_to_many(now, &message(Tid::NONE, 3, large_body(3)), tids)
         .expect("sent");
 }
 
@@ -180,25 +187,28 @@ fn pool_dropped_during_multicast_loses_nothing() {
     );
     for stays in [&others[0], &others[6]] {
         let got = recv_next(stays);
-        assert_eq!((got.tag, &got.body[..]), (3, &large(3)[..]));
+        assert_eq!((got.tag, &got.body[..]), (3, &large_body(3)[..]));
     }
     (1..6).for_each(|migration| fake.resume(migration));
     for (other, held) in others[1..6].iter().zip(&held) {
         let got = recv_next(other);
-        assert_eq!((got.tag, &got.body[..]), (3, &large(3)[..]));
+        assert_eq!((got.tag, &got.body[..]), (3, &large_body(3)[..]));
         assert!(
             held.body.iter().all(|byte| *byte == 1),
             "what was in hand stays whole"
         );
     }
     let mut n = 4;
-    until("a loan from the new store", || {
-        a.send_to_many(&message(Tid::NONE, n, large(n as u8)), &[tids[0], tids[6]])
-            .expect("sent");
+    wait_until("a loan from the new store", || {
+        a.send_to_many(
+            &message(Tid::NONE, n, large_body(n as u8)),
+            &[tids[0], tids[6]],
+        )
+        .expect("sent");
         let held = [recv_next(&others[0]), recv_next(&others[6])];
         assert!(
             held.iter()
-                .all(|got| got.tag == n && got.body[..] == large(n as u8))
+                .all(|got| got.tag == n && got.body[..] == large_body(n as u8))
         );
         n += 1;
         (lease_count(&a, tids[0]) == 1 && lease_count(&a, tids[6]) == 1).then_some(())
@@ -257,7 +267,7 @@ fn deferred_wakes_happen_without_sender() {
             });
         }
         for n in 0..ROUNDS {
-            a.send_to_many(&message(Tid::NONE, n as i32, large(n as u8)), &tids)
+            a.send_to_many(&message(Tid::NONE, n as i32, large_body(n as u8)), &tids)
                 .expect("sent");
             // Locking the state wakes the peers, so only every other round does it.
             if n % 2 == 0 {
@@ -288,10 +298,10 @@ fn leased_messages_survive_migrations() {
     let fake = same_host_daemon();
     for round in 1..=6u64 {
         let (a, b) = leasing_pair(&fake);
-        a.send(message(b.tid(), 1, large(1))).expect("sent");
+        a.send(message(b.tid(), 1, large_body(1))).expect("sent");
         let held = recv_next(&b);
         // This second message is leased, too, and is not received before the migration.
-        a.send(message(b.tid(), 2, large(2))).expect("sent");
+        a.send(message(b.tid(), 2, large_body(2))).expect("sent");
         let moved = if round % 2 == 0 { &a } else { &b };
         let stays = if round % 2 == 0 { &b } else { &a };
         fake.quiesce(moved.tid(), round);
@@ -303,13 +313,13 @@ fn leased_messages_survive_migrations() {
         fake.resume(round);
         // Later messages must not change the content of a leased message.
         send_numbered(&a, b.tid(), 0..50);
-        assert_eq!(held.body[..], large(1));
+        assert_eq!(held.body[..], large_body(1));
         let waiting = recv_next(&b);
-        assert_eq!((waiting.tag, &waiting.body[..]), (2, &large(2)[..]));
+        assert_eq!((waiting.tag, &waiting.body[..]), (2, &large_body(2)[..]));
         expect_numbered(&b, a.tid(), 0..50);
         assert_eq!(
             (&held.body[..], &waiting.body[..]),
-            (&large(1)[..], &large(2)[..])
+            (&large_body(1)[..], &large_body(2)[..])
         );
     }
 }
@@ -319,8 +329,8 @@ fn leased_messages_survive_migrations() {
 fn leased_messages_survive_end_of_sender() {
     let fake = same_host_daemon();
     let (a, b) = leasing_pair(&fake);
-    a.send(message(b.tid(), 1, large(1))).expect("sent");
-    a.send(message(b.tid(), 2, large(2))).expect("sent");
+    a.send(message(b.tid(), 1, large_body(1))).expect("sent");
+    a.send(message(b.tid(), 2, large_body(2))).expect("sent");
     let held = recv_next(&b);
     fake.disconnect(a.tid());
     fake.send_control(
@@ -330,7 +340,7 @@ fn leased_messages_survive_end_of_sender() {
     drop(a);
     assert_eq!(
         (&held.body[..], &recv_next(&b).body[..]),
-        (&large(1)[..], &large(2)[..])
+        (&large_body(1)[..], &large_body(2)[..])
     );
 }
 
@@ -339,17 +349,18 @@ fn leased_messages_survive_end_of_sender() {
 fn fork_turns_leases_into_private_memory() {
     let fake = same_host_daemon();
     let (a, b) = leasing_pair(&fake);
-    a.send(message(b.tid(), 1, large(1))).expect("sent");
+    a.send(message(b.tid(), 1, large_body(1))).expect("sent");
     let held = recv_next(&b);
     b.prepare_for_fork();
     // A forked child shares this memory, so later messages of the sender must not change the
     // memory.
     for n in 2..40 {
-        a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+        a.send(message(b.tid(), n, large_body(n as u8)))
+            .expect("sent");
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);
-        b.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
+        b.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), wanted)
             .expect("connected")
             .expect("in time");
-        assert_eq!(held.body[..], large(1));
+        assert_eq!(held.body[..], large_body(1));
     }
 }

@@ -51,13 +51,13 @@ impl Machine {
             let first = drains && job.is_some_and(|job| job.is_draining);
             if let Some((_, part)) = job_checkpoints
                 .snapshots
-                .binding_part(tid)
+                .part_that_prevents_migration(tid)
                 .filter(|_| first)
             {
                 return Err(Refusal::AlreadyMigrating(part));
             }
         }
-        while let Some((cut, part)) = job_checkpoints.snapshots.binding_part(tid) {
+        while let Some((cut, part)) = job_checkpoints.snapshots.part_that_prevents_migration(tid) {
             if !matches!(
                 cause,
                 MigrationCause::Owner { .. } | MigrationCause::Drain { .. }

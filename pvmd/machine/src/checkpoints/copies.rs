@@ -9,7 +9,7 @@
 //! - The previous copy is removed when the next one exists.
 //! - Each host seals its copies with its own key. No host needs the key of another.
 
-use crate::rpc::RpcCaller;
+use crate::rpc::RpcPurpose;
 use crate::{Machine, Output, Timer};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, HostRequest};
@@ -53,7 +53,7 @@ struct CopyInProgress {
     receiver: Option<(HostId, MigrationId)>,
     /// Reason why the transfer broke, if it did.
     send_error: Option<String>,
-    copied_to: Vec<HostId>,
+    copy_hosts: Vec<HostId>,
     /// Reasons why hosts have no copy, one sentence for each host.
     refusals: Vec<String>,
 }
@@ -70,17 +70,17 @@ pub(super) struct CopyQueue {
 #[derive(Debug, Default)]
 pub(super) struct JobCopies {
     /// The checkpoint to copy next.
-    queued: Option<String>,
+    queued_checkpoint: Option<String>,
     /// Hosts with copies, and the checkpoint that each one has.
-    stored_on: BTreeMap<HostId, String>,
+    checkpoint_by_host: BTreeMap<HostId, String>,
     /// The checkpoint that has fewer copies than required.
-    incomplete: Option<String>,
+    incomplete_checkpoint: Option<String>,
 }
 
 impl JobCopies {
     /// Returns the hosts that have a copy of this checkpoint.
     fn hosts_with(&self, set: &str) -> impl Iterator<Item = HostId> {
-        self.stored_on
+        self.checkpoint_by_host
             .iter()
             .filter(move |(_, there)| *there == set)
             .map(|(host, _)| *host)
@@ -90,7 +90,7 @@ impl JobCopies {
 impl Machine {
     /// Queues a complete checkpoint of a job for copying.
     pub(super) fn queue_copy(&mut self, job: Tid, set: &str) {
-        if self.config.copies == CopyPolicy::default() || self.stop.is_some() {
+        if self.config.copies == CopyPolicy::default() || self.shutdown.is_some() {
             return;
         }
         let Some(job_checkpoints) = self.job_checkpoints() else {
@@ -99,7 +99,10 @@ impl Machine {
         let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
-        (entry.copies.queued, entry.copies.incomplete) = (Some(set.to_string()), None);
+        (
+            entry.copies.queued_checkpoint,
+            entry.copies.incomplete_checkpoint,
+        ) = (Some(set.to_string()), None);
         // Each job is queued at most once, which bounds the queue by the number of jobs.
         if !job_checkpoints.copy_queue.jobs.contains(&job) {
             job_checkpoints.copy_queue.jobs.push_back(job);
@@ -122,7 +125,7 @@ impl Machine {
             let Some(checkpoint) = job_checkpoints
                 .jobs
                 .get_mut(&job)
-                .and_then(|entry| entry.copies.queued.take())
+                .and_then(|entry| entry.copies.queued_checkpoint.take())
             else {
                 continue;
             };
@@ -143,7 +146,7 @@ impl Machine {
                 candidates,
                 receiver: None,
                 send_error: None,
-                copied_to,
+                copy_hosts: copied_to,
                 refusals,
             });
             return self.advance_copy();
@@ -177,7 +180,7 @@ impl Machine {
                         .master
                         .as_ref()
                         .and_then(|master| master.checkpoints.jobs.get(&job));
-                    entry.is_some_and(|entry| entry.copies.stored_on.contains_key(host))
+                    entry.is_some_and(|entry| entry.copies.checkpoint_by_host.contains_key(host))
                 };
                 let mut places: Vec<HostId> = others.clone();
                 if !places.is_empty() {
@@ -192,7 +195,7 @@ impl Machine {
     /// Asks the next candidate host to store the current copy. If all copies exist or no candidate
     /// is left, finishes.
     fn advance_copy(&mut self) {
-        if self.stop.is_some() {
+        if self.shutdown.is_some() {
             // The virtual machine ends.
             return;
         }
@@ -202,7 +205,7 @@ impl Machine {
                 .copy_queue
                 .current
                 .as_mut()
-                .filter(|now| now.receiver.is_none() && now.required > now.copied_to.len())?;
+                .filter(|now| now.receiver.is_none() && now.required > now.copy_hosts.len())?;
             let host = now.candidates.pop_front()?;
             let migration = master.migrations.coordinator.next_id();
             now.receiver = Some((host, migration));
@@ -215,7 +218,7 @@ impl Machine {
                     migration,
                     checkpoint: set,
                 },
-                RpcCaller::StoreCopy { migration },
+                RpcPurpose::StoreCopy { migration },
             );
         }
         if let Some(done) = self.job_checkpoints().and_then(|job_checkpoints| {
@@ -235,7 +238,7 @@ impl Machine {
             job,
             checkpoint,
             required,
-            copied_to,
+            copy_hosts: copied_to,
             refusals,
             ..
         } = done;
@@ -247,7 +250,7 @@ impl Machine {
             .job_checkpoints()
             .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         {
-            entry.copies.incomplete = Some(checkpoint.clone());
+            entry.copies.incomplete_checkpoint = Some(checkpoint.clone());
         }
         if required == 0 {
             // The copies were cancelled.
@@ -309,7 +312,7 @@ impl Machine {
             .into_iter()
             .flat_map(|job_checkpoints| job_checkpoints.jobs.values());
         let is_known = jobs
-            .map(|entry| &entry.copies.stored_on)
+            .map(|entry| &entry.copies.checkpoint_by_host)
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
             // The copy was cancelled while the host stored it. It is removed now, because no later
@@ -363,7 +366,7 @@ impl Machine {
         now.send_error = None;
         let (job, set, is_stored) = (now.job, now.checkpoint.clone(), result.is_ok());
         if is_stored {
-            now.copied_to.push(host);
+            now.copy_hosts.push(host);
         }
         self.outputs.push_back(Output::DropImages { migration });
         let name = self.host_name(host);
@@ -378,7 +381,7 @@ impl Machine {
             let entry = self
                 .job_checkpoints()
                 .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job));
-            match entry.map(|entry| entry.copies.stored_on.insert(host, set.clone())) {
+            match entry.map(|entry| entry.copies.checkpoint_by_host.insert(host, set.clone())) {
                 Some(Some(before)) if before != set => self.send_to_host(
                     host,
                     HostMsg::DropCopies {
@@ -408,7 +411,7 @@ impl Machine {
         {
             let lost = entry
                 .copies
-                .stored_on
+                .checkpoint_by_host
                 .remove(&host)
                 .filter(|set| entry.newest_checkpoint.as_ref() == Some(set));
             lacking.extend(lost.map(|set| (*job, set)));
@@ -419,7 +422,7 @@ impl Machine {
         if let Some((_, migration)) = to.filter(|(to, _)| *to == host) {
             self.finish_transfer(migration, Err(COPY_LOST_REASON.into()));
         }
-        if self.stop.is_none() {
+        if self.shutdown.is_none() {
             lacking
                 .into_iter()
                 .for_each(|(job, set)| self.queue_copy(job, &set));
@@ -433,7 +436,7 @@ impl Machine {
             .into_iter()
             .flat_map(|job_checkpoints| &mut job_checkpoints.jobs);
         let lacking: Vec<(Tid, String)> = jobs
-            .filter_map(|(job, entry)| Some((*job, entry.copies.incomplete.take()?)))
+            .filter_map(|(job, entry)| Some((*job, entry.copies.incomplete_checkpoint.take()?)))
             .collect();
         lacking
             .into_iter()
@@ -452,9 +455,9 @@ impl Machine {
             .flat_map(|job_checkpoints| job_checkpoints.jobs.values_mut())
         {
             let JobCopies {
-                queued,
-                stored_on,
-                incomplete,
+                queued_checkpoint: queued,
+                checkpoint_by_host: stored_on,
+                incomplete_checkpoint: incomplete,
             } = &mut entry.copies;
             [queued, incomplete]
                 .into_iter()
@@ -479,18 +482,18 @@ impl Machine {
             .job_checkpoints()
             .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         {
-            entry.copies.queued = None;
+            entry.copies.queued_checkpoint = None;
         }
         self.drop_copies_if(job, |_| true);
         self.cancel_copy_if(|now| now.job == job);
     }
 
     /// Cancels the copy in progress if the predicate is true for it.
-    fn cancel_copy_if(&mut self, which: impl FnOnce(&CopyInProgress) -> bool) {
+    fn cancel_copy_if(&mut self, predicate: impl FnOnce(&CopyInProgress) -> bool) {
         let now = self
             .job_checkpoints()
             .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_mut());
-        let Some(now) = now.filter(|now| which(now)) else {
+        let Some(now) = now.filter(|now| predicate(now)) else {
             return;
         };
         now.required = 0;
@@ -500,17 +503,21 @@ impl Machine {
     }
 
     /// Removes those copies of a job's checkpoints for whose names the predicate is true.
-    fn drop_copies_if(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
+    fn drop_copies_if(&mut self, job: Tid, predicate: impl Fn(&String) -> bool) {
         let Some(entry) = self
             .job_checkpoints()
             .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         else {
             return;
         };
-        let there = std::mem::take(&mut entry.copies.stored_on);
-        let (gone, there): (BTreeMap<_, _>, _) = there.into_iter().partition(|(_, set)| which(set));
-        entry.copies.stored_on = there;
-        entry.copies.incomplete.take_if(|set| which(set));
+        let stored = std::mem::take(&mut entry.copies.checkpoint_by_host);
+        let (gone, stored): (BTreeMap<_, _>, _) =
+            stored.into_iter().partition(|(_, set)| predicate(set));
+        entry.copies.checkpoint_by_host = stored;
+        entry
+            .copies
+            .incomplete_checkpoint
+            .take_if(|set| predicate(set));
         for (host, set) in gone {
             self.send_to_host(
                 host,
@@ -556,7 +563,10 @@ impl Machine {
             };
         }
         // The master makes one copy at a time, so it has abandoned the previous one.
-        match self.incoming_copy.replace((migration, checkpoint.clone())) {
+        match self
+            .incoming_checkpoint_copy
+            .replace((migration, checkpoint.clone()))
+        {
             Some((before, same)) if same == checkpoint => self
                 .outputs
                 .push_back(Output::DropImages { migration: before }),
@@ -576,7 +586,7 @@ impl Machine {
 
     /// True if `migration` is the copy that this host is receiving.
     pub(crate) fn is_incoming_copy(&self, migration: MigrationId) -> bool {
-        self.incoming_copy
+        self.incoming_checkpoint_copy
             .as_ref()
             .is_some_and(|(coming, _)| *coming == migration)
     }
@@ -588,7 +598,7 @@ impl Machine {
         result: Result<(), String>,
     ) {
         let Some((_, set)) = self
-            .incoming_copy
+            .incoming_checkpoint_copy
             .take_if(|(coming, _)| *coming == migration)
         else {
             return;
@@ -606,7 +616,7 @@ impl Machine {
 
     /// Cancels the copy that is being received, because the owner of this host is present.
     pub(crate) fn cancel_incoming_copy(&mut self, why: &str) {
-        let Some((migration, set)) = self.incoming_copy.take() else {
+        let Some((migration, set)) = self.incoming_checkpoint_copy.take() else {
             return;
         };
         self.outputs.push_back(Output::DiscardCopy {

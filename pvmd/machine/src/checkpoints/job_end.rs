@@ -44,14 +44,14 @@ impl FirstTaskEnd {
 impl CheckpointedJob {
     /// True if all known tasks of the job have ended.
     pub(super) fn has_only_ended_tasks(&self) -> bool {
-        !self.members.is_empty() && self.ended.len() == self.members.len()
+        !self.members.is_empty() && self.ended_members.len() == self.members.len()
     }
 }
 
 impl JobCheckpoints {
     /// Updates the jobs after an event of `host`. `spontaneous` is false if tasks end because a
     /// host or the virtual machine ends.
-    pub(crate) fn note_event(
+    pub(crate) fn update_after_event(
         &mut self,
         now: Micros,
         host: HostId,
@@ -66,7 +66,7 @@ impl JobCheckpoints {
                     .filter(|job| job.members.contains(parent))
                 {
                     job.members.insert(*tid);
-                    job.ended.remove(tid);
+                    job.ended_members.remove(tid);
                 }
             }
             EventKind::TaskEnded { tid, status, .. } => {
@@ -78,15 +78,15 @@ impl JobCheckpoints {
                     .iter_mut()
                     .filter(|(_, entry)| entry.members.contains(tid))
                 {
-                    entry.ended.insert(*tid);
+                    entry.ended_members.insert(*tid);
                     if spontaneous {
-                        entry.recently_dead.note_event(now, host, kind);
+                        entry.recently_dead.update_after_event(now, host, kind);
                     }
                     if job == tid {
                         entry.first_task_end.status = spontaneous.then_some(*status);
                     }
                     if entry.has_only_ended_tasks() && entry.activity == JobActivity::Idle {
-                        self.maybe_ended.push(*job);
+                        self.maybe_ended_jobs.push(*job);
                     }
                 }
             }
@@ -96,12 +96,12 @@ impl JobCheckpoints {
                     .values_mut()
                     .filter(|entry| entry.members.contains(tid))
                 {
-                    entry.recently_dead.note_event(now, host, kind);
+                    entry.recently_dead.update_after_event(now, host, kind);
                 }
             }
             EventKind::GuestsEnded { guests, .. } => {
                 for guest in guests {
-                    self.note_told_to_end(*guest);
+                    self.record_end_order(*guest);
                     self.jobs
                         .entry(*guest)
                         .and_modify(|entry| entry.first_task_end.evicted = true);
@@ -112,21 +112,21 @@ impl JobCheckpoints {
     }
 
     /// Records that a task was ordered to end.
-    fn note_told_to_end(&mut self, tid: Tid) {
+    fn record_end_order(&mut self, tid: Tid) {
         for entry in self
             .jobs
             .values_mut()
             .filter(|entry| entry.members.contains(&tid))
         {
-            entry.recently_dead.note_told_to_end(tid);
+            entry.recently_dead.record_end_order(tid);
         }
     }
 
     /// Records that all tasks except `survivors` were ordered to end.
-    pub(crate) fn note_reset(&mut self, survivors: &[Tid]) {
+    pub(crate) fn record_reset(&mut self, survivors: &[Tid]) {
         for (job, entry) in &mut self.jobs {
             let all = entry.members.iter().filter(|tid| !survivors.contains(tid));
-            all.for_each(|tid| entry.recently_dead.note_told_to_end(*tid));
+            all.for_each(|tid| entry.recently_dead.record_end_order(*tid));
             if !survivors.contains(job) {
                 entry.first_task_end.end_signal = Some(SIGTERM);
             }
@@ -136,13 +136,13 @@ impl JobCheckpoints {
 
 impl Machine {
     /// Records a signal to a task. If the signal ends the task, that end is intended.
-    pub(crate) fn note_end_signal(&mut self, tid: Tid, signal: i32) {
+    pub(crate) fn record_end_signal(&mut self, tid: Tid, signal: i32) {
         if !END_SIGNALS.contains(&signal) {
             return;
         }
         match &mut self.master {
             Some(master) => {
-                master.checkpoints.note_told_to_end(tid);
+                master.checkpoints.record_end_order(tid);
                 master
                     .checkpoints
                     .jobs
@@ -158,7 +158,7 @@ impl Machine {
     pub(super) fn check_maybe_ended_jobs(&mut self) -> bool {
         let maybe_ended = self
             .job_checkpoints()
-            .map(|job_checkpoints| std::mem::take(&mut job_checkpoints.maybe_ended))
+            .map(|job_checkpoints| std::mem::take(&mut job_checkpoints.maybe_ended_jobs))
             .unwrap_or_default();
         let counted = !maybe_ended.is_empty();
         for job in maybe_ended {

@@ -32,26 +32,26 @@ const RECENT_EXITS_MAX: usize = 512;
 /// Tasks that are known to have ended.
 #[derive(Debug, Default)]
 pub(crate) struct KnownExits {
-    known: BTreeSet<Tid>,
+    tids: BTreeSet<Tid>,
     /// Tasks in the order of their exits, oldest first. May contain tasks that were forgotten.
     order: VecDeque<Tid>,
 }
 
 impl KnownExits {
     fn add(&mut self, tid: Tid) {
-        if self.known.insert(tid) {
+        if self.tids.insert(tid) {
             self.order.push_back(tid);
         }
         while self.order.len() > KNOWN_EXITS_MAX
             && let Some(oldest) = self.order.pop_front()
         {
-            self.known.remove(&oldest);
+            self.tids.remove(&oldest);
         }
     }
 
     /// Forgets a task that has been restarted.
     pub(crate) fn forget(&mut self, tid: Tid) {
-        if self.known.remove(&tid) {
+        if self.tids.remove(&tid) {
             self.order.retain(|other| *other != tid);
         }
     }
@@ -89,12 +89,12 @@ impl Machine {
             return;
         };
         let ended: Vec<Tid> = job_checkpoints.recent_exits.tids(now).collect();
-        let words = ended.into_iter().map(|dst| DataMsg::Ended {
-            dst,
+        let notices = ended.into_iter().map(|dst| DataMsg::Ended {
+            tid: dst,
             watermarks: Vec::new(),
         });
         self.outputs
-            .extend(words.map(|message| Output::SendData { host, message }));
+            .extend(notices.map(|message| Output::SendData { host, message }));
     }
 
     /// Handles an exit notice: all messages of that task have arrived.
@@ -116,14 +116,14 @@ impl Machine {
     /// Makes the dump of a task wait until the exits of the tasks in `ended` are known on this
     /// host.
     pub(crate) fn await_exit_notices(&mut self, id: MigrationId, tid: Tid, ended: Vec<Tid>) {
-        let known = &self.tasks.known_exits.known;
-        let can_come = |tid: &Tid| {
+        let known = &self.tasks.known_exits.tids;
+        let may_arrive = |tid: &Tid| {
             self.location(*tid)
                 .is_some_and(|host| self.table.get(host).is_some())
         };
         let awaits: BTreeSet<Tid> = ended
             .into_iter()
-            .filter(|tid| !known.contains(tid) && can_come(tid))
+            .filter(|tid| !known.contains(tid) && may_arrive(tid))
             .collect();
         if awaits.is_empty() {
             return;
@@ -171,7 +171,7 @@ impl Machine {
             .skip(left)
             .filter(is_data)
             .filter_map(sender_of);
-        match senders.find(|src| self.tasks.known_exits.known.contains(src)) {
+        match senders.find(|src| self.tasks.known_exits.tids.contains(src)) {
             None => Ok(()),
             Some(src) => Err(Failure::Cancelled(format!(
                 "the last words of {src} have come, which has ended, and it has to take them first"
@@ -213,15 +213,15 @@ mod tests {
         };
         tids().for_each(|tid| ends.add(tid));
         assert_eq!(
-            (ends.known.len(), ends.known.first()),
+            (ends.tids.len(), ends.tids.first()),
             (KNOWN_EXITS_MAX, Some(&Tid::from_raw(0x40001)))
         );
         let again = Tid::from_raw(0x40005);
         ends.forget(again);
-        assert!(!ends.known.contains(&again));
+        assert!(!ends.tids.contains(&again));
         ends.add(again);
         assert_eq!(
-            (ends.known.len(), ends.order.len(), ends.order.back()),
+            (ends.tids.len(), ends.order.len(), ends.order.back()),
             (KNOWN_EXITS_MAX, KNOWN_EXITS_MAX, Some(&again))
         );
     }

@@ -20,26 +20,26 @@ const SHUTDOWN_WINDOW: Micros = Micros::from_secs(10);
 
 /// Tasks of one job that may have died with a host.
 #[derive(Debug, Default)]
-pub(super) struct RecentlyDead {
+pub(super) struct RecentDeaths {
     /// Time of death, by task and by the host with which the task may have been lost. A task may
     /// have two such hosts: the one where it was killed, and the one that had its memory.
     suspects: BTreeMap<(Tid, HostId), Micros>,
     /// Tasks that were ordered to end. Their death does not indicate that their host is lost.
-    told_to_end: BTreeSet<Tid>,
+    ordered_to_end: BTreeSet<Tid>,
 }
 
-impl RecentlyDead {
+impl RecentDeaths {
     /// Records that a member of the job was ordered to end.
-    pub(super) fn note_told_to_end(&mut self, tid: Tid) {
-        self.told_to_end.insert(tid);
+    pub(super) fn record_end_order(&mut self, tid: Tid) {
+        self.ordered_to_end.insert(tid);
     }
 
     /// Records the death of a task, if an event of `host` reports one that may indicate the loss of
     /// a host.
-    pub(super) fn note_event(&mut self, now: Micros, host: HostId, kind: &EventKind) {
+    pub(super) fn update_after_event(&mut self, now: Micros, host: HostId, kind: &EventKind) {
         let (tid, with) = match kind {
             EventKind::TaskEnded { tid, status, .. }
-                if END_SIGNALS.contains(&(status & 0x7f)) && !self.told_to_end.contains(tid) =>
+                if END_SIGNALS.contains(&(status & 0x7f)) && !self.ordered_to_end.contains(tid) =>
             {
                 (*tid, host)
             }
@@ -79,6 +79,6 @@ impl RecentlyDead {
     /// restore other tasks.
     pub(super) fn retain_tasks(&mut self, tasks: &[Tid]) {
         self.suspects.retain(|(tid, _), _| tasks.contains(tid));
-        self.told_to_end.retain(|tid| tasks.contains(tid));
+        self.ordered_to_end.retain(|tid| tasks.contains(tid));
     }
 }

@@ -50,7 +50,7 @@ impl Machine {
         };
         if matches!(&selection, RemovalSelection::Checkpoints(sets) if sets.len() > REMOVALS_MAX) {
             let reason = format!("at most {REMOVALS_MAX} checkpoints are removed at once");
-            return self.fail(tid, id, PvmError::OutOfRes, reason);
+            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
         }
         let mut refused = BTreeMap::new();
         for (job, entry) in job_checkpoints

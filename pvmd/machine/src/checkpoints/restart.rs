@@ -2,13 +2,13 @@
 //! the tasks.
 
 use super::job_end::FirstTaskEnd;
-use super::recently_dead::RecentlyDead;
+use super::recently_dead::RecentDeaths;
 use super::{
     ATTEMPTS_MAX, CheckpointedJob, INCARNATIONS_MAX, Inventory, InventoryPurpose, JobActivity,
     OpenRestart, checkpoint_interval, restart_retry_interval,
 };
 use crate::restart_engine::WorldCall as Again;
-use crate::rpc::RpcCaller;
+use crate::rpc::RpcPurpose;
 use crate::{Machine, Output};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
 use sempa_proto::checkpoint::{CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport};
@@ -49,8 +49,8 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        job_checkpoints.last_restart += 1;
-        let restart = job_checkpoints.last_restart;
+        job_checkpoints.last_restart_number += 1;
+        let restart = job_checkpoints.last_restart_number;
         let wanted = OpenRestart {
             checkpoint: checkpoint.clone(),
             rollback_job,
@@ -104,7 +104,7 @@ impl Machine {
     pub(super) fn begin_restart(&mut self, number: u64, found: &Inventory) {
         let now = self.now;
         let begun = self.plan_restart(number, found);
-        let (job, timeline, candidates) = match begun {
+        let (job, group, candidates) = match begun {
             Ok(plan) => plan,
             Err(why) => return self.finish_restart(number, Err(why)),
         };
@@ -113,19 +113,19 @@ impl Machine {
         };
         let (job_checkpoints, coordinator) =
             (&mut master.checkpoints, &mut master.migrations.coordinator);
-        job_checkpoints.latest_incarnation = timeline.incarnation;
+        job_checkpoints.latest_incarnation = group.incarnation;
         job_checkpoints.incarnations.extend(
-            timeline
+            group
                 .members
                 .iter()
-                .map(|(tid, _)| (*tid, timeline.incarnation)),
+                .map(|(tid, _)| (*tid, group.incarnation)),
         );
         while job_checkpoints.incarnations.len() > INCARNATIONS_MAX {
             job_checkpoints.incarnations.pop_first();
         }
         let id = job_checkpoints
             .restarts
-            .begin(now, timeline, candidates, || coordinator.next_id());
+            .begin(now, group, candidates, || coordinator.next_id());
         if let Some(wanted) = job_checkpoints.open_restarts.get_mut(&number) {
             wanted.restart_id = Some(id);
         }
@@ -155,10 +155,10 @@ impl Machine {
             .ok_or_else(gone)?;
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
         let job = job_checkpoints.jobs.get(&meta.job);
-        let goes_back = wanted.rollback_job.is_some();
+        let is_rollback = wanted.rollback_job.is_some();
         let free = |job: &CheckpointedJob| match job.activity {
             JobActivity::Idle => !job.has_open_request(),
-            JobActivity::Restarting => goes_back,
+            JobActivity::Restarting => is_rollback,
             _ => false,
         };
         if job.is_some_and(|job| !free(job)) {
@@ -187,14 +187,14 @@ impl Machine {
         }
         let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
         let mut candidates = Vec::new();
-        for (turn, part) in meta.tasks.iter().enumerate() {
+        for (index, part) in meta.tasks.iter().enumerate() {
             let mut hosts = if on.is_empty() {
                 all.clone()
             } else {
                 on.clone()
             };
             let many = hosts.len().max(1);
-            hosts.rotate_left(turn % many);
+            hosts.rotate_left(index % many);
             let home = self
                 .table
                 .by_name(&part.host)
@@ -258,7 +258,7 @@ impl Machine {
         if !mailbox.is_empty() {
             return Err(RestartFailure::MailboxInUse(mailbox));
         }
-        let given: BTreeMap<i32, Tid> = found.contexts.iter().copied().collect();
+        let given: BTreeMap<i32, Tid> = found.context_owners.iter().copied().collect();
         let other =
             |(ctx, owner): &&(i32, Tid)| given.get(ctx).is_some_and(|holder| holder != owner);
         let contexts: Vec<i32> = meta
@@ -360,7 +360,7 @@ impl Machine {
             self.call_host(
                 host,
                 HostRequest::ReserveContexts(contexts),
-                RpcCaller::Ignored,
+                RpcPurpose::Ignored,
             );
         }
     }
@@ -438,8 +438,8 @@ impl Machine {
                         .schedule
                         .map(|pace| checkpoint_interval(pace, Some(entry.last_duration))),
                 );
-                (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
-                entry.recently_dead = RecentlyDead::default();
+                (entry.members, entry.ended_members) = (members.clone(), BTreeSet::new());
+                entry.recently_dead = RecentDeaths::default();
                 entry.attempts = 0;
             } else if goes_back.is_some()
                 && (entry.schedule.is_some() || entry.attempts < ATTEMPTS_MAX)
@@ -478,7 +478,7 @@ impl Machine {
                 self.call_host(
                     self.context_holder(ctx),
                     HostRequest::FreeContext { owner, ctx },
-                    RpcCaller::Ignored,
+                    RpcPurpose::Ignored,
                 );
             }
         }
@@ -569,7 +569,7 @@ impl Machine {
         record
             .watermarks
             .retain(|mark| timeline.incarnation_before(mark.peer).is_some());
-        (record.known_hosts, record.hosts_epoch, record.rm) = (hosts, epoch, None);
+        (record.known_hosts, record.hosts_epoch, record.exit_rm) = (hosts, epoch, None);
         let mut open = std::mem::take(&mut record.requests);
         // The task was restarted before, and its library was not informed of that restart yet.
         open.extend(
@@ -584,7 +584,7 @@ impl Machine {
             group: timeline,
             requests_to_repeat: open,
         });
-        arrival.take_saved_state(record, waiting);
+        arrival.set_saved_state(record, waiting);
         let order = ToTasker::Restore {
             migration: id,
             tid,
@@ -601,10 +601,13 @@ impl Machine {
 /// - A partial message of a member of the restart group gets the new incarnation of the group.
 ///   Partial messages of other tasks are dropped.
 /// - A notification does not wait for the last messages of a task outside the group.
-fn keep_for_restart(tid: Tid, timeline: &RestartGroup, item: &mut PendingItem) -> bool {
+fn keep_for_restart(tid: Tid, group: &RestartGroup, item: &mut PendingItem) -> bool {
     let bytes = match item {
-        PendingItem::Control(ToTask::Deliver { after, .. }) => {
-            *after = after.filter(|mark| timeline.incarnation_before(mark.peer).is_some());
+        PendingItem::Control(ToTask::Deliver {
+            deliver_after: after,
+            ..
+        }) => {
+            *after = after.filter(|mark| group.incarnation_before(mark.peer).is_some());
             return true;
         }
         PendingItem::Control(_) => return true,
@@ -618,12 +621,12 @@ fn keep_for_restart(tid: Tid, timeline: &RestartGroup, item: &mut PendingItem) -
     }
     let frame_line = frame.incarnation;
     let frame = LinkFrame {
-        incarnation: timeline.incarnation,
+        incarnation: group.incarnation,
         ..frame
     };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
     // If the sender was restarted after this frame, but without this task, the frame is void.
-    timeline
+    group
         .incarnation_before(frame.src)
         .is_some_and(|before| !is_later_incarnation(before, frame_line))
 }

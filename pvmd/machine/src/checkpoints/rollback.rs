@@ -1,13 +1,13 @@
 //! Ends the tasks of two kinds of jobs: jobs that roll back to their newest checkpoint after the
 //! loss of a host, and jobs that must end when their checkpoint is complete.
 
-use super::recently_dead::RecentlyDead;
+use super::recently_dead::RecentDeaths;
 use super::{
-    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, HOST_FENCE_TIMEOUT, JobActivity,
+    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, LOST_HOST_RESTART_DELAY,
     RESTART_RETRY_INTERVAL, SIGKILL, job_members,
 };
 use crate::Machine;
-use crate::rpc::RpcCaller;
+use crate::rpc::RpcPurpose;
 use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostRequest;
@@ -77,33 +77,36 @@ impl Machine {
         why: &str,
         failure: impl Fn(Tid) -> CheckpointFailure,
     ) {
-        if self.stop.is_some() {
+        if self.shutdown.is_some() {
             return;
         }
         let Some(master) = &self.master else { return };
         let (job_checkpoints, coordinator) = (&master.checkpoints, &master.migrations.coordinator);
         let had_task =
             |tid: &Tid| self.location(*tid) == Some(host) || coordinator.has_memory_on(*tid, host);
-        let had = |job: &CheckpointedJob| {
-            job.members.difference(&job.ended).any(had_task)
+        let had_task_on_host = |job: &CheckpointedJob| {
+            job.members.difference(&job.ended_members).any(had_task)
                 || job
                     .recently_dead
                     .any_lost_with(self.now, self.config.lease, host)
         };
         // A job that is being restarted learns of the loss from the restart protocol.
-        let may = |job: &CheckpointedJob| {
+        let may_roll_back = |job: &CheckpointedJob| {
             matches!(
                 job.activity,
                 JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
             )
         };
         let affected = job_checkpoints.jobs.iter().filter(|(_, job)| {
-            job.schedule.is_some() && job.newest_checkpoint.is_some() && may(job) && had(job)
+            job.schedule.is_some()
+                && job.newest_checkpoint.is_some()
+                && may_roll_back(job)
+                && had_task_on_host(job)
         });
         let affected: Vec<(Tid, BTreeSet<Tid>)> = affected
             .map(|(tid, job)| (*tid, job.members.clone()))
             .collect();
-        let not_before = self.now + HOST_FENCE_TIMEOUT;
+        let not_before = self.now + LOST_HOST_RESTART_DELAY;
         for (job, members) in affected {
             let why = why.to_string();
             let (mut waiters, mut was_wanted) = (Vec::new(), false);
@@ -115,12 +118,12 @@ impl Machine {
                     why: why.clone(),
                     checks: 0,
                 };
-                entry.recently_dead = RecentlyDead::default();
+                entry.recently_dead = RecentDeaths::default();
                 (
                     waiters,
                     entry.attempts,
                     entry.ends_after_checkpoint,
-                    entry.vacates,
+                    entry.ends_for_vacate,
                 ) = (std::mem::take(&mut entry.waiters), 0, false, false);
             }
             if was_wanted {
@@ -189,7 +192,7 @@ impl Machine {
                 tid,
                 signal: SIGKILL,
             },
-            RpcCaller::Ignored,
+            RpcPurpose::Ignored,
         );
     }
 

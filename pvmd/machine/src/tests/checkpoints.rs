@@ -178,7 +178,7 @@ impl JobScenario {
             self.console,
             Request::Restart {
                 checkpoint: set.into(),
-                on,
+                host_names: on,
                 wait: true,
             },
         );
@@ -292,14 +292,14 @@ impl JobScenario {
 /// True if the task runs and its daemon knows it.
 fn is_connected(sim: &Sim, tid: Tid) -> bool {
     let proc = &sim.procs[sim.proc_of(tid)];
-    let is_alive = sim.nodes[&proc.host].alive && !proc.exited;
+    let is_alive = sim.nodes[&proc.host].is_alive && !proc.exited;
     is_alive && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
 }
 
 fn is_listed(sim: &Sim, tid: Tid) -> bool {
     sim.nodes
         .values()
-        .filter(|node| node.alive)
+        .filter(|node| node.is_alive)
         .any(|node| node.machine.tasks.get(tid).is_some())
 }
 
@@ -401,13 +401,13 @@ fn lost_host_rolls_job_back() {
             .sim
             .run_until("the job runs again", |sim| sim.procs.len() >= before + 6);
         scene.run_until_all_connected();
-        let again: Vec<Tid> = scene.sim.procs[before..before + 6]
+        let restarted: Vec<Tid> = scene.sim.procs[before..before + 6]
             .iter()
-            .filter_map(|p| p.spawned)
+            .filter_map(|p| p.spawned_tid)
             .collect();
         assert!(
-            first.tasks.iter().all(|tid| again.contains(tid)),
-            "{again:?} (seed {seed})"
+            first.tasks.iter().all(|tid| restarted.contains(tid)),
+            "{restarted:?} (seed {seed})"
         );
         scene.exchange_messages(100);
         scene.run_until_all_connected();
@@ -433,7 +433,7 @@ fn job_survives_host_losses_at_any_time() {
         let all = |sim: &Sim, tids: &[Tid]| {
             tids.iter().all(|tid| {
                 let proc = &sim.procs[sim.proc_of(*tid)];
-                !proc.exited && proc.conn.is_some() && sim.nodes[&proc.host].alive
+                !proc.exited && proc.conn.is_some() && sim.nodes[&proc.host].is_alive
             })
         };
         let tids = scene.tids.clone();
@@ -1015,7 +1015,7 @@ fn paused_guests_are_checkpointed() {
         } else {
             scene.sim.advance(Micros::from_millis(300));
             let there =
-                |proc: &&Proc| proc.spawned.is_some() && proc.host == host(2) && !proc.exited;
+                |proc: &&Proc| proc.spawned_tid.is_some() && proc.host == host(2) && !proc.exited;
             assert!(
                 scene.sim.procs.iter().filter(there).all(Proc::is_frozen),
                 "seed {seed}"

@@ -71,7 +71,7 @@ fn unidentified_connection_is_refused() {
         panic!("no list")
     };
     assert_eq!(tasks.len(), 1);
-    assert!(sim.nodes[&HostId::MASTER].alive);
+    assert!(sim.nodes[&HostId::MASTER].is_alive);
 }
 
 /// Frames with the tid of another task are dropped.
@@ -152,7 +152,7 @@ fn invalid_daemon_messages_change_nothing() {
         item(Tid::NONE),
         item(Tid::MY_DAEMON),
         DataMsg::Ended {
-            dst: nowhere,
+            tid: nowhere,
             watermarks: vec![],
         },
         DataMsg::RouteDrained {
@@ -232,6 +232,6 @@ fn invalid_daemon_messages_change_nothing() {
     assert!(
         sim.nodes
             .values()
-            .all(|n| n.alive && n.machine.table().hosts.len() == 3)
+            .all(|n| n.is_alive && n.machine.table().hosts.len() == 3)
     );
 }

@@ -450,7 +450,7 @@ fn exits_during_pause_are_reported_once() {
             _ => scene.sim.kill_host(host(2)),
         }
         scene.assert_exits_reported_once();
-        if scene.sim.nodes[&host(2)].alive {
+        if scene.sim.nodes[&host(2)].is_alive {
             scene.send_directive(1, welcome_guests());
             scene.assert_all_run();
         }

@@ -13,7 +13,7 @@ use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
 /// Wait status of a program that exits as requested.
-const AGREED_STATUS: i32 = 85 << 8;
+const REQUESTED_EXIT_STATUS: i32 = 85 << 8;
 
 fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
     (0..sim.procs.len())
@@ -158,7 +158,7 @@ fn new_process_gets_messages_of_ended_sender() {
             [] as [i32; 0],
             "it is for the next one"
         );
-        sim.exit_gracefully(old, AGREED_STATUS);
+        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
         assert_eq!(await_migration(&mut sim, console, moving), Ok(OWN_ENGINE));
         sim.run_until("all of it", |s| all_received(s, tid).len() == 5);
         assert_reachable(&mut sim, console, tid);
@@ -197,7 +197,7 @@ fn exit_notification_follows_last_messages() {
         sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old));
         sim.advance(Micros::from_millis(200));
         let noted = sim.procs[old].notifications(9).len();
-        sim.exit_gracefully(old, AGREED_STATUS);
+        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
         assert_eq!(await_migration(&mut sim, console, moving), Ok(OWN_ENGINE));
         sim.run_until("it has gone on", |s| {
             s.procs[s.proc_of(tid)].welcome.is_some()
@@ -359,7 +359,7 @@ fn expired_exit_request_has_no_effect() {
     assert!(await_migration(&mut sim, console, moving).is_err());
     sim.advance(Micros::from_secs(120));
     sim.ask(old, Request::Exit { watermarks: vec![] });
-    sim.exit(old, AGREED_STATUS);
+    sim.exit(old, REQUESTED_EXIT_STATUS);
     sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
     sim.advance(Micros::from_secs(2));
     assert_eq!(
@@ -384,7 +384,7 @@ fn disconnected_program_is_restarted_after_late_exit() {
         );
         sim.advance(Micros::from_secs(1));
         if again {
-            sim.exit(old, AGREED_STATUS);
+            sim.exit(old, REQUESTED_EXIT_STATUS);
             sim.run_until("it is back", |s| {
                 s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
             });
@@ -490,7 +490,7 @@ fn exit_before_request_ends_task() {
         let wait = Micros(sim.rng.below(12_000));
         sim.advance(wait);
         let asked = sim.handed_off_links(old);
-        sim.exit(old, AGREED_STATUS);
+        sim.exit(old, REQUESTED_EXIT_STATUS);
         let moved = await_migration(&mut sim, console, moving);
         if !asked {
             ended += 1;
@@ -544,14 +544,14 @@ fn broken_session_during_restart_loses_no_messages() {
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         let peer = sim.enrol(host(3 + (seed % 2) as u16));
         let (old, to) = (sim.proc_of(tid), sim.procs[peer].tid());
-        let mut said = 0;
+        let mut sent_count = 0;
         let moving = begin_migration(&mut sim, console, tid, "h3");
         (0..20i32).for_each(|n| sim.send_message(peer, tid, &n.to_be_bytes()));
         let until = Micros(sim.rng.below(12_000));
         let begun = sim.now;
         while sim.now.since(begun) < until && !sim.procs[old].exited {
-            sim.send_message(old, to, &i32::to_be_bytes(said));
-            said += 1;
+            sim.send_message(old, to, &i32::to_be_bytes(sent_count));
+            sent_count += 1;
             sim.advance(Micros(500));
         }
         let long = Micros(1_000 + sim.rng.below(400_000));
@@ -563,12 +563,13 @@ fn broken_session_during_restart_loses_no_messages() {
         };
         sim.run_until("it is back", is_back);
         let new = sim.proc_of(tid);
-        while said < 25 {
-            sim.send_message(new, to, &i32::to_be_bytes(said));
-            said += 1;
+        while sent_count < 25 {
+            sim.send_message(new, to, &i32::to_be_bytes(sent_count));
+            sent_count += 1;
         }
         sim.run_until("all of it", |s| {
-            all_received(s, tid).len() >= 20 && received_numbers(s, peer).len() >= said as usize
+            all_received(s, tid).len() >= 20
+                && received_numbers(s, peer).len() >= sent_count as usize
         });
         assert_eq!(
             all_received(&sim, tid),
@@ -577,7 +578,7 @@ fn broken_session_during_restart_loses_no_messages() {
         );
         assert_eq!(
             received_numbers(&sim, peer),
-            (0..said).collect::<Vec<i32>>(),
+            (0..sent_count).collect::<Vec<i32>>(),
             "seed {seed}"
         );
     }
@@ -592,19 +593,19 @@ fn lost_host_during_restart_leaves_no_message_gap() {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let to = sim.procs[console].tid();
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        let mut said = 0;
-        let mut speak = |sim: &mut Sim, count: i32| {
+        let mut sent_count = 0;
+        let mut send_numbers = |sim: &mut Sim, count: i32| {
             for _ in 0..count {
-                said += i32::from(send_if_connected(sim, tid, to, said));
+                sent_count += i32::from(send_if_connected(sim, tid, to, sent_count));
             }
-            said
+            sent_count
         };
-        speak(&mut sim, 5);
+        send_numbers(&mut sim, 5);
         let moving = begin_migration(&mut sim, console, tid, "h3");
         for _ in 0..8 {
             let (wait, count) = (Micros(sim.rng.below(4_000)), sim.rng.below(3) as i32);
             sim.advance(wait);
-            speak(&mut sim, count);
+            send_numbers(&mut sim, count);
         }
         let lost = host(2 + sim.rng.below(2) as u16);
         sim.kill_host(lost);
@@ -616,7 +617,7 @@ fn lost_host_during_restart_leaves_no_message_gap() {
         went_on += 1;
         of_source += u32::from(moved && lost == host(2));
         assert_reachable(&mut sim, console, tid);
-        let before = speak(&mut sim, 1) - 1;
+        let before = send_numbers(&mut sim, 1) - 1;
         sim.run_until("it is heard", |s| {
             received_numbers(s, console).last() == Some(&before)
         });
@@ -679,7 +680,7 @@ fn first_exit_request_survives_failed_second_one() {
         assert!(await_migration(&mut sim, console, again).is_err());
         sim.advance(Micros::from_secs(1));
         let asked = sim.exit_ignored_by.len();
-        sim.exit_gracefully(old, AGREED_STATUS);
+        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
         assert_eq!(
             sim.exit_ignored_by.len(),
             asked,
@@ -705,7 +706,7 @@ fn late_exit_window_excludes_paused_time() {
     sim.ask(speaker, welcome_guests());
     assert_reachable(&mut sim, console, tid);
     sim.advance(Micros::from_secs(50));
-    sim.exit_gracefully(old, AGREED_STATUS);
+    sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
     sim.run_until("it is back", |s| {
         s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
     });
@@ -815,7 +816,7 @@ fn unread_exit_request_is_not_passed_on() {
         }
         sim.advance(Micros::from_millis(100));
         assert_eq!(sim.procs[old].notifications(EXIT_REQUEST_TAG).len(), times);
-        sim.exit_gracefully(old, AGREED_STATUS);
+        sim.exit_gracefully(old, REQUESTED_EXIT_STATUS);
         sim.run_until("it is back", |s| {
             s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
         });

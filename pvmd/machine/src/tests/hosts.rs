@@ -30,7 +30,7 @@ fn assert_tables_agree(sim: &Sim, names: &[&str]) {
     let table = sim.nodes[&HostId::MASTER].machine.table().clone();
     let known: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
     assert_eq!(known, names, "seed {}", sim.seed);
-    for (id, node) in sim.nodes.iter().filter(|(_, n)| n.alive) {
+    for (id, node) in sim.nodes.iter().filter(|(_, n)| n.is_alive) {
         assert_eq!(
             node.machine.table(),
             &table,
@@ -135,7 +135,9 @@ fn deleted_host_leaves_before_reply() {
         ];
         assert_eq!(reply, Reply::HostsDeleted(expected));
         assert!(!sim.procs.iter().any(|p| p.host == host(3) && !p.exited));
-        sim.run_until("the daemon of h3 has ended", |s| !s.nodes[&host(3)].alive);
+        sim.run_until("the daemon of h3 has ended", |s| {
+            !s.nodes[&host(3)].is_alive
+        });
         assert_tables_agree(&sim, &["h1", "h2"]);
     }
 }
@@ -218,11 +220,13 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
         let started = sim.now;
         assert_eq!(sim.ask(from, Request::Halt), Reply::Done);
         sim.run_until("the end", |s| {
-            s.nodes.iter().all(|(id, n)| !n.alive || *id == host(5))
+            s.nodes.iter().all(|(id, n)| !n.is_alive || *id == host(5))
         });
         assert!(sim.now.since(started) < Micros::from_secs(8), "seed {seed}");
         assert!(
-            sim.procs.iter().all(|p| p.spawned.is_none() || p.exited),
+            sim.procs
+                .iter()
+                .all(|p| p.spawned_tid.is_none() || p.exited),
             "seed {seed}"
         );
         assert!(!sim.procs[console].replies.contains_key(&pending) || seed > 0);
@@ -270,7 +274,7 @@ fn command_line_programs_get_one_sigterm() {
             let told = sim.enrol_with(host(2), OnDaemonExit::FailCalls);
             sim.ask(programs[2], Request::Exit { watermarks: vec![] });
             end(&mut sim, console);
-            sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
+            sim.run_until("the end", |s| s.nodes.values().all(|n| !n.is_alive));
             let at_master = if way == 2 { vec![] } else { vec![15] };
             let case = format!("seed {seed}, way {way}");
             assert_eq!(
@@ -293,7 +297,7 @@ fn halt_signals_its_requester() {
     let mut sim = Sim::new(1);
     let program = sim.enrol(HostId::MASTER);
     sim.request(program, Request::Halt);
-    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.is_alive));
     assert_eq!(signals_of(&sim, &[program]), [[15]]);
 }
 
@@ -308,7 +312,7 @@ fn only_programs_on_deleted_host_get_sigterm() {
             names: vec!["h2".into()],
         },
     );
-    sim.run_until("it is gone", |s| !s.nodes[&host(2)].alive);
+    sim.run_until("it is gone", |s| !s.nodes[&host(2)].is_alive);
     assert_eq!(
         signals_of(&sim, &programs),
         [vec![15], vec![]] as [Vec<i32>; 2]
@@ -328,8 +332,12 @@ fn slave_ends_with_its_master() {
         }),
     );
     sim.kill_host(HostId::MASTER);
-    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
-    assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
+    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.is_alive));
+    assert!(
+        sim.procs
+            .iter()
+            .all(|p| p.spawned_tid.is_none() || p.exited)
+    );
 }
 
 /// A slave that is ordered to stop is removed from the host tables of all other daemons.
@@ -344,7 +352,7 @@ fn stopped_slave_leaves_the_table() {
         host(2),
     );
     sim.run_until("it is gone", |s| {
-        !s.nodes[&host(2)].alive && s.nodes[&host(3)].machine.table().hosts.len() == 2
+        !s.nodes[&host(2)].is_alive && s.nodes[&host(3)].machine.table().hosts.len() == 2
     });
     assert_tables_agree(&sim, &["h1", "h3"]);
 }
@@ -421,7 +429,7 @@ fn host_file_applies_to_later_hosts() {
     let Reply::Events(events) = sim.ask(
         console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 100,
         },
     ) else {
@@ -470,7 +478,7 @@ fn liveness_probe_creates_no_task() {
     assert_eq!(tasks.len(), 1);
     sim.request(console, Request::Halt);
     sim.run_until("it ends", |s| {
-        s.nodes[&HostId::MASTER].machine.stop.is_some()
+        s.nodes[&HostId::MASTER].machine.shutdown.is_some()
     });
     let second = sim.claim(HostId::MASTER, Claim::Probe);
     sim.run_until("it has hung up", |s| s.procs[second].conn.is_none());

@@ -46,7 +46,7 @@ fn children(count: u32) -> SpawnRequest {
 /// processes of console and task, and the request.
 fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usize, RequestId) {
     let (mut sim, console) = Sim::cluster(seed, hosts);
-    let mover = spawn(
+    let task_proc = spawn(
         &mut sim,
         console,
         SpawnRequest {
@@ -55,7 +55,7 @@ fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usiz
             ..children(1)
         },
     )[0];
-    let tid = sim.procs[mover].tid();
+    let tid = sim.procs[task_proc].tid();
     let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         console,
@@ -69,7 +69,7 @@ fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usiz
     let moving = sim.request(console, migrate_request(tid, "h3"));
     let wait = Micros(sim.rng.below(max_micros));
     sim.advance(wait);
-    (sim, console, mover, moving)
+    (sim, console, task_proc, moving)
 }
 
 /// Waits until a migration is over. Returns the task's list entries, the number of exit
@@ -362,7 +362,7 @@ fn immovable_task_is_refused_with_reason() {
     let Reply::Events(events) = sim.ask(
         console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 100,
         },
     ) else {

@@ -68,12 +68,12 @@ impl WatchedHost {
 
     fn run_until_guests_resume(&mut self) {
         let guests = self.guests.clone();
-        let go_on = |s: &Sim| {
+        let all_run = |s: &Sim| {
             guests
                 .iter()
                 .all(|p| !s.procs[*p].is_frozen() && s.procs[*p].conn.is_some())
         };
-        self.sim.run_until("they go on", go_on);
+        self.sim.run_until("they go on", all_run);
     }
 
     fn count_notes(&mut self, what: &str) -> usize {

@@ -7,7 +7,7 @@ use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest}
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
-    Request::CanMigrate {
+    Request::FindMigrationTargets {
         tid,
         to: to.map(String::from),
     }
@@ -63,9 +63,9 @@ fn query_lists_refusals_and_nearest_host() {
     // A tasker does not know the host it runs on.
     sim.verdicts
         .insert(host(4), vec![no_engine(HostId::MASTER)]);
-    let survey = query(&mut sim, console, tid, None).expect("it could move");
+    let targets = query(&mut sim, console, tid, None).expect("it could move");
     assert_eq!(
-        (survey.tid, survey.from, survey.resident_bytes),
+        (targets.tid, targets.from, targets.resident_bytes),
         (tid, host(2), 4096)
     );
     let expected = [
@@ -74,8 +74,8 @@ fn query_lists_refusals_and_nearest_host() {
         (host(4), vec![no_engine(host(4))]),
         (host(5), vec![]),
     ];
-    assert_eq!(survey.verdicts, expected);
-    assert_eq!(survey.nearest(), Some(host(3)));
+    assert_eq!(targets.verdicts, expected);
+    assert_eq!(targets.nearest(), Some(host(3)));
     for (to, takes) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
         let one = query(&mut sim, console, tid, Some(to)).expect("it could move");
         assert_eq!(
@@ -99,8 +99,8 @@ fn query_lists_refusals_and_nearest_host() {
     );
     // The order of the hosts after the task has migrated to the other network.
     sim.ask(console, migrate_request(tid, "h5"));
-    let survey = query(&mut sim, console, tid, None).expect("it could move");
-    let order: Vec<HostId> = survey.verdicts.iter().map(|(host, _)| *host).collect();
+    let targets = query(&mut sim, console, tid, None).expect("it could move");
+    let order: Vec<HostId> = targets.verdicts.iter().map(|(host, _)| *host).collect();
     assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
 }
 
@@ -110,13 +110,13 @@ fn owner_presence_is_listed_as_refusal() {
     scene.sim.verdicts.insert(host(2), vec![missing_file("/a")]);
     scene.send_directive(1, stop_guests());
     let (console, tid) = (scene.console, scene.tids[0]);
-    let survey = query(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
+    let targets = query(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
     let owner = Refusal::OwnerPresent {
         host: host(2),
         why: "olga is there".into(),
     };
     assert_eq!(
-        survey.verdicts,
+        targets.verdicts,
         [(host(2), vec![owner, missing_file("/a")])]
     );
 }
@@ -171,11 +171,11 @@ fn lost_host_refuses_or_fails_the_query() {
         });
         sim.procs[console].replies[&asking].clone()
     };
-    let Reply::MigrationTargets(Ok(survey)) = with_dead(&mut sim, 3) else {
+    let Reply::MigrationTargets(Ok(targets)) = with_dead(&mut sim, 3) else {
         panic!("it could move")
     };
     assert_eq!(
-        survey.verdicts,
+        targets.verdicts,
         [
             (HostId::MASTER, vec![]),
             (host(3), vec![Refusal::HostLost(host(3))]),

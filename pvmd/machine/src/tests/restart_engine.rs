@@ -356,9 +356,9 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         ("criu,restart,own", restart),
     ] {
         let tid = spawn(&mut sim, console, request("child", list, "h2"));
-        let Reply::MigrationTargets(Ok(survey)) = sim.ask(
+        let Reply::MigrationTargets(Ok(targets)) = sim.ask(
             console,
-            Request::CanMigrate {
+            Request::FindMigrationTargets {
                 tid,
                 to: Some("h3".into()),
             },
@@ -367,9 +367,9 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         };
         assert_eq!(
             (
-                survey.verdicts.len(),
-                survey.nearest(),
-                survey.engine(host(3))
+                targets.verdicts.len(),
+                targets.nearest(),
+                targets.engine(host(3))
             ),
             (1, Some(host(3)), taken),
             "{list}"
@@ -385,7 +385,7 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
     let Reply::Events(events) = sim.ask(
         console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 1000,
         },
     ) else {
@@ -615,7 +615,7 @@ fn halt_completes_during_restart() {
         let begun = sim.now;
         sim.request(console, Request::Halt);
         sim.run_until("all have ended", |s| {
-            s.nodes.values().all(|node| !node.alive)
+            s.nodes.values().all(|node| !node.is_alive)
         });
         assert!(sim.now.since(begun) < Micros::from_secs(4), "seed {seed}");
     }

@@ -94,7 +94,7 @@ pub(super) fn list_events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
     match sim.ask(
         console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 1000,
         },
     ) {

@@ -203,8 +203,8 @@ fn tracer_is_default_sink_on_every_host() {
         trace_tag: 2,
         out_ctx: 3,
         out_tag: 4,
-        mask,
-        buffer: 0,
+        event_mask: mask,
+        buffer_bytes: 0,
         options: 1,
     };
     assert_eq!(

@@ -35,7 +35,7 @@ use sempa_proto::task::{
     Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
     ToTask,
 };
-use sempa_proto::tasker::{Capabilities, FromTasker, ToTasker};
+use sempa_proto::tasker::{FromTasker, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -63,7 +63,7 @@ pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
 pub(super) struct Node {
     pub(super) machine: Machine,
     world: FakeWorld,
-    pub(super) alive: bool,
+    pub(super) is_alive: bool,
     pub(super) log: Vec<String>,
     pub(super) output: Vec<u8>,
     /// Migrations whose images this host expects.
@@ -91,7 +91,7 @@ enum SimEvent {
     VictimResumes(fault_injection::Victim),
     /// All post-copy memory of a task has arrived, or the transfer failed. The values are the
     /// target host, the migration, the source host, and the task.
-    MemoryArrives(HostId, MigrationId, HostId, Tid),
+    MemoryTransferEnded(HostId, MigrationId, HostId, Tid),
     Reconnected(HostId, HostId),
 }
 
@@ -133,9 +133,9 @@ pub(super) struct Sim {
     pub(super) random_faults: RandomFaults,
     pub(super) injection: fault_injection::FaultInjection,
     pub(super) message_faults: message_faults::MessageFaults,
-    pub(super) recorded_moves: Vec<(MigrationId, Tid, HostId)>,
+    pub(super) recorded_migrations: Vec<(MigrationId, Tid, HostId)>,
     /// Migrations whose task runs before its memory has arrived.
-    post_copying: BTreeSet<MigrationId>,
+    post_copy_migrations: BTreeSet<MigrationId>,
     /// Target host of each migration that accepts pre-copied memory.
     pre_copy_targets: BTreeMap<MigrationId, HostId>,
     pub(super) abandoned_starts: Vec<StartId>,
@@ -209,8 +209,8 @@ impl Sim {
             random_faults: RandomFaults::default(),
             injection: fault_injection::FaultInjection::default(),
             message_faults: message_faults::MessageFaults::default(),
-            recorded_moves: Vec::new(),
-            post_copying: BTreeSet::new(),
+            recorded_migrations: Vec::new(),
+            post_copy_migrations: BTreeSet::new(),
             pre_copy_targets: BTreeMap::new(),
             abandoned_starts: Vec::new(),
             prepared_starts: Vec::new(),
@@ -264,7 +264,7 @@ impl Sim {
         let node = Node {
             machine,
             world,
-            alive: true,
+            is_alive: true,
             log,
             output,
             expected_images,
@@ -274,7 +274,7 @@ impl Sim {
         };
         self.nodes.insert(id, node);
         self.flush(id);
-        let ready = FromTasker::Ready(Capabilities {
+        let ready = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
             engine: Ok("fake".into()),
             freezer: Ok(()),
@@ -351,7 +351,7 @@ impl Sim {
         let Some(node) = self.nodes.get_mut(&lost) else {
             return;
         };
-        node.alive = false;
+        node.is_alive = false;
         self.end_procs(lost, |_| true);
         self.end_sessions(lost);
     }
@@ -414,9 +414,9 @@ impl Sim {
         self.procs.push(Proc {
             host: on,
             program: program.to_string(),
-            spawned,
+            spawned_tid: spawned,
             env,
-            at_end: OnDaemonExit::Terminate,
+            on_daemon_exit: OnDaemonExit::Terminate,
             conn: None,
             welcome: None,
             refused: None,
@@ -440,7 +440,7 @@ impl Sim {
             claim: None,
             handed_off_for: None,
             exit_requested: false,
-            exiting_with: None,
+            exit_status: None,
             exited: false,
             images_remain: false,
             cpu_micros: 0,
@@ -458,7 +458,7 @@ impl Sim {
         let pid = proc as i32 + 100;
         self.send_from_proc(conn, on, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
-        let at_end = self.procs[proc].at_end;
+        let at_end = self.procs[proc].on_daemon_exit;
         let hello = Hello {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
@@ -498,7 +498,7 @@ impl Sim {
     /// As [`Sim::enrol`], with the wanted action when the daemon ends.
     pub(super) fn enrol_with(&mut self, on: HostId, at_end: OnDaemonExit) -> usize {
         let proc = self.process(on, "cmd", None, vec![]);
-        self.procs[proc].at_end = at_end;
+        self.procs[proc].on_daemon_exit = at_end;
         self.connect(proc, Claim::New);
         self.run_until("accepted", |sim| sim.procs[proc].welcome.is_some());
         proc
@@ -634,7 +634,10 @@ impl Sim {
                     "{id} was answered twice"
                 );
             }
-            ToTask::Deliver { message, after } => {
+            ToTask::Deliver {
+                message,
+                deliver_after: after,
+            } => {
                 match after {
                     Some(mark) => {
                         self.link_of(proc, mark.peer);
@@ -677,7 +680,7 @@ impl Sim {
                 let message = ToDaemon::Quiesced {
                     migration,
                     watermarks: marks,
-                    redirect_address: taskers::redirect_at(proc),
+                    redirect_address: taskers::redirect_address(proc),
                 };
                 self.send_from_proc(conn, on, Event::TaskControl { conn, message });
                 self.close(proc);
@@ -718,7 +721,7 @@ impl Sim {
     }
 
     fn handle_event(&mut self, on: HostId, event: Event) {
-        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else {
+        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.is_alive) else {
             return;
         };
         if let Some(late) = &mut node.deferred_events {
@@ -738,7 +741,7 @@ impl Sim {
     }
 
     fn flush(&mut self, on: HostId) {
-        let runs = |n: &&mut Node| n.alive && n.deferred_events.is_none();
+        let runs = |n: &&mut Node| n.is_alive && n.deferred_events.is_none();
         while let Some(output) = self
             .nodes
             .get_mut(&on)
@@ -754,7 +757,7 @@ impl Sim {
         let machines = self
             .nodes
             .values()
-            .filter(|n| n.alive && n.deferred_events.is_none())
+            .filter(|n| n.is_alive && n.deferred_events.is_none())
             .filter_map(|n| n.machine.next_wakeup());
         let live = self
             .procs
@@ -833,8 +836,8 @@ impl Sim {
             }
             Some(SimEvent::Reconnected(a, b)) => self.connect_hosts(a, b),
             Some(SimEvent::VictimResumes(party)) => self.resume_victim(party),
-            Some(SimEvent::MemoryArrives(on, migration, from, tid)) => {
-                self.memory_arrives(on, migration, from, tid)
+            Some(SimEvent::MemoryTransferEnded(on, migration, from, tid)) => {
+                self.end_memory_transfer(on, migration, from, tid)
             }
             Some(SimEvent::PauseNow(on, proc, number)) => self.pause_now(on, proc, number),
             None => self.wake_all(),
@@ -844,7 +847,7 @@ impl Sim {
     fn wake_all(&mut self) {
         let now = self.now;
         let due = |n: &Node| {
-            n.alive
+            n.is_alive
                 && n.deferred_events.is_none()
                 && n.machine.next_wakeup().is_some_and(|at| at <= now)
         };
@@ -900,11 +903,11 @@ impl Sim {
             .expect("it is the master");
         let events = master
             .events
-            .since(0, 10_000)
+            .entries_since(0, 10_000)
             .into_iter()
             .map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(n, p)| {
-            let Proc { host, spawned, conn, quiesced, stopped_for_migration, exited, .. } = p;
+            let Proc { host, spawned_tid: spawned, conn, quiesced, stopped_for_migration, exited, .. } = p;
             let spawned = spawned.map_or("-".into(), |t| t.to_string());
             format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped_for_migration} exited {exited}")
         });
@@ -915,7 +918,7 @@ impl Sim {
     pub(super) fn tokens_left(&self) -> usize {
         self.tokens
             .keys()
-            .filter(|(on, _)| self.nodes[on].alive)
+            .filter(|(on, _)| self.nodes[on].is_alive)
             .count()
     }
 

@@ -29,7 +29,7 @@ fn all_points() -> Vec<FaultPoint> {
 struct Trial {
     sim: Sim,
     console: usize,
-    mover: usize,
+    task_proc: usize,
     peer: usize,
     sent_counts: BTreeMap<(usize, Tid), u32>,
     request: RequestId,
@@ -43,7 +43,7 @@ impl Trial {
             manager,
             Request::RegisterRm(RmServices {
                 spawn: false,
-                others: false,
+                other_requests: false,
                 task_exits: false,
             }),
         );
@@ -71,7 +71,7 @@ impl Trial {
         Trial {
             sim,
             console,
-            mover,
+            task_proc: mover,
             peer,
             sent_counts: BTreeMap::new(),
             request,
@@ -79,12 +79,12 @@ impl Trial {
     }
 
     fn tid(&self) -> Tid {
-        self.sim.procs[self.mover].tid()
+        self.sim.procs[self.task_proc].tid()
     }
 
     /// Sends a message from every process that can send to each of the other processes.
     fn exchange_messages(&mut self) {
-        let all = [self.console, self.mover, self.peer];
+        let all = [self.console, self.task_proc, self.peer];
         for from in all {
             for to in all.into_iter().filter(|to| *to != from) {
                 let to = self.sim.procs[to].tid();
@@ -146,7 +146,7 @@ impl Trial {
             1,
             "{list:?}, told of its end {dead} times: {case}"
         );
-        let all = [self.console, self.mover, self.peer];
+        let all = [self.console, self.task_proc, self.peer];
         let tid = self.tid();
         let ends = |event: &&EventKind| match event {
             EventKind::Migrated { tid: of, .. } | EventKind::MigrationFailed { tid: of, .. } => {
@@ -170,7 +170,7 @@ impl Trial {
                 event_log.iter().any(why),
                 "the log says why it is gone: {case}"
             );
-            let proc = &self.sim.procs[self.mover];
+            let proc = &self.sim.procs[self.task_proc];
             let is_dead =
                 proc.exited || (proc.is_frozen() && self.sim.injection.source_was_killed());
             assert!(
@@ -180,7 +180,7 @@ impl Trial {
             assert_in_order(&self.sim, &all);
             return false;
         }
-        let proc = &self.sim.procs[self.mover];
+        let proc = &self.sim.procs[self.task_proc];
         assert!(
             !list[0].migrating && proc.conn.is_some() && !proc.is_frozen(),
             "it has not arrived: {case}"
@@ -202,12 +202,12 @@ impl Trial {
             .sim
             .nodes
             .iter()
-            .filter(|(_, n)| n.alive)
+            .filter(|(_, n)| n.is_alive)
             .map(|(id, _)| *id)
             .collect();
         assert_eq!(left, [], "{case}");
-        assert!(self.sim.procs[self.mover].exited, "{case}");
-        assert_in_order(&self.sim, &[self.console, self.mover, self.peer]);
+        assert!(self.sim.procs[self.task_proc].exited, "{case}");
+        assert_in_order(&self.sim, &[self.console, self.task_proc, self.peer]);
     }
 }
 
@@ -265,15 +265,16 @@ fn every_step_begins_and_ends_once() {
 fn task_survives_any_fault_at_any_step() {
     let (mut lived, mut lost) = (0, 0);
     for (n, point) in all_points().into_iter().enumerate() {
-        for party in Victim::ALL {
-            for blow in party.faults() {
+        for victim in Victim::ALL {
+            for fault in victim.faults() {
                 for seed in seeds(RUNS_PER_FAULT + 1) {
-                    let case = format!("{party:?}, {blow:?}, {point:?}, seed {seed}");
-                    let mut trial = Trial::new(seed * 1000 + n as u64, Some((point, party, blow)));
+                    let case = format!("{victim:?}, {fault:?}, {point:?}, seed {seed}");
+                    let mut trial =
+                        Trial::new(seed * 1000 + n as u64, Some((point, victim, fault)));
                     trial.run_until_fault(&case);
-                    if party == Victim::Master && blow == Fault::Kill {
+                    if victim == Victim::Master && fault == Fault::Kill {
                         trial.check_without_master(&case);
-                    } else if trial.check(may_be_lost(point, party, blow), &case) {
+                    } else if trial.check(may_be_lost(point, victim, fault), &case) {
                         lived += 1;
                     } else {
                         lost += 1;
@@ -308,7 +309,7 @@ fn failed_commit_leaves_task_at_source() {
         }
         trial.sim.random_faults.failed_steps_percent = 0;
         assert!(trial.check(false, &format!("seed {seed}")));
-        let at = trial.sim.procs[trial.mover].host;
+        let at = trial.sim.procs[trial.task_proc].host;
         *if at == host(2) {
             &mut stayed
         } else {

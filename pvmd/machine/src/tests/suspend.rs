@@ -199,14 +199,14 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
     let mut scene = Scenario::new(5);
     let (console, speaker) = (scene.console, scene.owner_agents[1]);
     let from_a_command_line = scene.sim.procs[speaker].tid();
-    let nobody = Tid::task(host(2), 4000).expect("an id");
+    let unknown_tid = Tid::task(host(2), 4000).expect("an id");
     for (tid, code, word) in [
         (
             from_a_command_line,
             PvmError::Denied,
             "no daemon has started it",
         ),
-        (nobody, PvmError::NoTask, "there is no task"),
+        (unknown_tid, PvmError::NoTask, "there is no task"),
         (host(2).tid(), PvmError::BadParam, "not the id of a task"),
     ] {
         for suspend in [true, false] {
@@ -230,7 +230,7 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
     let rm = spawn(&mut scene.sim, console, spawn_on("h2", "rm", 1))[0];
     let serves = sempa_proto::task::RmServices {
         spawn: false,
-        others: false,
+        other_requests: false,
         task_exits: true,
     };
     scene.sim.ask(rm, Request::RegisterRm(serves));
@@ -326,9 +326,9 @@ struct SuspendCaller {
     open_request: Option<(usize, RequestId, bool)>,
     /// True if the last successful request suspended the task, false if it resumed the task; `None`
     /// while a request is open.
-    confirmed: Option<bool>,
+    confirmed_suspended: Option<bool>,
     /// The task's host when the last successful request was answered.
-    confirmed_at: HostId,
+    confirmed_on_host: HostId,
 }
 
 impl SuspendCaller {
@@ -339,7 +339,7 @@ impl SuspendCaller {
             && let Some(reply) = sim.procs[caller].replies.remove(&id)
         {
             self.open_request = None;
-            (self.confirmed, self.confirmed_at) =
+            (self.confirmed_suspended, self.confirmed_on_host) =
                 ((reply == Reply::Done).then_some(suspend), sim.procs[p].host);
         }
     }
@@ -353,7 +353,7 @@ impl SuspendCaller {
                 suspend,
                 cause: None,
             };
-            (self.open_request, self.confirmed) =
+            (self.open_request, self.confirmed_suspended) =
                 (Some((caller, sim.request(caller, request), suspend)), None);
         }
     }
@@ -383,8 +383,8 @@ fn confirmed_suspension_survives_faults_in_migration() {
             tid,
             callers,
             open_request: None,
-            confirmed: None,
-            confirmed_at: host(2),
+            confirmed_suspended: None,
+            confirmed_on_host: host(2),
         };
         let moving = sim.request(console, migrate_request(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
@@ -406,7 +406,8 @@ fn confirmed_suspension_survives_faults_in_migration() {
             sim.step();
             caller.poll_reply(&mut sim);
             let proc = &sim.procs[p];
-            let came_suspended = caller.confirmed == Some(true) && caller.confirmed_at != proc.host;
+            let came_suspended =
+                caller.confirmed_suspended == Some(true) && caller.confirmed_on_host != proc.host;
             assert!(
                 !came_suspended || proc.is_frozen() || proc.exited,
                 "it runs (seed {seed})"
@@ -419,8 +420,10 @@ fn confirmed_suspension_survives_faults_in_migration() {
         caller.poll_reply(&mut sim);
         assert_eq!(caller.open_request, None, "an answer (seed {seed})");
         let list = list_tasks(&mut sim, console);
-        let (Some(task), Some(told)) = (list.iter().find(|t| t.tid == tid), caller.confirmed)
-        else {
+        let (Some(task), Some(told)) = (
+            list.iter().find(|t| t.tid == tid),
+            caller.confirmed_suspended,
+        ) else {
             continue;
         };
         assert_eq!(
@@ -429,7 +432,7 @@ fn confirmed_suspension_survives_faults_in_migration() {
             "on {} (seed {seed})",
             task.host
         );
-        let alive = sim.nodes[&host(2)].alive;
+        let alive = sim.nodes[&host(2)].is_alive;
         *if task.host != host(3) {
             &mut stayed
         } else if alive {
@@ -468,7 +471,7 @@ fn spawn_resource_manager(scene: &mut Scenario) -> usize {
         p,
         Request::RegisterRm(RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         }),
     );
@@ -500,8 +503,8 @@ fn preempted_tasks_resume_without_resource_manager() {
     for seed in seeds(60) {
         let mut scene = Scenario::new(seed);
         let rm = spawn_resource_manager(&mut scene);
-        let (gave_way, both, asked) = (scene.tids[2], scene.tids[3], scene.tids[4]);
-        for tid in [gave_way, both] {
+        let (preempted, both, asked) = (scene.tids[2], scene.tids[3], scene.tids[4]);
+        for tid in [preempted, both] {
             preempt(&mut scene, rm, tid);
         }
         scene.suspend(both, true);
@@ -519,7 +522,7 @@ fn preempted_tasks_resume_without_resource_manager() {
             before || scene.sim.now.since(died) >= Micros::from_secs(3),
             "seed {seed}"
         );
-        let reply = scene.sim.ask(console, migrate_request(gave_way, "h3"));
+        let reply = scene.sim.ask(console, migrate_request(preempted, "h3"));
         moved += u32::from(before && matches!(reply, Reply::Migrated(Ok(_))));
         scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
@@ -544,7 +547,7 @@ fn preempted_tasks_resume_without_resource_manager() {
             panic!("{resumed:?} (seed {seed})")
         };
         assert!(
-            *tid == gave_way && cause.to_string().contains("no resource manager has served"),
+            *tid == preempted && cause.to_string().contains("no resource manager has served"),
             "{cause}"
         );
         scene.finish();
@@ -565,7 +568,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
         for _ in 0..3 {
             let rm = (0..scene.sim.procs.len())
                 .rev()
-                .find(|p| scene.sim.procs[*p].spawned.is_some())
+                .find(|p| scene.sim.procs[*p].spawned_tid.is_some())
                 .expect("the last");
             scene.sim.exit(rm, 9);
             let wait = Micros(scene.sim.rng.below(2_500_000));
@@ -576,7 +579,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
         }
         let last = (0..scene.sim.procs.len())
             .rev()
-            .find(|p| scene.sim.procs[*p].spawned.is_some())
+            .find(|p| scene.sim.procs[*p].spawned_tid.is_some())
             .expect("the last");
         let cause = Some(SuspendCause::Preempted {
             why: "there is room".into(),

@@ -767,7 +767,7 @@ fn placement_lease_use_is_reported() {
             rm,
             Request::RegisterRm(RmServices {
                 spawn: true,
-                others: false,
+                other_requests: false,
                 task_exits: true,
             }),
         );
@@ -809,7 +809,7 @@ fn placement_lease_use_is_reported() {
         let Reply::Events(log) = sim.ask(
             console,
             Request::Events {
-                from: 0,
+                first_number: 0,
                 limit: 1000,
             },
         ) else {
@@ -861,7 +861,7 @@ fn spawn_reply_precedes_start_and_log() {
             .as_ref()
             .expect("the master")
             .events
-            .since(0, 1000)
+            .entries_since(0, 1000)
             .len()
     };
     let before = entries(&sim);
@@ -905,7 +905,7 @@ fn one_request_uses_several_placement_leases() {
             rm,
             Request::RegisterRm(RmServices {
                 spawn: true,
-                others: false,
+                other_requests: false,
                 task_exits: true,
             }),
         );
@@ -978,7 +978,7 @@ fn lease_reports_are_batched_in_order() {
             rm,
             Request::RegisterRm(RmServices {
                 spawn: true,
-                others: false,
+                other_requests: false,
                 task_exits: false,
             }),
         );
@@ -1069,7 +1069,7 @@ fn resource_manager_spawns_adds_and_is_notified() {
         let rm = sim.enrol(HostId::MASTER);
         let serves = RmServices {
             spawn: true,
-            others: false,
+            other_requests: false,
             task_exits: true,
         };
         assert_eq!(
@@ -1201,7 +1201,13 @@ fn rm_command_starts_once_or_is_logged() {
     );
     let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["missing-rm".into()]));
     let console = sim.enrol(HostId::MASTER);
-    let Reply::Events(events) = sim.ask(console, Request::Events { from: 0, limit: 9 }) else {
+    let Reply::Events(events) = sim.ask(
+        console,
+        Request::Events {
+            first_number: 0,
+            limit: 9,
+        },
+    ) else {
         panic!("no events")
     };
     assert!(
@@ -1280,7 +1286,7 @@ fn events_are_numbered_and_can_be_followed() {
     let Reply::Events(all) = sim.ask(
         console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 1000,
         },
     ) else {
@@ -1291,7 +1297,13 @@ fn events_are_numbered_and_can_be_followed() {
             .enumerate()
             .all(|(n, e)| e.number == n as u64 + 1)
     );
-    let Reply::Events(some) = sim.ask(console, Request::Events { from: 3, limit: 1 }) else {
+    let Reply::Events(some) = sim.ask(
+        console,
+        Request::Events {
+            first_number: 3,
+            limit: 1,
+        },
+    ) else {
         panic!("no events")
     };
     assert_eq!(some.iter().map(|e| e.number).collect::<Vec<_>>(), [3]);

@@ -103,7 +103,7 @@ impl StoreSettings {
     }
 
     fn open(&self, vm: &str) -> Result<CheckpointStore, StoreError> {
-        Ok(CheckpointStore::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
+        Ok(CheckpointStore::open(&self.dir, &self.key, self.limits)?.for_vm(vm))
     }
 
     /// Returns the highest task number in stored checkpoints for each host; these tids must not be
@@ -116,10 +116,10 @@ impl StoreSettings {
         vm: &str,
         now: Micros,
     ) -> Result<BTreeMap<HostId, u32>, StoreError> {
-        let mut spared = BTreeMap::new();
+        let mut highest_ids = BTreeMap::new();
         // Opening a store that does not exist would create it.
         if !self.dir.is_dir() {
-            return Ok(spared);
+            return Ok(highest_ids);
         }
         let store = self.open(vm)?;
         // On failure the superfluous checkpoints stay listed.
@@ -127,11 +127,11 @@ impl StoreSettings {
         let (sets, _) = store.list_checkpoints()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
             if let Some(home) = tid.birth_host() {
-                let highest = spared.entry(home).or_insert(0);
+                let highest = highest_ids.entry(home).or_insert(0);
                 *highest = tid.local_part().max(*highest);
             }
         }
-        Ok(spared)
+        Ok(highest_ids)
     }
 }
 
@@ -193,10 +193,10 @@ pub(crate) struct CheckpointService {
     log: Log,
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
-    opened: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
+    open_checkpoints: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
     /// Marks whether the jobs of checkpoints have ended or run again, in the order in which they
     /// must be written.
-    marks: removal::PendingMarks,
+    pending_marks: removal::PendingMarks,
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -219,8 +219,8 @@ impl CheckpointService {
             log,
             store,
             drafts,
-            opened,
-            marks,
+            open_checkpoints: opened,
+            pending_marks: marks,
         }
     }
 
@@ -303,7 +303,7 @@ impl CheckpointService {
 
     /// Returns a function that receives another host's checkpoint into the store, and then removes
     /// checkpoints that exceed the limits of the store.
-    pub(crate) fn take_copy(
+    pub(crate) fn receive_copy(
         &self,
         name: String,
         now: Micros,
@@ -390,16 +390,16 @@ impl CheckpointService {
 
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
-        let open = self.opened.clone();
+        let open = self.open_checkpoints.clone();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let id: CheckpointId = name.parse().map_err(CheckpointError::InvalidName)?;
-                let set = store
+                let checkpoint = store
                     .open_checkpoint(&id)
                     .map_err(CheckpointError::OpenCheckpoint)?;
-                let meta: CheckpointMeta = from_bytes(set.meta())
+                let meta: CheckpointMeta = from_bytes(checkpoint.meta())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
-                lock(&open).insert(restart, Arc::new(set));
+                lock(&open).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
             let result = result.map_err(|e| e.to_string());
@@ -413,10 +413,12 @@ impl CheckpointService {
         restart: u64,
         tid: Tid,
     ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
-        let set = lock(&self.opened).get(&restart).cloned();
+        let checkpoint = lock(&self.open_checkpoints).get(&restart).cloned();
         move |dir| {
-            let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
-            set.unpack(tid, dir)
+            let checkpoint =
+                checkpoint.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
+            checkpoint
+                .unpack(tid, dir)
                 .map(drop)
                 .map_err(|e| Failure::Images(e.to_string()))
         }
@@ -424,7 +426,7 @@ impl CheckpointService {
 
     /// Closes a checkpoint opened by [`CheckpointService::open`].
     pub(crate) fn close(&self, restart: u64) {
-        lock(&self.opened).remove(&restart);
+        lock(&self.open_checkpoints).remove(&restart);
     }
 
     /// Lists all checkpoints. Reports [`Event::CheckpointsListed`].

@@ -80,7 +80,11 @@ impl CheckpointService {
     /// Records in the store that the jobs of these checkpoints ended for good at the time `ended`,
     /// or run again. Calls take effect in order.
     pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
-        let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
+        let (marks, inputs, log) = (
+            self.pending_marks.clone(),
+            self.inputs.clone(),
+            self.log.clone(),
+        );
         lock(&marks.queue).push_back((sets, ended));
         self.spawn(move |store| {
             let _turn = lock(&marks.writer_lock);
@@ -106,14 +110,16 @@ impl CheckpointService {
     pub(crate) fn remove(
         &self,
         (tid, id): (Tid, RequestId),
-        which: RemovalSelection,
-        any: bool,
-        stay: BTreeMap<String, RemovalRefusal>,
+        selection: RemovalSelection,
+        include_foreign: bool,
+        refused: BTreeMap<String, RemovalRefusal>,
     ) {
         let is_there = self.store_exists();
         self.spawn_reporting(move |store| {
-            let result = match (is_there, which) {
-                (true, which) => store.and_then(|store| remove(&store, which, any, stay)),
+            let result = match (is_there, selection) {
+                (true, selection) => {
+                    store.and_then(|store| remove(&store, selection, include_foreign, refused))
+                }
                 (false, RemovalSelection::Job(_)) => Ok(Vec::new()),
                 (false, RemovalSelection::Checkpoints(sets)) => Ok(sets
                     .into_iter()
@@ -128,12 +134,12 @@ impl CheckpointService {
 
 fn remove(
     store: &CheckpointStore,
-    which: RemovalSelection,
-    any: bool,
-    mut stay: BTreeMap<String, RemovalRefusal>,
+    selection: RemovalSelection,
+    include_foreign: bool,
+    mut refused: BTreeMap<String, RemovalRefusal>,
 ) -> Result<RemovalResults, CheckpointError> {
     let (sets, broken) = store.list_checkpoints().map_err(CheckpointError::List)?;
-    let names: Vec<String> = match which {
+    let names: Vec<String> = match selection {
         RemovalSelection::Checkpoints(names) => {
             let mut known = BTreeSet::new();
             names
@@ -144,14 +150,14 @@ fn remove(
         RemovalSelection::Job(job) => {
             let of_job = sets
                 .iter()
-                .filter(|set| set.job == job && (any || store.is_own_checkpoint(set)));
+                .filter(|set| set.job == job && (include_foreign || store.is_own_checkpoint(set)));
             of_job.map(|set| set.id.to_string()).collect()
         }
     };
     let one = |name: String| {
-        let outcome = match stay.remove(&name) {
+        let outcome = match refused.remove(&name) {
             Some(why) => Err(why),
-            None => remove_one(store, &name, any, &sets, &broken),
+            None => remove_one(store, &name, include_foreign, &sets, &broken),
         };
         (name, outcome)
     };
@@ -161,7 +167,7 @@ fn remove(
 fn remove_one(
     store: &CheckpointStore,
     name: &str,
-    any: bool,
+    include_foreign: bool,
     sets: &[CheckpointInfo],
     broken: &UnreadableEntries,
 ) -> Result<u64, RemovalRefusal> {
@@ -173,7 +179,7 @@ fn remove_one(
         }));
     };
     let known = sets.iter().find(|set| set.id == id);
-    if let Some(set) = known.filter(|set| !any && !store.is_own_checkpoint(set)) {
+    if let Some(set) = known.filter(|set| !include_foreign && !store.is_own_checkpoint(set)) {
         return Err(RemovalRefusal::Foreign(set.vm.clone()));
     }
     match store.remove(&id) {
@@ -197,7 +203,7 @@ mod tests {
         let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
         let store = CheckpointStore::open(&dir, &key, StoreLimits::default())
             .expect("opened")
-            .of_vm("mine");
+            .for_vm("mine");
         let make = |store: &CheckpointStore, job: i32, second: u64| {
             let draft = store
                 .begin(Tid::from_raw(job), Micros::from_secs(second))
@@ -207,7 +213,7 @@ mod tests {
         let [a, b, c] = [1, 2, 3].map(|second| make(&store, 0x40001, second));
         let (d, other) = (
             make(&store, 0x40002, 4),
-            make(&store.of_vm("other"), 0x40001, 5),
+            make(&store.for_vm("other"), 0x40001, 5),
         );
         std::fs::create_dir(dir.join("mess")).expect("made");
         let sets = |names: &[&String]| {

@@ -43,8 +43,8 @@ impl OpenFile {
 /// Writes received files into a new directory.
 struct Receiver<'a> {
     dir: &'a Path,
-    open: BTreeMap<u32, OpenFile>,
-    written: Vec<PathBuf>,
+    open_files: BTreeMap<u32, OpenFile>,
+    written_files: Vec<PathBuf>,
     files: u32,
     bytes: u64,
     restarts: u32,
@@ -62,8 +62,8 @@ pub(in crate::shell) fn receive<R: Read>(
     }
     let mut receiver = Receiver {
         dir,
-        open: BTreeMap::new(),
-        written: Vec::new(),
+        open_files: BTreeMap::new(),
+        written_files: Vec::new(),
         files: 0,
         bytes: 0,
         restarts: 0,
@@ -90,7 +90,7 @@ impl Receiver<'_> {
             .ok_or_else(|| format_failure("a piece without a file"))?;
         let number = u32::from_le_bytes(*number);
         let target_file = self
-            .open
+            .open_files
             .get_mut(&number)
             .ok_or_else(|| format_failure("bytes came outside of a file"))?;
         for part in zeros::parts(content) {
@@ -114,21 +114,21 @@ impl Receiver<'_> {
             TransferMark::File { number, name } => {
                 if number != self.files
                     || number >= IMAGE_FILES_MAX
-                    || self.open.len() >= OPEN_FILES_MAX
+                    || self.open_files.len() >= OPEN_FILES_MAX
                 {
-                    let open = self.open.len();
+                    let open = self.open_files.len();
                     return Err(Failure::Images(format!(
                         "file {number} is not the next, or over the limit ({open} open)"
                     )));
                 }
                 let open = create(self.dir, &name)?;
                 self.files += 1;
-                self.written.push(open.path.clone());
-                self.open.insert(number, open);
+                self.written_files.push(open.path.clone());
+                self.open_files.insert(number, open);
             }
             TransferMark::FileEnd { number, bytes } => {
                 let done = self
-                    .open
+                    .open_files
                     .remove(&number)
                     .ok_or_else(|| format_failure("a file ended that did not begin"))?;
                 if done.bytes != bytes {
@@ -149,15 +149,15 @@ impl Receiver<'_> {
                         "begun anew more than {RESTARTS_MAX} times, the limit"
                     )));
                 }
-                self.open.clear();
-                for path in self.written.drain(..) {
+                self.open_files.clear();
+                for path in self.written_files.drain(..) {
                     std::fs::remove_file(&path).map_err(io_failure("remove", &path))?;
                 }
                 (self.files, self.bytes) = (0, 0);
             }
             TransferMark::End { files, bytes } => {
                 let (own_files, own_bytes) = (self.files, self.bytes);
-                if !self.open.is_empty() || (own_files, own_bytes) != (files, bytes) {
+                if !self.open_files.is_empty() || (own_files, own_bytes) != (files, bytes) {
                     let text = format!(
                         "{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent"
                     );

@@ -70,7 +70,7 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
 /// because sent data is punched out of the files: a file of the new directory must not lose data
 /// that must still be sent.
 struct OpenedDir {
-    open: File,
+    descriptor: File,
     /// Path by which the files of the directory are reached.
     path: PathBuf,
 }
@@ -80,7 +80,10 @@ impl OpenedDir {
         let open = File::open(path)?;
         // While the directory is open, no other directory can have its inode number.
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
-        Ok(OpenedDir { open, path })
+        Ok(OpenedDir {
+            descriptor: open,
+            path,
+        })
     }
 
     /// Returns the names of the files in the directory.
@@ -111,7 +114,7 @@ impl OpenedDir {
 struct PartlySentFile {
     number: u32,
     file: File,
-    sent: u64,
+    sent_bytes: u64,
     /// True if sent data is punched out of the file.
     punches_holes: bool,
 }
@@ -125,7 +128,7 @@ impl PartlySentFile {
             let _ = fallocate(
                 &self.file,
                 flags,
-                (self.sent - bytes as u64) as i64,
+                (self.sent_bytes - bytes as u64) as i64,
                 bytes as i64,
             );
         }
@@ -134,7 +137,7 @@ impl PartlySentFile {
     /// True if `meta` belongs to this file, and the file has not been truncated below the sent
     /// length.
     fn is_unchanged(&self, meta: &Metadata) -> bool {
-        self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent <= meta.len()
+        self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent_bytes <= meta.len()
     }
 }
 
@@ -195,10 +198,10 @@ impl<'a, W: Write> Sender<'a, W> {
     /// Sends all files, including data that is written during the transfer, up to the end mark.
     pub(in crate::shell) fn send(
         mut self,
-        progress: &SharedDirState,
+        dir_state: &SharedDirState,
     ) -> Result<SentAmounts, Failure> {
         loop {
-            match progress.wait(POLL_INTERVAL) {
+            match dir_state.wait(POLL_INTERVAL) {
                 DirState::Growing => {}
                 DirState::Complete => return self.send_rest(),
                 DirState::Dropped => {
@@ -209,7 +212,7 @@ impl<'a, W: Write> Sender<'a, W> {
             // An unreadable file may be a fault of its writer. The writer reports that by its
             // state, so wait for it before failing.
             if matches!(followed, Err(Failure::Io(_)))
-                && progress.wait(Duration::MAX) == DirState::Dropped
+                && dir_state.wait(Duration::MAX) == DirState::Dropped
             {
                 continue;
             }
@@ -221,13 +224,13 @@ impl<'a, W: Write> Sender<'a, W> {
     /// declared void.
     fn open_dir(&mut self) -> Result<(), Failure> {
         let there = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
-        let is_it = |folder: &OpenedDir| {
+        let is_same_dir = |folder: &OpenedDir| {
             folder
-                .open
+                .descriptor
                 .metadata()
                 .is_ok_and(|own| is_same(&own, &there))
         };
-        if self.opened_dir.as_ref().is_some_and(is_it) {
+        if self.opened_dir.as_ref().is_some_and(is_same_dir) {
             return Ok(());
         }
         let folder = OpenedDir::open(self.dir).map_err(io_failure("read", self.dir))?;
@@ -296,7 +299,7 @@ impl<'a, W: Write> Sender<'a, W> {
                 self.dir.join(name).display()
             )));
         }
-        let there = |name: &String, begun: &PartlySentFile| {
+        let is_present = |name: &String, begun: &PartlySentFile| {
             entries
                 .iter()
                 .any(|(other, meta)| other == name && begun.is_unchanged(meta))
@@ -304,7 +307,7 @@ impl<'a, W: Write> Sender<'a, W> {
         if let Some((name, _)) = self
             .partly_sent
             .iter()
-            .find(|(name, begun)| !there(name, begun))
+            .find(|(name, begun)| !is_present(name, begun))
         {
             let path = self.dir.join(name);
             return Err(Failure::Images(format!(
@@ -323,7 +326,7 @@ impl<'a, W: Write> Sender<'a, W> {
             if let Some(done) = self.partly_sent.remove(&name) {
                 self.send_mark(&TransferMark::FileEnd {
                     number: done.number,
-                    bytes: done.sent,
+                    bytes: done.sent_bytes,
                 })?;
             }
         }
@@ -347,7 +350,7 @@ impl<'a, W: Write> Sender<'a, W> {
             PartlySentFile {
                 number,
                 file,
-                sent: 0,
+                sent_bytes: 0,
                 punches_holes,
             },
         );
@@ -359,8 +362,8 @@ impl<'a, W: Write> Sender<'a, W> {
         let Some(begun) = self.partly_sent.get_mut(name) else {
             return Ok(());
         };
-        while begun.sent < length {
-            let bytes = usize::try_from(length - begun.sent)
+        while begun.sent_bytes < length {
+            let bytes = usize::try_from(length - begun.sent_bytes)
                 .unwrap_or(PIECE_BYTES)
                 .min(PIECE_BYTES);
             let mut front = [RECORD_PIECE; PIECE_HEAD_BYTES];
@@ -375,7 +378,7 @@ impl<'a, W: Write> Sender<'a, W> {
                 .out
                 .send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
             self.wire_bytes += sent.map_err(send_failure)? as u64;
-            begun.sent += bytes as u64;
+            begun.sent_bytes += bytes as u64;
             begun.punch_out(bytes);
             self.bytes += bytes as u64;
         }

@@ -16,7 +16,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
         .as_ref()
         .expect("it is the master");
     let cuts = &master.checkpoints.snapshots;
-    cuts.part_of(tid).is_some() && cuts.binding_part(tid).is_none()
+    cuts.part_of(tid).is_some() && cuts.part_that_prevents_migration(tid).is_none()
 }
 
 /// True if a checkpoint in progress prevents a migration of the task.
@@ -26,7 +26,11 @@ fn may_not_migrate(sim: &Sim, tid: Tid) -> bool {
         .master
         .as_ref()
         .expect("it is the master");
-    master.checkpoints.snapshots.binding_part(tid).is_some()
+    master
+        .checkpoints
+        .snapshots
+        .part_that_prevents_migration(tid)
+        .is_some()
 }
 
 /// True if the migration was refused because of a checkpoint.

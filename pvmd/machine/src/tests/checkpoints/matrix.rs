@@ -64,7 +64,7 @@ impl Trial {
             Operation::Restart => {
                 let again = Request::Restart {
                     checkpoint: earlier_checkpoint.clone(),
-                    on: Vec::new(),
+                    host_names: Vec::new(),
                     wait: true,
                 };
                 scene.sim.request(scene.console, again)
@@ -140,7 +140,7 @@ impl Trial {
             .scene
             .sim
             .image_store
-            .leftovers_on(|on| nodes[&on].alive);
+            .leftovers_on(|on| nodes[&on].is_alive);
         let (drafts, _) = self.scene.sim.image_store.leftovers();
         assert_eq!(
             (left, drafts, self.scene.sim.tokens_left()),
@@ -198,7 +198,7 @@ impl Trial {
         let nodes = &self.scene.sim.nodes;
         let left: Vec<HostId> = nodes
             .iter()
-            .filter(|(_, n)| n.alive)
+            .filter(|(_, n)| n.is_alive)
             .map(|(id, _)| *id)
             .collect();
         assert_eq!(left, [], "{case}");

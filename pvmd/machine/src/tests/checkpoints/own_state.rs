@@ -168,7 +168,7 @@ fn job_with_own_states_survives_host_losses() {
         scene.run_until_all_connected();
         scene.run_until_all_received();
         scene.sim.advance(Micros::from_secs(2));
-        let is_alive = |at: HostId| scene.sim.nodes[&at].alive;
+        let is_alive = |at: HostId| scene.sim.nodes[&at].is_alive;
         assert_eq!(
             scene.sim.image_store.leftovers_on(is_alive),
             0,
@@ -244,8 +244,8 @@ fn owner_may_come_and_go_during_own_checkpoint() {
                 .ask(speaker, stop_guests_until(None, EvictionMode::Checkpoint)),
             Reply::Done
         );
-        let while_he_is_there = Micros(scene.sim.rng.below(9_000_000));
-        scene.sim.advance(while_he_is_there);
+        let owner_stay = Micros(scene.sim.rng.below(9_000_000));
+        scene.sim.advance(owner_stay);
         assert_eq!(scene.sim.ask(speaker, welcome_guests()), Reply::Done);
         let result = scene.await_checkpoint(asked);
         scene.run_until_all_connected();
@@ -289,11 +289,11 @@ fn obstacles_are_reported_before_programs_are_asked() {
     let by_restart = Refusal::NoCheckpointEngine {
         engine: Engine::Restart { timeout_s: 5 },
     };
-    let not_minded = Refusal::SignalNotHandled { signal: 12 };
+    let signal_not_handled = Refusal::SignalNotHandled { signal: 12 };
     for (request, refusal) in [
         (restart, by_restart),
         (no_files, Refusal::NoStateFiles),
-        (heedless, not_minded),
+        (heedless, signal_not_handled),
     ] {
         let mut scene = spawn_job(3, 2, vec![state_keeper(), request]);
         let second = scene.tids[1];
@@ -328,7 +328,7 @@ fn obstacles_are_reported_before_programs_are_asked() {
 /// The first engine that can write a task's checkpoint is used.
 #[test]
 fn first_usable_engine_is_chosen() {
-    for (engines, by_itself) in [
+    for (engines, is_self_checkpointed) in [
         ("own,criu", true),
         ("criu,own", false),
         ("own,restart", true),
@@ -344,7 +344,7 @@ fn first_usable_engine_is_chosen() {
             .unwrap_or_else(|why| panic!("{engines}: {why}"));
         assert_eq!(
             report.self_checkpointed == report.tasks,
-            by_itself,
+            is_self_checkpointed,
             "{engines}"
         );
         scene.run_until_all_connected();

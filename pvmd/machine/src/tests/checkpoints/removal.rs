@@ -9,7 +9,7 @@ impl JobScenario {
         let reply = self.sim.ask(
             self.console,
             Request::RemoveCheckpoints {
-                which,
+                selection: which,
                 include_foreign: false,
             },
         );
@@ -126,7 +126,7 @@ fn unneeded_checkpoints_can_be_removed() {
         let events = scene.sim.ask(
             scene.console,
             Request::Events {
-                from: 0,
+                first_number: 0,
                 limit: 1000,
             },
         );
@@ -154,7 +154,7 @@ fn checkpoint_in_use_is_not_removed() {
             scene.console,
             Request::Restart {
                 checkpoint: set.clone(),
-                on: Vec::new(),
+                host_names: Vec::new(),
                 wait: true,
             },
         );
@@ -246,7 +246,7 @@ fn crashed_or_lost_job_keeps_checkpoints() {
         scene.sim.kill_host(lost);
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
-            if scene.sim.nodes[&scene.sim.procs[proc].host].alive {
+            if scene.sim.nodes[&scene.sim.procs[proc].host].is_alive {
                 scene.sim.exit(proc, 0);
             }
         }

@@ -35,7 +35,7 @@ fn restart_failure_times(scene: &mut JobScenario) -> Vec<Micros> {
     let Reply::Events(events) = scene.sim.ask(
         scene.console,
         Request::Events {
-            from: 0,
+            first_number: 0,
             limit: 65_536,
         },
     ) else {

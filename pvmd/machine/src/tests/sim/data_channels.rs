@@ -52,12 +52,12 @@ impl DataChannels {
 
     /// Handles the arrival of an item. Returns the events that can be delivered.
     pub(super) fn on_arrival(&mut self, wire: ChannelId, parcel: StreamItem) -> Vec<Event> {
-        let (_, join) = self.channels.entry(wire).or_default();
+        let (_, fence_receiver) = self.channels.entry(wire).or_default();
         match parcel {
-            StreamItem::Main(parcel) => join.push_main(parcel),
-            StreamItem::Lane(lane, parcel) => join.push_lane(lane, parcel),
+            StreamItem::Main(parcel) => fence_receiver.push_main(parcel),
+            StreamItem::Lane(lane, parcel) => fence_receiver.push_lane(lane, parcel),
         }
-        std::iter::from_fn(|| join.pop())
+        std::iter::from_fn(|| fence_receiver.pop())
             .map(|message| Event::HostData {
                 host: wire.0,
                 message,
@@ -83,7 +83,7 @@ impl Sim {
                 .push_back((channel, event));
         }
         match event {
-            Event::HostData { message, .. } => self.carry(from, to, message),
+            Event::HostData { message, .. } => self.send_data(from, to, message),
             event => self.send_in_order(channel, SimEvent::Machine(to, event)),
         }
     }
@@ -96,7 +96,7 @@ impl Sim {
     pub(super) fn connect_hosts(&mut self, a: HostId, b: HostId) {
         let both_live = [a, b]
             .iter()
-            .all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
+            .all(|h| self.nodes.get(h).is_some_and(|n| n.is_alive));
         if !both_live || !self.sessions.insert(pair(a, b)) {
             return;
         }
@@ -114,7 +114,7 @@ impl Sim {
 
     /// Sends an item over the data channel of an existing session, as the daemon's network code
     /// does.
-    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: DataMsg) {
+    pub(super) fn send_data(&mut self, from: HostId, to: HostId, carried: DataMsg) {
         let wire = (
             from,
             to,
@@ -125,39 +125,39 @@ impl Sim {
                 .unwrap_or(0),
         );
         let now = self.data_channels.epoch + Duration::from_micros(self.now.0);
-        let (fork, _) = self.data_channels.channels.entry(wire).or_default();
+        let (fence_sender, _) = self.data_channels.channels.entry(wire).or_default();
         let mut parcels = Vec::new();
         let ends = match &carried {
             DataMsg::Frame(body) => ends_of(body),
             _ => None,
         };
-        match ends.map(|ends| (ends, fork.choose_stream(ends, now))) {
+        match ends.map(|ends| (ends, fence_sender.choose_stream(ends, now))) {
             Some((ends, StreamChoice::Lane { lane, new, barrier })) => {
                 self.data_channels.lanes_opened += usize::from(new);
                 parcels
                     .extend(barrier.map(|words| StreamItem::Lane(lane, LaneEntry::Barrier(words))));
                 parcels.push(StreamItem::Lane(lane, LaneEntry::Item(carried)));
-                fork.count_frame(ends);
+                fence_sender.count_frame(ends);
             }
             _ => {
-                let ended = if let DataMsg::Ended { dst, .. } = &carried {
+                let ended = if let DataMsg::Ended { tid: dst, .. } = &carried {
                     Some(*dst)
                 } else {
                     None
                 };
-                let mut put_main = |fork: &mut FenceSender, parcel| {
+                let mut put_main = |fence_sender: &mut FenceSender, parcel| {
                     parcels.push(StreamItem::Main(parcel));
-                    fork.count_main_entry();
+                    fence_sender.count_main_entry();
                 };
-                if let Some(barriers) = fork.barrier_for(&carried) {
-                    put_main(fork, MainEntry::Barrier(barriers));
+                if let Some(barriers) = fence_sender.barrier_for(&carried) {
+                    put_main(fence_sender, MainEntry::Barrier(barriers));
                 }
-                put_main(fork, MainEntry::Item(carried));
+                put_main(fence_sender, MainEntry::Item(carried));
                 for lane_end in ended
-                    .map(|task| fork.end_lanes(now, Some(task)))
+                    .map(|task| fence_sender.end_lanes(now, Some(task)))
                     .unwrap_or_default()
                 {
-                    put_main(fork, MainEntry::End(lane_end));
+                    put_main(fence_sender, MainEntry::End(lane_end));
                 }
             }
         }

@@ -322,7 +322,7 @@ impl Sim {
 
     /// Delivers the remaining memory of a post-copy task. If the memory is lost, the task is
     /// killed.
-    pub(super) fn memory_arrives(
+    pub(super) fn end_memory_transfer(
         &mut self,
         on: HostId,
         migration: MigrationId,
@@ -331,9 +331,9 @@ impl Sim {
     ) {
         let source = &self.nodes[&from];
         let is_lost =
-            !source.alive || self.is_removed(from) || self.injection.memory_lost.contains(&from);
+            !source.is_alive || self.is_removed(from) || self.injection.memory_lost.contains(&from);
         if !is_lost && (source.deferred_events.is_some() || source.deferred_orders.is_some()) {
-            let retry = SimEvent::MemoryArrives(on, migration, from, tid);
+            let retry = SimEvent::MemoryTransferEnded(on, migration, from, tid);
             return self.schedule(self.now + MEMORY_RETRY_INTERVAL, retry);
         }
         let engine = self.injection.failing_engines.contains(&from)

@@ -175,7 +175,7 @@ impl Sim {
         if let Some(proc) = self
             .procs
             .iter()
-            .find(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
+            .find(|p| p.spawned_tid == Some(tid) && p.host == on && !p.exited)
         {
             assert!(
                 proc.conn.is_none() && proc.quiesced.is_some(),
@@ -217,11 +217,11 @@ impl Sim {
         let Some(mut proc) = self.image_store.built.remove(&(on, migration)) else {
             return false;
         };
-        let tid = proc.spawned;
+        let tid = proc.spawned_tid;
         let twice = self
             .procs
             .iter()
-            .any(|p| p.spawned == tid && !p.exited && !self.is_removed(p.host));
+            .any(|p| p.spawned_tid == tid && !p.exited && !self.is_removed(p.host));
         assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
         (proc.stopped_for_migration, proc.paused) = (false, held);
         self.procs.push(proc);
@@ -258,7 +258,7 @@ impl Sim {
     /// Saves the state of a program, if the program keeps its own state.
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
-        if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
+        if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned_tid) {
             self.image_store.state_files.insert(
                 tid,
                 ProgramState {
@@ -273,7 +273,7 @@ impl Sim {
     pub(super) fn read_state(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
         let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
-        if let (true, true, Some(tid)) = (again, p.program.contains("keeper"), p.spawned) {
+        if let (true, true, Some(tid)) = (again, p.program.contains("keeper"), p.spawned_tid) {
             let ProgramState {
                 received,
                 sent_counts,
@@ -517,7 +517,7 @@ impl Sim {
                 let expected = self
                     .nodes
                     .get(&to)
-                    .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
+                    .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
                 if expected && result.is_ok() {
                     self.image_store.copies.insert((to, checkpoint));
                 }
@@ -580,7 +580,7 @@ impl Sim {
         let expected = self
             .nodes
             .get(&to)
-            .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
+            .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
         if expected {
             let part = self.image_store.images[&(on, migration)].clone();
             self.image_store.images.insert((to, migration), part);

@@ -64,27 +64,27 @@ impl Sim {
     /// Returns the name of an event that a running daemon is about to handle, if points are
     /// counted.
     pub(super) fn counted_message(&self, on: HostId, event: &Event) -> Option<String> {
-        let hears = self.message_faults.is_counting
+        let is_counted = self.message_faults.is_counting
             && self
                 .nodes
                 .get(&on)
-                .is_some_and(|node| node.alive && node.deferred_events.is_none());
-        hears.then(|| message_name(event)).flatten()
+                .is_some_and(|node| node.is_alive && node.deferred_events.is_none());
+        is_counted.then(|| message_name(event)).flatten()
     }
 
     /// Counts a point, and injects the fault planned for it.
     pub(super) fn reach_message_point(&mut self, message: Option<&String>, edge: StepEdge) {
         let Some(message) = message else { return };
-        let spot = (message.clone(), edge);
+        let point = (message.clone(), edge);
         let times = self
             .message_faults
             .times_reached
-            .entry(spot.clone())
+            .entry(point.clone())
             .or_default();
         *times += 1;
         let times = *times;
         let is_due = |(wanted, nth, ..): &mut (MessagePoint, usize, Victim, Fault)| {
-            *wanted == spot && times > *nth
+            *wanted == point && times > *nth
         };
         if let Some((_, _, victim, fault)) = self.message_faults.planned.take_if(is_due) {
             self.injection.triggered = true;

@@ -54,8 +54,8 @@ impl Sim {
                 .output
                 .extend(&bytes),
             Output::Shutdown => {
-                self.nodes.get_mut(&on).expect("it speaks").alive = false;
-                self.end_procs(on, |p| p.spawned.is_some());
+                self.nodes.get_mut(&on).expect("it speaks").is_alive = false;
+                self.end_procs(on, |p| p.spawned_tid.is_some());
                 self.end_sessions(on);
             }
             output => self.carry_out_for_hosts(on, output),
@@ -174,7 +174,7 @@ impl Sim {
             Output::RecordMigration { migration, tid, to } => {
                 let result = self.step_result(());
                 if result.is_ok() {
-                    self.recorded_moves.push((migration, tid, to));
+                    self.recorded_migrations.push((migration, tid, to));
                 }
                 self.schedule(
                     self.now + Micros(500),
@@ -232,7 +232,7 @@ impl Sim {
         let expected = self
             .nodes
             .get(&to)
-            .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
+            .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
         if expected {
             self.schedule(
                 self.now + Micros(1000),

@@ -24,9 +24,9 @@ pub(in crate::tests) struct Proc {
     pub(in crate::tests) host: HostId,
     pub(super) program: String,
     /// The tid that the tasker uses; `None` for a process that was not spawned.
-    pub(in crate::tests) spawned: Option<Tid>,
+    pub(in crate::tests) spawned_tid: Option<Tid>,
     pub(in crate::tests) env: Vec<String>,
-    pub(super) at_end: OnDaemonExit,
+    pub(super) on_daemon_exit: OnDaemonExit,
     pub(in crate::tests) conn: Option<ConnId>,
     pub(in crate::tests) welcome: Option<Welcome>,
     pub(in crate::tests) refused: Option<String>,
@@ -61,7 +61,7 @@ pub(in crate::tests) struct Proc {
     /// True if the process was asked to exit at least once.
     pub(super) exit_requested: bool,
     /// Exit status of the process, from the moment when it begins to exit.
-    pub(super) exiting_with: Option<i32>,
+    pub(super) exit_status: Option<i32>,
     pub(in crate::tests) exited: bool,
     /// True if the process ended with its host or tasker, but its images remain.
     pub(super) images_remain: bool,

@@ -21,7 +21,7 @@ impl Sim {
             return;
         };
         let Some(by) = by else {
-            if p.exiting_with.is_none() {
+            if p.exit_status.is_none() {
                 p.links.values_mut().for_each(Link::restore_window);
                 if let Some(by) = p.handed_off_for.take() {
                     self.send_from_proc(
@@ -42,13 +42,13 @@ impl Sim {
             .values_mut()
             .map(|link| link.hand_off(now))
             .collect();
-        let later = std::mem::take(&mut p.deferred_notifications);
+        let deferred = std::mem::take(&mut p.deferred_notifications);
         let talks = parts.iter().map(|(talk, _)| *talk).collect();
         let first = ToDaemon::Handoff {
             migration: by,
             incarnation: line,
             links: talks,
-            deferred_notifications: later,
+            deferred_notifications: deferred,
         };
         self.send_from_proc(
             conn,
@@ -100,7 +100,7 @@ impl Sim {
             p.links
                 .get_mut(&frame.dst)
                 .expect("it was told of this one")
-                .accept_returned(frame);
+                .accept_returned_frame(frame);
             self.run_links(proc);
         }
         is_returned
@@ -172,7 +172,7 @@ impl Sim {
 
     /// Ends a process in an orderly way: its library sends its last messages first.
     pub(in crate::tests) fn exit_gracefully(&mut self, proc: usize, status: i32) {
-        self.procs[proc].exiting_with = Some(status);
+        self.procs[proc].exit_status = Some(status);
         let p = &self.procs[proc];
         if p.exit_requested && p.handed_off_for.is_none() && p.conn.is_some() {
             let request = self.request(proc, Request::AboutToExit);
@@ -197,7 +197,7 @@ impl Sim {
             let proc = self.create_process(on, start);
             self.procs[proc].stopped_for_migration = true;
             // The process does not count as the task yet.
-            self.procs[proc].spawned = None;
+            self.procs[proc].spawned_tid = None;
             self.respawned.insert((on, migration), (proc, start.tid));
         }
         FromTasker::Restored { migration, result }
@@ -214,7 +214,7 @@ impl Sim {
         let twice = self
             .procs
             .iter()
-            .any(|p| p.spawned == Some(tid) && !p.exited);
+            .any(|p| p.spawned_tid == Some(tid) && !p.exited);
         assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
         let result = if self.procs[proc].exited {
             Err(Failure::Engine("it has ended".into()))
@@ -222,7 +222,7 @@ impl Sim {
             Ok(())
         };
         let p = &mut self.procs[proc];
-        (p.spawned, p.stopped_for_migration, p.paused) = (Some(tid), false, held);
+        (p.spawned_tid, p.stopped_for_migration, p.paused) = (Some(tid), false, held);
         self.connect_if_runnable(proc);
         Some(FromTasker::Running { migration, result })
     }

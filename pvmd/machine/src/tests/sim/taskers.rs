@@ -5,11 +5,11 @@ use crate::Event;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Redirect, RedirectAddress};
-use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, MemoryWrite, ToTasker};
+use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 /// Returns where the library of a process looks for a redirect.
-pub(super) fn redirect_at(proc: usize) -> RedirectAddress {
+pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
     RedirectAddress {
         pid: 7,
         address: 0x7700 + proc as u64,
@@ -20,12 +20,12 @@ impl Sim {
     /// Kills the tasker of a host with all its processes. A new tasker starts at once.
     pub(in crate::tests) fn kill_tasker(&mut self, on: HostId) {
         let dead: Vec<usize> = (0..self.procs.len())
-            .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some())
+            .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned_tid.is_some())
             .collect();
         for proc in dead {
             self.close(proc);
         }
-        self.end_procs(on, |p| p.spawned.is_some());
+        self.end_procs(on, |p| p.spawned_tid.is_some());
         self.injection.memory_lost.insert(on);
         self.pre_copy_targets.retain(|_, at| *at != on);
         // Messages that the tasker had sent arrive before the report of its end.
@@ -39,7 +39,7 @@ impl Sim {
                 },
             ),
         );
-        let ready = FromTasker::Ready(Capabilities {
+        let ready = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
             engine: Ok("fake".into()),
             freezer: Ok(()),
@@ -64,7 +64,7 @@ impl Sim {
 
     fn report_exit(&mut self, proc: usize, status: i32) {
         let on = self.procs[proc].host;
-        if let Some(tid) = self.procs[proc].spawned {
+        if let Some(tid) = self.procs[proc].spawned_tid {
             let used = Usage {
                 user: Micros(self.procs[proc].cpu_micros),
                 ..Usage::default()
@@ -80,12 +80,13 @@ impl Sim {
     pub(super) fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
         self.procs
             .iter()
-            .position(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
+            .position(|p| p.spawned_tid == Some(tid) && p.host == on && !p.exited)
     }
 
     pub(in crate::tests) fn proc_of(&self, tid: Tid) -> usize {
-        let is_task =
-            |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
+        let is_task = |p: &Proc| {
+            p.spawned_tid == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid)
+        };
         self.procs
             .iter()
             .rposition(is_task)
@@ -116,7 +117,7 @@ impl Sim {
                 let twice = self
                     .procs
                     .iter()
-                    .any(|p| p.spawned == Some(tid) && !p.exited);
+                    .any(|p| p.spawned_tid == Some(tid) && !p.exited);
                 assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
                 let proc = self.create_process(on, &start);
                 self.send_from_tasker(
@@ -186,7 +187,7 @@ impl Sim {
             return;
         }
         p.paused = true;
-        if let Some(tid) = p.spawned {
+        if let Some(tid) = p.spawned_tid {
             self.send_from_tasker(on, FromTasker::Paused { tid });
         }
     }
@@ -203,7 +204,7 @@ impl Sim {
 
     /// Writes a redirect into the memory of a stopped process.
     fn write_redirect(&mut self, proc: usize, redirection: &MemoryWrite) {
-        assert_eq!(redirection.address, redirect_at(proc));
+        assert_eq!(redirection.address, redirect_address(proc));
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let p = &mut self.procs[proc];
         assert!(
@@ -261,7 +262,7 @@ impl Sim {
                 facts,
             } => {
                 assert_eq!(facts.resident_bytes, 4096);
-                FromTasker::QueryJudged {
+                FromTasker::QueryVerdict {
                     query: question,
                     verdict: self.verdict_of(on),
                 }
@@ -352,7 +353,8 @@ impl Sim {
                 memory_socket: memory_way,
                 ..
             } => {
-                self.post_copying.extend(memory_way.map(|_| migration));
+                self.post_copy_migrations
+                    .extend(memory_way.map(|_| migration));
                 let result = self.step_result_of(on, 4242);
                 if let (Some(redirection), true) = (again, result.is_ok()) {
                     self.build_from_images(on, migration, &redirection);
@@ -387,7 +389,7 @@ impl Sim {
             } => return self.run_restored(on, migration, held),
             ToTasker::Discard { migration } => {
                 self.pre_copy_targets.remove(&migration);
-                self.post_copying.remove(&migration);
+                self.post_copy_migrations.remove(&migration);
                 self.image_store.built.remove(&(on, migration));
                 self.discard_respawned(on, migration);
                 FromTasker::Discarded { migration }
@@ -401,7 +403,7 @@ impl Sim {
     /// target's.
     fn run_restored(&mut self, on: HostId, migration: MigrationId, held: bool) {
         let (_, tid, _) = *self
-            .recorded_moves
+            .recorded_migrations
             .iter()
             .rev()
             .find(|r| r.0 == migration)
@@ -440,7 +442,7 @@ impl Sim {
                 result: Ok(()),
             },
         );
-        if self.post_copying.remove(&migration) {
+        if self.post_copy_migrations.remove(&migration) {
             let late = if self.injection.is_active() {
                 self.rng.below(20_000)
             } else {
@@ -449,7 +451,7 @@ impl Sim {
             if late > 0 {
                 return self.schedule(
                     self.now + Micros(late),
-                    SimEvent::MemoryArrives(on, migration, from, tid),
+                    SimEvent::MemoryTransferEnded(on, migration, from, tid),
                 );
             }
             self.send_from_tasker(

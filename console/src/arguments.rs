@@ -1,0 +1,162 @@
+//! Parses the words after a command: options, tids, users, numbers and durations.
+
+use crate::parse_error::ParseError;
+use sempa_proto::Tid;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Returns the value of an option written as `--name value` or `--name=value`: from `arg` itself,
+/// or the next word of `rest`. Returns `None` if `arg` is not that option.
+///
+/// # Errors
+/// Fails if the value is missing; `command` is named in the error.
+pub(crate) fn option_value<'a>(
+    command: &'static str,
+    name: &str,
+    arg: &'a str,
+    rest: &mut impl Iterator<Item = &'a String>,
+) -> Result<Option<&'a str>, ParseError> {
+    match arg.strip_prefix(name) {
+        Some("") => rest
+            .next()
+            .map(|value| Some(value.as_str()))
+            .ok_or(ParseError::WrongArgs(command)),
+        Some(value) => Ok(value.strip_prefix('=')),
+        None => Ok(None),
+    }
+}
+
+/// Returns the error for an option that the command does not have. `arg` includes the dashes.
+pub(crate) fn unknown_option(arg: &str) -> ParseError {
+    ParseError::UnknownFlag(arg.trim_start_matches('-').to_string())
+}
+
+/// Returns the arguments of a command that requires at least one.
+pub(crate) fn one_or_more(
+    command: &'static str,
+    args: &[String],
+) -> Result<Vec<String>, ParseError> {
+    if args.is_empty() {
+        Err(ParseError::WrongArgs(command))
+    } else {
+        Ok(args.to_vec())
+    }
+}
+
+/// Returns the parsed form of a command that has no arguments.
+pub(crate) fn no_args<C>(
+    command: &'static str,
+    args: &[String],
+    parsed: C,
+) -> Result<C, ParseError> {
+    if args.is_empty() {
+        Ok(parsed)
+    } else {
+        Err(ParseError::WrongArgs(command))
+    }
+}
+
+/// Parses a tid as the console prints it: `t40001`, or the hexadecimal number alone.
+pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
+    let digits = word
+        .strip_prefix('t')
+        .or_else(|| word.strip_prefix("0x"))
+        .unwrap_or(word);
+    let raw = u32::from_str_radix(digits, 16).ok()?;
+    // `from_str_radix` accepts a sign, but a tid has none.
+    digits
+        .starts_with(|c: char| c.is_ascii_hexdigit())
+        .then(|| Tid::from_raw(raw.cast_signed()))
+}
+
+/// Parses a tid of any kind.
+pub(crate) fn parse_any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+    parse_tid(word).ok_or_else(|| ParseError::NotATid {
+        command,
+        word: word.to_string(),
+    })
+}
+
+/// Parses the tid of a task.
+pub(crate) fn parse_task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+    parse_any_tid(command, word).and_then(|tid| {
+        if tid.is_task() {
+            Ok(tid)
+        } else {
+            Err(ParseError::NotATid {
+                command,
+                word: word.to_string(),
+            })
+        }
+    })
+}
+
+/// Parses a list of tids of tasks.
+pub(crate) fn parse_task_tids(
+    command: &'static str,
+    words: &[String],
+) -> Result<Vec<Tid>, ParseError> {
+    words
+        .iter()
+        .map(|word| parse_task_tid(command, word))
+        .collect()
+}
+
+pub(crate) fn parse_number<T: FromStr>(command: &'static str, word: &str) -> Result<T, ParseError> {
+    word.parse().map_err(|_| ParseError::WrongType {
+        command,
+        word: word.to_string(),
+        expected: "a number",
+    })
+}
+
+/// Parses a user id or user name.
+pub(crate) fn parse_user(command: &'static str, word: &str) -> Result<u32, ParseError> {
+    let named = || {
+        nix::unistd::User::from_name(word)
+            .ok()
+            .flatten()
+            .map(|user| user.uid.as_raw())
+    };
+    let wanted = "a user";
+    word.parse()
+        .ok()
+        .or_else(named)
+        .ok_or_else(|| ParseError::WrongType {
+            command,
+            word: word.to_string(),
+            expected: wanted,
+        })
+}
+
+/// Parses a duration such as `2h`, `90m`, `30s` or `1d`. Zero is invalid.
+pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
+    let unit = match text.chars().last()? {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return None,
+    };
+    let number: u64 = text[..text.len() - 1].parse().ok()?;
+    number
+        .checked_mul(unit)
+        .map(Duration::from_secs)
+        .filter(|span| !span.is_zero())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tids are accepted in all spellings, and other words are not.
+    #[test]
+    fn all_tid_spellings_parse() {
+        for word in ["t40002", "40002", "0x40002"] {
+            assert_eq!(parse_tid(word), Some(Tid::from_raw(0x40002)), "{word}");
+        }
+        for word in ["", "t", "tid", "-1", "+1", "t400020000"] {
+            assert_eq!(parse_tid(word), None, "{word}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The command line: the program's arguments, and the modes that they select.
+
+mod args;
+mod completion;
+mod editor;
+mod execute;
+mod interactive;
+mod one_shot;
+#[cfg(test)]
+mod tests;
+mod words;
+
+use self::args::{ArgsError, Mode};
+use crate::daemon::halt::LocalDaemon;
+use crate::daemon::host_file;
+use crate::daemon::running::{
+    RunningDaemon, ensure_daemon, lock_path, refuse_root, start_daemon_only,
+};
+use crate::output::terminal::Terminal;
+use libpvm::Vm;
+use nix::sys::signal::{SigSet, Signal};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::process::ExitCode;
+
+/// Runs the program with the arguments of this process.
+pub(crate) fn main() -> ExitCode {
+    let mode = match args::parse(std::env::args_os()) {
+        Ok(mode) => mode,
+        Err(ArgsError::Clap(error)) => {
+            // Help and version also arrive here; they go to standard output.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(1));
+        }
+        Err(error) => return fail(&format!("pvm: {error}")),
+    };
+    run(mode).unwrap_or_else(|error| {
+        // A closed pipe ends the program without a message, like other commands.
+        if error.kind() != io::ErrorKind::BrokenPipe {
+            Terminal.print_error(&format!("pvm: standard output cannot be written: {error}"));
+        }
+        ExitCode::FAILURE
+    })
+}
+
+fn fail(line: &str) -> ExitCode {
+    Terminal.print_error(line);
+    ExitCode::FAILURE
+}
+
+fn run(mode: Mode) -> io::Result<ExitCode> {
+    match mode {
+        Mode::OneShot { words, options } => one_shot::run(&words, options, environment()),
+        Mode::Start(daemon) => Ok(
+            match refuse_root().and_then(|()| start_daemon_only(&daemon)) {
+                Ok(true) => ExitCode::SUCCESS,
+                Ok(false) => ExitCode::FAILURE,
+                Err(line) => fail(&line),
+            },
+        ),
+        Mode::Console(daemon) => {
+            // As in PVM, an interrupt does not end the console. Later threads inherit the signal
+            // mask.
+            let mut interrupt = SigSet::empty();
+            interrupt.add(Signal::SIGINT);
+            interrupt.thread_block().map_err(io::Error::from)?;
+            match join_or_start(&daemon) {
+                Ok((vm, daemon)) => interactive::run(&vm, daemon, environment()),
+                Err(line) => Ok(fail(&line)),
+            }
+        }
+    }
+}
+
+/// Joins the virtual machine, and starts it if it does not run. `args` are the arguments for its
+/// daemon.
+///
+/// # Errors
+/// Fails if the virtual machine cannot be started or joined; the text is for the user.
+fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), String> {
+    refuse_root()?;
+    let (vm, child) = match ensure_daemon(args)? {
+        RunningDaemon::AlreadyRunning(vm) => (vm, None),
+        RunningDaemon::Started(child) => (
+            Vm::enroll().map_err(|error| format!("pvm: {error}"))?,
+            Some(child),
+        ),
+    };
+    if child.is_some() && host_file::has_host_file(args) {
+        host_file::await_hosts(&vm);
+    }
+    Ok((
+        vm,
+        LocalDaemon {
+            lock: lock_path()?,
+            child,
+        },
+    ))
+}
+
+/// Returns a copy of the environment without entries that are not UTF-8, which cannot be exported.
+fn environment() -> BTreeMap<String, String> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect()
+}

@@ -1,0 +1,117 @@
+//! Executes one command from the command line. The exit status is zero only if every part of it
+//! succeeded.
+
+use super::execute;
+use crate::command::{LocalContext, ParsedCommand, ShellOptions, VmCommand};
+use crate::commands::{COMMANDS, parse};
+use crate::daemon::halt::{LocalDaemon, halt};
+use crate::daemon::process::DaemonProcess;
+use crate::daemon::running::{enroll_error_line, lock_path, refuse_root};
+use crate::outcome::AfterCommand;
+use crate::output::terminal::Terminal;
+use crate::session::Session;
+use crate::virtual_machine;
+use libpvm::Vm;
+use std::collections::BTreeMap;
+use std::io;
+use std::process::ExitCode;
+
+/// Executes the command `words`. `env` is the environment for spawned tasks.
+///
+/// # Errors
+/// Fails if standard output cannot be written.
+pub(crate) fn run(
+    words: &[String],
+    options: ShellOptions,
+    env: BTreeMap<String, String>,
+) -> io::Result<ExitCode> {
+    let command = match parse(words) {
+        Ok(Some(ParsedCommand::OnVm(command))) => command,
+        Ok(Some(ParsedCommand::Local(command))) => {
+            let outcome = command.run(&LocalContext {
+                commands: COMMANDS,
+                json: options.json,
+            });
+            Terminal.print_oneshot(&outcome, options.json)?;
+            return Ok(exit_code(!outcome.failed));
+        }
+        Ok(None) => return Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            Terminal.print_error(&error.to_string());
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    if let Some(outcome) = command.run_before_joining(options)? {
+        Terminal.print_oneshot(&outcome, options.json)?;
+        return Ok(exit_code(!outcome.failed));
+    }
+    let lock = match refuse_root().and_then(|()| lock_path()) {
+        Ok(lock) => lock,
+        Err(line) => {
+            Terminal.print_error(&line);
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let daemon = DaemonProcess::from_lock_file(lock.clone());
+    match Vm::enroll() {
+        Ok(vm) => {
+            let daemon = LocalDaemon { lock, child: None };
+            let name = words.first().map_or("", String::as_str);
+            run_on_vm(&vm, daemon, env, (name, &*command), options)
+        }
+        // Another process is halting the virtual machine at the same time.
+        Err(error) if command.halts_vm() && daemon.is_shutting_down(&error) => {
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(error) => {
+            Terminal.print_error(&enroll_error_line(&error));
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+fn exit_code(good: bool) -> ExitCode {
+    if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// Executes a command, given with its name. If the command starts a job whose output is collected
+/// here, waits for the end of the job.
+///
+/// # Errors
+/// Fails if standard output cannot be written.
+fn run_on_vm(
+    vm: &Vm,
+    mut daemon: LocalDaemon,
+    env: BTreeMap<String, String>,
+    (name, command): (&str, &dyn VmCommand),
+    options: ShellOptions,
+) -> io::Result<ExitCode> {
+    if let Some(outcome) = command.run_for_shell(vm, options)? {
+        Terminal.print_oneshot(&outcome, options.json)?;
+        return Ok(exit_code(!outcome.failed));
+    }
+    let session: &mut Session = &mut Session::new(vm.clone(), env);
+    let outcome = execute::run_command(session, name, command);
+    Terminal.print_oneshot(&outcome, options.json)?;
+    if outcome.after_command == AfterCommand::Halt {
+        return Ok(halt(vm, &mut daemon));
+    }
+    while session.has_jobs() {
+        match virtual_machine::receive(vm) {
+            Ok(message) => Terminal.print(&session.handle_message(&message))?,
+            Err(error) => {
+                Terminal.print_error(&format!(
+                    "pvm: the virtual machine has ended, output is missing: {error}"
+                ));
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+    }
+    // The virtual machine removes this task when its connection closes, even if `exit` fails.
+    let _ = vm.exit();
+    Ok(exit_code(!outcome.failed))
+}

@@ -1,0 +1,119 @@
+//! `can-migrate`: shows which hosts would accept a task.
+
+use crate::arguments::parse_task_tid;
+use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
+use crate::outcome::Outcome;
+use crate::output::tables::host_name;
+use crate::parse_error::ParseError;
+use crate::session::Session;
+use libpvm::Error;
+use sempa_proto::engine::Engine;
+use sempa_proto::migration::{MigrationTargets, Verdict};
+use sempa_proto::table::HostTable;
+use sempa_proto::{HostId, Tid};
+use serde_json::{Value, json};
+
+pub(crate) const SPEC: CommandSpec = CommandSpec {
+    name: "can-migrate",
+    summary: "List the hosts that accept a running task, and why the others refuse it",
+    detail: "Syntax:  can-migrate tid [ host ]\n\
+             Asks all hosts, or only this one. The task is neither migrated nor paused.\n\
+             The hosts are listed by distance. A migration asks again, because the answer may change.\n\
+             If the task would not migrate by CRIU, the engine is shown: its own checkpoint, or restart (SEMPA_ENGINE).\n",
+    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    completion: Completion::ByWords(|args, _| match args {
+        [] => (0, WordKind::Tid),
+        [_] => (0, WordKind::Host),
+        _ => (0, WordKind::Unknown),
+    }),
+    ..CommandSpec::DEFAULT
+};
+
+#[derive(Debug)]
+struct CanMigrateCommand {
+    tid: Tid,
+    /// The only host to ask. `None` for all hosts.
+    to: Option<String>,
+}
+
+fn parse(args: &[String]) -> Result<CanMigrateCommand, ParseError> {
+    let (tid, to) = match args {
+        [tid] => (tid, None),
+        [tid, host] => (tid, Some(host.clone())),
+        _ => return Err(ParseError::WrongArgs(SPEC.name)),
+    };
+    let tid = parse_task_tid(SPEC.name, tid)?;
+    Ok(CanMigrateCommand { tid, to })
+}
+
+impl VmCommand for CanMigrateCommand {
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        let table = session.vm.hosts()?;
+        let targets = session.vm.can_migrate(self.tid, self.to.as_deref())?;
+        let failed = targets.nearest().is_none();
+        Ok(Outcome::with_values(
+            text(&table, &targets),
+            value(&table, &targets),
+            failed,
+        ))
+    }
+}
+
+fn text(table: &HostTable, targets: &MigrationTargets) -> String {
+    let name = |host: HostId| host_name(table, host);
+    let width = targets
+        .verdicts
+        .iter()
+        .map(|(host, _)| name(*host).len())
+        .max()
+        .unwrap_or(0);
+    let mut out = format!(
+        "{} is on {}, {} KiB\n",
+        targets.tid,
+        name(targets.from),
+        targets.resident_bytes.div_ceil(1024)
+    );
+    for (host, verdict) in &targets.verdicts {
+        let engine = targets.engine(*host);
+        let host = name(*host);
+        match verdict.split_first() {
+            None if engine == Engine::Criu => out += &format!("{host:width$}  yes\n"),
+            None => out += &format!("{host:width$}  yes, by {engine}\n"),
+            Some((first, rest)) => {
+                out += &format!("{host:width$}  no: {first}\n");
+                rest.iter()
+                    .for_each(|refusal| out += &format!("{:width$}      {refusal}\n", ""));
+            }
+        }
+    }
+    out + &match targets.nearest() {
+        Some(host) => format!("nearest host that accepts it: {}\n", name(host)),
+        None if targets.verdicts.is_empty() => "no other host was asked\n".to_string(),
+        None => "no host accepts it\n".to_string(),
+    }
+}
+
+/// Returns the refusals of each host, as records and as text.
+fn value(table: &HostTable, targets: &MigrationTargets) -> Value {
+    let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
+    let one = |(host, verdict): &(HostId, Verdict)| {
+        let reasons: Vec<String> = verdict.iter().map(ToString::to_string).collect();
+        let engine = verdict
+            .is_empty()
+            .then(|| targets.engine(*host).to_string());
+        json!({
+            "host": name(*host),
+            "takes": verdict.is_empty(),
+            "by": engine,
+            "reasons": reasons,
+            "refusals": verdict,
+        })
+    };
+    json!({
+        "tid": targets.tid.to_string(),
+        "host": name(targets.from),
+        "resident_bytes": targets.resident_bytes,
+        "hosts": targets.verdicts.iter().map(one).collect::<Vec<_>>(),
+        "nearest": targets.nearest().and_then(name),
+    })
+}

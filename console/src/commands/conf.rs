@@ -1,0 +1,98 @@
+//! `conf`: shows the host table.
+
+use crate::arguments::no_args;
+use crate::command::{CommandSpec, ParsedCommand, VmCommand};
+use crate::outcome::Outcome;
+use crate::output::json;
+use crate::output::tables::plural;
+use crate::session::Session;
+use libpvm::Error;
+use sempa_proto::table::HostTable;
+use serde_json::{Value, json};
+
+pub(crate) const SPEC: CommandSpec = CommandSpec {
+    name: "conf",
+    summary: "List the hosts of the virtual machine",
+    detail: "Syntax:  conf\n\
+             Output fields:\n  \
+             HOST    name of the host\n  \
+             DTID    its tid\n  \
+             ARCH    its architecture\n  \
+             SPEED   its relative speed, as given when it was added\n  \
+             DSIG    its data format\n",
+    parse: |args| no_args("conf", args, ParsedCommand::on_vm(ConfCommand)),
+    ..CommandSpec::DEFAULT
+};
+
+#[derive(Debug)]
+struct ConfCommand;
+
+impl VmCommand for ConfCommand {
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        let table = session.vm.hosts()?;
+        Ok(Outcome::with_values(text(&table), value(&table), false))
+    }
+}
+
+fn text(table: &HostTable) -> String {
+    let (hosts, formats) = (table.hosts.len(), table.data_format_count());
+    let mut out = format!(
+        "{hosts} host{}, {formats} data format{}\n",
+        plural(hosts),
+        plural(formats)
+    );
+    out += &format!(
+        "{:>24} {:>8} {:>8}{:>8}       DSIG\n",
+        "HOST", "DTID", "ARCH", "SPEED"
+    );
+    for host in &table.hosts {
+        out += &format!(
+            "{:>24} {:>8x} {:>8}{:>8} 0x{:08x}\n",
+            host.name,
+            host.id.tid(),
+            host.arch,
+            host.speed,
+            host.dsig
+        );
+    }
+    out
+}
+
+fn value(table: &HostTable) -> Value {
+    json!({
+        "epoch": table.epoch.0,
+        "formats": table.data_format_count(),
+        "hosts": table.hosts.iter().map(json::host).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::table;
+
+    /// `conf` has the columns of PVM.
+    #[test]
+    fn conf_layout_matches_pvm() {
+        let expected = "\
+3 hosts, 1 data format
+                    HOST     DTID     ARCH   SPEED       DSIG
+                     ha1    40000  LINUX64    1000 0x00408c41
+                     ha2    80000  LINUX64    1000 0x00408c41
+                     ha3    c0000  LINUX64    1000 0x00408c41
+";
+        assert_eq!(text(&table()), expected);
+        let mut two = table();
+        two.hosts.truncate(1);
+        two.hosts[0].dsig = 1;
+        assert!(text(&two).starts_with("1 host, 1 data format\n"));
+    }
+
+    /// The host table becomes a JSON value.
+    #[test]
+    fn host_table_becomes_json() {
+        let conf = value(&table());
+        assert_eq!(conf["hosts"][1]["name"], "ha2");
+        assert_eq!(conf["hosts"][1]["dtid"], "t80000");
+    }
+}

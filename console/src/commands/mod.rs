@@ -1,0 +1,198 @@
+//! The commands of the console: one file for each command or small family, and the table of all.
+
+mod add;
+mod alias;
+mod can_migrate;
+mod checkpoint;
+mod checkpoints;
+mod conf;
+mod delete;
+mod drain;
+mod echo;
+mod environment;
+mod events;
+mod halt;
+mod help;
+mod id;
+mod idump;
+mod job;
+mod jobs;
+mod mailbox;
+mod migrate;
+mod owner;
+mod ps;
+mod pvm_options;
+mod quit;
+mod replay;
+mod reset;
+mod restart;
+mod signals;
+mod spawn;
+mod start;
+mod status;
+mod tickle;
+mod trace;
+mod undrain;
+mod usage;
+mod version;
+mod why;
+
+use crate::command::{CommandSpec, CommandTable, ParsedCommand};
+use crate::parse_error::ParseError;
+
+/// All commands, sorted by name.
+pub(crate) const COMMANDS: CommandTable = &[
+    &add::SPEC,
+    &alias::ALIAS,
+    &can_migrate::SPEC,
+    &checkpoint::SPEC,
+    &checkpoints::SPEC,
+    &conf::SPEC,
+    &delete::SPEC,
+    &drain::SPEC,
+    &echo::SPEC,
+    &events::SPEC,
+    &environment::EXPORT,
+    &pvm_options::GETOPT,
+    &halt::SPEC,
+    &help::SPEC,
+    &id::SPEC,
+    &idump::SPEC,
+    &job::SPEC,
+    &jobs::SPEC,
+    &signals::KILL,
+    &migrate::SPEC,
+    &status::MSTAT,
+    &mailbox::NAMES,
+    &owner::SPEC,
+    &ps::SPEC,
+    &status::PSTAT,
+    &mailbox::PUT,
+    &quit::SPEC,
+    &replay::SPEC,
+    &reset::SPEC,
+    &restart::SPEC,
+    &environment::SETENV,
+    &pvm_options::SETOPT,
+    &signals::SIG,
+    &spawn::SPEC,
+    &start::SPEC,
+    &tickle::SPEC,
+    &trace::SPEC,
+    &alias::UNALIAS,
+    &undrain::SPEC,
+    &environment::UNEXPORT,
+    &usage::SPEC,
+    &version::SPEC,
+    &why::SPEC,
+];
+
+/// Returns the command with this name.
+pub(crate) fn find(name: &str) -> Option<&'static CommandSpec> {
+    COMMANDS.iter().copied().find(|spec| spec.name == name)
+}
+
+/// Parses words into a command. Returns `None` for no words.
+pub(crate) fn parse(words: &[String]) -> Result<Option<ParsedCommand>, ParseError> {
+    let Some((name, args)) = words.split_first() else {
+        return Ok(None);
+    };
+    match find(name) {
+        Some(spec) => (spec.parse)(args).map(Some),
+        None => Err(ParseError::NotFound(name.clone())),
+    }
+}
+
+/// True if the command has JSON output. Also true for an unknown command, whose error is reported
+/// later.
+pub(crate) fn has_json(command: &str) -> bool {
+    find(command).is_none_or(|spec| spec.has_json)
+}
+
+/// Removes `--json` from a command's own words; true if it was there.
+pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
+    let Some((command, args)) = words.split_first().filter(|(name, _)| has_json(name)) else {
+        return false;
+    };
+    let own_args = find(command).map_or(args.len(), |spec| (spec.own_words)(args));
+    let found = words[..=own_args].iter().position(|word| word == "--json");
+    found.map(|at| words.remove(at)).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(String::from).collect();
+        parse(&words).expect_err(line).to_string()
+    }
+
+    /// The commands are sorted by name, and each has its syntax and a parser.
+    #[test]
+    fn table_is_sorted_and_complete() {
+        assert!(COMMANDS.windows(2).all(|pair| pair[0].name < pair[1].name));
+        for spec in COMMANDS {
+            assert!(spec.detail.starts_with("Syntax:  "), "{}", spec.name);
+            assert!(spec.detail.ends_with('\n'), "{}", spec.name);
+            assert!(!spec.summary.is_empty(), "{}", spec.name);
+            let parsed = parse(&[spec.name.to_string()]);
+            assert!(
+                parsed
+                    .as_ref()
+                    .err()
+                    .is_none_or(|error| *error == ParseError::WrongArgs(spec.name)
+                        || *error == ParseError::OnlyOptions),
+                "{parsed:?}"
+            );
+        }
+        assert!(parse(&[]).is_ok_and(|command| command.is_none()));
+    }
+
+    /// Errors have the texts of PVM's console.
+    #[test]
+    fn error_texts_match_pvm() {
+        assert_eq!(error("foo"), "foo: not found");
+        assert_eq!(error("con"), "con: not found", "names must be complete");
+        for name in [
+            "add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle",
+            "unalias",
+        ] {
+            assert_eq!(error(name), format!("{name}: wrong #args"));
+        }
+        for line in [
+            "conf x",
+            "halt x",
+            "quit x",
+            "id x",
+            "version x",
+            "getopt x y",
+            "sig 9",
+            "ps foo",
+            "ps -h 40000",
+        ] {
+            let name = line.split(' ').next().expect("a word");
+            assert_eq!(error(line), format!("{name}: wrong #args"));
+        }
+        assert_eq!(error("kill -q t40005"), "unknown flag -q");
+        assert_eq!(error("ps -az"), "unknown flag -z");
+        assert_eq!(error("kill -c"), "incorrect arg count");
+        assert_eq!(error("kill -"), "incorrect arg count");
+        assert_eq!(
+            error("kill t40005 -c"),
+            "kill: -c is not a task id: write it as t40001"
+        );
+        for line in ["reset bogus", "reset bogus twice"] {
+            assert_eq!(error(line), "\"bogus\" arg to reset not valid");
+        }
+        assert_eq!(error("reset info a 1 2"), "reset: wrong #args");
+        assert_eq!(error("tickle"), "tickle: wrong #args");
+        assert_eq!(error("tickle x"), "tickle: x is not a number");
+        assert_eq!(error("reset info a b"), "reset: b is not a number");
+        assert_eq!(error("migrate t40001"), "migrate: wrong #args");
+        assert_eq!(
+            error("migrate 80000 h3"),
+            "migrate: 80000 is not a task id: write it as t40001"
+        );
+    }
+}

@@ -1,0 +1,224 @@
+//! `ps`: lists the tasks of hosts.
+
+use crate::arguments::parse_any_tid;
+use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
+use crate::outcome::Outcome;
+use crate::output::tables::{ps_header, ps_row};
+use crate::parse_error::ParseError;
+use crate::session::Session;
+use libpvm::Error;
+use sempa_proto::Tid;
+use sempa_proto::table::{HostTable, TaskInfo};
+use serde_json::{Value, json};
+
+pub(crate) const SPEC: CommandSpec = CommandSpec {
+    name: "ps",
+    summary: "List tasks",
+    detail: "Syntax:  ps [ -a ] [ -l ] [ -x ] [ -htid ] [ -nhost ]\n\
+                 Options:  -a       on all hosts (default: on this one)\n          \
+                 -htid    on the host with this tid, or this one task\n          \
+                 -nhost   on the host with this name\n          \
+                 -l       with parent and process id\n          \
+                 -x       with the console itself\n\
+                 Output fields:\n  HOST    where it runs now\n  TID     task id\n  PTID    parent\n  \
+                 PID     process id on its host\n  FLAG    state\n  COMMAND program, or - when started by hand\n\
+                 FLAG values:\n  f   started by the virtual machine\n  c   connected to its daemon\n  \
+                 a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
+                 H   hoster\n  R   resource manager\n  T   tasker\n",
+    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    completion: Completion::ByWords(|_, word| match word.get(..2) {
+        Some("-n") => (2, WordKind::Host),
+        Some("-h") => (2, WordKind::Tid),
+        _ => (0, WordKind::Unknown),
+    }),
+    ..CommandSpec::DEFAULT
+};
+
+/// Which tasks `ps` shows and how.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct PsCommand {
+    scope: PsScope,
+    /// Also shows parent and process id.
+    long: bool,
+    /// Also shows the console itself and tasks without flags.
+    all_tasks: bool,
+}
+
+/// Which hosts `ps` asks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+enum PsScope {
+    /// The console's own host.
+    #[default]
+    Here,
+    Everywhere,
+    /// The host with this tid, or this one task.
+    Tid(Tid),
+    /// The host with this name.
+    Host(String),
+}
+
+fn parse(args: &[String]) -> Result<PsCommand, ParseError> {
+    let mut options = PsCommand::default();
+    for arg in args {
+        let Some(letters) = arg.strip_prefix('-') else {
+            return Err(ParseError::WrongArgs("ps"));
+        };
+        for (at, letter) in letters.char_indices() {
+            let rest = &letters[at + letter.len_utf8()..];
+            match letter {
+                'a' => options.scope = PsScope::Everywhere,
+                'l' => options.long = true,
+                'x' => options.all_tasks = true,
+                'h' if rest.is_empty() => return Err(ParseError::WrongArgs("ps")),
+                'h' => {
+                    options.scope = PsScope::Tid(parse_any_tid("ps", rest)?);
+                    break;
+                }
+                'n' => {
+                    options.scope = PsScope::Host(rest.to_string());
+                    break;
+                }
+                other => return Err(ParseError::UnknownFlag(other.to_string())),
+            }
+        }
+    }
+    Ok(options)
+}
+
+impl VmCommand for PsCommand {
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        let table = session.vm.hosts()?;
+        let selector = match &self.scope {
+            PsScope::Here => session.vm.local_host().tid(),
+            PsScope::Everywhere => Tid::NONE,
+            PsScope::Tid(tid) => *tid,
+            PsScope::Host(name) if name == "." => session.vm.local_host().tid(),
+            PsScope::Host(name) => match table.by_name(name) {
+                Some(host) => host.id.tid(),
+                None => return Ok(Outcome::refused(format!("unknown host {name}"))),
+            },
+        };
+        let console = session.vm.tid();
+        let mut tasks = session.vm.tasks(selector)?;
+        // Explains an empty table: the birth host in the tid may have left the virtual machine,
+        // also if the task still runs on another host.
+        if tasks.is_empty()
+            && selector
+                .birth_host()
+                .is_some_and(|home| table.get(home).is_none())
+        {
+            return Ok(Outcome::error(format!(
+                "ps: {selector} is on no host of the virtual machine; 'conf' lists them"
+            )));
+        }
+        tasks.retain(|task| self.all_tasks || (task.tid != console && task.flags != 0));
+        tasks.sort_by_key(|task| (task.host, task.tid));
+        Ok(Outcome::with_values(
+            text(&table, &tasks, console, self.long),
+            value(&table, &tasks),
+            false,
+        ))
+    }
+}
+
+/// Formats the output of `ps` for tasks sorted by host and tid.
+fn text(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool) -> String {
+    let mut out = ps_header(long);
+    tasks
+        .iter()
+        .for_each(|task| out.push_str(&ps_row(table, task, console, long)));
+    out
+}
+
+fn value(table: &HostTable, tasks: &[TaskInfo]) -> Value {
+    let task = |task: &TaskInfo| {
+        json!({
+            "tid": task.tid.to_string(),
+            "parent": task.parent.is_task().then(|| task.parent.to_string()),
+            "host": table.get(task.host).map(|host| host.name.clone()),
+            "host_index": task.host.index(),
+            "flags": task.flags,
+            "name": task.name,
+            "pid": task.pid,
+            "uid": task.uid,
+            "moving": task.migrating,
+            "stopped": task.paused,
+            "suspended": task.suspended,
+        })
+    };
+    json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{table, task};
+
+    #[test]
+    fn ps_options_combine() {
+        let read = |line: &str| {
+            let words: Vec<String> = line.split(' ').skip(1).map(String::from).collect();
+            parse(&words)
+        };
+        let ps = |line: &str| read(line).expect(line);
+        assert_eq!(ps("ps"), PsCommand::default());
+        let long = PsCommand {
+            scope: PsScope::Everywhere,
+            long: true,
+            all_tasks: true,
+        };
+        assert_eq!(ps("ps -alx"), long);
+        assert_eq!(ps("ps -a -l -x"), long);
+        assert_eq!(ps("ps -lnh2").scope, PsScope::Host("h2".into()));
+        assert_eq!(
+            ps("ps -ht80000").scope,
+            PsScope::Tid(Tid::from_raw(0x80000))
+        );
+        assert_eq!(
+            read("ps -hzz").expect_err("no tid").to_string(),
+            "ps: zz is not a task id: write it as t40001"
+        );
+    }
+
+    /// `ps` has the columns of PVM.
+    #[test]
+    fn ps_layout_matches_pvm() {
+        let console = Tid::from_raw(0x40001);
+        let tasks = [
+            task(0x40001, 0, 11690, 4, ""),
+            task(0x40004, -35, 16853, 6, "/opt/t/sleeper"),
+            task(0xc0003, 0x40004, 16854, 0x104, "rm"),
+        ];
+        let expected = "                    HOST      TID   FLAG 0x COMMAND
+                     ha1   (cons)       4/c -           
+                     ha1    40004     6/c,f /opt/t/sleeper
+                     ha3    c0003   104/c,R rm          
+";
+        assert_eq!(text(&table(), &tasks, console, false), expected);
+        let expected = "                    HOST      TID     PTID    PID   FLAG 0x COMMAND
+                     ha1   (cons)        -  11690       4/c -           
+                     ha1    40004 ffffffdd  16853     6/c,f /opt/t/sleeper
+                     ha3    c0003    40004  16854   104/c,R rm          
+";
+        assert_eq!(text(&table(), &tasks, console, true), expected);
+    }
+
+    /// The list of tasks becomes a JSON value.
+    #[test]
+    fn tasks_become_json() {
+        let ps = value(
+            &table(),
+            &[
+                task(0x40004, -35, 9, 6, "x"),
+                task(0x80001, 0x40004, 9, 6, "y"),
+            ],
+        );
+        assert_eq!(
+            ps["tasks"][0]["parent"],
+            Value::Null,
+            "a parent that asked not to be known is none"
+        );
+        assert_eq!(ps["tasks"][1]["parent"], "t40004");
+        assert_eq!(ps["tasks"][1]["host"], "ha2");
+    }
+}

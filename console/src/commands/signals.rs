@@ -1,0 +1,214 @@
+//! `kill` and `sig`: send signals to tasks.
+
+use crate::arguments::parse_task_tids;
+use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
+use crate::outcome::Outcome;
+use crate::output::json::results;
+use crate::parse_error::ParseError;
+use crate::session::Session;
+use crate::virtual_machine::VirtualMachine;
+use libpvm::Error;
+use nix::sys::signal::Signal;
+use sempa_proto::Tid;
+use sempa_proto::task::Request;
+use serde_json::{Value, json};
+use std::str::FromStr;
+
+const SIGTERM: i32 = 15;
+
+pub(crate) const KILL: CommandSpec = CommandSpec {
+    name: "kill",
+    summary: "End tasks (SIGTERM)",
+    detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
+    parse: |args| parse_kill(args).map(ParsedCommand::on_vm),
+    completion: Completion::EveryWord(WordKind::Tid),
+    ..CommandSpec::DEFAULT
+};
+
+pub(crate) const SIG: CommandSpec = CommandSpec {
+    name: "sig",
+    summary: "Send a signal to tasks",
+    detail: "Syntax:  sig signal tid ...\nThe signal is a number or a name such as TERM.\n",
+    parse: |args| match args {
+        [signal, tids @ ..] if !tids.is_empty() => {
+            parse_sig(signal, tids).map(ParsedCommand::on_vm)
+        }
+        _ => Err(ParseError::WrongArgs("sig")),
+    },
+    completion: Completion::ByWords(|args, _| {
+        let kind = if args.is_empty() {
+            WordKind::OneOf(signal_names)
+        } else {
+            WordKind::Tid
+        };
+        (0, kind)
+    }),
+    ..CommandSpec::DEFAULT
+};
+
+/// Sends SIGTERM to the tasks, or to their children.
+#[derive(Debug, PartialEq, Eq)]
+struct KillCommand {
+    children: bool,
+    tids: Vec<Tid>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct SigCommand {
+    signal: i32,
+    tids: Vec<Tid>,
+}
+
+/// Returns the names of all signals without `SIG`.
+fn signal_names() -> Vec<String> {
+    Signal::iterator()
+        .map(|signal| signal.as_str()[3..].to_string())
+        .collect()
+}
+
+/// Parses the arguments of `kill`.
+///
+/// As in PVM, options are recognized only before the tids. After them they would change which tasks
+/// are killed.
+fn parse_kill(args: &[String]) -> Result<KillCommand, ParseError> {
+    let (options, tids) = args.split_at(args.iter().take_while(|arg| arg.starts_with('-')).count());
+    let mut letters = options
+        .iter()
+        .flat_map(|option| option[1..].chars())
+        .peekable();
+    let children = letters.peek().is_some();
+    if let Some(unknown) = letters.find(|letter| *letter != 'c') {
+        return Err(ParseError::UnknownFlag(unknown.to_string()));
+    }
+    if tids.is_empty() {
+        return Err(if options.is_empty() {
+            ParseError::WrongArgs("kill")
+        } else {
+            ParseError::OnlyOptions
+        });
+    }
+    let tids = parse_task_tids("kill", tids)?;
+    Ok(KillCommand { children, tids })
+}
+
+fn parse_sig(signal: &str, tids: &[String]) -> Result<SigCommand, ParseError> {
+    let named = || {
+        let name = signal.to_uppercase();
+        let name = if name.starts_with("SIG") {
+            name
+        } else {
+            format!("SIG{name}")
+        };
+        Signal::from_str(&name).ok().map(|signal| signal as i32)
+    };
+    let known = signal
+        .parse::<i32>()
+        .ok()
+        .filter(|number| (0..=64).contains(number))
+        .or_else(named);
+    let expected = "a signal";
+    let signal = known.ok_or_else(|| ParseError::WrongType {
+        command: "sig",
+        word: signal.to_string(),
+        expected,
+    })?;
+    let tids = parse_task_tids("sig", tids)?;
+    Ok(SigCommand { signal, tids })
+}
+
+impl VmCommand for KillCommand {
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        if !self.children {
+            return Ok(send_signal(&session.vm, &self.tids, SIGTERM, false));
+        }
+        let tasks = session.vm.tasks(Tid::NONE)?;
+        let children: Vec<Tid> = tasks
+            .iter()
+            .filter(|task| self.tids.contains(&task.parent))
+            .map(|task| task.tid)
+            .collect();
+        Ok(send_signal(&session.vm, &children, SIGTERM, false))
+    }
+}
+
+impl VmCommand for SigCommand {
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        Ok(send_signal(&session.vm, &self.tids, self.signal, true))
+    }
+}
+
+/// Sends a signal to tasks. The console skips itself and prints a note, unless it is included.
+fn send_signal(
+    machine: &dyn VirtualMachine,
+    tids: &[Tid],
+    signal: i32,
+    include_self: bool,
+) -> Outcome {
+    let (mut outcome, mut values) = (Outcome::default(), Vec::new());
+    for tid in tids {
+        if *tid == machine.tid() && !include_self {
+            outcome.text.push_str(&format!("{tid}: that's me.\n"));
+            values.push(signal_result(*tid, Some("that's me")));
+        } else if let Err(error) = machine.ask(Request::Signal { tid: *tid, signal }) {
+            outcome.failed = true;
+            outcome.errors.push(format!("{tid}: {error}"));
+            values.push(signal_result(*tid, Some(&error.reason)));
+        } else {
+            values.push(signal_result(*tid, None));
+        }
+    }
+    outcome.json = vec![results(values)];
+    outcome
+}
+
+/// Returns the result for one task. `why_not` is the reason why the signal was not sent.
+fn signal_result(tid: Tid, why_not: Option<&str>) -> Value {
+    match why_not {
+        None => json!({ "tid": tid.to_string(), "sent": true }),
+        Some(reason) => json!({ "tid": tid.to_string(), "sent": false, "reason": reason }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(String::from).collect()
+    }
+
+    fn tid(raw: i32) -> Tid {
+        Tid::from_raw(raw)
+    }
+
+    /// An option letter may be repeated.
+    #[test]
+    fn repeated_option_letters_are_accepted() {
+        for options in ["-cc", "-c -c"] {
+            assert_eq!(
+                parse_kill(&words(&format!("{options} t40002 80001"))),
+                Ok(KillCommand {
+                    children: true,
+                    tids: vec![tid(0x40002), tid(0x80001)]
+                })
+            );
+        }
+    }
+
+    /// Signals are accepted by number and by name.
+    #[test]
+    fn signals_parse_by_number_and_name() {
+        let tids = words("t40001");
+        for word in ["9", "KILL", "sigkill", "SIGKILL"] {
+            assert_eq!(
+                parse_sig(word, &tids),
+                Ok(SigCommand {
+                    signal: 9,
+                    tids: vec![tid(0x40001)]
+                })
+            );
+        }
+        let error = parse_sig("99", &tids).expect_err("no such signal");
+        assert_eq!(error.to_string(), "sig: 99 is not a signal");
+    }
+}

@@ -1,0 +1,560 @@
+//! `spawn`: starts tasks, as a job if their output or trace records are collected.
+
+use crate::command::{CommandSpec, Completion, ParsedCommand, ShellOptions, VmCommand, WordKind};
+use crate::outcome::Outcome;
+use crate::output::json;
+use crate::parse_error::ParseError;
+use crate::session::Session;
+use crate::session::job_output::{JobOutput, Output, TAG_JOBS, TAG_TRACES, TraceOutput, sink};
+use crate::virtual_machine::VirtualMachine;
+use libpvm::spawn::{TC_SIBLINGS, siblings_body};
+use libpvm::{Body, Error};
+use sempa_proto::job::JobFile;
+use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::task::{
+    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest,
+};
+use sempa_proto::{Message, PvmError, Tid};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::io;
+
+pub(crate) const SPEC: CommandSpec = CommandSpec {
+    name: "spawn",
+    summary: "Start tasks",
+    detail: "Syntax:  spawn [ options ] file [ arg ... ]\n\
+                 Options:  -(count)       number of tasks, 1 by default\n          \
+                 -(host)        on this host; -. is the console's own\n          \
+                 -(ARCH)        on hosts of this architecture\n          \
+                 -(host):(wd)   there, in directory wd\n          \
+                 -:(wd)         anywhere, in directory wd\n          \
+                 --host=(name)  as -(host), for names that start with a digit\n          \
+                 -~             on any host except that one\n          \
+                 -?             under the debugger\n          \
+                 ->             show the output here, as a job\n          \
+                 ->(file)       write the output to a new file\n          \
+                 ->>(file)      append the output to a file\n          \
+                 -@             trace the job, show the records here\n          \
+                 -@(file)       trace the job, write the records to a new file\n          \
+                 --job (file)   take what is not given here from a job file: program, arguments, count, constraints ...\n",
+    parse: |args| {
+        if args.is_empty() {
+            return Err(ParseError::WrongArgs("spawn"));
+        }
+        parse(args).map(ParsedCommand::on_vm)
+    },
+    own_words: option_count,
+    completion: Completion::ByWords(|args, word| {
+        if args.iter().all(|arg| arg.starts_with('-')) {
+            option_or_program_kind(word)
+        } else {
+            (0, WordKind::File)
+        }
+    }),
+    ..CommandSpec::DEFAULT
+};
+
+/// A parsed `spawn` command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct SpawnCommand {
+    /// Job file with defaults for everything that the command does not set.
+    job_file: Option<String>,
+    /// Number of tasks. Defaults to the job file's number, or 1.
+    count: Option<u32>,
+    /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
+    flags: i32,
+    /// Name of a host or an architecture, as `flags` says. Empty if any host may be used.
+    location: String,
+    /// Working directory. Empty for the host's default.
+    directory: String,
+    output: Output,
+    /// Destination of trace records. `None` if the tasks are not traced.
+    trace: Option<TraceOutput>,
+    /// The program. May be empty if a job file names it.
+    program: String,
+    args: Vec<String>,
+}
+
+/// Returns how many words after `spawn` are options. The program and its arguments follow them.
+fn option_count(args: &[String]) -> usize {
+    let mut at = 0;
+    while args.get(at).is_some_and(|word| word.starts_with('-')) {
+        at += if args[at] == "--job" { 2 } else { 1 };
+    }
+    at.min(args.len())
+}
+
+/// Returns the kind of the name in an option of `spawn`, or in the program, and the number of bytes
+/// in front of the name.
+fn option_or_program_kind(word: &str) -> (usize, WordKind) {
+    let prefixes = [
+        ("->>", WordKind::File),
+        ("->", WordKind::File),
+        ("-@", WordKind::File),
+        ("--host=", WordKind::Host),
+        ("--job=", WordKind::File),
+        ("-", WordKind::Host),
+    ];
+    prefixes
+        .into_iter()
+        .find(|(prefix, _)| word.starts_with(prefix))
+        .map_or((0, WordKind::File), |(prefix, kind)| (prefix.len(), kind))
+}
+
+/// Parses the words after `spawn`.
+fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
+    let mut spawn = SpawnCommand {
+        job_file: None,
+        count: None,
+        flags: SPAWN_NO_PARENT,
+        location: String::new(),
+        directory: String::new(),
+        output: Output::Log,
+        trace: None,
+        program: String::new(),
+        args: Vec::new(),
+    };
+    let mut rest = args;
+    while let [first, more @ ..] = rest {
+        let Some(option) = first.strip_prefix('-') else {
+            break;
+        };
+        rest = more;
+        if option == "-job" {
+            let [file, more @ ..] = rest else {
+                return Err(ParseError::OnlyOptions);
+            };
+            (spawn.job_file, rest) = (Some(file.clone()), more);
+        } else {
+            spawn.apply_option(option)?;
+        }
+    }
+    match rest {
+        [file, words @ ..] => (spawn.program, spawn.args) = (file.clone(), words.to_vec()),
+        [] if spawn.job_file.is_some() => {}
+        [] => return Err(ParseError::OnlyOptions),
+    }
+    Ok(spawn)
+}
+
+impl SpawnCommand {
+    /// Applies one option, given without its leading `-`.
+    fn apply_option(&mut self, option: &str) -> Result<(), ParseError> {
+        let unknown = || ParseError::UnknownFlag(option.to_string());
+        if option.is_empty() {
+            return Err(ParseError::LoneDash);
+        }
+        if let Some(file) = option.strip_prefix(">>") {
+            self.output = nonempty(file).map_or(Output::Console, Output::AppendedFile);
+        } else if let Some(file) = option.strip_prefix('>') {
+            self.output = nonempty(file).map_or(Output::Console, Output::NewFile);
+        } else if let Some(file) = option.strip_prefix('@') {
+            self.trace = Some(nonempty(file).map_or(TraceOutput::Console, TraceOutput::NewFile));
+        } else if option == "?" {
+            self.flags |= SPAWN_DEBUG;
+        } else if option == "~" {
+            self.flags |= SPAWN_COMPLEMENT;
+        } else if let Some(file) = option.strip_prefix("-job=") {
+            self.job_file = Some(nonempty(file).ok_or_else(unknown)?);
+        } else if let Some(host) = option.strip_prefix("-host=") {
+            self.set_location(SPAWN_HOST, host).ok_or_else(unknown)?;
+        } else if option.starts_with(|c: char| c.is_ascii_digit()) {
+            let wanted =
+                "a number of tasks: for a host whose name starts with a digit write --host=NAME";
+            let word = option.to_string();
+            let count = option.parse().ok().filter(|count| *count > 0);
+            self.count = Some(count.ok_or(ParseError::WrongType {
+                command: "spawn",
+                word,
+                expected: wanted,
+            })?);
+        } else if let Some(directory) = option.strip_prefix(':') {
+            self.directory = nonempty(directory).ok_or_else(unknown)?;
+        } else if option.starts_with(|c: char| c.is_uppercase()) {
+            self.set_location(SPAWN_ARCH, option).ok_or_else(unknown)?;
+        } else if option.starts_with(|c: char| c == '.' || c.is_lowercase()) {
+            self.set_location(SPAWN_HOST, option).ok_or_else(unknown)?;
+        } else {
+            return Err(unknown());
+        }
+        Ok(())
+    }
+
+    /// Sets the location from `place`, which may have the form `place:directory`. Returns `None` if
+    /// the location is empty.
+    fn set_location(&mut self, flag: i32, place: &str) -> Option<()> {
+        let (place, directory) = place.split_once(':').unwrap_or((place, ""));
+        self.location = nonempty(place)?;
+        self.flags = self.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
+        if !directory.is_empty() {
+            self.directory = directory.to_string();
+        }
+        Some(())
+    }
+
+    /// Reads the job file and returns the command with its defaults applied.
+    ///
+    /// # Errors
+    /// Fails if the job file cannot be read or is invalid, or if no program is named.
+    fn with_job_file(&self) -> Result<(SpawnCommand, JobFile), Error> {
+        let Some(name) = &self.job_file else {
+            return Ok((self.clone(), JobFile::default()));
+        };
+        let job = libpvm::job::read(name.as_ref())?;
+        let mut spawn = self.clone();
+        spawn.count = spawn.count.or(job.count);
+        if spawn.program.is_empty() {
+            let no_program = || {
+                Error::new(
+                    PvmError::BadParam,
+                    format!("{name} names no program, and none was given"),
+                )
+            };
+            spawn.program = job.program.clone().ok_or_else(no_program)?;
+        }
+        Ok((spawn, job))
+    }
+
+    /// Builds the request. `job` supplies what this command does not set. `env` has environment
+    /// entries as `NAME=VALUE`; they precede those of the job file.
+    fn request(&self, job: &JobFile, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
+        let place = if self.directory.is_empty() {
+            self.location.clone()
+        } else {
+            format!("{}:{}", self.location, self.directory)
+        };
+        let mut request = SpawnRequest {
+            file: self.program.clone(),
+            args: self
+                .args
+                .iter()
+                .map(|arg| arg.clone().into_bytes())
+                .collect(),
+            flags: self.flags,
+            place,
+            count: self.count.unwrap_or(1),
+            env,
+            output,
+            trace,
+        };
+        job.apply_to(&mut request);
+        request
+    }
+}
+
+fn nonempty(text: &str) -> Option<String> {
+    (!text.is_empty()).then(|| text.to_string())
+}
+
+impl VmCommand for SpawnCommand {
+    fn run_before_joining(&self, options: ShellOptions) -> io::Result<Option<Outcome>> {
+        let shows_output =
+            self.output == Output::Console || self.trace == Some(TraceOutput::Console);
+        Ok((options.json && shows_output).then(|| {
+            Outcome::error(
+                "spawn: output and records of tasks are not JSON: write them to files with ->FILE and -@FILE",
+            )
+        }))
+    }
+
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        let (spawn, file) = &self.with_job_file()?;
+        let collected = match JobOutput::open(&spawn.output, spawn.trace.as_ref()) {
+            Ok(opened) => opened,
+            Err(line) => return Ok(Outcome::refused(line)),
+        };
+        let is_job = spawn.output != Output::Log || collected.is_traced();
+        let job = is_job.then(|| session.jobs.open());
+        let me = session.vm.tid();
+        let sink =
+            |base: i32| job.map_or_else(Sink::default, |job| sink(me, base + job.cast_signed()));
+        let traced = collected.is_traced();
+        let trace = if traced {
+            sink(TAG_TRACES)
+        } else {
+            Sink::default()
+        };
+        let mut env = session.exported_environment();
+        if traced {
+            env.splice(..0, session.trace_variables());
+        }
+        let results = session
+            .vm
+            .spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
+        let mut text = String::new();
+        if let Some(job) = job {
+            session.job_outputs.insert(job, collected);
+            text.push_str(&format!("[{job}]\n"));
+            text.push_str(&session.start_trace(job));
+            let tids = results.iter().flatten().flatten().copied();
+            // Messages are handled between commands, so no output has been handled yet and no task
+            // has finished.
+            session.jobs.record_spawn(job, tids);
+            if !session.jobs.contains(job) {
+                session.job_outputs.remove(&job);
+            }
+        }
+        let results = results?;
+        send_siblings(&session.vm, &results);
+        text.push_str(&results_text(&results));
+        let mut outcome = Outcome::with_values(
+            text,
+            value(job, &results),
+            results.iter().any(Result::is_err),
+        );
+        let errors: BTreeSet<i32> = results
+            .iter()
+            .filter_map(|result| result.err().map(PvmError::code))
+            .collect();
+        let errors = errors.into_iter().filter_map(PvmError::from_code);
+        outcome
+            .errors
+            .extend(errors.map(|error| spawn_error_text(spawn, error)));
+        Ok(outcome)
+    }
+}
+
+/// Sends each task of a spawn the tids of all of them, as a parent's library does.
+fn send_siblings(machine: &dyn VirtualMachine, results: &[Result<Tid, PvmError>]) {
+    let tids: Vec<Tid> = results.iter().flatten().copied().collect();
+    let (src, Body { enc, bytes }) = (machine.tid(), siblings_body(&tids));
+    for dst in tids {
+        let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, bytes.clone());
+        // A task that has already ended needs no siblings.
+        let _ = machine.send(Message {
+            src,
+            dst,
+            ctx,
+            tag,
+            wid: 0,
+            enc,
+            body,
+        });
+    }
+}
+
+/// Formats the output of `spawn` after the job's number.
+fn results_text(results: &[Result<Tid, PvmError>]) -> String {
+    let mut out = format!(
+        "{} successful\n",
+        results.iter().filter(|result| result.is_ok()).count()
+    );
+    for result in results {
+        match result {
+            Ok(tid) => out += &format!("{tid}\n"),
+            Err(error) => out += &format!("{error}\n"),
+        }
+    }
+    out
+}
+
+/// Returns the value of `spawn`. `job` is the job's number if output or records are collected.
+fn value(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
+    let one = |result: &Result<Tid, PvmError>| match result {
+        Ok(tid) => json!({ "tid": tid.to_string() }),
+        Err(code) => json!({ "error": json::error(*code) }),
+    };
+    json!({ "job": job, "results": results.iter().map(one).collect::<Vec<_>>() })
+}
+
+/// Explains why a spawn failed and what the user can do.
+fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
+    let file = &spawn.program;
+    let why = match error {
+        PvmError::NoFile if spawn.flags & SPAWN_DEBUG != 0 => {
+            "the program, or the debugger that was to run it, is not on that host: PVM_DEBUGGER, or bx= when adding the \
+             host, names a debugger"
+        }
+        PvmError::NoFile if file.contains('/') => {
+            "there is no such program on the host that was to run it"
+        }
+        PvmError::NoFile => {
+            "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
+             adding the host"
+        }
+        PvmError::NoHost => "no host matches the request; 'conf' lists the hosts",
+        PvmError::OutOfRes => {
+            "no host accepts it now: each is full or its owner is present; 'events' shows the reason for each"
+        }
+        other => other.text(),
+    };
+    format!("spawn {file}: {why}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(String::from).collect()
+    }
+
+    fn spawn(line: &str) -> SpawnCommand {
+        parse(&words(line)).expect(line)
+    }
+
+    fn error(line: &str) -> String {
+        parse(&words(line)).expect_err(line).to_string()
+    }
+
+    /// Count, location, directory and arguments are distinguished.
+    #[test]
+    fn spawn_options_and_arguments_parse() {
+        let three = spawn("-3 hello -v --x");
+        assert_eq!((three.count, three.program.as_str()), (Some(3), "hello"));
+        assert_eq!(
+            three.args,
+            ["-v", "--x"],
+            "what follows the program belongs to it"
+        );
+        assert_eq!(three.flags, SPAWN_NO_PARENT);
+        let request = |line: &str| {
+            let request = spawn(line).request(
+                &JobFile::default(),
+                Sink::default(),
+                Sink::default(),
+                Vec::new(),
+            );
+            (request.flags & !SPAWN_NO_PARENT, request.place)
+        };
+        assert_eq!(request("hello"), (0, String::new()));
+        assert_eq!(request("-h2 hello"), (SPAWN_HOST, "h2".into()));
+        assert_eq!(request("-h2:/var hello"), (SPAWN_HOST, "h2:/var".into()));
+        assert_eq!(request("-. hello"), (SPAWN_HOST, ".".into()));
+        assert_eq!(request("-.:/tmp hello"), (SPAWN_HOST, ".:/tmp".into()));
+        assert_eq!(
+            request("-LINUX64 -:/var hello"),
+            (SPAWN_ARCH, "LINUX64:/var".into())
+        );
+        assert_eq!(request("-:/var hello"), (0, ":/var".into()));
+        assert_eq!(
+            request("--host=10.0.0.2:/d hello"),
+            (SPAWN_HOST, "10.0.0.2:/d".into())
+        );
+        assert_eq!(
+            request("-~ -h2 -? hello"),
+            (SPAWN_HOST | SPAWN_COMPLEMENT | SPAWN_DEBUG, "h2".into())
+        );
+        assert_eq!(
+            request("-LINUX64 -h2 hello"),
+            (SPAWN_HOST, "h2".into()),
+            "the last one counts"
+        );
+    }
+
+    /// Output goes to the log, the console or a file.
+    #[test]
+    fn output_options_parse() {
+        assert_eq!(spawn("hello").output, Output::Log);
+        assert_eq!(spawn("-> hello").output, Output::Console);
+        assert_eq!(spawn("->out hello").output, Output::NewFile("out".into()));
+        assert_eq!(
+            spawn("->>out hello").output,
+            Output::AppendedFile("out".into())
+        );
+        assert_eq!(
+            spawn("->> hello").output,
+            Output::Console,
+            "as in PVM's console"
+        );
+        assert_eq!(spawn("hello").trace, None);
+        assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
+        assert_eq!(
+            spawn("-@out hello").trace,
+            Some(TraceOutput::NewFile("out".into()))
+        );
+    }
+
+    /// A job file supplies what the command does not set.
+    #[test]
+    fn job_file_supplies_defaults() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("job.toml");
+        let write = |text: &str| std::fs::write(&path, text).expect("it can be written");
+        let path = path.display();
+        write(
+            "program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n",
+        );
+        let request = |line: &str| {
+            let (spawn, job) = spawn(line).with_job_file().expect(line);
+            let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
+            let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
+            let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
+            assert_eq!(
+                exported.env, exports,
+                "exported variables precede those of the job file"
+            );
+            let words: Vec<String> = all
+                .args
+                .iter()
+                .map(|arg| String::from_utf8_lossy(arg).into_owned())
+                .collect();
+            assert_eq!(all.env, [b"SEMPA_WANTS=cores >= 2"]);
+            (all.file, words.join(" "), all.count, all.place)
+        };
+        let wanted = |file: &str, args: &str, count, place: &str| {
+            (file.into(), args.into(), count, place.into())
+        };
+        assert_eq!(
+            request(&format!("--job {path}")),
+            wanted("worker", "-v", 3, "h2")
+        );
+        assert_eq!(
+            request(&format!("--job={path}")),
+            wanted("worker", "-v", 3, "h2")
+        );
+        assert_eq!(
+            request(&format!("-2 --job {path} -h3 other")),
+            wanted("other", "-v", 2, "h3")
+        );
+        assert_eq!(
+            request(&format!("--job {path} other -q")),
+            wanted("other", "-q", 3, "h2")
+        );
+        let options = |line: &str| option_count(&words(line));
+        assert_eq!(
+            (
+                options("--job f --json"),
+                options("-3 --job f x --json"),
+                options("--job")
+            ),
+            (3, 3, 1)
+        );
+        let error = |line: &str| spawn(line).with_job_file().expect_err(line).to_string();
+        write("count = 3\n");
+        assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
+        write("\ncuont = 3\n");
+        assert!(
+            error(&format!("--job {path} x")).contains("job.toml, line 2: unknown field `cuont`")
+        );
+        assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
+    }
+
+    /// The output has the layout of PVM, and the JSON value has the error.
+    #[test]
+    fn spawn_layout_matches_pvm() {
+        let results = [Ok(Tid::from_raw(0x80001)), Err(PvmError::NoFile)];
+        assert_eq!(
+            results_text(&results),
+            "1 successful\nt80001\nNo such file\n"
+        );
+        assert_eq!(
+            value(None, &results)["results"][1]["error"]["text"],
+            "No such file"
+        );
+    }
+
+    /// Errors name the wrong option.
+    #[test]
+    fn errors_name_the_wrong_option() {
+        for line in ["-3", "->", "-h2", "--job"] {
+            assert_eq!(error(line), "incorrect arg count", "{line}");
+        }
+        assert!(error("- hello").starts_with("unknown flag -"));
+        assert_eq!(error("-- hello"), "unknown flag --");
+        assert_eq!(error("--job= hello"), "unknown flag --job=");
+        for line in ["-0 hello", "-10.0.0.1 hello"] {
+            assert!(error(line).contains("is not a number of tasks"), "{line}");
+        }
+    }
+}

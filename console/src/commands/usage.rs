@@ -1,0 +1,136 @@
+//! `usage`: shows the resource usage of users and jobs as recorded by the resource manager.
+
+use super::job::job_status;
+use crate::arguments::{option_value, parse_task_tid, parse_user, unknown_option};
+use crate::command::{CommandSpec, ParsedCommand, VmCommand};
+use crate::outcome::Outcome;
+use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_value};
+use crate::parse_error::ParseError;
+use crate::session::Session;
+use libpvm::Error;
+use sempa_proto::Tid;
+use sempa_proto::rm::{RmQuery, RmReply, UserUsage};
+use serde_json::{Value, json};
+
+pub(crate) const SPEC: CommandSpec = CommandSpec {
+    name: "usage",
+    summary: "Show what users or jobs have used",
+    detail: "Syntax:  usage [ --user user ] [ --job tid ]\n\
+             Output fields:\n  \
+             CPU S    processor time of tasks that have ended\n  \
+             WALL S   sum of their run times\n  \
+             MOVED    migrations\n  \
+             EVICTED  evictions for an owner: by a migration, by its end, or with its checkpointed job\n  \
+             INDEX    users with less usage have a lower index and are served first\n",
+    parse: |args| parse(args).map(ParsedCommand::on_vm),
+    ..CommandSpec::DEFAULT
+};
+
+/// A parsed `usage` command.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct UsageCommand {
+    /// Shows only the usage of the user with this id.
+    user: Option<u32>,
+    /// Shows this job and its tasks.
+    job: Option<Tid>,
+}
+
+/// Parses the words after the command.
+fn parse(args: &[String]) -> Result<UsageCommand, ParseError> {
+    let (mut usage, mut rest) = (UsageCommand::default(), args.iter());
+    while let Some(arg) = rest.next() {
+        if let Some(word) = option_value("usage", "--user", arg, &mut rest)? {
+            usage.user = Some(parse_user("usage", word)?);
+        } else if let Some(word) = option_value("usage", "--job", arg, &mut rest)? {
+            usage.job = Some(parse_task_tid("usage", word)?);
+        } else if arg.starts_with('-') {
+            return Err(unknown_option(arg));
+        } else {
+            return Err(ParseError::WrongArgs("usage"));
+        }
+    }
+    Ok(usage)
+}
+
+impl VmCommand for UsageCommand {
+    /// Queries the resource manager and formats its reply.
+    fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
+        if let Some(tid) = self.job {
+            return job_status(&session.vm, "usage", tid);
+        }
+        let RmReply::Users(users) = session.vm.ask_rm(&RmQuery::Users { user: self.user })? else {
+            return Ok(Outcome::error(
+                "usage: the resource manager has recorded no usage",
+            ));
+        };
+        let text = users.iter().map(user_line).collect::<String>();
+        let head = format!("{:>8} {TOTALS_HEADER} {:>8}\n", "USER", "INDEX");
+        let value = json!({ "users": users.iter().map(user_value).collect::<Vec<_>>() });
+        Ok(Outcome::with_values(head + &text, value, false))
+    }
+}
+
+fn user_line(user: &UserUsage) -> String {
+    format!(
+        "{:>8} {} {:>8.2}\n",
+        user.user,
+        totals_columns(&user.totals),
+        user.index
+    )
+}
+
+fn user_value(user: &UserUsage) -> Value {
+    json!({ "user": user.user, "index": user.index, "sums": totals_value(&user.totals) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Result<UsageCommand, ParseError> {
+        parse(
+            &line
+                .split(' ')
+                .filter(|word| !word.is_empty())
+                .map(String::from)
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    /// Options of `usage` select a user or a job.
+    #[test]
+    fn usage_arguments_parse() {
+        assert_eq!(words(""), Ok(UsageCommand::default()));
+        assert_eq!(
+            words("--user 7"),
+            Ok(UsageCommand {
+                user: Some(7),
+                job: None
+            })
+        );
+        assert_eq!(
+            words("--user=root"),
+            Ok(UsageCommand {
+                user: Some(0),
+                job: None
+            })
+        );
+        assert_eq!(
+            words("--job=t40001"),
+            Ok(UsageCommand {
+                user: None,
+                job: Some(Tid::from_raw(0x40001))
+            })
+        );
+        assert_eq!(words("--user"), Err(ParseError::WrongArgs("usage")));
+        assert_eq!(
+            words("--users"),
+            Err(ParseError::UnknownFlag("users".into()))
+        );
+        assert_eq!(
+            words("--job nobody").map_err(|e| e.to_string()),
+            Err("usage: nobody is not a task id: write it as t40001".into())
+        );
+        assert_eq!(words("x"), Err(ParseError::WrongArgs("usage")));
+    }
+}

@@ -1,0 +1,114 @@
+//! Finds the running daemon of this host, or starts one.
+
+use super::host_file;
+use super::process::{POLL_INTERVAL, StartError, start};
+use crate::output::terminal::Terminal;
+use libpvm::{EnrollError, Vm};
+use sempa_proto::runtime_paths::RuntimePaths;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+/// Time limit for the socket of a killed daemon to be closed.
+///
+/// Until the kernel has closed the socket, connections to it succeed but are never answered.
+const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Error text for a command that needs a virtual machine when none is running.
+const NOT_RUNNING: &str = "no virtual machine is running here: start one with `pvm`";
+
+/// Refuses to run as root unless `PVM_ALLOW_ROOT` is set.
+pub(crate) fn refuse_root() -> Result<(), String> {
+    if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
+        return Err(
+            "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 to allow it".into()
+        );
+    }
+    Ok(())
+}
+
+/// Returns the error line for a command that could not join the virtual machine.
+pub(crate) fn enroll_error_line(error: &EnrollError) -> String {
+    match error {
+        EnrollError::NoDaemon { .. } => format!("pvm: {NOT_RUNNING}"),
+        other => format!("pvm: {other}"),
+    }
+}
+
+/// Returns the path of the daemon's socket, by the same rules as the library.
+fn socket_path() -> Result<PathBuf, String> {
+    if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
+        return Ok(socket.into());
+    }
+    let paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
+        std::env::var(name).ok()
+    });
+    paths
+        .map(|paths| paths.daemon_socket())
+        .map_err(|error| format!("pvm: {error}"))
+}
+
+/// Returns the path of the daemon's lock file, which is in the folder of its socket.
+pub(crate) fn lock_path() -> Result<PathBuf, String> {
+    let socket = socket_path()?;
+    let dir = socket.parent().unwrap_or(Path::new("/"));
+    Ok(dir.join("pvmd.lock"))
+}
+
+/// A daemon that accepts tasks.
+pub(crate) enum RunningDaemon {
+    /// It was running already; this task is enrolled in it.
+    AlreadyRunning(Vm),
+    /// This process started it.
+    Started(Child),
+}
+
+/// Joins a running daemon, or starts one with these arguments.
+///
+/// # Errors
+/// Fails if no daemon accepts tasks; the text is for the user.
+pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> {
+    let socket = socket_path()?;
+    let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
+    let deadline = Instant::now() + DEAD_DAEMON_TIMEOUT;
+    loop {
+        if listens() {
+            match Vm::enroll() {
+                Ok(vm) => {
+                    // If standard output is closed, the console ends at its next line.
+                    let _ = Terminal.print(b"pvmd already running.\n");
+                    return Ok(RunningDaemon::AlreadyRunning(vm));
+                }
+                Err(EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
+                    if Instant::now() < deadline =>
+                {
+                    std::thread::sleep(POLL_INTERVAL);
+                }
+                Err(error) => return Err(format!("pvm: {error}")),
+            }
+            continue;
+        }
+        match start(args) {
+            Ok(child) => return Ok(RunningDaemon::Started(child)),
+            // Another process started a daemon first.
+            Err(_) if listens() => {}
+            // The daemon's line already starts with its program name.
+            Err(StartError::Reported(line)) => return Err(line),
+            Err(error) => return Err(format!("pvm: {error}")),
+        }
+    }
+}
+
+/// Starts a daemon if none is running. Returns false if a host of the host file did not join.
+pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, String> {
+    let (vm, is_new) = match ensure_daemon(args)? {
+        RunningDaemon::AlreadyRunning(vm) => (vm, false),
+        RunningDaemon::Started(_) if !host_file::has_host_file(args) => return Ok(true),
+        RunningDaemon::Started(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
+    };
+    let all_joined = !is_new || host_file::await_hosts(&vm);
+    // The virtual machine removes this task when its connection closes, even if `exit` fails.
+    let _ = vm.exit();
+    Ok(all_joined)
+}

@@ -1,0 +1,205 @@
+//! Shows output that arrives while a line is being edited: above the prompt, in order, and without
+//! a change of the line.
+//!
+//! All output passes through one queue under one lock. At the prompt the editor's thread writes it,
+//! otherwise the console's thread. The editor has a printer for such output, but text given to that
+//! printer can change places with text that is written directly. The printer is therefore used only
+//! to wake the editor:
+//!
+//! 1. A thread sends a wake sequence through the printer ([`AsyncOutput::run_waker`]).
+//! 2. The editor clears the rows of its prompt and redraws its line.
+//! 3. During the redraw the editor asks its hint for text ([`RedrawHint`]). The hint writes the
+//!    queued output to the cleared rows, and the editor draws the line below it.
+//!
+//! The editor calls `Hint::display` once when it receives a hint and once when it draws the line
+//! after a key. Every further call is a redraw on cleared rows, which a wake causes.
+
+use super::terminal::Terminal;
+use rustyline::ExternalPrinter;
+use rustyline::hint::Hint;
+use std::cell::Cell;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// Bytes of queued output at which the console waits for the editor.
+const PENDING_BYTES_MAX: usize = 1 << 20;
+/// Wakes the editor. Its printer ends every text with a newline; the cursor-up sequence compensates
+/// for it.
+const WAKE_SEQUENCE: &str = "\x1b[A\n";
+/// Time limit for a wake in progress, in milliseconds. A wake that takes longer is queued after
+/// another wake, so its sequence cannot reach the screen outside the editor.
+const WAKE_TIMEOUT_MS: u64 = 100;
+
+/// The output queue, and the state of the editor.
+#[derive(Default)]
+pub(crate) struct AsyncOutput {
+    state: Mutex<OutputState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct OutputState {
+    /// Whole lines that wait to be shown.
+    pending: String,
+    /// True while the editor reads a line or is about to.
+    at_prompt: bool,
+    /// True while the editor has the terminal. Only then a wake reaches it; otherwise the printer
+    /// writes to the screen.
+    has_terminal: bool,
+    /// True if a wake was sent and no redraw has followed yet.
+    wake_pending: bool,
+    /// True while a wake is being sent.
+    wake_in_progress: bool,
+    /// True if a list of candidates causes the next redraw, not a wake.
+    listing_candidates: bool,
+}
+
+impl OutputState {
+    fn write_pending(&mut self) -> io::Result<()> {
+        if self.pending.is_empty() {
+            Ok(())
+        } else {
+            Terminal.print(std::mem::take(&mut self.pending).as_bytes())
+        }
+    }
+}
+
+impl AsyncOutput {
+    fn lock(&self) -> MutexGuard<'_, OutputState> {
+        self.state.lock().expect("no thread panics with this lock")
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, OutputState>) -> MutexGuard<'a, OutputState> {
+        self.changed
+            .wait(state)
+            .expect("no thread panics with this lock")
+    }
+
+    /// Shows whole lines, above the prompt if there is one. Waits while the queue is full.
+    ///
+    /// # Errors
+    /// Fails if standard output cannot be written.
+    pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut state = self.lock();
+        while state.pending.len() > PENDING_BYTES_MAX && state.at_prompt {
+            state = self.wait(state);
+        }
+        state.pending.push_str(&String::from_utf8_lossy(bytes));
+        self.changed.notify_all();
+        if state.at_prompt {
+            Ok(())
+        } else {
+            state.write_pending()
+        }
+    }
+
+    /// Writes queued output directly: the editor has left its prompt, or no more lines are read.
+    ///
+    /// # Errors
+    /// Fails as [`AsyncOutput::show`] does.
+    pub(crate) fn flush_pending(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        if state.at_prompt && !state.pending.is_empty() {
+            // Starts below the line that was being edited.
+            state.pending.insert(0, '\n');
+        }
+        state.write_pending()
+    }
+
+    /// Must be called before the editor reads a line.
+    pub(crate) fn begin_prompt(&self) {
+        self.lock().at_prompt = true;
+    }
+
+    /// Must be called when the editor has read its line. From then on the console's thread writes.
+    pub(crate) fn end_prompt(&self) {
+        let mut state = self.lock();
+        (state.at_prompt, state.has_terminal) = (false, false);
+        if state.wake_in_progress {
+            // A wake that misses the editor reaches the screen and must not mix with later output.
+            let limit = Duration::from_millis(WAKE_TIMEOUT_MS);
+            let in_progress = |state: &mut OutputState| state.wake_in_progress;
+            let waited = self.changed.wait_timeout_while(state, limit, in_progress);
+            (state, _) = waited.expect("no thread panics with this lock");
+            state.wake_pending = false;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Must be called before the editor lists candidates.
+    pub(crate) fn on_list_candidates(&self) {
+        self.lock().listing_candidates = true;
+    }
+
+    /// Creates the hint for a line that a key has changed.
+    pub(crate) fn new_hint(self: &Arc<Self>) -> RedrawHint {
+        let mut state = self.lock();
+        (state.has_terminal, state.listing_candidates) = (true, false);
+        drop(state);
+        self.changed.notify_all();
+        RedrawHint {
+            output: self.clone(),
+            display_calls: Cell::new(0),
+        }
+    }
+
+    /// Writes queued output to the rows that the editor has cleared for a redraw.
+    fn on_redraw(&self) {
+        let mut state = self.lock();
+        state.wake_pending = false;
+        if !std::mem::take(&mut state.listing_candidates) {
+            // If the terminal cannot be written, reading from it fails as well.
+            let _ = state.write_pending();
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Wakes the editor whenever output is queued and the editor has the terminal. Returns if the
+    /// printer fails.
+    pub(crate) fn run_waker(&self, mut printer: impl ExternalPrinter) {
+        loop {
+            let mut state = self.lock();
+            while state.pending.is_empty() || !state.has_terminal || state.wake_pending {
+                state = self.wait(state);
+            }
+            (state.wake_pending, state.wake_in_progress) = (true, true);
+            drop(state);
+            let printed = printer.print(WAKE_SEQUENCE.to_string());
+            self.lock().wake_in_progress = false;
+            self.changed.notify_all();
+            if printed.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// A hint without text. It writes queued output when the editor asks for its text; see the module
+/// description.
+pub(crate) struct RedrawHint {
+    output: Arc<AsyncOutput>,
+    display_calls: Cell<u8>,
+}
+
+impl Hint for RedrawHint {
+    fn display(&self) -> &str {
+        let before = self.display_calls.get();
+        self.display_calls.set(before.saturating_add(1));
+        match before {
+            // The editor ignores an empty hint, so it gets a space first.
+            0 => " ",
+            1 => "",
+            _ => {
+                self.output.on_redraw();
+                ""
+            }
+        }
+    }
+
+    fn completion(&self) -> Option<&str> {
+        None
+    }
+}

@@ -1,0 +1,169 @@
+//! Parts of tables that several commands print: hosts and tasks in the columns of PVM, and usage
+//! totals.
+
+use sempa_proto::rm::UsageTotals;
+use sempa_proto::table::{
+    HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
+};
+use sempa_proto::{HostId, Tid};
+use serde_json::{Value, json};
+
+/// Letters of the task flags, in the order of their bits.
+const FLAG_LETTERS: [(i32, char); 8] = [
+    (TASK_CONNECTED, 'c'),
+    (TASK_FORKED, 'f'),
+    (8, 'a'),
+    (16, 'o'),
+    (32, 's'),
+    (TASK_HOSTER, 'H'),
+    (TASK_RM, 'R'),
+    (TASK_TASKER, 'T'),
+];
+
+/// Returns the plural ending of a noun after this number: empty for 1, otherwise `s`.
+pub(crate) fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
+
+/// Returns the name of a host, or its number if the table does not contain it.
+pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
+    table
+        .get(host)
+        .map_or_else(|| host.to_string(), |entry| entry.name.clone())
+}
+
+/// Formats the announcement of hosts that another console or task has added.
+pub(crate) fn new_hosts(table: &HostTable, added: &[HostId]) -> String {
+    let mut out = format!(
+        "\nConsole: {} new host{} added\n",
+        added.len(),
+        plural(added.len())
+    );
+    out += &format!("{:>24} {:>8} {:>8}{:>8}\n", "HOST", "DTID", "ARCH", "SPEED");
+    for host in added.iter().filter_map(|id| table.get(*id)) {
+        out += &format!(
+            "{:>24} {:>8x} {:>8}{:>8}\n",
+            host.name,
+            host.id.tid(),
+            host.arch,
+            host.speed
+        );
+    }
+    out
+}
+
+/// Returns the header of task tables.
+pub(crate) fn ps_header(long: bool) -> String {
+    let ids = if long {
+        format!(" {:>8} {:>6}", "PTID", "PID")
+    } else {
+        String::new()
+    };
+    format!(
+        "{:>24} {:>8}{ids} {:>9} COMMAND\n",
+        "HOST", "TID", "FLAG 0x"
+    )
+}
+
+/// Formats one row of a task table. `console` is the console's own tid.
+pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: bool) -> String {
+    let host = host_name(table, task.host);
+    let mut out = if task.tid == console {
+        format!("{host:>24}   (cons)")
+    } else {
+        format!("{host:>24} {:>8x}", task.tid)
+    };
+    if long {
+        let parent = if task.parent == Tid::NONE {
+            "-".to_string()
+        } else {
+            format!("{:x}", task.parent)
+        };
+        out += &format!(" {parent:>8} {:>6}", task.pid);
+    }
+    let name = if task.name.is_empty() {
+        "-"
+    } else {
+        &task.name
+    };
+    // Not in PVM: stopped while the owner of its host is present, or suspended until it is resumed.
+    let state = match (task.paused, task.suspended) {
+        (false, false) => "",
+        (true, false) => " (stopped)",
+        (false, true) => " (suspended)",
+        (true, true) => " (stopped, suspended)",
+    };
+    out += &format!(" {:>9} {name:<12}{state}\n", flags(task.flags));
+    out
+}
+
+/// Formats task flags as a hexadecimal number and letters, such as `6/c,f`.
+fn flags(flags: i32) -> String {
+    let mut out = format!("{flags:x}/");
+    let letters = FLAG_LETTERS.iter().filter(|(bit, _)| flags & bit != 0);
+    for (at, (_, letter)) in letters.enumerate() {
+        if at > 0 {
+            out.push(',');
+        }
+        out.push(*letter);
+    }
+    out
+}
+
+/// Headings of the columns that [`totals_columns`] writes.
+pub(crate) const TOTALS_HEADER: &str =
+    " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
+
+/// Returns usage totals as columns under [`TOTALS_HEADER`].
+pub(crate) fn totals_columns(sums: &UsageTotals) -> String {
+    let seconds = |micros: u64| micros as f64 / 1e6;
+    let UsageTotals {
+        tasks,
+        running,
+        failed,
+        used,
+        wall_time: wall,
+        migrations: moves,
+        evictions,
+    } = sums;
+    let cpu = seconds((used.user + used.system).0);
+    let mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
+    format!(
+        "{tasks:>6} {running:>7} {failed:>7} {cpu:>10.2} {:>10.2} {moves:>6} {evictions:>7} {mib:>9.1}",
+        seconds(wall.0)
+    )
+}
+
+/// Returns usage totals as JSON, times in microseconds.
+pub(crate) fn totals_value(sums: &UsageTotals) -> Value {
+    json!({
+        "tasks": sums.tasks,
+        "running": sums.running,
+        "failed": sums.failed,
+        "user_us": sums.used.user.0,
+        "system_us": sums.used.system.0,
+        "resident_max_bytes": sums.used.resident_max_bytes,
+        "wall_us": sums.wall_time.0,
+        "moves": sums.migrations,
+        "evictions": sums.evictions,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::table;
+
+    /// The announcement of hosts has the columns of PVM.
+    #[test]
+    fn new_hosts_layout_matches_pvm() {
+        let two = [HostId::new(2).expect("2"), HostId::new(3).expect("3")];
+        let expected = "
+Console: 2 new hosts added
+                    HOST     DTID     ARCH   SPEED
+                     ha2    80000  LINUX64    1000
+                     ha3    c0000  LINUX64    1000
+";
+        assert_eq!(new_hosts(&table(), &two), expected);
+    }
+}

@@ -1,0 +1,134 @@
+//! The state that lasts between commands: aliases, options, the environment for tasks, and jobs.
+//!
+//! Commands read and change the state; this module executes none. [`job_output`] handles the
+//! messages that no command waits for.
+
+pub(crate) mod job_output;
+pub(crate) mod jobs;
+pub(crate) mod options;
+mod records;
+pub(crate) mod trace_events;
+
+use self::job_output::{JobOutput, TAG_HOSTS};
+use self::jobs::Jobs;
+use self::options::Options;
+use crate::virtual_machine::{VirtualMachine, put_mailbox_entry};
+use libpvm::Error;
+use libpvm::trace_events::EventMask;
+use sempa_proto::HostId;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::sm::NO_RESET_CLASS;
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Request};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Mailbox flag that allows several entries in one class.
+const MBOX_MULTI_INSTANCE: i32 = 2;
+
+/// Names from the session that the editor offers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CompletionNames {
+    pub(crate) aliases: Vec<String>,
+    pub(crate) variables: Vec<String>,
+}
+
+/// State that lasts between commands.
+///
+/// Commands work on `Session`, whose virtual machine is any implementation. A reference to
+/// `Session<Vm>`, or to a session with a fake in tests, coerces to it.
+pub(crate) struct Session<M: ?Sized = dyn VirtualMachine> {
+    pub(crate) aliases: BTreeMap<String, Vec<String>>,
+    pub(crate) options: Options,
+    /// Event kinds that traced tasks record.
+    pub(crate) event_mask: EventMask,
+    /// Environment variables of the console, from which spawned tasks get the exported ones.
+    pub(crate) env: BTreeMap<String, String>,
+    pub(crate) jobs: Jobs,
+    pub(crate) job_outputs: BTreeMap<u32, JobOutput>,
+    /// Hosts that were announced already.
+    announced_hosts: BTreeSet<HostId>,
+    /// True for an interactive console: work that must outlive it runs in another process.
+    pub(crate) is_interactive: bool,
+    /// True if the current line requested JSON.
+    pub(crate) as_json: bool,
+    pub(crate) vm: M,
+}
+
+impl<M: VirtualMachine> Session<M> {
+    /// Creates a session with a copy of the environment.
+    pub(crate) fn new(machine: M, env: BTreeMap<String, String>) -> Session<M> {
+        Session {
+            aliases: BTreeMap::new(),
+            options: Options::default(),
+            event_mask: trace_events::xpvm_mask(),
+            env,
+            jobs: Jobs::default(),
+            job_outputs: BTreeMap::new(),
+            announced_hosts: BTreeSet::new(),
+            is_interactive: false,
+            as_json: false,
+            vm: machine,
+        }
+    }
+}
+
+impl Session {
+    /// True while output of a job may still arrive.
+    pub(crate) fn has_jobs(&self) -> bool {
+        !self.jobs.is_empty() || !self.job_outputs.is_empty()
+    }
+
+    /// Returns the names that the editor can complete.
+    pub(crate) fn completion_names(&self) -> CompletionNames {
+        CompletionNames {
+            aliases: self.aliases.keys().cloned().collect(),
+            variables: self.env.keys().cloned().collect(),
+        }
+    }
+
+    /// Records a host that needs no announcement, because a command of this session added it.
+    pub(crate) fn skip_announcement(&mut self, host: HostId) {
+        self.announced_hosts.insert(host);
+    }
+
+    /// Prepares an interactive console: protects it from `reset`, requests notifications of new
+    /// hosts, and makes drains run in another process.
+    ///
+    /// # Errors
+    /// Fails if the host table cannot be read. Errors of the protection and of the notifications
+    /// are ignored.
+    pub(crate) fn register_interactive(&mut self) -> Result<(), Error> {
+        self.is_interactive = true;
+        self.announced_hosts = self.vm.hosts()?.hosts.iter().map(|host| host.id).collect();
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(self.vm.tid().raw());
+        // Both requests are optional. Without the first, `reset` also ends this console; without
+        // the second, hosts that other consoles add are not announced.
+        let _ = put_mailbox_entry(&self.vm, NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
+        let what = NotifySubjects::HostAdd { count: -1 };
+        let notify = NotifyRequest {
+            subjects: what,
+            ctx: CTX_BASE,
+            tag: TAG_HOSTS,
+            cancel: false,
+        };
+        let _ = self.vm.ask(Request::Notify(notify));
+        Ok(())
+    }
+
+    /// Returns the environment entries for spawned tasks: `PVM_EXPORT` and the variables it lists.
+    pub(crate) fn exported_environment(&self) -> Vec<Vec<u8>> {
+        let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else {
+            return Vec::new();
+        };
+        let names =
+            std::iter::once("PVM_EXPORT").chain(list.split(':').filter(|name| !name.is_empty()));
+        names
+            .filter_map(|name| {
+                self.env
+                    .get(name)
+                    .map(|value| format!("{name}={value}").into_bytes())
+            })
+            .collect()
+    }
+}
