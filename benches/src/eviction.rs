@@ -10,6 +10,7 @@ use crate::figures::median;
 use crate::machine_info::MachineInfo;
 use crate::migration::{GapRecord, ms_between, now_us};
 use anyhow::{Context, Result, bail};
+use procfs::process::Process;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::table::TASK_CONNECTED;
@@ -19,7 +20,7 @@ use sempa_tests::vm::{EventEntry, Settings, Task};
 use sempa_tests::{Testbed, Vm, requirements};
 use serde::Serialize;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 const HOSTS: usize = 4;
@@ -207,8 +208,8 @@ fn measure_eviction(vm: &Vm<'_>, tid: &str, notes: &GapRecord) -> Result<Evictio
 /// True if the process has memory. The kernel shows an empty command line for a process that has
 /// released its memory.
 fn has_memory(pid: u32) -> bool {
-    fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline"))
-        .is_ok_and(|line| !line.is_empty())
+    let line = Process::new(pid.cast_signed()).and_then(|process| process.cmdline());
+    line.is_ok_and(|line| !line.is_empty())
 }
 
 /// Computes the times of an eviction from the event log and the task's record. `gone` is the time

@@ -1,5 +1,6 @@
 //! Describes the machine and its load during a measurement.
 
+use procfs::{CpuInfo, Current, LoadAverage, Meminfo};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,13 +14,10 @@ pub(crate) struct LoadAverages(String);
 impl LoadAverages {
     /// Reads the current load averages.
     fn now() -> LoadAverages {
-        let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-        LoadAverages(
-            text.split_whitespace()
-                .take(3)
-                .collect::<Vec<_>>()
-                .join(" "),
-        )
+        LoadAverages(LoadAverage::current().map_or_else(
+            |_| String::new(),
+            |load| format!("{:.2} {:.2} {:.2}", load.one, load.five, load.fifteen),
+        ))
     }
 }
 
@@ -51,20 +49,10 @@ impl MachineInfo {
     /// Collects the facts about this machine. `own_build` is true if the programs were built for
     /// this run.
     pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> MachineInfo {
-        let field = |file: &str, name: &str| {
-            let text = fs::read_to_string(file).unwrap_or_default();
-            let line = text
-                .lines()
-                .find(|line| line.starts_with(name))
-                .unwrap_or_default();
-            line.split_once(':')
-                .map_or(String::new(), |(_, value)| value.trim().to_string())
-        };
-        let memory_kb: u64 = field("/proc/meminfo", "MemTotal")
-            .split(' ')
-            .next()
-            .and_then(|kb| kb.parse().ok())
-            .unwrap_or(0);
+        let processor = CpuInfo::current()
+            .ok()
+            .and_then(|info| info.model_name(0).map(String::from));
+        let memory_bytes = Meminfo::current().map_or(0, |memory| memory.mem_total);
         let mut versions: BTreeMap<String, String> = ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"]
             .map(|name| (name.to_string(), debian_version(name)))
             .into();
@@ -73,9 +61,9 @@ impl MachineInfo {
             at: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
                 .map_or(0, |since| since.as_secs()),
-            processor: field("/proc/cpuinfo", "model name"),
+            processor: processor.unwrap_or_default(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            memory_gb: memory_kb >> 20,
+            memory_gb: memory_bytes >> 30,
             kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
                 .unwrap_or_default()
                 .trim()

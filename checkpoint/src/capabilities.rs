@@ -114,7 +114,9 @@ pub fn drop_capabilities_except(kept_set: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::ProcStatus;
+    use crate::proc;
+    use procfs::FromRead;
+    use procfs::process::Status;
 
     /// A thread loses all capabilities except the kept ones, but a program that the thread starts
     /// as root has all of them.
@@ -124,45 +126,25 @@ mod tests {
         let seen = std::thread::spawn(|| {
             // SAFETY: gettid takes no arguments and cannot fail.
             let thread = unsafe { libc::gettid() };
-            let before = ProcStatus::read(thread).expect("it runs");
+            let before = proc::status(thread).expect("it runs");
             let kept = capability_set(&[Capability::KILL, Capability::SYS_PTRACE]);
             drop_capabilities_except(kept).expect("rights can always be given up");
-            let after = ProcStatus::read(thread).expect("it runs");
+            let after = proc::status(thread).expect("it runs");
             let child = std::process::Command::new("cat")
                 .arg("/proc/self/status")
                 .output()
                 .expect("cat");
-            (
-                before,
-                kept,
-                after,
-                String::from_utf8(child.stdout).expect("text"),
-            )
+            let child = Status::from_read(&*child.stdout).expect("a status");
+            (before, kept, after, child)
         });
         let (before, kept, after, child) = seen.join().expect("no panic");
-        for name in ["CapPrm", "CapEff"] {
-            assert_eq!(
-                after.capability_set(name),
-                before.capability_set(name) & kept,
-                "{name}"
-            );
-        }
-        for name in ["CapBnd", "CapInh", "CapAmb"] {
-            assert_eq!(
-                after.capability_set(name),
-                before.capability_set(name),
-                "{name}"
-            );
-        }
-        let of_child = |name: &str| {
-            child
-                .lines()
-                .find_map(|line| line.strip_prefix(name))
-                .map(str::trim)
-        };
+        let reduced = |status: &Status| [status.capprm, status.capeff];
+        assert_eq!(reduced(&after), reduced(&before).map(|set| set & kept));
+        let unchanged = |status: &Status| (status.capbnd, status.capinh, status.capamb);
+        assert_eq!(unchanged(&after), unchanged(&before));
         if nix::unistd::geteuid().is_root() {
-            assert_eq!(of_child("CapPrm:"), before.field("CapBnd"));
+            assert_eq!(Some(child.capprm), before.capbnd);
         }
-        assert_eq!(of_child("CapBnd:"), before.field("CapBnd"));
+        assert_eq!(child.capbnd, before.capbnd);
     }
 }

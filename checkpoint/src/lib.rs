@@ -9,8 +9,8 @@
 //! * [`facts`][]: properties and resources of a task, and the verdict of a host on them.
 //! * [`allocator`][]: settings of the memory allocator.
 //! * [`capabilities`][]: dropping of capabilities.
+//! * [`proc`][]: facts about processes from /proc.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
-//! * [`status`][]: reading of `/proc/PID/status`.
 //! * [`store`][]: the store for checkpoints of jobs.
 
 pub mod allocator;
@@ -20,6 +20,6 @@ pub mod dump_retry;
 pub mod engine;
 pub mod facts;
 pub mod file_transfer_journal;
+pub mod proc;
 pub mod state_files;
-pub mod status;
 pub mod store;

@@ -52,12 +52,24 @@ enum NumberOrText {
     Number(u64),
     Text(String),
 }
+/// A text that is not an amount of memory.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{0:?} is not an amount of memory; examples: \"4G\" or \"512M\"")]
+pub struct InvalidMemorySize(String);
+/// A value that is not a time limit for guests to leave.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum InvalidLeaveAfter {
+    #[error("{0} seconds are more than a day")]
+    TooLong(u64),
+    #[error("{0:?} is neither a number of seconds nor \"never\"")]
+    NotSeconds(String),
+}
 
 impl FromStr for MemorySize {
-    type Err = String;
+    type Err = InvalidMemorySize;
 
-    fn from_str(text: &str) -> Result<MemorySize, String> {
-        let wrong = || format!("{text:?} is not an amount of memory; examples: \"4G\" or \"512M\"");
+    fn from_str(text: &str) -> Result<MemorySize, InvalidMemorySize> {
+        let wrong = || InvalidMemorySize(text.to_string());
         let (digits, shift) = split_memory_size(text).ok_or_else(wrong)?;
         let number: u64 = digits.parse().map_err(|_| wrong())?;
         number
@@ -68,9 +80,9 @@ impl FromStr for MemorySize {
 }
 
 impl TryFrom<NumberOrText> for MemorySize {
-    type Error = String;
+    type Error = InvalidMemorySize;
 
-    fn try_from(value: NumberOrText) -> Result<MemorySize, String> {
+    fn try_from(value: NumberOrText) -> Result<MemorySize, InvalidMemorySize> {
         match value {
             NumberOrText::Number(bytes) => Ok(MemorySize(bytes)),
             NumberOrText::Text(text) => text.parse(),
@@ -92,18 +104,16 @@ impl fmt::Display for MemorySize {
 }
 
 impl TryFrom<NumberOrText> for LeaveAfter {
-    type Error = String;
+    type Error = InvalidLeaveAfter;
 
-    fn try_from(value: NumberOrText) -> Result<LeaveAfter, String> {
+    fn try_from(value: NumberOrText) -> Result<LeaveAfter, InvalidLeaveAfter> {
         match value {
             NumberOrText::Number(seconds) if seconds <= LEAVE_AFTER_S_MAX => {
                 Ok(LeaveAfter::Seconds(seconds))
             }
-            NumberOrText::Number(seconds) => Err(format!("{seconds} seconds are more than a day")),
+            NumberOrText::Number(seconds) => Err(InvalidLeaveAfter::TooLong(seconds)),
             NumberOrText::Text(text) if text == "never" => Ok(LeaveAfter::Never),
-            NumberOrText::Text(text) => Err(format!(
-                "{text:?} is neither a number of seconds nor \"never\""
-            )),
+            NumberOrText::Text(text) => Err(InvalidLeaveAfter::NotSeconds(text)),
         }
     }
 }

@@ -1,5 +1,12 @@
 //! Parsers for /proc files (proc(5)) and control group files. They allocate no memory, and return
 //! `None` for malformed text.
+//!
+//! The crate `procfs` is not used here: every sample runs these parsers on files that stay open, and
+//! the crate opens a file for each reading and allocates memory. What is read outside of samples is
+//! read with the crate, except for two files:
+//!
+//! - `interrupts`: the crate does not read it.
+//! - `net/unix`: a socket of any user whose name contains a line break makes the crate fail.
 
 use std::fs::File;
 use std::io;
@@ -41,6 +48,14 @@ pub fn read_from_start<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u
             Err(e) => return Err(e),
         }
     }
+}
+
+/// Returns the kernel's list of all Unix sockets, one a line after a heading.
+///
+/// # Errors
+/// The list cannot be read.
+pub(crate) fn unix_sockets() -> io::Result<String> {
+    std::fs::read_to_string("/proc/net/unix")
 }
 
 fn parse_number<T: FromStr>(word: &[u8]) -> Option<T> {

@@ -4,9 +4,9 @@
 //! JSON value to each client. The value contains no more than `ps` shows; the load watcher reads
 //! nothing from the client. [`query_all`] is the client side.
 
+use crate::proc;
 use nix::sys::socket::{getsockopt, sockopt};
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -171,7 +171,7 @@ fn query(name: &str, uid: u32) -> io::Result<Status> {
 /// # Errors
 /// The list of sockets cannot be read.
 pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
-    let list = fs::read_to_string("/proc/net/unix")?;
+    let list = proc::unix_sockets()?;
     // The socket of a connection that is being answered has the same name as its listener, so each
     // name is used once.
     let mut names: Vec<(&str, u32)> = list.lines().filter_map(parse_socket_name).collect();

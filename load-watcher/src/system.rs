@@ -6,8 +6,8 @@
 
 use crate::hours::LocalTime;
 use nix::libc;
+use procfs::process::Process;
 use sempa_proto::Micros;
-use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -51,8 +51,9 @@ pub fn local_time(seconds: u64) -> LocalTime {
 /// # Errors
 /// The process does not exist.
 pub(crate) fn thread_ids(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
-    let entries = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
-    Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
+    let threads = Process::new(pid).and_then(|process| process.tasks());
+    let threads = threads.map_err(io::Error::other)?;
+    Ok(threads.flatten().map(|thread| thread.tid))
 }
 
 /// Raises the nice level of each thread of a process to at least `level`.
@@ -100,12 +101,8 @@ mod tests {
             .expect("sleep");
         let pid = child.id().cast_signed();
         let level = || {
-            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
-            let rest = stat.rsplit_once(')').expect("a name").1;
-            rest.split_whitespace()
-                .nth(16)
-                .and_then(|n| n.parse::<i32>().ok())
-                .expect("a nice level")
+            let stat = Process::new(pid).and_then(|process| process.stat());
+            stat.expect("it lives").nice
         };
         raise_nice(pid, 7).expect("nicer is always allowed");
         let first = level();

@@ -10,6 +10,8 @@ use crate::rm_link::RmSubscription;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
+use procfs::process::Process;
+use procfs::{CurrentSI, KernelStats};
 use pvm_load_watcher::cpu_confinement::CpuConfinement;
 use pvm_load_watcher::file_watcher::{
     FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
@@ -26,7 +28,6 @@ use pvm_load_watcher::owner::{
 use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
-use pvm_load_watcher::proc::process_usage;
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_BUSY};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
@@ -760,45 +761,34 @@ fn daemon_processes() -> Vec<i32> {
     let Ok(daemon) = text.trim().parse::<i32>() else {
         return Vec::new();
     };
-    let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children"))
+    let children = Process::new(daemon)
+        .and_then(|daemon| daemon.task_main_thread()?.children())
         .unwrap_or_default();
-    let children = children
-        .split_whitespace()
-        .filter_map(|pid| pid.parse().ok());
+    let children = children.into_iter().map(u32::cast_signed);
     std::iter::once(daemon).chain(children).collect()
 }
 
 /// Returns the boot time of this machine in seconds since 1970.
 fn boot_time() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/stat").ok()?;
-    text.lines()
-        .find_map(|line| line.strip_prefix("btime "))?
-        .trim()
-        .parse()
-        .ok()
+    Some(KernelStats::current().ok()?.btime)
 }
 
 fn guest_status(task: &TaskInfo, boot: Option<u64>) -> GuestStatus {
-    let used = std::fs::read(format!("/proc/{}/stat", task.pid))
-        .ok()
-        .and_then(|text| process_usage(&text))
-        .unwrap_or_default();
-    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
-        .ok()
-        .flatten();
-    let second = ticks
-        .and_then(|ticks| u64::try_from(ticks).ok())
-        .filter(|ticks| *ticks > 0)
-        .unwrap_or(100);
+    let stat = Process::new(task.pid).and_then(|process| process.stat());
+    let (ticks, started) = stat.map_or((0, 0), |stat| {
+        let of_children = (stat.cutime + stat.cstime).unsigned_abs();
+        (stat.utime + stat.stime + of_children, stat.starttime)
+    });
+    let second = procfs::ticks_per_second();
     let started = boot
-        .filter(|_| used.start_ticks > 0)
-        .map(|boot| boot * 1_000_000 + used.start_ticks * 1_000_000 / second);
+        .filter(|_| start_ticks > 0)
+        .map(|boot| boot * 1_000_000 + start_ticks * 1_000_000 / second);
     GuestStatus {
         tid: task.tid.to_string(),
         program: task.name.clone(),
         pid: task.pid,
         user: user_name(task.uid),
         since_us: started.unwrap_or(0),
-        cpu_s: used.cpu_ticks as f64 / second as f64,
+        cpu_s: cpu_ticks as f64 / second as f64,
     }
 }

@@ -6,12 +6,14 @@ use bytes::Bytes;
 use nix::pty::{OpenptyResult, openpty};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use procfs::process::{Process, all_processes};
 use sempa_proto::frame::{Frame, FrameDecoder, encode_control, encode_link};
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LinkFrame, LinkKind};
 use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::net::UdpSocket;
@@ -128,17 +130,12 @@ impl Vm {
     fn processes(&self) -> Vec<String> {
         let mark = self.dir.path().to_string_lossy().into_owned();
         let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").expect("/proc").flatten() {
-            let Ok(environ) = fs::read(entry.path().join("environ")) else {
-                continue;
-            };
-            if String::from_utf8_lossy(&environ).contains(&mark) {
-                let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-                found.push(format!(
-                    "{:?} {}",
-                    entry.file_name(),
-                    String::from_utf8_lossy(&line).replace('\0', " ")
-                ));
+        for process in all_processes().expect("/proc").flatten() {
+            let environ = process.environ().unwrap_or_default();
+            let has_mark = |value: &OsString| value.to_string_lossy().contains(&mark);
+            if environ.values().any(has_mark) {
+                let line = process.cmdline().unwrap_or_default().join(" ");
+                found.push(format!("{} {line}", process.pid));
             }
         }
         found
@@ -149,14 +146,11 @@ impl Vm {
     fn program_count(&self) -> usize {
         let lines: BTreeMap<String, String> = (self.processes().iter())
             .filter_map(|found| found.split_once(' '))
-            .map(|(pid, line)| (pid.trim_matches('"').into(), line.into()))
+            .map(|(pid, line)| (pid.into(), line.into()))
             .collect();
         let parent = |pid: &String| {
-            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            status
-                .lines()
-                .find_map(|line| line.strip_prefix("PPid:"))
-                .map(|parent| parent.trim().to_string())
+            let status = checkpoint::proc::status(pid.parse().expect("a number"));
+            status.map(|status| status.ppid.to_string())
         };
         let is_copy = |pid: &String, line: &String| {
             parent(pid).is_some_and(|parent| lines.get(&parent) == Some(line))
@@ -535,9 +529,8 @@ fn missing_descriptor_closes_the_connection() {
     let socket = vm.start();
     let [mut a, mut b] = [Task::enrol(&socket), Task::enrol(&socket)];
     let open = |vm: &Vm| {
-        fs::read_dir(format!("/proc/{}/fd", vm.pid()))
-            .expect("our child")
-            .count()
+        let daemon = Process::new(vm.pid()).expect("our child");
+        daemon.fd_count().expect("our child")
     };
     let before = open(&vm);
     let [rings, bell] = [memory("rings"), memory("bell")];

@@ -7,6 +7,7 @@
 
 use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::Namespace;
+use crate::post_copy::PostCopyUnavailable;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
@@ -59,7 +60,7 @@ impl Supervisor {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
-                    Err(none) => return self.mark_engine_unusable(&why, none),
+                    Err(none) => return self.mark_engine_unusable(&why, none.to_string()),
                 }
                 self.migrations.engine_status = EngineStatus::Reprobing(why);
             }
@@ -121,8 +122,7 @@ impl Supervisor {
 
     /// Handles the result of the post-copy check, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
-        self.migrations.post_copies.support = result
-            .map_err(|why| format!("this host cannot handle missing memory (userfaultfd): {why}"));
+        self.migrations.post_copies.support = result.map_err(PostCopyUnavailable::CheckFailed);
         if let Err(why) = self.dump_probe() {
             self.finish_probe(Err(why));
         }
@@ -213,7 +213,8 @@ impl Supervisor {
             }
             (EngineStatus::Probing(_), Err(why)) => self.mark_engine_unusable("", failed(why)),
             (EngineStatus::Reprobing(before), result) => {
-                let probed = |engine: &Arc<dyn Engine>| engine.probe();
+                let probed =
+                    |engine: &Arc<dyn Engine>| engine.probe().map_err(|why| why.to_string());
                 let version = result.map_err(failed).and_then(|()| {
                     self.migrations
                         .engine

@@ -23,6 +23,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
 /// Prefix of the name of the directory that a tasker creates below its own control group for the
 /// groups of its tasks.
@@ -61,41 +62,65 @@ pub(crate) struct ControlGroup {
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
 }
 
+/// Why paused tasks cannot be frozen on this host; they are stopped by signals. No control group
+/// remains.
+#[derive(Debug, Error)]
+pub(crate) enum FreezerUnavailable {
+    #[error("the tasker has no privileges")]
+    NoPrivileges,
+    #[error("{}=off", FREEZER_VARIABLE)]
+    SwitchedOff,
+    #[error("not done on this processor")]
+    UnsupportedProcessor,
+    #[error("the tasker's own control group of version 2 is not to be seen here")]
+    OwnGroupNotVisible,
+    #[error(
+        "control groups of version 2 are not mounted here, and the tasker cannot do it for itself: {0}"
+    )]
+    Mount(#[source] io::Error),
+    #[error("no control group can be made in {}: {source}", own.display())]
+    CreateGroup { own: PathBuf, source: io::Error },
+    /// The group was created and removed again.
+    #[error("the freezer of control groups does not work in {}: {source}", own.display())]
+    Probe { own: PathBuf, source: io::Error },
+}
+
 impl Freezer {
     /// Creates the tasker's directory, and checks that a process which is created in a group can be
     /// frozen and killed.
     ///
     /// # Errors
-    /// One sentence for users: why freezing is not possible on this host.
-    pub(crate) fn new() -> Result<Freezer, String> {
+    /// Freezing is not possible on this host.
+    pub(crate) fn new() -> Result<Freezer, FreezerUnavailable> {
         if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
-            return Err(format!("{FREEZER_VARIABLE}=off"));
+            return Err(FreezerUnavailable::SwitchedOff);
         }
         if !clone_into_cgroup::CLONE_INTO_CGROUP_SUPPORTED {
-            return Err("not done on this processor".into());
+            return Err(FreezerUnavailable::UnsupportedProcessor);
         }
         let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
         let mounts = of_self("mountinfo");
         if cgroup::find_mount_point(&mounts, None).is_some() {
             // Use the existing mount as the administrator has configured it.
             let own = cgroup::group_dir(&mounts, &of_self("cgroup"), None)
-                .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
+                .ok_or(FreezerUnavailable::OwnGroupNotVisible)?;
             return Freezer::create_in(&own, None);
         }
-        let mount = mount_own_group().map_err(|e| {
-            format!("control groups of version 2 are not mounted here, and the tasker cannot do it for itself: {e}")
-        })?;
+        let mount = mount_own_group().map_err(FreezerUnavailable::Mount)?;
         let own = Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string());
         Freezer::create_in(&own, Some(mount))
     }
 
     /// Creates the tasker's directory in the control group `own`, and probes freezing.
-    fn create_in(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
+    fn create_in(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, FreezerUnavailable> {
         remove_stale_dirs(own);
         let (path, folder) = (0..CREATE_DIR_ATTEMPTS_MAX)
             .find_map(|_| create_locked_dir(own).transpose())
             .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
-            .map_err(|e| format!("no control group can be made in {}: {e}", own.display()))?;
+            .map_err(|source| FreezerUnavailable::CreateGroup {
+                own: own.into(),
+                source,
+            })?;
         let mut freezer = Freezer {
             _folder: folder,
             path,
@@ -103,12 +128,12 @@ impl Freezer {
             created_groups: 0,
             unremoved_groups: Rc::default(),
         };
-        freezer.probe().map_err(|e| {
-            format!(
-                "the freezer of control groups does not work in {}: {e}",
-                own.display()
-            )
-        })?;
+        freezer
+            .probe()
+            .map_err(|source| FreezerUnavailable::Probe {
+                own: own.into(),
+                source,
+            })?;
         Ok(freezer)
     }
 

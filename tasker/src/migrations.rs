@@ -96,11 +96,15 @@ impl Migrations {
     pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located = if namespaces {
-            locate()
+            locate().map_err(|none| none.to_string())
         } else {
             Err(NO_NAMESPACES.into())
         };
-        let (engine, engine_status) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
+        let probed = located.and_then(|criu| {
+            let version = criu.probe().map_err(|why| why.to_string())?;
+            Ok((version, criu))
+        });
+        let (engine, engine_status) = match probed {
             Ok((version, criu)) => (
                 Some(Arc::new(criu) as Arc<dyn Engine>),
                 EngineStatus::Probing(version),
@@ -771,7 +775,7 @@ pub(crate) fn write_redirection(
     let Some(pid) = namespace
         .pids()
         .into_iter()
-        .find(|pid| stop::inner_pid(*pid) == Some(inner))
+        .find(|pid| checkpoint::proc::innermost_pid(*pid) == Some(inner))
     else {
         return Err(Failure::Engine(format!(
             "its process {inner}, whose library has quiesced, does not exist"

@@ -10,6 +10,7 @@
 use crate::freezer::{ControlGroup, Freezer};
 use crate::namespace_init;
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
+use checkpoint::proc;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
@@ -220,10 +221,9 @@ impl Namespace {
     /// True if no process remains in the namespace after its task has ended. The init adopts
     /// orphans, so a remaining process would be a child of the init.
     fn is_reusable(&self) -> bool {
-        let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
         !self.ending.get()
             && !self.has_ended()
-            && std::fs::read(children).is_ok_and(|list| list.is_empty())
+            && proc::children(self.init.pid).is_some_and(|children| children.is_empty())
     }
 
     /// Orders the init to end when the namespace is empty.
@@ -243,11 +243,8 @@ impl Namespace {
         {
             return Vec::new();
         }
-        let Ok(proc) = std::fs::read_dir("/proc") else {
-            return Vec::new();
-        };
-        proc.flatten()
-            .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+        proc::process_ids()
+            .into_iter()
             .filter(|&pid| pid != self.init.pid)
             .filter(|pid| {
                 std::fs::metadata(format!("/proc/{pid}/ns/pid"))

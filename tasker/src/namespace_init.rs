@@ -132,6 +132,8 @@ unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use checkpoint::proc;
+    use procfs::process::Process;
     use std::io::Write;
     use std::os::fd::AsFd;
     use std::time::{Duration, Instant};
@@ -158,24 +160,17 @@ mod tests {
     /// Waits until the process has become an init. Returns its anonymous memory in KiB.
     fn anonymous_kib(pid: i32) -> u64 {
         let begin = Instant::now();
-        while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
-            != "pvm-init\n"
-        {
+        while proc::stat(pid).expect("it lives").comm != "pvm-init" {
             assert!(
                 begin.elapsed() < Duration::from_secs(30),
                 "it does not become an init"
             );
             std::thread::sleep(Duration::from_millis(1));
         }
-        let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it lives");
-        let line = text
-            .lines()
-            .find_map(|line| line.strip_prefix("Anonymous:"))
-            .expect("the kernel tells it");
-        line.trim()
-            .trim_end_matches(" kB")
-            .parse()
-            .expect("a number")
+        let process = Process::new(pid).expect("it lives");
+        let rollup = process.smaps_rollup().expect("it lives").memory_map_rollup;
+        let bytes = rollup.0[0].extension.map["Anonymous"];
+        bytes / 1024
     }
 
     /// An init retains none of the tasker's allocations, and ends when the control pipe delivers a

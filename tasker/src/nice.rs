@@ -2,6 +2,7 @@
 //! lowest priority, and those of its library a high one.
 
 use crate::sys;
+use procfs::process::{Process, Task};
 use std::collections::BTreeMap;
 
 /// Names of the library's threads that quiesce a task.
@@ -93,14 +94,14 @@ pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
 
 /// Returns the ids of a process's threads with their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
-        return Vec::new();
+    let threads = Process::new(pid).and_then(|process| process.tasks());
+    let named = |thread: Task| {
+        let name = thread
+            .stat()
+            .map_or_else(|_| String::new(), |stat| stat.comm);
+        (thread.tid, name)
     };
-    let named = |thread: std::fs::DirEntry| {
-        let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-        Some((thread.file_name().to_str()?.parse().ok()?, name))
-    };
-    threads.flatten().filter_map(named).collect()
+    threads.into_iter().flatten().flatten().map(named).collect()
 }
 
 #[cfg(test)]

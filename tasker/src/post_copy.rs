@@ -89,13 +89,22 @@ struct ArrivingMemory {
     killed_pids: Vec<i32>,
 }
 
+/// Why post-copy is not possible on this host; tasks migrate with their whole memory.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PostCopyUnavailable {
+    #[error("the engine has not been tried")]
+    NotProbed,
+    #[error("this host cannot handle missing memory (userfaultfd): {0}")]
+    CheckFailed(Failure),
+}
+
 /// The state of all post-copies from this host and to it.
 #[derive(Debug)]
 pub(crate) struct PostCopies {
     mode: PostCopyMode,
     /// Whether this host supports post-copy; `Err` has the reason. Known after the probe of the
     /// engine.
-    pub(crate) support: Result<(), String>,
+    pub(crate) support: Result<(), PostCopyUnavailable>,
     /// Time of the last failure of a post-copy.
     failed_at: Option<Instant>,
     served_memory: BTreeMap<MigrationId, ServedMemory>,
@@ -113,7 +122,7 @@ impl PostCopies {
         let (outgoing, arriving) = (BTreeMap::new(), BTreeMap::new());
         PostCopies {
             mode,
-            support: Err("the engine has not been tried".into()),
+            support: Err(PostCopyUnavailable::NotProbed),
             failed_at: None,
             served_memory: outgoing,
             arriving,

@@ -1,68 +1,50 @@
 //! Checks whether a program handles the signal that requests a self-checkpoint.
 
-use checkpoint::status::ProcStatus;
-use std::fs::{self, File};
+use checkpoint::proc;
+use procfs::process::{Process, Syscall, Task};
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 
 /// False if the default action of this signal would end the process, as far as /proc shows.
 pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
     // A process that has ended cannot be killed by the signal.
-    let Some(status) = ProcStatus::read(pid) else {
+    let Some(status) = proc::status(pid) else {
         return true;
     };
-    let has = |set| status.signal_set(set) & bit != 0;
     // A blocked signal is not sufficient: a new process has all signals blocked for a short time.
-    has("SigCgt")
-        || has("SigIgn")
+    (status.sigcgt | status.sigign) & bit != 0
         || waits_in_sigwait(pid, bit)
-        || has("SigBlk") && reads_by_signalfd(pid, bit)
-}
-
-fn proc_entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
-    let folder = fs::read_dir(format!("/proc/{pid}/{folder}"));
-    folder
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
+        || status.sigblk & bit != 0 && reads_by_signalfd(pid, bit)
 }
 
 /// True if the process reads this signal from a signalfd. `bit` is the signal's bit in a signal
 /// mask.
 fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
-    proc_entries(pid, "fdinfo").any(|path| {
-        let text = fs::read_to_string(path).unwrap_or_default();
-        let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
-        mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
-            .is_some_and(|mask| mask & bit != 0)
-    })
+    let masks = proc::signalfd_masks(pid);
+    masks.into_iter().any(|mask| mask & bit != 0)
 }
 
 /// True if a thread of the process waits for this signal in `sigwait`. The awaited set is read from
 /// the memory to which the system call refers. While a thread waits, the signal does not count as
 /// blocked.
 fn waits_in_sigwait(pid: i32, bit: u64) -> bool {
-    let call = libc::SYS_rt_sigtimedwait.to_string();
-    let waited_for = |thread: PathBuf| {
-        let text = fs::read_to_string(thread.join("syscall")).ok()?;
-        let mut words = text.split_whitespace();
-        let at = words
-            .next()
-            .filter(|word| *word == call)
-            .and(words.next())?;
-        let at = u64::from_str_radix(at.strip_prefix("0x")?, 16).ok()?;
+    let waited_for = |thread: Task| {
+        let Ok(Syscall::Blocked {
+            syscall_number: libc::SYS_rt_sigtimedwait,
+            argument_registers: [at, ..],
+            ..
+        }) = thread.syscall()
+        else {
+            return None;
+        };
         let mut set = [0; size_of::<u64>()];
-        File::open(thread.join("mem"))
-            .ok()?
-            .read_exact_at(&mut set, at)
-            .ok()?;
+        let memory = Process::new(thread.tid).and_then(|thread| thread.mem());
+        memory.ok()?.read_exact_at(&mut set, at).ok()?;
         Some(u64::from_ne_bytes(set))
     };
-    proc_entries(pid, "task")
-        .filter_map(waited_for)
-        .any(|set| set & bit != 0)
+    let threads = Process::new(pid).and_then(|process| process.tasks());
+    let threads = threads.into_iter().flatten().flatten();
+    threads.filter_map(waited_for).any(|set| set & bit != 0)
 }
 
 #[cfg(test)]
@@ -134,7 +116,7 @@ mod tests {
         );
         let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
         let until = Instant::now() + Duration::from_secs(60);
-        while ProcStatus::read(pid).is_none_or(|status| status.signal_set("SigBlk") & bit == 0) {
+        while proc::status(pid).is_none_or(|status| status.sigblk & bit == 0) {
             assert!(Instant::now() < until, "it never blocks it");
             sleep(Duration::from_millis(5));
         }

@@ -3,13 +3,13 @@
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::facts;
-use checkpoint::status::ProcStatus;
+use checkpoint::proc::{self, innermost_pid};
 use nix::time::ClockId;
-use nix::unistd::{Pid, SysconfVar, sysconf};
+use nix::unistd::Pid;
+use procfs::process::Process;
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
 use std::collections::{BTreeMap, BTreeSet};
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// Time limit for processes to stop again after an engine has failed.
@@ -37,14 +37,9 @@ impl TaskProcesses<'_> {
 
 /// Returns the processes of a process group.
 fn group_pids(group: i32) -> Vec<i32> {
-    let Ok(proc) = std::fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    let all = proc
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    all.filter(|pid| stat_number(*pid, 2) == Some(group))
-        .collect()
+    let mut pids = proc::process_ids();
+    pids.retain(|pid| proc::stat(*pid).is_some_and(|stat| stat.pgrp == group));
+    pids
 }
 
 /// Combined state of all threads of a process, from /proc.
@@ -63,13 +58,13 @@ pub(crate) fn stopped_by_signal(pids: &[i32]) -> Vec<i32> {
         .iter()
         .copied()
         .filter(|pid| is_stopped_by_signal(*pid));
-    stopped.filter_map(inner_pid).collect()
+    stopped.filter_map(innermost_pid).collect()
 }
 
 /// Returns `pids` without the processes that were already stopped before the task was stopped.
 pub(crate) fn without_stopped_before(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
     let was_stopped =
-        |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
+        |pid: i32| innermost_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
     pids.retain(|pid| stopped_before.is_empty() || !was_stopped(*pid));
     pids
 }
@@ -184,39 +179,18 @@ pub(crate) fn has_ended(pid: i32) -> bool {
 
 /// Returns the state letters of the threads of a process.
 fn thread_states(pid: i32) -> Vec<char> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
-        return Vec::new();
-    };
-    let stats = threads
-        .flatten()
-        .filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
-    stats.filter_map(|stat| state_letter(&stat)).collect()
+    let threads = Process::new(pid).and_then(|process| process.tasks());
+    let threads = threads.into_iter().flatten().flatten();
+    let stats = threads.filter_map(|thread| thread.stat().ok());
+    stats.map(|stat| stat.state).collect()
 }
 
 fn is_stopped_by_signal(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| state_letter(&stat) == Some('T'))
+    proc::stat(pid).is_some_and(|stat| stat.state == 'T')
 }
 
 fn parent(pid: i32) -> Option<i32> {
-    stat_number(pid, 1)
-}
-
-/// Returns a number of /proc/PID/stat by its position after the name; position 0 is the state
-/// letter.
-fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat[stat.rfind(')')? + 1..]
-        .split_whitespace()
-        .nth(position)?
-        .parse()
-        .ok()
-}
-
-/// Returns the state letter of a line of /proc/PID/stat. The name that precedes it may contain any
-/// characters, even parentheses.
-fn state_letter(stat: &str) -> Option<char> {
-    stat[stat.rfind(')')? + 1..].trim_start().chars().next()
+    Some(proc::stat(pid)?.ppid)
 }
 
 /// Returns the resources that a process and its reaped children have used; zero if the process was
@@ -225,21 +199,17 @@ fn state_letter(stat: &str) -> Option<char> {
 /// The sum of the process's user and system time is exact. Its split into the two, and the times of
 /// the children, have the resolution of the kernel's ticks.
 pub(crate) fn resource_usage(pid: i32) -> Usage {
-    let Some(user) = stat_number::<u64>(pid, 11) else {
+    let Some(stat) = proc::stat(pid) else {
         return Usage::default();
     };
-    let ticks = |position| stat_number::<u64>(pid, position).unwrap_or(0);
-    let (system, children) = (ticks(12), [ticks(13), ticks(14)]);
-    let rate = sysconf(SysconfVar::CLK_TCK)
-        .ok()
-        .flatten()
-        .and_then(|rate| u64::try_from(rate).ok())
-        .unwrap_or(100);
+    let (user, system) = (stat.utime, stat.stime);
+    let children = [stat.cutime, stat.cstime].map(|ticks| u64::try_from(ticks).unwrap_or(0));
+    let rate = procfs::ticks_per_second();
     let micros = |ticks: u64| ticks * 1_000_000 / rate;
     let exact = cpu_time_micros(pid).unwrap_or(micros(user + system));
     let own = (u128::from(exact) * u128::from(user)).checked_div(u128::from(user + system));
     let own = own.map_or(exact, |own| own as u64);
-    let resident_max = ProcStatus::read(pid).and_then(|status| status.number::<u64>("VmHWM"));
+    let resident_max = proc::status(pid).and_then(|status| status.vmhwm);
     Usage {
         user: Micros(own + micros(children[0])),
         system: Micros(exact - own + micros(children[1])),
@@ -253,16 +223,6 @@ fn cpu_time_micros(pid: i32) -> Option<u64> {
         .and_then(ClockId::now)
         .ok()?;
     u64::try_from(Duration::from(time).as_micros()).ok()
-}
-
-/// Returns the PID of a process in its innermost PID namespace.
-pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
-    ProcStatus::read(pid)?
-        .field("NSpid")?
-        .split_whitespace()
-        .last()?
-        .parse()
-        .ok()
 }
 
 #[cfg(test)]
@@ -296,10 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn state_letter_is_found_after_any_name() {
-        assert_eq!(state_letter("12 (a) T (x)) R 1 2"), Some('R'));
-        assert_eq!(state_letter("12 (sh) T 1 2"), Some('T'));
-        assert_eq!(state_letter(""), None);
+    fn parent_of_running_process_is_known() {
         assert_eq!(
             parent(std::process::id() as i32),
             Some(std::os::unix::process::parent_id() as i32)

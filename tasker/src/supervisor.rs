@@ -5,18 +5,21 @@
 //! only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{ControlGroup, Freezer};
+use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
-use crate::task::{self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, Task, TaskPhase};
+use crate::task::{
+    self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, StartTaskError, StartTaskFailure, Task, TaskPhase,
+};
 use checkpoint::allocator;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
+use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
@@ -75,7 +78,7 @@ pub(crate) struct Supervisor {
     must_end: bool,
     /// The freezer of paused tasks, or the reason why they are stopped by signals. Declared last,
     /// because it must be dropped after all its groups.
-    pub(crate) freezer: Result<Freezer, String>,
+    pub(crate) freezer: Result<Freezer, FreezerUnavailable>,
 }
 
 /// The source of an event: the owner of a ready descriptor.
@@ -123,7 +126,7 @@ impl Supervisor {
             must_end: false,
             freezer: match uses_namespaces {
                 true => Freezer::new(),
-                false => Err("the tasker has no privileges".into()),
+                false => Err(FreezerUnavailable::NoPrivileges),
             },
         })
     }
@@ -144,7 +147,11 @@ impl Supervisor {
         TaskerCapabilities {
             pid_namespaces: self.uses_namespaces,
             engine: self.migrations.engine_state(),
-            freezer: self.freezer.as_ref().map(drop).map_err(String::clone),
+            freezer: self
+                .freezer
+                .as_ref()
+                .map(drop)
+                .map_err(|why| why.to_string()),
         }
     }
 
@@ -341,14 +348,11 @@ impl Supervisor {
     fn handle_start(&mut self, order: &StartTask) {
         let tid = order.tid;
         let started = if self.tasks.contains_key(&tid) {
-            Err(format!(
-                "cannot start {}: {tid} exists already",
-                order.path.display()
-            ))
+            Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
         } else if self.tasks.len() >= TASKS_MAX {
-            Err(format!(
-                "cannot start {}: this host has {TASKS_MAX} tasks, the limit",
-                order.path.display()
+            Err(StartTaskError::new(
+                order,
+                StartTaskFailure::TooManyTasks(TASKS_MAX),
             ))
         } else {
             self.start_task(order)
@@ -364,19 +368,19 @@ impl Supervisor {
                     .on_process_start(task.process.pid);
                 self.tasks.insert(tid, task);
             }
-            Err(why) => self.send(&FromTasker::StartFailed { tid, why }),
+            Err(why) => self.send(&FromTasker::StartFailed {
+                tid,
+                why: why.to_string(),
+            }),
         }
     }
 
-    fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
+    fn start_task(&mut self, order: &StartTask) -> Result<Task, StartTaskError> {
         let namespace = match self.uses_namespaces && !order.pinned {
             true => Some(
                 self.spare_namespaces
                     .take(self.freezer.as_mut().ok())
-                    .map_err(|e| {
-                        let path = order.path.display();
-                        format!("cannot start {path}: no process-id namespace: {e}")
-                    })?,
+                    .map_err(|e| StartTaskError::new(order, StartTaskFailure::Namespace(e)))?,
             ),
             false => None,
         };
@@ -624,16 +628,12 @@ impl Supervisor {
 
 /// Returns the PIDs of all children of the tasker.
 fn child_pids() -> Vec<i32> {
-    let Ok(threads) = std::fs::read_dir("/proc/self/task") else {
-        return Vec::new();
-    };
+    let threads = Process::myself().and_then(|tasker| tasker.tasks());
     threads
+        .into_iter()
         .flatten()
-        .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok())
-        .flat_map(|list| {
-            list.split_whitespace()
-                .filter_map(|pid| pid.parse().ok())
-                .collect::<Vec<i32>>()
-        })
+        .flatten()
+        .flat_map(|thread| thread.children().unwrap_or_default())
+        .map(u32::cast_signed)
         .collect()
 }

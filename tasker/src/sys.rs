@@ -112,28 +112,33 @@ pub(crate) struct Program {
     env: Vec<CString>,
 }
 
+/// A string of a program contains a zero byte, with which `execve` would end it. Nothing was
+/// started.
+#[derive(Debug, thiserror::Error)]
+#[error("{0} contains a zero byte")]
+pub(crate) struct ZeroByteError(&'static str);
+
 impl Program {
     /// Copies the strings into a new value.
     ///
     /// # Errors
-    /// One sentence for users if a string contains a zero byte.
+    /// A string contains a zero byte.
     pub(crate) fn new(
         path: &Path,
         dir: &Path,
         argv: &[Vec<u8>],
         env: &[Vec<u8>],
-    ) -> Result<Program, String> {
-        let zero = |what: &str| format!("{what} contains a zero byte");
-        let all = |list: &[Vec<u8>], what: &str| -> Result<Vec<CString>, String> {
+    ) -> Result<Program, ZeroByteError> {
+        let all = |list: &[Vec<u8>], what| -> Result<Vec<CString>, ZeroByteError> {
             list.iter()
-                .map(|s| CString::new(s.as_slice()).map_err(|_| zero(what)))
+                .map(|s| CString::new(s.as_slice()).map_err(|_| ZeroByteError(what)))
                 .collect()
         };
         Ok(Program {
             path: CString::new(path.as_os_str().as_bytes())
-                .map_err(|_| zero("the program's path"))?,
+                .map_err(|_| ZeroByteError("the program's path"))?,
             dir: CString::new(dir.as_os_str().as_bytes())
-                .map_err(|_| zero("the working directory"))?,
+                .map_err(|_| ZeroByteError("the working directory"))?,
             argv: all(argv, "an argument")?,
             env: all(env, "an environment string")?,
         })
@@ -717,9 +722,8 @@ pub(crate) fn can_raise_priority() -> bool {
     const SYS_NICE: u64 = 1 << 23;
     static MAY: OnceLock<bool> = OnceLock::new();
     *MAY.get_or_init(|| {
-        let effective = checkpoint::status::ProcStatus::read(std::process::id().cast_signed())
-            .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
-        effective.is_some_and(|bits| bits & SYS_NICE != 0)
+        checkpoint::proc::status(std::process::id().cast_signed())
+            .is_some_and(|status| status.capeff & SYS_NICE != 0)
     })
 }
 

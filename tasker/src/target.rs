@@ -220,7 +220,8 @@ impl Supervisor {
                 .targets
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref());
-            task::start_stopped_process(start, namespace, &self.inherited).map_err(Failure::Io)
+            task::start_stopped_process(start, namespace, &self.inherited)
+                .map_err(|why| Failure::Io(why.to_string()))
         });
         match (built, self.migrations.targets.get_mut(&migration)) {
             (Ok((process, output)), Some(target)) => {

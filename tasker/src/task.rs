@@ -7,6 +7,7 @@ use crate::pause::Pause;
 use crate::stop::{self, TaskProcesses};
 use crate::sys::{
     self, Child, ExecError, ExecPlan, ExecStage, Program, StartError, StartGuard, TaskStartState,
+    ZeroByteError,
 };
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -19,7 +20,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
 /// Maximum number of chunks that are read from one task before other tasks are served.
 const CHUNKS_PER_READ_MAX: usize = 16;
@@ -258,13 +261,13 @@ impl Output {
 /// Starts a program as a task, in the namespace if one is given.
 ///
 /// # Errors
-/// One sentence for users: what failed and why. Nothing of the attempt remains.
+/// What failed and why. Nothing of the attempt remains.
 pub(crate) fn start_task_process(
     order: &StartTask,
     namespace: Option<Namespace>,
     inherited: &TaskStartState,
     guard: &StartGuard,
-) -> Result<Task, String> {
+) -> Result<Task, StartTaskError> {
     let (process, output) =
         create_process(
             order,
@@ -299,7 +302,7 @@ pub(crate) fn start_stopped_process(
     order: &StartTask,
     namespace: Option<&Namespace>,
     inherited: &TaskStartState,
-) -> Result<(Child, Output), String> {
+) -> Result<(Child, Output), StartTaskError> {
     create_process(order, inherited, namespace.is_none(), |plan| {
         let plan = plan.stopping_before_exec();
         match namespace {
@@ -316,14 +319,12 @@ fn create_process(
     inherited: &TaskStartState,
     own_group: bool,
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
-) -> Result<(Child, Output), String> {
-    let path = order.path.display();
-    let failed =
-        |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
+) -> Result<(Child, Output), StartTaskError> {
+    let failed = |failure| StartTaskError::new(order, failure);
     let program = Program::new(&order.path, &order.working_dir, &order.argv, &order.env)
-        .map_err(|why| format!("cannot start {path}: {why}"))?;
-    let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
-    let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
+        .map_err(|why| failed(StartTaskFailure::InvalidProgram(why)))?;
+    let stdin = File::open("/dev/null").map_err(|e| failed(StartTaskFailure::Stdin(e)))?;
+    let (output, theirs) = Output::new().map_err(|e| failed(StartTaskFailure::Output(e)))?;
     let made = start(ExecPlan::new(
         &program,
         stdin.as_fd(),
@@ -333,30 +334,68 @@ fn create_process(
     ));
     // A failed process is reaped with the unowned children; waiting here could block on a file
     // system that hangs.
-    Ok((made.map_err(|why| start_failure(order, why))?, output))
+    let process = made.map_err(|why| failed(StartTaskFailure::of(order, why)))?;
+    Ok((process, output))
 }
-
-fn start_failure(order: &StartTask, why: StartError) -> String {
-    let path = order.path.display();
-    let (stage, errno) = match why {
-        StartError::NoProcess(error) => {
-            return format!("cannot start {path}: no new process: {error}");
+/// A program was not started. Nothing of the attempt remains.
+#[derive(Debug, Error)]
+# [ error ( "cannot start {}: {failure}" , path . display ( ) ) ]
+pub(crate) struct StartTaskError {
+    path: PathBuf,
+    #[source]
+    failure: StartTaskFailure,
+}
+impl StartTaskError {
+    pub(crate) fn new(order: &StartTask, failure: StartTaskFailure) -> StartTaskError {
+        StartTaskError {
+            path: order.path.clone(),
+            failure,
         }
-        StartError::TimedOut => {
-            return format!(
-                "cannot start {path}: the system did not execute it within {} s",
-                EXEC_TIMEOUT.as_secs()
-            );
+    }
+}
+/// Why a program was not started.
+#[derive(Debug, Error)]
+pub(crate) enum StartTaskFailure {
+    #[error("{0} exists already")]
+    TidExists(Tid),
+    #[error("this host has {0} tasks, the limit")]
+    TooManyTasks(usize),
+    #[error("no process-id namespace: {0}")]
+    Namespace(#[source] io::Error),
+    #[error(transparent)]
+    InvalidProgram(ZeroByteError),
+    #[error("/dev/null: {0}")]
+    Stdin(#[source] io::Error),
+    #[error("no pipe for its output: {0}")]
+    Output(#[source] io::Error),
+    #[error("no new process: {0}")]
+    CreateProcess(#[source] io::Error),
+    /// The new process was killed.
+    # [ error ( "the system did not execute it within {} s" , EXEC_TIMEOUT . as_secs ( ) ) ]
+    TimedOut,
+    /// The new process has ended before its exec, as in the following cases.
+    # [ error ( "its standard descriptors: {}" , . 0 . desc ( ) ) ]
+    Descriptors(#[source] Errno),
+    # [ error ( "working directory {}: {}" , dir . display ( ) , source . desc ( ) ) ]
+    WorkingDir { dir: PathBuf, source: Errno },
+    # [ error ( "{}" , . 0 . desc ( ) ) ]
+    Exec(#[source] Errno),
+}
+impl StartTaskFailure {
+    fn of(order: &StartTask, why: StartError) -> StartTaskFailure {
+        let (stage, errno) = match why {
+            StartError::NoProcess(error) => return StartTaskFailure::CreateProcess(error),
+            StartError::TimedOut => return StartTaskFailure::TimedOut,
+            StartError::Failed(ExecError { stage, errno }) => (stage, errno),
+        };
+        match stage {
+            ExecStage::Stdio => StartTaskFailure::Descriptors(errno),
+            ExecStage::Dir => StartTaskFailure::WorkingDir {
+                dir: order.working_dir.clone(),
+                source: errno,
+            },
+            ExecStage::Exec | ExecStage::Access => StartTaskFailure::Exec(errno),
         }
-        StartError::Failed(ExecError { stage, errno }) => (stage, errno.desc()),
-    };
-    match stage {
-        ExecStage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
-        ExecStage::Dir => format!(
-            "cannot start {path}: working directory {}: {errno}",
-            order.working_dir.display()
-        ),
-        ExecStage::Exec | ExecStage::Access => format!("cannot start {path}: {errno}"),
     }
 }
 

@@ -2,7 +2,9 @@
 
 mod common;
 
+use checkpoint::proc;
 use common::{Tasker, is_alive, start_order, tid, wait_until};
+use procfs::process::Process;
 use sempa_proto::MigrationId;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::{Failure, Usage};
@@ -51,18 +53,12 @@ fn start_with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
         }
     }
     let task = task.expect("started");
-    let children =
-        || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+    let children = || proc::children(task).expect("children");
     let is_sleeper = |pid: &i32| {
-        std::fs::read(format!("/proc/{pid}/cmdline"))
-            .is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
+        let line = Process::new(*pid).and_then(|process| process.cmdline());
+        line.is_ok_and(|line| line.starts_with(&["sleep".into(), "1000".into()]))
     };
-    let find = || {
-        children()
-            .split(' ')
-            .filter_map(|pid| pid.parse().ok())
-            .find(is_sleeper)
-    };
+    let find = || children().into_iter().find(is_sleeper);
     wait_until("there is a sleeper", || find().is_some());
     find().expect("just seen")
 }
@@ -87,19 +83,9 @@ fn built_program_waits_for_run() {
             start: shell_order(&format!("echo hello; touch {}", file.display())),
         });
         let pid = wait_until_restored(tasker).expect("built");
-        let state = checkpoint::status::ProcStatus::read(pid).expect("it is there");
-        assert!(
-            state
-                .field("State")
-                .is_some_and(|state| state.starts_with('T')),
-            "{state:?}"
-        );
-        assert_eq!(
-            std::fs::read_dir(format!("/proc/{pid}/fd"))
-                .expect("its descriptors")
-                .count(),
-            3
-        );
+        assert_eq!(proc::stat(pid).expect("it is there").state, 'T');
+        let process = Process::new(pid).expect("it is there");
+        assert_eq!(process.fd_count().expect("its descriptors"), 3);
         assert!(!file.exists());
         tasker.send(ToTasker::Run {
             migration: MIGRATION,
@@ -178,13 +164,7 @@ fn held_program_begins_when_freed() {
         tasker.wait_for(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Running { .. }).then_some(())
         });
-        let state = checkpoint::status::ProcStatus::read(pid).expect("it is there");
-        assert!(
-            state
-                .field("State")
-                .is_some_and(|state| state.starts_with('T')),
-            "{state:?}"
-        );
+        assert_eq!(proc::stat(pid).expect("it is there").state, 'T');
         tasker.send(ToTasker::Resume { tid: tid(1) });
         assert_eq!(wait_for_exit(tasker), ("hello\n".to_string(), 0));
     });

@@ -2,8 +2,10 @@
 
 mod common;
 
+use checkpoint::proc;
 use common::moving::*;
 use common::{Tasker, WAIT_TIMEOUT, is_alive, sh, tid, wait_until};
+use procfs::process::{MMapPath, Process};
 use sempa_proto::Micros;
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{FromTasker, MemoryWrite, ToTasker};
@@ -24,35 +26,20 @@ fn pause_and_wait(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>
 
 /// Returns the processor time of a process in ticks.
 fn cpu_ticks(pid: i32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
-    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
-        .split_whitespace()
-        .collect();
-    fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
+    let stat = proc::stat(pid).expect("it is there");
+    stat.utime + stat.stime
 }
 
 /// Returns the number of write calls that a process has made. The counter writes all the time.
 fn write_calls(pid: i32) -> u64 {
-    let io = std::fs::read_to_string(format!("/proc/{pid}/io")).expect("it is there");
-    let calls = io
-        .lines()
-        .find_map(|line| line.strip_prefix("syscw: "))
-        .expect("the kernel counts them");
-    calls.parse().expect("a number")
+    let io = Process::new(pid).and_then(|process| process.io());
+    io.expect("the kernel counts them").syscw
 }
 
 fn thread_nice_values(pid: i32) -> Vec<String> {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it is there");
-    let nice = |stat: String| {
-        stat[stat.rfind(')')? + 1..]
-            .split_whitespace()
-            .nth(16)
-            .map(String::from)
-    };
-    threads
-        .flatten()
-        .filter_map(|t| nice(std::fs::read_to_string(t.path().join("stat")).ok()?))
-        .collect()
+    let threads = proc::thread_ids(pid).expect("it is there");
+    let stats = threads.into_iter().filter_map(proc::stat);
+    stats.map(|stat| stat.nice.to_string()).collect()
 }
 
 /// A paused task uses no processor time, and loses no output when it is resumed.
@@ -231,13 +218,10 @@ fn redirection_is_written_into_a_stopped_task() {
     pause_and_wait(&mut tasker, IMMEDIATELY, &mut seen);
     // Use an address in writable memory after the mapping's first page; any other address in it
     // would do as well.
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it is there");
-    let (from, _) = maps
-        .lines()
-        .find(|l| l.ends_with("[heap]"))
-        .and_then(|l| l.split_once('-'))
-        .expect("a heap");
-    let at = u64::from_str_radix(from, 16).expect("a number") + 4096;
+    let maps = Process::new(pid).and_then(|process| process.maps());
+    let maps = maps.expect("it is there");
+    let heap = maps.iter().find(|map| map.pathname == MMapPath::Heap);
+    let at = heap.expect("a heap").address.0 + 4096;
     let stop = |tasker: &mut Tasker, number: u64, pid: i32, at: u64, seen: &mut Vec<FromTasker>| {
         let redirection = Some(MemoryWrite {
             address: RedirectAddress { pid, address: at },
@@ -261,14 +245,7 @@ fn redirection_is_written_into_a_stopped_task() {
         });
         result
     };
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it is there");
-    let line = status
-        .lines()
-        .find(|l| l.starts_with("NSpid:"))
-        .and_then(|l| l.split_whitespace().last());
-    let inner = line
-        .and_then(|number| number.parse().ok())
-        .expect("a number");
+    let inner = proc::innermost_pid(pid).expect("it is there");
     assert_eq!(stop(&mut tasker, 1, inner, at, &mut seen), Ok(()));
     let mut bytes = [0u8; 5];
     let memory = std::fs::File::open(format!("/proc/{pid}/mem")).expect("ours");
@@ -297,10 +274,9 @@ fn own_stopped_children_stay_stopped() {
     let mut output = Vec::new();
     tasker.wait_for_output(tid(1), &mut output, |text| text.starts_with(b"child"));
     let asleep = || {
-        common::processes_with("echo woken").iter().any(|pid| {
-            std::fs::read_to_string(format!("/proc/{pid}/stat"))
-                .is_ok_and(|s| s.contains(") T ") && s.starts_with(&pid.to_string()))
-        })
+        common::processes_with("echo woken")
+            .iter()
+            .any(|pid| proc::stat(*pid).is_some_and(|stat| stat.state == 'T'))
     };
     wait_until("the child has stopped itself", asleep);
     pause_and_wait(&mut tasker, IMMEDIATELY, &mut Vec::new());
@@ -510,12 +486,10 @@ impl SharedCounters {
     /// Waits until one of the program's processes has stopped itself.
     fn wait_for_stopped_process(&self) {
         let mark = self.0.to_str().expect("text");
-        let stat =
-            |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         wait_until("one has stopped itself", || {
             common::processes_with(mark)
                 .into_iter()
-                .any(|pid| stat(pid).contains(") T "))
+                .any(|pid| proc::stat(pid).is_some_and(|stat| stat.state == 'T'))
         });
     }
 

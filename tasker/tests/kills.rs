@@ -1,6 +1,7 @@
 //! Tests CRIU processes that are killed, hang or are cancelled during a dump.
 
 mod common;
+use checkpoint::proc;
 
 use common::moving::*;
 use common::{Tasker, is_alive, migration, sh, tid, wait_until};
@@ -137,11 +138,8 @@ fn engine_killed_while_writing_leaves_task_whole() {
         let more = count_lines(&output) + 50;
         here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
         assert_no_line_lost(&output);
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
-        assert!(
-            status.contains("SigBlk:\t0000000000000000"),
-            "signals stay blocked: {status}"
-        );
+        let status = proc::status(pid).expect("it lives");
+        assert_eq!(status.sigblk, 0, "signals stay blocked: {status:?}");
     }
     here.stop();
 }
@@ -228,19 +226,15 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
         );
         println!("killed at step {step}");
         wait_until("the task is stopped", || {
-            std::fs::read_to_string(format!("/proc/{pid}/status"))
-                .is_ok_and(|s| s.contains("State:\tT (stopped)"))
+            proc::stat(pid).is_some_and(|stat| stat.state == 'T')
         });
         continue_task(&mut here, tid(1), id, &mut seen);
         output.extend(output_of(&seen, tid(1)));
         let more = count_lines(&output) + 20;
         here.wait_for_output(tid(1), &mut output, |text| count_lines(text) > more);
         assert_no_line_lost(&output);
-        let state = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
-        assert!(
-            state.contains("SigBlk:\t0000000000000000"),
-            "killed at step {step}: {state}"
-        );
+        let status = proc::status(pid).expect("it lives");
+        assert_eq!(status.sigblk, 0, "killed at step {step}: {status:?}");
         match result {
             Ok(_) => break,
             result => assert_eq!(

@@ -9,6 +9,7 @@ use crate::testbed::{Host, Testbed};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use procfs::process::{Process, Status};
 use sempa_proto::migration::Step;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -353,12 +354,13 @@ pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
         // The children of the tasker have the same name.
         Role::Tasker => one(those(&|pid, line| {
             line.contains("pvm-tasker")
-                && status_field(pid, "PPid:").is_some_and(|parent| parent == daemon.to_string())
+                && status(pid).is_some_and(|status| status.ppid == daemon.as_raw())
         })),
         Role::ResourceManager => one(those(&|_, line| line.contains("bin/pvm-rm"))),
         // The link by which the engine is started has another name than the program.
         Role::Engine => those(&|pid, line| {
-            let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+            let program = Process::new(pid.as_raw()).and_then(|process| process.exe());
+            let program = program.unwrap_or_default();
             program.ends_with("criu") || (program.ends_with("bash") && fake_criu::is_engine(line))
         }),
     }
@@ -404,19 +406,14 @@ fn wait_for_death(pid: Pid) -> Result<()> {
 
 /// True if the process and all its threads are dead, so that all its files are closed.
 fn is_dead(pid: Pid) -> bool {
-    let is = |name, value: &str| status_field(pid, name).is_none_or(|has| has.starts_with(value));
-    is("State:", "Z") && is("Threads:", "1")
+    status(pid).is_none_or(|status| status.state.starts_with('Z') && status.threads == 1)
 }
 
 /// True if the process is stopped.
 pub fn is_stopped(pid: Pid) -> bool {
-    status_field(pid, "State:").is_some_and(|state| state.starts_with('T'))
+    status(pid).is_some_and(|status| status.state.starts_with('T'))
 }
 
-fn status_field(pid: Pid, name: &str) -> Option<String> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix(name))
-        .map(|value| value.trim().to_string())
+fn status(pid: Pid) -> Option<Status> {
+    Process::new(pid.as_raw()).ok()?.status().ok()
 }

@@ -3,6 +3,7 @@
 
 use crate::testbed::Host;
 use crate::vm::Vm;
+use procfs::process::Process;
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -151,24 +152,16 @@ fn kind_of(host: &Host, line: &str) -> Option<usize> {
 }
 
 fn process_resources(pid: u32) -> Option<ProcessResources> {
-    let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64;
-    let threads = number_after(&read("status")?, "Threads:")?;
-    let memory = read("smaps_rollup")?;
-    let parts = ["Anonymous:", "Pss_File:", "Pss_Shmem:"].map(|name| number_after(&memory, name));
-    let memory_kib = parts.into_iter().sum::<Option<u64>>()?;
+    let process = Process::new(pid.cast_signed()).ok()?;
+    let rollup = process.smaps_rollup().ok()?.memory_map_rollup;
+    let sizes = &rollup.0.first()?.extension.map;
+    let parts = ["Anonymous", "Pss_File", "Pss_Shmem"].map(|name| sizes.get(name));
     Some(ProcessResources {
         processes: 1,
-        threads,
-        descriptors,
-        memory_kib,
+        threads: process.status().ok()?.threads,
+        descriptors: process.fd_count().ok()? as u64,
+        memory_kib: parts.into_iter().sum::<Option<u64>>()? / 1024,
     })
-}
-
-/// Returns the number that follows `name` at the beginning of a line.
-fn number_after(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    line.split_whitespace().next()?.parse().ok()
 }
 
 fn collect(folder: &Path, found: &mut Vec<(PathBuf, u64)>) {

@@ -6,6 +6,7 @@
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use procfs::process::Process;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -132,10 +133,9 @@ impl RunningCommand {
     /// # Errors
     /// A process cannot be found or ended.
     pub fn end_inside(self) -> Result<()> {
-        let outer = self.id();
-        let children = std::fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
-        for child in children.split_whitespace() {
-            kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
+        let outer = Process::new(self.id().cast_signed())?;
+        for child in outer.task_main_thread()?.children()? {
+            kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL)?;
         }
         self.finish(END_TIMEOUT).map(|_| ())
     }

@@ -9,6 +9,7 @@ use crate::hosts::HostPlan;
 use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
 use crate::{requirements, ssh};
 use anyhow::{Context, Result, bail};
+use procfs::process::all_processes;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -471,21 +472,14 @@ impl Host {
             return Vec::new();
         };
         let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let Some(pid) = entry
-                .file_name()
-                .to_str()
-                .and_then(|name| name.parse::<u32>().ok())
-            else {
-                continue;
-            };
+        for process in all_processes().into_iter().flatten().flatten() {
+            let pid = process.pid.cast_unsigned();
             // Network namespaces are compared, because tasks have process-id namespaces of their
             // own.
             let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
             if inside && pid != self.init_pid {
-                let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                let words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-                found.push((pid, words.collect::<Vec<_>>().join(" ").trim().to_string()));
+                let words = process.cmdline().unwrap_or_default();
+                found.push((pid, words.join(" ").trim().to_string()));
             }
         }
         found.retain(|(_, line)| !line.is_empty());

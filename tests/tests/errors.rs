@@ -1,6 +1,7 @@
 //! Errors of the console and of programs are one clear line and a non-zero exit status. Malformed
 //! input to a daemon has no effect. After `halt` no processes and no files remain.
 
+use procfs::process::Process;
 use sempa_proto::event::EventKind;
 use sempa_tests::requirements::{self, testbed, testbed_with_own_engine};
 use sempa_tests::run::run;
@@ -269,15 +270,11 @@ fn garbage_on_udp_port_has_no_effect() {
 }
 
 fn udp_port(host: &Host) -> u16 {
-    let table =
-        std::fs::read_to_string(format!("/proc/{}/net/udp", host.init_pid())).expect("readable");
-    let table6 =
-        std::fs::read_to_string(format!("/proc/{}/net/udp6", host.init_pid())).unwrap_or_default();
-    let ports = table.lines().skip(1).chain(table6.lines().skip(1));
-    let mut ports = ports.filter_map(|line| {
-        u16::from_str_radix(line.split_whitespace().nth(1)?.rsplit(':').next()?, 16).ok()
-    });
-    ports.next().expect("the daemon has a UDP port")
+    let init_pid = Process::new(host.init_pid().cast_signed()).expect("it runs");
+    let mut sockets = init_pid.udp().expect("readable");
+    sockets.extend(init_pid.udp6().unwrap_or_default());
+    let socket = sockets.first().expect("the daemon has a UDP port");
+    socket.local_address.port()
 }
 
 /// A daemon of another virtual machine is refused, with a log line and an event. Both virtual

@@ -5,6 +5,7 @@
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
+use procfs::{Current, Meminfo};
 use sempa_tests::faults::{Fault, FaultTargets, Role, Until, daemon_of, inject, is_full};
 use sempa_tests::requirements::{require, testbed};
 use sempa_tests::run::{RunningCommand, run};
@@ -237,13 +238,8 @@ fn no_message_is_lost_with_many_descriptors_in_flight() {
 }
 
 fn free_mebibytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok())
-        .unwrap_or(0)
-        / 1024
+    let memory = Meminfo::current().ok();
+    memory.and_then(|memory| memory.mem_available).unwrap_or(0) >> 20
 }
 
 /// Waits until no other test that needs much memory runs, in this process or another one. Other

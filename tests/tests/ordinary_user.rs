@@ -2,6 +2,7 @@
 //! they are refused with this reason. Also tests which rights the programs of root keep.
 
 use nix::unistd::Pid;
+use procfs::process::Process;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
 use sempa_tests::OrPanicWithLogs;
@@ -88,13 +89,17 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
 
 /// Returns the set of capabilities of a process with this name in its status file, as a bit mask.
 fn capabilities(pid: Pid, name: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
-        .unwrap_or_else(|e| panic!("process {pid}: {e}"));
-    let set = status
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
-        .expect("a set of that name");
-    u64::from_str_radix(set.trim(), 16).expect("it is hexadecimal")
+    let status = Process::new(pid.as_raw()).and_then(|process| process.status());
+    let status = status.unwrap_or_else(|e| panic!("process {pid}: {e}"));
+    let set = match name {
+        "CapInh" => Some(status.capinh),
+        "CapPrm" => Some(status.capprm),
+        "CapEff" => Some(status.capeff),
+        "CapBnd" => status.capbnd,
+        "CapAmb" => status.capamb,
+        _ => None,
+    };
+    set.expect("a set of that name")
 }
 
 /// Daemon and tasker of root keep only the capabilities that they need. Tasks have all

@@ -4,6 +4,7 @@
 
 use crate::install;
 use anyhow::{Context, Result, bail};
+use procfs::process::Process;
 use sempa_tests::run::run_ok;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
@@ -191,13 +192,9 @@ fn watcher_pid(host: &Host) -> Option<u32> {
 /// Returns the processor time that all threads of a process have used, in nanoseconds.
 fn used_ns(pid: u32) -> Result<f64> {
     let mut sum = 0.0;
-    for thread in fs::read_dir(format!("/proc/{pid}/task")).context("the load watcher has ended")? {
-        let text = fs::read_to_string(thread?.path().join("schedstat"))?;
-        sum += text
-            .split(' ')
-            .next()
-            .and_then(|ns| ns.parse::<f64>().ok())
-            .context("schedstat has another format")?;
+    let watcher = Process::new(pid.cast_signed()).context("the load watcher has ended")?;
+    for thread in watcher.tasks()? {
+        sum += thread?.schedstat()?.sum_exec_runtime as f64;
     }
     Ok(sum)
 }

@@ -3,6 +3,7 @@
 //! Such a test is excluded before the run and reported as skipped. A test that is started
 //! nevertheless panics with the same reason (`sempa_tests::needs`).
 
+use procfs::{Current, Meminfo};
 use sempa_tests::{limits, logind, pvm_examples, requirements, screen};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -183,12 +184,8 @@ fn lack(need: TestNeed, criu: Option<&str>, full: bool) -> Option<String> {
 
 /// Returns the memory in MiB that the kernel could still give to programs.
 fn free_mebibytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kibibytes = line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok());
-    kibibytes.unwrap_or(0) >> 10
+    let memory = Meminfo::current().ok();
+    memory.and_then(|memory| memory.mem_available).unwrap_or(0) >> 20
 }
 
 /// Decides which tests are skipped. Each need is checked only once.

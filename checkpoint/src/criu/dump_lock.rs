@@ -11,6 +11,7 @@
 //! - If CRIU and the task are both killed while the directory exists, it remains and would make
 //!   every further dump fail. [`is_retryable`] removes it.
 
+use crate::proc;
 use nix::mount::{MntFlags, umount2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent};
 use sempa_proto::migration::Failure;
@@ -63,7 +64,7 @@ impl WorkingDir {
         let about = std::fs::metadata(cwd_link(root)).ok()?;
         // Observed with CRIU 4.1 and 4.2: CRIU creates the directory once at the beginning, and
         // once for the control groups of each thread of the root process.
-        let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
+        let threads = proc::thread_ids(root).map_or(1, |threads| threads.len());
         Some(WorkingDir {
             root_pid: root,
             id: (about.dev(), about.ino()),
@@ -163,8 +164,8 @@ pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
 /// Unmounts or removes the directory `path` if it was abandoned.
 fn remove_if_stale(path: &Path) {
     let changed = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
-    let in_mount = std::fs::read_to_string("/proc/self/mounts")
-        .is_ok_and(|mounts| mounts.lines().any(|m| m.split(' ').nth(1) == path.to_str()));
+    let in_mount = procfs::mounts()
+        .is_ok_and(|mounts| mounts.iter().any(|m| Some(&*m.fs_file) == path.to_str()));
     let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AGE));
     if in_mount {
         // The times of a mounted proc file system are not the age of the directory. A dump that

@@ -15,7 +15,7 @@
 use super::images::{add_lazy_pages, read_pagemap};
 use super::pagemap::{PageFilter, scan_pages};
 use crate::engine::pages::page_size;
-use crate::status::ProcStatus;
+use crate::proc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use sempa_proto::migration::Failure;
 use std::fs::File;
@@ -165,12 +165,7 @@ fn process_exited_error() -> io::Error {
 
 /// Returns the PID of a process in its innermost PID namespace. `None` if the process has exited.
 pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
-    ProcStatus::read(pid)?
-        .field("NSpid")?
-        .split_whitespace()
-        .last()?
-        .parse()
-        .ok()
+    u64::try_from(proc::innermost_pid(pid)?).ok()
 }
 
 /// Returns the areas of a process's memory that can be transferred after the dump, as (start, end).
@@ -178,22 +173,16 @@ pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
 /// # Errors
 /// The process has exited, or its mappings cannot be read.
 pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
-    let status = ProcStatus::read(pid).ok_or_else(process_exited_error)?;
-    let is_nonzero = |name| {
-        status
-            .number::<u64>(name)
-            .is_some_and(|kilobytes| kilobytes > 0)
-    };
+    let status = proc::status(pid).ok_or_else(process_exited_error)?;
+    let is_nonzero = |kibibytes: Option<u64>| kibibytes.is_some_and(|kibibytes| kibibytes > 0);
     // To produce `smaps` the kernel visits every page, so it is read only if the process may have
     // locked memory or huge pages.
-    let file = if is_nonzero("VmLck") || is_nonzero("HugetlbPages") {
+    let file = if is_nonzero(status.vmlck) || is_nonzero(status.hugetlbpages) {
         "smaps"
     } else {
         "maps"
     };
-    Ok(parse_lazy_areas(&std::fs::read_to_string(format!(
-        "/proc/{pid}/{file}"
-    ))?))
+    Ok(parse_lazy_areas(&proc::mappings(pid, file)?))
 }
 
 /// Returns the ranges of populated pages in these areas, as (start, end).

@@ -50,8 +50,9 @@ pub use pre_copy::acknowledge as acknowledge_pre_copy;
 pub use thread_freezer::FrozenThreads;
 
 use crate::engine::{
-    CallLimits, DumpJob, Engine, MemoryFetch, MemoryServer, PostCopyCheck, PreCopyStopCondition,
-    ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore, SentPages,
+    CallLimits, DumpJob, Engine, EngineUnusable, MemoryFetch, MemoryServer, PostCopyCheck,
+    PreCopyStopCondition, ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore,
+    SentPages,
 };
 use lazy_pages_filter::LazyPages;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -65,6 +66,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use thiserror::Error;
 
 /// Paths that are searched for CRIU, after SEMPA_CRIU and before PATH.
 const DEFAULT_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
@@ -82,6 +84,15 @@ const CHECK_LOG: &str = "check.log";
 const STDERR: &str = "criu.stderr";
 /// Name of a temporary file that tests whether the file system can punch holes.
 const HOLE_TEST_FILE: &str = "hole";
+/// Why no CRIU program is used. Nothing was started.
+#[derive(Debug, Error)]
+pub enum NoEngine {
+    # [ error ( "there is no dump engine at SEMPA_CRIU={}: install one there (the daemon finds it within five minutes), or get one with \
+         `cargo xtask criu` and start the daemon without SEMPA_CRIU" , program . display ( ) ) ]
+    NotAtSetPath { program: PathBuf },
+    # [ error ( "no dump engine in {} or PATH: {}" , DEFAULT_PATHS . join ( ", " ) , INSTALL_HINT ) ]
+    NotFound,
+}
 
 /// An installed CRIU program.
 #[derive(Clone, Debug)]
@@ -94,17 +105,13 @@ impl Criu {
     /// returns the value of an environment variable.
     ///
     /// # Errors
-    /// One sentence for users: where CRIU was searched and how to install it.
-    pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, String> {
+    /// The text says where CRIU was searched and how to install it.
+    pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, NoEngine> {
         if let Some(set) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
             let program = PathBuf::from(set);
             return match program.is_file() {
                 true => Ok(Criu { program }),
-                false => Err(format!(
-                    "there is no dump engine at SEMPA_CRIU={}: install one there (the daemon finds it within five \
-                     minutes), or get one with `cargo xtask criu` and start the daemon without SEMPA_CRIU",
-                    program.display()
-                )),
+                false => Err(NoEngine::NotAtSetPath { program }),
             };
         }
         let path = env("PATH").unwrap_or_default();
@@ -115,12 +122,7 @@ impl Criu {
             .chain(in_path)
             .find(|program| program.is_file())
             .map(|program| Criu { program })
-            .ok_or_else(|| {
-                format!(
-                    "no dump engine in {} or PATH: {INSTALL_HINT}",
-                    DEFAULT_PATHS.join(", ")
-                )
-            })
+            .ok_or(NoEngine::NotFound)
     }
 
     pub fn program(&self) -> &Path {
@@ -159,12 +161,11 @@ impl Criu {
 }
 
 impl Engine for Criu {
-    fn probe(&self) -> Result<String, String> {
-        process::query_version(&self.program).map_err(|why| {
-            format!(
-                "the dump engine {} does not run: {why}; {INSTALL_HINT}",
-                self.program.display()
-            )
+    fn probe(&self) -> Result<String, EngineUnusable> {
+        process::query_version(&self.program).map_err(|cause| EngineUnusable {
+            program: self.program.clone(),
+            install_hint: INSTALL_HINT,
+            cause,
         })
     }
 
@@ -459,7 +460,8 @@ mod tests {
             .expect("it is a file");
         assert_eq!(found.program(), Path::new("/bin/true"));
         let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into()))
-            .expect_err("it is missing");
+            .expect_err("it is missing")
+            .to_string();
         assert!(
             why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"),
             "{why}"
@@ -486,7 +488,8 @@ mod tests {
                 program: program.into(),
             }
             .probe()
-            .expect_err("no engine");
+            .expect_err("no engine")
+            .to_string();
             assert!(
                 why.contains(program) && why.contains("cargo xtask criu"),
                 "{why}"

@@ -428,8 +428,7 @@ mod tests {
     }
 
     fn process_state(pid: u32) -> Option<char> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        stat[stat.rfind(')')? + 2..].chars().next()
+        crate::proc::stat(pid.cast_signed()).map(|stat| stat.state)
     }
 
     fn wait_for(what: &str, look: impl Fn() -> bool) {

@@ -34,7 +34,7 @@ use super::page_server_wire::{
 };
 use crate::engine::ReceivedPages;
 use missing_memory::{MissingMemory, ProcessProgress};
-use reply::IncomingReply;
+use reply::{IncomingReply, UnexpectedReply};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::time::{Duration, Instant};
@@ -562,7 +562,7 @@ impl Prefetcher {
     ///
     /// # Errors
     /// The source has sent something other than the expected reply.
-    fn receive_from_source(&mut self, bytes: usize) -> Result<(), String> {
+    fn receive_from_source(&mut self, bytes: usize) -> Result<(), UnexpectedReply> {
         if self.source_passes_through() {
             self.passthrough_bytes
                 .extend(&self.passthrough_buffer[..bytes]);
@@ -584,13 +584,9 @@ impl Prefetcher {
         Ok(())
     }
 
-    fn handle_header(&mut self, head: &PageHeader) -> Result<(), String> {
-        let unfit =
-            |request| format!("the source has sent {head:?} in reply to a request for {request}");
-        let request = self
-            .in_flight
-            .front_mut()
-            .ok_or_else(|| unfit("nothing".to_string()))?;
+    fn handle_header(&mut self, head: &PageHeader) -> Result<(), UnexpectedReply> {
+        let unasked = || UnexpectedReply::Unasked(*head);
+        let request = self.in_flight.front_mut().ok_or_else(unasked)?;
         let &mut SourceRequest {
             process,
             address,
@@ -613,9 +609,12 @@ impl Prefetcher {
                 self.incoming_reply.expect_pages(body);
             }
             _ => {
-                return Err(unfit(format!(
-                    "{pages} pages at {address:#x} of process {process}"
-                )));
+                return Err(UnexpectedReply::Different {
+                    process,
+                    address,
+                    pages,
+                    reply: *head,
+                });
             }
         }
         Ok(())

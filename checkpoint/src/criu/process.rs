@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
 use super::{STDERR, criu_log, options};
-use crate::engine::CallLimits;
+use crate::engine::{CallLimits, VersionError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
@@ -510,7 +510,10 @@ fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
 }
 
 /// Runs `criu --version` and returns the version.
-pub(super) fn query_version(program: &Path) -> Result<String, String> {
+///
+/// # Errors
+/// The program cannot be executed, or prints no query_version.
+pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     let mut command = Command::new(program);
     command
         .arg("--version")
@@ -520,7 +523,7 @@ pub(super) fn query_version(program: &Path) -> Result<String, String> {
         .process_group(0);
     // SAFETY: as for `Swrk::start`.
     unsafe { command.pre_exec(|| prepare_child(&[])) };
-    let mut child = command.spawn().map_err(|e| e.to_string())?;
+    let mut child = command.spawn().map_err(VersionError::Start)?;
     let pidfd = pidfd_of(&child);
     let ended = pidfd.and_then(|pidfd| {
         let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
@@ -529,9 +532,9 @@ pub(super) fn query_version(program: &Path) -> Result<String, String> {
     });
     if !matches!(ended, Ok(true)) {
         let _ = reap_group(&mut child);
-        return Err(format!("no answer within {} s", VERSION_TIMEOUT.as_secs()));
+        return Err(VersionError::TimedOut(VERSION_TIMEOUT));
     }
-    let output = child.wait_with_output().map_err(|e| e.to_string())?;
+    let output = child.wait_with_output().map_err(VersionError::ReadOutput)?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let version = text
         .lines()
@@ -546,11 +549,10 @@ pub(super) fn query_version(program: &Path) -> Result<String, String> {
                 .chain(text.lines())
                 .map(str::trim)
                 .find(|line| !line.is_empty());
-            Err(format!(
-                "{}: {}",
-                output.status,
-                first.unwrap_or("no output")
-            ))
+            Err(VersionError::Failed {
+                status: output.status,
+                first_line: first.unwrap_or("no output").into(),
+            })
         }
     }
 }

@@ -16,13 +16,14 @@ use super::dump_lock::{self, DumpLock};
 use super::ptrace::{
     self, REQUEST_MEMORY_BYTES, RelayedRequest, RequestMemory, StopCause, ThreadEvent,
 };
-use crate::status::ProcStatus;
+use crate::proc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{
     AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, recv, send, shutdown, socketpair,
 };
+use procfs::process::Process;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Write};
@@ -409,7 +410,7 @@ impl Tracer {
             || self
                 .processes
                 .iter()
-                .any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
+                .any(|pid| Process::new(*pid).is_ok_and(|task| task.task_from_tid(tid).is_ok()))
     }
 
     /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
@@ -497,19 +498,13 @@ fn try_detach(tid: i32) -> bool {
 
 /// True if a thread has completed its group stop or has exited.
 fn is_group_stopped(tid: i32) -> bool {
-    ProcStatus::read(tid).is_none_or(|status| {
-        status
-            .field("State")
-            .is_some_and(|state| state.starts_with(['T', 'Z', 'X']))
-    })
+    proc::stat(tid).is_none_or(|stat| matches!(stat.state, 'T' | 'Z' | 'X'))
 }
 
 /// True if an unblocked SIGTRAP is pending for this thread.
 fn has_trap_pending(tid: i32) -> bool {
-    let waits = |status: ProcStatus| {
-        status.signal_set("SigPnd") & !status.signal_set("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0
-    };
-    ProcStatus::read(tid).is_some_and(waits)
+    proc::status(tid)
+        .is_some_and(|status| status.sigpnd & !status.sigblk & (1 << (libc::SIGTRAP - 1)) != 0)
 }
 
 #[cfg(test)]

@@ -92,7 +92,6 @@ fn run_tracer(mut tids: Vec<i32>, attached_sender: &Sender<()>, release_receiver
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::ProcStatus;
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
     use std::process::{Child, Command};
@@ -117,12 +116,8 @@ mod tests {
 
     fn wait_for(child: &Child, state: char) {
         let until = Instant::now() + TEST_TIMEOUT;
-        let is = || {
-            ProcStatus::read(child.id() as i32)?
-                .field("State")
-                .map(|now| now.starts_with(state))
-        };
-        while is() != Some(true) {
+        let is = || crate::proc::stat(child.id() as i32).is_some_and(|stat| stat.state == state);
+        while !is() {
             assert!(Instant::now() < until, "it does not come to {state}");
             std::thread::yield_now();
         }

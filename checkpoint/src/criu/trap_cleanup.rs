@@ -10,6 +10,7 @@
 //! ended, and that no trap is pending.
 
 use super::ptrace::{RegisterSet, TracedThread};
+use crate::proc;
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io;
@@ -103,7 +104,7 @@ impl ProcessState {
             mappings.push(range);
         }
         let mut threads = Vec::new();
-        for tid in thread_ids(pid)? {
+        for tid in proc::thread_ids(pid)? {
             *threads_left = threads_left
                 .checked_sub(1)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
@@ -202,20 +203,10 @@ enum CodeLocation {
     OwnCode,
 }
 
-fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task"))?;
-    Ok(threads
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect())
-}
-
 /// Returns the address ranges of a process's mappings. The bool is true if the mapping is
 /// executable.
 fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
-    let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
-    let maps = String::from_utf8_lossy(&maps);
-    Ok(maps
+    Ok(proc::mappings(pid, "maps")?
         .lines()
         .filter_map(|line| {
             let (range, rest) = line.split_once(' ')?;
@@ -238,7 +229,6 @@ fn instruction_pointer(registers: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::ProcStatus;
     use std::process::Command;
     use std::time::{Duration, Instant};
 
@@ -250,11 +240,7 @@ mod tests {
             .spawn()
             .expect("it starts");
         let pid = child.id() as i32;
-        let field = |name: &str| {
-            ProcStatus::read(pid)
-                .and_then(|s| s.field(name).map(str::to_string))
-                .unwrap_or_default()
-        };
+        let state = || proc::stat(pid).expect("it lives").state;
         let until = Instant::now() + Duration::from_secs(20);
         let wait = |what: &dyn Fn() -> bool| {
             while !what() {
@@ -270,13 +256,13 @@ mod tests {
         wait(&|| {
             std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc"))
         });
-        wait(&|| field("State").starts_with('S'));
+        wait(&|| state() == 'S');
         let send =
             |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
         send(nix::sys::signal::SIGSTOP);
-        wait(&|| field("State").starts_with('T'));
+        wait(&|| state() == 'T');
         let snapshot = TaskSnapshot::take(&[pid]).expect("it is stopped");
-        wait(&|| field("State").starts_with('T'));
+        wait(&|| state() == 'T');
 
         let (address, code) = snapshot.processes[0].code[0].clone();
         let memory = File::options()
@@ -299,9 +285,9 @@ mod tests {
         let mut now = vec![0; code.len()];
         memory.read_exact_at(&mut now, address).expect("read");
         assert_eq!(now, code);
-        assert_eq!(field("SigBlk"), "0000000000000000");
+        assert_eq!(proc::status(pid).expect("it lives").sigblk, 0);
         send(nix::sys::signal::SIGCONT);
-        wait(&|| field("State").starts_with('S'));
+        wait(&|| state() == 'S');
         assert!(child.try_wait().expect("wait").is_none(), "it sleeps on");
         child.kill().expect("kill");
         child.wait().expect("wait");

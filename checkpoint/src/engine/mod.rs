@@ -37,9 +37,11 @@ use std::net;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use thiserror::Error;
 
 /// Aborts a running engine call from another thread. All clones share one state; firing cannot be
 /// undone.
@@ -126,14 +128,41 @@ pub struct RestoreJob {
     pub post_copy: bool,
 }
 
+/// An engine cannot be executed. No process of it remains.
+#[derive(Debug, Error)]
+#[error("the dump engine {} does not run: {cause}; {install_hint}", program.display())]
+pub struct EngineUnusable {
+    pub program: PathBuf,
+    pub install_hint: &'static str,
+    #[source]
+    pub cause: VersionError,
+}
+
+/// Why an engine did not report its version.
+#[derive(Debug, Error)]
+pub enum VersionError {
+    #[error(transparent)]
+    Start(io::Error),
+    /// The engine was killed.
+    #[error("no answer within {} s", .0.as_secs())]
+    TimedOut(Duration),
+    #[error(transparent)]
+    ReadOutput(io::Error),
+    #[error("{status}: {first_line}")]
+    Failed {
+        status: ExitStatus,
+        first_line: String,
+    },
+}
+
 /// A program that dumps and restores tasks, such as CRIU.
 pub trait Engine: Send + Sync {
     /// Runs the engine to find out whether it can be executed, and returns its version. Only a dump
     /// shows whether the engine can dump and restore tasks.
     ///
     /// # Errors
-    /// One sentence for users: what is missing and how to install it.
-    fn probe(&self) -> Result<String, String>;
+    /// The text says what is missing and how to install it.
+    fn probe(&self) -> Result<String, EngineUnusable>;
 
     /// Starts the engine to find out whether this host supports post-copy. The engine writes its
     /// messages into `dir`.

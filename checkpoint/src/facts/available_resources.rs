@@ -4,6 +4,7 @@
 use super::verdict::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
+use procfs::{Current, Meminfo};
 use sempa_proto::cgroup::{find_mount_point, group_dir};
 use std::fs::read_to_string;
 use std::io;
@@ -38,17 +39,9 @@ const PIDS: ControllerFiles = ControllerFiles {
 /// Returns the number of bytes of memory that are available on this host and within the control
 /// groups of this process.
 pub fn memory_available_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let machine = parse_memory_available(&text).unwrap_or(0);
+    let machine = Meminfo::current().ok().and_then(|info| info.mem_available);
+    let machine = machine.unwrap_or(0);
     cgroup_memory().map_or(machine, |left| left.min(machine))
-}
-
-fn parse_memory_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// Returns the number of bytes of memory until a control group of this process reaches its limit;
@@ -174,15 +167,5 @@ mod tests {
         assert_eq!(remainder_with_ancestors(&inner, &root, &PIDS), Some(0));
         write(&inner, "memory.limit_in_bytes", "9223372036854771712\n");
         assert_eq!(remainder(&inner, &MEMORY_V1), None);
-    }
-
-    /// MemAvailable is found in /proc/meminfo and converted from KiB.
-    #[test]
-    fn available_memory_is_read_from_meminfo() {
-        assert_eq!(
-            parse_memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
-            Some(3072)
-        );
-        assert_eq!(parse_memory_available(""), None);
     }
 }

@@ -2,6 +2,7 @@
 //! and fdinfo; [`classify`] is pure.
 
 use super::memory_map::{SHARED_MEMORY_DIR, describe_posix_memory};
+use crate::proc;
 use sempa_proto::task;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -104,7 +105,7 @@ pub(super) fn read_descriptor(
     number: &str,
 ) -> io::Result<DescriptorMeaning> {
     let link = std::fs::read_link(path)?;
-    let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
+    let info = proc::descriptor_info(pid, number)?;
     if !link.is_absolute() {
         // Pipes, sockets and anonymous inodes need no metadata. For all other files reading the
         // metadata never blocks.

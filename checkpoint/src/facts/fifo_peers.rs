@@ -1,6 +1,7 @@
 //! Finds processes outside a task that have one of the task's named pipes open. A migration would
 //! close the task's end of the pipe without notifying the other process.
 
+use crate::proc;
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -21,16 +22,14 @@ pub(super) fn pipe_open_elsewhere(
     if pipes.is_empty() {
         return None;
     }
-    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let numbers = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    numbers
+    proc::process_ids()
+        .into_iter()
         .filter(|pid| !task_processes.contains(pid))
         .find_map(|pid| pipe_open_in(pid, pipes))
 }
 
 fn pipe_open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
-    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-    open.flatten().find_map(|entry| {
+    proc::descriptors(pid).ok()?.find_map(|entry| {
         // Only descriptors with a path are inspected further: reading the metadata of other files
         // may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());

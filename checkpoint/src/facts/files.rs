@@ -2,6 +2,7 @@
 //! by `SEMPA_FILES`, and whether they can be created at the target.
 
 use super::descriptors::{DescriptorMeaning, read_descriptor};
+use crate::proc;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use sempa_proto::migration::Refusal;
@@ -39,8 +40,7 @@ impl FilePolicy {
     pub(super) fn of_task(root: i32) -> Result<FilePolicy, Refusal> {
         // The environment cannot be read if the process or its main thread has exited. Other checks
         // refuse such a process.
-        let environment = std::fs::read(format!("/proc/{root}/environ")).unwrap_or_default();
-        FilePolicy::parse(&environment)
+        FilePolicy::parse(&proc::environment(root))
     }
 
     fn parse(environment: &[u8]) -> Result<FilePolicy, Refusal> {
@@ -85,10 +85,10 @@ pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
         return Vec::new();
     }
     for pid in processes {
-        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
+        let Ok(open) = proc::descriptors(*pid) else {
             continue;
         };
-        for entry in dir.flatten() {
+        for entry in open {
             let (fd_path, number) = (entry.path(), entry.file_name());
             let meaning = read_descriptor(*pid, &fd_path, &number.to_string_lossy());
             let Ok(

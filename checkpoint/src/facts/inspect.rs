@@ -7,7 +7,8 @@ use super::descriptors::{
 use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, belongs_to_this_user};
 use super::hash::HashCache;
 use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
-use crate::status::ProcStatus;
+use crate::proc::{self, Status, namespace};
+use procfs::process::Process;
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -191,8 +192,7 @@ pub fn inspect(
     if let Some(what) = sysv::object_used_by(&task.processes) {
         return Err(unsupported(what));
     }
-    let uid = ProcStatus::read(task.root)
-        .and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
+    let uid = proc::status(task.root).map(|status| status.euid);
     Ok(TaskFacts {
         program: Box::default(),
         resident_bytes: task
@@ -203,12 +203,12 @@ pub fn inspect(
         uid: uid.ok_or(Refusal::NoSuchTask)?,
         cpu_features: this_host::cpu_features(),
         kernel_features: kernel::kernel_features(),
-        kernel: this_host::kernel_release().into(),
+        kernel: proc::kernel_release().into(),
         engine,
         threads: task
             .processes
             .iter()
-            .filter_map(|pid| ProcStatus::read(*pid)?.number::<u32>("Threads"))
+            .filter_map(|pid| u32::try_from(proc::status(*pid)?.threads).ok())
             .sum(),
         files: file_facts(findings.files, hashes)?,
         launch: None,
@@ -222,10 +222,10 @@ const PREHASHED_BYTES_MAX: u64 = 128 << 20;
 /// Hashes the program and the libraries of a process in advance, so that a later inspection need
 /// not wait for the disk. Read errors are ignored; the inspection reports them.
 pub fn hash_program_files(pid: i32, hashes: &HashCache) {
-    let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
+    let Ok(text) = proc::mappings(pid, "maps") else {
         return;
     };
-    for mapping in memory_map::parse_maps(&String::from_utf8_lossy(&text)) {
+    for mapping in memory_map::parse_maps(&text) {
         let memory_map::Mapping::Private(path) = mapping else {
             continue;
         };
@@ -241,7 +241,7 @@ pub fn hash_program_files(pid: i32, hashes: &HashCache) {
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
 /// not exist.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
-    ProcStatus::read(pid)?.memory_bytes()
+    proc::memory_bytes(&proc::status(pid)?)
 }
 
 /// Maximum number of attempts to inspect a process that seems to be exiting. Attempts are one
@@ -258,7 +258,7 @@ fn inspect_process_until_stable(
     root: i32,
     findings: &mut InspectionFindings,
 ) -> Result<(), Refusal> {
-    let is_exiting = || std::fs::read_link(format!("/proc/{pid}/exe")).is_err();
+    let is_exiting = || Process::new(pid).and_then(|process| process.exe()).is_err();
     let mut result = Ok(());
     for _ in 0..INSPECT_ATTEMPTS_MAX {
         let mut found = findings.clone();
@@ -284,9 +284,8 @@ fn inspect_process_until_stable(
 fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
     // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
-        ProcStatus::read(pid)?
-            .number::<i32>("PPid")
-            .filter(|parent| *parent != 0)
+        let parent = proc::status(pid)?.ppid;
+        (parent != 0).then_some(parent)
     };
     let read_parents = || {
         subject
@@ -320,11 +319,7 @@ fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Resul
         let mut ancestor = pid;
         while ancestor != subject.root {
             let Some(&parent) = parents.get(&ancestor) else {
-                let status = ProcStatus::read(pid);
-                let name = status
-                    .as_ref()
-                    .and_then(|status| status.field("Name"))
-                    .unwrap_or_default();
+                let name = proc::status(pid).map_or_else(String::new, |status| status.name);
                 return Err(unsupported(format!(
                     "a background process ({name}, process {pid}) that is no longer its child"
                 )));
@@ -336,12 +331,11 @@ fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Resul
 }
 
 fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let threads = thread_ids(pid);
-    let status = ProcStatus::read(pid);
+    let threads = proc::thread_ids(pid).unwrap_or_default();
+    let status = proc::status(pid);
     if status
         .as_ref()
-        .and_then(|status| status.field("State"))
-        .is_some_and(|state| state.starts_with(['Z', 'X']))
+        .is_some_and(|status| status.state.starts_with(['Z', 'X']))
     {
         // A zombie is accepted, because it only waits to be reaped. It is refused if other threads
         // of the process still run.
@@ -354,24 +348,24 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
         };
     }
     // Threads of the tasker also trace the task for short times.
-    let is_ours = |tracer: &str| Path::new("/proc/self/task").join(tracer).exists();
-    let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
+    let is_ours =
+        |tracer: i32| Process::myself().is_ok_and(|process| process.task_from_tid(tracer).is_ok());
     if threads
         .into_iter()
-        .filter_map(ProcStatus::read)
-        .any(|status| status.field("TracerPid").is_some_and(traces))
+        .filter_map(proc::status)
+        .any(|status| status.tracerpid != 0 && !is_ours(status.tracerpid))
     {
         return Err(unsupported("a debugger"));
     }
     check_capabilities(status.as_ref())?;
     check_namespaces(pid, root)?;
-    let link = |name: &str| {
-        std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask)
-    };
-    if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
+    let process = Process::new(pid).map_err(|_| Refusal::NoSuchTask)?;
+    let root_dir = process.root().map_err(|_| Refusal::NoSuchTask)?;
+    let own_root_dir = Process::myself().and_then(|own| own.root());
+    if root_dir != own_root_dir.unwrap_or_else(|_| "/".into()) {
         return Err(unsupported("a root directory of its own"));
     }
-    let cwd = link("cwd")?;
+    let cwd = process.cwd().map_err(|_| Refusal::NoSuchTask)?;
     check_working_directory(&cwd, pid)?;
     findings.require(&cwd, 0, FileNeed::Directory)?;
     inspect_mappings(pid, findings)?;
@@ -380,39 +374,29 @@ fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Re
 
 /// Checks that the process has the capabilities that the engine needs in it. A capability that the
 /// tasker does not have is not required.
-fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
+fn check_capabilities(status: Option<&Status>) -> Result<(), Refusal> {
     const SYS_ADMIN: u64 = 1 << 21;
     const SYS_RESOURCE: u64 = 1 << 24;
-    let (Some(status), Some(own)) = (status, ProcStatus::read(std::process::id() as i32)) else {
+    let (Some(status), Some(own)) = (status, proc::status(std::process::id() as i32)) else {
         return Ok(());
     };
-    let has_capability = |status: &ProcStatus, what| status.capability_set("CapEff") & what != 0;
-    let ids = |of: &ProcStatus, name| -> Vec<String> {
-        of.field(name)
-            .unwrap_or_default()
-            .split_whitespace()
-            .take(3)
-            .map(String::from)
-            .collect()
-    };
+    let has_capability = |status: &Status, what| status.capeff & what != 0;
     // The engine makes the process mount a file system temporarily.
     if has_capability(&own, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
-        let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
+        let uid = status.euid;
         return Err(unsupported(format!(
             "a process without root's capabilities (its user is {uid}), which the engine cannot dump"
         )));
     }
     // The engine reads the resource limits of the process. The kernel permits this only if all user
     // and group IDs are equal, or with CAP_SYS_RESOURCE.
-    let differs = |name| {
-        ids(status, name)
-            .iter()
-            .find(|id| ids(&own, name).first() != Some(id))
-            .cloned()
-    };
+    let users = [status.ruid, status.euid, status.suid];
+    let groups = [status.rgid, status.egid, status.sgid];
+    let differing_user = users.into_iter().find(|id| *id != own.ruid);
+    let differing_group = groups.into_iter().find(|id| *id != own.rgid);
     if let (false, Some(id)) = (
         has_capability(&own, SYS_RESOURCE),
-        differs("Uid").or_else(|| differs("Gid")),
+        differing_user.or(differing_group),
     ) {
         return Err(unsupported(format!(
             "another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE"
@@ -421,31 +405,20 @@ fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Returns the thread IDs of a process.
-fn thread_ids(pid: i32) -> Vec<i32> {
-    let dir = std::fs::read_dir(format!("/proc/{pid}/task"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    dir.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect()
-}
-
 fn check_namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
-    let link = |of: &str, name: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
     let (own, root) = (pid.to_string(), root.to_string());
     if let Some((_, what)) = SHARED_NAMESPACES
         .iter()
-        .find(|(name, _)| link(&own, name) != link("self", name))
+        .find(|(name, _)| namespace(&own, name) != namespace("self", name))
     {
         return Err(unsupported(*what));
     }
     // The task has its own PID namespace; its processes must be in it, and must create their
     // children in it.
-    let task = link(&root, "pid");
+    let task = namespace(&root, "pid");
     if ["pid", "pid_for_children"]
         .iter()
-        .any(|name| link(&own, name) != task)
+        .any(|name| namespace(&own, name) != task)
     {
         return Err(unsupported("a process-id namespace of its own"));
     }
@@ -468,8 +441,8 @@ fn check_working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
 }
 
 fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let text = std::fs::read(format!("/proc/{pid}/maps")).map_err(|_| Refusal::NoSuchTask)?;
-    for mapping in memory_map::parse_maps(&String::from_utf8_lossy(&text)) {
+    let text = proc::mappings(pid, "maps").map_err(|_| Refusal::NoSuchTask)?;
+    for mapping in memory_map::parse_maps(&text) {
         let (path, need) = match mapping {
             memory_map::Mapping::Private(path) => (path, FileNeed::EqualContent),
             memory_map::Mapping::Shared(path) if findings.file_policy == FilePolicy::Refuse => {
@@ -491,8 +464,8 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
 }
 
 fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
-    for entry in dir.flatten() {
+    let open = proc::descriptors(pid).map_err(|_| Refusal::NoSuchTask)?;
+    for entry in open {
         // A descriptor that has just been closed is ignored.
         let Ok(meaning) = read_descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
         else {
@@ -542,16 +515,15 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
 pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     let mut files = BTreeMap::new();
     for pid in processes {
-        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
+        let Ok(open) = proc::descriptors(*pid) else {
             continue;
         };
-        for entry in dir.flatten() {
+        for entry in open {
             let (path, number) = (entry.path(), entry.file_name());
             let Ok(link) = std::fs::read_link(&path) else {
                 continue;
             };
-            let info =
-                std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
+            let info = proc::descriptor_info(*pid, &number.to_string_lossy());
             // Reading the metadata of other kinds of files might block. The content of files
             // without a name is in the images.
             if !link.is_absolute() || !info.is_ok_and(|info| is_open_for_writing(&info)) {
@@ -571,20 +543,13 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
 /// True if a process has sockets of a task's library open. It has none if its library is quiesced,
 /// or if it is a forked child that has executed another program.
 pub fn has_library_sockets(pid: i32) -> bool {
-    let dir = std::fs::read_dir(format!("/proc/{pid}/fd"))
-        .into_iter()
-        .flatten()
-        .flatten();
+    let open = proc::descriptors(pid).into_iter().flatten();
     let is_one = |entry: std::fs::DirEntry| {
         let link = std::fs::read_link(entry.path()).ok()?;
-        let info = std::fs::read_to_string(format!(
-            "/proc/{pid}/fdinfo/{}",
-            entry.file_name().to_string_lossy()
-        ))
-        .ok()?;
+        let info = proc::descriptor_info(pid, &entry.file_name().to_string_lossy()).ok()?;
         Some(is_library_socket(&link, &info))
     };
-    dir.filter_map(is_one).any(|is_one| is_one)
+    open.filter_map(is_one).any(|is_one| is_one)
 }
 
 fn check_connections(root: i32, findings: &InspectionFindings) -> Result<(), Refusal> {
@@ -600,8 +565,9 @@ fn check_connections(root: i32, findings: &InspectionFindings) -> Result<(), Ref
     if sockets::daemon_connection_count(&findings.library_sockets, &unix) > 1 {
         return Err(unsupported("a process that is a task of its own"));
     }
-    for name in ["tcp", "tcp6"] {
-        let table = std::fs::read_to_string(format!("/proc/{root}/net/{name}")).unwrap_or_default();
+    for read in [Process::tcp, Process::tcp6] {
+        let table = Process::new(root).and_then(|process| read(&process));
+        let table = table.unwrap_or_default();
         if let Some(what) = sockets::tcp_connection(&findings.sockets, &table) {
             return Err(unsupported(what));
         }
@@ -860,12 +826,7 @@ mod tests {
         let (root, hashes) = (subject.root, HashCache::default());
         let mut seen = 0;
         while seen < 3000 {
-            let children = std::fs::read_to_string(format!("/proc/{root}/task/{root}/children"))
-                .expect("it forks");
-            let children: Vec<i32> = children
-                .split_whitespace()
-                .map(|pid| pid.parse().expect("a number"))
-                .collect();
+            let children = proc::children(root).expect("it forks");
             seen += children.len();
             let subject = TaskProcesses {
                 root,

@@ -5,6 +5,7 @@
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket,
 };
+use procfs::net::{TcpNetEntry, TcpState};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -56,41 +57,18 @@ pub(super) fn daemon_connection_count(library_sockets: &BTreeSet<u64>, table: &U
         .count()
 }
 
-/// Describes the first TCP connection of the task in `table`, the text of /proc/PID/net/tcp or
+/// Describes the first TCP connection of the task in `table`, the entries of /proc/PID/net/tcp or
 /// tcp6; `None` if there is none. `own` are the inode numbers of the task's sockets. Listening and
 /// unconnected sockets can be migrated.
-pub(super) fn tcp_connection(task_sockets: &BTreeSet<u64>, table: &str) -> Option<String> {
-    const CLOSED: &str = "07";
-    const LISTENING: &str = "0A";
-    table.lines().skip(1).find_map(|line| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let inode: u64 = fields.get(9)?.parse().ok()?;
-        let connected = task_sockets.contains(&inode) && !matches!(fields[3], CLOSED | LISTENING);
-        connected.then(|| format!("a TCP connection to {}", parse_address(fields[2])))
-    })
-}
-
-/// Converts an address from the format of /proc/PID/net/tcp: 32-bit words in host byte order as
-/// hexadecimal digits, colon, port.
-fn parse_address(text: &str) -> String {
-    let parsed = text.split_once(':').and_then(|(host, port)| {
-        let port = u16::from_str_radix(port, 16).ok()?;
-        let word = |at: usize| {
-            u32::from_str_radix(host.get(at..at + 8)?, 16)
-                .ok()
-                .map(u32::to_ne_bytes)
-        };
-        match host.len() {
-            8 => Some(format!("{}:{port}", std::net::Ipv4Addr::from(word(0)?))),
-            32 => {
-                let bytes: Vec<u8> = [word(0)?, word(8)?, word(16)?, word(24)?].concat();
-                let bytes: [u8; 16] = bytes.try_into().ok()?;
-                Some(format!("[{}]:{port}", std::net::Ipv6Addr::from(bytes)))
-            }
-            _ => None,
-        }
-    });
-    parsed.unwrap_or_else(|| text.to_string())
+pub(super) fn tcp_connection(
+    task_sockets: &BTreeSet<u64>,
+    table: &[TcpNetEntry],
+) -> Option<String> {
+    let connected = table.iter().find(|entry| {
+        task_sockets.contains(&entry.inode)
+            && !matches!(entry.state, TcpState::Close | TcpState::Listen)
+    })?;
+    Some(format!("a TCP connection to {}", connected.remote_address))
 }
 
 /// Queries all Unix sockets from the kernel (sock_diag(7)).
@@ -196,6 +174,8 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use procfs::FromReadSI;
+    use procfs::net::TcpNetEntries;
     use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -250,8 +230,11 @@ mod tests {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
             0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 50 1 x\n\
             1: 0100007F:1F91 0A00000A:0050 01 00000000:00000000 00:00000000 00000000     0        0 51 1 x\n";
-        assert_eq!(tcp_connection(&BTreeSet::from([50]), table), None);
-        let found = tcp_connection(&BTreeSet::from([50, 51]), table);
+        let TcpNetEntries(table) =
+            TcpNetEntries::from_read(table.as_bytes(), procfs::current_system_info())
+                .expect("it is complete");
+        assert_eq!(tcp_connection(&BTreeSet::from([50]), &table), None);
+        let found = tcp_connection(&BTreeSet::from([50, 51]), &table);
         assert_eq!(found.as_deref(), Some("a TCP connection to 10.0.0.10:80"));
     }
 

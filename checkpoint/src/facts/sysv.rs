@@ -5,6 +5,7 @@
 //! objects, but the kernel records which process created or last used each object.
 #![allow(unsafe_code)] // One call, which has no wrapper.
 
+use crate::proc::sysv_table;
 use std::collections::BTreeSet;
 
 /// Maximum number of semaphores that are checked. A single semaphore set may contain thousands.
@@ -14,20 +15,18 @@ const SEMAPHORES_MAX: usize = 16_384;
 /// `None` if no such object exists.
 pub(super) fn object_used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
-    let read =
-        |name: &str| std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default();
     let mentions_own = |table: &str, columns: &[&str]| {
         rows(table, columns)
             .into_iter()
             .any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
     };
-    if mentions_own(&read("shm"), &["cpid", "lpid"]) {
+    if mentions_own(&sysv_table("shm"), &["cpid", "lpid"]) {
         return Some("System V shared memory".into());
     }
-    if mentions_own(&read("msg"), &["lspid", "lrpid"]) {
+    if mentions_own(&sysv_table("msg"), &["lspid", "lrpid"]) {
         return Some("a System V message queue".into());
     }
-    let sets = rows(&read("sem"), &["semid", "nsems"])
+    let sets = rows(&sysv_table("sem"), &["semid", "nsems"])
         .into_iter()
         .filter_map(|row| Some((row[0]?, row[1]?)));
     let mut semaphores = sets

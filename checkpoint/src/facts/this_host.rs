@@ -3,6 +3,8 @@
 use super::hash::HashCache;
 use super::verdict::{FoundFile, HostProperties};
 use super::{available_resources, files, kernel};
+use crate::proc;
+use procfs::{CpuInfo, Current};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -34,7 +36,7 @@ impl HostProperties for ThisHost {
     }
 
     fn kernel(&self) -> String {
-        kernel_release()
+        proc::kernel_release()
     }
 
     fn memory_available_bytes(&self) -> u64 {
@@ -68,27 +70,16 @@ impl HostProperties for ThisHost {
 
 /// Returns the features of this host's processor, sorted.
 pub(super) fn cpu_features() -> Vec<String> {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    parse_cpu_features(&text)
+    CpuInfo::current().map_or_else(|_| Vec::new(), |info| first_features(&info))
 }
 
-/// Returns the release of this host's kernel.
-pub(super) fn kernel_release() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease")
-        .unwrap_or_default()
-        .trim()
-        .to_string()
-}
-
-/// Returns the features of the first processor, sorted. The line is called "flags" on x86 and
+/// Returns the features of the first processor, sorted. The field is called "flags" on x86 and
 /// "Features" on ARM.
-fn parse_cpu_features(cpuinfo: &str) -> Vec<String> {
-    let line = cpuinfo
-        .lines()
-        .find(|line| line.starts_with("flags") || line.starts_with("Features"));
-    let list = line
-        .and_then(|line| line.split_once(':'))
-        .map_or("", |(_, list)| list);
+fn first_features(info: &CpuInfo) -> Vec<String> {
+    let list = info
+        .get_field(0, "flags")
+        .or_else(|| info.get_field(0, "Features"))
+        .unwrap_or_default();
     let mut features: Vec<String> = list.split_whitespace().map(String::from).collect();
     features.sort_unstable();
     features.dedup();
@@ -98,11 +89,13 @@ fn parse_cpu_features(cpuinfo: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use procfs::FromRead;
 
     #[test]
     fn processor_features_are_parsed() {
-        let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
-        assert_eq!(parse_cpu_features(cpuinfo), ["avx2", "fma", "sse2"]);
+        let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: sse2\n";
+        let info = CpuInfo::from_read(cpuinfo.as_bytes()).expect("it is complete");
+        assert_eq!(first_features(&info), ["avx2", "fma", "sse2"]);
     }
 
     #[test]

@@ -315,8 +315,8 @@ fn common_items() -> Vec<ItemDescription> {
 /// entry or exit.
 fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
     let suffix = match id & (EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET) {
-        EVENT_ENTRY => "(0.0)",
-        EVENT_EXIT => "(1.1)",
+        EVENT_ENTRY_OFFSET => "(0.0)",
+        EVENT_EXIT_OFFSET => "(1.1)",
         _ => "(0)",
     };
     EventDescription {

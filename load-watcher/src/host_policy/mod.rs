@@ -23,6 +23,7 @@ use crate::owner::UserOverride;
 use crate::owner_override;
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
 use crate::published_policy::{self, PolicyRejection};
+use nix::errno::Errno;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
 use sempa_proto::text::truncate;
@@ -30,6 +31,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use thiserror::Error;
 
 /// Path of the administrator's policy.
 pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
@@ -131,22 +133,39 @@ pub fn user_name(uid: u32) -> String {
         .map_or_else(|| uid.to_string(), |user| user.name)
 }
 
-/// Returns the uid of a blocked user, or a sentence if no account on this host has this name. The
-/// rest of the policy file stays valid: a removed account must not admit all other blocked users.
-fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
-    let BlockedUser {
-        name,
-        source: place,
-        ..
-    } = user;
-    let why = match User::from_name(name) {
+/// A blocked user has no uid on this host. The rest of the policy file stays valid: a removed
+/// account must not admit all other blocked users.
+#[derive(Debug, Error)]
+#[error("{place}: blocked user {name:?}: {cause}; the entry has no effect")]
+struct UnknownUser {
+    place: String,
+    /// The beginning of the name.
+    name: String,
+    #[source]
+    cause: AccountError,
+}
+#[derive(Debug, Error)]
+enum AccountError {
+    #[error("no account of this host has this name")]
+    NoAccount,
+    # [ error ( "the accounts of this host cannot be read: {}" , . 0 . desc ( ) ) ]
+    Unreadable(#[source] Errno),
+}
+/// Returns the uid of a blocked user.
+///
+/// # Errors
+/// No account on this host has this name, or the accounts cannot be read.
+fn blocked_uid(user: &BlockedUser) -> Result<u32, UnknownUser> {
+    let cause = match User::from_name(&user.name) {
         Ok(Some(user)) => return Ok(user.uid.as_raw()),
-        Ok(None) => "no account of this host has this name".to_string(),
-        Err(error) => format!("the accounts of this host cannot be read: {}", error.desc()),
+        Ok(None) => AccountError::NoAccount,
+        Err(error) => AccountError::Unreadable(error),
     };
-    let shown = truncate(name, UNKNOWN_NAME_BYTES_MAX);
-    name.parse()
-        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; the entry has no effect"))
+    user.name.parse().map_err(|_| UnknownUser {
+        place: user.source.to_string(),
+        name: truncate(&user.name, UNKNOWN_NAME_BYTES_MAX).to_string(),
+        cause,
+    })
 }
 
 /// Returns the report about a refused file. `had_content` is true if the file had valid content
@@ -159,16 +178,24 @@ fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     };
     format!("{sentence}; {then}")
 }
+/// Why a policy file was refused. Its previous content stays in force.
+#[derive(Debug, Error)]
+enum LoadPolicyError {
+    #[error(transparent)]
+    Malformed(PolicyError),
+    #[error("{name} cannot be read: {source}")]
+    Read { name: String, source: io::Error },
+}
 
 /// Loads a policy file; returns an empty policy if the file does not exist. `parse` gets the file's
 /// name and its text.
 fn load_policy(
     path: &Path,
     parse: fn(&str, &str) -> Result<Policy, PolicyError>,
-) -> Result<Policy, String> {
+) -> Result<Policy, LoadPolicyError> {
     let name = path.display().to_string();
     match std::fs::read_to_string(path) {
-        Ok(text) => parse(&name, &text).map_err(|error| error.to_string()),
+        Ok(text) => parse(&name, &text).map_err(LoadPolicyError::Malformed),
         Err(e)
             if matches!(
                 e.kind(),
@@ -177,7 +204,7 @@ fn load_policy(
         {
             Ok(Policy::default())
         }
-        Err(e) => Err(format!("{name} cannot be read: {e}")),
+        Err(source) => Err(LoadPolicyError::Read { name, source }),
     }
 }
 
@@ -221,7 +248,7 @@ impl HostPolicy {
     fn apply_read(
         &mut self,
         which: &'static str,
-        read: Result<Policy, String>,
+        read: Result<Policy, LoadPolicyError>,
         part: fn(&mut HostPolicy) -> &mut Policy,
     ) -> Option<String> {
         let wrong = match read {
@@ -230,8 +257,8 @@ impl HostPolicy {
                 self.errors.remove(which);
                 None
             }
-            Err(sentence) => {
-                let sentence = refusal_report(&sentence, !part(self).is_empty(), true);
+            Err(error) => {
+                let sentence = refusal_report(&error.to_string(), !part(self).is_empty(), true);
                 self.errors.insert(which, vec![sentence.clone()]);
                 Some(sentence)
             }
@@ -387,7 +414,7 @@ impl HostPolicy {
         {
             match blocked_uid(user) {
                 Ok(uid) => self.blocked_uids.push(uid),
-                Err(sentence) => self.unknown_users.push(sentence),
+                Err(unknown) => self.unknown_users.push(unknown.to_string()),
             }
         }
         self.unknown_users.truncate(UNKNOWN_USERS_MAX);

@@ -7,12 +7,13 @@
 use super::Machine;
 use bytes::Bytes;
 use sempa_proto::event::{EVENTS_MAX, Event, EventKind};
-use sempa_proto::frame::{FRAME_BYTES_MAX, from_bytes, to_bytes};
+use sempa_proto::frame::{FRAME_BYTES_MAX, FrameError, from_bytes, to_bytes};
 use sempa_proto::host::HostMsg;
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Message, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
+use thiserror::Error;
 
 /// Largest number of tasks that receive every new event.
 pub(super) const SUBSCRIBERS_MAX: usize = 1024;
@@ -72,6 +73,15 @@ pub(super) struct EventLog {
     subscribers: BTreeMap<Tid, (i32, i32)>,
 }
 
+/// Why an entry was not appended. The log is unchanged.
+#[derive(Debug, PartialEq, Eq, Error)]
+pub(super) enum AppendError {
+    #[error(transparent)]
+    Encode(FrameError),
+    #[error("it has {0} bytes, {max} at most", max = EVENT_BYTES_MAX)]
+    TooLong(usize),
+}
+
 impl EventLog {
     /// Returns at most `limit` entries from number `from` on, oldest first.
     pub(super) fn entries_since(&self, from: u64, limit: u32) -> Vec<Event> {
@@ -119,7 +129,7 @@ impl EventLog {
         host: HostId,
         at: Micros,
         kind: EventKind,
-    ) -> Result<(u64, Bytes), String> {
+    ) -> Result<(u64, Bytes), AppendError> {
         let number = self.last_number + 1;
         let packed = to_bytes(&Event {
             number,
@@ -127,12 +137,9 @@ impl EventLog {
             host,
             kind,
         })
-        .map_err(|why| why.to_string())?;
+        .map_err(AppendError::Encode)?;
         if packed.len() > EVENT_BYTES_MAX {
-            return Err(format!(
-                "it has {} bytes, {EVENT_BYTES_MAX} at most",
-                packed.len()
-            ));
+            return Err(AppendError::TooLong(packed.len()));
         }
         if self
             .blocks

@@ -35,6 +35,20 @@ use sempa_proto::text::truncate;
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use thiserror::Error;
+/// A limit of the owner that does not permit another guest.
+#[derive(Debug, Error)]
+enum OwnerLimit {
+    /// The pattern that the program matches.
+    #[error("its owner does not allow {0}")]
+    BlockedProgram(String),
+    #[error("its owner allows no tasks")]
+    NoTasks,
+    #[error("its owner allows one task, and one is present")]
+    OneTask,
+    #[error("its owner allows {0} tasks, and as many are present")]
+    Tasks(u32),
+}
 
 /// Time limit for a guest to quiesce before it is stopped. The other 25 ms of the 50 ms within
 /// which guests must stop for an owner are for detection and delivery.
@@ -813,20 +827,23 @@ impl Machine {
             }),
             None => self
                 .free_slots_by_limits(tid, program)
-                .map_err(|why| Refusal::OwnerLimits { host, why }),
+                .map_err(|limit| Refusal::OwnerLimits {
+                    host,
+                    why: limit.to_string(),
+                }),
         }
     }
 
     /// Returns the number of further guests within the owner's limits, while guests are welcome.
     /// Tasks that are leaving or suspended do not count, because they need no processor.
-    fn free_slots_by_limits(&self, tid: Tid, program: &str) -> Result<usize, String> {
+    fn free_slots_by_limits(&self, tid: Tid, program: &str) -> Result<usize, OwnerLimit> {
         if let Some(pattern) = self
             .owner_control
             .owner_agents
             .limits()
             .find_map(|limits| limits.blocking_pattern(program))
         {
-            return Err(format!("its owner does not allow {pattern}"));
+            return Err(OwnerLimit::BlockedProgram(pattern.to_string()));
         }
         let Some(max_cores) = self
             .owner_control
@@ -867,9 +884,9 @@ impl Machine {
             .saturating_sub(here + coming)
         {
             0 => Err(match max_cores {
-                0 => "its owner allows no tasks".to_string(),
-                1 => "its owner allows one task, and one is present".to_string(),
-                _ => format!("its owner allows {max_cores} tasks, and as many are present"),
+                0 => OwnerLimit::NoTasks,
+                1 => OwnerLimit::OneTask,
+                _ => OwnerLimit::Tasks(max_cores),
             }),
             places => Ok(places),
         }

@@ -32,6 +32,7 @@ use sempa_proto::task::{Reply, SpawnRequest, ToTask};
 use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::VecDeque;
+use thiserror::Error;
 
 /// Wait status of a program that could not be started: exit status 1.
 const NOT_STARTED_STATUS: i32 = 0x100;
@@ -1117,7 +1118,9 @@ impl Machine {
                     start,
                 });
             }
-            Err(why) => self.target_event(id, TargetEvent::Restored(Err(Failure::Io(why)))),
+            Err(why) => {
+                self.target_event(id, TargetEvent::Restored(Err(Failure::Io(why.to_string()))))
+            }
         }
     }
 
@@ -1128,9 +1131,14 @@ impl Machine {
         world: &mut dyn World,
         tid: Tid,
         launch: &LaunchInfo,
-    ) -> Result<(StartTask, i32), String> {
-        let (path, argv) = super::spawn::find_program(world, &launch.request)
-            .map_err(|error| format!("{}: {error}", launch.request.file))?;
+    ) -> Result<(StartTask, i32), ProgramNotFound> {
+        let (path, argv) =
+            super::spawn::find_program(world, &launch.request).map_err(|source| {
+                ProgramNotFound {
+                    file: launch.request.file.clone(),
+                    source,
+                }
+            })?;
         let mut env = self.environment(world, &launch.request);
         let restart_count_prefix = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
         env.retain(|entry| !entry.starts_with(&restart_count_prefix));
@@ -1152,6 +1160,14 @@ impl Machine {
             spawn_token,
         ))
     }
+}
+
+/// The program of a task is not on this host. Nothing was started.
+#[derive(Debug, Error)]
+#[error("{file}: {source}")]
+struct ProgramNotFound {
+    file: String,
+    source: PvmError,
 }
 
 /// Returns this host's verdict on starting the program of a task with these properties; `None` if

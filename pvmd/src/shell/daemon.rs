@@ -5,7 +5,7 @@
 //! in how they report that they are ready.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointService, StoreSettings};
+use super::checkpoints::{CheckpointService, StoreSettings, StoreSettingsError};
 use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
@@ -31,7 +31,6 @@ use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::allocator;
 use checkpoint::capabilities::{self, Capability};
-use checkpoint::status::ProcStatus;
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
@@ -295,11 +294,11 @@ async fn assemble_and_run(
 /// An unreadable store yields no reservations: starting tasks is more important than checkpoints
 /// that cannot be read.
 fn reserved_task_ids(
-    settings: &Result<StoreSettings, String>,
+    settings: &Result<StoreSettings, StoreSettingsError>,
     vm: &str,
     log: &Log,
 ) -> BTreeMap<HostId, u32> {
-    let read = settings.as_ref().map_err(String::clone);
+    let read = settings.as_ref().map_err(|why| why.to_string());
     let spared = read.and_then(|at| {
         at.highest_task_ids(vm, unix_time())
             .map_err(|why| why.to_string())
@@ -441,8 +440,6 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
 /// True if this process was started with a signal ignored, as nohup(1) does; the signal stays
 /// ignored then.
 fn is_ignored(signal: i32) -> bool {
-    let status = i32::try_from(std::process::id())
-        .ok()
-        .and_then(ProcStatus::read);
-    status.is_some_and(|status| status.signal_set("SigIgn") & (1 << (signal - 1)) != 0)
+    checkpoint::proc::status(std::process::id().cast_signed())
+        .is_some_and(|status| status.sigign & (1 << (signal - 1)) != 0)
 }

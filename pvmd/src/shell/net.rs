@@ -810,17 +810,33 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
     }
 }
 
-async fn complete_handshake(incoming: Incoming, vm: &str) -> Result<(HostId, Connection), String> {
-    let connecting = incoming.accept().map_err(|e| e.to_string())?;
+/// Why an incoming connection was refused. No byte beyond the handshake was processed.
+#[derive(Debug, thiserror::Error)]
+enum HandshakeError {
+    #[error(transparent)]
+    Accept(quinn::ConnectionError),
+    #[error("the handshake did not end")]
+    Timeout,
+    #[error("{}", describe(.0))]
+    Failed(#[source] quinn::ConnectionError),
+    #[error("its certificate names no host of this virtual machine")]
+    UnknownHost,
+}
+
+async fn complete_handshake(
+    incoming: Incoming,
+    vm: &str,
+) -> Result<(HostId, Connection), HandshakeError> {
+    let connecting = incoming.accept().map_err(HandshakeError::Accept)?;
     let connection = timeout(HANDSHAKE_TIMEOUT, connecting)
         .await
-        .map_err(|_| "the handshake did not end".to_string())?
-        .map_err(|e| describe(&e))?;
+        .map_err(|_| HandshakeError::Timeout)?
+        .map_err(HandshakeError::Failed)?;
     match peer_host(&connection, vm) {
         Some(host) => Ok((host, connection)),
         None => {
             connection.close(CLOSE_EXPELLED, b"");
-            Err("its certificate names no host of this virtual machine".into())
+            Err(HandshakeError::UnknownHost)
         }
     }
 }
@@ -832,6 +848,39 @@ fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
         .downcast::<Vec<CertificateDer<'static>>>()
         .ok()?;
     host_of_certificate(chain.first()?, vm)
+}
+
+/// Why an address of a host gave no connection.
+#[derive(Debug, thiserror::Error)]
+enum ConnectError {
+    /// No packet was sent.
+    #[error("{address}: {source}")]
+    Start {
+        address: SocketAddr,
+        source: quinn::ConnectError,
+    },
+    #[error("{address}: {}", describe(.source))]
+    Failed {
+        address: SocketAddr,
+        source: quinn::ConnectionError,
+    },
+    #[error("{address}: no answer within {} s", CONNECT_TIMEOUT.as_secs())]
+    NoAnswer { address: SocketAddr },
+    #[error(transparent)]
+    AttemptFailed(tokio::task::JoinError),
+}
+
+/// The reasons of all addresses of a host, none of which gave a connection.
+#[derive(Debug)]
+struct UnreachableHost(Vec<ConnectError>);
+
+impl std::error::Error for UnreachableHost {}
+
+impl std::fmt::Display for UnreachableHost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let reasons: Vec<String> = self.0.iter().map(ConnectError::to_string).collect();
+        f.write_str(&reasons.join("; "))
+    }
 }
 
 /// Connection attempts to one host.
@@ -865,7 +914,7 @@ impl Connector {
     }
 
     /// Tries each address once, [`CONNECT_STAGGER_INTERVAL`] apart; returns the first connection.
-    async fn try_addresses(&self) -> Result<Connection, String> {
+    async fn try_addresses(&self) -> Result<Connection, UnreachableHost> {
         let mut tries = JoinSet::new();
         for (n, address) in self.addresses.iter().copied().enumerate() {
             let (endpoint, client, name) = (
@@ -877,14 +926,11 @@ impl Connector {
                 sleep(CONNECT_STAGGER_INTERVAL * u32::try_from(n).unwrap_or(0)).await;
                 let connecting = endpoint
                     .connect_with(client, address, &name)
-                    .map_err(|e| format!("{address}: {e}"))?;
+                    .map_err(|source| ConnectError::Start { address, source })?;
                 match timeout(CONNECT_TIMEOUT, connecting).await {
                     Ok(Ok(connection)) => Ok(connection),
-                    Ok(Err(e)) => Err(format!("{address}: {}", describe(&e))),
-                    Err(_) => Err(format!(
-                        "{address}: no answer within {} s",
-                        CONNECT_TIMEOUT.as_secs()
-                    )),
+                    Ok(Err(source)) => Err(ConnectError::Failed { address, source }),
+                    Err(_) => Err(ConnectError::NoAnswer { address }),
                 }
             });
         }
@@ -893,9 +939,9 @@ impl Connector {
             match result {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(why)) => reasons.push(why),
-                Err(e) => reasons.push(e.to_string()),
+                Err(e) => reasons.push(ConnectError::AttemptFailed(e)),
             }
         }
-        Err(reasons.join("; "))
+        Err(UnreachableHost(reasons))
     }
 }

@@ -13,13 +13,14 @@ use super::session_input::{
 use bytes::Bytes;
 use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
-use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
+use sempa_proto::frame::{Frame, FrameDecoder, FrameError, FrameKind, encode_control};
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 use std::time::Duration;
-use tokio::task::JoinSet;
+use thiserror::Error;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 /// Time limit from the handshake to the peer's hello.
@@ -74,12 +75,58 @@ struct StreamHello {
     to: HostId,
     purpose: StreamPurpose,
 }
+/// Why a stream of a session cannot be used. The session ends; what was not acknowledged is sent
+/// again in the next session.
+#[derive(Debug, Error)]
+pub(crate) enum SessionError {
+    /// No stream was opened.
+    #[error(transparent)]
+    OpenStream(quinn::ConnectionError),
+    /// The connection has ended while data of the peer was awaited.
+    # [ error ( "{}" , describe ( . 0 ) ) ]
+    ConnectionLost(#[source] quinn::ConnectionError),
+    /// Nothing was sent.
+    #[error(transparent)]
+    Encode(FrameError),
+    /// The peer has received at most a part of the frame.
+    #[error(transparent)]
+    Write(quinn::WriteError),
+    /// The bytes of the peer are no frame, or a frame with an unknown content.
+    #[error(transparent)]
+    Decode(FrameError),
+    #[error(transparent)]
+    Read(quinn::ReadError),
+    #[error("its first stream is for {0:?}")]
+    WrongFirstStream(StreamPurpose),
+    #[error("a stream ended before its hello")]
+    EndedBeforeHello,
+    # [ error ( "it uses protocol version {0}, this daemon {own}" , own = WIRE_VERSION ) ]
+    WrongVersion(u16),
+    /// The peer takes this daemon for another one.
+    #[error("it addressed {host} of {vm}, but this is {own_host} of {own_vm}")]
+    WrongIdentity {
+        own_host: HostId,
+        own_vm: String,
+        host: HostId,
+        vm: String,
+    },
+    #[error("a stream ended in the middle of a frame")]
+    EndedInFrame,
+    #[error("it sent an invalid item on a pair stream")]
+    WrongLaneItem,
+    /// The reading task has failed; items that it had read were forwarded.
+    #[error(transparent)]
+    ReaderFailed(JoinError),
+    /// The item that was read is not forwarded.
+    #[error("this daemon ends")]
+    DaemonEnds,
+}
 
 /// Serves a connection as a session, from the hellos to its end, and reports the end.
 pub(crate) async fn run(context: SessionContext, connection: Connection, inputs: InputSender) {
     let why = match timeout(HELLO_TIMEOUT, context.open(&connection)).await {
         Ok(Ok(streams)) => context.serve(&connection, streams, &inputs).await,
-        Ok(Err(why)) => why,
+        Ok(Err(why)) => why.to_string(),
         Err(_) => "no hello arrived in time".to_string(),
     };
     connection.close(CLOSE_PROTOCOL_ERROR, b"");
@@ -100,7 +147,7 @@ struct SessionStreams {
 
 impl SessionContext {
     /// Exchanges hellos: the host with the higher index sends first.
-    async fn open(&self, connection: &Connection) -> Result<SessionStreams, String> {
+    async fn open(&self, connection: &Connection) -> Result<SessionStreams, SessionError> {
         if self.own_host > self.host {
             let (control_out, data_out) = self.send_hello(connection).await?;
             let control_in = self.receive_hello(connection).await?;
@@ -123,7 +170,7 @@ impl SessionContext {
     async fn send_hello(
         &self,
         connection: &Connection,
-    ) -> Result<(SendStream, SendStream), String> {
+    ) -> Result<(SendStream, SendStream), SessionError> {
         let control = self
             .open_stream(connection, StreamPurpose::Control, 2)
             .await?;
@@ -137,8 +184,11 @@ impl SessionContext {
         connection: &Connection,
         purpose: StreamPurpose,
         priority: i32,
-    ) -> Result<SendStream, String> {
-        let mut stream = connection.open_uni().await.map_err(|e| e.to_string())?;
+    ) -> Result<SendStream, SessionError> {
+        let mut stream = connection
+            .open_uni()
+            .await
+            .map_err(SessionError::OpenStream)?;
         let _ = stream.set_priority(priority);
         self.send_purpose(&mut stream, purpose).await?;
         Ok(stream)
@@ -148,7 +198,7 @@ impl SessionContext {
         &self,
         stream: &mut SendStream,
         purpose: StreamPurpose,
-    ) -> Result<(), String> {
+    ) -> Result<(), SessionError> {
         let hello = StreamHello {
             magic: STREAM_MAGIC,
             version: WIRE_VERSION,
@@ -157,19 +207,22 @@ impl SessionContext {
             to: self.host,
             purpose,
         };
-        let frame = encode_control(&hello).map_err(|e| e.to_string())?;
-        stream.write_chunk(frame).await.map_err(|e| e.to_string())
+        let frame = encode_control(&hello).map_err(SessionError::Encode)?;
+        stream.write_chunk(frame).await.map_err(SessionError::Write)
     }
 
     async fn receive_hello(
         &self,
         connection: &Connection,
-    ) -> Result<(RecvStream, FrameDecoder), String> {
-        let mut stream = connection.accept_uni().await.map_err(|e| describe(&e))?;
+    ) -> Result<(RecvStream, FrameDecoder), SessionError> {
+        let mut stream = connection
+            .accept_uni()
+            .await
+            .map_err(SessionError::ConnectionLost)?;
         let mut decoder = FrameDecoder::new();
         match self.read_purpose(&mut stream, &mut decoder).await? {
             StreamPurpose::Control => Ok((stream, decoder)),
-            other => Err(format!("its first stream is for {other:?}")),
+            other => Err(SessionError::WrongFirstStream(other)),
         }
     }
 
@@ -178,22 +231,21 @@ impl SessionContext {
         &self,
         stream: &mut RecvStream,
         decoder: &mut FrameDecoder,
-    ) -> Result<StreamPurpose, String> {
+    ) -> Result<StreamPurpose, SessionError> {
         let frame = read_frame(stream, decoder)
             .await?
-            .ok_or("a stream ended before its hello")?;
-        let hello: StreamHello = frame.decode_control().map_err(|e| e.to_string())?;
+            .ok_or(SessionError::EndedBeforeHello)?;
+        let hello: StreamHello = frame.decode_control().map_err(SessionError::Decode)?;
         if hello.magic != STREAM_MAGIC || hello.version != WIRE_VERSION {
-            return Err(format!(
-                "it uses protocol version {}, this daemon {WIRE_VERSION}",
-                hello.version
-            ));
+            return Err(SessionError::WrongVersion(hello.version));
         }
         if (hello.from, hello.to, &hello.vm) != (self.host, self.own_host, &self.vm) {
-            return Err(format!(
-                "it addressed {} of {}, but this is {} of {}",
-                hello.to, hello.vm, self.own_host, self.vm
-            ));
+            return Err(SessionError::WrongIdentity {
+                own_host: self.own_host,
+                own_vm: self.vm.clone(),
+                host: hello.to,
+                vm: hello.vm,
+            });
         }
         Ok(hello.purpose)
     }
@@ -250,7 +302,7 @@ impl SessionContext {
                     connection.close(CLOSE_LEAVING, b"");
                     return "it has closed the session".into();
                 }
-                Err(why) => return why,
+                Err(why) => return why.to_string(),
             };
             let Ok(message) = message else {
                 return "it sent a control message that cannot be understood".into();
@@ -272,9 +324,9 @@ impl SessionContext {
         let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
             let mut stream = tokio::select! {
-                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err(e.to_string())) {
+                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err( SessionError :: ReaderFailed (e))) {
                     Ok(()) => continue,
-                    Err(why) => return why,
+                    Err(why) => return why . to_string ( ),
                 },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,
@@ -326,7 +378,7 @@ impl SessionContext {
                     }
                 }
                 Ok(Ok(other)) => return format!("it opened a second stream for {other:?}"),
-                Ok(Err(why)) => return why,
+                Ok(Err(why)) => return why.to_string(),
                 Err(_) => return "it opened a stream and sent nothing".into(),
             }
         }
@@ -347,7 +399,7 @@ impl SessionContext {
             let purpose =
                 match timeout(HELLO_TIMEOUT, self.read_purpose(&mut back, &mut decoder)).await {
                     Ok(Ok(purpose)) => purpose,
-                    Ok(Err(why)) => return why,
+                    Ok(Err(why)) => return why.to_string(),
                     Err(_) => return "it opened a stream and sent nothing".into(),
                 };
             let StreamPurpose::BulkFallback(migration, what) = purpose else {
@@ -422,7 +474,7 @@ async fn read_data(
     mut stream: RecvStream,
     mut decoder: FrameDecoder,
     inputs: InputSender,
-) -> Result<(), String> {
+) -> Result<(), SessionError> {
     loop {
         // The control stream reports the reason of an end.
         let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
@@ -440,21 +492,21 @@ async fn read_data(
         inputs
             .send(Input::Net(input))
             .await
-            .map_err(|_| "this daemon ends".to_string())?;
+            .map_err(|_| SessionError::DaemonEnds)?;
     }
 }
 
-fn main_item(frame: Frame) -> Result<MainEntry<DataMsg>, String> {
+fn main_item(frame: Frame) -> Result<MainEntry<DataMsg>, SessionError> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
         } => Ok(MainEntry::Item(DataMsg::Frame(body))),
-        frame => frame.decode_control().map_err(|e| e.to_string()),
+        frame => frame.decode_control().map_err(SessionError::Decode),
     }
 }
 
-pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, String> {
+pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, SessionError> {
     match frame {
         Frame {
             kind: FrameKind::Link,
@@ -462,8 +514,8 @@ pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, Strin
         } => Ok(LaneEntry::Item(DataMsg::Frame(body))),
         frame => match frame.decode_control::<LaneEntry<()>>() {
             Ok(LaneEntry::Barrier(words)) => Ok(LaneEntry::Barrier(words)),
-            Ok(LaneEntry::Item(())) => Err("it sent an invalid item on a pair stream".into()),
-            Err(e) => Err(e.to_string()),
+            Ok(LaneEntry::Item(())) => Err(SessionError::WrongLaneItem),
+            Err(e) => Err(SessionError::Decode(e)),
         },
     }
 }
@@ -518,7 +570,7 @@ pub(crate) async fn open_announcement(
     context: &SessionContext,
     connection: &Connection,
     what: StreamPurpose,
-) -> Result<SendStream, String> {
+) -> Result<SendStream, SessionError> {
     context.open_stream(connection, what, 0).await
 }
 
@@ -530,29 +582,37 @@ pub(crate) async fn open_bidirectional(
     context: &SessionContext,
     connection: &Connection,
     what: StreamPurpose,
-) -> Result<(SendStream, RecvStream), String> {
-    let (mut out, back) = connection.open_bi().await.map_err(|e| e.to_string())?;
+) -> Result<(SendStream, RecvStream), SessionError> {
+    let (mut out, back) = connection
+        .open_bi()
+        .await
+        .map_err(SessionError::OpenStream)?;
     let _ = out.set_priority(0);
     context.send_purpose(&mut out, what).await?;
     Ok((out, back))
 }
 
-/// Returns the next frame, `None` at the end of the stream, or the reason why no frame can be read.
+/// Returns the next frame, or `None` at the end of the stream.
+///
+/// # Errors
+/// No frame can be read. The stream cannot be used any more.
 pub(crate) async fn read_frame(
     stream: &mut RecvStream,
     decoder: &mut FrameDecoder,
-) -> Result<Option<Frame>, String> {
+) -> Result<Option<Frame>, SessionError> {
     loop {
-        if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
+        if let Some(frame) = decoder.next_frame().map_err(SessionError::Decode)? {
             return Ok(Some(frame));
         }
         let mut pieces = [const { Bytes::new() }; READ_CHUNKS_MAX];
         match stream.read_chunks(&mut pieces).await {
             Ok(Some(count)) => pieces[..count].iter().for_each(|piece| decoder.push(piece)),
             Ok(None) if decoder.is_empty() => return Ok(None),
-            Ok(None) => return Err("a stream ended in the middle of a frame".into()),
-            Err(quinn::ReadError::ConnectionLost(e)) => return Err(describe(&e)),
-            Err(e) => return Err(e.to_string()),
+            Ok(None) => return Err(SessionError::EndedInFrame),
+            Err(quinn::ReadError::ConnectionLost(e)) => {
+                return Err(SessionError::ConnectionLost(e));
+            }
+            Err(e) => return Err(SessionError::Read(e)),
         }
     }
 }

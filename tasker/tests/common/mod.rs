@@ -4,7 +4,9 @@
 
 pub mod moving;
 
+use checkpoint::proc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use procfs::process::Process;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::tasker::{FromTasker, StartTask, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
@@ -273,15 +275,7 @@ pub fn can_make_namespaces() -> bool {
 
 /// True while a process with this pid exists and is no zombie.
 pub fn is_alive(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .ok()
-        .and_then(|stat| {
-            Some(!matches!(
-                stat[stat.rfind(')')? + 2..].chars().next()?,
-                'Z' | 'X'
-            ))
-        })
-        .unwrap_or(false)
+    proc::stat(pid).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X'))
 }
 
 fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
@@ -305,13 +299,11 @@ pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
 
 /// Returns the processes whose command line contains this text.
 pub fn processes_with(text: &str) -> Vec<i32> {
-    std::fs::read_dir("/proc")
-        .expect("proc")
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+    proc::process_ids()
+        .into_iter()
         .filter(|pid| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            let line = Process::new(*pid).and_then(|process| process.cmdline());
+            let line = line.unwrap_or_default().join(" ");
             *pid != std::process::id() as i32 && line.contains(text) && is_alive(*pid)
         })
         .collect()

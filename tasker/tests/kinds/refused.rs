@@ -3,6 +3,7 @@
 
 use super::common::tid;
 use super::scene::{Scene, assert_refused};
+use checkpoint::proc;
 use nix::pty::openpty;
 use sempa_proto::migration::Refusal;
 use std::io::Read;
@@ -308,21 +309,9 @@ fn processes_of(program: &std::path::Path) -> Vec<i32> {
 /// Returns the id, in the test's PID namespace, of the thread whose id in the task's namespace is
 /// `inner`.
 fn outer_thread_id(pid: i32, inner: i32) -> i32 {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("proc");
-    let all = threads
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let is_it = |thread: &i32| {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status"))
-            .unwrap_or_default();
-        let line = status
-            .lines()
-            .find(|line| line.starts_with("NSpid:"))
-            .unwrap_or_default()
-            .to_string();
-        line.split_whitespace().last() == Some(&inner.to_string())
-    };
-    all.into_iter().find(is_it).expect("the thread")
+    let threads = proc::thread_ids(pid).expect("proc");
+    let is_it = |thread: &i32| proc::innermost_pid(*thread) == Some(inner);
+    threads.into_iter().find(is_it).expect("the thread")
 }
 
 #[test]

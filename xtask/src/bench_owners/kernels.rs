@@ -2,6 +2,7 @@
 //! operating system's counts of their processes all the time.
 
 use anyhow::{Context, Result};
+use procfs::process::Process as ProcFolder;
 use sempa_tests::testbed::Host;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -238,11 +239,10 @@ impl SamplingThread {
 /// Reads the counts of a process. Returns `None` if the process has ended.
 fn read_counts(pid: u32) -> Option<Reading> {
     let counted = used_us(pid)?;
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-    let whose = match (field("TracerPid:")?.trim(), field("VmSize:")) {
+    let status = ProcFolder::new(pid.cast_signed()).ok()?.status().ok()?;
+    let whose = match (status.tracerpid, status.vmsize) {
         (_, None) => TimePurpose::Kernel,
-        ("0", _) => TimePurpose::Program,
+        (0, _) => TimePurpose::Program,
         _ => TimePurpose::Tracer,
     };
     Some(Reading {
@@ -255,13 +255,11 @@ fn read_counts(pid: u32) -> Option<Reading> {
 /// Returns the processor time of all threads of a process in microseconds, as the scheduler of the
 /// operating system counts it.
 fn used_us(pid: u32) -> Option<u64> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
-    let of_thread = |path: PathBuf| {
-        let text = fs::read_to_string(path.join("schedstat")).ok()?;
-        text.split(' ').next()?.parse::<u64>().ok()
-    };
-    let all: Vec<u64> = threads
-        .filter_map(|thread| of_thread(thread.path()))
+    let threads = ProcFolder::new(pid.cast_signed()).ok()?.tasks().ok()?;
+    let times = threads.flatten().map(|thread| thread.schedstat());
+    let all: Vec<u64> = times
+        .flatten()
+        .map(|times| times.sum_exec_runtime)
         .collect();
     (!all.is_empty()).then(|| all.iter().sum::<u64>() / 1000)
 }

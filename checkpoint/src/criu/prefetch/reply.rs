@@ -3,6 +3,25 @@
 use super::super::page_server_wire::{HeaderLayout, PageHeader, bitmap_bytes};
 use std::collections::VecDeque;
 use std::ops::Range;
+use thiserror::Error;
+/// The source has sent something other than the expected reply. Nothing of the reply was passed on;
+/// the memory that is still missing cannot be fetched.
+#[derive(Debug, Error)]
+pub(super) enum UnexpectedReply {
+    #[error("the source has sent {0:?} in reply to a request for nothing")]
+    Unasked(PageHeader),
+    #[error(
+        "the source has sent {reply:?} in reply to a request for {pages} pages at {address:#x} of process {process}"
+    )]
+    Different {
+        process: u64,
+        address: u64,
+        pages: u64,
+        reply: PageHeader,
+    },
+    #[error("the source has sent more changed pages than the {0} requested")]
+    TooManyChangedPages(usize),
+}
 
 #[derive(Debug)]
 pub(super) enum IncomingReply {
@@ -96,7 +115,7 @@ impl IncomingReply {
     ///
     /// # Errors
     /// The bitmap has bits beyond the requested pages.
-    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), String> {
+    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), UnexpectedReply> {
         let IncomingReply::Bitmap {
             known,
             pages,
@@ -112,9 +131,7 @@ impl IncomingReply {
         let (count, page) = (*pages as usize, page as usize);
         let has_changed = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
         if (count..bitmap.len() * 8).any(has_changed) {
-            return Err(format!(
-                "the source has sent more changed pages than the {count} requested"
-            ));
+            return Err(UnexpectedReply::TooManyChangedPages(count));
         }
         let mut rest = VecDeque::<Range<usize>>::new();
         for number in (0..count).filter(|number| has_changed(*number)) {

@@ -2,6 +2,7 @@
 
 use super::super::process::raise_thread_priority;
 use super::super::uffd_keeper::UffdKeeper;
+use super::reply::UnexpectedReply;
 use super::uffd_batching::{LazyPagesConnection, UffdCloseReports};
 use super::{MissingMemory, Prefetcher, write_from};
 use crate::engine::pages::page_size;
@@ -70,7 +71,7 @@ pub(in super::super) fn start(
         );
         // Closing is not enough, because other handles have the stream open.
         let _ = source.shutdown(Shutdown::Both);
-        result.map_err(Failure::Engine)
+        result.map_err(|why| Failure::Engine(why.to_string()))
     });
     Ok((thread_handle.map_err(io)?, connection, completion))
 }
@@ -81,7 +82,7 @@ fn run(
     mut source: &UnixStream,
     (closed, uffds): (UffdCloseReports, UffdKeeper),
     completion: &FetchCompletion,
-) -> Result<bool, String> {
+) -> Result<bool, UnexpectedReply> {
     let mut requests = [0; REQUEST_BUFFER_BYTES];
     let mut close_reports = Some(closed);
     loop {

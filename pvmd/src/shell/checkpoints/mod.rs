@@ -3,7 +3,9 @@
 //!
 //! Everything that may wait for a disk runs on blocking threads and reports its end as an event.
 
+mod error;
 mod removal;
+pub(crate) use error::{CheckpointError, StoreSettingsError};
 
 use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
 use super::checkpoint_copies::{receive_checkpoint, send_checkpoint};
@@ -59,8 +61,10 @@ impl StoreSettings {
     /// `SEMPA_STORE_COPIES`.
     ///
     /// # Errors
-    /// One sentence if there is no location, or a value is invalid.
-    pub(crate) fn from_env(env: impl Fn(&str) -> Option<String>) -> Result<StoreSettings, String> {
+    /// There is no location, or a value is invalid.
+    pub(crate) fn from_env(
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<StoreSettings, StoreSettingsError> {
         let under = |name: &str, below: &str| {
             let set = env(name)
                 .filter(|dir| dir.starts_with('/'))
@@ -69,15 +73,12 @@ impl StoreSettings {
                 Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below))
             })
         };
-        let own = |variable: &str, dir: Option<PathBuf>, name: &str| {
+        let own = |variable: &'static str, dir: Option<PathBuf>, name: &str| {
             let path = env(variable)
                 .map(PathBuf::from)
                 .or_else(|| Some(dir?.join("sempa").join(name)));
-            path.filter(|path| path.is_absolute()).ok_or_else(|| {
-                format!(
-                    "there is no directory for checkpoints: set {variable} or HOME to an absolute path"
-                )
-            })
+            path.filter(|path| path.is_absolute())
+                .ok_or(StoreSettingsError::NoLocation { variable })
         };
         let (limits, copies) = (limits(&env)?, copies(&env)?);
         Ok(StoreSettings {
@@ -133,27 +134,21 @@ impl StoreSettings {
     }
 }
 
-fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
+fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, StoreSettingsError> {
     let mut limits = StoreLimits::default();
     if let Some(text) = env("SEMPA_STORE_SETS") {
         let sets = text
             .parse()
             .ok()
             .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
-        limits.checkpoints_max = sets.ok_or_else(|| {
-            format!("SEMPA_STORE_SETS={text:?} is not a number of checkpoints from 1 to {CHECKPOINT_LIMIT_MAX}: no \
-                 checkpoint is written until this is corrected")
-        })?;
+        limits.checkpoints_max = sets.ok_or(StoreSettingsError::InvalidCheckpointLimit { text })?;
     }
     if let Some(text) = env("SEMPA_STORE_BYTES") {
         let bytes = text
             .parse()
             .ok()
             .filter(|bytes| *bytes >= STORE_LIMIT_BYTES_MIN);
-        limits.bytes_max = bytes.ok_or_else(|| {
-            format!("SEMPA_STORE_BYTES={text:?} is not a number of bytes of at least {STORE_LIMIT_BYTES_MIN}: no \
-                 checkpoint is written until this is corrected")
-        })?;
+        limits.bytes_max = bytes.ok_or(StoreSettingsError::InvalidSizeLimit { text })?;
     }
     Ok(limits)
 }
@@ -161,7 +156,7 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
 /// Longest host name (HOST_NAME_MAX).
 const HOST_NAME_MAX: usize = 64;
 
-fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
+fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSettingsError> {
     let Some(text) = env("SEMPA_STORE_COPIES") else {
         return Ok(CopyPolicy::default());
     };
@@ -185,17 +180,14 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
         {
             Ok(CopyPolicy::Hosts(names))
         }
-        _ => Err(format!(
-            "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor a list of at most {COPIES_MAX} host names \
-             separated by commas: no checkpoint is written until this is corrected"
-        )),
+        _ => Err(StoreSettingsError::InvalidCopies { text }),
     }
 }
 
 /// The store and the operations in progress on it.
 pub(crate) struct CheckpointService {
     paths: RuntimePaths,
-    settings: Result<StoreSettings, String>,
+    settings: Result<StoreSettings, StoreSettingsError>,
     inputs: InputSender,
     log: Log,
     store: Arc<Mutex<Option<CheckpointStore>>>,
@@ -214,7 +206,7 @@ impl CheckpointService {
     /// Creates the service. The store is opened by the first operation.
     pub(crate) fn new(
         paths: RuntimePaths,
-        settings: Result<StoreSettings, String>,
+        settings: Result<StoreSettings, StoreSettingsError>,
         inputs: InputSender,
         log: Log,
     ) -> CheckpointService {
@@ -240,7 +232,7 @@ impl CheckpointService {
     /// Runs work with the store on a blocking thread and sends the event that it returns.
     fn spawn_reporting(
         &self,
-        work: impl FnOnce(Result<CheckpointStore, String>) -> Event + Send + 'static,
+        work: impl FnOnce(Result<CheckpointStore, CheckpointError>) -> Event + Send + 'static,
     ) {
         let inputs = self.inputs.clone();
         self.spawn(move |store| {
@@ -249,7 +241,7 @@ impl CheckpointService {
     }
 
     /// Runs work with the store on a blocking thread.
-    fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static) {
+    fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static) {
         self.spawn_after(None, work);
     }
 
@@ -257,7 +249,7 @@ impl CheckpointService {
     fn spawn_after(
         &self,
         after: Option<JoinHandle<()>>,
-        work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static,
+        work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static,
     ) {
         let open = self.store_opener();
         let work = move || work(open());
@@ -271,16 +263,18 @@ impl CheckpointService {
     }
 
     /// Returns a function that opens the store unless it is open. It may wait for the disk.
-    fn store_opener(&self) -> impl FnOnce() -> Result<CheckpointStore, String> + Send + 'static {
+    fn store_opener(
+        &self,
+    ) -> impl FnOnce() -> Result<CheckpointStore, CheckpointError> + Send + 'static {
         let (store, whereabouts) = (self.store.clone(), self.settings.clone());
         let vm = self.paths.vm().to_string();
         move || {
-            let at = whereabouts?;
+            let at = whereabouts.map_err(CheckpointError::Settings)?;
             let mut store = lock(&store);
             match &*store {
                 Some(store) => Ok(store.clone()),
                 None => Ok(store
-                    .insert(at.open(&vm).map_err(|e| e.to_string())?)
+                    .insert(at.open(&vm).map_err(CheckpointError::OpenStore)?)
                     .clone()),
             }
         }
@@ -298,7 +292,7 @@ impl CheckpointService {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
-            let store = open().map_err(Failure::Io)?;
+            let store = open().map_err(|e| Failure::Io(e.to_string()))?;
             let set = store
                 .open_checkpoint(&id)
                 .map_err(|e| Failure::Io(e.to_string()))?;
@@ -319,10 +313,10 @@ impl CheckpointService {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
-            let store = open().map_err(Failure::Io)?;
+            let store = open().map_err(|e| Failure::Io(e.to_string()))?;
             let bytes =
                 receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
-            removal::remove_superfluous(Ok(store), now, &[], &inputs, &log);
+            removal::remove_superfluous(&store, now, &[], &inputs, &log);
             Ok(bytes)
         }
     }
@@ -332,10 +326,11 @@ impl CheckpointService {
         let drafts = self.drafts.clone();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
-                let draft = store.begin(job, now).map_err(|e| e.to_string())?;
+                let draft = store.begin(job, now).map_err(CheckpointError::Begin)?;
                 lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
+            let result = result.map_err(|e| e.to_string());
             Event::CheckpointBegun { snapshot, result }
         });
     }
@@ -345,9 +340,10 @@ impl CheckpointService {
         let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
-            let added = draft.ok_or("the checkpoint was abandoned".to_string());
-            let result =
-                added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
+            let added = draft
+                .ok_or(CheckpointError::Abandoned)
+                .and_then(|draft| draft.add(tid, &dir).map_err(CheckpointError::AddPart));
+            let result = added.map(drop).map_err(|e| e.to_string());
             Event::PartStored { migration, result }
         });
     }
@@ -363,20 +359,24 @@ impl CheckpointService {
         let (drafts, log, meta) = (
             self.drafts.clone(),
             self.log.clone(),
-            to_bytes(meta).map_err(|e| e.to_string()),
+            to_bytes(meta).map_err(CheckpointError::EncodeMeta),
         );
         let inputs = self.inputs.clone();
         self.spawn_reporting(move |store| {
             let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
-            let result = draft
-                .ok_or("the checkpoint was abandoned".to_string())
-                .and_then(|draft| {
-                    let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                    // The checkpoint is complete even if the removal of others fails; the limits
-                    // are enforced again at the next checkpoint.
-                    removal::remove_superfluous(store, now, &keep, &inputs, &log);
-                    Ok((info.id.to_string(), info.bytes))
-                });
+            let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
+                let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
+                // The checkpoint is complete even if the removal of others fails; the limits
+                // are enforced again at the next checkpoint.
+                match store {
+                    Ok(store) => {
+                        removal::remove_superfluous(&store, now, &keep, &inputs, &log);
+                    }
+                    Err(why) => log.write_line(why.to_string()),
+                }
+                Ok((info.id.to_string(), info.bytes))
+            });
+            let result = result.map_err(|e| e.to_string());
             Event::CheckpointSealed { snapshot, result }
         });
     }
@@ -392,15 +392,16 @@ impl CheckpointService {
         let open = self.open_checkpoints.clone();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
-                let id: CheckpointId = name
-                    .parse()
-                    .map_err(|e: InvalidCheckpointId| e.to_string())?;
-                let checkpoint = store.open_checkpoint(&id).map_err(|e| e.to_string())?;
+                let id: CheckpointId = name.parse().map_err(CheckpointError::InvalidName)?;
+                let checkpoint = store
+                    .open_checkpoint(&id)
+                    .map_err(CheckpointError::OpenCheckpoint)?;
                 let meta: CheckpointMeta = from_bytes(checkpoint.meta())
-                    .map_err(|e| format!("{name} cannot be read: {e}"))?;
+                    .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
                 lock(&open).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
+            let result = result.map_err(|e| e.to_string());
             Event::CheckpointOpened { restart, result }
         });
     }
@@ -441,8 +442,8 @@ impl CheckpointService {
         }
         self.spawn_reporting(move |store| {
             let listed =
-                store.and_then(|store| store.list_checkpoints().map_err(|e| e.to_string()));
-            let result = listed.map(|(sets, broken)| {
+                store.and_then(|store| store.list_checkpoints().map_err(CheckpointError::List));
+            let result = listed.map_err(|e| e.to_string()).map(|(sets, broken)| {
                 let whole = sets.into_iter().map(|set| CheckpointEntry {
                     name: set.id.to_string(),
                     job: set.job,
@@ -525,7 +526,7 @@ pub(crate) fn write_part(
 mod tests {
     use super::*;
 
-    fn of(vars: &[(&str, &str)]) -> Result<(String, String), String> {
+    fn of(vars: &[(&str, &str)]) -> Result<(String, String), StoreSettingsError> {
         let env = |name: &str| {
             vars.iter()
                 .find(|(key, _)| *key == name)
@@ -550,12 +551,12 @@ mod tests {
         );
         let said = of(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
         assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
-        assert!(of(&[]).is_err_and(|why| why.contains("SEMPA_STORE")));
+        assert!(of(&[]).is_err_and(|why| why.to_string().contains("SEMPA_STORE")));
         assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
     }
 
     /// Returns settings of a store in this directory, with further environment variables.
-    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<StoreSettings, String> {
+    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<StoreSettings, StoreSettingsError> {
         let (store, key) = (dir.join("store"), dir.join("key"));
         StoreSettings::from_env(|name| match name {
             "SEMPA_STORE" => Some(store.display().to_string()),
@@ -626,6 +627,7 @@ mod tests {
         for (name, values) in wrong.into_iter().chain(copies) {
             for value in values {
                 let why = whereabouts(dir, &[(name, value)]).expect_err("no limit");
+                let why = why.to_string();
                 assert!(why.contains(name) && why.contains(value), "{why}");
             }
         }

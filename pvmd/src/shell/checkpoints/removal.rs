@@ -1,7 +1,7 @@
 //! Removal of checkpoints: those that a user selects, and those that the store removes to stay
 //! within its limits.
 
-use super::{CheckpointService, lock};
+use super::{CheckpointError, CheckpointService, lock};
 use crate::shell::input::{Input, InputSender};
 use crate::shell::log::Log;
 use checkpoint::store::{
@@ -28,14 +28,17 @@ pub(super) struct PendingMarks {
 /// Removes the checkpoints that the store does not retain, and reports them in the log and as
 /// [`Event::CheckpointsExpired`].
 pub(super) fn remove_superfluous(
-    store: Result<CheckpointStore, String>,
+    store: &CheckpointStore,
     now: Micros,
     keep: &[String],
     inputs: &InputSender,
     log: &Log,
 ) {
     let keep = |set: &CheckpointInfo| keep.contains(&set.id.to_string());
-    match store.and_then(|store| store.remove_expired(now, keep).map_err(|e| e.to_string())) {
+    match store
+        .remove_expired(now, keep)
+        .map_err(CheckpointError::RemoveExpired)
+    {
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
             let checkpoints: Vec<String> =
@@ -46,7 +49,7 @@ pub(super) fn remove_superfluous(
             ));
             let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
         }
-        Err(why) => log.write_line(why),
+        Err(why) => log.write_line(why.to_string()),
     }
 }
 
@@ -69,9 +72,8 @@ impl CheckpointService {
                     .filter(|gone| !matches!(gone, Err(StoreError::NoCheckpoint(_))))
                     .collect()
             };
-            let removed: Result<(), String> =
-                store.and_then(|store| remove(store).map_err(|e| e.to_string()));
-            removed.unwrap_or_else(|why| log.write_line(why));
+            let removed = store.and_then(|store| remove(store).map_err(CheckpointError::Discard));
+            removed.unwrap_or_else(|why| log.write_line(why.to_string()));
         });
     }
 
@@ -90,14 +92,16 @@ impl CheckpointService {
                 return;
             };
             let ids: Vec<CheckpointId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
-            let marked = store.clone().and_then(|store| {
-                store
-                    .mark_jobs_ended(&ids, ended)
-                    .map_err(|e| e.to_string())
-            });
-            marked.unwrap_or_else(|why| log.write_line(why));
+            let store = match store {
+                Ok(store) => store,
+                Err(why) => return log.write_line(why.to_string()),
+            };
+            let marked = store
+                .mark_jobs_ended(&ids, ended)
+                .map_err(CheckpointError::MarkJobEnd);
+            marked.unwrap_or_else(|why| log.write_line(why.to_string()));
             if let Some(now) = ended {
-                remove_superfluous(store, now, &keep, &inputs, &log);
+                remove_superfluous(&store, now, &keep, &inputs, &log);
             }
         });
     }
@@ -122,6 +126,7 @@ impl CheckpointService {
                     .map(|set| (set, Err(RemovalRefusal::Unknown)))
                     .collect()),
             };
+            let result = result.map_err(|e| e.to_string());
             Event::CheckpointsRemoved { tid, id, result }
         });
     }
@@ -132,8 +137,8 @@ fn remove(
     selection: RemovalSelection,
     include_foreign: bool,
     mut refused: BTreeMap<String, RemovalRefusal>,
-) -> Result<RemovalResults, String> {
-    let (sets, broken) = store.list_checkpoints().map_err(|e| e.to_string())?;
+) -> Result<RemovalResults, CheckpointError> {
+    let (sets, broken) = store.list_checkpoints().map_err(CheckpointError::List)?;
     let names: Vec<String> = match selection {
         RemovalSelection::Checkpoints(names) => {
             let mut known = BTreeSet::new();

@@ -1,0 +1,189 @@
+//! Reads facts about processes from /proc, with the crate `procfs` where it has them.
+//!
+//! The following files are read here by hand, because the crate does not read them or loses
+//! something that matters:
+//!
+//! | file | reason |
+//! | --- | --- |
+//! | `PID/fdinfo/N` | The crate does not read it. |
+//! | `PID/fd/N` | The crate replaces bytes of a path that are not UTF-8, but a target needs the path as it is. |
+//! | `PID/maps`, `PID/smaps` | One name that is not UTF-8 makes the crate fail, and a name such as `/SYSV1` makes it panic. A task chooses these names. |
+//! | `PID/environ` | Of two entries with the same name the first counts, but the crate returns the last. |
+//! | `PID/ns/NAME` | The crate reads all namespaces or none; a PID namespace for children that has no process is an error. |
+//! | `sysvipc/NAME` | The crate reads only `shm`, and fails for a user ID above 65535. |
+//! | `sys/kernel/osrelease` | The crate returns three numbers, not the whole text. |
+//!
+//! Elsewhere stay: `PID/mem` and `PID/pagemap`, on which the dump spends its time and which are read
+//! at offsets and with an ioctl; `self/mountinfo` and `self/cgroup`, which the pure module
+//! `sempa_proto::cgroup` parses; and paths such as `self/fd/N`, by which files are opened.
+
+use procfs::ProcError;
+use procfs::process::{Process, all_processes};
+pub use procfs::process::{Stat, Status};
+use std::fs::DirEntry;
+use std::io;
+use std::path::PathBuf;
+
+/// Returns the status of the process or thread with the id `id`; `None` if it does not exist.
+pub fn status(id: i32) -> Option<Status> {
+    Process::new(id).ok()?.status().ok()
+}
+
+/// Returns `/proc/PID/stat` of a process; `None` if it does not exist.
+pub fn stat(pid: i32) -> Option<Stat> {
+    Process::new(pid).ok()?.stat().ok()
+}
+
+/// Returns the memory of a process in bytes: resident memory plus swapped-out memory, which is
+/// dumped as well. `None` for an exiting process that has released its memory.
+pub fn memory_bytes(status: &Status) -> Option<u64> {
+    let kib = status.vmrss?.saturating_add(status.vmswap.unwrap_or(0));
+    Some(kib.saturating_mul(1024))
+}
+
+/// Returns the PID of a process in its innermost PID namespace. `None` if the process does not
+/// exist.
+pub fn innermost_pid(pid: i32) -> Option<i32> {
+    status(pid)?.nspid?.last().copied()
+}
+
+/// Returns the ids of all processes in the PID namespace of /proc; empty if /proc cannot be read.
+pub fn process_ids() -> Vec<i32> {
+    let all = all_processes().into_iter().flatten();
+    all.flatten().map(|process| process.pid).collect()
+}
+
+/// Returns the ids of a process's threads.
+///
+/// # Errors
+/// The process does not exist.
+pub fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
+    let threads = Process::new(pid).and_then(|process| process.tasks());
+    let threads = threads.map_err(into_io_error)?;
+    Ok(threads.flatten().map(|thread| thread.tid).collect())
+}
+
+/// Returns the children that the main thread of a process has started; `None` if the process does
+/// not exist.
+pub fn children(pid: i32) -> Option<Vec<i32>> {
+    let children = Process::new(pid).ok()?.task_main_thread().ok()?.children();
+    Some(children.ok()?.into_iter().map(u32::cast_signed).collect())
+}
+
+fn into_io_error(error: ProcError) -> io::Error {
+    match error {
+        ProcError::NotFound(_) => io::Error::from_raw_os_error(libc::ENOENT),
+        ProcError::PermissionDenied(_) => io::Error::from_raw_os_error(libc::EACCES),
+        ProcError::Io(error, _) => error,
+        other => io::Error::new(io::ErrorKind::InvalidData, other.to_string()),
+    }
+}
+
+/// Lists the entries of `/proc/PID/fd`.
+///
+/// # Errors
+/// The process does not exist, or access is denied.
+pub(crate) fn descriptors(pid: i32) -> io::Result<impl Iterator<Item = DirEntry>> {
+    Ok(std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten())
+}
+
+/// Returns the text of `/proc/PID/fdinfo/NUMBER`.
+///
+/// # Errors
+/// The descriptor was closed.
+pub(crate) fn descriptor_info(pid: i32, number: &str) -> io::Result<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))
+}
+
+/// Returns the signal sets of all signalfds of a process: bit 0 is signal 1. Descriptors that have
+/// just been closed are omitted.
+pub fn signalfd_masks(pid: i32) -> Vec<u64> {
+    let numbers = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter();
+    let mask = |entry: DirEntry| {
+        let text = std::fs::read_to_string(entry.path()).ok()?;
+        let hex = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
+        u64::from_str_radix(hex?.trim(), 16).ok()
+    };
+    numbers.flatten().flatten().filter_map(mask).collect()
+}
+
+/// Returns the text of the file `maps` or `smaps` of a process; bytes that are not UTF-8 are
+/// replaced.
+///
+/// # Errors
+/// The process does not exist, or access is denied.
+pub(crate) fn mappings(pid: i32, file: &str) -> io::Result<String> {
+    let text = std::fs::read(format!("/proc/{pid}/{file}"))?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Returns the environment of a process: entries that end with a zero byte. It is empty if the
+/// process or its main thread has exited.
+pub(crate) fn environment(pid: i32) -> Vec<u8> {
+    std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
+}
+
+/// Returns the identity of a namespace of the process `of`, a PID or "self", as the kernel prints
+/// it.
+pub(crate) fn namespace(of: &str, name: &str) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok()
+}
+
+/// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. It is empty if the
+/// kernel does not have these objects.
+pub(crate) fn sysv_table(name: &str) -> String {
+    std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default()
+}
+
+/// Returns the release of this host's kernel.
+pub(crate) fn kernel_release() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease")
+        .unwrap_or_default()
+        .trim()
+        .to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own_status() -> Status {
+        status(std::process::id().cast_signed()).expect("it runs")
+    }
+
+    /// Swapped-out memory counts as memory of the process.
+    #[test]
+    fn swapped_memory_counts() {
+        let of = |resident, swapped| {
+            let mut status = own_status();
+            (status.vmrss, status.vmswap) = (resident, swapped);
+            memory_bytes(&status)
+        };
+        assert_eq!(of(Some(344), Some(2 << 20)), Some((344 + (2 << 20)) << 10));
+        assert_eq!(
+            of(Some(344), None),
+            Some(344 << 10),
+            "a kernel without swap"
+        );
+        assert_eq!(of(None, None), None, "a zombie");
+    }
+
+    #[test]
+    fn status_exists_for_running_process() {
+        assert_eq!(
+            own_status().ppid.cast_unsigned(),
+            std::os::unix::process::parent_id()
+        );
+        assert!(status(-1).is_none());
+    }
+
+    /// A process that does not exist has no threads; the error is that of the system call.
+    #[test]
+    fn missing_process_is_not_found() {
+        let error = thread_ids(-1).expect_err("no process has this id");
+        assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
+        let own = std::process::id().cast_signed();
+        assert!(thread_ids(own).expect("it runs").contains(&own));
+        assert!(process_ids().contains(&own));
+    }
+}

@@ -1,0 +1,78 @@
+//! Errors of the master's checkpoint store and of its settings.
+
+use super::{CHECKPOINT_LIMIT_MAX, STORE_LIMIT_BYTES_MIN};
+use checkpoint::store::{InvalidCheckpointId, StoreError};
+use pvmd_machine::COPIES_MAX;
+use sempa_proto::frame::FrameError;
+use thiserror::Error;
+
+/// Why the settings of the store cannot be used. Nothing was read or written.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub(crate) enum StoreSettingsError {
+    #[error("there is no directory for checkpoints: set {variable} or HOME to an absolute path")]
+    NoLocation { variable: &'static str },
+    #[error(
+        "SEMPA_STORE_SETS={text:?} is not a number of checkpoints from 1 to {}: no checkpoint is written until this is corrected",
+        CHECKPOINT_LIMIT_MAX
+    )]
+    InvalidCheckpointLimit { text: String },
+    #[error(
+        "SEMPA_STORE_BYTES={text:?} is not a number of bytes of at least {}: no checkpoint is written until this is corrected",
+        STORE_LIMIT_BYTES_MIN
+    )]
+    InvalidSizeLimit { text: String },
+    #[error(
+        "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {} nor a list of at most as many host names \
+         separated by commas: no checkpoint is written until this is corrected",
+        COPIES_MAX
+    )]
+    InvalidCopies { text: String },
+}
+
+/// Why an operation on the store failed. The text of a [`StoreError`] says in what state the store
+/// is.
+#[derive(Debug, Error)]
+pub(crate) enum CheckpointError {
+    /// The settings are invalid. The store was neither opened nor created.
+    #[error(transparent)]
+    Settings(StoreSettingsError),
+    /// The store could not be opened. No checkpoint was read or written.
+    #[error(transparent)]
+    OpenStore(StoreError),
+    /// The checkpoints could not be listed. Nothing has changed.
+    #[error(transparent)]
+    List(StoreError),
+    /// No checkpoint was begun.
+    #[error(transparent)]
+    Begin(StoreError),
+    /// The checkpoint was abandoned before. Nothing was added to the store.
+    #[error("the checkpoint was abandoned")]
+    Abandoned,
+    /// The images of a task were not added. The checkpoint stays incomplete.
+    #[error(transparent)]
+    AddPart(StoreError),
+    /// The description could not be encoded. The checkpoint was removed.
+    #[error(transparent)]
+    EncodeMeta(FrameError),
+    /// The checkpoint was not completed, and was removed.
+    #[error(transparent)]
+    Finish(StoreError),
+    /// The text names no checkpoint. The store was not read.
+    #[error(transparent)]
+    InvalidName(InvalidCheckpointId),
+    /// The checkpoint could not be opened. Nothing has changed.
+    #[error(transparent)]
+    OpenCheckpoint(StoreError),
+    /// The description of the checkpoint could not be decoded. Nothing has changed.
+    #[error("{name} cannot be read: {source}")]
+    DecodeMeta { name: String, source: FrameError },
+    /// A checkpoint that must not be used was not removed; others may have been.
+    #[error(transparent)]
+    Discard(StoreError),
+    /// The end of a job was not recorded with all of its checkpoints.
+    #[error(transparent)]
+    MarkJobEnd(StoreError),
+    /// Checkpoints that exceed the limits of the store were not all removed.
+    #[error(transparent)]
+    RemoveExpired(StoreError),
+}
