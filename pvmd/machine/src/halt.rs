@@ -180,7 +180,7 @@ impl Machine {
         if let Some(stop) = self.stop.as_ref().filter(|s| !s.done) {
             let left: Vec<String> = stop.awaited_hosts.iter().map(HostId::to_string).collect();
             if !left.is_empty() {
-                self.log(format!("not heard of in time: {}", left.join(", ")));
+                self.log_warning(format!("not heard of in time: {}", left.join(", ")));
             }
             self.shut_down_now("time is up");
         }
@@ -192,7 +192,7 @@ impl Machine {
         if self.stop.as_ref().is_some_and(|s| s.done) {
             return;
         }
-        self.log(format!("this daemon ends now: {why}"));
+        self.log_warning(format!("this daemon ends now: {why}"));
         if self.stop.is_none() {
             self.signal_unspawned_tasks();
         }

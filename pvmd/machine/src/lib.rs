@@ -413,8 +413,7 @@ impl Machine {
                 self.commit_recorded(migration, result)
             }
             Event::Unauthenticated { text } => {
-                self.log(text.clone());
-                self.record(EventKind::Note { text });
+                self.log_warning_and_record(text);
             }
             Event::Wake => {}
             Event::Stop { why } => self.handle_stop_request(&why),
@@ -429,7 +428,7 @@ impl Machine {
                     std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
-                    Err(why) => self.log(format!("tasks cannot be moved: {why}")),
+                    Err(why) => self.log_warning(format!("tasks cannot be moved: {why}")),
                 }
                 match &capabilities.freezer {
                     Ok(()) => {
@@ -473,9 +472,8 @@ impl Machine {
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
-            self.log(format!(
-                "the tasker has ended ({why}); its tasks on this host are dead"
-            ));
+            let text = format!("the tasker has ended ({why}); its tasks on this host are dead");
+            self.log_line(io::LogLevel::Error, None, text);
             self.record(EventKind::TaskerGone {
                 host: self.config.host,
                 why: why.to_string(),

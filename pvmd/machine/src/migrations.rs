@@ -9,6 +9,7 @@
 //! - queues a new migration until the previous migration of the same task has ended on this host;
 //! - makes the new location of a task known to all hosts (master only).
 
+use super::io::{LogLevel, LogSubject};
 use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
 use super::restart_engine::WorldCall;
 use super::suspension::TaskSuspension;
@@ -1138,9 +1139,11 @@ impl Machine {
                 task.raise_watermarks(marks);
                 task.quiesced = true;
             }
-            _ => self.log(format!(
-                "{tid} let go for {migration}, which is none of its moves"
-            )),
+            _ => self.log_line(
+                LogLevel::Warning,
+                Some(LogSubject::Migration(migration)),
+                format!("{tid} let go for {migration}, which is none of its moves"),
+            ),
         }
     }
 

@@ -175,7 +175,7 @@ impl Machine {
     pub(super) fn handle_location(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "a place of {tid} of epoch {epoch} is older than {}; it was refused",
                 self.epoch
             ));
@@ -479,7 +479,7 @@ impl Machine {
             .filter(|a| a.migration == migration)
         {
             Some(arrival) => arrival.forwarded.push(held),
-            None => self.log(format!(
+            None => self.log_warning(format!(
                 "something was handed over for {tid}, which is not on its way here; dropped"
             )),
         }

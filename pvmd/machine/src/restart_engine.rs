@@ -963,7 +963,7 @@ impl Machine {
                 self.pause_if_required(tid);
             }
             Err(why) => {
-                self.log_and_record(format!("{tid} could not be started again: {why}"));
+                self.log_warning_and_record(format!("{tid} could not be started again: {why}"));
                 let used = self
                     .tasks
                     .get(tid)

@@ -274,7 +274,7 @@ impl Machine {
             } else if let Phase::Connected(conn) = task.phase {
                 self.outputs.push_back(Output::Signal { conn, signal });
             } else if task.phase != Phase::Left {
-                self.log(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
+                self.log_warning(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
             }
         } else if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
             arrival.signals.push(signal);
@@ -288,7 +288,7 @@ impl Machine {
             return;
         };
         if pending.host != from {
-            self.log(format!(
+            self.log_warning(format!(
                 "{from} answered a question that was put to {}; the answer was dropped",
                 pending.host
             ));
@@ -330,7 +330,7 @@ impl Machine {
                 self.query_verdict_received(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
-                self.log(format!(
+                self.log_warning(format!(
                     "{from} gave an answer that does not fit its question"
                 ));
                 self.fail_host_request(pending.request, caller);

@@ -160,7 +160,7 @@ impl Machine {
             if *slot == Some(tid) {
                 *slot = None;
                 self.set_flag(tid, flag, false);
-                self.log_and_record(format!(
+                self.log_warning_and_record(format!(
                     "{tid} is gone; this daemon does its work again ({service:?})"
                 ));
             }
@@ -232,7 +232,7 @@ impl Machine {
             Some(task) if task.tasker == Some(src) => {
                 self.process_exited(end.tid, end.status, end.used)
             }
-            Some(_) => self.log(format!(
+            Some(_) => self.log_warning(format!(
                 "{src} told the end of {}, which it has not started; dropped",
                 end.tid
             )),
@@ -329,7 +329,7 @@ impl Machine {
             .get_mut(&wid)
             .filter(|o| o.hoster == src)
         else {
-            self.log(format!(
+            self.log_warning(format!(
                 "{src} answered an order to start daemons that it was not given; dropped"
             ));
             return Ok(());

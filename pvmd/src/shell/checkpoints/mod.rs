@@ -9,7 +9,6 @@ use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
 use super::checkpoint_copies::{receive_checkpoint, send_checkpoint};
 use super::image_transfer::SentAmounts;
 use super::input::{Input, InputSender};
-use super::log::Log;
 use super::rate_limit::RateLimit;
 use checkpoint::store::{
     CheckpointDraft, CheckpointId, CheckpointStore, InvalidCheckpointId, StoreError, StoreLimits,
@@ -30,6 +29,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::task::JoinHandle;
+use tracing::info_span;
 
 /// Name of the file next to the images with the daemon's state of the task.
 const PART_RECORD_FILE: &str = "sempa-part";
@@ -195,7 +195,6 @@ pub(crate) struct CheckpointService {
     paths: RuntimePaths,
     settings: Result<StoreSettings, String>,
     inputs: InputSender,
-    log: Log,
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
     opened: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
@@ -214,14 +213,12 @@ impl CheckpointService {
         paths: RuntimePaths,
         settings: Result<StoreSettings, String>,
         inputs: InputSender,
-        log: Log,
     ) -> CheckpointService {
         let (store, drafts, opened, marks) = Default::default();
         CheckpointService {
             paths,
             settings,
             inputs,
-            log,
             store,
             drafts,
             opened,
@@ -246,7 +243,7 @@ impl CheckpointService {
         });
     }
 
-    /// Runs work with the store on a blocking thread.
+    /// Runs work with the store on a blocking thread, in the caller's span.
     fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static) {
         self.spawn_after(None, work);
     }
@@ -258,7 +255,8 @@ impl CheckpointService {
         work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static,
     ) {
         let open = self.store_opener();
-        let work = move || work(open());
+        let span = tracing::Span::current();
+        let work = move || span.in_scope(|| work(open()));
         match after {
             None => drop(tokio::task::spawn_blocking(work)),
             Some(after) => drop(tokio::spawn(async move {
@@ -296,6 +294,7 @@ impl CheckpointService {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
+            let _in_span = info_span!("checkpoint", id = %id).entered();
             let store = open().map_err(Failure::Io)?;
             let set = store
                 .open_checkpoint(&id)
@@ -312,15 +311,16 @@ impl CheckpointService {
         now: Micros,
     ) -> impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static
     {
-        let (open, inputs, log) = (self.store_opener(), self.inputs.clone(), self.log.clone());
+        let (open, inputs) = (self.store_opener(), self.inputs.clone());
         move |incoming| {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
+            let _in_span = info_span!("checkpoint", id = %id).entered();
             let bytes =
                 receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
-            removal::remove_superfluous(Ok(store), now, &[], &inputs, &log);
+            removal::remove_superfluous(Ok(store), now, &[], &inputs);
             Ok(bytes)
         }
     }
@@ -328,6 +328,7 @@ impl CheckpointService {
     /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
     pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
+        let _in_span = info_span!("job", id = %job).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let draft = store.begin(job, now).map_err(|e| e.to_string())?;
@@ -341,6 +342,7 @@ impl CheckpointService {
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
+        let _in_span = info_span!("migration", id = %migration).entered();
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
             let added = draft.ok_or("the set was given up".to_string());
@@ -358,9 +360,8 @@ impl CheckpointService {
         keep: Vec<String>,
         now: Micros,
     ) {
-        let (drafts, log, meta) = (
+        let (drafts, meta) = (
             self.drafts.clone(),
-            self.log.clone(),
             to_bytes(meta).map_err(|e| e.to_string()),
         );
         let inputs = self.inputs.clone();
@@ -370,9 +371,10 @@ impl CheckpointService {
                 .ok_or("the set was given up".to_string())
                 .and_then(|draft| {
                     let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
+                    let _in_span = info_span!("checkpoint", id = %info.id).entered();
                     // The checkpoint is complete even if the removal of others fails; the limits
                     // are enforced again at the next checkpoint.
-                    removal::remove_superfluous(store, now, &keep, &inputs, &log);
+                    removal::remove_superfluous(store, now, &keep, &inputs);
                     Ok((info.id.to_string(), info.bytes))
                 });
             Event::CheckpointSealed { snapshot, result }
@@ -388,6 +390,7 @@ impl CheckpointService {
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.opened.clone();
+        let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let id: CheckpointId = name
@@ -472,6 +475,7 @@ impl CheckpointService {
             self.inputs.clone(),
         );
         tokio::task::spawn_blocking(move || {
+            let _in_span = info_span!("migration", id = %migration).entered();
             let result = read_part(&path);
             let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
         });

@@ -3,7 +3,6 @@
 
 use super::{CheckpointService, lock};
 use crate::shell::input::{Input, InputSender};
-use crate::shell::log::Log;
 use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, StoreError, UnreadableEntries,
 };
@@ -32,7 +31,6 @@ pub(super) fn remove_superfluous(
     now: Micros,
     keep: &[String],
     inputs: &InputSender,
-    log: &Log,
 ) {
     let keep = |set: &CheckpointInfo| keep.contains(&set.id.to_string());
     match store.and_then(|store| store.remove_expired(now, keep).map_err(|e| e.to_string())) {
@@ -40,20 +38,19 @@ pub(super) fn remove_superfluous(
         Ok(swept) => {
             let checkpoints: Vec<String> =
                 swept.removed.iter().map(|set| set.id.to_string()).collect();
-            log.write_line(format!(
+            tracing::info!(
                 "checkpoints removed that the store does not keep: {}",
                 checkpoints.join(" ")
-            ));
+            );
             let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
         }
-        Err(why) => log.write_line(why),
+        Err(why) => tracing::warn!("{why}"),
     }
 }
 
 impl CheckpointService {
     /// Removes checkpoints that must not be used. Starts when the task `after` has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
-        let log = self.log.clone();
         if !self.store_exists() {
             return;
         }
@@ -71,14 +68,14 @@ impl CheckpointService {
             };
             let removed: Result<(), String> =
                 store.and_then(|store| remove(store).map_err(|e| e.to_string()));
-            removed.unwrap_or_else(|why| log.write_line(why));
+            removed.unwrap_or_else(|why| tracing::warn!("{why}"));
         });
     }
 
     /// Records in the store that the jobs of these checkpoints ended for good at the time `ended`,
     /// or run again. Calls take effect in order.
     pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
-        let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
+        let (marks, inputs) = (self.marks.clone(), self.inputs.clone());
         lock(&marks.queue).push_back((sets, ended));
         self.spawn(move |store| {
             let _turn = lock(&marks.writer_lock);
@@ -91,9 +88,9 @@ impl CheckpointService {
                     .mark_jobs_ended(&ids, ended)
                     .map_err(|e| e.to_string())
             });
-            marked.unwrap_or_else(|why| log.write_line(why));
+            marked.unwrap_or_else(|why| tracing::warn!("{why}"));
             if let Some(now) = ended {
-                remove_superfluous(store, now, &keep, &inputs, &log);
+                remove_superfluous(store, now, &keep, &inputs);
             }
         });
     }
