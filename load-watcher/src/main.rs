@@ -104,10 +104,11 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
+    sempa_logging::init_stderr("pvm-load-watcher");
     match run(Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-load-watcher: {}", one_line(&error));
+            tracing::error!("{}", one_line(&error));
             ExitCode::FAILURE
         }
     }

@@ -72,10 +72,6 @@ const ADMIN_POLICY: usize = 3;
 const OVERRIDES: usize = 4;
 const WATCHED_PATHS: usize = 5;
 
-fn log_line(line: &str) {
-    eprintln!("pvm-load-watcher: {line}");
-}
-
 /// The results of reading the sources, as of the last reading.
 struct Observations {
     records: LoginRecords,
@@ -185,7 +181,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
         .iter()
         .chain(&overrides_warning)
         .chain(&wrong)
-        .for_each(|line| log_line(line));
+        .for_each(|line| tracing::warn!("{line}"));
     (watch, rules)
 }
 
@@ -204,7 +200,7 @@ impl Watcher {
             .unwrap_or_else(|| "pvm".into());
         // Without a listener, users of this host cannot query the status; all other functions work.
         let listener = StatusListener::open(user, &name)
-            .inspect_err(|e| log_line(&format!("nobody can ask: {e}")))
+            .inspect_err(|e| tracing::warn!("nobody can ask: {e}"))
             .ok();
         let seen = Observations {
             records: read_login_records(watch.path(UTMP)),
@@ -215,7 +211,7 @@ impl Watcher {
             external_load: Evidence::Unavailable("not measured yet".into()),
         };
         let logind = LogindClient::start(args.bus.clone())
-            .inspect_err(|e| log_line(&format!("logind cannot be asked: {e}")))
+            .inspect_err(|e| tracing::warn!("logind cannot be asked: {e}"))
             .ok();
         let others = listener
             .iter()
@@ -381,9 +377,9 @@ impl Watcher {
         }
         match self.vm.set_guest_directive(word.clone()) {
             Ok(()) => self.daemon_refuses.set(false),
-            Err(error) if !self.daemon_refuses.replace(true) => log_line(&format!(
+            Err(error) if !self.daemon_refuses.replace(true) => tracing::warn!(
                 "{error}; guests are stopped only when the resource manager moves them"
-            )),
+            ),
             Err(_) => {}
         }
         self.sent_directive = Some(word);
@@ -420,7 +416,7 @@ impl Watcher {
             .errors()
             .iter()
             .filter(|line| !before.contains(line))
-            .for_each(|line| log_line(line));
+            .for_each(|line| tracing::warn!("{line}"));
     }
 
     /// Reads the paths that cannot be watched and for which `which` returns true.
@@ -567,8 +563,8 @@ impl Watcher {
         if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
             self.not_requested_since = None;
         } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
-            log_line(
-                "the present resource manager does not ask for reports; this load watcher ends",
+            tracing::info!(
+                "the present resource manager does not ask for reports; this load watcher ends"
             );
             drop(self.vm.exit());
             std::process::exit(0);

@@ -70,7 +70,7 @@ impl DaemonSocket {
             // Without this message the daemon would wait forever. If the socket closes, the daemon
             // considers the tasker dead and starts another one.
             Err(error) => {
-                eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
+                tracing::error!("what the daemon was to be told cannot be said: {error}");
                 self.closed = true;
             }
         }

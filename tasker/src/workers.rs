@@ -95,6 +95,33 @@ pub(crate) enum WorkerResult {
     ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
 }
 
+impl WorkerResult {
+    /// Returns the migration that the work was done for.
+    pub(crate) fn migration(&self) -> Option<MigrationId> {
+        match self {
+            WorkerResult::Dumped { migration, .. }
+            | WorkerResult::PreCopied { migration, .. }
+            | WorkerResult::PreCopyReceived { migration, .. }
+            | WorkerResult::Served { migration, .. }
+            | WorkerResult::MemoryArrived { migration, .. }
+            | WorkerResult::RetryDelayOver { migration, .. }
+            | WorkerResult::FilesPlaced { migration, .. }
+            | WorkerResult::Restored { migration, .. }
+            | WorkerResult::JoinedCgroup { migration, .. } => Some(*migration),
+            WorkerResult::Inspected { requester, .. } | WorkerResult::Judged { requester, .. } => {
+                match requester {
+                    Requester::Migration { migration, .. } => Some(*migration),
+                    _ => None,
+                }
+            }
+            WorkerResult::KilledProcessesGone
+            | WorkerResult::ProbeChecked(_)
+            | WorkerResult::ProbeDumped(_)
+            | WorkerResult::ProbeRestored(_) => None,
+        }
+    }
+}
+
 /// The main loop's record of a running worker.
 #[derive(Debug)]
 struct Worker {
@@ -172,10 +199,11 @@ impl Workers {
         let number = self.next;
         self.next += 1;
         let (sender, wake) = (self.sender.clone(), self.wake.clone());
+        let span = tracing::Span::current();
         std::thread::Builder::new()
             .name(format!("worker-{number}"))
             .spawn(move || {
-                let result = work();
+                let result = span.in_scope(work);
                 // Fails only when the tasker ends, when the result is not needed.
                 let _ = sender.send((number, result));
                 let _ = wake.write(1);
