@@ -104,10 +104,11 @@ fn format_error_chain(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
+    sempa_logging::init_stderr("pvm-load-watcher");
     match run(Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-load-watcher: {}", format_error_chain(&error));
+            tracing::error!("{}", format_error_chain(&error));
             ExitCode::FAILURE
         }
     }

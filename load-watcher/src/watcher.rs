@@ -73,10 +73,6 @@ const ADMIN_POLICY_PATH_INDEX: usize = 3;
 const OVERRIDES_PATH_INDEX: usize = 4;
 const WATCHED_PATH_COUNT: usize = 5;
 
-fn log_line(line: &str) {
-    eprintln!("pvm-load-watcher: {line}");
-}
-
 /// The results of reading the sources, as of the last reading.
 struct Observations {
     records: LoginRecords,
@@ -186,7 +182,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
         .iter()
         .chain(&overrides_warning)
         .chain(&wrong)
-        .for_each(|line| log_line(line));
+        .for_each(|line| tracing::warn!("{line}"));
     (watch, rules)
 }
 
@@ -207,7 +203,7 @@ impl Watcher {
             .unwrap_or_else(|| "pvm".into());
         // Without a listener, users of this host cannot query the status; all other functions work.
         let listener = StatusListener::open(user, &name)
-            .inspect_err(|e| log_line(&format!("status queries are not answered: {e}")))
+            .inspect_err(|e| tracing::warn!("status queries are not answered: {e}"))
             .ok();
         let seen = Observations {
             records: read_login_records(watch.path(UTMP_PATH_INDEX)),
@@ -218,7 +214,7 @@ impl Watcher {
             external_load: Evidence::Unavailable("not measured yet".into()),
         };
         let logind = LogindClient::start(args.bus.clone())
-            .inspect_err(|e| log_line(&format!("logind cannot be queried: {e}")))
+            .inspect_err(|e| tracing::warn!("logind cannot be queried: {e}"))
             .ok();
         let others = listener
             .iter()
@@ -386,9 +382,9 @@ impl Watcher {
         }
         match self.vm.set_guest_directive(word.clone()) {
             Ok(()) => self.directive_refused.set(false),
-            Err(error) if !self.directive_refused.replace(true) => log_line(&format!(
+            Err(error) if !self.directive_refused.replace(true) => tracing::warn!(
                 "{error}; guests are stopped only when the resource manager migrates them"
-            )),
+            ),
             Err(_) => {}
         }
         self.sent_directive = Some(word);
@@ -425,7 +421,7 @@ impl Watcher {
             .errors()
             .iter()
             .filter(|line| !before.contains(line))
-            .for_each(|line| log_line(line));
+            .for_each(|line| tracing::warn!("{line}"));
     }
 
     /// Reads the paths that cannot be watched and for which `which` returns true.
@@ -588,7 +584,7 @@ impl Watcher {
         if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
             self.not_requested_since = None;
         } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
-            log_line(
+            tracing::info!(
                 "the current resource manager does not request reports; this load watcher exits",
             );
             drop(self.vm.exit());
@@ -781,14 +777,14 @@ fn guest_status(task: &TaskInfo, boot: Option<u64>) -> GuestStatus {
     });
     let second = procfs::ticks_per_second();
     let started = boot
-        .filter(|_| start_ticks > 0)
-        .map(|boot| boot * 1_000_000 + start_ticks * 1_000_000 / second);
+        .filter(|_| started > 0)
+        .map(|boot| boot * 1_000_000 + started * 1_000_000 / second);
     GuestStatus {
         tid: task.tid.to_string(),
         program: task.name.clone(),
         pid: task.pid,
         user: user_name(task.uid),
         since_us: started.unwrap_or(0),
-        cpu_s: cpu_ticks as f64 / second as f64,
+        cpu_s: ticks as f64 / second as f64,
     }
 }

@@ -78,6 +78,7 @@ impl Vm {
             .env_remove("PVM_DPATH")
             .env_remove("PVMHOSTFILE")
             .env_remove("SEMPA_LOG")
+            .env_remove("SEMPA_LOG_FILTER")
             .env("PVM_TMP", self.path("master"))
             .env("PVM_RSH", self.path("rsh"))
             .env("SEMPA_ADDRESS", "127.0.0.1")

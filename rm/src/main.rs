@@ -136,10 +136,6 @@ fn print_line(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
 
-fn print_error(text: &str) {
-    eprintln!("pvm-rm: {text}");
-}
-
 /// Returns the policy of the command line, and the policy file if one is named.
 fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<PathBuf>)> {
     let limits = Limits {
@@ -209,8 +205,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
             (None, followed) => followed?,
             // The watch may have ended because the directory was removed together with the file.
             (Some(why), followed) => {
-                print_error(&format!("{why}; the policy is unchanged"));
-                followed.unwrap_or_else(|error| print_error(&one_line(&error)));
+                tracing::warn!("{why}; the policy is unchanged");
+                followed.unwrap_or_else(|error| tracing::warn!("{}", one_line(&error)));
             }
         }
     }
@@ -265,10 +261,11 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
+    sempa_logging::init_stderr("pvm-rm");
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_error(&one_line(&error));
+            tracing::error!("{}", one_line(&error));
             ExitCode::FAILURE
         }
     }

@@ -70,7 +70,7 @@ impl DaemonSocket {
             // Without this message the daemon would wait forever. If the socket closes, the daemon
             // considers the tasker dead and starts another one.
             Err(error) => {
-                eprintln!("pvm-tasker: cannot encode a message to the daemon: {error}");
+                tracing::error!("cannot encode a message to the daemon: {error}");
                 self.closed = true;
             }
         }

@@ -65,10 +65,11 @@ const RETAINED_CAPABILITIES: [Capability; 11] = [
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
 
 fn main() -> ExitCode {
+    sempa_logging::init_stderr("pvm-tasker");
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-tasker: {error:#}");
+            tracing::error!("{error:#}");
             ExitCode::FAILURE
         }
     }

@@ -185,6 +185,33 @@ impl Migrations {
     }
 }
 
+/// Enters a span in which all lines name the migration.
+fn enter_span(migration: MigrationId) -> tracing::span::EnteredSpan {
+    tracing::info_span!("migration", id = %migration).entered()
+}
+
+/// Returns the migration that an order concerns.
+fn order_migration(order: &ToTasker) -> Option<MigrationId> {
+    match order {
+        ToTasker::Inspect { migration, .. }
+        | ToTasker::CheckSignal { migration, .. }
+        | ToTasker::Prepare { migration, .. }
+        | ToTasker::PreCopy { migration, .. }
+        | ToTasker::StopPreCopy { migration }
+        | ToTasker::ReceivePreCopy { migration, .. }
+        | ToTasker::Stop { migration, .. }
+        | ToTasker::Dump { migration, .. }
+        | ToTasker::AbortMigration { migration, .. }
+        | ToTasker::KillSource { migration, .. }
+        | ToTasker::Restore { migration, .. }
+        | ToTasker::PrepareRestart { migration, .. }
+        | ToTasker::Run { migration, .. }
+        | ToTasker::MemoryLost { migration, .. }
+        | ToTasker::Discard { migration } => Some(*migration),
+        _ => None,
+    }
+}
+
 impl Supervisor {
     /// Handles an order that concerns a migration or a query.
     pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
@@ -195,6 +222,7 @@ impl Supervisor {
             self.migrations.deferred_orders.push(order);
             return;
         }
+        let _in_span = order_migration(&order).map(enter_span);
         match order {
             ToTasker::Inspect { migration, tid } => {
                 self.inspect(Requester::Migration { migration, tid }, tid)
@@ -278,6 +306,7 @@ impl Supervisor {
     /// Handles the results of finished workers.
     pub(crate) fn drain_workers(&mut self) {
         for outcome in self.migrations.workers.take_results() {
+            let _in_span = outcome.migration().map(enter_span);
             match outcome {
                 WorkerResult::Dumped {
                     migration,

@@ -57,7 +57,7 @@ pub(crate) enum ModeOverride {
 /// `consequence`.
 pub(crate) fn mode_override(variable: &str, consequence: &str) -> Option<ModeOverride> {
     parse_mode(&std::env::var_os(variable)?.to_string_lossy()).unwrap_or_else(|value| {
-        eprintln!("{variable}={value:?} is neither never nor always: {consequence}");
+        tracing::warn!("{variable}={value:?} is neither never nor always: {consequence}");
         Some(ModeOverride::Never)
     })
 }
@@ -154,7 +154,7 @@ impl PostCopies {
     /// failure.
     pub(crate) fn on_failure(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
-            eprintln!(
+            tracing::warn!(
                 "post-copy is disabled for {} minutes: {why}",
                 FAILURE_BACKOFF.as_secs() / 60
             );

@@ -99,6 +99,32 @@ pub(crate) enum WorkerResult {
     /// The restore of the engine's probe has ended.
     ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
 }
+impl WorkerResult {
+    /// Returns the migration that the work was done for.
+    pub(crate) fn migration(&self) -> Option<MigrationId> {
+        match self {
+            WorkerResult::Dumped { migration, .. }
+            | WorkerResult::PreCopied { migration, .. }
+            | WorkerResult::PreCopyReceived { migration, .. }
+            | WorkerResult::Served { migration, .. }
+            | WorkerResult::MemoryArrived { migration, .. }
+            | WorkerResult::RetryDelayOver { migration, .. }
+            | WorkerResult::FilesPlaced { migration, .. }
+            | WorkerResult::Restored { migration, .. }
+            | WorkerResult::JoinedCgroup { migration, .. } => Some(*migration),
+            WorkerResult::Inspected { requester, .. } | WorkerResult::Judged { requester, .. } => {
+                match requester {
+                    Requester::Migration { migration, .. } => Some(*migration),
+                    _ => None,
+                }
+            }
+            WorkerResult::KilledProcessesGone
+            | WorkerResult::ProbeChecked(_)
+            | WorkerResult::ProbeDumped(_)
+            | WorkerResult::ProbeRestored(_) => None,
+        }
+    }
+}
 
 /// The main loop's record of a running worker.
 #[derive(Debug)]
@@ -177,10 +203,11 @@ impl Workers {
         let number = self.next_id;
         self.next_id += 1;
         let (sender, wake) = (self.sender.clone(), self.results_event.clone());
+        let span = tracing::Span::current();
         std::thread::Builder::new()
             .name(format!("worker-{number}"))
             .spawn(move || {
-                let result = work();
+                let result = span.in_scope(work);
                 // Fails only when the tasker ends, when the result is not needed.
                 let _ = sender.send((number, result));
                 let _ = wake.write(1);

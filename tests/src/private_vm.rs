@@ -13,7 +13,7 @@ use tempfile::TempDir;
 /// Time for one command on a loaded machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 /// Environment variables of the calling process that must not reach the virtual machine.
-const REMOVED_VARIABLES: [&str; 8] = [
+const REMOVED_VARIABLES: [&str; 9] = [
     "PVM_RM",
     "PVMSOCK",
     "PVMEPID",
@@ -21,6 +21,7 @@ const REMOVED_VARIABLES: [&str; 8] = [
     "PVM_VMID",
     "PVMHOSTFILE",
     "SEMPA_LOG",
+    "SEMPA_LOG_FILTER",
     "PVM_TASKER",
 ];
 

@@ -5,6 +5,7 @@
 //! empty pages could not be returned to the kernel.
 
 use super::Machine;
+use super::io::{LogLevel, LogSubject};
 use bytes::Bytes;
 use sempa_proto::event::{EVENTS_MAX, Event, EventKind};
 use sempa_proto::frame::{FRAME_BYTES_MAX, FrameError, from_bytes, to_bytes};
@@ -173,7 +174,24 @@ impl Machine {
     /// Records an event of this host.
     pub(super) fn record(&mut self, kind: EventKind) {
         self.run_deferred();
+        self.log_event(&kind);
         self.record_at(self.unix_time, kind);
+    }
+    /// Adds an event of a migration or checkpoint to the daemon's log: failures as warnings.
+    fn log_event(&mut self, kind: &EventKind) {
+        let (level, subject) = match kind {
+            EventKind::MigrationFailed { id, .. } => {
+                (LogLevel::Warning, LogSubject::Migration(*id))
+            }
+            EventKind::Migrated { id, .. } => (LogLevel::Debug, LogSubject::Migration(*id)),
+            EventKind::CheckpointFailed { job, .. } => (LogLevel::Warning, LogSubject::Job(*job)),
+            EventKind::Checkpointed { checkpoint, .. } => {
+                (LogLevel::Debug, LogSubject::Checkpoint(checkpoint.clone()))
+            }
+            EventKind::Restarted { job, .. } => (LogLevel::Debug, LogSubject::Job(*job)),
+            _ => return,
+        };
+        self.log_line(level, Some(subject), kind.to_string());
     }
 
     /// Records an event of this host that happened at time of day `at`. Must be called before a
@@ -209,7 +227,7 @@ impl Machine {
         let (number, body) = match master.events.append(host, at, kind) {
             Ok(entry) => entry,
             Err(why) => {
-                return self.log(format!(
+                return self.log_warning(format!(
                     "an event log entry of host {host} was discarded: {why}"
                 ));
             }

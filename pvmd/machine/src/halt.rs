@@ -182,7 +182,7 @@ impl Machine {
         if let Some(stop) = self.shutdown.as_ref().filter(|s| !s.is_done) {
             let left: Vec<String> = stop.awaited_hosts.iter().map(HostId::to_string).collect();
             if !left.is_empty() {
-                self.log(format!("no report in time from: {}", left.join(", ")));
+                self.log_warning(format!("no report in time from: {}", left.join(", ")));
             }
             self.shut_down_now("time is up");
         }
@@ -194,7 +194,7 @@ impl Machine {
         if self.shutdown.as_ref().is_some_and(|s| s.is_done) {
             return;
         }
-        self.log(format!("this daemon ends now: {why}"));
+        self.log_warning(format!("this daemon ends now: {why}"));
         if self.shutdown.is_none() {
             self.signal_unspawned_tasks();
         }

@@ -28,7 +28,7 @@ impl Machine {
                 if host == HostId::MASTER {
                     self.handle_master_order(message);
                 } else {
-                    self.log(format!(
+                    self.log_warning(format!(
                         "{host} sent an order that only the master may send; it was ignored"
                     ));
                 }
@@ -43,7 +43,7 @@ impl Machine {
                 request: what,
             } if self.master.is_some() => self.handle_master_request(tid, id, what),
             HostMsg::TaskRequest { tid, .. } => {
-                self.log(format!(
+                self.log_warning(format!(
                     "{host} sent a request of {tid} for the master here; it was dropped"
                 ));
             }
@@ -113,7 +113,7 @@ impl Machine {
             self.epoch = epoch;
             return true;
         }
-        self.log(format!(
+        self.log_warning(format!(
             "{order} of epoch {epoch} is older than {}; it was refused",
             self.epoch
         ));
@@ -149,7 +149,7 @@ impl Machine {
                 self.apply_table(table);
                 self.send_to_host(HostId::MASTER, HostMsg::TableCommitted { epoch });
             }
-            None => self.log(format!(
+            None => self.log_warning(format!(
                 "the host table of epoch {epoch} was not prepared here; it was refused"
             )),
         }
@@ -226,7 +226,7 @@ impl Machine {
     pub(super) fn handle_host_lost(&mut self, host: HostId, why: &str) {
         self.fail_requests_to(host);
         if self.master.is_some() {
-            self.log(format!("{host} is lost: {why}"));
+            self.log_warning(format!("{host} is lost: {why}"));
             self.stop_awaiting_host(host);
             self.notify_coordinators_of_lost_host(host);
             // Jobs that had tasks on the lost host roll back before the loss is announced.
@@ -237,7 +237,7 @@ impl Machine {
         } else if host == HostId::MASTER {
             self.shut_down_now(&format!("the master is lost: {why}"));
         } else {
-            self.log(format!("the session with {host} broke: {why}"));
+            self.log_warning(format!("the session with {host} broke: {why}"));
             self.retain_forwarded_for(host);
         }
     }

@@ -204,7 +204,7 @@ impl Machine {
         };
         let refused = begin.invalid_lines.len() as u32;
         for (line, why) in begin.invalid_lines {
-            self.log(format!("the host file's line {line:?} was ignored: {why}"));
+            self.log_warning(format!("the host file's line {line:?} was ignored: {why}"));
             self.record(EventKind::HostRefused { name: line, why });
         }
         self.add_hosts(&begin.hosts, AddRequester::HostFile { refused });
@@ -320,7 +320,7 @@ impl Machine {
             result: Err(error),
             reason: reason.clone(),
         });
-        self.log(format!("{name} was not added: {reason}"));
+        self.log_warning(format!("{name} was not added: {reason}"));
         self.record(EventKind::HostRefused { name, why: reason });
     }
 
@@ -369,7 +369,7 @@ impl Machine {
         } else if self.table.get(host).is_none()
             && !self.host_changes().hosts_outside_table().contains(&host)
         {
-            self.log(format!(
+            self.log_warning(format!(
                 "{host} connected, but is not being added; its session was ended"
             ));
             self.outputs.push_back(Output::Disconnect { host });
@@ -780,7 +780,7 @@ impl Machine {
     /// Completes a removal that timed out: the host is removed although its daemon has not ended.
     pub(super) fn handle_removal_timeout(&mut self, host: HostId) {
         if self.is_leaving(host) {
-            self.log(format!(
+            self.log_warning(format!(
                 "{host} did not end in time; it ends when its lease expires"
             ));
             self.finish_removal(host);

@@ -24,6 +24,25 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// Importance of a line in the daemon's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogLevel {
+    Error,
+    Warning,
+    Info,
+    Debug,
+}
+
+/// Subject of a line in the daemon's log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LogSubject {
+    Migration(MigrationId),
+    /// A checkpoint, by its name in the store.
+    Checkpoint(String),
+    /// A job, by the task id of its root task.
+    Job(Tid),
+}
+
 /// A connection of a task to this daemon. Ids are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnId(pub u64);
@@ -579,6 +598,9 @@ pub enum Output {
     },
     /// Write a line to the daemon's log.
     Log {
+        level: LogLevel,
+        /// What the line is about, if that is a single thing.
+        subject: Option<LogSubject>,
         text: String,
     },
     /// Master: write output of a task that has no collector to the log.

@@ -415,8 +415,7 @@ impl Machine {
                 self.handle_commit_recorded(migration, result)
             }
             Event::Unauthenticated { text } => {
-                self.log(text.clone());
-                self.record(EventKind::Note { text });
+                self.log_warning_and_record(text);
             }
             Event::Wake => {}
             Event::Stop { why } => self.handle_stop_request(&why),
@@ -431,7 +430,7 @@ impl Machine {
                     || self.freezer_support.is_none();
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be migrated: engine {version}")),
-                    Err(why) => self.log(format!("tasks cannot be migrated: {why}")),
+                    Err(why) => self.log_warning(format!("tasks cannot be migrated: {why}")),
                 }
                 match &capabilities.freezer {
                     Ok(()) => self.log("guests are paused by the cgroup freezer".into()),
@@ -473,9 +472,8 @@ impl Machine {
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.shutdown.is_none() {
-            self.log(format!(
-                "the tasker has ended ({why}); its tasks on this host were killed"
-            ));
+            let text = format!("the tasker has ended ({why}); its tasks on this host were killed");
+            self.log_line(io::LogLevel::Error, None, text);
             self.record(EventKind::TaskerGone {
                 host: self.config.host,
                 why: why.to_string(),

@@ -8,6 +8,7 @@
 //! - executes their outputs ([`Machine::run_protocol_outputs`]);
 //! - queues a new migration until the previous migration of the same task has ended on this host;
 //! - makes the new location of a task known to all hosts (master only).
+use super::io::{LogLevel, LogSubject};
 
 use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
 use super::restart_engine::WorldCall;
@@ -1148,9 +1149,11 @@ impl Machine {
                 task.raise_watermarks(marks);
                 task.quiesced = true;
             }
-            _ => self.log(format!(
-                "{tid} quiesced for {migration}, which is none of its migrations"
-            )),
+            _ => self.log_line(
+                LogLevel::Warning,
+                Some(LogSubject::Migration(migration)),
+                format!("{tid} quiesced for {migration}, which is none of its migrations"),
+            ),
         }
     }
 

@@ -95,7 +95,7 @@ impl Machine {
             return self.apply_directive(by, word);
         }
         let seconds = OWNER_AGENT_TIMEOUT.0 / 1_000_000;
-        self.log(format!(
+        self.log_warning(format!(
             "{tid}, which acted for the owner, has ended; its last directive stays in force for {seconds} s"
         ));
     }
@@ -172,7 +172,7 @@ impl Machine {
                 "the load watcher of {} has died; this daemon starts another one",
                 self.config.name
             );
-            self.log_and_record(text);
+            self.log_warning_and_record(text);
         }
         let mut words = vec![LOAD_WATCHER_PROGRAM.to_string()];
         if let Some(rm) = self.rm.current() {
@@ -200,7 +200,7 @@ impl Machine {
                 "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not protected; \
                  {stay}the start is retried every {seconds} s"
             );
-            self.log_and_record(text);
+            self.log_warning_and_record(text);
         }
     }
 }

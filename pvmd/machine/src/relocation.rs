@@ -177,7 +177,7 @@ impl Machine {
     pub(super) fn handle_location(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "the location of {tid} in epoch {epoch} is older than epoch {}; it was refused",
                 self.epoch
             ));
@@ -484,7 +484,7 @@ impl Machine {
             .filter(|a| a.migration == migration)
         {
             Some(arrival) => arrival.forwarded_items.push(held),
-            None => self.log(format!(
+            None => self.log_warning(format!(
                 "an item was forwarded for {tid}, which is not migrating to this host; dropped"
             )),
         }

@@ -977,7 +977,7 @@ impl Machine {
                 self.pause_if_required(tid);
             }
             Err(why) => {
-                self.log_and_record(format!("{tid} could not be restarted: {why}"));
+                self.log_warning_and_record(format!("{tid} could not be restarted: {why}"));
                 let used = self
                     .tasks
                     .get(tid)

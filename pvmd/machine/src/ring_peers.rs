@@ -107,7 +107,7 @@ impl Machine {
         if let RouteMsg::DirectOffer { addresses, .. } = &route_message
             && addresses.len() > OFFER_ADDRESSES_MAX
         {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "{from} offered {} addresses for a route; it was dropped",
                 addresses.len()
             ));

@@ -6,6 +6,7 @@
 //! any resource manager, the daemons place tasks themselves.
 
 use super::hosts::AddRequester;
+use super::io::{LogLevel, LogSubject};
 use super::spawn::ExecRequester;
 use super::tasks::{Task, watermark_for};
 use super::{Machine, Output};
@@ -249,7 +250,7 @@ impl Machine {
             Some(host) if self.table.get(host).is_some() => {
                 self.send_to_host(host, HostMsg::Message(message))
             }
-            _ => self.log(format!(
+            _ => self.log_warning(format!(
                 "{} sent a message to {}, which is not the address of a daemon; dropped",
                 message.src, message.dst
             )),
@@ -272,18 +273,18 @@ impl Machine {
         };
         if let Some(decoded) = server_says {
             return decoded.unwrap_or_else(|error| {
-                self.log(format!(
+                self.log_warning(format!(
                     "a message {tag:#x} of {src} cannot be read: {error}"
                 ))
             });
         }
         if !matches!(tag, SM_EXEC | SM_ADD | SM_HANDOFF) {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "{src} sent a message with the unknown tag {tag:#x} to this daemon; dropped"
             ));
         }
         if !self.rm.is_accepted(src) {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"
             ));
         }
@@ -299,7 +300,7 @@ impl Machine {
                 .map(|tid| self.hand_over_rm_role(src, Tid::from_raw(tid))),
         };
         if let Err(error) = decoded {
-            self.log(format!(
+            self.log_warning(format!(
                 "a message {tag:#x} of resource manager {src} cannot be read: {error}"
             ));
             let mut body = Packer::new(Encoding::Xdr);
@@ -391,7 +392,7 @@ impl Machine {
         let (name, cause) = (&task.name, describe_status(status));
         if !has_crashed(status) {
             if has_failed(status) {
-                self.log_and_record(format!(
+                self.log_warning_and_record(format!(
                     "{name} has ended ({cause}); this host's log tells why. It is not restarted: 'pvm spawn {name}' \
                      starts one; until then spawns are placed round robin"
                 ));
@@ -408,20 +409,36 @@ impl Machine {
                  spawns are placed round robin: start one with 'pvm spawn {name}'",
                 RM_RESTART_WINDOW.0 / 1_000_000
             );
-            return self.log_and_record(text);
+            return self.log_warning_and_record(text);
         }
-        self.log_and_record(format!("{name} has died ({cause}); it is restarted"));
+        self.log_warning_and_record(format!("{name} has died ({cause}); it is restarted"));
         self.rm.restart_times.push_back(now);
         self.start_command(words);
     }
 
     pub(super) fn log(&mut self, text: String) {
-        self.outputs.push_back(Output::Log { text });
+        self.log_line(LogLevel::Info, None, text);
+    }
+    /// Adds a line to the daemon's log that reports a fault of another process or a loss.
+    pub(super) fn log_warning(&mut self, text: String) {
+        self.log_line(LogLevel::Warning, None, text);
+    }
+    pub(super) fn log_line(&mut self, level: LogLevel, subject: Option<LogSubject>, text: String) {
+        self.outputs.push_back(Output::Log {
+            level,
+            subject,
+            text,
+        });
     }
 
     /// Adds a text to the daemon's log and to the event log.
     pub(super) fn log_and_record(&mut self, text: String) {
         self.log(text.clone());
+        self.record(EventKind::Note { text });
+    }
+    /// Adds a text to the daemon's log, as a warning, and to the event log.
+    pub(super) fn log_warning_and_record(&mut self, text: String) {
+        self.log_warning(text.clone());
         self.record(EventKind::Note { text });
     }
 }

@@ -173,7 +173,7 @@ impl Machine {
             return;
         };
         let Some(frame) = LinkFrame::decode(bytes.clone()) else {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "{tid} sent a link frame that cannot be read; it was dropped"
             ));
         };
@@ -181,7 +181,7 @@ impl Machine {
             return;
         }
         if frame.src != tid {
-            return self.log(format!(
+            return self.log_warning(format!(
                 "{tid} sent a link frame in the name of {}; it was dropped",
                 frame.src
             ));
@@ -194,7 +194,7 @@ impl Machine {
         match carried {
             DataMsg::Frame(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
-                None => self.log(format!(
+                None => self.log_warning(format!(
                     "{host} sent a link frame that cannot be read; it was dropped"
                 )),
             },

@@ -285,7 +285,7 @@ impl Machine {
             } else if let ConnectionPhase::Connected(conn) = task.phase {
                 self.outputs.push_back(Output::Signal { conn, signal });
             } else if task.phase != ConnectionPhase::Left {
-                self.log(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
+                self.log_warning(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
             }
         } else if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
             arrival.signals.push(signal);
@@ -299,7 +299,7 @@ impl Machine {
             return;
         };
         if pending.host != from {
-            self.log(format!(
+            self.log_warning(format!(
                 "{from} replied to a request that was sent to {}; the reply was dropped",
                 pending.host
             ));
@@ -347,7 +347,7 @@ impl Machine {
                 self.handle_query_verdict(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
-                self.log(format!("{from} sent a reply that does not fit the request"));
+                self.log_warning(format!("{from} sent a reply that does not fit the request"));
                 self.fail_host_request(pending.request, caller);
             }
         }

@@ -160,7 +160,7 @@ impl Machine {
             if *slot == Some(tid) {
                 *slot = None;
                 self.set_flag(tid, flag, false);
-                self.log_and_record(format!(
+                self.log_warning_and_record(format!(
                     "{tid} is gone; this daemon provides its service again ({service:?})"
                 ));
             }
@@ -232,7 +232,7 @@ impl Machine {
             Some(task) if task.tasker == Some(src) => {
                 self.handle_process_exit(end.tid, end.status, end.used)
             }
-            Some(_) => self.log(format!(
+            Some(_) => self.log_warning(format!(
                 "{src} reported the end of {}, which it has not started; dropped",
                 end.tid
             )),
@@ -329,7 +329,7 @@ impl Machine {
             .get_mut(&wid)
             .filter(|o| o.hoster == src)
         else {
-            self.log(format!(
+            self.log_warning(format!(
                 "{src} replied to an order to start daemons that was not sent to it; dropped"
             ));
             return Ok(());

@@ -420,7 +420,7 @@ impl Machine {
         let places = self.permitted_count(&job);
         let program = if let Err(why) = &launch {
             // A request of the resource manager has not been checked before.
-            self.log_and_record(format!("{} was not started: {why}", job.request.file));
+            self.log_warning_and_record(format!("{} was not started: {why}", job.request.file));
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.shutdown.is_some() {
             Err(PvmError::DSysErr)
@@ -471,7 +471,7 @@ impl Machine {
                     let text = format!(
                         "{file} could not be started: {error}; this daemon does its work itself"
                     );
-                    self.log_and_record(text);
+                    self.log_warning_and_record(text);
                 }
             }
         }
@@ -630,7 +630,7 @@ impl Machine {
     /// Handles the report that the tasker could not create a process. To other tasks it appears as
     /// a task that has ended immediately.
     pub(super) fn handle_start_failure(&mut self, tid: Tid, why: &str) {
-        self.log_and_record(format!("{tid} could not be started: {why}"));
+        self.log_warning_and_record(format!("{tid} could not be started: {why}"));
         let used = self
             .tasks
             .get(tid)

@@ -105,7 +105,7 @@ impl Machine {
     fn dispatch_task_message(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
         match message {
             ToDaemon::Hello(_) => {
-                self.log(format!(
+                self.log_warning(format!(
                     "{tid} identified itself twice; its connection was closed"
                 ));
                 self.outputs.push_back(Output::CloseTask { conn });
@@ -148,7 +148,7 @@ impl Machine {
     pub(super) fn handle_task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
         let state = self.conns.states.remove(&conn);
         if let Some(what) = protocol_error {
-            self.log(match state {
+            self.log_warning(match state {
                 Some(ConnState::Task(tid)) => {
                     format!("{tid} violated the protocol ({what}); it was disconnected")
                 }

@@ -9,7 +9,6 @@ use super::bulk_tcp::{
     BulkListener, ConnectionEnd, ConnectionKeys, ConnectionOffer, Transport, connect,
     end_over_stream,
 };
-use super::log::Log;
 use super::session::{StreamPurpose, open_bidirectional};
 use super::session_input::{BulkContent, SessionContext};
 use quinn::{Connection, RecvStream, SendStream};
@@ -43,7 +42,6 @@ struct FallbackState {
 #[derive(Clone, Debug)]
 pub(crate) struct BulkFallbacks {
     state: Arc<Mutex<FallbackState>>,
-    log: Log,
 }
 
 /// A transfer that waits for the other end to connect.
@@ -60,10 +58,9 @@ impl Drop for ExpectedTransfer {
 }
 
 impl BulkFallbacks {
-    pub(crate) fn new(log: Log) -> BulkFallbacks {
+    pub(crate) fn new() -> BulkFallbacks {
         BulkFallbacks {
             state: Arc::default(),
-            log,
         }
     }
 
@@ -110,9 +107,9 @@ impl BulkFallbacks {
                     .expected_streams
                     .extend(other.map(|waits| ((migration, what), waits)));
                 drop(state);
-                self.log.write_line(format!(
+                tracing::warn!(
                     "refused a stream of {from} for {what:?} of {migration}: it is not expected"
-                ));
+                );
             }
         }
     }
@@ -184,9 +181,9 @@ impl BulkFallbacks {
             && self.mark_tcp_blocked(host)
         {
             let minutes = TCP_RETRY_INTERVAL.as_secs() / 60;
-            self.log.write_line(format!(
+            tracing::warn!(
                 "{migration}: TCP does not reach {host} ({why}): transfers use the session for {minutes} minutes"
-            ));
+            );
         }
         Ok(end_over_stream(out, back, keys.for_connector()))
     }

@@ -120,8 +120,9 @@ pub(crate) fn run(
     let bytes_max = env_var("PVMDLOGMAX")
         .and_then(|v| v.parse().ok())
         .unwrap_or(log::LOG_BYTES_MAX);
-    let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
+    let (log, mut log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
+    log_thread.collect_events(&log);
     allocator::limit_arenas(HEAP_ARENAS);
     allocator::keep_freed_bytes(HEAP_RETAINED_BYTES);
     sempa_socket::request_short_slice();
@@ -167,14 +168,7 @@ async fn assemble_and_run(
         authority,
     } = RoleParts::of(role, &paths, host)?;
     let is_master = authority.is_some();
-    let mut net = Net::start(
-        socket,
-        &identity,
-        (paths.vm(), host),
-        lease,
-        inputs.clone(),
-        log.clone(),
-    )?;
+    let mut net = Net::start(socket, &identity, (paths.vm(), host), lease, inputs.clone())?;
     let rate = Arc::new(
         RateLimit::parse(env_var("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?,
     );
@@ -196,7 +190,7 @@ async fn assemble_and_run(
     });
     let store_location = StoreSettings::from_env(env_var);
     let reserved_ids = if is_master {
-        reserved_task_ids(&store_location, paths.vm(), &log)
+        reserved_task_ids(&store_location, paths.vm())
     } else {
         BTreeMap::new()
     };
@@ -224,62 +218,39 @@ async fn assemble_and_run(
             .map(|at| at.copies().clone())
             .unwrap_or_default(),
     };
-    log_startup(&name, &addresses, &runtime_dir, &log);
-    tokio::spawn(task_listener::serve(
-        listener,
-        uid,
-        inputs.clone(),
-        log.clone(),
-    ));
+    log_startup(&name, &addresses, &runtime_dir);
+    tokio::spawn(task_listener::serve(listener, uid, inputs.clone()));
     if !masters.is_empty() {
         net.connect(HostId::MASTER, masters);
     }
-    let bulk_fallbacks = BulkFallbacks::new(log.clone());
+    let bulk_fallbacks = BulkFallbacks::new();
     let parts = DaemonParts {
         machine: Machine::new(config, Micros(0)),
         world: HostEnvironment::new(world, &paths, uid),
         inputs: queue,
         net,
-        tasker: TaskerProcess::new(
-            programs.join("pvm-tasker"),
-            files_limit,
-            inputs.clone(),
-            log.clone(),
-        ),
+        tasker: TaskerProcess::new(programs.join("pvm-tasker"), files_limit, inputs.clone()),
         images: ImageTransfers::new(
             paths.clone(),
             inputs.clone(),
-            log.clone(),
             rate.clone(),
             bulk_fallbacks.clone(),
         ),
-        memory: MemoryTransfers::new(
-            paths.clone(),
-            inputs.clone(),
-            log.clone(),
-            rate,
-            bulk_fallbacks.clone(),
-        ),
+        memory: MemoryTransfers::new(paths.clone(), inputs.clone(), rate, bulk_fallbacks.clone()),
         bulk_fallbacks,
-        starter: HostStarter::new(starter, inputs.clone(), log.clone()),
+        starter: HostStarter::new(starter, inputs.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
-        checkpoints: CheckpointService::new(
-            paths.clone(),
-            store_location,
-            inputs.clone(),
-            log.clone(),
-        ),
+        checkpoints: CheckpointService::new(paths.clone(), store_location, inputs.clone()),
         migration_files: MigrationFiles::new(&paths, inputs),
         failpoints: Failpoints::from_environment(),
-        log: log.clone(),
+        log,
         runtime_dir,
     };
     announce(ReadyDaemon {
         socket: paths.daemon_socket(),
         addresses,
     })?;
-    log.write_line("ready");
-    drop(log);
+    tracing::info!("ready");
     // Spawned like the tasks that serve the streams: waking a future in `block_on` would go through
     // the kernel.
     tokio::spawn(Driver::new(parts, started_at, is_master).run(signals))
@@ -296,7 +267,6 @@ async fn assemble_and_run(
 fn reserved_task_ids(
     settings: &Result<StoreSettings, StoreSettingsError>,
     vm: &str,
-    log: &Log,
 ) -> BTreeMap<HostId, u32> {
     let read = settings.as_ref().map_err(|why| why.to_string());
     let spared = read.and_then(|at| {
@@ -304,10 +274,9 @@ fn reserved_task_ids(
             .map_err(|why| why.to_string())
     });
     spared.unwrap_or_else(|why| {
-        log.write_line(format!(
+        tracing :: warn!(
             "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
-             when that task has ended: {why}"
-        ));
+             when that task has ended: {why}");
         BTreeMap::new()
     })
 }
@@ -345,24 +314,24 @@ impl RoleParts {
 }
 
 /// Writes the first lines of the log.
-fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir, log: &Log) {
+fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
-    log.write_line(format!(
+    tracing::info!(
         "{name} ({}) {ARCH} sempa {version}, process {pid}",
         listed.join(" ")
-    ));
+    );
     if let Some(pid) = runtime_dir.predecessor() {
-        log.write_line(format!(
+        tracing::warn!(
             "an earlier daemon (process {pid}) ended without cleaning up; its files were removed"
-        ));
+        );
     }
     if let Some(why) = runtime_dir.on_disk_reason() {
-        log.write_line(format!(
+        tracing::warn!(
             "images of tasks, which contain all their memory, are written to a disk: {} is on a disk, and {why}; set \
              PVM_TMP to a directory in memory",
             runtime_dir.paths().dir().display()
-        ));
+        );
     }
 }
 

@@ -10,7 +10,7 @@ use super::host_env::HostEnvironment;
 use super::host_start::HostStarter;
 use super::images::ImageTransfers;
 use super::input::{Input, TaskConnection};
-use super::log::Log;
+use super::log::{Log, log_machine_line};
 use super::memory_transfer::MemoryTransfers;
 use super::migration_files::MigrationFiles;
 use super::net::{Net, SessionChange};
@@ -166,17 +166,15 @@ impl Driver {
 
     fn start_tasker(&mut self) {
         if let Err(why) = self.parts.tasker.start() {
-            self.parts.log.write_line(&why);
+            tracing::error!("{why}");
             self.pass_to_machine(Event::TaskerGone { why });
         }
     }
 
     fn stop(&mut self, why: String) {
-        self.parts.log.write_line(&why);
+        tracing::info!("{why}");
         if self.stop_deadline.is_some() {
-            self.parts
-                .log
-                .write_line("second request to end: ending immediately");
+            tracing::warn!("second request to end: ending immediately");
             self.is_done = true;
             return;
         }
@@ -272,7 +270,7 @@ impl Driver {
             }
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
-                self.parts.log.write_line(why);
+                tracing::error!("{why}");
                 self.parts.runtime_dir.undo_file_transfers();
                 // Must come first: requests that the state machine makes next are for the new
                 // tasker.
@@ -490,9 +488,7 @@ impl Driver {
             }
             Output::ListCheckpoints { tid, id } => self.parts.checkpoints.list(tid, id),
             Output::WriteToken { path, token } => {
-                self.parts
-                    .migration_files
-                    .write_token(&path, &token, &self.parts.log)
+                self.parts.migration_files.write_token(&path, &token)
             }
             Output::RemoveToken { path } => self.parts.migration_files.remove_token(&path),
             Output::RecordMigration { migration, tid, to } => {
@@ -508,7 +504,11 @@ impl Driver {
                     .failpoints
                     .stop_if_requested(tid, StepEdge::After, step)
             }
-            Output::Log { text } => self.parts.log.write_line(text),
+            Output::Log {
+                level,
+                subject,
+                text,
+            } => log_machine_line(level, subject, &text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.is_done = true,
         }
@@ -538,10 +538,10 @@ impl Driver {
         };
         match encode_control(message) {
             Ok(frame) => drop(task.connection.outbox.enqueue(into_item(frame))),
-            Err(e) => self.parts.log.write_line(format!(
+            Err(e) => tracing::warn!(
                 "a message to process {} could not be sent: {e}",
                 task.connection.pid
-            )),
+            ),
         }
     }
 
@@ -560,9 +560,7 @@ impl Driver {
             )),
         };
         if let Err(e) = sent {
-            self.parts.log.write_line(format!(
-                "signal {signal} could not be sent to process {pid}: {e}"
-            ));
+            tracing::warn!("signal {signal} could not be sent to process {pid}: {e}");
         }
     }
 
@@ -621,10 +619,10 @@ impl Driver {
             ));
         }
         if self.stop_deadline.is_some_and(|at| at < Instant::now()) {
-            self.parts.log.write_line(format!(
+            tracing::warn!(
                 "could not end in order within {} s: ending as it is",
                 STOP_TIMEOUT.as_secs()
-            ));
+            );
             self.is_done = true;
         }
     }
@@ -649,7 +647,6 @@ impl Driver {
             mut net,
             mut tasker,
             mut inputs,
-            log,
             runtime_dir,
             images,
             starter,
@@ -664,7 +661,7 @@ impl Driver {
         let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.shut_down().await;
         drop((images, starter, migration_files));
-        log.write_line("ended");
+        tracing::info!("ended");
         drop(runtime_dir);
         net.begin_shutdown();
         net.close(if is_master {

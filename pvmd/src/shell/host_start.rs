@@ -7,7 +7,6 @@
 
 use super::bootstrap::{Bootstrap, ReadyReply, Refusal, parse_reply, to_hex};
 use super::input::{Input, InputSender};
-use super::log::Log;
 use super::manual_start;
 use super::pki::Authority;
 use super::sealed_bootstrap::{self, BootstrapSecret};
@@ -73,17 +72,12 @@ pub(crate) struct HostStarter {
     /// Held by the start that asks a person at the terminal.
     terminal_lock: Arc<Mutex<()>>,
     inputs: InputSender,
-    log: Log,
     running_starts: HashMap<StartId, AbortHandle>,
 }
 
 impl HostStarter {
     /// Without settings (on a slave) every start fails.
-    pub(crate) fn new(
-        settings: Option<HostStarterSettings>,
-        inputs: InputSender,
-        log: Log,
-    ) -> HostStarter {
+    pub(crate) fn new(settings: Option<HostStarterSettings>, inputs: InputSender) -> HostStarter {
         let start_permits = Arc::new(Semaphore::new(CONCURRENT_STARTS_MAX));
         let terminal = Arc::new(Mutex::new(()));
         HostStarter {
@@ -91,7 +85,6 @@ impl HostStarter {
             start_permits,
             terminal_lock: terminal,
             inputs,
-            log,
             running_starts: HashMap::new(),
         }
     }
@@ -104,7 +97,7 @@ impl HostStarter {
             self.start_permits.clone(),
             self.terminal_lock.clone(),
         );
-        let (inputs, log) = (self.inputs.clone(), self.log.clone());
+        let inputs = self.inputs.clone();
         let task = tokio::spawn(async move {
             let result = match settings {
                 None => Err((
@@ -115,7 +108,6 @@ impl HostStarter {
                     let attempt = HostStart {
                         settings: &settings,
                         plan: &plan,
-                        log: &log,
                     };
                     let ready = if plan.is_manual() {
                         attempt.run_manually(&terminal).await
@@ -141,13 +133,11 @@ impl HostStarter {
     /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
     /// lines are offered by this daemon until the attempts end.
     pub(crate) fn prepare_for_hoster(&mut self, plans: Vec<(StartId, HostPlan)>) {
-        let (settings, inputs, log) =
-            (self.settings.clone(), self.inputs.clone(), self.log.clone());
+        let (settings, inputs) = (self.settings.clone(), self.inputs.clone());
         let (order_sender, ready) = tokio::sync::mpsc::unbounded_channel();
         let count = plans.len();
         for (start, plan) in plans {
-            let (settings, order_sender, log) =
-                (settings.clone(), order_sender.clone(), log.clone());
+            let (settings, order_sender) = (settings.clone(), order_sender.clone());
             let task = tokio::spawn(async move {
                 let refuse = |text: String| (PvmError::CantStart, text);
                 let Some(settings) = settings else {
@@ -158,7 +148,6 @@ impl HostStarter {
                 let attempt = HostStart {
                     settings: &settings,
                     plan: &plan,
-                    log: &log,
                 };
                 let offered = attempt.create_offer().await;
                 let sealed = offered.map_err(|text| {
@@ -227,7 +216,6 @@ impl HostStarter {
 struct HostStart<'a> {
     settings: &'a HostStarterSettings,
     plan: &'a HostPlan,
-    log: &'a Log,
 }
 
 impl HostStart<'_> {
@@ -338,7 +326,7 @@ impl HostStart<'_> {
             None => {
                 self.settings
                     .ssh
-                    .command_words(&self.plan.contact, self.plan.login.as_deref(), self.log)
+                    .command_words(&self.plan.contact, self.plan.login.as_deref())
                     .await
             }
         };
@@ -425,8 +413,7 @@ impl HostStart<'_> {
                 if let Some(reply) = parse_reply(line.trim_end()) {
                     return Some(reply);
                 }
-                self.log
-                    .write_line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
+                tracing::info!("stdout@{}: {}", self.plan.name, line.trim_end());
             }
             None
         };
@@ -438,8 +425,7 @@ impl HostStart<'_> {
                 if line.is_empty() {
                     continue;
                 }
-                self.log
-                    .write_line(format!("stderr@{}: {line}", self.plan.name));
+                tracing::info!("stderr@{}: {line}", self.plan.name);
                 last.push_back(line);
                 if last.len() > STDERR_LINES_MAX {
                     last.pop_front();

@@ -9,7 +9,6 @@ use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
 use super::image_transfer::{DirState, Sender, SentAmounts, SharedDirState, receive};
 use super::input::{Input, InputSender};
-use super::log::Log;
 use super::net::Net;
 use super::rate_limit::RateLimit;
 use super::runtime_dir::remove_images;
@@ -31,6 +30,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::sleep;
+use tracing::{Instrument, info_span};
 
 /// Code with which a stream is refused or aborted.
 const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
@@ -85,7 +85,6 @@ impl Drop for AbortGuard {
 pub(crate) struct ImageTransfers {
     paths: RuntimePaths,
     inputs: InputSender,
-    log: Log,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
     /// Host that sends the images, and function that receives them, by migration.
@@ -100,7 +99,6 @@ impl ImageTransfers {
     pub(crate) fn new(
         place: RuntimePaths,
         inputs: InputSender,
-        log: Log,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
     ) -> ImageTransfers {
@@ -108,7 +106,6 @@ impl ImageTransfers {
         ImageTransfers {
             paths: place,
             inputs,
-            log,
             rate,
             bulk_fallbacks,
             expected,
@@ -226,7 +223,10 @@ impl ImageTransfers {
         let (connection_sender, connection_receiver) = oneshot::channel::<TransferConnection>();
         let (result_sender, result_receiver) = oneshot::channel();
         let (thread_progress, rate) = (progress.clone(), self.rate.clone());
+        let span = info_span ! ( "migration" , id = % migration );
+        let thread_span = span.clone();
         let worker_thread = tokio::task::spawn_blocking(move || {
+            let _in_span = thread_span.entered();
             let _hurry = PriorityBoost::start();
             let connection_receiver: AwaitConnection = Box::new(move || {
                 connection_receiver
@@ -243,17 +243,13 @@ impl ImageTransfers {
             );
         });
         let pending_session = net.await_session(to);
-        let (inputs, log, fallbacks) = (
-            self.inputs.clone(),
-            self.log.clone(),
-            self.bulk_fallbacks.clone(),
-        );
+        let (inputs, fallbacks) = (self.inputs.clone(), self.bulk_fallbacks.clone());
         let early_bytes = (state == DirState::Growing).then(|| progress.clone());
         let abort_guard = AbortGuard {
             dir_state: Some(progress),
             connection: None,
         };
-        let stream = tokio::spawn(async move {
+        let work = async move {
             let begin = Instant::now();
             let result = match pending_session.session().await {
                 Err(why) => Err(why),
@@ -277,16 +273,17 @@ impl ImageTransfers {
             }) = &result
             {
                 let took = begin.elapsed().as_millis();
-                log.write_line(format!(
+                tracing::info!(
                     "{migration}: sent {bytes} bytes of images to {to} in {took} ms, {early_bytes} of them during the dump; \
                      {wire_bytes} bytes on the wire without zeros; {void_bytes} bytes discarded after restarts"
-                ));
+                );
             }
             let result = result.map(|sent| sent.bytes);
             let _ = inputs
                 .send(Input::Event(Event::ImagesSent { migration, result }))
                 .await;
-        });
+        };
+        let stream = tokio::spawn(work.instrument(span));
         let all_received = Arc::default();
         self.register(
             migration,
@@ -306,6 +303,7 @@ impl ImageTransfers {
     ) {
         let (dir, inputs) = (self.paths.image_dir(migration), self.inputs.clone());
         let worker_thread = tokio::task::spawn_blocking(move || {
+            let _in_span = info_span ! ( "migration" , id = % migration ).entered();
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
@@ -361,16 +359,17 @@ impl ImageTransfers {
             Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
             // An announcement by another host must not displace the expected one.
             _ => {
-                self.log.write_line(format!(
-                    "refused images of {migration} from {from}: they are not expected"
-                ));
+                tracing::warn!("refused images of {migration} from {from}: they are not expected");
                 let _ = stream.stop(STREAM_REFUSED);
                 return;
             }
         };
         let (way, came) = oneshot::channel::<TransferConnection>();
         let (tell, told) = oneshot::channel();
+        let span = info_span ! ( "migration" , id = % migration );
+        let thread_span = span.clone();
         let worker_thread = tokio::task::spawn_blocking(move || {
+            let _in_span = thread_span.entered();
             let _hurry = PriorityBoost::start();
             let Ok((mut out, mut incoming)) = came.blocking_recv() else {
                 return;
@@ -385,7 +384,7 @@ impl ImageTransfers {
         let (inputs, detours) = (self.inputs.clone(), self.bulk_fallbacks.clone());
         let all_received = Arc::new(AtomicBool::new(false));
         let is_received = all_received.clone();
-        let task = tokio::spawn(async move {
+        let work = async move {
             let mut hold = AbortGuard::default();
             let session = (&pair, &session);
             let result = serve_receiving(
@@ -418,7 +417,8 @@ impl ImageTransfers {
                 sleep(REFUSE_DELAY).await;
                 let _ = stream.stop(STREAM_REFUSED);
             }
-        });
+        };
+        let task = tokio::spawn(work.instrument(span));
         self.register(
             migration,
             Transfer {

@@ -1,8 +1,12 @@
 //! The daemon's log: lines in PVM's format, in a file of limited length.
 //!
-//! A separate thread writes the file, so a full or slow disk never delays the daemon.
+//! A separate thread writes the file, so a full or slow disk never delays the daemon. The lines are
+//! the events of this process ([`LogThread::collect_events`]), which also go to the journal of
+//! systemd where there is one, and the output of tasks ([`Log::task_output`]).
 
 use super::sys::local_time;
+use pvmd_machine::io::{LogLevel, LogSubject};
+use sempa_logging::{Filter, Journal, JournalThread, Record};
 use sempa_proto::{HostId, Tid};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -24,23 +28,63 @@ const QUEUED_LINES_MAX: usize = 4096;
 /// Sends lines to the log thread; cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
-    line_sender: SyncSender<Vec<u8>>,
+    /// `None` ends the thread.
+    line_sender: SyncSender<Option<Vec<u8>>>,
     dropped_lines: Arc<AtomicU64>,
     host: HostId,
 }
 
-/// The log thread. It ends when all [`Log`]s are dropped.
+/// The log thread, and the thread that writes to the journal.
 #[derive(Debug)]
-pub(crate) struct LogThread(JoinHandle<()>);
+pub(crate) struct LogThread {
+    lines: SyncSender<Option<Vec<u8>>>,
+    thread: JoinHandle<()>,
+    journal: Option<JournalThread>,
+}
 
 impl LogThread {
-    /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
-    /// delay the daemon's end.
-    pub(crate) fn join(self) {
-        let until = Instant::now() + FLUSH_TIMEOUT;
-        while !self.0.is_finished() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(2));
+    /// Makes the events of this process lines of the log and, where journald runs, entries of the
+    /// journal.
+    pub(crate) fn collect_events(&mut self, log: &Log) {
+        let (filter, complaint) = Filter::from_env();
+        let host = log.host.daemon_tid().to_string(); // A host without systemd has no journal; the log is complete without it.
+        let (journal, journal_thread) = Journal::connect(host, filter.max_level()).ok().unzip();
+        self.journal = journal_thread;
+        let subscriber = log.clone().subscriber(filter, journal); // Fails only if there is a subscriber already, which then gets the events.
+        let _ = tracing::subscriber::set_global_default(subscriber);
+        if let Some(complaint) = complaint {
+            tracing::error!("{complaint}");
         }
+    }
+    /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
+    /// delay the daemon's end. Later lines are dropped.
+    pub(crate) fn join(self) {
+        let until = Instant::now() + FLUSH_TIMEOUT; // A full queue has no room for the end yet.
+        let mut ending = self.lines.try_send(None).is_ok();
+        while !self.thread.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+            ending = ending || self.lines.try_send(None).is_ok();
+        }
+        if let Some(journal) = self.journal {
+            journal.join(until);
+        }
+    }
+}
+/// Emits a line of the state machine as an event, with its subject as a field.
+pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, text: &str) {
+    let (mut migration, mut checkpoint, mut job) = (None, None, None);
+    match subject {
+        Some(LogSubject::Migration(id)) => migration = Some(tracing::field::display(id)),
+        Some(LogSubject::Checkpoint(name)) => checkpoint = Some(tracing::field::display(name)),
+        Some(LogSubject::Job(tid)) => job = Some(tracing::field::display(tid)),
+        None => {}
+    } // The level is part of the call site.
+    macro_rules ! emit { ( $ level : ident ) => { tracing :: $ level ! ( target : "pvmd::machine" , migration , checkpoint , job , "{text}" ) } ; }
+    match level {
+        LogLevel::Error => emit!(error),
+        LogLevel::Warning => emit!(warn),
+        LogLevel::Info => emit!(info),
+        LogLevel::Debug => emit!(debug),
     }
 }
 
@@ -57,20 +101,33 @@ pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result
     let (lines, receiver) = sync_channel(QUEUED_LINES_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
     let log = Log {
-        line_sender: lines,
+        line_sender: lines.clone(),
         dropped_lines: dropped.clone(),
         host,
     };
     let thread = std::thread::Builder::new()
         .name("log".into())
         .spawn(move || write_lines(file, &receiver, &dropped, bytes_max))?;
-    Ok((log, LogThread(thread)))
+    let journal = None;
+    Ok((
+        log,
+        LogThread {
+            lines,
+            thread,
+            journal,
+        },
+    ))
 }
 
-fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, bytes_max: u64) {
+fn write_lines(
+    mut file: File,
+    lines: &Receiver<Option<Vec<u8>>>,
+    dropped: &AtomicU64,
+    bytes_max: u64,
+) {
     let mut written = file.metadata().map(|m| m.len()).unwrap_or(0);
     let mut full = written >= bytes_max;
-    for line in lines {
+    while let Ok(Some(line)) = lines.recv() {
         if full {
             continue;
         }
@@ -90,8 +147,22 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
 }
 
 impl Log {
+    /// Returns the subscriber that writes events to the log and to the journal. Lines of warnings
+    /// and errors begin with a word for the level.
+    fn subscriber(
+        self,
+        filter: Filter,
+        journal: Option<Journal>,
+    ) -> impl tracing::Subscriber + Send + Sync {
+        sempa_logging::subscriber(filter, move |record: Record| {
+            self.write_line(format!("{}{}", record.level_prefix(), record.line()));
+            if let Some(journal) = &journal {
+                journal.write(record);
+            }
+        })
+    }
     /// Writes one line of the daemon itself.
-    pub(crate) fn write_line(&self, text: impl AsRef<str>) {
+    fn write_line(&self, text: impl AsRef<str>) {
         self.enqueue(
             format!(
                 "{} {}\n",
@@ -127,7 +198,7 @@ impl Log {
     }
 
     fn enqueue(&self, line: Vec<u8>) {
-        if self.line_sender.try_send(line).is_err() {
+        if self.line_sender.try_send(Some(line)).is_err() {
             self.dropped_lines.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -162,5 +233,40 @@ mod tests {
         );
         assert_eq!(lines.last(), Some(&"*** logging truncated"));
         assert!(text.len() < 300);
+    }
+    /// Events become lines in PVM's format: information as it is, warnings and errors with a word,
+    /// and the migration of a span or of the machine's line only if the text does not name it.
+    #[test]
+    fn events_are_lines_in_pvm_format() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("log");
+        let (log, thread) = open(&path, HostId::MASTER, LOG_BYTES_MAX).expect("a log");
+        let filter = Filter::parse("info").expect("a filter");
+        let migration = sempa_proto::MigrationId(5);
+        tracing::subscriber::with_default(log.clone().subscriber(filter, None), || {
+            tracing::info!("ready");
+            let span = tracing :: info_span ! ( "migration" , id = % migration );
+            span.in_scope(|| tracing::warn!("slow\nnetwork"));
+            span.in_scope(|| tracing::info!("{migration}: sent"));
+            let subject = Some(LogSubject::Migration(migration));
+            log_machine_line(LogLevel::Error, subject, "lost");
+            tracing::debug!("not logged");
+        });
+        thread.join();
+        let text = std::fs::read_to_string(&path).expect("written");
+        let texts: Vec<&str> = text
+            .lines()
+            .map(|line| line.splitn(4, ' ').nth(3).expect("a text"))
+            .collect();
+        assert_eq!(
+            texts,
+            [
+                "ready",
+                "warning: slow / network (migration m5)",
+                "m5: sent",
+                "error: lost (migration m5)",
+            ]
+        );
+        assert!(text.lines().all(|line| line.starts_with("[t80040000] ")));
     }
 }

@@ -11,7 +11,6 @@
 use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
 use super::input::{Input, InputSender};
-use super::log::Log;
 use super::net::Net;
 use super::rate_limit::RateLimit;
 use super::runtime_dir::remove_recursively;
@@ -32,6 +31,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
 use tokio::task::{JoinHandle, spawn_blocking};
+use tracing::{Instrument, info_span};
 
 /// Time without data from an engine after which an empty record is sent, so that the other host
 /// sees that this end is alive.
@@ -60,7 +60,6 @@ struct MemoryTransfer {
 pub(crate) struct MemoryTransfers {
     paths: RuntimePaths,
     inputs: InputSender,
-    log: Log,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
     expected: HashMap<MigrationId, (HostId, UnixListener)>,
@@ -72,14 +71,12 @@ impl MemoryTransfers {
     pub(crate) fn new(
         place: RuntimePaths,
         inputs: InputSender,
-        log: Log,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
     ) -> MemoryTransfers {
         MemoryTransfers {
             paths: place,
             inputs,
-            log,
             rate,
             bulk_fallbacks,
             expected: HashMap::new(),
@@ -97,9 +94,8 @@ impl MemoryTransfers {
             Arc::<Mutex<Option<BulkConnection>>>::default(),
             self.rate.clone(),
         );
-        let (shared_line, log, fallbacks) =
-            (line.clone(), self.log.clone(), self.bulk_fallbacks.clone());
-        let task = tokio::spawn(async move {
+        let (shared_line, fallbacks) = (line.clone(), self.bulk_fallbacks.clone());
+        let work = async move {
             let failed = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection for its memory to {to}: {why}")
             };
@@ -130,9 +126,11 @@ impl MemoryTransfers {
                     // Closes the descriptor now instead of at the next transfer.
                     *lock(&shared_line) = None;
                 }
-                Err(why) => log.write_line(why),
+                Err(why) => tracing::warn!("{why}"),
             }
-        });
+        };
+        let span = info_span ! ( "migration" , id = % migration );
+        let task = tokio::spawn(work.instrument(span));
         self.register(
             migration,
             MemoryTransfer {
@@ -158,14 +156,12 @@ impl MemoryTransfers {
             .remove(&migration)
             .filter(|(host, _)| *host == from)
         else {
-            return self.log.write_line(format!(
-                "refused memory of {migration} from {from}: it is not expected"
-            ));
+            return tracing::warn!("refused memory of {migration} from {from}: it is not expected");
         };
         let line = Arc::<Mutex<Option<BulkConnection>>>::default();
-        let (shared_line, log, inputs) = (line.clone(), self.log.clone(), self.inputs.clone());
+        let (shared_line, inputs) = (line.clone(), self.inputs.clone());
         let fallbacks = self.bulk_fallbacks.clone();
-        let task = tokio::spawn(async move {
+        let work = async move {
             let failed = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection to its memory on {from}: {why}")
             };
@@ -200,9 +196,11 @@ impl MemoryTransfers {
                     fetch_memory(engine, out, incoming, line, lost).await;
                     *lock(&shared_line) = None;
                 }
-                Err(why) => log.write_line(why),
+                Err(why) => tracing::warn!("{why}"),
             }
-        });
+        };
+        let span = info_span ! ( "migration" , id = % migration );
+        let task = tokio::spawn(work.instrument(span));
         self.register(
             migration,
             MemoryTransfer {
@@ -247,10 +245,10 @@ impl MemoryTransfers {
         let listener = UnixListener::bind(&path);
         listener
             .map_err(|e| {
-                self.log.write_line(format!(
+                tracing::warn!(
                     "{migration}: no connection for its memory: {}: {e}",
                     path.display()
-                ))
+                )
             })
             .ok()
     }

@@ -2,7 +2,6 @@
 //! record of committed migrations.
 
 use super::input::{Input, InputSender};
-use super::log::Log;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
@@ -60,6 +59,7 @@ impl MigrationFiles {
         );
         let line = format!("{migration} {tid} {}\n", to.index());
         tokio::task::spawn_blocking(move || {
+            let _in_span = tracing::info_span!("migration", id = %migration).entered();
             let result = {
                 let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
                 append_rotating(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
@@ -79,19 +79,19 @@ impl MigrationFiles {
     /// The file is a few bytes in a local directory, so it is written in the calling thread; this
     /// keeps tokens and their removal in order. If the file system is full, the write is retried
     /// until it succeeds or the token is removed: images that are being removed may free space.
-    pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken, log: &Log) {
+    pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken) {
         let bytes = match to_bytes(token) {
             Ok(bytes) => bytes,
             Err(e) => {
-                return log.write_line(format!("cannot wake the task of {}: {e}", token.migration));
+                return tracing::error!("cannot wake the task of {}: {e}", token.migration);
             }
         };
         if let Err(e) = write_atomically(path, &bytes) {
-            log.write_line(format!(
+            tracing::warn!(
                 "cannot wake the task of {} yet: {}: {e}",
                 token.migration,
                 path.display()
-            ));
+            );
             lock(&self.pending_tokens).insert(path.to_path_buf(), bytes);
             tokio::spawn(retry_token(self.pending_tokens.clone(), path.to_path_buf()));
         }

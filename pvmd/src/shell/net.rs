@@ -6,7 +6,6 @@
 
 use super::input::{Input, InputSender, LogRateLimit};
 use super::limits::DATAGRAM_BYTES_MAX;
-use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, Outbox, Outgoing, outbox};
 use super::pki::{HostCredentials, host_name, host_of_certificate};
 use super::session::{
@@ -221,7 +220,6 @@ pub(crate) struct Net {
     own_host: HostId,
     lease: Duration,
     inputs: InputSender,
-    log: Log,
     peers: HashMap<HostId, Peer>,
     next_session: u64,
 }
@@ -302,7 +300,6 @@ impl Net {
         (vm, own_host): (&str, HostId),
         lease: Duration,
         inputs: InputSender,
-        log: Log,
     ) -> anyhow::Result<Net> {
         let transport = transport(lease)?;
         let mut server = ServerConfig::with_crypto(Arc::new(identity.server_config()?));
@@ -324,7 +321,6 @@ impl Net {
             own_host,
             lease,
             inputs,
-            log,
             peers,
             next_session: 1,
         })
@@ -371,9 +367,7 @@ impl Net {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
             Err(e) => {
-                return self
-                    .log
-                    .write_line(format!("a message to {host} could not be sent: {e}"));
+                return tracing::warn!("a message to {host} could not be sent: {e}");
             }
         };
         let Some(peer) = self.peer_unless_expelled(host) else {
@@ -403,9 +397,7 @@ impl Net {
         let frame = match encode_control(&MainEntry::Item(&carried)) {
             Ok(frame) => frame,
             Err(e) => {
-                return self.log.write_line(format!(
-                    "an item for a task on {host} could not be sent: {e}"
-                ));
+                return tracing::warn!("an item for a task on {host} could not be sent: {e}");
             }
         };
         let Some(peer) = self.peer_unless_expelled(host) else {
@@ -434,10 +426,9 @@ impl Net {
             .reliable_bytes()
             .max(queues.data.reliable_bytes());
         if most > UNSENT_BYTES_MAX && queues.connection.close_reason().is_none() {
-            self.log
-                .write_line(format!(
-                    "{host} reads nothing and {UNSENT_BYTES_MAX} bytes are queued for it: closing its session"
-                ));
+            tracing::warn!(
+                "{host} reads nothing and {UNSENT_BYTES_MAX} bytes are queued for it: closing its session"
+            );
             queues.connection.close(CLOSE_SILENT, b"reads nothing");
         }
     }
@@ -456,9 +447,9 @@ impl Net {
             (&mut peer.queued_link_bytes, LINK_BYTES_MAX)
         };
         if *waiting + len > bytes_max {
-            self.log.write_line(format!(
+            tracing::warn!(
                 "{host} has no session and {bytes_max} bytes are queued for it: a frame is dropped"
-            ));
+            );
             return;
         }
         *waiting += len;
@@ -604,7 +595,7 @@ impl Net {
             // The waiting transfer may have ended.
             let _ = transfer.send(bulk);
         }
-        self.log.write_line(format!("session with {host} is up"));
+        tracing::info!("session with {host} is up");
         news.push(SessionChange::Connected(host));
         news
     }
@@ -618,8 +609,7 @@ impl Net {
         };
         let was_up = session.channels.is_some();
         let verb = if was_up { "ended" } else { "failed to come up" };
-        self.log
-            .write_line(format!("session with {host} {verb}: {why}"));
+        tracing::info!("session with {host} {verb}: {why}");
         // A slave that its master has expelled must not connect again.
         let expelled = host == HostId::MASTER && is_expelled(&session.connection);
         if was_up || expelled {
@@ -689,7 +679,6 @@ impl Net {
             name: host_name(host, &self.vm),
             host,
             addresses: peer.addresses.clone(),
-            log: self.log.clone(),
         };
         let inputs = self.inputs.clone();
         let task = tokio::spawn(async move {
@@ -890,7 +879,6 @@ struct Connector {
     name: String,
     host: HostId,
     addresses: Vec<SocketAddr>,
-    log: Log,
 }
 
 impl Connector {
@@ -902,8 +890,7 @@ impl Connector {
             match self.try_addresses().await {
                 Ok(connection) => return connection,
                 Err(why) if !logged => {
-                    self.log
-                        .write_line(format!("cannot reach {} yet: {why}", self.host));
+                    tracing::warn!("cannot reach {} yet: {why}", self.host);
                     logged = true;
                 }
                 Err(_) => {}

@@ -4,7 +4,6 @@
 use super::bulk_fallback::BulkFallbacks;
 use super::images::ImageTransfers;
 use super::input::{INPUT_QUEUE_MAX, Input};
-use super::log::{self, Log};
 use super::net::{Net, SessionChange, bind_udp};
 use super::pki::{Authority, HostCredentials};
 use super::session::{StreamPurpose, open_bidirectional};
@@ -61,8 +60,6 @@ impl Daemon {
         let place = RuntimePaths::from_env(0, |name| (name == "PVM_TMP").then(|| tmp.clone()))
             .expect("a good name");
         std::fs::create_dir_all(place.dir()).expect("writable");
-        let (log, _) =
-            log::open(&dir.join("log"), host(own_host), log::LOG_BYTES_MAX).expect("writable");
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE_MAX);
         let socket = bind_udp(0).expect("a port");
         let net = Net::start(
@@ -71,13 +68,12 @@ impl Daemon {
             ("pvm", host(own_host)),
             lease,
             sender.clone(),
-            Log::clone(&log),
         )
         .expect("TLS");
-        let fallbacks = BulkFallbacks::new(log.clone());
+        let fallbacks = BulkFallbacks::new();
         Daemon {
             net,
-            images: ImageTransfers::new(place, sender, log, Arc::default(), fallbacks.clone()),
+            images: ImageTransfers::new(place, sender, Arc::default(), fallbacks.clone()),
             fallbacks,
             inputs,
             own_host: host(own_host),

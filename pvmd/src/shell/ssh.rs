@@ -14,8 +14,6 @@
 //! 2. Before the first use, `ssh -G` is asked for the effective settings with and without the
 //!    daemon's settings file. That file is used only if the key exchange is the only difference. An
 //!    ssh with its settings elsewhere, an older ssh, or another program is used unchanged.
-
-use super::log::Log;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -60,15 +58,10 @@ impl SshCommand {
 
     /// Returns the command words before the host name. The check for the first host applies to all
     /// hosts.
-    pub(crate) async fn command_words(
-        &self,
-        contact: &str,
-        login: Option<&str>,
-        log: &Log,
-    ) -> Vec<String> {
+    pub(crate) async fn command_words(&self, contact: &str, login: Option<&str>) -> Vec<String> {
         let usable = *self
             .is_usable
-            .get_or_init(|| self.check_settings(contact, login, log))
+            .get_or_init(|| self.check_settings(contact, login))
             .await;
         let mut words = vec![SSH.to_string()];
         if usable {
@@ -79,12 +72,12 @@ impl SshCommand {
     }
 
     /// Writes the settings file. Returns true if its only effect is the cheaper key exchange.
-    async fn check_settings(&self, contact: &str, login: Option<&str>, log: &Log) -> bool {
+    async fn check_settings(&self, contact: &str, login: Option<&str>) -> bool {
         if let Err(e) = write_settings(&self.settings_path) {
-            log.write_line(format!(
+            tracing::warn!(
                 "ssh is used as it is: cannot write {}: {e}",
                 self.settings_path.display()
-            ));
+            );
             return false;
         }
         let (theirs, ours) = tokio::join!(
@@ -95,7 +88,7 @@ impl SshCommand {
             .zip(ours)
             .is_some_and(|(theirs, ours)| differs_only_in_kex(&theirs, &ours));
         if usable {
-            log.write_line(format!("ssh uses the key exchange {CHEAP_KEX}"));
+            tracing::info!("ssh uses the key exchange {CHEAP_KEX}");
         } else {
             let _ = std::fs::remove_file(&self.settings_path);
         }

@@ -4,7 +4,6 @@
 use super::descriptors::{TaskFrameReader, send_with_descriptors};
 use super::input::{Input, InputSender, LogRateLimit, TaskConnection};
 use super::local_socket::LocalSocket;
-use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, OutboxReader, Outgoing, outbox};
 use super::sys::peer_process;
 use pvmd_machine::io::{ConnId, Event};
@@ -52,17 +51,15 @@ pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
 struct TaskListener {
     uid: u32,
     inputs: InputSender,
-    log: Log,
     refusal_log_limit: LogRateLimit,
     next_conn: AtomicU64,
 }
 
 /// Accepts connections of tasks, forever.
-pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender, log: Log) {
+pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender) {
     let task_listener = Arc::new(TaskListener {
         uid,
         inputs,
-        log,
         refusal_log_limit: LogRateLimit::new(),
         next_conn: AtomicU64::new(1),
     });
@@ -87,9 +84,7 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender,
             Err(e) => {
                 // Most likely the descriptors are used up; other connections will free some.
                 if task_listener.refusal_log_limit.try_acquire() {
-                    task_listener.log.write_line(format!(
-                        "cannot accept a task's connection: {e}; trying again"
-                    ));
+                    tracing::warn!("cannot accept a task's connection: {e}; trying again");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -143,10 +138,10 @@ impl TaskListener {
             }
         };
         if self.refusal_log_limit.try_acquire() {
-            self.log.write_line(format!(
+            tracing::warn!(
                 "refused process {pid} of user {} on the tasks' socket: {refusal}",
                 peer.uid()
-            ));
+            );
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
             // The peer may be gone or not read; a failure does not matter.
@@ -207,8 +202,7 @@ impl TaskListener {
         if let Some(why) = &protocol_error
             && self.refusal_log_limit.try_acquire()
         {
-            self.log
-                .write_line(format!("closed the connection of process {pid}: {why}"));
+            tracing::warn!("closed the connection of process {pid}: {why}");
         }
         let _ = self
             .inputs

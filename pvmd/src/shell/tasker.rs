@@ -6,7 +6,6 @@
 use super::descriptors::TaskFrameReader;
 use super::input::{Input, InputSender};
 use super::local_socket::LocalSocket;
-use super::log::Log;
 use super::outbox::{Outbox, Outgoing, outbox};
 use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
@@ -37,7 +36,6 @@ pub(crate) struct TaskerProcess {
     program: PathBuf,
     files_limit: OpenFilesLimit,
     inputs: InputSender,
-    log: Log,
     connection: Option<TaskerConnection>,
     start_times: Vec<Instant>,
 }
@@ -54,13 +52,11 @@ impl TaskerProcess {
         program: PathBuf,
         files_limit: OpenFilesLimit,
         inputs: InputSender,
-        log: Log,
     ) -> TaskerProcess {
         TaskerProcess {
             program,
             files_limit,
             inputs,
-            log,
             connection: None,
             start_times: Vec::new(),
         }
@@ -87,9 +83,9 @@ impl TaskerProcess {
             .map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
         let (outbox, queue) = outbox(0);
         tokio::spawn(write_frames(socket.clone(), queue));
-        let (inputs, log) = (self.inputs.clone(), self.log.clone());
+        let inputs = self.inputs.clone();
         let serving = tokio::spawn(async move {
-            let why = forward_messages(socket, child, &inputs, log).await;
+            let why = forward_messages(socket, child, &inputs).await;
             let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
         });
         self.connection = Some(TaskerConnection { outbox, serving });
@@ -118,7 +114,7 @@ impl TaskerProcess {
     pub(crate) fn on_exit(&mut self) {
         self.connection = None;
         if let Err(why) = self.start() {
-            self.log.write_line(why);
+            tracing::error!("{why}");
         }
     }
 
@@ -167,13 +163,12 @@ async fn forward_messages(
     socket: Arc<LocalSocket>,
     mut child: Child,
     inputs: &InputSender,
-    log: Log,
 ) -> String {
     if let Some(stderr) = child.stderr.take() {
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
             while let Ok(Some(line)) = lines.next_line().await {
-                log.write_line(format!("tasker: {line}"));
+                tracing::info!("tasker: {line}");
             }
         });
     }

@@ -84,6 +84,7 @@ impl Vm {
             "PVM_DPATH",
             "PVMHOSTFILE",
             "SEMPA_LOG",
+            "SEMPA_LOG_FILTER",
             "PVM_EXPORT",
             "PVMSOCK",
             "PVMTASK",

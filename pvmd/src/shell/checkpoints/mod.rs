@@ -11,7 +11,6 @@ use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
 use super::checkpoint_copies::{receive_checkpoint, send_checkpoint};
 use super::image_transfer::SentAmounts;
 use super::input::{Input, InputSender};
-use super::log::Log;
 use super::rate_limit::RateLimit;
 use checkpoint::store::{
     CheckpointDraft, CheckpointId, CheckpointStore, InvalidCheckpointId, StoreError, StoreLimits,
@@ -32,6 +31,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::task::JoinHandle;
+use tracing::info_span;
 
 /// Name of the file next to the images with the daemon's state of the task.
 const PART_RECORD_FILE: &str = "sempa-part";
@@ -189,7 +189,6 @@ pub(crate) struct CheckpointService {
     paths: RuntimePaths,
     settings: Result<StoreSettings, StoreSettingsError>,
     inputs: InputSender,
-    log: Log,
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
     open_checkpoints: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
@@ -208,14 +207,12 @@ impl CheckpointService {
         paths: RuntimePaths,
         settings: Result<StoreSettings, StoreSettingsError>,
         inputs: InputSender,
-        log: Log,
     ) -> CheckpointService {
         let (store, drafts, opened, marks) = Default::default();
         CheckpointService {
             paths,
             settings,
             inputs,
-            log,
             store,
             drafts,
             open_checkpoints: opened,
@@ -240,7 +237,7 @@ impl CheckpointService {
         });
     }
 
-    /// Runs work with the store on a blocking thread.
+    /// Runs work with the store on a blocking thread, in the caller's span.
     fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static) {
         self.spawn_after(None, work);
     }
@@ -252,7 +249,8 @@ impl CheckpointService {
         work: impl FnOnce(Result<CheckpointStore, CheckpointError>) + Send + 'static,
     ) {
         let open = self.store_opener();
-        let work = move || work(open());
+        let span = tracing::Span::current();
+        let work = move || span.in_scope(|| work(open()));
         match after {
             None => drop(tokio::task::spawn_blocking(work)),
             Some(after) => drop(tokio::spawn(async move {
@@ -292,6 +290,7 @@ impl CheckpointService {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
+            let _in_span = info_span ! ( "checkpoint" , id = % id ).entered();
             let store = open().map_err(|e| Failure::Io(e.to_string()))?;
             let set = store
                 .open_checkpoint(&id)
@@ -308,15 +307,16 @@ impl CheckpointService {
         now: Micros,
     ) -> impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static
     {
-        let (open, inputs, log) = (self.store_opener(), self.inputs.clone(), self.log.clone());
+        let (open, inputs) = (self.store_opener(), self.inputs.clone());
         move |incoming| {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(|e| Failure::Io(e.to_string()))?;
+            let _in_span = info_span ! ( "checkpoint" , id = % id ).entered();
             let bytes =
                 receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
-            removal::remove_superfluous(&store, now, &[], &inputs, &log);
+            removal::remove_superfluous(&store, now, &[], &inputs);
             Ok(bytes)
         }
     }
@@ -324,6 +324,7 @@ impl CheckpointService {
     /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
     pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
+        let _in_span = info_span ! ( "job" , id = % job ).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let draft = store.begin(job, now).map_err(CheckpointError::Begin)?;
@@ -338,6 +339,7 @@ impl CheckpointService {
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
+        let _in_span = info_span ! ( "migration" , id = % migration ).entered();
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
             let added = draft
@@ -356,9 +358,8 @@ impl CheckpointService {
         keep: Vec<String>,
         now: Micros,
     ) {
-        let (drafts, log, meta) = (
+        let (drafts, meta) = (
             self.drafts.clone(),
-            self.log.clone(),
             to_bytes(meta).map_err(CheckpointError::EncodeMeta),
         );
         let inputs = self.inputs.clone();
@@ -366,13 +367,14 @@ impl CheckpointService {
             let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
             let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
+                let _in_span = info_span ! ( "checkpoint" , id = % info . id ).entered();
                 // The checkpoint is complete even if the removal of others fails; the limits
                 // are enforced again at the next checkpoint.
                 match store {
                     Ok(store) => {
-                        removal::remove_superfluous(&store, now, &keep, &inputs, &log);
+                        removal::remove_superfluous(&store, now, &keep, &inputs);
                     }
-                    Err(why) => log.write_line(why.to_string()),
+                    Err(why) => tracing::warn!("{why}"),
                 }
                 Ok((info.id.to_string(), info.bytes))
             });
@@ -390,6 +392,7 @@ impl CheckpointService {
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.open_checkpoints.clone();
+        let _in_span = info_span ! ( "checkpoint" , id = % name ).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let id: CheckpointId = name.parse().map_err(CheckpointError::InvalidName)?;
@@ -477,6 +480,7 @@ impl CheckpointService {
             self.inputs.clone(),
         );
         tokio::task::spawn_blocking(move || {
+            let _in_span = info_span ! ( "migration" , id = % migration ).entered();
             let result = read_part(&path);
             let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
         });

@@ -3,7 +3,6 @@
 
 use super::{CheckpointError, CheckpointService, lock};
 use crate::shell::input::{Input, InputSender};
-use crate::shell::log::Log;
 use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, StoreError, UnreadableEntries,
 };
@@ -32,7 +31,6 @@ pub(super) fn remove_superfluous(
     now: Micros,
     keep: &[String],
     inputs: &InputSender,
-    log: &Log,
 ) {
     let keep = |set: &CheckpointInfo| keep.contains(&set.id.to_string());
     match store
@@ -43,20 +41,19 @@ pub(super) fn remove_superfluous(
         Ok(swept) => {
             let checkpoints: Vec<String> =
                 swept.removed.iter().map(|set| set.id.to_string()).collect();
-            log.write_line(format!(
+            tracing::info!(
                 "removed checkpoints beyond the store's limits: {}",
                 checkpoints.join(" ")
-            ));
+            );
             let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
         }
-        Err(why) => log.write_line(why.to_string()),
+        Err(why) => tracing::warn!("{why}"),
     }
 }
 
 impl CheckpointService {
     /// Removes checkpoints that must not be used. Starts when the task `after` has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
-        let log = self.log.clone();
         if !self.store_exists() {
             return;
         }
@@ -73,18 +70,14 @@ impl CheckpointService {
                     .collect()
             };
             let removed = store.and_then(|store| remove(store).map_err(CheckpointError::Discard));
-            removed.unwrap_or_else(|why| log.write_line(why.to_string()));
+            removed.unwrap_or_else(|why| tracing::warn!("{why}"));
         });
     }
 
     /// Records in the store that the jobs of these checkpoints ended for good at the time `ended`,
     /// or run again. Calls take effect in order.
     pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
-        let (marks, inputs, log) = (
-            self.pending_marks.clone(),
-            self.inputs.clone(),
-            self.log.clone(),
-        );
+        let (marks, inputs) = (self.pending_marks.clone(), self.inputs.clone());
         lock(&marks.queue).push_back((sets, ended));
         self.spawn(move |store| {
             let _turn = lock(&marks.writer_lock);
@@ -94,14 +87,14 @@ impl CheckpointService {
             let ids: Vec<CheckpointId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
             let store = match store {
                 Ok(store) => store,
-                Err(why) => return log.write_line(why.to_string()),
+                Err(why) => return tracing::warn!("{why}"),
             };
             let marked = store
                 .mark_jobs_ended(&ids, ended)
                 .map_err(CheckpointError::MarkJobEnd);
-            marked.unwrap_or_else(|why| log.write_line(why.to_string()));
+            marked.unwrap_or_else(|why| tracing::warn!("{why}"));
             if let Some(now) = ended {
-                remove_superfluous(&store, now, &keep, &inputs, &log);
+                remove_superfluous(&store, now, &keep, &inputs);
             }
         });
     }

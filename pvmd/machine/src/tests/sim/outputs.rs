@@ -46,7 +46,7 @@ impl Sim {
             }
             Output::StartTasker => {}
             Output::ToTasker(message) => self.send_to_tasker(on, message),
-            Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
+            Output::Log { text, .. } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self
                 .nodes
                 .get_mut(&on)

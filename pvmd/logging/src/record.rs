@@ -1,0 +1,228 @@
+//! From an event to a line of text.
+
+use std::fmt::{Debug, Write};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
+use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::Layer;
+use tracing_subscriber::layer::Context;
+use tracing_subscriber::registry::LookupSpan;
+
+/// What an event can be about, in the order in which a line names it.
+pub const CONTEXT_NAMES: [&str; 3] = ["migration", "checkpoint", "job"];
+/// Field with the id in the spans of [`CONTEXT_NAMES`].
+const ID_FIELD: &str = "id";
+
+/// True if this span names the migration, checkpoint or job of its events.
+pub(crate) fn is_context_span(metadata: &Metadata<'_>) -> bool {
+    metadata.is_span() && context_index(metadata.name()).is_some()
+}
+
+fn context_index(name: &str) -> Option<usize> {
+    CONTEXT_NAMES.iter().position(|known| *known == name)
+}
+
+/// An event to be logged.
+#[derive(Clone, Debug)]
+pub struct Record {
+    pub level: Level,
+    /// Module or part that logs, like `pvmd::shell::images`.
+    pub target: String,
+    /// The message, followed by fields that have no meaning here as `name=value`.
+    pub text: String,
+    /// Ids in the order of [`CONTEXT_NAMES`].
+    pub context: [Option<String>; CONTEXT_NAMES.len()],
+}
+
+impl Record {
+    /// Returns the text, with the ids of the context that the text does not name, as
+    /// `text (migration m5)`.
+    pub fn line(&self) -> String {
+        let mut line = self.text.clone();
+        let missing: Vec<String> = CONTEXT_NAMES
+            .iter()
+            .zip(&self.context)
+            .filter_map(|(name, id)| id.as_ref().map(|id| (name, id)))
+            .filter(|(_, id)| !names_id(&self.text, id))
+            .map(|(name, id)| format!("{name} {id}"))
+            .collect();
+        if !missing.is_empty() {
+            line.push_str(&format!(" ({})", missing.join(", ")));
+        }
+        line
+    }
+
+    /// Returns the word before the lines of this level; empty for information.
+    pub fn level_prefix(&self) -> &'static str {
+        match self.level {
+            Level::ERROR => "error: ",
+            Level::WARN => "warning: ",
+            Level::INFO => "",
+            Level::DEBUG => "debug: ",
+            Level::TRACE => "trace: ",
+        }
+    }
+}
+
+/// True if the text contains the id as a word: `m50` does not name `m5`.
+fn names_id(text: &str, id: &str) -> bool {
+    let is_word = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
+    text.match_indices(id).any(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + id.len()..]);
+        !is_word(before.chars().next_back()) && !is_word(after.chars().next())
+    })
+}
+
+/// Context in the extensions of a span of [`CONTEXT_NAMES`].
+struct SpanContext {
+    index: usize,
+    id: String,
+}
+
+/// Collects the fields of an event.
+#[derive(Default)]
+struct EventFields {
+    text: String,
+    others: String,
+    context: [Option<String>; CONTEXT_NAMES.len()],
+}
+
+impl Visit for EventFields {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.record_debug(field, &format_args!("{value}"));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        if field.name() == "message" {
+            self.text = format!("{value:?}");
+        } else if let Some(index) = context_index(field.name()) {
+            self.context[index] = Some(format!("{value:?}"));
+        } else {
+            let _ = write!(self.others, " {}={value:?}", field.name());
+        }
+    }
+}
+
+/// Finds the id of a span.
+#[derive(Default)]
+struct SpanId(Option<String>);
+
+impl Visit for SpanId {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.record_debug(field, &format_args!("{value}"));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        if field.name() == ID_FIELD {
+            self.0 = Some(format!("{value:?}"));
+        }
+    }
+}
+
+/// Passes a [`Record`] of each event to a function.
+pub(crate) struct RecordLayer<F>(pub(crate) F);
+
+impl<S, F> Layer<S> for RecordLayer<F>
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    F: Fn(Record) + 'static,
+{
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        let Some(index) = context_index(attributes.metadata().name()) else {
+            return;
+        };
+        let mut found = SpanId::default();
+        attributes.record(&mut found);
+        if let (Some(id), Some(span)) = (found.0, context.span(id)) {
+            span.extensions_mut().insert(SpanContext { index, id });
+        }
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let mut fields = EventFields::default();
+        event.record(&mut fields);
+        // From the innermost span outwards: the nearest id counts, and the event's own before it.
+        for span in context.event_scope(event).into_iter().flatten() {
+            if let Some(SpanContext { index, id }) = span.extensions().get::<SpanContext>() {
+                fields.context[*index].get_or_insert_with(|| id.clone());
+            }
+        }
+        let EventFields {
+            text,
+            others,
+            context,
+        } = fields;
+        (self.0)(Record {
+            level: *event.metadata().level(),
+            target: event.metadata().target().to_string(),
+            text: (text + &others).trim_start().to_string(),
+            context,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Filter, subscriber};
+    use std::sync::{Arc, Mutex};
+
+    /// Returns the records of the events of `body`.
+    fn records_of(body: impl FnOnce()) -> Vec<Record> {
+        let records = Arc::new(Mutex::new(Vec::new()));
+        let sink = records.clone();
+        let write = move |record| sink.lock().expect("lock").push(record);
+        tracing::subscriber::with_default(subscriber(Filter::default(), write), body);
+        records.lock().expect("lock").clone()
+    }
+
+    #[test]
+    fn line_names_the_migration_of_its_span() {
+        let records = records_of(|| {
+            let _in_span = tracing::info_span!("migration", id = %"m5").entered();
+            let _other_span = tracing::info_span!("transfer", id = 7).entered();
+            tracing::warn!("slow");
+            tracing::info!("m5: sent");
+            tracing::info!("m50: sent");
+            tracing::info!(job = %"t40001", "paused");
+            tracing::info!(
+                migration = Some("m6"),
+                checkpoint = None::<&str>,
+                "received"
+            );
+        });
+        let lines: Vec<String> = records.iter().map(Record::line).collect();
+        assert_eq!(
+            lines,
+            [
+                "slow (migration m5)",
+                "m5: sent",
+                "m50: sent (migration m5)",
+                "paused (migration m5, job t40001)",
+                "received (migration m6)",
+            ]
+        );
+    }
+
+    #[test]
+    fn only_other_levels_than_info_have_a_prefix() {
+        let records = records_of(|| {
+            tracing::error!("a");
+            tracing::warn!("b");
+            tracing::info!("c");
+        });
+        let lines: Vec<String> = records
+            .iter()
+            .map(|record| format!("{}{}", record.level_prefix(), record.line()))
+            .collect();
+        assert_eq!(lines, ["error: a", "warning: b", "c"]);
+    }
+
+    /// Fields without a meaning here follow the text; the target is the module.
+    #[test]
+    fn other_fields_follow_the_text() {
+        let records = records_of(|| tracing::info!(bytes = 5, "sent"));
+        assert_eq!(records[0].line(), "sent bytes=5");
+        assert_eq!(records[0].target, "sempa_logging::record::tests");
+    }
+}
