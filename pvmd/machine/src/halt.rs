@@ -194,7 +194,13 @@ impl Machine {
         if self.shutdown.as_ref().is_some_and(|s| s.is_done) {
             return;
         }
-        self.log_warning(format!("this daemon ends now: {why}"));
+        let text = format!("this daemon ends now: {why}");
+        // The end of an orderly shutdown is no fault.
+        if self.shutdown.is_some() {
+            self.log(text);
+        } else {
+            self.log_warning(text);
+        }
         if self.shutdown.is_none() {
             self.signal_unspawned_tasks();
         }
