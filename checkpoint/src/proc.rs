@@ -13,8 +13,8 @@
 //! | `sysvipc/NAME` | The crate reads only `shm`, and fails for a user ID above 65535. |
 //! | `sys/kernel/osrelease` | The crate returns three numbers, not the whole text. |
 //!
-//! Elsewhere stay: `PID/mem` and `PID/pagemap`, on which the dump spends its time and which are read
-//! at offsets and with an ioctl; `self/mountinfo` and `self/cgroup`, which the pure module
+//! Elsewhere stay: `PID/mem` and `PID/pagemap`, on which the dump spends its time and which are
+//! read at offsets and with an ioctl; `self/mountinfo` and `self/cgroup`, which the pure module
 //! `sempa_proto::cgroup` parses; and paths such as `self/fd/N`, by which files are opened.
 
 use procfs::ProcError;

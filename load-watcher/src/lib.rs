@@ -14,8 +14,8 @@
 //!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
 //!   sources. [`guests`] decides whether guests may run (pure).
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
-//! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample and to
-//!   send a report (pure). [`status`] answers queries of users of this host.
+//! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
+//!   and to send a report (pure). [`status`] answers queries of users of this host.
 //! - [`system`]: clocks and nice levels.
 
 pub mod cgroup;

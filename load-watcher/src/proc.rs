@@ -1,9 +1,9 @@
 //! Parsers for /proc files (proc(5)) and control group files. They allocate no memory, and return
 //! `None` for malformed text.
 //!
-//! The crate `procfs` is not used here: every sample runs these parsers on files that stay open, and
-//! the crate opens a file for each reading and allocates memory. What is read outside of samples is
-//! read with the crate, except for two files:
+//! The crate `procfs` is not used here: every sample runs these parsers on files that stay open,
+//! and the crate opens a file for each reading and allocates memory. What is read outside of
+//! samples is read with the crate, except for two files:
 //!
 //! - `interrupts`: the crate does not read it.
 //! - `net/unix`: a socket of any user whose name contains a line break makes the crate fail.

@@ -95,8 +95,8 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
-    /// Requests the restart of the checkpoint `set` on the hosts `count_on`. The event log reports the
-    /// result.
+    /// Requests the restart of the checkpoint `set` on the hosts `count_on`. The event log reports
+    /// the result.
     ///
     /// # Errors
     /// Errors of the daemon.

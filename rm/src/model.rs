@@ -512,7 +512,8 @@ impl Model {
             .any(|task| task.job == job && (task.migrating.is_some() || task.suspended))
     }
 
-    /// Returns the top task of the job that contains `task_id`, by which the job can be checkpointed.
+    /// Returns the top task of the job that contains `task_id`, by which the job can be
+    /// checkpointed.
     ///
     /// `None` if an ancestor of the task has ended or is unknown, because some tasks of the job
     /// cannot be found from the top task then. Also `None` if the top task was started by hand,
@@ -783,8 +784,8 @@ impl Model {
     /// True if a new host table and task list are needed, because entries of the event log were
     /// missed or no news of a migration arrived for [`MIGRATION_SILENCE_MAX`].
     pub fn is_stale(&self, now: Micros) -> bool {
-        // Few tasks migrate at a time. A migration that has just begun may be missing in `migrations`,
-        // but its timeout has not expired either.
+        // Few tasks migrate at a time. A migration that has just begun may be missing in
+        // `migrations`, but its timeout has not expired either.
         let silent = |tid: &Tid| {
             self.tasks
                 .get(tid)

@@ -3,8 +3,8 @@
 //!
 //! The file starts with a text line that contains the version. The records follow; each is a length
 //! (four bytes, little-endian) and an [`RecordingEntry`] in postcard. The maximum size is
-//! [`RECORDING_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer may
-//! have been killed.
+//! [`RECORDING_BYTES_MAX`]. A truncated record counts as the end of the file, because its writer
+//! may have been killed.
 
 use crate::model::Labels;
 use crate::policy::EffectivePolicy;

@@ -183,8 +183,8 @@ impl<V: VmApi> Service<V> {
     /// # Errors
     /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
     /// registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
-    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file is invalid and was
-    /// never in force.
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file is
+    /// invalid and was never in force.
     pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();

@@ -272,7 +272,8 @@ impl Spawns {
         self.rules = rules;
     }
 
-    /// Accepts a request. The next [`Spawns::place_next`] places it, unless it is refused immediately.
+    /// Accepts a request. The next [`Spawns::place_next`] places it, unless it is refused
+    /// immediately.
     pub fn accept(&mut self, now: Micros, from: SpawnIncoming) {
         let count = from.request.count;
         let refusal = match count {

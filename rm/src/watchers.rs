@@ -295,8 +295,8 @@ impl Watchers {
         }
     }
 
-    /// Handles a report that task `requester` sends as the watcher of host `request`. Returns true if the
-    /// report is valid.
+    /// Handles a report that task `requester` sends as the watcher of host `request`. Returns true
+    /// if the report is valid.
     pub fn report_received(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
             return false;

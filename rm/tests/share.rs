@@ -31,7 +31,8 @@ fn busy_hosts(hosts: u16) -> Snapshot {
     Snapshot::new(NOW, PlacementPolicy::Load, (1..=hosts).map(host).collect())
 }
 
-/// Returns the Up-Down state in which user 1 holds `event_count` processors and has an index of 100.
+/// Returns the Up-Down state in which user 1 holds `event_count` processors and has an index of
+/// 100.
 fn heavy_user_shares(count: u32) -> FairShare {
     let mut fair = FairShare::new(UpDownRates::default());
     fair.acquire(Micros(0), 1, count);
@@ -413,8 +414,8 @@ fn fraction_of_processor_suffices_to_resume() {
     );
 }
 
-/// Resumes tasks until the decision selects no more. Asserts that `within_limits` holds for the host of each
-/// resumed task.
+/// Resumes tasks until the decision selects no more. Asserts that `within_limits` holds for the
+/// host of each resumed task.
 fn resume_all(
     snapshot: &mut Snapshot,
     gave_way: &mut BTreeMap<Tid, Micros>,

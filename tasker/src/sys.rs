@@ -351,9 +351,9 @@ pub(crate) fn start_program(
 }
 
 /// Creates a process that stops before its exec and executes the program of `plan` at the next
-/// SIGCONT. The plan must be made by [`ExecPlan::stopping_before_exec`]. Unlike with [`start_program`], the
-/// process has a copy of the tasker's memory while it is stopped. Returns when the process has
-/// stopped.
+/// SIGCONT. The plan must be made by [`ExecPlan::stopping_before_exec`]. Unlike with
+/// [`start_program`], the process has a copy of the tasker's memory while it is stopped. Returns
+/// when the process has stopped.
 ///
 /// # Errors
 /// The reason of the failure. If a process was created, it has ended or was killed, but was not

@@ -133,8 +133,8 @@ pub fn misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaviours`]; also clears the record. A line that is added between the read and the removal
-/// is lost, so a test that waits for a line must call [`misbehaviours`].
+/// As [`misbehaviours`]; also clears the record. A line that is added between the read and the
+/// removal is lost, so a test that waits for a line must call [`misbehaviours`].
 pub fn take_misbehaviours(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = misbehaviours(bed, host);
     // The file may not exist.

@@ -94,8 +94,8 @@ fn steps(pre_copies: bool) -> impl Iterator<Item = Step> {
     early_steps(pre_copies).chain(late_steps())
 }
 
-/// Distributes cases to rounds: up to [`HELD_MIGRATIONS_MAX`] cases with early steps in one round, and one round
-/// for each case with a late step.
+/// Distributes cases to rounds: up to [`HELD_MIGRATIONS_MAX`] cases with early steps in one round,
+/// and one round for each case with a late step.
 fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
     let (early, late): (Vec<Case>, Vec<Case>) = cases
         .into_iter()
@@ -197,8 +197,8 @@ impl<'a> MigrationFaults<'a> {
         MigrationFaults::with_oracle(vm, Oracle::start(vm)?, may_be_lost, None)
     }
 
-    /// As [`MigrationFaults::new`], with another oracle. With `home`, all tasks migrate from this host,
-    /// and only one migration at a time can be held.
+    /// As [`MigrationFaults::new`], with another oracle. With `home`, all tasks migrate from this
+    /// host, and only one migration at a time can be held.
     pub fn with_oracle(
         vm: &'a Vm<'a>,
         oracle: Oracle,

@@ -9,8 +9,8 @@ const SECONDS_PER_DAY: u64 = 86_400;
 
 /// Returns the seed for this run, and prints it so that a failed run can be repeated.
 ///
-/// Without the environment variable `SEED_ENV` the seed is the number of the day. All runs on one day
-/// try the same sample; on the next day the sample is another one.
+/// Without the environment variable `SEED_ENV` the seed is the number of the day. All runs on one
+/// day try the same sample; on the next day the sample is another one.
 ///
 /// # Panics
 /// The environment variable is not a number.

@@ -13,8 +13,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Minimum pause between two checks of a condition. The pause is a sixteenth of the time waited so
-/// far, between this minimum and [`CHECK_INTERVAL_MAX`]. Many checks start a console, and frequent checks
-/// would slow down the work that the test waits for.
+/// far, between this minimum and [`CHECK_INTERVAL_MAX`]. Many checks start a console, and frequent
+/// checks would slow down the work that the test waits for.
 const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 const CHECK_INTERVAL_MAX: Duration = Duration::from_millis(100);
 

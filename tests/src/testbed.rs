@@ -71,8 +71,8 @@ impl Testbed {
     /// `prefix` is where the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`requirements::lacks`]) or the kernel refuses. Nothing of the testbed
-    /// remains.
+    /// The machine lacks something ([`requirements::lacks`]) or the kernel refuses. Nothing of the
+    /// testbed remains.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
         Testbed::make(&TestbedParams {
             count,
@@ -84,7 +84,8 @@ impl Testbed {
     }
 
     /// As [`Testbed::new`]. On all hosts `SEMPA_CRIU` is [`Testbed::engine`], a link to the real
-    /// CRIU that a test may replace. Daemons stop at breakpoints in [`Testbed::breakpoints_folder`].
+    /// CRIU that a test may replace. Daemons stop at breakpoints in
+    /// [`Testbed::breakpoints_folder`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
         Testbed::make(&TestbedParams {
             count,

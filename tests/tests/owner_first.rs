@@ -65,8 +65,8 @@ fn used_ticks(host: &Host, pid: i32) -> Option<u64> {
     Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
 }
 
-/// Waits until a guest that computes has used no processor time for [`STOPPED_MIN_US`]. Returns the time of
-/// this observation.
+/// Waits until a guest that computes has used no processor time for [`STOPPED_MIN_US`]. Returns the
+/// time of this observation.
 fn wait_until_stopped(host: &Host, pid: i32) -> u64 {
     let mut since = (used_ticks(host, pid), now_us());
     let look = || {

@@ -294,8 +294,8 @@ pub(super) const PTRACE_SECCOMP_GET_FILTER: u64 = 0x420c;
 /// Maximum number of bytes that one relayed request reads or writes.
 pub(super) const REQUEST_MEMORY_BYTES: usize = 64 << 10;
 
-/// Memory for a relayed request. It always has [`REQUEST_MEMORY_BYTES`] bytes and is aligned for all
-/// structures of the kernel.
+/// Memory for a relayed request. It always has [`REQUEST_MEMORY_BYTES`] bytes and is aligned for
+/// all structures of the kernel.
 #[derive(Debug)]
 pub(super) struct RequestMemory(Vec<u64>);
 
@@ -468,8 +468,8 @@ impl RelayedRequest {
     }
 }
 
-/// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `wanted` is the request's
-/// structure: offset, flags, count.
+/// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `wanted` is the
+/// request's structure: offset, flags, count.
 fn siginfo_fits(peek_arguments: &[u8]) -> bool {
     let count = peek_arguments
         .get(12..16)

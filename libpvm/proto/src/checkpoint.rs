@@ -12,8 +12,8 @@ use std::fmt;
 pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
-/// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that are
-/// stored next to the images.
+/// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that
+/// are stored next to the images.
 pub const CHECKPOINT_VERSION: u16 = 5;
 
 /// Schedule of automatic checkpoints of a job.

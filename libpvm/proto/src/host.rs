@@ -65,7 +65,8 @@ pub enum HostRequest {
     /// Asks whether the host would accept a task with these properties; nothing is prepared. →
     /// [`HostReply::Verdict`]
     Verdict { facts: TaskFacts },
-    /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`HostReply::Inventory`]
+    /// Lists the host's tasks and contexts, for a checkpoint or a restart. →
+    /// [`HostReply::Inventory`]
     Inventory,
     /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
     /// the images of a migration. → [`Reply::Done`] or [`Reply::Failed`], then
@@ -134,7 +135,8 @@ pub enum HostMsg {
     },
     /// The sender has prepared the table of this epoch.
     TablePrepared { epoch: Epoch },
-    /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::TableCommitted`]
+    /// From the master: puts the prepared table of this epoch into force. →
+    /// [`HostMsg::TableCommitted`]
     CommitTable { epoch: Epoch },
     /// The table of this epoch is in force on the sender.
     TableCommitted { epoch: Epoch },

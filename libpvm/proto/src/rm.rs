@@ -89,8 +89,8 @@ pub enum RmQuery {
     },
 }
 
-/// A reply of the resource manager. New variants must be added at the end, and [`RmReply::UnsupportedVersion`]
-/// must stay the first.
+/// A reply of the resource manager. New variants must be added at the end, and
+/// [`RmReply::UnsupportedVersion`] must stay the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RmReply {
     /// The query's version is not supported; contains the supported version.

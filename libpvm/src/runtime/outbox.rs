@@ -65,8 +65,8 @@ impl Outbox {
         self.pieces.is_empty()
     }
 
-    /// Returns the total number of bytes ever queued. When [`Outbox::written_bytes_total`] reaches this number,
-    /// everything queued until now is written.
+    /// Returns the total number of bytes ever queued. When [`Outbox::written_bytes_total`] reaches
+    /// this number, everything queued until now is written.
     pub(crate) fn queued_bytes_total(&self) -> u64 {
         self.queued_bytes_total
     }

@@ -76,7 +76,8 @@ fn exit_hooks() -> &'static ExitHookList {
             }
         };
     }
-    // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in EXIT_HOOKS is never freed.
+    // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in EXIT_HOOKS is never
+    // freed.
     unsafe { &*list }
 }
 

@@ -77,8 +77,8 @@ impl SocketWaiters {
         }
     }
 
-    /// Sleeps until the socket is readable, until [`SocketWaiters::wake_app_thread`], or for at most
-    /// `max_wait`. Spurious wake-ups are possible.
+    /// Sleeps until the socket is readable, until [`SocketWaiters::wake_app_thread`], or for at
+    /// most `max_wait`. Spurious wake-ups are possible.
     pub(crate) fn wait_for_socket(&self, max_wait: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(max_wait).unwrap_or(EpollTimeout::MAX);

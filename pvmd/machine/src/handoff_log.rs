@@ -1,14 +1,14 @@
 //! Records the links of a process that is about to exit, so that the next process of the same task
 //! can continue them.
 //!
-//! 1. The library sends the state of each link ([`LinkState`]) and repeats all frames that its peers
-//!    have not acknowledged. From then on all its frames pass through this daemon.
+//! 1. The library sends the state of each link ([`LinkState`]) and repeats all frames that its
+//!    peers have not acknowledged. From then on all its frames pass through this daemon.
 //! 2. The daemon keeps a copy of everything that the process sends, and forwards only complete
 //!    messages. So the peers and the log agree at any moment at which the process may exit, even in
 //!    the middle of a message.
 //! 3. Items for the task wait in its inbox. Only replies are still delivered to the old process.
-//! 4. The next process receives the recorded state and frames as its [`ProcessHandoff`], followed by the
-//!    items that waited.
+//! 4. The next process receives the recorded state and frames as its [`ProcessHandoff`], followed
+//!    by the items that waited.
 
 use super::restart_engine::ExitStage;
 use super::tasks::Task;

@@ -1,9 +1,9 @@
 //! Requests between daemons, and their replies.
 //!
-//! The daemon that sends a request records the purpose of the reply ([`RpcPurpose`]) and the request
-//! itself. The receiver serves the request, or names the host to which the task in question has
-//! migrated; then the request is sent to that host. If the receiver is lost, the request ends with
-//! the result for a lost host.
+//! The daemon that sends a request records the purpose of the reply ([`RpcPurpose`]) and the
+//! request itself. The receiver serves the request, or names the host to which the task in question
+//! has migrated; then the request is sent to that host. If the receiver is lost, the request ends
+//! with the result for a lost host.
 
 use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;

@@ -7,8 +7,8 @@ pub(crate) fn env_var(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Looks up a variable for [`sempa_proto::runtime_paths::RuntimePaths::from_env`]. The directory is made absolute,
-/// because tasks and migrations use it from other directories.
+/// Looks up a variable for [`sempa_proto::runtime_paths::RuntimePaths::from_env`]. The directory is
+/// made absolute, because tasks and migrations use it from other directories.
 pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
     let value = env_var(name)?;
     if name != "PVM_TMP" {

@@ -114,8 +114,8 @@ impl ImageTransfers {
         }
     }
 
-    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS_AFTER_TRANSFER`] times after the
-    /// last transfer. Polled by the loop.
+    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS_AFTER_TRANSFER`]
+    /// times after the last transfer. Polled by the loop.
     pub(crate) fn should_trim_heap(&mut self) -> bool {
         let must_trim = self.transfers.is_empty() && self.pending_heap_trims > 0;
         self.pending_heap_trims -= u8::from(must_trim);

@@ -46,8 +46,8 @@ pub struct ChooserName([u8; CHOOSER_NAME_MAX]);
 pub const CHOOSER_NAME_MAX: usize = 32;
 
 impl ChooserName {
-    /// Returns `None` unless the name consists of 1 to [`CHOOSER_NAME_MAX`] letters, digits, `-` and
-    /// `_`.
+    /// Returns `None` unless the name consists of 1 to [`CHOOSER_NAME_MAX`] letters, digits, `-`
+    /// and `_`.
     pub fn new(name: &str) -> Option<ChooserName> {
         let is_word = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
         if name.is_empty() || name.len() > CHOOSER_NAME_MAX || !name.bytes().all(is_word) {

@@ -16,13 +16,13 @@
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
-//! Names are `host_name`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000 is an
-//! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
-//! may end in K, M, G or T.
+//! Names are `host_name`, `arch`, `history` (available bytes for each task), `cores`, `speed` (1000
+//! is an ordinary host), `free` (idle processors), or a label that the administrator gave to hosts.
+//! Sizes may end in K, M, G or T.
 //!
 //! A spawn passes the text in `where`, after a question mark and without flags that give `where`
-//! another meaning, or in its environment as [`CONSTRAINTS_ENV`]. If both are present, both must hold.
-//! The text contains no colon, because in `where` a directory follows the first colon.
+//! another meaning, or in its environment as [`CONSTRAINTS_ENV`]. If both are present, both must
+//! hold. The text contains no colon, because in `where` a directory follows the first colon.
 
 use super::HostView;
 use super::load::HostLoad;
@@ -78,7 +78,8 @@ pub enum Operator {
 pub struct Condition {
     pub attribute: Attribute,
     pub op: Operator,
-    /// Right-hand sides as written. There is exactly one, except with [`Operator::OneOf`] and [`Operator::NoneOf`].
+    /// Right-hand sides as written. There is exactly one, except with [`Operator::OneOf`] and
+    /// [`Operator::NoneOf`].
     pub values: Vec<String>,
     /// The parsed `values` if the attribute is numeric.
     numbers: Vec<u64>,
@@ -126,8 +127,8 @@ pub enum ConstraintsError {
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
     NotANumber { name: String, value: String },
-    /// An attribute without an order, such as `host_name` or `arch`, is compared with an operator other
-    /// than `=` and `!=`.
+    /// An attribute without an order, such as `host_name` or `arch`, is compared with an operator
+    /// other than `=` and `!=`.
     #[error("{0} can only be compared with '=' or '!='")]
     NotOrdered(String),
     #[error("the requirements are longer than {CONSTRAINTS_BYTES_MAX} bytes")]
@@ -397,8 +398,8 @@ impl Condition {
     }
 }
 
-/// Parses a number of seconds, or a number with the suffix `s`, `m` or `host_id`. Longer durations than
-/// [`WORK_LEFT_MAX`] are reduced to it.
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `host_id`. Longer durations
+/// than [`WORK_LEFT_MAX`] are reduced to it.
 fn parse_duration(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units

@@ -17,8 +17,8 @@ pub const EXCLUDED_HOSTS_MAX: usize = 256;
 #[derive(Clone, Default)]
 pub struct Exclusions {
     listed: Arc<Vec<(HostId, ExclusionReason)>>,
-    /// Host that is left out of the result although `listed` may contain it. `listed` is shared with
-    /// the results for other tasks.
+    /// Host that is left out of the result although `listed` may contain it. `listed` is shared
+    /// with the results for other tasks.
     omitted: Option<HostId>,
     /// Number of hosts that are not listed in `listed` but have a reportable reason.
     unlisted: usize,

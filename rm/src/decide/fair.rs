@@ -304,8 +304,8 @@ impl FairShare {
         turns
     }
 
-    /// Returns the users whose tasks may be preempted for `default_user`: those whose index exceeds the
-    /// index of `default_user` far enough (see [`PREEMPTION_MARGIN`]), the highest index first.
+    /// Returns the users whose tasks may be preempted for `default_user`: those whose index exceeds
+    /// the index of `default_user` far enough (see [`PREEMPTION_MARGIN`]), the highest index first.
     pub fn preemptible_users(&self, now: Micros, user: u32) -> Vec<u32> {
         let own_index = self.index(now, user);
         let holders = self

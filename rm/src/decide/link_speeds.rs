@@ -94,9 +94,9 @@ impl LinkSpeeds {
         known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
     }
 
-    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
-    /// compared with the faster of the links within the two zones. `None` until migrations have
-    /// measured these links.
+    /// Returns the relative speed of the fastest link between a zone and one of the zones
+    /// `peer_zones`: compared with the faster of the links within the two zones. `None` until
+    /// migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
         let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);

@@ -211,8 +211,8 @@ impl<'a> RebalancePlan<'a> {
             .job_ends_after(baseline.job_end * DELAY_FACTOR)
     }
 
-    /// Adds migrations to the plan that reduce the completion time of jobs. `size_limits`: maximum number
-    /// of migrations in the plan.
+    /// Adds migrations to the plan that reduce the completion time of jobs. `size_limits`: maximum
+    /// number of migrations in the plan.
     pub(super) fn plan_makespan_moves(&mut self, sim: &mut JobSim<'a>, room: usize) {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {

@@ -65,8 +65,8 @@ pub(super) struct SimTask {
 }
 
 impl SimTask {
-    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as additional
-    /// work.
+    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as
+    /// additional work.
     pub(super) fn migrate(&mut self, to: usize, work: f64, now: f64) {
         self.moves_left = self.moves_left.saturating_sub(1);
         let before = REBALANCES_MAX.saturating_sub(self.moves_left + 1);
@@ -282,8 +282,8 @@ impl Simulation {
         Some(self.outcome)
     }
 
-    /// Runs until the job has ended or `limit_attempt` seconds have passed. Returns true if the job ends
-    /// after `limit_attempt`.
+    /// Runs until the job has ended or `limit_attempt` seconds have passed. Returns true if the job
+    /// ends after `limit_attempt`.
     pub(super) fn job_ends_after(&mut self, limit: f64) -> bool {
         while self.running_in_job > 0 && self.now <= limit {
             self.step();

@@ -6,8 +6,8 @@
 //!
 //! - the freeze, learned by size class, because measurements of large tasks do not apply to small
 //!   ones;
-//! - the transfer, learned by link ([`super::link_speeds`]), whether the memory is part of the images or
-//!   follows by post-copy;
+//! - the transfer, learned by link ([`super::link_speeds`]), whether the memory is part of the
+//!   images or follows by post-copy;
 //! - the warm-up of caches and pages, at a fixed rate.
 
 use super::link_speeds::{HostPair, LinkSpeeds};
@@ -196,9 +196,9 @@ impl Estimates {
         self.updates + self.moves + self.gains.observations()
     }
 
-    /// Returns the relative speed of the fastest link between a zone and one of the zones `peer_zones`:
-    /// compared with the faster of the links within the two zones. `None` until migrations have
-    /// measured these links.
+    /// Returns the relative speed of the fastest link between a zone and one of the zones
+    /// `peer_zones`: compared with the faster of the links within the two zones. `None` until
+    /// migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         self.links.relative_speed(zone, peers)
     }
@@ -358,7 +358,8 @@ impl Estimates {
         micros(self.expected_freeze_of(bytes, slowness) + transfer + warm_up(bytes))
     }
 
-    /// Returns the actual cost of a migration. `complete_after`: time until all memory was at the target.
+    /// Returns the actual cost of a migration. `complete_after`: time until all memory was at the
+    /// target.
     pub fn actual_cost(&self, bytes: u64, whole: Micros) -> Micros {
         micros(seconds(whole) + warm_up(bytes))
     }

@@ -208,9 +208,9 @@ impl PendingPredictions {
         self.pending.insert(rebalance.tid, promise);
     }
 
-    /// Records the arrival of a task at `target`. `done`: work done before the arrival; `measure`: cost of
-    /// the migration. Discards the prediction if `target` is not the predicted target or the task had
-    /// arrived before, because the gain of that migration cannot be determined.
+    /// Records the arrival of a task at `target`. `done`: work done before the arrival; `measure`:
+    /// cost of the migration. Discards the prediction if `target` is not the predicted target or
+    /// the task had arrived before, because the gain of that migration cannot be determined.
     pub fn record_arrival(
         &mut self,
         at: Micros,
@@ -309,8 +309,8 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with `remaining_tasks`
-    /// seconds of remaining work.
+    /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with
+    /// `remaining_tasks` seconds of remaining work.
     fn shift(left: u64) -> Rebalance {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);

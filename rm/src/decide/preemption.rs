@@ -132,8 +132,8 @@ impl VictimSelection<'_> {
 }
 
 /// Selects the preempted tasks that can resume, the longest suspended first. Returns each with its
-/// current host. `preempted`: the preempted tasks, with the time of their suspension. `busy_hosts`: hosts
-/// on which tasks are being started.
+/// current host. `preempted`: the preempted tasks, with the time of their suspension. `busy_hosts`:
+/// hosts on which tasks are being started.
 ///
 /// A task resumes on its own host if a processor is idle there, otherwise on another host with an
 /// idle processor. If there is none, external load is ignored: it may last forever, and a slow task

@@ -7,9 +7,9 @@
 //! job is the gain of its slowest task times the number of tasks, and each migration delays all its
 //! tasks.
 //!
-//! **Declared work.** If a program has declared the work of its tasks ([`super::Constraints::work`]),
-//! their remaining work is known. In that case the completion time of the whole job is optimized
-//! first ([`super::makespan_moves`]).
+//! **Declared work.** If a program has declared the work of its tasks
+//! ([`super::Constraints::work`]), their remaining work is known. In that case the completion time
+//! of the whole job is optimized first ([`super::makespan_moves`]).
 //!
 //! **Stability.** These rules prevent migrations back and forth:
 //!
@@ -40,7 +40,8 @@ pub const REBALANCES_MAX: usize = 4;
 pub const REBALANCES_WINDOW: Micros = Micros::from_secs(3600);
 /// Cooldown of a task after its start and after each migration of any cause.
 pub const COOLDOWN: Micros = Micros::from_secs(20);
-/// Cooldown after a rebalancing migration. Doubles with each further one within [`REBALANCES_WINDOW`].
+/// Cooldown after a rebalancing migration. Doubles with each further one within
+/// [`REBALANCES_WINDOW`].
 pub const REBALANCE_COOLDOWN: Micros = Micros::from_secs(30);
 /// Cooldown before a migration to a host without computing tasks. It is shorter, because such a
 /// migration slows down no other task and speeds up the tasks at the source. Doubles with each

@@ -250,8 +250,8 @@ mod tests {
             .collect()
     }
 
-    /// Each task gets SIGTERM once, and SIGKILL after [`TERM_TIMEOUT`]. Signals are sent in batches of
-    /// limited size.
+    /// Each task gets SIGTERM once, and SIGKILL after [`TERM_TIMEOUT`]. Signals are sent in batches
+    /// of limited size.
     #[test]
     fn tasks_get_sigterm_once_then_sigkill_in_batches() {
         let (all, mut now) = (tasks(300), Micros::from_secs(100));

@@ -23,8 +23,8 @@ impl Options {
     /// the policy of the command line if there is no file.
     ///
     /// # Errors
-    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the file is invalid or cannot be
-    /// read. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
+    /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the file is invalid
+    /// or cannot be read. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
     pub fn policy(&self) -> Result<EffectivePolicy, ServiceError> {
         match &self.policy_content {
             Some(Ok(content)) => self.policy_from(content),

@@ -16,8 +16,8 @@ use std::collections::BTreeMap;
 
 /// Interval between preemption checks.
 const PREEMPTION_INTERVAL: Micros = Micros::from_secs(10);
-/// Interval used instead of [`PREEMPTION_INTERVAL`] if a request has begun to wait or another request may
-/// benefit.
+/// Interval used instead of [`PREEMPTION_INTERVAL`] if a request has begun to wait or another
+/// request may benefit.
 const PREEMPTION_INTERVAL_SHORT: Micros = Micros::from_secs(1);
 /// Maximum number of waiting requests examined in one check. The check ends at the first request
 /// that gets hosts by preemption.
@@ -99,8 +99,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns when the next preemption check ([`Service::preempt_and_resume`]) is due. It also retries waiting
-    /// requests. `None` if no request waits and no task is preempted.
+    /// Returns when the next preemption check ([`Service::preempt_and_resume`]) is due. It also
+    /// retries waiting requests. `None` if no request waits and no task is preempted.
     pub(super) fn preemption_due(&self) -> Option<Micros> {
         let wanted = !self.suspensions.preempted.is_empty() || self.spawns.waiting_count() > 0;
         let pause = if self.suspensions.new_waiter {

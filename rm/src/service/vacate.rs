@@ -252,8 +252,8 @@ impl<V: VmApi> Service<V> {
     /// Returns the checkpoint to restart, with the host of each of its tasks: of those for which
     /// there is room, the one that has waited longest.
     ///
-    /// If a checkpoint has waited for [`VACATED_RESERVE_AFTER`] and room for it is possible, its room is
-    /// reserved: later ones must not use it.
+    /// If a checkpoint has waited for [`VACATED_RESERVE_AFTER`] and room for it is possible, its
+    /// room is reserved: later ones must not use it.
     fn next_restartable(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (books, parking) = (&self.history.writer.history, &mut self.vacating);
         parking
@@ -365,7 +365,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Stops restarting checkpoints after [`RESTART_TRIES_MAX`] failures. A user can still restart them.
+    /// Stops restarting checkpoints after [`RESTART_TRIES_MAX`] failures. A user can still restart
+    /// them.
     fn drop_failed_restarts(&mut self) {
         let hopeless = |tried: &RestartBackoff| tried.failures >= RESTART_TRIES_MAX;
         let sets: Vec<String> = self

@@ -24,15 +24,15 @@ pub(super) struct Reservation {
 }
 
 impl Reservation {
-    /// True if `default_user` has a lower index than the user of the reservation. Requests of `default_user` ignore
-    /// the reservation then. Otherwise a user with a high index could reserve every host that
-    /// becomes free for users with lower ones.
+    /// True if `default_user` has a lower index than the user of the reservation. Requests of
+    /// `default_user` ignore the reservation then. Otherwise a user with a high index could reserve
+    /// every host that becomes free for users with lower ones.
     fn yields_to(&self, now: Micros, fair: &FairShare, user: u32) -> bool {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
 
-    /// True if the reservation applies to request `number` of `default_user`, so that this request must not
-    /// use the reserved hosts.
+    /// True if the reservation applies to request `number` of `default_user`, so that this request
+    /// must not use the reserved hosts.
     pub(super) fn excludes(
         &self,
         now: Micros,

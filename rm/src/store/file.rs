@@ -166,8 +166,8 @@ fn open_and_read(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     Ok((db, entries))
 }
 
-/// Opens the database. Waits while another process uses it, up to [`IN_USE_TIMEOUT`]. If the database
-/// code panics on a damaged file, that counts as an error.
+/// Opens the database. Waits while another process uses it, up to [`IN_USE_TIMEOUT`]. If the
+/// database code panics on a damaged file, that counts as an error.
 fn open_and_read_guarded(path: &Path) -> Result<(Database, Entries), OpenFailure> {
     let until = Instant::now() + IN_USE_TIMEOUT;
     loop {

@@ -1,9 +1,9 @@
 //! The history in memory: usage, decisions and learned values.
 //!
-//! The history applies each entry of the event log exactly once. [`History::take_batch`] returns the
-//! changes since the last batch, including the position up to which the event log was applied. A
-//! batch is written completely or not at all. After a crash, reading continues in the event log at
-//! the stored position, so no entry is applied twice or skipped.
+//! The history applies each entry of the event log exactly once. [`History::take_batch`] returns
+//! the changes since the last batch, including the position up to which the event log was applied.
+//! A batch is written completely or not at all. After a crash, reading continues in the event log
+//! at the stored position, so no entry is applied twice or skipped.
 //!
 //! Every table has a maximum size. If it is exceeded, the oldest entries are dropped. The totals of
 //! users include dropped entries.

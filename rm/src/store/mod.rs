@@ -4,8 +4,8 @@
 //! * [`history`]: the history in memory, with its limits. Applies event log entries and decisions,
 //!   and returns the changes that must be written.
 //! * [`decision_records`]: converts decisions to the types of [`sempa_proto::rm`].
-//! * [`mod@file`]: the database file. A separate thread writes it in batches, so that no decision waits
-//!   for it.
+//! * [`mod@file`]: the database file. A separate thread writes it in batches, so that no decision
+//!   waits for it.
 //! * [`history_writer`]: connects the history with its file.
 
 pub mod decision_records;

@@ -286,8 +286,8 @@ impl FakeWorld {
         self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// Like [`FakeWorld::handle_spawn`], for a request that has waited at an earlier resource manager since
-    /// `since`.
+    /// Like [`FakeWorld::handle_spawn`], for a request that has waited at an earlier resource
+    /// manager since `since`.
     pub(crate) fn spawn_waiting_since(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
         self.post(
             client(),

@@ -305,8 +305,8 @@ impl DayComparison {
     }
 
     /// True if the greedy user hardly affects the light users: all their jobs run and do not run
-    /// longer, and the mean and the maximum waiting time are at most [`WAIT_FACTOR_MAX`] times those without
-    /// the greedy user plus [`PREEMPTION_INTERVAL_S`].
+    /// longer, and the mean and the maximum waiting time are at most [`WAIT_FACTOR_MAX`] times
+    /// those without the greedy user plus [`PREEMPTION_INTERVAL_S`].
     pub(crate) fn is_fair(&self) -> bool {
         let fair = |UserComparison { alone, beside, .. }: &UserComparison| {
             let within = |a: f64, b: f64| b <= a * WAIT_FACTOR_MAX + PREEMPTION_INTERVAL_S;

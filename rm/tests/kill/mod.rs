@@ -11,8 +11,8 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 const TASK_COUNT: u32 = 1500;
 
-/// Returns a service with a job of [`TASK_COUNT`] tasks and another job, and the top task of the first
-/// job.
+/// Returns a service with a job of [`TASK_COUNT`] tasks and another job, and the top task of the
+/// first job.
 fn large_job() -> (TestBed, Tid) {
     let vm = world(2);
     let top = task_id(1, 7);

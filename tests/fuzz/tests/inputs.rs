@@ -1,5 +1,5 @@
-//! Passes random inputs to the readers in each test run: [`DEFAULT_INPUT_COUNT`] of them in `cargo test`, ten
-//! million in `cargo xtask test`.
+//! Passes random inputs to the readers in each test run: [`DEFAULT_INPUT_COUNT`] of them in `cargo
+//! test`, ten million in `cargo xtask test`.
 
 /// Number of inputs if `SEMPA_FUZZ_INPUTS` is not set. They take one or two seconds.
 const DEFAULT_INPUT_COUNT: u64 = 200_000;

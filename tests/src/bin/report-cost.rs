@@ -1,6 +1,6 @@
-//! Measures what a load report costs its sender. Sends [`MESSAGE_COUNT`] messages to the resource manager
-//! with pauses between them, and prints the sorted durations of the calls in nanoseconds, in one
-//! line. The resource manager discards the messages, because their context is unknown to it.
+//! Measures what a load report costs its sender. Sends [`MESSAGE_COUNT`] messages to the resource
+//! manager with pauses between them, and prints the sorted durations of the calls in nanoseconds,
+//! in one line. The resource manager discards the messages, because their context is unknown to it.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 

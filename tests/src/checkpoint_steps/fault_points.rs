@@ -80,8 +80,8 @@ pub fn daemon_points(operation: Operation) -> BTreeSet<Point> {
         .collect()
 }
 
-/// Returns the points of one round: half of [`CONCURRENT_POINTS`] and one of [`EXCLUSIVE_POINTS`]. The next round has
-/// the other half of [`CONCURRENT_POINTS`].
+/// Returns the points of one round: half of [`CONCURRENT_POINTS`] and one of [`EXCLUSIVE_POINTS`].
+/// The next round has the other half of [`CONCURRENT_POINTS`].
 pub(super) fn round_points(turn: usize) -> Vec<FaultPoint> {
     let half = CONCURRENT_POINTS
         .into_iter()
@@ -142,7 +142,8 @@ mod tests {
     use super::super::JOB_COUNT;
     use super::*;
 
-    /// A round has at most one point per job, and two successive rounds have all of [`CONCURRENT_POINTS`].
+    /// A round has at most one point per job, and two successive rounds have all of
+    /// [`CONCURRENT_POINTS`].
     #[test]
     fn two_rounds_have_all_that_can_be_held_together() {
         for turn in 0..EXCLUSIVE_POINTS.len() {

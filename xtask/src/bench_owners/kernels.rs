@@ -149,7 +149,8 @@ impl ProcessorTime {
     }
 }
 
-/// Returns the certain processor time of one process between two times; see [`ProcessSamples::processor_time_between`].
+/// Returns the certain processor time of one process between two times; see
+/// [`ProcessSamples::processor_time_between`].
 fn certain_processor_time(samples: &[Sample], from: u64, to: u64) -> Option<ProcessorTime> {
     let first = samples.partition_point(|sample| sample.at_us < from);
     let begin = samples.get(first)?;
