@@ -49,17 +49,20 @@ pub(crate) struct Bootstrap {
     pub(crate) lease_ms: u64,
 }
 
+/// The credentials in the master's line cannot be decoded. Nothing was started.
+#[derive(Debug, thiserror::Error)]
+#[error("the master's line holds a broken certificate")]
+pub(crate) struct BrokenCertificate;
+
 impl Bootstrap {
     pub(crate) const VERSION: u32 = DAEMON_PROTOCOL;
 
     /// Returns the credentials in the line.
     ///
     /// # Errors
-    /// One sentence if they are not hexadecimal.
-    pub(crate) fn credentials(&self) -> Result<HostCredentials, String> {
-        let part = |text: &str| {
-            from_hex(text).ok_or("the master's line holds a broken certificate".to_string())
-        };
+    /// They are not hexadecimal.
+    pub(crate) fn credentials(&self) -> Result<HostCredentials, BrokenCertificate> {
+        let part = |text: &str| from_hex(text).ok_or(BrokenCertificate);
         Ok(HostCredentials {
             authority_certificate: part(&self.authority)?,
             certificate: part(&self.certificate)?,

@@ -8,12 +8,13 @@ use super::local_socket::LocalSocket;
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use pvmd_machine::io::Descriptors;
-use sempa_proto::frame::{Frame, FrameDecoder};
+use sempa_proto::frame::{Frame, FrameDecoder, FrameError};
 use sempa_proto::route::ROUTE_FDS_MAX;
 use sempa_socket::{MessageFds, PendingFds};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use thiserror::Error;
 
 /// Maximum number of descriptors of one connection that may wait for the rest of their frame: those
 /// of a partly received frame and of the frame after it.
@@ -30,20 +31,38 @@ pub(crate) struct TaskFrameReader {
     received_fds: PendingFds,
 }
 
+/// Why no frame can be read from a task's socket. Earlier frames were processed; the stream cannot
+/// be used any more.
+#[derive(Debug, Error)]
+pub(crate) enum ReadFrameError {
+    #[error(transparent)]
+    Decode(FrameError),
+    #[error("received descriptors that no control frame had announced")]
+    UnannouncedDescriptors,
+    #[error("the stream ended in the middle of a frame")]
+    EndedInFrame,
+    #[error(transparent)]
+    Read(io::Error),
+    #[error("a control frame announced {announced} descriptors, but {received} arrived")]
+    MissingDescriptors { announced: usize, received: usize },
+}
+
 impl TaskFrameReader {
-    /// Returns the next frame, `None` at the end of the stream, or the reason why the bytes are not
-    /// a frame.
+    /// Returns the next frame, or `None` at the end of the stream.
+    ///
+    /// # Errors
+    /// The bytes are not a frame.
     pub(crate) async fn next_frame(
         &mut self,
         socket: &LocalSocket,
-    ) -> Result<Option<Frame>, String> {
+    ) -> Result<Option<Frame>, ReadFrameError> {
         loop {
-            if let Some(frame) = self.decoder.next_frame().map_err(|e| e.to_string())? {
+            if let Some(frame) = self.decoder.next_frame().map_err(ReadFrameError::Decode)? {
                 return Ok(Some(frame));
             }
             let pending = self.received_fds.len();
             if pending > DESCRIPTORS_PENDING_MAX || (pending > 0 && self.decoder.is_empty()) {
-                return Err("received descriptors that no control frame had announced".into());
+                return Err(ReadFrameError::UnannouncedDescriptors);
             }
             let buffer = self.decoder.buffer_mut();
             if buffer.capacity() - buffer.len() < READ_SPACE_MIN {
@@ -51,9 +70,11 @@ impl TaskFrameReader {
             }
             match socket.read(buffer, &mut self.received_fds).await {
                 Ok(0) if self.decoder.is_empty() => return Ok(None),
-                Ok(0) => return Err("the stream ended in the middle of a frame".into()),
+                Ok(0) => return Err(ReadFrameError::EndedInFrame),
                 Ok(_) => {}
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => return Err(e.to_string()),
+                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                    return Err(ReadFrameError::Read(e));
+                }
                 // A broken stream ends like a closed one: an incomplete frame never takes effect.
                 Err(_) => return Ok(None),
             }
@@ -64,14 +85,20 @@ impl TaskFrameReader {
     /// frame announces `announced` descriptors.
     ///
     /// Returns none if the kernel dropped them because this daemon may have no more open files.
-    pub(crate) fn take_descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
+    ///
+    /// # Errors
+    /// The task has sent fewer descriptors than announced.
+    pub(crate) fn take_descriptors(
+        &mut self,
+        announced: usize,
+    ) -> Result<Descriptors, ReadFrameError> {
         match self.received_fds.take(announced) {
             MessageFds::All(all) => Ok(Descriptors::new(all)),
             MessageFds::Lost => Ok(Descriptors::default()),
-            MessageFds::Missing => Err(format!(
-                "a control frame announced {announced} descriptors, but {} arrived",
-                self.received_fds.len()
-            )),
+            MessageFds::Missing => Err(ReadFrameError::MissingDescriptors {
+                announced,
+                received: self.received_fds.len(),
+            }),
         }
     }
 }

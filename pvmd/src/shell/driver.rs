@@ -166,6 +166,7 @@ impl Driver {
 
     fn start_tasker(&mut self) {
         if let Err(why) = self.parts.tasker.start() {
+            let why = why.to_string();
             tracing::error!("{why}");
             self.pass_to_machine(Event::TaskerGone { why });
         }

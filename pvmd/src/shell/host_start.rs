@@ -8,7 +8,7 @@
 use super::bootstrap::{Bootstrap, ReadyReply, Refusal, parse_reply, to_hex};
 use super::input::{Input, InputSender};
 use super::manual_start;
-use super::pki::Authority;
+use super::pki::{Authority, PkiError};
 use super::sealed_bootstrap::{self, BootstrapSecret};
 use super::ssh::SshCommand;
 use super::sys::OpenFilesLimit;
@@ -232,7 +232,8 @@ impl HostStart<'_> {
             text,
         };
         let words = self.command_line().await.map_err(cannot_start)?;
-        let line = self.bootstrap().map_err(cannot_start)?.to_line();
+        let bootstrap = self.bootstrap().map_err(|e| cannot_start(e.to_string()))?;
+        let line = bootstrap.to_line();
         let mut command = Command::new(&words[0]);
         self.settings.files_limit.apply_to(command.as_std_mut());
         let mut child = command
@@ -283,7 +284,8 @@ impl HostStart<'_> {
     /// daemon.
     async fn create_offer(&self) -> Result<(HosterOrder, TcpListener, Vec<u8>), String> {
         let secret = BootstrapSecret::new();
-        let sealed = secret.seal(&self.bootstrap()?.to_line());
+        let bootstrap = self.bootstrap().map_err(|e| e.to_string())?;
+        let sealed = secret.seal(&bootstrap.to_line());
         let listener = sealed_bootstrap::listen_any()
             .await
             .map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
@@ -366,12 +368,8 @@ impl HostStart<'_> {
         format!("sh -c {}", shell_words::quote(&script))
     }
 
-    fn bootstrap(&self) -> Result<Bootstrap, String> {
-        let identity = self
-            .settings
-            .authority
-            .issue(self.plan.id)
-            .map_err(|e| e.to_string())?;
+    fn bootstrap(&self) -> Result<Bootstrap, PkiError> {
+        let identity = self.settings.authority.issue(self.plan.id)?;
         Ok(Bootstrap {
             ddpro: Bootstrap::VERSION,
             vm: self.settings.vm.clone(),

@@ -116,9 +116,9 @@ impl MemoryTransfers {
                     .map_err(|e| failed(&e))
             };
             let (engine, opened) = tokio::join!(tasker.accept(), opened);
-            let ends = engine
-                .map_err(|e| failed(&e))
-                .and_then(|(engine, _)| Ok((into_blocking(engine)?, opened?)));
+            let ends = engine.map_err(|e| failed(&e)).and_then(|(engine, _)| {
+                Ok((into_blocking(engine).map_err(|e| e.to_string())?, opened?))
+            });
             match ends {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&shared_line) = Some(line.clone());
@@ -180,7 +180,9 @@ impl MemoryTransfers {
             let ends = match opened.await {
                 Ok(opened) => {
                     let engine = tasker.accept().await.map_err(|e| failed(&e));
-                    engine.and_then(|(engine, _)| Ok((into_blocking(engine)?, opened)))
+                    engine.and_then(|(engine, _)| {
+                        Ok((into_blocking(engine).map_err(|e| e.to_string())?, opened))
+                    })
                 }
                 Err(why) => Err(why),
             };
@@ -264,13 +266,18 @@ fn lock(line: &Mutex<Option<BulkConnection>>) -> std::sync::MutexGuard<'_, Optio
     line.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn into_blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, String> {
+/// The socket of the engine was closed.
+#[derive(Debug, thiserror::Error)]
+#[error("a socket that cannot be used: {0}")]
+struct UnusableSocket(#[source] std::io::Error);
+
+fn into_blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, UnusableSocket> {
     let engine = engine.into_std().and_then(|engine| {
         engine.set_nonblocking(false)?;
         engine.set_read_timeout(Some(KEEP_ALIVE_INTERVAL))?;
         Ok(engine)
     });
-    engine.map_err(|e| format!("a socket that cannot be used: {e}"))
+    engine.map_err(UnusableSocket)
 }
 
 /// On the source: forwards data in both directions until either end has closed.

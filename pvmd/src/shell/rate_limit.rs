@@ -2,6 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
 /// The lowest rate that can be set, in bytes per second.
 const RATE_MIN: u64 = 1_000_000;
@@ -17,12 +18,19 @@ pub(crate) struct RateLimit {
     next_slot: Mutex<Option<Instant>>,
 }
 
+/// The value of `SEMPA_MOVE_RATE` is not a rate.
+#[derive(Debug, Error)]
+#[error("SEMPA_MOVE_RATE={text:?} is not a number of bytes per second from {min} on", min = RATE_MIN)]
+pub(crate) struct InvalidRate {
+    text: String,
+}
+
 impl RateLimit {
     /// Parses the value of `SEMPA_MOVE_RATE`. Without a value the rate is unlimited.
     ///
     /// # Errors
-    /// One sentence if the value is not a rate.
-    pub(crate) fn parse(text: Option<&str>) -> Result<RateLimit, String> {
+    /// The value is not a rate.
+    pub(crate) fn parse(text: Option<&str>) -> Result<RateLimit, InvalidRate> {
         let Some(text) = text else {
             return Ok(RateLimit::default());
         };
@@ -31,9 +39,7 @@ impl RateLimit {
                 limit: Some(limit),
                 next_slot: Mutex::default(),
             }),
-            _ => Err(format!(
-                "SEMPA_MOVE_RATE={text:?} is not a number of bytes per second from {RATE_MIN} on"
-            )),
+            _ => Err(InvalidRate { text: text.into() }),
         }
     }
 
@@ -89,7 +95,9 @@ mod tests {
             Some(Duration::ZERO)
         );
         for wrong in ["fast", "0", "999999", "-1", "1e9"] {
-            let why = RateLimit::parse(Some(wrong)).expect_err("no rate");
+            let why = RateLimit::parse(Some(wrong))
+                .expect_err("no rate")
+                .to_string();
             assert!(
                 why.contains("SEMPA_MOVE_RATE") && why.contains(wrong),
                 "{why}"

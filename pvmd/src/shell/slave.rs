@@ -173,9 +173,9 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         });
     }
     let host = host_of(bootstrap)?;
-    let identity = bootstrap.credentials().map_err(|text| Refusal {
+    let identity = bootstrap.credentials().map_err(|broken| Refusal {
         error: PvmError::CantStart,
-        text,
+        text: broken.to_string(),
     })?;
     let vm = bootstrap.vm.clone();
     let runtime_dir = RuntimePaths::from_env(uid, |name| {

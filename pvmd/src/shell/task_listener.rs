@@ -8,7 +8,9 @@ use super::outbox::{LINK_BYTES_MAX, OutboxReader, Outgoing, outbox};
 use super::sys::peer_process;
 use pvmd_machine::io::{ConnId, Event};
 use sempa_proto::WIRE_VERSION;
-use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control, frame_head};
+use sempa_proto::frame::{
+    FRAME_HEAD_BYTES, Frame, FrameError, FrameKind, encode_control, frame_head,
+};
 use sempa_proto::link::FRAGMENT_BYTES_MAX;
 use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
 use std::io::IoSlice;
@@ -18,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use thiserror::Error;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
@@ -130,10 +133,10 @@ impl TaskListener {
             {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
                     Ok(hello) => return Some((hello, connection)),
-                    Err(reason) => reason,
+                    Err(reason) => reason.to_string(),
                 },
                 Ok(Ok(None)) => return None,
-                Ok(Err(reason)) => reason,
+                Ok(Err(reason)) => reason.to_string(),
                 Err(_) => format!("no hello arrived within {} s", HELLO_TIMEOUT.as_secs()),
             }
         };
@@ -225,7 +228,7 @@ impl TaskListener {
             let frame = match incoming.next_frame(socket).await {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return None,
-                Err(reason) => return Some(reason),
+                Err(reason) => return Some(reason.to_string()),
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.decode_control::<ToDaemon>() {
@@ -237,7 +240,7 @@ impl TaskListener {
                                 message,
                                 descriptors,
                             },
-                            Err(e) => return Some(e),
+                            Err(e) => return Some(e.to_string()),
                         }
                     }
                     Ok(message) => Event::TaskControl { conn, message },
@@ -278,19 +281,31 @@ async fn await_close_reason(close_reason: &mut watch::Receiver<Option<String>>) 
     }
 }
 
-fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
+/// Why the first frame of a task was refused. Nothing was read after it.
+#[derive(Debug, Error)]
+enum HelloError {
+    #[error("the first frame is not a task's hello")]
+    WrongMagic,
+    #[error(
+        "the task's library uses protocol version {0}, this daemon {own}: use the library installed with it",
+        own = WIRE_VERSION
+    )]
+    WrongVersion(u16),
+    #[error("the first frame is not a hello")]
+    NotHello,
+    #[error("the first frame is not a hello: {0}")]
+    Decode(#[source] FrameError),
+}
+
+fn check_hello(frame: &Frame) -> Result<ToDaemon, HelloError> {
     match frame.decode_control::<ToDaemon>() {
-        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => {
-            Err("the first frame is not a task's hello".into())
+        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => Err(HelloError::WrongMagic),
+        Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => {
+            Err(HelloError::WrongVersion(hello.version))
         }
-        Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => Err(format!(
-            "the task's library uses protocol version {}, this daemon {WIRE_VERSION}: use the library installed with \
-             it",
-            hello.version
-        )),
         Ok(hello @ ToDaemon::Hello(_)) => Ok(hello),
-        Ok(_) => Err("the first frame is not a hello".into()),
-        Err(e) => Err(format!("the first frame is not a hello: {e}")),
+        Ok(_) => Err(HelloError::NotHello),
+        Err(e) => Err(HelloError::Decode(e)),
     }
 }
 

@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use thiserror::Error;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
 use tokio::task::JoinHandle;
@@ -38,6 +39,18 @@ pub(crate) struct TaskerProcess {
     inputs: InputSender,
     connection: Option<TaskerConnection>,
     start_times: Vec<Instant>,
+}
+
+/// Why no tasker runs. The daemon continues without one.
+#[derive(Debug, Error)]
+pub(crate) enum StartTaskerError {
+    #[error("{} ended {} times within a minute", program.display(), STARTS_MAX)]
+    EndedTooOften { program: PathBuf },
+    #[error("cannot start {}: {source}", program.display())]
+    Spawn {
+        program: PathBuf,
+        source: std::io::Error,
+    },
 }
 
 struct TaskerConnection {
@@ -65,22 +78,22 @@ impl TaskerProcess {
     /// Starts the process unless it is running or has died too often.
     ///
     /// # Errors
-    /// One sentence why it was not started.
-    pub(crate) fn start(&mut self) -> Result<(), String> {
+    /// Why it was not started.
+    pub(crate) fn start(&mut self) -> Result<(), StartTaskerError> {
         if self.connection.is_some() {
             return Ok(());
         }
         self.start_times.retain(|at| at.elapsed() < STARTS_WINDOW);
         if self.start_times.len() >= STARTS_MAX {
-            return Err(format!(
-                "{} ended {STARTS_MAX} times within a minute",
-                self.program.display()
-            ));
+            return Err(StartTaskerError::EndedTooOften {
+                program: self.program.clone(),
+            });
         }
         self.start_times.push(Instant::now());
-        let (socket, child) = self
-            .spawn()
-            .map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
+        let (socket, child) = self.spawn().map_err(|source| StartTaskerError::Spawn {
+            program: self.program.clone(),
+            source,
+        })?;
         let (outbox, queue) = outbox(0);
         tokio::spawn(write_frames(socket.clone(), queue));
         let inputs = self.inputs.clone();
@@ -135,7 +148,7 @@ impl TaskerProcess {
         if self.connection.is_none()
             && let Err(why) = self.start()
         {
-            return failed(why);
+            return failed(why.to_string());
         }
         let running = self.connection.as_ref().expect("it has just been started");
         match encode_control(message) {
@@ -179,7 +192,7 @@ async fn forward_messages(
                 .decode_control::<FromTasker>()
                 .map_err(|e| e.to_string()),
             Ok(None) => break None,
-            Err(why) => Err(why),
+            Err(why) => Err(why.to_string()),
         };
         match message {
             Ok(message) => {
