@@ -52,10 +52,12 @@ enum NumberOrText {
     Number(u64),
     Text(String),
 }
+
 /// A text that is not an amount of memory.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0:?} is not an amount of memory; examples: \"4G\" or \"512M\"")]
 pub struct InvalidMemorySize(String);
+
 /// A value that is not a time limit for guests to leave.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum InvalidLeaveAfter {

@@ -337,14 +337,16 @@ fn create_process(
     let process = made.map_err(|why| failed(StartTaskFailure::of(order, why)))?;
     Ok((process, output))
 }
+
 /// A program was not started. Nothing of the attempt remains.
 #[derive(Debug, Error)]
-# [ error ( "cannot start {}: {failure}" , path . display ( ) ) ]
+#[error("cannot start {}: {failure}", path.display())]
 pub(crate) struct StartTaskError {
     path: PathBuf,
     #[source]
     failure: StartTaskFailure,
 }
+
 impl StartTaskError {
     pub(crate) fn new(order: &StartTask, failure: StartTaskFailure) -> StartTaskError {
         StartTaskError {
@@ -353,6 +355,7 @@ impl StartTaskError {
         }
     }
 }
+
 /// Why a program was not started.
 #[derive(Debug, Error)]
 pub(crate) enum StartTaskFailure {
@@ -371,16 +374,17 @@ pub(crate) enum StartTaskFailure {
     #[error("no new process: {0}")]
     CreateProcess(#[source] io::Error),
     /// The new process was killed.
-    # [ error ( "the system did not execute it within {} s" , EXEC_TIMEOUT . as_secs ( ) ) ]
+    #[error("the system did not execute it within {} s", EXEC_TIMEOUT.as_secs())]
     TimedOut,
     /// The new process has ended before its exec, as in the following cases.
-    # [ error ( "its standard descriptors: {}" , . 0 . desc ( ) ) ]
+    #[error("its standard descriptors: {}", .0.desc())]
     Descriptors(#[source] Errno),
-    # [ error ( "working directory {}: {}" , dir . display ( ) , source . desc ( ) ) ]
+    #[error("working directory {}: {}", dir.display(), source.desc())]
     WorkingDir { dir: PathBuf, source: Errno },
-    # [ error ( "{}" , . 0 . desc ( ) ) ]
+    #[error("{}", .0.desc())]
     Exec(#[source] Errno),
 }
+
 impl StartTaskFailure {
     fn of(order: &StartTask, why: StartError) -> StartTaskFailure {
         let (stage, errno) = match why {

@@ -84,13 +84,17 @@ const CHECK_LOG: &str = "check.log";
 const STDERR: &str = "criu.stderr";
 /// Name of a temporary file that tests whether the file system can punch holes.
 const HOLE_TEST_FILE: &str = "hole";
+
 /// Why no CRIU program is used. Nothing was started.
 #[derive(Debug, Error)]
 pub enum NoEngine {
-    # [ error ( "there is no dump engine at SEMPA_CRIU={}: install one there (the daemon finds it within five minutes), or get one with \
-         `cargo xtask criu` and start the daemon without SEMPA_CRIU" , program . display ( ) ) ]
+    #[error(
+        "there is no dump engine at SEMPA_CRIU={}: install one there (the daemon finds it within five \
+         minutes), or get one with `cargo xtask criu` and start the daemon without SEMPA_CRIU",
+        program.display()
+    )]
     NotAtSetPath { program: PathBuf },
-    # [ error ( "no dump engine in {} or PATH: {}" , DEFAULT_PATHS . join ( ", " ) , INSTALL_HINT ) ]
+    #[error("no dump engine in {} or PATH: {}", DEFAULT_PATHS.join(", "), INSTALL_HINT)]
     NotFound,
 }
 

@@ -144,13 +144,15 @@ struct UnknownUser {
     #[source]
     cause: AccountError,
 }
+
 #[derive(Debug, Error)]
 enum AccountError {
     #[error("no account of this host has this name")]
     NoAccount,
-    # [ error ( "the accounts of this host cannot be read: {}" , . 0 . desc ( ) ) ]
+    #[error("the accounts of this host cannot be read: {}", .0.desc())]
     Unreadable(#[source] Errno),
 }
+
 /// Returns the uid of a blocked user.
 ///
 /// # Errors
@@ -178,6 +180,7 @@ fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
     };
     format!("{sentence}; {then}")
 }
+
 /// Why a policy file was refused. Its previous content stays in force.
 #[derive(Debug, Error)]
 enum LoadPolicyError {

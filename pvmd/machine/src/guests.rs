@@ -36,6 +36,7 @@ use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use thiserror::Error;
+
 /// A limit of the owner that does not permit another guest.
 #[derive(Debug, Error)]
 enum OwnerLimit {

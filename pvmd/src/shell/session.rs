@@ -75,6 +75,7 @@ struct StreamHello {
     to: HostId,
     purpose: StreamPurpose,
 }
+
 /// Why a stream of a session cannot be used. The session ends; what was not acknowledged is sent
 /// again in the next session.
 #[derive(Debug, Error)]
@@ -83,7 +84,7 @@ pub(crate) enum SessionError {
     #[error(transparent)]
     OpenStream(quinn::ConnectionError),
     /// The connection has ended while data of the peer was awaited.
-    # [ error ( "{}" , describe ( . 0 ) ) ]
+    #[error("{}", describe(.0))]
     ConnectionLost(#[source] quinn::ConnectionError),
     /// Nothing was sent.
     #[error(transparent)]
@@ -100,7 +101,7 @@ pub(crate) enum SessionError {
     WrongFirstStream(StreamPurpose),
     #[error("a stream ended before its hello")]
     EndedBeforeHello,
-    # [ error ( "it uses protocol version {0}, this daemon {own}" , own = WIRE_VERSION ) ]
+    #[error("it uses protocol version {0}, this daemon {own}", own = WIRE_VERSION)]
     WrongVersion(u16),
     /// The peer takes this daemon for another one.
     #[error("it addressed {host} of {vm}, but this is {own_host} of {own_vm}")]
@@ -324,9 +325,9 @@ impl SessionContext {
         let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
             let mut stream = tokio::select! {
-                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err( SessionError :: ReaderFailed (e))) {
+                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
                     Ok(()) => continue,
-                    Err(why) => return why . to_string ( ),
+                    Err(why) => return why.to_string(),
                 },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,

@@ -4,6 +4,7 @@ use super::super::page_server_wire::{HeaderLayout, PageHeader, bitmap_bytes};
 use std::collections::VecDeque;
 use std::ops::Range;
 use thiserror::Error;
+
 /// The source has sent something other than the expected reply. Nothing of the reply was passed on;
 /// the memory that is still missing cannot be fetched.
 #[derive(Debug, Error)]
