@@ -905,7 +905,7 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     command
         .args([
             "--exact",
-            "child_that_makes_sets",
+            "child_that_writes_checkpoints",
             "--ignored",
             "--nocapture",
         ])
