@@ -50,7 +50,7 @@ fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
     bencher.counter(ItemsCount::new(1usize)).bench_local(once);
 }
 
-/// Measures how a daemon handles `event`. Panics unless `expects_message` accepts the daemon's
+/// Measures how a daemon handles `event`. Panics unless `is_expected` accepts the daemon's
 /// first output.
 fn measure_forwarding(
     bencher: Bencher,

@@ -120,7 +120,7 @@ impl Crowd {
         emptiest[rng.below(emptiest.len())].clone()
     }
 
-    /// Migrates `at_once` random workers at the same time and waits until all have arrived.
+    /// Migrates `count` random workers at the same time and waits until all have arrived.
     ///
     /// # Errors
     /// A migration failed; the error has the console's output.

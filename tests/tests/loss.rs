@@ -139,7 +139,7 @@ fn kill_and_wait_for_rollback(vm: &Vm<'_>, job: &Job, host: &Host, death: KillOr
     time
 }
 
-/// Kills hosts at random times while a job with periodic checkpoints runs. `pace` is the console's
+/// Kills hosts at random times while a job with periodic checkpoints runs. `interval_option` is the console's
 /// option for the checkpoint interval. Each time the job must roll back to its newest checkpoint,
 /// and finally its result must be correct. The lost time depends on the machine, so only the
 /// campaign compares it with [`LOST_TIME_MAX`].

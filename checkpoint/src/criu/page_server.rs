@@ -144,7 +144,7 @@ impl Drop for PageServer {
     }
 }
 
-/// Attaches to these processes and traces them until it is ordered to detach. Sends to `begun`
+/// Attaches to these processes and traces them until it is ordered to detach. Sends to `attach_result`
 /// whether attaching succeeded.
 fn run_tracer(
     pids: &[i32],
@@ -245,7 +245,7 @@ fn is_closed(error: &io::Error) -> bool {
     )
 }
 
-/// Sends all pages of the request `asked`.
+/// Sends all pages of the request `request`.
 fn send_pages(
     mut stream: &UnixStream,
     lazy_pages: &LazyPages,

@@ -53,7 +53,7 @@ impl HeaderLayout {
     }
 
     /// Detects the layout from the first request. The correct layout is the one in which the
-    /// request is for a missing page. `misses` returns whether a page, given by process and
+    /// request is for a missing page. `is_missing` returns whether a page, given by process and
     /// address, is missing.
     pub(super) fn detect(
         received: &[u8],

@@ -228,7 +228,7 @@ impl Swrk {
         reap_group(&mut self.child)
     }
 
-    /// Waits until CRIU has exited or, with `or_word`, has sent a message. Fails at the timeout, or
+    /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails at the timeout, or
     /// after a cancellation.
     fn wait(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
         loop {
@@ -314,7 +314,7 @@ fn canceled() -> Failure {
 
 /// Prepares a child process before it executes CRIU: only the owner can read the images that it
 /// writes, it dies with its parent, no signal is blocked, and it inherits only the descriptors in
-/// `keep`.
+/// `inherited_fds`.
 fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
     // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {

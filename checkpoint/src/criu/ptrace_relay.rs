@@ -93,7 +93,7 @@ pub(super) fn hidden_areas_variable(list: &OwnedFd) -> (&'static str, String) {
 }
 
 /// Returns the environment variables that make the library report that it was loaded: it writes a
-/// byte to the pipe `tells`.
+/// byte to the pipe `report_pipe`.
 pub(super) fn load_report_variables(
     library: &OwnedFd,
     report_pipe: &OwnedFd,
@@ -464,7 +464,7 @@ impl Tracer {
     }
 }
 
-/// Stops these traced threads and detaches from them. `allowed` is the time limit for a thread to
+/// Stops these traced threads and detaches from them. `timeout` is the time limit for a thread to
 /// stop.
 pub(super) fn stop_and_detach(tids: &[i32], timeout: Duration) {
     for &tid in tids {

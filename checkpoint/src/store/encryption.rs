@@ -144,7 +144,7 @@ pub(super) struct Encryptor<F> {
 }
 
 impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
-    /// Starts an encrypted file in the role `what`. `write` is called with the bytes of the file,
+    /// Starts an encrypted file in the role `role`. `write` is called with the bytes of the file,
     /// in order.
     pub(super) fn new(secret: &StoreKey, role: FileRole, write: F) -> io::Result<Encryptor<F>> {
         let mut head = [0; HEAD_BYTES];
@@ -238,7 +238,7 @@ pub(super) struct Decryptor<R> {
 }
 
 impl<R: Read> Decryptor<R> {
-    /// Starts to decrypt a file of `bytes` bytes in the role `what`. Fails if it was encrypted with
+    /// Starts to decrypt a file of `bytes` bytes in the role `role`. Fails if it was encrypted with
     /// another key.
     pub(super) fn new(
         secret: &StoreKey,

@@ -213,7 +213,7 @@ impl<T> OutParam<T> {
     /// Wraps a pointer of the caller.
     ///
     /// # Safety
-    /// `place` must be null, or valid for writing one `T`.
+    /// `target` must be null, or valid for writing one `T`.
     pub(crate) unsafe fn new(target: *mut T) -> OutParam<T> {
         OutParam(target)
     }
@@ -299,10 +299,10 @@ pub(crate) unsafe fn copy_strings(
     Ok(out)
 }
 
-/// Writes a string and its NUL to `place`.
+/// Writes a string and its NUL to `target`.
 ///
 /// # Safety
-/// `place` must not be null, and must have room for the string and its NUL.
+/// `target` must not be null, and must have room for the string and its NUL.
 pub(crate) unsafe fn write_c_string(target: *mut c_char, text: &[u8]) {
     // SAFETY: there is room by contract, and the source belongs to this library.
     unsafe {

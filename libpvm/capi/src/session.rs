@@ -300,7 +300,7 @@ fn log_prefix() -> String {
     }
 }
 
-/// Writes `libpvm [t40002]: text` to standard error. With `plain` there is no colon after the task,
+/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` there is no colon after the task,
 /// as in PVM's log lines.
 pub(crate) fn log_stderr(text: &str, without_colon: bool) {
     let colon = if without_colon { "" } else { ":" };

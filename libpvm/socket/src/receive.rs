@@ -67,7 +67,7 @@ pub struct Received {
     pub drained: bool,
 }
 
-/// Appends the available bytes to `buffer`, and the descriptors that arrived with them to `passed`,
+/// Appends the available bytes to `buffer`, and the descriptors that arrived with them to `pending_fds`,
 /// with close-on-exec set. If the process has reached its descriptor limit, the loss of descriptors
 /// is recorded.
 ///

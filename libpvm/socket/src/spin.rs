@@ -134,7 +134,7 @@ impl SpinBudget {
         }
     }
 
-    /// Returns the spin budget of the next wait, at most `span`; `None` if the thread must sleep
+    /// Returns the spin budget of the next wait, at most `limit`; `None` if the thread must sleep
     /// immediately.
     pub fn next_budget(
         &mut self,
@@ -192,7 +192,7 @@ impl SpinBudget {
         }
     }
 
-    /// Records that a message arrived after sleeping for the duration `after`, without spinning.
+    /// Records that a message arrived after sleeping for the duration `latency`, without spinning.
     pub fn record_sleep(&mut self, latency: Duration) {
         if latency <= self.sender_distance.budget_max() {
             self.record_success();
@@ -313,7 +313,7 @@ mod tests {
     }
 
     /// Simulates two peers that send each other requests in turn; neither of them spins at first.
-    /// Returns for each peer whether it spins at the end. An answer takes `way`, plus `waking` if
+    /// Returns for each peer whether it spins at the end. An answer takes `answer_us`, plus `wakeup_us` if
     /// its sender must be woken; both are in microseconds.
     fn spinning_at_end(reach: SenderDistance, answer_us: u64, wakeup_us: u64) -> [bool; 2] {
         let mut both = [

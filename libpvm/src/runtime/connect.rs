@@ -117,7 +117,7 @@ pub(crate) struct AcceptedConnection {
     pub(crate) welcome: Welcome,
 }
 
-/// True if a daemon answers at this socket within `within`. A daemon that is exiting may still
+/// True if a daemon answers at this socket within `timeout`. A daemon that is exiting may still
 /// accept connections, but does not answer. No task is enrolled.
 pub fn daemon_answers(path: &Path, timeout: Duration) -> bool {
     let is_no_answer = |error: &EnrollError| {

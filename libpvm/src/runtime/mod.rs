@@ -63,7 +63,7 @@ const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
 
 /// Joins the virtual machine that the environment selects. A spawned process uses its spawn token
 /// once: after [`Runtime::exit`], or in a forked child whose parent used the token, the process
-/// gets a new task id. `at_end` applies to processes that no daemon or tasker has started.
+/// gets a new task id. `on_daemon_exit` applies to processes that no daemon or tasker has started.
 ///
 /// # Errors
 /// See [`EnrollError`].

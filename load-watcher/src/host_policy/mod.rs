@@ -90,11 +90,11 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
 }
 
 /// Returns the path of an administrator's file or directory: the path `named` in the environment,
-/// or the default path `usual`.
+/// or the default path `default_path`.
 ///
 /// Root may name any path. If other users could do so, the user of a virtual machine could disable
 /// the administrator's settings; they may only name a path that belongs to root and that no other
-/// user can change. If the named path is not accepted, returns `usual`, with a sentence that gives
+/// user can change. If the named path is not accepted, returns `default_path`, with a sentence that gives
 /// the reason. `by` is the user who named the path.
 pub fn trusted_path(named: PathBuf, default_path: &Path, by: Uid) -> (PathBuf, Option<String>) {
     let of_root = |path: &Path| {

@@ -298,7 +298,7 @@ impl FrameStream {
 
     // ---- input
 
-    /// Passes the frames that have arrived to `take`. Must be called once when the route is
+    /// Passes the frames that have arrived to `on_frame`. Must be called once when the route is
     /// established, because the first frames may have arrived with the end of the handshake, and
     /// then whenever the socket is readable. Returns true if data remains that the next call must
     /// read.

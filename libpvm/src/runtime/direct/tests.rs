@@ -165,9 +165,9 @@ fn exchange_frames(
     state.map(|(ended, check, _)| (ended, check.next_number))
 }
 
-/// Starts a proxy that forwards data in chunks of random lengths, and returns its port. `harm` is
+/// Starts a proxy that forwards data in chunks of random lengths, and returns its port. `tamper` is
 /// called for each chunk to the listening side with the number of bytes before the chunk, and may
-/// change the chunk; if `harm` returns false, the proxy cuts the connection.
+/// change the chunk; if `tamper` returns false, the proxy cuts the connection.
 fn start_proxy(
     port: u16,
     seed: u64,

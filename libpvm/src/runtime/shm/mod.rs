@@ -125,7 +125,7 @@ impl Ring {
         !self.ends.reader.is_empty() || self.ends.reader.is_closed()
     }
 
-    /// Counts an empty poll; `others` is the number of empty rings in this round, including this
+    /// Counts an empty poll; `empty_rings` is the number of empty rings in this round, including this
     /// ring. Returns true if the ring should not be polled again.
     fn count_empty_poll(&mut self, empty_rings: usize) -> bool {
         self.empty_polls = if empty_rings > CHEAP_EMPTY_RINGS {
@@ -311,7 +311,7 @@ impl ShmRoutes {
         false
     }
 
-    /// Counts an empty poll of this slot; `others` is the number of empty rings in this round.
+    /// Counts an empty poll of this slot; `empty_rings` is the number of empty rings in this round.
     /// Returns true if the slot should not be polled until its writer rings the doorbell again.
     /// Peers that sent once thus cause no further cost, even if this task never sleeps.
     fn count_empty_poll(&mut self, slot: usize, empty_rings: usize) -> bool {
