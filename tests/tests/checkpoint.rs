@@ -90,7 +90,7 @@ fn job_restarts_in_new_virtual_machine() {
     vm.add(&["h2", "h3"]).expect("the others join");
     let unknown = pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
     assert!(
-        !unknown.succeeded() && unknown.err.contains("was not started"),
+        !unknown.succeeded() && unknown.err.contains("was not restarted"),
         "{unknown:?}"
     );
     let again = pvm(&vm, &["restart", &set, "--on", "h1,h3"]);

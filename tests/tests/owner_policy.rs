@@ -674,7 +674,7 @@ fn an_owner_publishes_a_policy_for_others() {
         });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
         assert!(
-            says.contains("sempa-owner-21002.policy.toml:3: duplicate key"),
+            says.contains("sempa-owner-21002.policy.toml, line 3: duplicate key"),
             "{wrong}"
         );
         assert_eq!(

@@ -274,7 +274,7 @@ mod tests {
         };
         assert_eq!(
             text(&host_names(), &happened),
-            "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not moved from ha1 to ha3 (asked by t40001): dump failed: \
+            "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not migrated from ha1 to ha3 (requested by t40001): dump failed: \
              the engine was killed by signal 9\n"
         );
     }

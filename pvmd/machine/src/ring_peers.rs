@@ -151,7 +151,8 @@ impl Machine {
 
     /// Handles a route message with descriptors that could not be delivered. An offer is refused.
     /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
-    /// not use the rings.
+    /// not use the rings. Only a task that cannot run on another host counts as ended, because a
+    /// library drops all further messages to an ended peer.
     fn handle_undeliverable_route_message(&mut self, from: Tid, to: Tid, message: &RouteMsg) {
         match *message {
             RouteMsg::RingOffer { id, .. } => {
@@ -166,7 +167,7 @@ impl Machine {
             }
             // The shared pool is only an optimization.
             RouteMsg::PoolOffer { .. } => {}
-            _ if self.tasks.get(to).is_some() => {
+            _ if self.is_alive(to) || self.may_run_elsewhere(to) => {
                 self.deliver(from, ToTask::PeerMigrated { tid: to })
             }
             _ => self.deliver(from, ToTask::PeerGone { tid: to }),

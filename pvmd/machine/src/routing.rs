@@ -72,6 +72,13 @@ impl Machine {
         self.locations.host_of(tid)
     }
 
+    /// True if the task has left for another host of the table, as far as this daemon knows. That
+    /// host knows whether the task has ended.
+    pub(super) fn may_run_elsewhere(&self, tid: Tid) -> bool {
+        let is_other = |host| host != self.config.host && self.table.get(host).is_some();
+        self.migrations.forwarding.contains_key(&tid) || self.location(tid).is_some_and(is_other)
+    }
+
     /// Delivers or forwards a frame or an item. Returns false if the task has ended or never
     /// existed.
     pub(super) fn route_to_task(&mut self, dst: Tid, held: PendingItem) -> bool {

@@ -168,7 +168,7 @@ fn can_migrate_lists_hosts_and_refusals() {
     let none = run_line(&mut session, "can-migrate tc0001");
     assert_eq!(
         none.errors,
-        ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]
+        ["can-migrate: tc0001 cannot move: it has an io_uring ring"]
     );
 }
 
