@@ -647,7 +647,10 @@ fn a_drain_needs_a_resource_manager() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);
         assert!(
-            !done.succeeded() && done.err.contains("this needs a resource manager, and none is running"),
+            !done.succeeded()
+                && done
+                    .err
+                    .contains("this needs a resource manager, and none is running"),
             "{done:?}"
         );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_ok());

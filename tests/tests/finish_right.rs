@@ -19,6 +19,8 @@ const MIGRATION_COUNT: usize = 8;
 /// Number of rounds that a job computes between two migrations.
 const ROUNDS_BETWEEN: usize = 3;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
+/// Part of the console's message about a migration of a task that has ended.
+const TASK_ENDED_TEXT: &str = "there is no such task";
 /// Number of tablix2's kernels.
 const KERNELS: usize = 2;
 /// Argument of tablix2: number of populations without improvement after which a kernel stops.
@@ -56,13 +58,20 @@ fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
         .collect()
 }
 
-/// Migrates a task to another host. `number` selects the host.
-fn migrate_to_next(vm: &Vm<'_>, tid: &str, number: usize) {
-    let from = vm.host_of(tid).or_panic_with_logs(vm);
+/// Migrates a task to another host. `number` selects the host. Returns false if the task has ended.
+fn migrate_to_next(vm: &Vm<'_>, tid: &str, number: usize) -> bool {
+    let Ok(from) = vm.host_of(tid) else {
+        return false;
+    };
     let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
     let to = others[number % others.len()];
     eprintln!("move {number}: {tid} from {from} to {to}");
-    vm.must_migrate(tid, to);
+    let done = vm.migrate_when_ready(tid, to).or_panic_with_logs(vm);
+    if !done.succeeded() && done.err.contains(TASK_ENDED_TEXT) {
+        return false;
+    }
+    assert!(done.succeeded(), "{done:?}\n{}", vm.logs());
+    true
 }
 
 /// A job of two tasks that writes one line for each round (`tests/programs/digest.py`,
@@ -135,7 +144,10 @@ fn check_same_result(vm: &Vm<'_>, program: &'static str) {
     let both = tids(vm, program);
     assert_eq!(both.len(), 2, "{both:?}");
     for number in 0..MIGRATION_COUNT {
-        migrate_to_next(vm, &both[number % both.len()], number / both.len());
+        assert!(
+            migrate_to_next(vm, &both[number % both.len()], number / both.len()),
+            "a task has ended early"
+        );
         job.wait_for_rounds();
     }
     fs::write(job.folder.join("enough"), "").expect("written");
@@ -288,10 +300,13 @@ fn moved_tablix_kernels_find_good_timetables() {
         });
         // The duration of the search is random, so it may end before the last migration.
         let mut moves = 0;
-        while moves < MIGRATION_COUNT && (moves < KERNELS || search.wait_for_progress(vm)) {
-            migrate_to_next(vm, &kernels[moves % KERNELS], moves / KERNELS);
+        while moves < MIGRATION_COUNT
+            && (moves < KERNELS || search.wait_for_progress(vm))
+            && migrate_to_next(vm, &kernels[moves % KERNELS], moves / KERNELS)
+        {
             moves += 1;
         }
+        assert!(moves >= KERNELS, "the search has ended too early");
         let moved = search.finish(vm);
         let undisturbed = Search::start(vm, "undisturbed").finish(vm);
         // A search is random: the hard constraints are met in every result, but the soft ones
