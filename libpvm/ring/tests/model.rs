@@ -7,7 +7,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::thread;
 use sempa_ring::doorbell::{Doorbell, WakeTarget};
-use sempa_ring::ring::{Reader, RingControl, RingMemory, Writer};
+use sempa_ring::ring::{RingControl, RingMemory, RingReader, RingWriter};
 
 const CAPACITY: usize = 64;
 
@@ -51,7 +51,7 @@ fn new_memory() -> LoomMemory {
     }))
 }
 
-fn read(reader: &mut Reader<LoomMemory>) -> Option<Vec<u8>> {
+fn read(reader: &mut RingReader<LoomMemory>) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     reader
         .next_record()
@@ -62,9 +62,9 @@ fn read(reader: &mut Reader<LoomMemory>) -> Option<Vec<u8>> {
 
 /// One thread writes three records of `BYTES` bytes while another thread reads them. `writer`
 /// creates the writing end.
-fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> Writer<LoomMemory>) {
+fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> RingWriter<LoomMemory>) {
     loom::model(move || {
-        let area = area();
+        let area = new_memory();
         let mut writer = writer(area.clone());
         let writing = thread::spawn(move || {
             for n in 0..3u8 {
@@ -73,7 +73,7 @@ fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> Writer<L
                 }
             }
         });
-        let mut reader = Reader::new(area);
+        let mut reader = RingReader::new(area);
         for n in 0..3u8 {
             let bytes = loop {
                 match read(&mut reader) {
@@ -90,19 +90,19 @@ fn exchange_three_records<const BYTES: usize>(writer: fn(LoomMemory) -> Writer<L
 
 #[test]
 fn records_arrive_whole_and_in_order() {
-    exchange_three_records::<20>(Writer::new);
+    exchange_three_records::<20>(RingWriter::new);
 }
 
 #[test]
 fn starved_writer_is_woken() {
     loom::model(|| {
-        let area = area();
-        let mut writer = Writer::new(area.clone());
+        let area = new_memory();
+        let mut writer = RingWriter::new(area.clone());
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
         let woken = Arc::new(AtomicU32::new(0));
         let tell = woken.clone();
         let reading = thread::spawn(move || {
-            let mut reader = Reader::new(area);
+            let mut reader = RingReader::new(area);
             assert!(read(&mut reader).is_some());
             if reader.release() {
                 tell.store(1, Ordering::SeqCst);
@@ -120,13 +120,13 @@ fn starved_writer_is_woken() {
 #[test]
 fn release_without_fence_starves_no_writer() {
     loom::model(|| {
-        let area = area();
-        let mut writer = Writer::new(area.clone());
+        let area = new_memory();
+        let mut writer = RingWriter::new(area.clone());
         assert!(writer.write([]).expect("a good ring"));
         let told = Arc::new(AtomicU32::new(0));
         let tell = told.clone();
         let reading = thread::spawn(move || {
-            let mut reader = Reader::new(area);
+            let mut reader = RingReader::new(area);
             for _ in 0..2 {
                 while read(&mut reader).is_none() {
                     thread::yield_now();
@@ -149,19 +149,19 @@ fn release_without_fence_starves_no_writer() {
 #[test]
 fn sleeper_misses_no_record() {
     loom::model(|| {
-        let area = area();
+        let area = new_memory();
         let bell = Arc::new(Doorbell::default());
-        let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
+        let (mut writer, ringing) = (RingWriter::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             ringing.notify(3, false) == WakeTarget::Sleepers
         });
-        let mut reader = Reader::new(area);
+        let mut reader = RingReader::new(area);
         let seen = bell.prepare_sleep();
         let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
         let woken = writing.join().expect("written");
         assert!(
-            found || woken || bell.word().load(Ordering::SeqCst) != seen,
+            found || woken || bell.sleep_word().load(Ordering::SeqCst) != seen,
             "it would sleep for ever"
         );
     });
@@ -171,18 +171,18 @@ fn sleeper_misses_no_record() {
 /// the doorbell and returns the threads to wake.
 fn notified_doorbell() -> (
     Arc<Doorbell>,
-    Reader<LoomMemory>,
+    RingReader<LoomMemory>,
     thread::JoinHandle<WakeTarget>,
 ) {
-    let area = area();
+    let area = new_memory();
     let bell = Arc::new(Doorbell::default());
     bell.notify(3, false);
-    let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
+    let (mut writer, ringing) = (RingWriter::new(area.clone()), bell.clone());
     let writing = thread::spawn(move || {
         assert!(writer.write([&[1; 8]]).expect("a good ring"));
         ringing.notify(3, false)
     });
-    (bell, Reader::new(area), writing)
+    (bell, RingReader::new(area), writing)
 }
 
 #[test]
@@ -222,19 +222,19 @@ fn clearing_one_slot_keeps_the_other() {
     model.check(|| {
         let bell = Arc::new(Doorbell::default());
         bell.notify(3, false);
-        let rings = [area(), area()];
+        let rings = [new_memory(), new_memory()];
         let writing: Vec<_> = [3, 5]
             .into_iter()
             .zip(rings.clone())
             .map(|(slot, area)| {
-                let (mut writer, bell) = (Writer::new(area), bell.clone());
+                let (mut writer, bell) = (RingWriter::new(area), bell.clone());
                 thread::spawn(move || {
                     assert!(writer.write([&[1; 8]]).expect("a good ring"));
                     bell.notify(slot, false);
                 })
             })
             .collect();
-        let mut readers = rings.map(Reader::new);
+        let mut readers = rings.map(RingReader::new);
         bell.clear(3);
         let found = read(&mut readers[0]).is_some();
         writing
@@ -253,15 +253,15 @@ fn clearing_one_slot_keeps_the_other() {
 #[test]
 fn accepted_request_misses_no_record() {
     loom::model(|| {
-        let area = area();
+        let area = new_memory();
         let bell = Arc::new(Doorbell::default());
         bell.request_drainer();
-        let (mut writer, calling) = (Writer::new(area.clone()), bell.clone());
+        let (mut writer, calling) = (RingWriter::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             calling.notify(3, true);
         });
-        let mut reader = Reader::new(area);
+        let mut reader = RingReader::new(area);
         bell.accept_drainer_request();
         let found = bell.pending_words(0).is_some() && read(&mut reader).is_some();
         writing.join().expect("written");
@@ -277,13 +277,13 @@ fn accepted_request_misses_no_record() {
 #[test]
 fn close_hides_no_earlier_record() {
     loom::model(|| {
-        let area = area();
-        let mut writer = Writer::new(area.clone());
+        let area = new_memory();
+        let mut writer = RingWriter::new(area.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             writer.close();
         });
-        let mut reader = Reader::new(area);
+        let mut reader = RingReader::new(area);
         let closed = reader.is_closed();
         let found = read(&mut reader).is_some();
         assert!(found || !closed, "the last record would be lost");
@@ -295,14 +295,14 @@ fn close_hides_no_earlier_record() {
 #[test]
 fn record_during_close_is_read_or_writer_sees_it() {
     loom::model(|| {
-        let area = area();
-        let mut writer = Writer::new(area.clone());
+        let area = new_memory();
+        let mut writer = RingWriter::new(area.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             fence(Ordering::SeqCst);
             writer.is_closed()
         });
-        let mut reader = Reader::new(area);
+        let mut reader = RingReader::new(area);
         reader.close();
         let found = read(&mut reader).is_some();
         let seen = writing.join().expect("written");
@@ -314,15 +314,15 @@ fn record_during_close_is_read_or_writer_sees_it() {
 #[test]
 fn accepted_request_misses_no_close() {
     loom::model(|| {
-        let area = area();
+        let area = new_memory();
         let bell = Arc::new(Doorbell::default());
         bell.request_drainer();
-        let (reader, calling) = (Reader::new(area.clone()), bell.clone());
+        let (reader, calling) = (RingReader::new(area.clone()), bell.clone());
         let ending = thread::spawn(move || {
             reader.close();
             calling.notify(3, true);
         });
-        let writer = Writer::new(area);
+        let writer = RingWriter::new(area);
         bell.accept_drainer_request();
         let closed = writer.is_closed();
         ending.join().expect("ended");
@@ -335,13 +335,13 @@ fn accepted_request_misses_no_close() {
 
 #[test]
 fn rewind_loses_and_overwrites_nothing() {
-    exchange_three_records::<8>(|area| Writer::with_rewind(area, 16));
+    exchange_three_records::<8>(|area| RingWriter::with_rewind(area, 16));
 }
 
 #[test]
 fn leased_memory_is_not_overwritten() {
     loom::model(|| {
-        let area = area();
+        let area = new_memory();
         let store = Arc::new(UnsafeCell::new(1u8));
         let (reader_memory, lent) = (area.clone(), store.clone());
         let reading = thread::spawn(move || {
