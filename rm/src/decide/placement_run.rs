@@ -3,14 +3,15 @@
 
 use super::chooser::{Chooser, HostOffer};
 use super::exclusions::ExclusionsBuilder;
-use super::load::{HostLoad, WeightedShare, WorkingLoads, unknown_loads};
-use super::placement::{
-    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, fit_exclusion, host_part,
-    request_exclusion,
+use super::host_load::HostLoad;
+use super::load::{WeightedShare, WorkingLoads, unknown_loads};
+use super::placement_request::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, failed_placement,
+    fit_exclusion, host_part, request_exclusion,
 };
 use super::{
-    Colocation, Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView,
-    PlacementPolicy, Rank, Snapshot,
+    Colocation, Constraints, ConstraintsError, ExclusionReason, HostView, PlacementPolicy, Rank,
+    Snapshot,
 };
 use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
@@ -19,24 +20,6 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 /// Maximum number of excluded hosts in a search by descending share. If there are more, a scan of
 /// all hosts by id is faster.
 const EXCLUDED_SCAN_MAX: usize = 256;
-
-/// Returns a placement in which no task gets a host.
-pub(super) fn failed_placement(
-    snapshot: &Snapshot,
-    ask: &PlacementRequest<'_>,
-    error: PvmError,
-    why: PlacementReason,
-    excluded: Exclusions,
-) -> Placement {
-    let hosts = vec![Err(error); ask.count as usize];
-    Placement {
-        hosts,
-        reason: why,
-        excluded,
-        unknown_load: Vec::new(),
-        round_robin_last: snapshot.round_robin_last,
-    }
-}
 
 /// State of one placement decision.
 pub(super) struct PlacementRun<'a> {

@@ -10,8 +10,8 @@
 //!   images or follows by post-copy;
 //! - the warm-up of caches and pages, at a fixed rate.
 
+use super::gain_feedback::GainFeedback;
 use super::link_speeds::{HostPair, LinkSpeeds};
-use super::prediction_feedback::GainFeedback;
 use sempa_proto::Micros;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
