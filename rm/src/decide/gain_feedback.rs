@@ -47,7 +47,7 @@ pub(super) struct GainFeedback {
 }
 
 impl GainFeedback {
-    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// Returns the factor by which a computed gain is multiplied. `declared`: the gain was computed
     /// from declared work.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
         let learned = (self.rate.mean * self.work[usize::from(declared)].mean)

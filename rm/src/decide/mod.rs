@@ -502,7 +502,7 @@ impl Snapshot {
     }
 
     /// Returns the factor by which a computed gain is corrected, learned from earlier migrations.
-    /// `told`: the gain was computed from work that programs declared.
+    /// `declared`: the gain was computed from work that programs declared.
     fn confidence(&self, declared: bool) -> f64 {
         self.estimates.confidence(self.now, declared)
     }

@@ -1,5 +1,5 @@
-//! Places the tasks of one spawn (`pvm_spawn`), and says what excludes or restricts a host for every
-//! spawn.
+//! Places the tasks of one spawn (`pvm_spawn`), and says what excludes or restricts a host for
+//! every spawn.
 
 use super::chooser::Chooser;
 use super::load::{WorkingLoads, limit_exclusion, unknown_reason};
@@ -64,22 +64,22 @@ pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
 }
 
 /// Places all tasks of a request by the snapshot's policy.
-pub fn place(snapshot: &Snapshot, ask: &PlacementRequest<'_>) -> Placement {
-    place_with_chooser(snapshot, ask, None)
+pub fn place(snapshot: &Snapshot, request: &PlacementRequest<'_>) -> Placement {
+    place_with_chooser(snapshot, request, None)
 }
 
 /// Places all tasks of a request. If `chooser` is given, that external chooser selects among the
 /// suitable hosts.
 pub fn place_with_chooser(
     snapshot: &Snapshot,
-    ask: &PlacementRequest<'_>,
+    request: &PlacementRequest<'_>,
     chooser: Option<&dyn Chooser>,
 ) -> Placement {
-    match Constraints::from_request(ask.request) {
-        Ok(wants) => PlacementRun::new(snapshot, ask, wants).decide(chooser),
+    match Constraints::from_request(request.request) {
+        Ok(constraints) => PlacementRun::new(snapshot, request, constraints).decide(chooser),
         Err(error) => failed_placement(
             snapshot,
-            ask,
+            request,
             PvmError::BadParam,
             PlacementReason::InvalidConstraints(error),
             Exclusions::default(),

@@ -36,7 +36,7 @@ pub struct PlacementRequest<'a> {
 }
 
 impl<'a> PlacementRequest<'a> {
-    /// Creates a request for `event_count` tasks without peers and without excluded hosts.
+    /// Creates a request for `count` tasks without peers and without excluded hosts.
     pub fn new(
         user: u32,
         request: &'a SpawnRequest,
@@ -154,16 +154,16 @@ impl Placement {
             self.reason,
             PlacementReason::NoneAvailable | PlacementReason::NoSuchHost
         );
-        let told = snapshot.describe_exclusions(&self.excluded);
+        let exclusions = snapshot.describe_exclusions(&self.excluded);
         let mut text = self.reason.to_string();
         let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
         if placed > 0 && placed < self.hosts.len() {
             text = format!("{text}; room for {placed} of {}", self.hosts.len());
         }
-        if failed && !told.is_empty() {
-            text = format!("{text}: {told}");
-        } else if !told.is_empty() {
-            text = format!("{text}; not used: {told}");
+        if failed && !exclusions.is_empty() {
+            text = format!("{text}: {exclusions}");
+        } else if !exclusions.is_empty() {
+            text = format!("{text}; not used: {exclusions}");
         }
         if !self.unknown_load.is_empty() {
             text = format!("{text}; load unknown: {}", self.unknown_load.join(", "));
@@ -175,12 +175,12 @@ impl Placement {
 /// Returns a placement in which no task gets a host.
 pub(super) fn failed_placement(
     snapshot: &Snapshot,
-    ask: &PlacementRequest<'_>,
+    request: &PlacementRequest<'_>,
     error: PvmError,
     why: PlacementReason,
     excluded: Exclusions,
 ) -> Placement {
-    let hosts = vec![Err(error); ask.count as usize];
+    let hosts = vec![Err(error); request.count as usize];
     Placement {
         hosts,
         reason: why,
@@ -197,14 +197,14 @@ pub(super) fn host_part(place: &str) -> &str {
 
 /// Returns the reason why the request does not match this host; `None` if it matches.
 pub(super) fn request_exclusion<'a>(
-    ask: &PlacementRequest<'_>,
+    request: &PlacementRequest<'_>,
     host: &'a HostView,
 ) -> Option<ExclusionReason<&'a str>> {
-    let (flags, name) = (ask.request.flags, host_part(&ask.request.place));
+    let (flags, name) = (request.request.flags, host_part(&request.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
         if name == "." {
-            host.id == ask.caller
+            host.id == request.caller
         } else {
             host.name == name
         }
@@ -223,25 +223,28 @@ pub(super) fn request_exclusion<'a>(
 
 /// Returns the reason why a host that matches the request cannot be used; `None` if it can.
 pub(super) fn fit_exclusion<'a>(
-    ask: &PlacementRequest<'_>,
-    wants: &Constraints,
+    request: &PlacementRequest<'_>,
+    constraints: &Constraints,
     host: &'a HostView,
     now: Micros,
     load: impl Fn() -> HostLoad,
 ) -> Option<ExclusionReason<&'a str>> {
-    if ask.lost_hosts.contains(&host.id) {
+    if request.lost_hosts.contains(&host.id) {
         return Some(ExclusionReason::NoAnswer);
     }
-    if ask.declined_by.contains(&host.id) {
+    if request.declined_by.contains(&host.id) {
         return Some(ExclusionReason::Declined);
     }
-    if ask.reserved_hosts.contains(&host.id) {
+    if request.reserved_hosts.contains(&host.id) {
         return Some(ExclusionReason::Reserved);
     }
-    if let Some((condition, has)) = wants.first_unmet(host, now, &load) {
+    if let Some((condition, has)) = constraints.first_unmet(host, now, &load) {
         return Some(ExclusionReason::Unmet { condition, has });
     }
-    let blocks = || host.guest_policy.block_reason(ask.user, &ask.request.file);
+    let blocks = || {
+        host.guest_policy
+            .block_reason(request.user, &request.request.file)
+    };
     // Also excludes a host that the spawn names, because the host's daemon starts no guest while
     // the owner accepts none.
     host.owner

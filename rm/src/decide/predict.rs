@@ -203,7 +203,7 @@ impl Estimates {
         self.links.relative_speed(zone, peers)
     }
 
-    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// Returns the factor by which a computed gain is multiplied. `declared`: the gain was computed
     /// from work that programs declared.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
         self.gains.confidence(now, declared)
@@ -214,10 +214,10 @@ impl Estimates {
         self.gains.record_rate(now, ratio);
     }
 
-    /// Records the ratio of the actual to the predicted remaining work of a migrated task. `told`:
-    /// the work was declared.
-    pub(super) fn record_work(&mut self, now: Micros, told: bool, ratio: f64) {
-        self.gains.record_work(now, told, ratio);
+    /// Records the ratio of the actual to the predicted remaining work of a migrated task.
+    /// `declared`: the work was declared.
+    pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
+        self.gains.record_work(now, declared, ratio);
     }
 
     /// Returns the statistics of a program for an update, and marks them as the most recently

@@ -1,5 +1,5 @@
-//! A plan of rebalancing migrations under construction: its hosts, the expected work of their tasks,
-//! and the migrations planned so far. Also the rules of when a task may be rebalanced.
+//! A plan of rebalancing migrations under construction: its hosts, the expected work of their
+//! tasks, and the migrations planned so far. Also the rules of when a task may be rebalanced.
 //!
 //! [`super::rebalance`] and [`super::makespan_moves`] add migrations to a plan.
 
@@ -188,8 +188,8 @@ impl RebalancePlan<'_> {
             .map_or(0.0, |expected| expected.work_left)
     }
 
-    /// Adds a migration to the plan. If there is a simulation of the plan's jobs, the caller adds the
-    /// migration there too.
+    /// Adds a migration to the plan. If there is a simulation of the plan's jobs, the caller adds
+    /// the migration there too.
     pub(super) fn apply(&mut self, rebalance: Rebalance) {
         let left = self.work_left(rebalance.tid);
         for (id, one_more) in [(rebalance.from, false), (rebalance.to, true)] {
