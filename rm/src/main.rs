@@ -1,4 +1,4 @@
-//! `pvm-rm_tid`: the resource manager of a Sempa virtual machine.
+//! `pvm-rm`: the resource manager of a Sempa virtual machine.
 
 use anyhow::Context;
 use clap::Parser;
@@ -180,16 +180,16 @@ fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(record) = &args.replay {
         return replay(record, policy?, args.json);
     }
-    let shelf = store_location(args.state.as_deref())?;
+    let location = store_location(args.state.as_deref())?;
     let policy_error = match policy.err() {
         // Without a history there is no earlier policy to continue with.
-        Some(error) if !shelf.exists() => return Err(error.into()),
+        Some(error) if !location.exists() => return Err(error.into()),
         policy_error => policy_error,
     };
     let read_at_start = options.policy_content.clone();
     options.user = nix::unistd::geteuid().as_raw();
     (options.watchers, options.labels, options.store_location) =
-        (!args.no_watchers, labels(&args.labels), Some(shelf));
+        (!args.no_watchers, labels(&args.labels), Some(location));
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
@@ -228,11 +228,11 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Replays a record under its own policy and under `conduct`, and prints both results.
-fn replay(record: &Path, conduct: EffectivePolicy, json: bool) -> anyhow::Result<()> {
+/// Replays a record under its own policy and under `policy`, and prints both results.
+fn replay(record: &Path, policy: EffectivePolicy, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record)?;
     let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;
-    let other = replay::run(&entries, conduct)?;
+    let other = replay::run(&entries, policy)?;
     if json {
         let both = serde_json::json!({ "recorded": recorded, "other": other });
         print_line(format_args!("{both}"));

@@ -25,7 +25,7 @@
 //! hold. The text contains no colon, because in `where` a directory follows the first colon.
 
 use super::HostView;
-use super::load::HostLoad;
+use super::host_load::HostLoad;
 use super::predict::WORK_LEFT_MAX;
 use sempa_proto::Micros;
 pub use sempa_proto::job::CONSTRAINTS_ENV;

@@ -10,7 +10,8 @@
 
 use super::exclusions::ExclusionsBuilder;
 use super::guest_classes::Guest;
-use super::load::{HostLoad, WorkingLoads, limit_exclusion};
+use super::host_load::HostLoad;
+use super::load::{WorkingLoads, limit_exclusion};
 use super::{ExclusionReason, Exclusions, HostView, LeaveTime, OwnerState, Snapshot, TaskView};
 use sempa_proto::migration::MigrationCause;
 use sempa_proto::{HostId, Micros, Tid};

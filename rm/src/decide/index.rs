@@ -10,7 +10,7 @@
 //! has the same result.
 
 use super::guest_classes::EvictableGuests;
-use super::load::{HostLoad, ProcessorShare};
+use super::host_load::{HostLoad, ProcessorShare};
 use super::{HostView, SAMPLE_AGE_MAX, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
 use std::borrow::Cow;

@@ -7,11 +7,11 @@
 
 use super::evictions::target_exclusion;
 use super::makespan_sim::{SimHost, SimOutcome, SimTask, Simulation};
-use super::rebalance::{
-    GAIN_MIN, Rebalance, RebalancePlan, RebalanceReason, cooldown_end, corrected_gain,
-    may_rebalance, micros, rebalances_left, seconds,
+use super::rebalance_plan::{
+    GAIN_MIN, RebalancePlan, cooldown_end, corrected_gain, may_rebalance, micros, rebalances_left,
+    seconds,
 };
-use super::{Snapshot, TaskView, slowness};
+use super::{Rebalance, RebalanceReason, Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
@@ -220,12 +220,13 @@ impl<'a> RebalancePlan<'a> {
             let done = sim.trial.steps();
             let most = done + SEARCH_STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.rebalances.len() + 2 <= room {
-                let Some(shifts) = self.best_makespan_move(sim, *job, most) else {
+                let Some(rebalances) = self.best_makespan_move(sim, *job, most) else {
                     break;
                 };
-                shifts
-                    .into_iter()
-                    .for_each(|shift| self.apply(shift, Some(&mut *sim)));
+                for rebalance in rebalances {
+                    sim.apply(rebalance.tid, rebalance.to);
+                    self.apply(rebalance);
+                }
             }
         }
     }

@@ -18,18 +18,22 @@ mod evictions;
 mod exclusion_reason;
 mod exclusions;
 mod fair;
+mod gain_feedback;
 mod guest_classes;
+mod host_load;
 mod index;
 mod link_speeds;
 mod load;
 mod makespan_moves;
 mod makespan_sim;
 mod placement;
+mod placement_request;
 mod placement_run;
 mod predict;
 mod prediction_feedback;
 mod preemption;
 mod rebalance;
+mod rebalance_plan;
 mod reserve;
 
 pub use chooser::{CHOOSER_NAME_MAX, Chooser, ChooserName, Choosers, HostOffer, UnknownChooser};
@@ -47,24 +51,23 @@ pub use fair::{
     FairShare, LimitError, Limits, PREEMPTION_MARGIN, QueuedRequest, USERS_MAX, UpDownRates,
     WAITING_MAX,
 };
+pub use gain_feedback::{CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE};
+pub use host_load::{ExternalMean, ProcessorShare, external_demand};
 pub use index::HostList;
 pub use link_speeds::{HostPair, PAIRS_MAX};
-pub use load::{ExternalMean, ProcessorShare, external_demand};
-pub use placement::{
+pub use placement::{general_exclusion, host_restrictions, place, place_with_chooser};
+pub use placement_request::{
     EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, SPAWN_TASKS_MAX,
-    general_exclusion, host_restrictions, place, place_with_chooser,
 };
 pub use predict::{
     Estimates, LearnedCosts, MigrationSample, PROGRAMS_MAX, WORK_LEFT_MAX, slowness,
 };
-pub use prediction_feedback::{
-    CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE, PENDING_PREDICTIONS_MAX, PendingPredictions,
-    PredictionOutcome,
-};
+pub use prediction_feedback::{PENDING_PREDICTIONS_MAX, PendingPredictions, PredictionOutcome};
 pub use preemption::{PREEMPTION_SCAN_MAX, ResumeAt, Victim, select_resumable, select_victims};
-pub use rebalance::{
-    COOLDOWN, GAIN_MARGIN, IDLE_TARGET_COOLDOWN, OWNER_AWAY_MIN, REBALANCE_COOLDOWN,
-    REBALANCES_MAX, REBALANCES_WINDOW, Rebalance, RebalanceReason, plan_rebalances,
+pub use rebalance::{GAIN_MARGIN, OWNER_AWAY_MIN, plan_rebalances};
+pub use rebalance_plan::{
+    COOLDOWN, IDLE_TARGET_COOLDOWN, REBALANCE_COOLDOWN, REBALANCES_MAX, REBALANCES_WINDOW,
+    Rebalance, RebalanceReason,
 };
 pub use reserve::{RESERVE_AFTER, hosts_to_reserve};
 
@@ -499,7 +502,7 @@ impl Snapshot {
     }
 
     /// Returns the factor by which a computed gain is corrected, learned from earlier migrations.
-    /// `told`: the gain was computed from work that programs declared.
+    /// `declared`: the gain was computed from work that programs declared.
     fn confidence(&self, declared: bool) -> f64 {
         self.estimates.confidence(self.now, declared)
     }

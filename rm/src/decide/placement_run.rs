@@ -3,14 +3,15 @@
 
 use super::chooser::{Chooser, HostOffer};
 use super::exclusions::ExclusionsBuilder;
-use super::load::{HostLoad, WeightedShare, WorkingLoads, unknown_loads};
-use super::placement::{
-    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, fit_exclusion, host_part,
-    request_exclusion,
+use super::host_load::HostLoad;
+use super::load::{WeightedShare, WorkingLoads, unknown_loads};
+use super::placement_request::{
+    EXPLAINED_HOSTS_MAX, Placement, PlacementReason, PlacementRequest, failed_placement,
+    fit_exclusion, host_part, request_exclusion,
 };
 use super::{
-    Colocation, Constraints, ConstraintsError, ExclusionReason, Exclusions, HostView,
-    PlacementPolicy, Rank, Snapshot,
+    Colocation, Constraints, ConstraintsError, ExclusionReason, HostView, PlacementPolicy, Rank,
+    Snapshot,
 };
 use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
@@ -19,24 +20,6 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 /// Maximum number of excluded hosts in a search by descending share. If there are more, a scan of
 /// all hosts by id is faster.
 const EXCLUDED_SCAN_MAX: usize = 256;
-
-/// Returns a placement in which no task gets a host.
-pub(super) fn failed_placement(
-    snapshot: &Snapshot,
-    ask: &PlacementRequest<'_>,
-    error: PvmError,
-    why: PlacementReason,
-    excluded: Exclusions,
-) -> Placement {
-    let hosts = vec![Err(error); ask.count as usize];
-    Placement {
-        hosts,
-        reason: why,
-        excluded,
-        unknown_load: Vec::new(),
-        round_robin_last: snapshot.round_robin_last,
-    }
-}
 
 /// State of one placement decision.
 pub(super) struct PlacementRun<'a> {
@@ -52,10 +35,10 @@ pub(super) struct PlacementRun<'a> {
 impl<'a> PlacementRun<'a> {
     pub(super) fn new(
         snapshot: &'a Snapshot,
-        ask: &'a PlacementRequest<'a>,
-        wants: Constraints,
+        request: &'a PlacementRequest<'a>,
+        constraints: Constraints,
     ) -> PlacementRun<'a> {
-        let zones = ask
+        let peer_zones = request
             .peers
             .iter()
             .filter_map(|id| snapshot.host(*id))
@@ -63,10 +46,10 @@ impl<'a> PlacementRun<'a> {
             .collect();
         PlacementRun {
             snapshot,
-            request: ask,
-            constraints: wants,
+            request,
+            constraints,
             loads: WorkingLoads::of(snapshot),
-            peer_zones: zones,
+            peer_zones,
             excluded: ExclusionsBuilder::default(),
         }
     }
@@ -132,24 +115,16 @@ impl<'a> PlacementRun<'a> {
             return self.no_placement();
         }
         let mut rotation = snapshot.round_robin_last;
-        let (hosts, why) = if let Some(chooser) = chooser {
+        let (hosts, reason) = if let Some(chooser) = chooser {
+            let by = chooser.name().to_string();
             match self.place_by_chooser(chooser, &fit) {
-                Ok(hosts) => (
-                    hosts,
-                    PlacementReason::ChooserSelected {
-                        by: chooser.name().to_string(),
-                    },
-                ),
+                Ok(hosts) => (hosts, PlacementReason::ChooserSelected { by }),
                 Err(why) => {
-                    let why = PlacementReason::ChooserFailed {
-                        by: chooser.name().to_string(),
-                        why,
-                    };
                     return failed_placement(
                         snapshot,
                         self.request,
                         PvmError::OutOfRes,
-                        why,
+                        PlacementReason::ChooserFailed { by, why },
                         self.excluded.build(),
                     );
                 }
@@ -172,42 +147,20 @@ impl<'a> PlacementRun<'a> {
                 .unwrap_or_default();
             (hosts, PlacementReason::Rank { rank, host })
         } else if by_load {
-            let already = std::mem::take(&mut self.excluded);
+            let excluded = std::mem::take(&mut self.excluded);
             let hosts = self
                 .place_by_share(Some(&fit))
                 .map(|(hosts, _)| hosts)
                 .unwrap_or_default();
-            self.excluded = already;
-            let why = self.share_reason(hosts.first());
-            (hosts, why)
+            self.excluded = excluded;
+            let reason = self.share_reason(hosts.first());
+            (hosts, reason)
         } else {
-            // A host with an idle login gets a task only if no other host has room for it.
-            let (unattended, others): (Vec<_>, Vec<_>) = fit
-                .iter()
-                .copied()
-                .partition(|host: &&HostView| host.owner.is_unattended());
-            let mut hosts = self.place_round_robin(&unattended, self.request.count as usize);
-            let left = self.request.count as usize - hosts.len();
-            hosts.extend(self.place_round_robin(&others, left));
+            let (hosts, reason) = self.place_unattended_first(&fit);
             if snapshot.policy == PlacementPolicy::RoundRobin {
                 rotation = hosts.last().copied().unwrap_or(rotation);
             }
-            let among = if left == 0 {
-                unattended.len()
-            } else {
-                fit.len()
-            };
-            let asked = PlacementReason::HostNamed {
-                host: host_part(&self.request.request.place).to_string(),
-            };
-            (
-                hosts,
-                if self.request.request.names_one_host() {
-                    asked
-                } else {
-                    PlacementReason::RoundRobin { hosts: among }
-                },
-            )
+            (hosts, reason)
         };
         if hosts.is_empty() {
             return self.no_placement();
@@ -219,7 +172,33 @@ impl<'a> PlacementRun<'a> {
         } else {
             Vec::new()
         };
-        self.finish(hosts, unknown, why, rotation)
+        self.finish(hosts, unknown, reason, rotation)
+    }
+
+    /// Distributes the tasks as PVM does. A host with an idle login gets a task only if no other
+    /// host has room for it.
+    fn place_unattended_first(&self, fit: &[&HostView]) -> (Vec<HostId>, PlacementReason) {
+        let count = self.request.count as usize;
+        let (unattended, others): (Vec<_>, Vec<_>) = fit
+            .iter()
+            .copied()
+            .partition(|host: &&HostView| host.owner.is_unattended());
+        let mut hosts = self.place_round_robin(&unattended, count);
+        let missing = count - hosts.len();
+        hosts.extend(self.place_round_robin(&others, missing));
+        let reason = if self.request.request.names_one_host() {
+            PlacementReason::HostNamed {
+                host: host_part(&self.request.request.place).to_string(),
+            }
+        } else {
+            let considered = if missing == 0 {
+                unattended.len()
+            } else {
+                fit.len()
+            };
+            PlacementReason::RoundRobin { hosts: considered }
+        };
+        (hosts, reason)
     }
 
     /// Returns a placement without hosts. The error is `OutOfRes` if a later attempt may succeed.
@@ -271,9 +250,10 @@ impl<'a> PlacementRun<'a> {
     }
 
     fn share_reason(&self, first: Option<&HostId>) -> PlacementReason {
-        let index = WorkingLoads::of(self.snapshot);
-        let told = first.map(|id| (self.snapshot.host_name(*id), index.share(*id).usable));
-        let (host, usable) = told.unwrap_or_default();
+        let loads = WorkingLoads::of(self.snapshot);
+        let (host, usable) = first
+            .map(|id| (self.snapshot.host_name(*id), loads.share(*id).usable))
+            .unwrap_or_default();
         PlacementReason::LargestShare { host, usable }
     }
 
@@ -487,18 +467,19 @@ impl<'a> SlotCounter<'a> {
     /// Those of [`Constraints::from_request`].
     pub(super) fn new(
         snapshot: &'a Snapshot,
-        ask: &'a PlacementRequest<'a>,
+        request: &'a PlacementRequest<'a>,
     ) -> Result<SlotCounter<'a>, ConstraintsError> {
-        let placing = PlacementRun::new(snapshot, ask, Constraints::from_request(ask.request)?);
-        let mut places = SlotCounter {
-            run: placing,
-            count: u64::from(ask.count),
+        let constraints = Constraints::from_request(request.request)?;
+        let run = PlacementRun::new(snapshot, request, constraints);
+        let mut counter = SlotCounter {
+            run,
+            count: u64::from(request.count),
             slots: SlotTotals::default(),
         };
         for host in &snapshot.hosts {
-            places.add(places.slots_on(host));
+            counter.add(counter.slots_on(host));
         }
-        Ok(places)
+        Ok(counter)
     }
 
     /// Returns the number of slots on a host; 0 if it is excluded.
@@ -535,7 +516,7 @@ impl<'a> SlotCounter<'a> {
         self.placeable_tasks() == self.count
     }
 
-    /// Assumes that `several` tasks on this host are paused. Keeps the assumption and returns true
+    /// Assumes that `count` tasks on this host are paused. Keeps the assumption and returns true
     /// if more tasks of the spawn get hosts by it; otherwise undoes it and returns false.
     pub(super) fn try_pausing(&mut self, id: HostId, count: u32) -> bool {
         let Some(host) = self.run.snapshot.host(id) else {

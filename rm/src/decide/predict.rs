@@ -10,8 +10,8 @@
 //!   images or follows by post-copy;
 //! - the warm-up of caches and pages, at a fixed rate.
 
+use super::gain_feedback::GainFeedback;
 use super::link_speeds::{HostPair, LinkSpeeds};
-use super::prediction_feedback::GainFeedback;
 use sempa_proto::Micros;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -203,7 +203,7 @@ impl Estimates {
         self.links.relative_speed(zone, peers)
     }
 
-    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
+    /// Returns the factor by which a computed gain is multiplied. `declared`: the gain was computed
     /// from work that programs declared.
     pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
         self.gains.confidence(now, declared)
@@ -214,10 +214,10 @@ impl Estimates {
         self.gains.record_rate(now, ratio);
     }
 
-    /// Records the ratio of the actual to the predicted remaining work of a migrated task. `told`:
-    /// the work was declared.
-    pub(super) fn record_work(&mut self, now: Micros, told: bool, ratio: f64) {
-        self.gains.record_work(now, told, ratio);
+    /// Records the ratio of the actual to the predicted remaining work of a migrated task.
+    /// `declared`: the work was declared.
+    pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
+        self.gains.record_work(now, declared, ratio);
     }
 
     /// Returns the statistics of a program for an update, and marks them as the most recently

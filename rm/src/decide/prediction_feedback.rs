@@ -3,21 +3,16 @@
 //!
 //! A predicted gain depends on two guesses: the rate of the task at the target, and its remaining
 //! work. Each is compared with the observed value, and later gains are multiplied by the learned
-//! ratios. If migrations bring less than predicted, fewer are made. Nothing new is learned then, so
-//! the correction fades over some hours, and migrations are tried again.
+//! ratios (`gain_feedback`). If migrations bring less than predicted, fewer are made. Nothing new
+//! is learned then, so the correction fades over some hours, and migrations are tried again.
 
 use super::predict::Estimates;
 use super::{HostId, Rebalance};
 use sempa_proto::{Micros, Tid};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Maximum number of migrations that are tracked at once. Further ones are not tracked.
 pub const PENDING_PREDICTIONS_MAX: usize = 4096;
-/// Range of the factor by which computed gains are multiplied.
-pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// Half-life of the correction if no new observation confirms it.
-pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
 /// Time between the arrival of a task at its target and the measurement of its rate.
 const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
 /// Minimum time at the target for a measurement of the rate, if the task ends before
@@ -26,84 +21,6 @@ const RATE_MEASURE_MIN: Micros = Micros::from_secs(5);
 /// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
 /// predicted work times this factor.
 const RATIO_MAX: f64 = 2.0;
-/// Minimum weight of the newest observation.
-const NEWEST_WEIGHT: f64 = 0.1;
-/// Weight of the initial ratio 1, as a number of migrations.
-const PRIOR_WEIGHT: f64 = 3.0;
-
-/// Mean ratio of actual to predicted values.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Ratio {
-    mean: f64,
-    seen: u64,
-}
-
-impl Default for Ratio {
-    fn default() -> Ratio {
-        Ratio { mean: 1.0, seen: 0 }
-    }
-}
-
-impl Ratio {
-    fn record(&mut self, ratio: f64) {
-        self.seen += 1;
-        let weight = NEWEST_WEIGHT.max(1.0 / (self.seen as f64 + PRIOR_WEIGHT));
-        self.mean += weight * (ratio - self.mean);
-    }
-}
-
-/// Learned corrections of predicted gains.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct GainFeedback {
-    /// Ratio of the actual to the predicted gain in rate at the target.
-    rate: Ratio,
-    /// Ratios of the actual to the predicted remaining work: index 0 for estimated work, 1 for
-    /// declared work.
-    work: [Ratio; 2],
-    /// Time of the last observation.
-    heard: Micros,
-}
-
-impl GainFeedback {
-    /// Returns the factor by which a computed gain is multiplied. `told`: the gain was computed
-    /// from declared work.
-    pub(super) fn confidence(&self, now: Micros, declared: bool) -> f64 {
-        let learned = (self.rate.mean * self.work[usize::from(declared)].mean)
-            .clamp(*CONFIDENCE_RANGE.start(), *CONFIDENCE_RANGE.end());
-        let age = now.since(self.heard).0 as f64 / CONFIDENCE_HALF_LIFE.0 as f64;
-        learned.powf(0.5_f64.powf(age))
-    }
-
-    /// Returns the same corrections, with the time of the last observation set to the start of a
-    /// new clock.
-    pub(super) fn on_new_clock(self) -> GainFeedback {
-        GainFeedback {
-            heard: Micros::default(),
-            ..self
-        }
-    }
-
-    /// Returns a counter that rises with every observation.
-    pub(super) fn observations(&self) -> u64 {
-        self.rate.seen + self.work.iter().map(|work| work.seen).sum::<u64>()
-    }
-
-    pub(super) fn is_valid(&self) -> bool {
-        [self.rate, self.work[0], self.work[1]]
-            .iter()
-            .all(|ratio| ratio.mean.is_finite())
-    }
-
-    pub(super) fn record_rate(&mut self, now: Micros, ratio: f64) {
-        self.heard = now;
-        self.rate.record(ratio);
-    }
-
-    pub(super) fn record_work(&mut self, now: Micros, declared: bool, ratio: f64) {
-        self.heard = now;
-        self.work[usize::from(declared)].record(ratio);
-    }
-}
 
 /// Prediction about a migration that is tracked.
 #[derive(Clone, Copy, Debug)]
@@ -143,9 +60,9 @@ pub struct PredictionOutcome {
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
-    /// Predicted (gain, cost).
+    /// Predicted gain and cost, in this order.
     pub predicted: (Micros, Micros),
-    /// Actual (gain, cost). The gain is computed from the observed rate and work of the task.
+    /// Actual gain and cost. The gain is computed from the observed rate and work of the task.
     pub actual: (Micros, Micros),
 }
 
@@ -157,7 +74,7 @@ pub struct PendingPredictions {
 
 impl PendingPrediction {
     /// Returns the ratio of the actual to the predicted time saved per unit of work. The task has
-    /// done `work` seconds of work in `last_entry_time` seconds.
+    /// done `work` seconds of work in `span` seconds.
     fn measured_rate_ratio(&self, work: f64, span: f64) -> f64 {
         let time_saved = |rate: f64| 1.0 / self.source_rate.max(1.0) - 1.0 / rate.max(1.0);
         (time_saved(1e3 * work / span.max(1e-6)) / time_saved(self.target_rate))
@@ -190,26 +107,24 @@ impl PendingPredictions {
         if gets <= has || left <= 0.0 || self.pending.len() >= PENDING_PREDICTIONS_MAX {
             return self.discard(rebalance.tid);
         }
-        let (from, to, told) = (rebalance.from, rebalance.to, why.declared);
-        let (reckoned, gain, cost) = (why.computed_gain, why.gain, why.cost);
-        let promise = PendingPrediction {
-            from,
-            to,
+        let prediction = PendingPrediction {
+            from: rebalance.from,
+            to: rebalance.to,
             source_rate: has,
             target_rate: gets,
             work_left: left,
-            declared: told,
-            computed_gain: reckoned,
-            gain,
-            cost,
+            declared: why.declared,
+            computed_gain: why.computed_gain,
+            gain: why.gain,
+            cost: why.cost,
             arrived: None,
             rate_ratio: None,
         };
-        self.pending.insert(rebalance.tid, promise);
+        self.pending.insert(rebalance.tid, prediction);
     }
 
-    /// Records the arrival of a task at `target`. `done`: work done before the arrival; `measure`:
-    /// cost of the migration. Discards the prediction if `target` is not the predicted target or
+    /// Records the arrival of a task at `to`. `done`: work done before the arrival; `cost`: cost
+    /// of the migration. Discards the prediction if `to` is not the predicted target or
     /// the task had arrived before, because the gain of that migration cannot be determined.
     pub fn record_arrival(
         &mut self,
@@ -219,8 +134,8 @@ impl PendingPredictions {
         (done, cost): (Micros, Micros),
     ) {
         match self.pending.get_mut(&tid) {
-            Some(promise) if promise.to == to && promise.arrived.is_none() => {
-                promise.arrived = Some(Arrival {
+            Some(prediction) if prediction.to == to && prediction.arrived.is_none() => {
+                prediction.arrived = Some(Arrival {
                     at,
                     work_done: done,
                     cost,
@@ -250,21 +165,21 @@ impl PendingPredictions {
         done: Micros,
         estimates: &mut Estimates,
     ) -> Option<PredictionOutcome> {
-        let promise = self.pending.get_mut(&tid)?;
-        let arrived = promise
+        let prediction = self.pending.get_mut(&tid)?;
+        let arrived = prediction
             .arrived
             .filter(|arrived| now.since(arrived.at) >= RATE_CHECK_DELAY)?;
         let work = done.since(arrived.work_done).0 as f64 / 1e6;
-        if promise.rate_ratio.is_none() {
-            let rate = promise.measured_rate_ratio(work, now.since(arrived.at).0 as f64 / 1e6);
-            promise.rate_ratio = Some(rate);
+        if prediction.rate_ratio.is_none() {
+            let rate = prediction.measured_rate_ratio(work, now.since(arrived.at).0 as f64 / 1e6);
+            prediction.rate_ratio = Some(rate);
             estimates.record_rate(now, rate);
         }
-        if work < RATIO_MAX * promise.work_left {
+        if work < RATIO_MAX * prediction.work_left {
             return None;
         }
-        estimates.record_work(now, promise.declared, RATIO_MAX);
-        let outcome = promise.outcome(tid, &arrived, RATIO_MAX);
+        estimates.record_work(now, prediction.declared, RATIO_MAX);
+        let outcome = prediction.outcome(tid, &arrived, RATIO_MAX);
         self.discard(tid);
         Some(outcome)
     }
@@ -278,27 +193,27 @@ impl PendingPredictions {
         done: Micros,
         estimates: &mut Estimates,
     ) -> Option<PredictionOutcome> {
-        let mut promise = self.pending.remove(&tid)?;
-        let arrived = promise.arrived?;
+        let mut prediction = self.pending.remove(&tid)?;
+        let arrived = prediction.arrived?;
         let (work, span) = (
             done.since(arrived.work_done).0 as f64 / 1e6,
             now.since(arrived.at),
         );
-        if promise.rate_ratio.is_none() && span >= RATE_MEASURE_MIN {
-            let rate = promise.measured_rate_ratio(work, span.0 as f64 / 1e6);
-            promise.rate_ratio = Some(rate);
+        if prediction.rate_ratio.is_none() && span >= RATE_MEASURE_MIN {
+            let rate = prediction.measured_rate_ratio(work, span.0 as f64 / 1e6);
+            prediction.rate_ratio = Some(rate);
             estimates.record_rate(now, rate);
         }
-        let ratio = (work / promise.work_left).min(RATIO_MAX);
-        estimates.record_work(now, promise.declared, ratio);
-        Some(promise.outcome(tid, &arrived, ratio))
+        let ratio = (work / prediction.work_left).min(RATIO_MAX);
+        estimates.record_work(now, prediction.declared, ratio);
+        Some(prediction.outcome(tid, &arrived, ratio))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::RebalanceReason;
+    use crate::decide::{CONFIDENCE_HALF_LIFE, CONFIDENCE_RANGE, RebalanceReason};
     use proptest::prelude::*;
 
     fn tid() -> Tid {
@@ -310,7 +225,7 @@ mod tests {
     }
 
     /// Returns a migration from host 1 to host 2 that is predicted to double the rate, with
-    /// `remaining_tasks` seconds of remaining work.
+    /// `left` seconds of remaining work.
     fn shift(left: u64) -> Rebalance {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
@@ -342,9 +257,9 @@ mod tests {
         rate: u64,
         work: u64,
     ) -> Option<PredictionOutcome> {
-        let (mut promises, at) = (PendingPredictions::default(), Micros::from_secs(at));
-        promises.follow(&shift(100));
-        promises.record_arrival(
+        let (mut predictions, at) = (PendingPredictions::default(), Micros::from_secs(at));
+        predictions.follow(&shift(100));
+        predictions.record_arrival(
             at,
             tid(),
             host(2),
@@ -353,7 +268,7 @@ mod tests {
         let span = Micros(work * 1_000_000 * 1000 / rate);
         let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
         if span > RATE_CHECK_DELAY {
-            let looked = promises.check(
+            let looked = predictions.check(
                 at + RATE_CHECK_DELAY,
                 tid(),
                 done(RATE_CHECK_DELAY),
@@ -361,7 +276,7 @@ mod tests {
             );
             assert_eq!(looked, None);
         }
-        promises.conclude(at + span, tid(), done(span), estimates)
+        predictions.conclude(at + span, tid(), done(span), estimates)
     }
 
     /// A result that equals the prediction is reported and leaves the factor at 1.
@@ -412,27 +327,28 @@ mod tests {
     /// nothing is learned from it.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
-        let (mut promises, mut estimates) = (PendingPredictions::default(), Estimates::default());
+        let (mut predictions, mut estimates) =
+            (PendingPredictions::default(), Estimates::default());
         let far = Micros::from_secs(1000);
-        promises.follow(&Rebalance {
+        predictions.follow(&Rebalance {
             reason: RebalanceReason {
                 target_rate: 400,
                 ..shift(9).reason
             },
             ..shift(9)
         });
-        assert!(promises.tasks().is_empty());
-        promises.follow(&shift(9));
+        assert!(predictions.tasks().is_empty());
+        predictions.follow(&shift(9));
         assert_eq!(
-            promises.conclude(far, tid(), far, &mut estimates),
+            predictions.conclude(far, tid(), far, &mut estimates),
             None,
             "it never arrived"
         );
-        promises.follow(&shift(9));
-        promises.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
-        promises.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
+        predictions.follow(&shift(9));
+        predictions.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
+        predictions.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
         assert_eq!(
-            promises.conclude(far, tid(), far, &mut estimates),
+            predictions.conclude(far, tid(), far, &mut estimates),
             None,
             "an owner came"
         );
@@ -443,13 +359,13 @@ mod tests {
         /// For any observations the factor stays within its bounds, and an actual gain is at most
         /// four times the predicted one.
         #[test]
-        fn confidence_stays_within_bounds(rate in 1_u64..3000, work in 1_u64..500, told in any::<bool>()) {
+        fn confidence_stays_within_bounds(rate in 1_u64..3000, work in 1_u64..500, declared in any::<bool>()) {
             let mut estimates = Estimates::default();
             for n in 0..80 {
                 if let Some(outcome) = follow(&mut estimates, n, rate, work) {
                     prop_assert!(outcome.actual.0.0 <= outcome.predicted.0.0 * 4);
                 }
-                let trust = estimates.confidence(Micros::from_secs(n), told);
+                let trust = estimates.confidence(Micros::from_secs(n), declared);
                 prop_assert!((*CONFIDENCE_RANGE.start() - 1e-9..=*CONFIDENCE_RANGE.end() + 1e-9).contains(&trust), "{}", trust);
             }
         }

@@ -2,8 +2,8 @@
 //! a user with a low index gets hosts. The tasks resume when there is room again.
 
 use super::evictions::target_exclusion;
+use super::host_load::HostLoad;
 use super::index::HostIndex;
-use super::load::HostLoad;
 use super::placement_run::SlotCounter;
 use super::{FairShare, HostView, PlacementRequest, Snapshot, TaskView};
 use sempa_proto::{HostId, Micros, Tid};

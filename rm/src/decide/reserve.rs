@@ -1,7 +1,7 @@
 //! Reserves hosts for a spawn that has waited for a long time. Otherwise smaller requests could use
 //! every slot that becomes free, and a large one would never get all its slots.
 
-use super::placement::{PlacementRequest, request_exclusion};
+use super::placement_request::{PlacementRequest, request_exclusion};
 use super::{Colocation, Constraints, HostView, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::cmp::Reverse;

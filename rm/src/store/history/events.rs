@@ -1,5 +1,5 @@
 //! Applies entries of the event log to the history. One function handles each subject: hosts,
-//! tasks, suspensions, migrations, failures.
+//! owners, tasks, suspensions, migrations, failures.
 
 use super::{History, LogPosition, Table};
 use sempa_proto::event::{Event, EventKind};
@@ -16,13 +16,14 @@ impl History {
         self.dirty.insert((Table::LogPosition, 0));
         self.apply_vacate_event(&event.kind);
         self.apply_host_event(event);
+        self.apply_owner_event(event);
         self.apply_task_event(event);
         self.apply_suspension_event(event);
         self.apply_migration_event(event);
         self.apply_failure_event(event);
     }
 
-    /// Applies an event about a host: it joined or left, is drained, or its owner's state changed.
+    /// Applies an event about a host: it joined or left, or is being drained.
     fn apply_host_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -71,6 +72,14 @@ impl History {
                     },
                 );
             }
+            _ => {}
+        }
+    }
+
+    /// Applies an event about the owner of a host: presence, permission for guests, ended guests.
+    fn apply_owner_event(&mut self, event: &Event) {
+        let at = event.at;
+        match &event.kind {
             EventKind::OwnerPresent { host, why, .. } => {
                 let host = self.host_name(*host);
                 self.record_decision(

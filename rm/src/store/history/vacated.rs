@@ -1,5 +1,5 @@
-//! Vacated jobs: checkpointed and ended because no host accepted a task that had to leave its host.
-//! They restart when there is room. A job counts as vacated when the event log reports its
+//! Vacated jobs: checkpointed and ended because no host accepted a task whose host wanted no
+//! guests. They restart when there is room. A job counts as vacated when the event log reports its
 //! checkpoint, whichever resource manager ordered it.
 
 use super::{History, Table};
@@ -15,7 +15,6 @@ pub const VACATED_MAX: usize = 1024;
 /// admit the job.
 const PROGRAMS_MAX: usize = 64;
 
-/// A vacated job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VacatedJob {
     /// The job's first task.
@@ -52,7 +51,7 @@ impl History {
     pub fn vacated_job_of(&self, tid: Tid) -> Option<&VacatedJob> {
         let job_of = |tid: Tid| self.task(tid).map_or(tid, |task| task.job);
         self.vacated_jobs()
-            .find(|parked| parked.job == tid || job_of(parked.job) == job_of(tid))
+            .find(|vacated| vacated.job == tid || job_of(vacated.job) == job_of(tid))
     }
 
     /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid is
@@ -60,8 +59,8 @@ impl History {
     pub(super) fn job_of_checkpoint(&self, checkpoint: &str) -> Option<Tid> {
         let vacated = self
             .vacated_jobs()
-            .find(|parked| parked.checkpoint == checkpoint)
-            .map(|parked| parked.job);
+            .find(|vacated| vacated.checkpoint == checkpoint)
+            .map(|vacated| vacated.job);
         let named =
             || u32::from_str_radix(checkpoint.strip_prefix('t')?.split('-').next()?, 16).ok();
         vacated.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
@@ -72,7 +71,7 @@ impl History {
         let gone: Vec<u64> = self
             .vacated
             .iter()
-            .filter(|(_, parked)| which(parked))
+            .filter(|(_, job)| which(job))
             .map(|(number, _)| *number)
             .collect();
         for number in gone {
@@ -85,15 +84,16 @@ impl History {
     pub(super) fn apply_vacate_event(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Checkpointed {
-                checkpoint: set,
+                checkpoint,
                 job,
                 tasks,
                 vacated: true,
                 ..
             } => {
-                self.remove_vacated(|parked| parked.job == *job);
+                self.remove_vacated(|vacated| vacated.job == *job);
                 let parent_job = self.task(*job).map_or(*job, |first| first.job);
-                // All spawned tasks of the job count as evicted, because one of them had to leave.
+                // All spawned tasks of the job count as evicted, because one of them was not
+                // allowed to stay.
                 // Events of their ends follow. Tasks started by hand continue to run.
                 let goes = |task: &&TaskUsage| task.job == parent_job && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
@@ -111,7 +111,7 @@ impl History {
                     number,
                     VacatedJob {
                         job: *job,
-                        checkpoint: set.clone(),
+                        checkpoint: checkpoint.clone(),
                         tasks: *tasks,
                         programs: kinds,
                     },
@@ -120,8 +120,8 @@ impl History {
             }
             // The job runs again, so it is not vacated, whichever of its checkpoints was used.
             EventKind::Restarted { job, tasks, .. } => {
-                self.remove_vacated(|parked| {
-                    parked.job == *job || tasks.iter().any(|(tid, _)| *tid == parked.job)
+                self.remove_vacated(|vacated| {
+                    vacated.job == *job || tasks.iter().any(|(tid, _)| *tid == vacated.job)
                 });
             }
             _ => {}

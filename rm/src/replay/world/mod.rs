@@ -1,31 +1,31 @@
 //! The simulated virtual machine for a replay. It implements the calls that the service makes, and
 //! generates events from the recording and from the simulated tasks.
 
+mod api;
+mod inputs;
+mod recorded;
 mod vacated;
 
-use super::{Figures, UserFigures, policy_file_text};
-use crate::api::VmApi;
-use crate::decide::{TimedSample, external_demand};
+use super::{Figures, UserFigures};
 use crate::recording::{RecordedInput, RecordingEntry};
-use crate::service::{TAG_EVENT, TAG_LOAD, TAG_POLICY};
+use crate::service::TAG_EVENT;
 use bytes::Bytes;
-use libpvm::{Error, MigrateError};
+use recorded::{RecordedWork, recorded_tasks, recorded_work};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::to_bytes;
 use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{MigrationCause, Usage};
 use sempa_proto::owner::GuestAccess;
-use sempa_proto::rm::{CTX_RM, RmQuery, TAG_QUERY, encode};
-use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
+use sempa_proto::rm::CTX_RM;
+use sempa_proto::sm::{SM_EXECACK, pack_tids, unpack_tids};
 use sempa_proto::suspend;
-use sempa_proto::table::{HostEntry, HostTable, TASK_FORKED, TaskInfo};
-use sempa_proto::task::{NotifySubjects, SPAWN_NO_PARENT, SpawnRequest};
+use sempa_proto::table::HostTable;
+use sempa_proto::task::{SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, Tid};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
-use std::time::Duration;
 
 /// Maximum time for which the replay continues after the end of the recording, so that tasks can
 /// end.
@@ -86,15 +86,6 @@ struct OpenSpawn {
     work: VecDeque<RecordedWork>,
 }
 
-/// Work of a recorded task.
-#[derive(Clone, Copy, Debug, Default)]
-struct RecordedWork {
-    /// Work in seconds of an ordinary processor.
-    seconds: f64,
-    /// Time of the task's last spawn.
-    last_spawn_at: Micros,
-}
-
 #[derive(Debug, Default)]
 struct WorldState {
     now: Micros,
@@ -138,67 +129,6 @@ pub(super) struct World(Rc<RefCell<WorldState>>);
 
 fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
-}
-
-/// Returns the recorded tasks of each spawn in task order, by the spawn's requesting task and wait
-/// id.
-fn recorded_tasks(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), Vec<Tid>> {
-    let started = |entry: &RecordingEntry| match &entry.input {
-        RecordedInput::Started { number, tids } => Some((*number, tids.clone())),
-        _ => None,
-    };
-    entries.iter().filter_map(started).collect()
-}
-
-/// Returns the recorded work of the tasks of each spawn, by the spawn's requesting task and wait
-/// id. The work of a task without a recorded end is infinite.
-fn recorded_work(entries: &[RecordingEntry]) -> HashMap<(Tid, i32), VecDeque<RecordedWork>> {
-    let mut all = HashMap::<(Tid, i32), VecDeque<RecordedWork>>::new();
-    // Tids are reused, so the current spawn of each tid is tracked. The end of a short task may be
-    // recorded before the answer to its spawn.
-    let (mut current, mut early_ends) = (
-        HashMap::<Tid, ((Tid, i32), usize)>::new(),
-        HashMap::<Tid, f64>::new(),
-    );
-    for entry in entries {
-        match &entry.input {
-            RecordedInput::Started { number, tids } => {
-                for (i, tid) in tids.iter().enumerate() {
-                    let seconds = early_ends.remove(tid).unwrap_or(f64::INFINITY);
-                    all.entry(*number).or_default().push_back(RecordedWork {
-                        seconds,
-                        ..RecordedWork::default()
-                    });
-                    current.insert(*tid, (*number, i));
-                }
-            }
-            RecordedInput::Ended { tid, used } => {
-                let used = seconds(used.user + used.system);
-                match current
-                    .get(tid)
-                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
-                {
-                    // A task of a job that was restarted from a checkpoint has several recorded
-                    // ends.
-                    Some(work) if work.seconds.is_finite() => work.seconds += used,
-                    Some(work) => work.seconds = used,
-                    None => drop(early_ends.insert(*tid, used)),
-                }
-            }
-            RecordedInput::Spawn {
-                number: (src, _), ..
-            } => {
-                if let Some(work) = current
-                    .get(src)
-                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
-                {
-                    work.last_spawn_at = entry.at;
-                }
-            }
-            _ => {}
-        }
-    }
-    all
 }
 
 impl World {
@@ -516,171 +446,6 @@ impl WorldState {
         );
     }
 
-    fn apply_input(&mut self, input: RecordedInput) {
-        match input {
-            // The service receives the new policy as after a change of the policy file.
-            RecordedInput::Policy(conduct) if self.policy_changes => {
-                self.post(
-                    service_tid(),
-                    CTX_RM,
-                    TAG_POLICY,
-                    0,
-                    DSIG_X86_64,
-                    policy_file_text(&conduct).into(),
-                );
-            }
-            RecordedInput::Policy(_)
-            | RecordedInput::Labels(_)
-            | RecordedInput::Started { .. }
-            | RecordedInput::Ended { .. } => {}
-            RecordedInput::Hosts(table) => self.set_hosts(table),
-            RecordedInput::Report { report, own } => {
-                let (host, at) = (report.host, self.now);
-                let foreign = external_demand(&TimedSample {
-                    sample: report.sample,
-                    received_at: at,
-                    own_tasks: own,
-                });
-                self.reports.insert(host, (report, foreign));
-                self.send_report(host, self.guests(host));
-            }
-            // The service receives the request as it was recorded. Its answer is ignored.
-            RecordedInput::Drain {
-                host,
-                by,
-                begun,
-                within,
-            } => {
-                let order = if begun {
-                    RmQuery::Drain { host, within }
-                } else {
-                    RmQuery::Undrain { host }
-                };
-                if let Ok(body) = encode(&order) {
-                    self.post(by, CTX_RM, TAG_QUERY, 0, DSIG_X86_64, body.into());
-                }
-            }
-            RecordedInput::Spawn {
-                number: (recorded, wid),
-                caller,
-                user,
-                job,
-                request,
-            } => {
-                self.figures.spawns += 1;
-                let src = self
-                    .replayed_tids
-                    .get(&recorded)
-                    .copied()
-                    .unwrap_or(recorded);
-                if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
-                    let parent = if job == src { Tid::NONE } else { job };
-                    self.spawners.insert(
-                        src,
-                        Spawner {
-                            host: caller,
-                            parent,
-                            user,
-                        },
-                    );
-                    // The event contains no program name, because the task was not spawned.
-                    self.event(
-                        caller,
-                        EventKind::TaskStarted {
-                            tid: src,
-                            parent,
-                            name: String::new(),
-                            user,
-                        },
-                    );
-                }
-                self.asked_at.insert((src, wid), self.now);
-                let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
-                self.open_spawns.push(OpenSpawn {
-                    number: (src, wid),
-                    file: request.file.clone(),
-                    work,
-                });
-                if let Some(tasks) = self.recorded_tasks.remove(&(recorded, wid)) {
-                    self.recorded_tasks.insert((src, wid), tasks);
-                }
-                self.post(
-                    src,
-                    CTX_BASE,
-                    SM_SPAWN,
-                    wid,
-                    ENC_XDR,
-                    pack_spawn(&request, None),
-                );
-            }
-        }
-    }
-
-    fn set_hosts(&mut self, table: HostTable) {
-        let before = std::mem::replace(&mut self.table, table);
-        let gone: Vec<&HostEntry> = before
-            .hosts
-            .iter()
-            .filter(|host| self.table.get(host.id).is_none())
-            .collect();
-        for host in gone {
-            let lost: Vec<Tid> = self
-                .tasks
-                .iter()
-                .filter(|(_, t)| t.host == host.id)
-                .map(|(tid, _)| *tid)
-                .collect();
-            self.figures.lost += lost.len() as u64;
-            lost.iter().for_each(|tid| drop(self.tasks.remove(tid)));
-            self.spawners.retain(|_, spawner| spawner.host != host.id);
-            self.reports.remove(&host.id);
-            self.watchers.remove(&host.id);
-            let why = "as recorded".to_string();
-            self.event(
-                HostId::MASTER,
-                EventKind::HostGone {
-                    host: host.id,
-                    name: host.name.clone(),
-                    why,
-                },
-            );
-        }
-        for host in self
-            .table
-            .hosts
-            .clone()
-            .iter()
-            .filter(|host| before.get(host.id).is_none())
-        {
-            self.event(
-                HostId::MASTER,
-                EventKind::HostAdded {
-                    host: host.id,
-                    name: host.name.clone(),
-                },
-            );
-        }
-    }
-
-    /// Sends a report of a host's load watcher. Owner and external load are as recorded; the load
-    /// of the tasks is that of the replay.
-    fn send_report(&mut self, host: HostId, guests: usize) {
-        let Some(watcher) = self.watchers.get(&host).copied() else {
-            return;
-        };
-        let own = guests as f32;
-        let Some((report, foreign)) = self.reports.get(&host) else {
-            return;
-        };
-        let mut report = report.clone();
-        let (demand, cores) = (foreign + own, report.sample.processors());
-        (report.sample.busy, report.sample.load1) = ((demand / cores).min(1.0), demand);
-        (report.sample.running, report.sample.cpu_pressure) = (demand.round() as u32, 0.0);
-        if let Ok(body) = to_bytes(&report) {
-            self.post(watcher, CTX_RM, TAG_LOAD, 0, DSIG_X86_64, body.into());
-        }
-    }
-
     fn new_task(&mut self, host: HostId) -> Option<Tid> {
         let local = self
             .last_task_numbers
@@ -794,164 +559,4 @@ impl WorldState {
 /// Returns the tid of the service.
 fn service_tid() -> Tid {
     Tid::task(HostId::MASTER, 1).expect("a task")
-}
-
-impl VmApi for World {
-    fn tid(&self) -> Tid {
-        service_tid()
-    }
-
-    fn host(&self) -> HostId {
-        HostId::MASTER
-    }
-
-    fn now(&self) -> Micros {
-        self.0.borrow().now
-    }
-
-    fn wall_clock(&self) -> Micros {
-        self.now()
-    }
-
-    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
-        let mut state = self.0.borrow_mut();
-        let until = state.now + Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX));
-        loop {
-            if let Some(message) = state.inbox.pop_front() {
-                return Ok(Some(message));
-            }
-            if state.is_over() {
-                return Err(Error::new(PvmError::SysErr, "the record is over"));
-            }
-            let next = state.next_event_at();
-            if next > until {
-                state.advance(until);
-                return Ok(None);
-            }
-            state.advance(next);
-            state.process_due();
-        }
-    }
-
-    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        if tag == SM_SPAWN {
-            self.0.borrow_mut().record_answer((to, wid), body);
-        }
-        Ok(())
-    }
-
-    fn send_rm(&self, _to: Tid, _tag: i32, _wid: i32, _body: Bytes) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn host_table(&self) -> Result<HostTable, Error> {
-        Ok(self.0.borrow().table.clone())
-    }
-
-    fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
-        let state = self.0.borrow();
-        let plain = |tid: Tid, parent, host, uid| TaskInfo {
-            tid,
-            parent,
-            host,
-            flags: 0,
-            name: String::new(),
-            pid: 0,
-            uid,
-            migrating: false,
-            paused: false,
-            suspended: false,
-        };
-        let spawner = |(tid, s): (&Tid, &Spawner)| plain(*tid, s.parent, s.host, s.user);
-        let running = |(tid, task): (&Tid, &ReplayTask)| TaskInfo {
-            flags: TASK_FORKED,
-            name: task.program.clone(),
-            migrating: task.migrating.is_some(),
-            suspended: task.suspended.is_suspended(),
-            ..plain(*tid, task.parent, task.host, task.user)
-        };
-        Ok(state
-            .spawners
-            .iter()
-            .map(spawner)
-            .chain(state.tasks.iter().map(running))
-            .collect())
-    }
-
-    fn register(&self) -> Result<Tid, Error> {
-        Ok(Tid::NONE)
-    }
-
-    fn subscribe(&self, _ctx: i32, _tag: i32) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn events(&self, _from: u64, _limit: u32) -> Result<Vec<Event>, Error> {
-        Ok(Vec::new())
-    }
-
-    fn notify(&self, _what: NotifySubjects, _ctx: i32, _tag: i32) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn start_tasks(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
-        Ok(self.0.borrow_mut().exec(host, parent, request))
-    }
-
-    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
-        let mut state = self.0.borrow_mut();
-        let at = state.now + MIGRATION_DURATION;
-        match state.tasks.get_mut(&tid) {
-            None => Err(Error::new(PvmError::NoTask, "it has ended").into()),
-            Some(task) if task.migrating.is_some() => {
-                Err(Error::new(PvmError::Already, "it is migrating").into())
-            }
-            Some(task) => {
-                task.migrating = Some((at, to, cause));
-                Ok(())
-            }
-        }
-    }
-
-    fn signal(&self, tid: Tid, _signal: i32) -> Result<(), Error> {
-        self.0.borrow_mut().tasks.remove(&tid);
-        Ok(())
-    }
-
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
-        let mut state = self.0.borrow_mut();
-        let Some(task) = state.tasks.get_mut(&tid) else {
-            return Err(Error::new(PvmError::NoTask, "it has ended"));
-        };
-        let (order, before, host) = (
-            suspend::SuspendOrder {
-                tid,
-                suspend,
-                cause,
-            },
-            task.suspended,
-            task.host,
-        );
-        task.suspended = before.apply(&order);
-        let change = before.change_event(task.suspended, &order);
-        change
-            .into_iter()
-            .for_each(|event| state.event(host, event));
-        Ok(())
-    }
-
-    fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
-        let mut state = self.0.borrow_mut();
-        let at = state.now + MIGRATION_DURATION;
-        state.vacates_due.insert(job, at);
-        Ok(())
-    }
-
-    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.0.borrow_mut().restart(set, on)
-    }
-
-    fn record_event(&self, _at: Micros, _kind: EventKind) -> Result<(), Error> {
-        Ok(())
-    }
 }

@@ -11,15 +11,12 @@
 //! administrator sets. After every change, waiting requests are retried in the order of the Up-Down
 //! scheme.
 
+mod placing;
 pub mod refusals;
 mod wait_queue;
 
-use crate::decide::{
-    Chooser, Colocation, Constraints, FairShare, Limits, PlacementReason, PlacementRequest,
-    Snapshot, hosts_to_reserve, place_with_chooser,
-};
+use crate::decide::{Colocation, Constraints, FairShare, Limits};
 use crate::recent::RecentSet;
-use crate::store::decision_records;
 use crate::store::history::ATTEMPTS_MAX;
 use bytes::Bytes;
 use refusals::RefusalLog;
@@ -317,128 +314,6 @@ impl Spawns {
     /// True if a request is queued for [`Spawns::place_next`].
     pub fn has_unplaced(&self) -> bool {
         !self.placement_queue.is_empty()
-    }
-
-    /// Places the first request in the queue. `chooser`: external chooser, if the policy names one.
-    /// Returns the host after which the next round-robin placement starts.
-    pub fn place_next(
-        &mut self,
-        now: Micros,
-        snapshot: &Snapshot,
-        chooser: Option<&dyn Chooser>,
-    ) -> HostId {
-        let Some(number) = self
-            .placement_queue
-            .pop_front()
-            .filter(|n| !self.check_limits(now, *n))
-        else {
-            return snapshot.round_robin_last;
-        };
-        let Some(spawn) = self.pending.get_mut(&number) else {
-            return snapshot.round_robin_last;
-        };
-        let tasks = std::mem::take(&mut spawn.unplaced);
-        let SpawnIncoming {
-            requester: src,
-            caller,
-            request,
-            user,
-            job,
-            ..
-        } = &spawn.from;
-        let kept = self
-            .reservation
-            .as_ref()
-            .filter(|kept| kept.excludes(now, &self.fair, (number, *user)));
-        let (user, peers) = (*user, &snapshot.peer_hosts(*caller, *job));
-        let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
-        spawn.declined_until.retain(|_, until| now < *until);
-        let declined: Vec<HostId> = spawn.declined_until.keys().copied().collect();
-        let (without, declined) = (&spawn.lost_hosts, &declined);
-        let ask = PlacementRequest {
-            user,
-            request,
-            count: tasks.len() as u32,
-            caller: *caller,
-            peers,
-            lost_hosts: without,
-            declined_by: declined,
-            reserved_hosts: hosts,
-        };
-        let chooser = chooser.filter(|_| !request.names_one_host());
-        let placement = place_with_chooser(snapshot, &ask, chooser);
-        let none_available = placement.reason == PlacementReason::NoneAvailable
-            && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
-        if none_available && now < spawn.wait_until {
-            let before = self
-                .reservation
-                .as_ref()
-                .filter(|kept| kept.number == number)
-                .map_or(&[][..], |kept| &kept.hosts);
-            let hosts = hosts_to_reserve(snapshot, &ask, before);
-            self.enqueue(now, number, tasks, placement.sentence(snapshot));
-            self.reserve_for(now, number, None, || hosts);
-            return snapshot.round_robin_last;
-        }
-        self.reservation.take_if(|kept| kept.number == number);
-        add_attempt(
-            &mut spawn.attempts,
-            decision_records::placement_attempt(&placement, snapshot),
-        );
-        spawn.placed_at = now;
-        let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
-        for (task, host) in tasks.into_iter().zip(&placement.hosts) {
-            match host {
-                Ok(host) => parts.entry(*host).or_default().push(task),
-                Err(error) => spawn.results[task] = Some(Err(*error)),
-            }
-        }
-        if std::mem::take(&mut spawn.wait_notified) && !parts.is_empty() {
-            self.outputs.push_back(SpawnOutput::NotifyWait {
-                to: *src,
-                wid: spawn.from.wid,
-                waited: None,
-            });
-        }
-        let memory = Constraints::from_request(request)
-            .ok()
-            .and_then(|wants| wants.memory_bytes())
-            .unwrap_or(0);
-        for (host, tasks) in parts {
-            spawn.host_names.insert(host, snapshot.host_name(host));
-            let dir = request
-                .place
-                .find(':')
-                .map_or(String::new(), |at| request.place[at..].to_string());
-            let memory = memory.saturating_mul(tasks.len() as u64);
-            let part = SpawnRequest {
-                count: tasks.len() as u32,
-                place: dir,
-                ..request.clone()
-            };
-            self.last_number += 1;
-            let order = StartOrderId(self.last_number);
-            self.outputs.push_back(SpawnOutput::StartTasks {
-                order,
-                host,
-                parent: *src,
-                request: part,
-                memory,
-            });
-            let until = (now + START_ACK_TIMEOUT).min(spawn.deadline);
-            self.orders.insert(
-                order,
-                StartOrder {
-                    spawn: number,
-                    host,
-                    tasks,
-                    deadline: until,
-                    wid: None,
-                },
-            );
-        }
-        self.finish_if_complete(number);
-        placement.round_robin_last
     }
 
     /// Counts a running task for its user and job.
@@ -828,7 +703,7 @@ impl PendingSpawn {
             return false;
         }
         let apart = Constraints::from_request(&self.from.request)
-            .is_ok_and(|wants| wants.colocation == Colocation::Any);
+            .is_ok_and(|constraints| constraints.colocation == Colocation::Any);
         apart
             || (results.len() == self.results.len()
                 && results.iter().all(|one| *one == Err(GUEST_REFUSED)))
@@ -845,7 +720,7 @@ fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) 
 
 /// Returns the output that reports a task of this request as started.
 fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
-    let wants = Constraints::from_request(&from.request).unwrap_or_default();
+    let constraints = Constraints::from_request(&from.request).unwrap_or_default();
     let (named, pinned) = (
         from.request.names_one_host(),
         from.request.flags & SPAWN_PINNED != 0,
@@ -856,7 +731,7 @@ fn started_output(from: &SpawnIncoming, tid: Tid, host: HostId) -> SpawnOutput {
         host,
         host_named: named,
         pinned,
-        constraints: wants,
+        constraints,
         by: (from.user, from.job),
         child,
     }
