@@ -197,6 +197,13 @@ impl Chart {
                 &tick_label(tick),
             );
         }
+        self.write_series(&mut svg, &x, &y, marked);
+        svg.push_str("</svg>\n");
+        Some(svg)
+    }
+
+    /// Writes the lines of all series with their legend.
+    fn write_series(&self, svg: &mut String, x: &Axis, y: &Axis, marked: bool) {
         for (number, (series, colour)) in self.series.iter().zip(COLOURS.iter().cycle()).enumerate()
         {
             let line: Vec<String> = series
@@ -224,16 +231,8 @@ impl Chart {
                 "<rect x=\"{left}\" y=\"{}\" width=\"14\" height=\"4\" fill=\"{colour}\"/>",
                 line - 6.0
             );
-            write_text(
-                &mut svg,
-                left + 20.0,
-                line,
-                "start",
-                &escape_xml(&series.name),
-            );
+            write_text(svg, left + 20.0, line, "start", &escape_xml(&series.name));
         }
-        svg.push_str("</svg>\n");
-        Some(svg)
     }
 }
 

@@ -140,30 +140,11 @@ fn charts(found: &SimulationResults) -> [Chart; 4] {
             .map(|(part, s)| (part as f64, s * 1e3))
             .collect::<Vec<_>>()
     };
-    let waits = |hosts: u16, beside: bool| {
-        let of_pair = |pair: &Pair| {
-            if beside {
-                pair.waits_s.1.clone()
-            } else {
-                pair.waits_s.0.clone()
-            }
-        };
-        let pairs = days
-            .iter()
-            .filter(|day| day.hosts == hosts)
-            .flat_map(|day| &day.light);
-        let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
-        all.sort_by(f64::total_cmp);
-        let last = all.len().saturating_sub(1).max(1) as f64;
-        all.iter()
-            .enumerate()
-            .map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0))
-            .collect::<Vec<_>>()
-    };
     let pools: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
     let both = |hosts: u16| {
-        [("alone", false), ("beside a greedy one", true)]
-            .map(|(how, beside)| series(&format!("{hosts} hosts, {how}"), waits(hosts, beside)))
+        [("alone", false), ("beside a greedy one", true)].map(|(how, beside)| {
+            series(&format!("{hosts} hosts, {how}"), waits(days, hosts, beside))
+        })
     };
     [
         chart(
@@ -201,6 +182,29 @@ fn charts(found: &SimulationResults) -> [Chart; 4] {
             pools.into_iter().flat_map(both).collect(),
         ),
     ]
+}
+
+/// Returns the waiting times, in minutes, of those who want little in a pool of `hosts` hosts, by
+/// the percentage of their jobs. `is_shared` is true for the times next to a greedy user.
+fn waits(days: &[SimulatedDays], hosts: u16, is_shared: bool) -> Vec<(f64, f64)> {
+    let of_pair = |pair: &Pair| {
+        if is_shared {
+            pair.waits_s.1.clone()
+        } else {
+            pair.waits_s.0.clone()
+        }
+    };
+    let pairs = days
+        .iter()
+        .filter(|day| day.hosts == hosts)
+        .flat_map(|day| &day.light);
+    let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
+    all.sort_by(f64::total_cmp);
+    let last = all.len().saturating_sub(1).max(1) as f64;
+    all.iter()
+        .enumerate()
+        .map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0))
+        .collect()
 }
 
 #[cfg(test)]

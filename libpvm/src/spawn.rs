@@ -19,7 +19,8 @@ pub const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let vm = libpvm::Vm::enroll()?;
-/// let workers = vm.spawner("worker").arg("--quiet").count(4).env("COLOUR", "blue").start()?.all()?;
+/// let workers = vm.spawner("worker").arg("--quiet").count(4).env("COLOUR", "blue");
+/// let workers = workers.start()?.all()?;
 /// let near = vm.spawner("worker").on_host("h2").in_dir("/tmp").start()?;
 /// println!("{} here, {} there, {} failed", workers.len(), near.tasks.len(), near.failed.len());
 /// # Ok(())

@@ -50,7 +50,7 @@ impl DaemonSocket {
         !self.outbound_bytes.is_empty() && !self.closed
     }
 
-    /// True if so many bytes are queued that the tasks' output must not be read.
+    /// True if the queue has reached its high-water mark: the tasks' output must not be read.
     pub(crate) fn is_congested(&self) -> bool {
         self.outbound_bytes.len() >= OUTBOUND_BYTES_HIGH_WATER
     }

@@ -111,12 +111,19 @@ mod tests {
 
     #[test]
     fn nice_value_is_restored_after_lowering() {
+        let own = sys::nice_of(std::process::id() as i32).expect("this process has a nice value");
+        let expected = (own + 3).min(LOWEST_NICE);
         let mut child = Command::new("nice")
             .args(["-n", "3", "sleep", "60"])
             .spawn()
             .expect("nice");
         let pid = child.id() as i32;
-        while sys::nice_of(pid) != Some(3) {
+        while sys::nice_of(pid) != Some(expected) {
+            let ended = child.try_wait().expect("a child");
+            assert!(
+                ended.is_none(),
+                "the child ended before it had the nice value {expected}: {ended:?}"
+            );
             std::thread::yield_now();
         }
         let deprioritized = DeprioritizedThreads::lower(&[pid]);
@@ -127,10 +134,10 @@ mod tests {
             Some(if sys::can_raise_priority() {
                 LOWEST_NICE
             } else {
-                3
+                expected
             })
         );
-        assert_eq!(sys::nice_of(pid), Some(3));
+        assert_eq!(sys::nice_of(pid), Some(expected));
         child.kill().expect("it is there");
         child.wait().expect("a child");
     }

@@ -277,7 +277,7 @@ static void frozen(void)
     all_answer(PvmOk);
     order(1, LEAVE, 0);
     is(answer(1), PvmOk, "leaving a static group returns 0");
-    is(pvm_barrier((char *)group, MEMBERS), PvmNoGroup, "a static group that somebody left is dead");
+    is(pvm_barrier((char *)group, MEMBERS), PvmNoGroup, "a static group that a member left is dead");
 }
 
 static void sentences(void)

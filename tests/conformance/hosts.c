@@ -122,7 +122,7 @@ static void options(void)
     unlink(debugger);
     tid = 0;
     start_as("would_be_hoster", PvmTaskHost, "h2", 1, &tid);
-    is(await_int(tid, 5, 0), PvmHostrNMstr, "a hoster has to be on the master");
+    is(await_int(tid, 5, 0), PvmHostrNMstr, "a hoster must be on the master");
     gone(tid);
 }
 

@@ -138,7 +138,7 @@ static void of_others(void)
     is(put("theirs", 1, PvmMboxDefault), PvmDenied, "an entry of another task cannot be replaced");
     is(pvm_delinfo("theirs", 0, PvmMboxDefault), PvmDenied, "an entry of another task cannot be deleted");
     is(get("theirs", 0, PvmMboxReadAndDelete), PvmDenied, "an entry of another task cannot be read and deleted");
-    is(put("theirs", 32, PvmMboxMultiInstance), 1, "an entry can stand beside that of another task");
+    is(put("theirs", 32, PvmMboxMultiInstance), 1, "an entry can stand next to that of another task");
     tell(kid, 2, 0);
     gone(kid);
     is(get("theirs", 0, PvmMboxDefault), PvmNotFound, "entries of a task go with it");

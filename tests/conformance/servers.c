@@ -53,7 +53,7 @@ static int rival(int argc, char **argv)
 /* Adds two hosts and tells what became of them. */
 static int adder(int argc, char **argv)
 {
-    char *names[] = { "h2 so=ms", "h3 lo=somebody" };
+    char *names[] = { "h2 so=ms", "h3 lo=someuser" };
     int got[3] = { 0 }, boss = atoi(argv[2]);
     (void)argc;
     got[0] = pvm_addhosts(names, 2, got + 1);
@@ -424,7 +424,7 @@ static void a_hoster(void)
     reads(so[0], "ms", "a hoster is told the option so=");
     reads(so[1], "", "a hoster is told nothing for so= if it was not given");
     reads(login[0], "h2", "a hoster is told where to log in");
-    reads(login[1], "somebody@h3", "a hoster is told as whom to log in");
+    reads(login[1], "someuser@h3", "a hoster is told as whom to log in");
     holds(command[0] != 0, "a hoster is told the command");
     pvm_initsend(PvmDataDefault);
     pvm_pkint(&n, 1, 1);

@@ -1,9 +1,10 @@
 //! Runs a farm of tasks with different amounts of work on hosts whose processor shares are made
 //! unequal by control groups.
 
+use crate::layout::prefix_in_hosts;
 use crate::limits::HostCgroups;
 use crate::run::{RunningCommand, run_ok, wait_for};
-use crate::testbed::{Testbed, prefix_in_hosts};
+use crate::testbed::Testbed;
 use crate::vm::{COMMAND_TIMEOUT, Settings, Vm};
 use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;

@@ -5,9 +5,12 @@
 //! testbed's process ends. A testbed whose process was killed leaves one folder, which the desk or
 //! the next testbed removes.
 
+pub use crate::layout::{ALICE_UID, NETWORK, OLGA_UID};
+
 use crate::hosts::HostPlan;
+use crate::layout::{home_of, prefix_in_hosts};
 use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
-use crate::{requirements, ssh};
+use crate::{machine, ssh_settings};
 use anyhow::{Context, Result, bail};
 use procfs::process::all_processes;
 use std::fs;
@@ -20,13 +23,6 @@ use std::time::Duration;
 
 /// Upper bound of the hosts of a testbed.
 pub const HOSTS_MAX: usize = 32;
-/// First three bytes of the hosts' addresses. The network has no connection to other networks, so
-/// the addresses cannot collide.
-pub const NETWORK: &str = "10.77.0";
-/// Uid of the ordinary user `alice`, who has an account on all hosts.
-pub const ALICE_UID: u32 = 21_001;
-/// Uid of the ordinary user `olga`, who is the owner of the hosts.
-pub const OLGA_UID: u32 = 21_002;
 /// Time limit for a program to start on a loaded machine.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Parent of the folders of all testbeds. All users can access it, whatever TMPDIR is.
@@ -71,7 +67,7 @@ impl Testbed {
     /// `prefix` is where the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`requirements::lacks`]) or the kernel refuses. Nothing of the
+    /// The machine lacks something ([`machine::lacks`]) or the kernel refuses. Nothing of the
     /// testbed remains.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
         Testbed::make(&TestbedParams {
@@ -113,7 +109,7 @@ impl Testbed {
 
     fn make(wanted: &TestbedParams<'_>) -> Result<Testbed> {
         let count = wanted.count;
-        if let Some(lack) = requirements::lacks() {
+        if let Some(lack) = machine::lacks() {
             bail!("no testbed: {lack}");
         }
         if !(1..=HOSTS_MAX).contains(&count) {
@@ -150,7 +146,7 @@ impl Testbed {
         let mut engine = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
         if own_engine {
             let link = folder.join("engine");
-            let real = requirements::engine().context("no CRIU: run cargo xtask criu")?;
+            let real = machine::engine().context("no CRIU: run cargo xtask criu")?;
             std::os::unix::fs::symlink(real, &link)?;
             engine = Some(link);
         }
@@ -163,10 +159,10 @@ impl Testbed {
             remote.push_str(&format!(" SEMPA_TEST_STEPS={}", steps.display()));
         }
         remote.extend(env.iter().map(|(name, value)| format!(" {name}={value}")));
-        ssh::make_keys_and_settings(folder, &names, &remote)?;
+        ssh_settings::make_keys_and_settings(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
         kept.extend(keep.iter().map(|path| path.to_path_buf()));
-        if let Some(real) = requirements::engine() {
+        if let Some(real) = machine::engine() {
             kept.extend(real.parent().and_then(Path::parent).map(Path::to_path_buf));
         }
         let mut kept: Vec<(PathBuf, PathBuf)> =
@@ -206,7 +202,7 @@ impl Testbed {
         };
         testbed.connect_hosts()?;
         for host in &testbed.hosts {
-            ssh::start_sshd(host, folder)?;
+            start_sshd(host, folder)?;
         }
         Ok(testbed)
     }
@@ -339,7 +335,7 @@ impl Host {
         fs::create_dir_all(&own)?;
         let plan_file = own.join("plan.json");
         fs::write(&plan_file, serde_json::to_vec(&plan)?)?;
-        let program = requirements::build_folder()?.join("sempa-host");
+        let program = machine::build_folder()?.join("sempa-host");
         let mut child = Command::new(&program)
             .arg("outer")
             .arg(&plan_file)
@@ -561,19 +557,6 @@ impl Drop for Host {
     }
 }
 
-/// Returns where the programs are installed, as seen in the hosts: under the same path, unless
-/// ordinary users cannot access that path.
-pub(crate) fn prefix_in_hosts(prefix: &Path) -> PathBuf {
-    let open = |folder: &Path| {
-        fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005)
-    };
-    if prefix.ancestors().all(open) {
-        prefix.to_path_buf()
-    } else {
-        PathBuf::from("/run/sempa-prefix")
-    }
-}
-
 /// Returns the value of PATH for commands in a host.
 pub(crate) fn search_path(prefix: Option<&Path>) -> String {
     let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -581,6 +564,26 @@ pub(crate) fn search_path(prefix: Option<&Path>) -> String {
         Some(prefix) => format!("{}:{usual}", prefix.join("bin").display()),
         None => usual.to_string(),
     }
+}
+
+/// Starts the sshd of a host and waits until it listens.
+fn start_sshd(host: &Host, folder: &Path) -> Result<()> {
+    let own = folder.join(host.name());
+    let mut command = host.command("/usr/sbin/sshd");
+    command
+        .arg("-f")
+        .arg(own.join("sshd_config"))
+        .arg("-E")
+        .arg(own.join("sshd.log"));
+    run_ok(command, STARTUP_TIMEOUT)?;
+    // sshd starts to listen before it writes its process number.
+    wait_for(STARTUP_TIMEOUT, || {
+        if own.join("sshd.pid").exists() {
+            Ok(())
+        } else {
+            Err(format!("the sshd of {} does not listen", host.name()))
+        }
+    })
 }
 
 fn make_folder() -> Result<PathBuf> {
@@ -619,11 +622,6 @@ fn remove_stale_folders() {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
-}
-
-/// Returns the home folder of `root`, `alice` or `olga`.
-pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
-    folder.join(if user == "root" { "home" } else { user })
 }
 
 /// Writes the files that replace files of /etc on all hosts: the host table, and the accounts with

@@ -1,8 +1,9 @@
 //! A virtual machine on the hosts of a testbed. Tests use it through the console, as a user does.
 
+use crate::layout::home_of;
 use crate::programs;
 use crate::run::{CommandResult, RunningCommand, run, run_ok, wait_for};
-use crate::testbed::{ALICE_UID, Host, Testbed, home_of};
+use crate::testbed::{ALICE_UID, Host, Testbed};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
@@ -151,7 +152,7 @@ impl<'a> Vm<'a> {
             .context("the testbed was made without installed programs")?;
         let vm = Vm {
             bed,
-            prefix: crate::testbed::prefix_in_hosts(prefix),
+            prefix: crate::layout::prefix_in_hosts(prefix),
             settings,
         };
         vm.pvm(&["start"])?

@@ -285,18 +285,19 @@ fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
     found
 }
 
+fn resize_store(bed: &Testbed, size: &str) {
+    let done = bed
+        .host(1)
+        .shell(&format!("mount -n -o remount,size={size} {STORE}"), TIMEOUT)
+        .expect("runs");
+    assert!(done.succeeded(), "{done:?}");
+}
+
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_full_or_damaged_store_keeps_older_checkpoints() {
     with_job(with_small_store, |bed, vm, job| {
         let good = job.make_checkpoint();
-        let room = |size: &str| {
-            let done = bed
-                .host(1)
-                .shell(&format!("mount -n -o remount,size={size} {STORE}"), TIMEOUT)
-                .expect("runs");
-            assert!(done.succeeded(), "{done:?}");
-        };
         let in_store = || {
             let mut names = files(bed, STORE);
             names.sort();
@@ -311,10 +312,10 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
         // The store becomes full at once, during the first task, during the other tasks, and just
         // before the end.
         for part in [0.0, 0.05, 0.3, 0.6, 0.9, 0.99] {
-            room(&format!(
-                "{}k",
-                (one_set as f64 * (1.0 + part)) as u64 / 1024
-            ));
+            resize_store(
+                bed,
+                &format!("{}k", (one_set as f64 * (1.0 + part)) as u64 / 1024),
+            );
             job.check_checkpoint_fails(
                 &format!("room for {part} of a set"),
                 &["the disk is full", "the job continues"],
@@ -329,7 +330,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
             });
             left.expect("nothing is left of it");
         }
-        room("64m");
+        resize_store(bed, "64m");
         let newer = job.make_checkpoint();
         job.end();
         let set = format!("{STORE}/store/{newer}");

@@ -260,7 +260,7 @@ fn measure_rm(words: &BenchArgs) -> Result<bool> {
 /// Runs the benchmarks of single layers. Prints each line of their output when it arrives, and
 /// evaluates all of it at the end.
 fn micro(words: &BenchArgs) -> Result<bool> {
-    let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?
+    let mut benches = install::cargo(&["bench", "--locked", "-p", "sempa-benches"])?
         .stdout(Stdio::piped())
         .spawn()?;
     let mut printed = String::new();

@@ -76,9 +76,17 @@ struct WatcherUsage {
 /// Runs the measurement for `minutes` minutes and prints the results. Writes JSON to the folder
 /// `results`. Returns false if a figure exceeds its maximum.
 pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
-    let out = install::cargo(&["bench", "-q", "-p", "pvm-load-watcher", "--bench", "load"])?
-        .stderr(std::process::Stdio::inherit())
-        .output()?;
+    let out = install::cargo(&[
+        "bench",
+        "--locked",
+        "-q",
+        "-p",
+        "pvm-load-watcher",
+        "--bench",
+        "load",
+    ])?
+    .stderr(std::process::Stdio::inherit())
+    .output()?;
     if !out.status.success() {
         bail!("the measurement failed: {}", out.status);
     }

@@ -364,6 +364,20 @@ fn print_outcome(outcome: &Outcome) {
             outcome.workers_skipped, outcome.kernels_skipped
         );
     }
+    print_late(outcome);
+    println!(
+        "load: {}",
+        fs::read_to_string("/proc/loadavg")
+            .unwrap_or_default()
+            .trim()
+    );
+    for reason in &outcome.reasons {
+        println!("NOT GOOD: {reason}");
+    }
+}
+
+/// Prints each host, worker and process that was later than promised, with its events.
+fn print_late(outcome: &Outcome) {
     for LateHost {
         host,
         clean_us,
@@ -393,15 +407,6 @@ fn print_outcome(outcome: &Outcome) {
             *got_us as f64 / 1e3
         );
         story.iter().for_each(|line| println!("    {line}"));
-    }
-    println!(
-        "load: {}",
-        fs::read_to_string("/proc/loadavg")
-            .unwrap_or_default()
-            .trim()
-    );
-    for reason in &outcome.reasons {
-        println!("NOT GOOD: {reason}");
     }
 }
 

@@ -40,7 +40,9 @@ fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
         // run.
         fs::remove_file(&json).with_context(|| json.display().to_string())?;
     }
-    let mut command = install::cargo(&["bench", "-q", "-p", "pvm-rm", "--bench", name, "--"])?;
+    let mut command = install::cargo(&[
+        "bench", "--locked", "-q", "-p", "pvm-rm", "--bench", name, "--",
+    ])?;
     command
         .args(words)
         .arg(format!("--json={}", json.display()))

@@ -4,6 +4,7 @@
 //! on one by ssh. Then it prints what the virtual machine did. All processes are in namespaces that
 //! end with this process, so an interrupted demo leaves nothing.
 
+use crate::demo_output::print_demo_line;
 use crate::install::{self, BuildParts};
 use crate::timeline::Timeline;
 use crate::{one_host_demo, setup};
@@ -100,11 +101,6 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
         print_demo_line("everything held");
     }
     Ok(outcome.good)
-}
-
-/// Prints a line with the prefix `demo:`.
-pub(crate) fn print_demo_line(line: &str) {
-    println!("demo: {line}");
 }
 
 fn run_story(vm: &Vm) -> Result<Outcome> {

@@ -7,6 +7,7 @@ mod bench_virtual;
 mod campaign;
 mod conformance;
 mod demo;
+mod demo_output;
 mod install;
 mod one_host_demo;
 mod runner;

@@ -1,7 +1,7 @@
 //! The part of the demo that needs no testbed: a virtual machine that consists only of this host
 //! and runs a PVM program.
 
-use crate::demo::print_demo_line;
+use crate::demo_output::print_demo_line;
 use anyhow::{Context, Result, bail};
 use sempa_tests::programs;
 use sempa_tests::run::{CommandResult, run as run_to_end};

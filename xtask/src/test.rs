@@ -1,10 +1,15 @@
-//! `cargo xtask test`: sets up the machine, checks the sources, builds once, installs the programs,
+//! `cargo xtask test`: checks the sources, sets up the machine, builds once, installs the programs,
 //! and runs the tests of both tiers.
+//!
+//! Format and language are checked first, because that takes seconds. The model checker is built
+//! before the long run, so that an error in its code appears early. Clippy, rustdoc and cargo-deny
+//! follow the tests. A failed check does not stop the run, but the run counts as failed.
 
 use crate::install::{self, BuildParts};
-use crate::runner::{self, Runner, Test, TestCounts, TestSelection};
+use crate::runner::{self, Test, TestCounts, TestSelection};
 use crate::setup;
 use crate::skips::SkipDecider;
+use crate::tidy;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
@@ -21,6 +26,19 @@ pub(crate) const SEED_ENV: &str = "SEMPA_TEST_SEED";
 /// data.
 const FUZZ_INPUTS: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
 
+/// The model checker: rings and doorbells with two threads in all interleavings.
+const MODEL_CHECKER: TestSelection = TestSelection {
+    packages: &[
+        "--package",
+        "sempa-ring",
+        "--features",
+        "loom",
+        "--test",
+        "model",
+    ],
+    env: &[],
+};
+
 /// Runs all tests. `words` are passed to the test runner and restrict the tests; if there are any,
 /// the sources are not checked. Returns false if a test or a check fails.
 ///
@@ -31,7 +49,10 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     let profile = install::own_profile()?;
     let seed = seed();
     println!("test: profile {profile}, {SEED_ENV}={seed}");
-    let mut good = words.is_empty().then(check_format).is_none_or(|good| good);
+    let mut failed_checks = Vec::new();
+    if words.is_empty() {
+        failed_checks.extend(check_sources()?);
+    }
     let env = prepare(&profile)?;
     let mut skips = SkipDecider::new(env.no_criu, false);
     println!(
@@ -46,19 +67,24 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     };
     let runner = runner::runner(&profile);
     let skipped = skipped_tests(&runner.list(whole)?, &mut skips);
+    if words.is_empty() {
+        // Listing builds the tests.
+        runner.list(MODEL_CHECKER)?;
+    }
     let mut counts = runner.run(whole, &skipped, words)?;
     if words.is_empty() {
-        counts += run_model_checker(&*runner)?;
+        counts += runner.run(MODEL_CHECKER, &[], &[])?;
         counts += run_doc_tests(&profile)?;
-        good &= check_lints(&profile)?;
+        failed_checks.extend(check_code(&profile)?);
     }
-    good &= counts.failed == 0;
+    let good = counts.failed == 0 && failed_checks.is_empty();
     println!(
-        "test: {}: {} passed, {} failed, {} skipped in {} s after {} s of set-up and build; \
+        "test: {}: {} passed, {} failed{}, {} skipped in {} s after {} s of set-up and build; \
          {SEED_ENV}={seed}",
         if good { "all passed" } else { "NOT ALL PASSED" },
         counts.passed,
-        counts.failed,
+        counts.failed + failed_checks.len(),
+        describe_failed_checks(&failed_checks),
         skipped.len(),
         begun.elapsed().as_secs(),
         (begun - start).as_secs(),
@@ -133,23 +159,6 @@ pub(crate) fn skipped_tests(tests: &[Test], skips: &mut SkipDecider) -> Vec<Test
     skipped
 }
 
-/// Runs the model checker: checks rings and doorbells with two threads in all interleavings.
-fn run_model_checker(runner: &dyn Runner) -> Result<TestCounts> {
-    let packages = [
-        "--package",
-        "sempa-ring",
-        "--features",
-        "loom",
-        "--test",
-        "model",
-    ];
-    let selection = TestSelection {
-        packages: &packages,
-        env: &[],
-    };
-    runner.run(selection, &[], &[])
-}
-
 /// Tests the examples in the documentation, which nextest does not run.
 fn run_doc_tests(profile: &str) -> Result<TestCounts> {
     let words = ["test", "--locked", "--doc", "--workspace"];
@@ -175,6 +184,60 @@ fn has_component(component: &str) -> bool {
         .is_ok_and(|done| done.status.success())
 }
 
+/// Checks the sources without a build. Returns the names of the failed checks.
+///
+/// # Errors
+/// A source file cannot be read.
+fn check_sources() -> Result<Vec<&'static str>> {
+    let mut failed = Vec::new();
+    if !check_format() {
+        failed.push("format");
+    }
+    if !tidy::run()? {
+        failed.push("tidy");
+    }
+    Ok(failed)
+}
+
+/// Checks the code with clippy, its documentation with rustdoc, and its dependencies with
+/// cargo-deny. Returns the names of the failed checks.
+///
+/// Clippy and rustdoc use the profile of the tests' build, so that build scripts and procedural
+/// macros are not compiled again.
+///
+/// # Errors
+/// Cargo cannot be started.
+fn check_code(profile: &str) -> Result<Vec<&'static str>> {
+    let mut failed = Vec::new();
+    if !has_component("clippy") {
+        println!("test: clippy is not installed: the lints are not checked");
+    } else if !check_lints(profile)? {
+        failed.push("clippy");
+    }
+    if !check_documentation(profile)? {
+        failed.push("rustdoc");
+    }
+    if !has_component("deny") {
+        println!(
+            "test: cargo-deny is not installed: the dependencies are not checked; \
+             install it with cargo install --locked cargo-deny"
+        );
+    } else if !check_dependencies()? {
+        failed.push("deny");
+    }
+    Ok(failed)
+}
+
+/// Returns the names of the failed checks in parentheses, for the last line of the run; empty if no
+/// check has failed.
+fn describe_failed_checks(names: &[&str]) -> String {
+    match names {
+        [] => String::new(),
+        [name] => format!(" (among them the check {name})"),
+        names => format!(" (among them the checks {})", names.join(", ")),
+    }
+}
+
 /// Checks the format of the sources. Returns true if it is correct, or if rustfmt is not installed.
 fn check_format() -> bool {
     if !has_component("fmt") {
@@ -190,15 +253,8 @@ fn check_format() -> bool {
     good
 }
 
-/// Checks the workspace with clippy. Returns true if there are no findings, or if clippy is not
-/// installed. Uses the profile of the tests' build, so that build scripts and procedural macros are
-/// not compiled again.
+/// Checks the workspace with clippy. Returns true if there are no findings.
 fn check_lints(profile: &str) -> Result<bool> {
-    if !has_component("clippy") {
-        println!("test: clippy is not installed: the lints are not checked");
-        return Ok(true);
-    }
-    let begun = Instant::now();
     let words = [
         "clippy",
         "--locked",
@@ -206,15 +262,65 @@ fn check_lints(profile: &str) -> Result<bool> {
         "--all-targets",
         "--quiet",
     ];
-    let good = install::cargo(&words)?
-        .args(["--profile", profile, "--", "--deny", "warnings"])
-        .stdin(Stdio::null())
-        .status()?
-        .success();
+    let mut command = install::cargo(&words)?;
+    command.args(["--profile", profile, "--", "--deny", "warnings"]);
+    run_check("clippy", command)
+}
+
+/// Builds the documentation of all items, including private ones. Returns true if rustdoc has no
+/// warnings.
+fn check_documentation(profile: &str) -> Result<bool> {
+    let words = [
+        "doc",
+        "--locked",
+        "--workspace",
+        "--no-deps",
+        "--document-private-items",
+        "--quiet",
+    ];
+    let mut command = install::cargo(&words)?;
+    command
+        .args(["--profile", profile])
+        .env("RUSTDOCFLAGS", "--deny warnings");
+    run_check("rustdoc", command)
+}
+
+/// Checks licences, sources and known faults of the dependencies (`deny.toml`). Returns true if
+/// there are no errors.
+fn check_dependencies() -> Result<bool> {
+    run_check(
+        "cargo-deny",
+        install::cargo(&["deny", "--locked", "check"])?,
+    )
+}
+
+/// Runs a check and prints its outcome with its duration. Returns true if it succeeds.
+fn run_check(name: &str, mut command: Command) -> Result<bool> {
+    let begun = Instant::now();
+    let good = command.stdin(Stdio::null()).status()?.success();
     println!(
-        "test: clippy {} in {} s",
+        "test: {name} {} in {} s",
         if good { "found nothing" } else { "COMPLAINS" },
         begun.elapsed().as_secs()
     );
     Ok(good)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last line of a run names each failed check.
+    #[test]
+    fn failed_checks_are_named() {
+        assert_eq!(describe_failed_checks(&[]), "");
+        assert_eq!(
+            describe_failed_checks(&["tidy"]),
+            " (among them the check tidy)"
+        );
+        assert_eq!(
+            describe_failed_checks(&["tidy", "deny"]),
+            " (among them the checks tidy, deny)"
+        );
+    }
 }

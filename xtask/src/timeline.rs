@@ -1,6 +1,7 @@
 //! Makes a timeline of the events after an owner's login, from the event log. The timeline is
 //! printed as a table and written as JSON.
 
+use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::vm::EventEntry;
@@ -66,15 +67,7 @@ impl Timeline {
                 .cloned()
                 .unwrap_or_else(|| format!("host {index}"))
         };
-        let (since, seen, why) = events.iter().find_map(|entry| match &entry.kind {
-            EventKind::OwnerPresent {
-                host,
-                since,
-                detected_at: seen,
-                why,
-            } if host.index() == index => Some((since.0, seen.0, why.clone())),
-            _ => None,
-        })?;
+        let (since, seen, why) = first_login(index, events)?;
         let after = |at_us: u64| Some((at_us as f64 - since as f64) / 1000.0);
         let mut line = Timeline {
             host: name(index),
@@ -95,21 +88,8 @@ impl Timeline {
                     step,
                     bytes,
                 } if from.index() == index => {
-                    let found = journeys.iter().position(|(number, _)| *number == id.0);
-                    let at_index = found.unwrap_or_else(|| {
-                        let (from, to) = (name(from.index()), name(to.index()));
-                        journeys.push((
-                            id.0,
-                            GuestMigration {
-                                tid: tid.to_string(),
-                                from,
-                                to,
-                                ..GuestMigration::default()
-                            },
-                        ));
-                        journeys.len() - 1
-                    });
-                    let journey = &mut journeys[at_index].1;
+                    let route = (name(from.index()), name(to.index()));
+                    let journey = journey_of(&mut journeys, id.0, *tid, route);
                     match step {
                         Step::Stop => journey.stopped_ms = at,
                         Step::Dump => (journey.dumped_ms, journey.bytes) = (at, *bytes),
@@ -230,6 +210,41 @@ impl Timeline {
         }
         println!();
     }
+}
+
+/// Returns the first login on the host `index`: its time, the time of its detection, and the reason
+/// for which the owner counts as present.
+fn first_login(index: u16, events: &[EventEntry]) -> Option<(u64, u64, String)> {
+    events.iter().find_map(|entry| match &entry.kind {
+        EventKind::OwnerPresent {
+            host,
+            since,
+            detected_at: seen,
+            why,
+        } if host.index() == index => Some((since.0, seen.0, why.clone())),
+        _ => None,
+    })
+}
+
+/// Returns the migration with the number `id`. Adds it if it is not in the list.
+fn journey_of(
+    journeys: &mut Vec<(u64, GuestMigration)>,
+    id: u64,
+    tid: Tid,
+    (from, to): (String, String),
+) -> &mut GuestMigration {
+    let found = journeys.iter().position(|(number, _)| *number == id);
+    let at_index = found.unwrap_or_else(|| {
+        let migration = GuestMigration {
+            tid: tid.to_string(),
+            from,
+            to,
+            ..GuestMigration::default()
+        };
+        journeys.push((id, migration));
+        journeys.len() - 1
+    });
+    &mut journeys[at_index].1
 }
 
 #[cfg(test)]

@@ -361,22 +361,13 @@ impl Coordinator {
                 m.pre_copy &= memory_follows && engine == Engine::Criu;
                 m.departure_ordered_at = Some(now);
                 let pre_copies = m.pre_copy;
-                if engine != Engine::Criu {
-                    let Migration { id, tid, .. } = migration;
-                    self.outputs.push_back(CoordinatorOutput::LogEvent(
-                        EventKind::MigrationEngine { id, tid, engine },
-                    ));
-                }
-                self.send_order(
-                    migration.from,
-                    &migration,
-                    MigrationOrder::Depart {
-                        resume_token: token,
-                        post_copy: memory_follows,
-                        pre_copy: pre_copies,
-                        engine,
-                    },
-                );
+                let order = MigrationOrder::Depart {
+                    resume_token: token,
+                    post_copy: memory_follows,
+                    pre_copy: pre_copies,
+                    engine,
+                };
+                self.order_departure(&migration, order, engine);
                 if pre_copies {
                     Step::PreCopy
                 } else {
@@ -423,6 +414,20 @@ impl Coordinator {
             _ => return,
         };
         self.advance_step(now, id, step, next);
+    }
+
+    /// Orders the source to prepare the departure of the task. Logs the engine if it is not CRIU.
+    fn order_departure(&mut self, migration: &Migration, order: MigrationOrder, engine: Engine) {
+        if engine != Engine::Criu {
+            let Migration { id, tid, .. } = *migration;
+            self.outputs
+                .push_back(CoordinatorOutput::LogEvent(EventKind::MigrationEngine {
+                    id,
+                    tid,
+                    engine,
+                }));
+        }
+        self.send_order(migration.from, migration, order);
     }
 
     /// Completes the step `done` and waits for `next`, unless a later step is already awaited.

@@ -3,7 +3,8 @@
 //! ```text
 //! coordinator            host of each task
 //!
-//! 1 Prepare  --------->  verdict; reserve memory (a host that refuses is replaced by the next candidate)
+//! 1 Prepare  --------->  verdict; reserve memory
+//!                      (a host that refuses is replaced by the next candidate)
 //! 2 (unpack the images from the store and send them)
 //!                      verify, restore, stop before the first instruction
 //! 3 (all tasks are restored: announce their locations to all daemons)

@@ -293,20 +293,7 @@ impl Source {
             (_, E::TaskExited) => self.on_task_exited(),
             (_, E::Order(MigrationOrder::Resume { .. } | MigrationOrder::Abort)) => self.resume(),
             (S::Inspecting | S::Ready | S::PreCopying, event) => self.handle_before_quiesce(event),
-            (S::AwaitingExit, E::Stopped(Ok(()))) if self.is_snapshot => {
-                let done = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
-                self.enter_state(S::Paused, done);
-            }
-            (S::AwaitingExit, E::Stopped(Ok(()))) => {
-                let done = [
-                    StepReport::Quiesced,
-                    StepReport::Stopped,
-                    StepReport::Dumped { bytes: 0 },
-                ]
-                .map(O::Report);
-                self.enter_state(S::Sending, done.into_iter().chain([O::SendRecord]));
-            }
-            (S::AwaitingExit, E::Stopped(Err(why))) => self.report_failure(Step::Quiesce, why),
+            (S::AwaitingExit, E::Stopped(result)) => self.handle_program_exit(result),
             (S::Quiescing, E::Quiesced) => {
                 self.enter_state(S::Stopping, [O::Report(StepReport::Quiesced), O::Stop]);
             }
@@ -348,13 +335,8 @@ impl Source {
                 self.enter_state(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
             }
             (S::Dumping, E::Dumped(Ok(dump))) => {
-                self.enter_state(
-                    S::Sending,
-                    [
-                        O::Report(StepReport::Dumped { bytes: dump.bytes }),
-                        O::FinishSendingImages,
-                    ],
-                );
+                let report = O::Report(StepReport::Dumped { bytes: dump.bytes });
+                self.enter_state(S::Sending, [report, O::FinishSendingImages]);
             }
             (S::Stopping, E::Stopped(Err(why))) => self.report_failure(Step::Stop, why),
             (S::SavingState | S::Dumping, E::Dumped(Err(why))) => {
@@ -387,6 +369,28 @@ impl Source {
                 );
             }
             _ => {}
+        }
+    }
+
+    /// Handles the exit of a program that was requested to exit, or the failure of that request.
+    fn handle_program_exit(&mut self, result: Result<(), Failure>) {
+        use SourceOutput as O;
+        use SourceState as S;
+        match result {
+            Ok(()) if self.is_snapshot => {
+                let done = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
+                self.enter_state(S::Paused, done);
+            }
+            Ok(()) => {
+                let done = [
+                    StepReport::Quiesced,
+                    StepReport::Stopped,
+                    StepReport::Dumped { bytes: 0 },
+                ]
+                .map(O::Report);
+                self.enter_state(S::Sending, done.into_iter().chain([O::SendRecord]));
+            }
+            Err(why) => self.report_failure(Step::Quiesce, why),
         }
     }
 

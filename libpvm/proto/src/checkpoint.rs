@@ -19,7 +19,7 @@ pub const CHECKPOINT_VERSION: u16 = 5;
 /// Schedule of automatic checkpoints of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointSchedule {
-    /// Automatic checkpoints end.
+    /// Ends the automatic checkpoints of the job; checkpoints on request remain possible.
     Never,
     /// At a fixed interval: each checkpoint is complete this long after the previous one began, if
     /// it takes as long as the previous one. At least half of the interval passes between the end

@@ -372,6 +372,7 @@ fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>
 }
 
 impl fmt::Display for EventKind {
+    // tidy: long because the match is a table with one sentence for each event
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),

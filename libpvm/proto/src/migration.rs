@@ -384,6 +384,7 @@ pub enum Refusal {
 }
 
 impl fmt::Display for Refusal {
+    // tidy: long because the match is a table with one sentence for each refusal
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Refusal::NoSuchTask => f.write_str("there is no such task"),

@@ -143,7 +143,7 @@ pub enum RmReply {
         /// True if the restart is already in progress and cannot be cancelled.
         starting: bool,
     },
-    /// Progress of [`RmQuery::Kill`].
+    /// Reports the progress of [`RmQuery::Kill`].
     KillProgress {
         job: Tid,
         /// Number of tasks that were asked to exit.

@@ -544,7 +544,7 @@ pub enum ToDaemon {
     /// A PVM message to the address of a daemon (`SM_*`).
     Message(Message),
     /// The task has no connection out of its process any more; the socket closes after this frame.
-    /// Everything that the library had to send precedes this frame on the socket.
+    /// All earlier frames of the library precede this frame on the socket.
     Quiesced {
         migration: MigrationId,
         /// Position up to which the task has sent on each link.

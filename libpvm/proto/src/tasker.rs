@@ -280,7 +280,7 @@ pub enum FromTasker {
         /// True if a post-copy of this task should be preceded by a pre-copy.
         supports_pre_copy: bool,
     },
-    /// Result of [`ToTasker::CheckSignal`].
+    /// Reports the result of [`ToTasker::CheckSignal`].
     SignalChecked {
         /// Id of the migration or checkpoint.
         migration: MigrationId,

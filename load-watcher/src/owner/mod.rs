@@ -289,28 +289,7 @@ impl OwnerSigns<'_> {
                 Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
-        let idle = |login: &Login| {
-            let last = self.terminal_input.get(&login.line)?;
-            Some(format!(
-                "{} {} s",
-                login.line,
-                now.since(*last).0 / 1_000_000
-            ))
-        };
-        let idle: Vec<String> = logins.iter().filter_map(idle).collect();
-        let none = if logins.is_empty() {
-            "no user is logged in"
-        } else {
-            "not available: no terminal can be examined"
-        };
-        all.push((
-            "terminals",
-            if idle.is_empty() {
-                none.into()
-            } else {
-                format!("without input: {}", idle.join(", "))
-            },
-        ));
+        all.push(("terminals", self.describe_terminals(now, logins)));
         all.push(("screens", self.describe_screens(now)));
         all.push((
             "keyboard and mouse",
@@ -335,6 +314,33 @@ impl OwnerSigns<'_> {
                 Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
+        all.push(("owner's override", self.describe_overrides()));
+        all
+    }
+
+    fn describe_terminals(&self, now: Micros, logins: &[Login]) -> String {
+        let idle = |login: &Login| {
+            let last = self.terminal_input.get(&login.line)?;
+            Some(format!(
+                "{} {} s",
+                login.line,
+                now.since(*last).0 / 1_000_000
+            ))
+        };
+        let idle: Vec<String> = logins.iter().filter_map(idle).collect();
+        let none = if logins.is_empty() {
+            "no user is logged in"
+        } else {
+            "not available: no terminal can be examined"
+        };
+        if idle.is_empty() {
+            none.into()
+        } else {
+            format!("without input: {}", idle.join(", "))
+        }
+    }
+
+    fn describe_overrides(&self) -> String {
         let say = |spoken: &UserOverride| {
             let DeclaredPresence { state, until, .. } = spoken.owner_override.presence?;
             let said = if state == Presence::Here {
@@ -349,15 +355,11 @@ impl OwnerSigns<'_> {
             ))
         };
         let words: Vec<String> = self.overrides.iter().filter_map(say).collect();
-        all.push((
-            "owner's override",
-            if words.is_empty() {
-                "none".into()
-            } else {
-                words.join("; ")
-            },
-        ));
-        all
+        if words.is_empty() {
+            "none".into()
+        } else {
+            words.join("; ")
+        }
     }
 }
 
@@ -434,25 +436,8 @@ impl OwnerDetector {
         all: &[Login],
         words: &[&UserOverride],
     ) -> Finding {
-        let here = |s: &&UserOverride| {
-            Some((
-                s.user.clone(),
-                s.owner_override
-                    .presence
-                    .filter(|said| said.state == Presence::Here)?,
-            ))
-        };
-        if let Some((user, DeclaredPresence { at, until, .. })) = words.iter().find_map(here) {
-            let why = format!(
-                "{user} declared \"here\" at {}, until {}",
-                format_utc_time(at),
-                format_utc_time(until)
-            );
-            return Finding::Present {
-                since: Some(at),
-                confidence: 100,
-                why,
-            };
+        if let Some(found) = declared_here(words) {
+            return found;
         }
         let away: Vec<&UserOverride> = words
             .iter()
@@ -515,6 +500,13 @@ impl OwnerDetector {
                 why: why + &other_logins_suffix(logins.len() - 1),
             };
         }
+        self.assess_load(signs)
+            .unwrap_or_else(|| absent_finding(signs))
+    }
+
+    /// Returns a finding if other programs use processors. The thresholds for high and low load
+    /// differ, so that the finding does not alternate.
+    fn assess_load(&mut self, signs: &OwnerSigns<'_>) -> Option<Finding> {
         if let Evidence::Known(cores) = signs.external_load {
             self.load_is_high = *cores
                 >= if self.load_is_high {
@@ -525,14 +517,14 @@ impl OwnerDetector {
             if self.load_is_high {
                 let halves = (cores * 2.0).round().max(1.0) / 2.0;
                 let why = format!("other programs use about {halves:.1} processors");
-                return Finding::Maybe {
+                return Some(Finding::Maybe {
                     since: None,
                     confidence: 50,
                     why,
-                };
+                });
             }
         }
-        absent_finding(signs)
+        None
     }
 
     fn apply_finding(&mut self, now: Micros, found: Finding) -> (OwnerVerdict, u8, String) {
@@ -589,6 +581,29 @@ impl OwnerDetector {
             }
         }
     }
+}
+
+/// Returns a finding if a user has declared to be here.
+fn declared_here(words: &[&UserOverride]) -> Option<Finding> {
+    let here = |s: &&UserOverride| {
+        Some((
+            s.user.clone(),
+            s.owner_override
+                .presence
+                .filter(|said| said.state == Presence::Here)?,
+        ))
+    };
+    let (user, DeclaredPresence { at, until, .. }) = words.iter().find_map(here)?;
+    let why = format!(
+        "{user} declared \"here\" at {}, until {}",
+        format_utc_time(at),
+        format_utc_time(until)
+    );
+    Some(Finding::Present {
+        since: Some(at),
+        confidence: 100,
+        why,
+    })
 }
 
 /// Returns the finding "present" if a user is logged in and not idle.

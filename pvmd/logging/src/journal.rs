@@ -17,7 +17,7 @@ use tracing_journald::{Priority, PriorityMappings};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// Socket of journald.
+/// Datagram socket on which journald receives records.
 const SOCKET: &str = "/run/systemd/journal/socket";
 /// Maximum number of records in the queue; further records are counted and dropped.
 const QUEUED_RECORDS_MAX: usize = 1024;
@@ -69,7 +69,7 @@ impl Journal {
         Ok((journal, JournalThread { records, thread }))
     }
 
-    /// Queues a record.
+    /// Queues a record. If the queue is full, counts the record as dropped.
     pub fn write(&self, record: Record) {
         if self.records.try_send(Some(record)).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);

@@ -46,7 +46,6 @@ impl Machine {
         if is_untimed(&what) {
             task.untimed_requests.insert(id);
         }
-        let me = self.config.host;
         match what {
             Request::Exit { watermarks } => self.leave_vm(tid, id, watermarks),
             Request::AboutToExit => self.handle_about_to_exit(tid, id),
@@ -54,19 +53,7 @@ impl Machine {
             Request::Tasks { selector } => self.query_task_list(tid, id, selector),
             Request::Spawn(request) => self.spawn(tid, id, request, None),
             Request::SpawnLeased { request, lease } => self.spawn_leased(tid, id, request, lease),
-            Request::HostStatus { name } => {
-                let host = if name == "." {
-                    Some(me)
-                } else {
-                    self.table.by_name(&name).map(|h| h.id)
-                };
-                match host {
-                    Some(host) => {
-                        self.call_host(host, HostRequest::Ping, RpcPurpose::Task { tid, id })
-                    }
-                    None => self.reply_error(tid, id, PvmError::NoHost, no_host_message(&name)),
-                }
-            }
+            Request::HostStatus { name } => self.query_host_status(tid, id, &name),
             Request::TaskStatus { tid: other } if !other.is_task() => {
                 self.fail_not_a_task(tid, id, other)
             }
@@ -94,21 +81,7 @@ impl Machine {
                 tid: other,
                 suspend,
                 cause,
-            } => {
-                let cause = cause
-                    .unwrap_or(SuspendCause::Requested { requested_by: tid })
-                    .truncated();
-                let order = SuspendOrder {
-                    tid: other,
-                    suspend,
-                    cause,
-                };
-                self.call_host_of_task(
-                    other,
-                    HostRequest::Suspend(order),
-                    RpcPurpose::Task { tid, id },
-                );
-            }
+            } => self.request_suspension((tid, id), other, suspend, cause),
             Request::FindMigrationTargets { tid: of, to } => {
                 self.start_placement_query(tid, id, of, to.as_deref())
             }
@@ -123,22 +96,7 @@ impl Machine {
                     RpcPurpose::Task { tid, id },
                 );
             }
-            Request::HostSync { host } => {
-                match host
-                    .birth_host()
-                    .filter(|host| self.table.get(*host).is_some())
-                {
-                    Some(host) => {
-                        self.call_host(host, HostRequest::Clock, RpcPurpose::Task { tid, id })
-                    }
-                    None => self.reply_error(
-                        tid,
-                        id,
-                        PvmError::NoHost,
-                        no_host_message(&host.to_string()),
-                    ),
-                }
-            }
+            Request::HostSync { host } => self.query_host_clock(tid, id, host),
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
             Request::SetTrace(sink) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -152,6 +110,57 @@ impl Machine {
             Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer_support.clone())),
             what => self.forward_to_master(tid, id, what),
         }
+    }
+
+    fn query_host_status(&mut self, tid: Tid, id: RequestId, name: &str) {
+        let host = if name == "." {
+            Some(self.config.host)
+        } else {
+            self.table.by_name(name).map(|h| h.id)
+        };
+        match host {
+            Some(host) => self.call_host(host, HostRequest::Ping, RpcPurpose::Task { tid, id }),
+            None => self.reply_error(tid, id, PvmError::NoHost, no_host_message(name)),
+        }
+    }
+
+    /// Queries the clock of the host of a daemon's tid.
+    fn query_host_clock(&mut self, tid: Tid, id: RequestId, daemon: Tid) {
+        let host = daemon
+            .birth_host()
+            .filter(|host| self.table.get(*host).is_some());
+        match host {
+            Some(host) => self.call_host(host, HostRequest::Clock, RpcPurpose::Task { tid, id }),
+            None => self.reply_error(
+                tid,
+                id,
+                PvmError::NoHost,
+                no_host_message(&daemon.to_string()),
+            ),
+        }
+    }
+
+    /// Sends a request to suspend or resume `subject` to the host of that task.
+    fn request_suspension(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        subject: Tid,
+        suspend: bool,
+        cause: Option<SuspendCause>,
+    ) {
+        let cause = cause
+            .unwrap_or(SuspendCause::Requested { requested_by: tid })
+            .truncated();
+        let order = SuspendOrder {
+            tid: subject,
+            suspend,
+            cause,
+        };
+        self.call_host_of_task(
+            subject,
+            HostRequest::Suspend(order),
+            RpcPurpose::Task { tid, id },
+        );
     }
 
     /// Forwards a request to the master, which sends the reply directly to the task.

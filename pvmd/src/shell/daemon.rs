@@ -140,6 +140,8 @@ pub(crate) fn run(
     ended
 }
 
+// tidy: long because it makes the parts of the daemon one after the other, and later parts need
+// earlier ones
 async fn assemble_and_run(
     setup: DaemonSetup,
     socket: UdpSocket,

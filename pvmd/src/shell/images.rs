@@ -265,18 +265,8 @@ impl ImageTransfers {
                     .await
                 }
             };
-            if let Ok(SentAmounts {
-                bytes,
-                early_bytes,
-                wire_bytes,
-                void_bytes,
-            }) = &result
-            {
-                let took = begin.elapsed().as_millis();
-                tracing::info!(
-                    "{migration}: sent {bytes} bytes of images to {to} in {took} ms, {early_bytes} of them during the dump; \
-                     {wire_bytes} bytes on the wire without zeros; {void_bytes} bytes discarded after restarts"
-                );
+            if let Ok(sent) = &result {
+                log_sent_images(migration, to, sent, begin.elapsed());
             }
             let result = result.map(|sent| sent.bytes);
             let _ = inputs
@@ -555,4 +545,18 @@ async fn serve_receiving(
             Err(why) => Err(failed(&why)),
         },
     }
+}
+
+fn log_sent_images(migration: MigrationId, to: HostId, sent: &SentAmounts, took: Duration) {
+    let SentAmounts {
+        bytes,
+        early_bytes,
+        wire_bytes,
+        void_bytes,
+    } = sent;
+    let took = took.as_millis();
+    tracing::info!(
+        "{migration}: sent {bytes} bytes of images to {to} in {took} ms, {early_bytes} of them during the dump; \
+         {wire_bytes} bytes on the wire without zeros; {void_bytes} bytes discarded after restarts"
+    );
 }

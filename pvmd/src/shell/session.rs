@@ -86,7 +86,7 @@ pub(crate) enum SessionError {
     /// The connection has ended while data of the peer was awaited.
     #[error("{}", describe(.0))]
     ConnectionLost(#[source] quinn::ConnectionError),
-    /// Nothing was sent.
+    /// The frame cannot be encoded, so nothing was sent.
     #[error(transparent)]
     Encode(FrameError),
     /// The peer has received at most a part of the frame.

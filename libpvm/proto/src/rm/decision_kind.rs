@@ -360,6 +360,7 @@ fn write_tasks(f: &mut fmt::Formatter<'_>, tasks: &[Tid]) -> fmt::Result {
 }
 
 impl fmt::Display for DecisionKind {
+    // tidy: long because the match is a table with one sentence for each decision
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             DecisionKind::Spawn {

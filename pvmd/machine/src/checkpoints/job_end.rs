@@ -5,7 +5,8 @@
 //! Other jobs without tasks may still be restarted: those that crashed, that an owner evicted, or
 //! that ended with their host or with the virtual machine.
 
-use super::{CheckpointedJob, InventoryPurpose, JobActivity, JobCheckpoints, job_members};
+use super::inventory::job_members;
+use super::{CheckpointedJob, InventoryPurpose, JobActivity, JobCheckpoints};
 use crate::{Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;

@@ -1,11 +1,12 @@
 //! Restarts from checkpoints: the glue between the protocol, the store, and the hosts that rebuild
 //! the tasks.
 
+use super::completion::checkpoint_interval;
 use super::job_end::FirstTaskEnd;
 use super::recently_dead::RecentDeaths;
 use super::{
     ATTEMPTS_MAX, CheckpointedJob, INCARNATIONS_MAX, Inventory, InventoryPurpose, JobActivity,
-    OpenRestart, checkpoint_interval, restart_retry_interval,
+    OpenRestart, restart_retry_interval,
 };
 use crate::restart_engine::WorldCall as Again;
 use crate::rpc::RpcPurpose;
@@ -469,35 +470,28 @@ impl Machine {
             });
         }
         if result.is_err() && restart_id.is_some() {
-            // The tasks may already be in their groups again. If all were ordered to run, some may
-            // be running.
-            for tid in &members {
-                self.kill_task(*tid);
-                self.remove_from_services(*tid);
-            }
-            for (ctx, owner) in assigned_contexts {
-                self.call_host(
-                    self.context_holder(ctx),
-                    HostRequest::FreeContext { owner, ctx },
-                    RpcPurpose::Ignored,
-                );
-            }
+            self.undo_restart(&members, assigned_contexts);
         }
-        self.record(match &result {
-            Ok(report) => EventKind::Restarted {
-                checkpoint: checkpoint.clone(),
-                job,
-                tasks: report.tasks.clone(),
-                why,
-            },
-            Err(failure) => EventKind::RestartFailed {
-                checkpoint: checkpoint.clone(),
-                cause: why,
-                why: failure.to_string(),
-            },
-        });
+        self.record(restart_event(checkpoint, job, why, &result));
         if let Some((tid, id)) = waiter {
             self.reply(tid, id, Reply::Restarted(result));
+        }
+    }
+
+    /// Ends the tasks of a failed restart and releases their contexts.
+    fn undo_restart(&mut self, members: &BTreeSet<Tid>, assigned_contexts: Vec<(i32, Tid)>) {
+        // The tasks may already be in their groups again. If all were ordered to run, some may
+        // be running.
+        for tid in members {
+            self.kill_task(*tid);
+            self.remove_from_services(*tid);
+        }
+        for (ctx, owner) in assigned_contexts {
+            self.call_host(
+                self.context_holder(ctx),
+                HostRequest::FreeContext { owner, ctx },
+                RpcPurpose::Ignored,
+            );
         }
     }
 
@@ -596,6 +590,28 @@ impl Machine {
             memory_socket: None,
         };
         Ok((!arrival.by_restart).then_some(order))
+    }
+}
+
+/// Returns the event log entry for the end of a restart. `why` is the reason of the restart.
+fn restart_event(
+    checkpoint: String,
+    job: Tid,
+    why: String,
+    result: &Result<RestartReport, RestartFailure>,
+) -> EventKind {
+    match result {
+        Ok(report) => EventKind::Restarted {
+            checkpoint,
+            job,
+            tasks: report.tasks.clone(),
+            why,
+        },
+        Err(failure) => EventKind::RestartFailed {
+            checkpoint,
+            cause: why,
+            why: failure.to_string(),
+        },
     }
 }
 

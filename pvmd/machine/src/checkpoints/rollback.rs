@@ -1,10 +1,11 @@
 //! Ends the tasks of two kinds of jobs: jobs that roll back to their newest checkpoint after the
 //! loss of a host, and jobs that must end when their checkpoint is complete.
 
+use super::inventory::job_members;
 use super::recently_dead::RecentDeaths;
 use super::{
     CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, LOST_HOST_RESTART_DELAY,
-    RESTART_RETRY_INTERVAL, SIGKILL, job_members,
+    RESTART_RETRY_INTERVAL, SIGKILL,
 };
 use crate::Machine;
 use crate::rpc::RpcPurpose;

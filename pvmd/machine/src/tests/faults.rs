@@ -136,17 +136,13 @@ fn second_hello_disconnects_task() {
     sim.run_until("closed", |s| s.procs[task].conn.is_none());
 }
 
-#[test]
-fn invalid_daemon_messages_change_nothing() {
-    let (mut sim, console) = Sim::cluster(4, 3);
-    let tid = sim.procs[console].tid();
-    let nowhere = Tid::from_raw(0x3fc0001);
+/// Data messages that no daemon may send. `nowhere` is the tid of no task.
+fn invalid_data(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<DataMsg> {
     let item = |dst: Tid| DataMsg::Item {
         dst,
         item: ToTask::PeerMigrated { tid: nowhere },
     };
-    let migration = MigrationId(77);
-    for carried in [
+    vec![
         DataMsg::Frame(Bytes::from_static(b"x")),
         item(nowhere),
         item(Tid::NONE),
@@ -168,18 +164,12 @@ fn invalid_daemon_messages_change_nothing() {
             dst: tid,
             migration,
         },
-    ] {
-        for on in [HostId::MASTER, host(2)] {
-            sim.handle(
-                on,
-                Event::HostData {
-                    host: host(3),
-                    message: carried.clone(),
-                },
-            );
-        }
-    }
-    for message in [
+    ]
+}
+
+/// Control messages that only the master, or no daemon, may send.
+fn invalid_control(tid: Tid, migration: MigrationId, nowhere: Tid) -> Vec<HostMsg> {
+    vec![
         HostMsg::TablePrepared { epoch: Epoch(1) },
         HostMsg::TableCommitted { epoch: Epoch(900) },
         HostMsg::TaskLocationAck {
@@ -209,7 +199,27 @@ fn invalid_daemon_messages_change_nothing() {
             migration,
             report: sempa_proto::migration::StepReport::Running,
         },
-    ] {
+    ]
+}
+
+#[test]
+fn invalid_daemon_messages_change_nothing() {
+    let (mut sim, console) = Sim::cluster(4, 3);
+    let tid = sim.procs[console].tid();
+    let nowhere = Tid::from_raw(0x3fc0001);
+    let migration = MigrationId(77);
+    for carried in invalid_data(tid, migration, nowhere) {
+        for on in [HostId::MASTER, host(2)] {
+            sim.handle(
+                on,
+                Event::HostData {
+                    host: host(3),
+                    message: carried.clone(),
+                },
+            );
+        }
+    }
+    for message in invalid_control(tid, migration, nowhere) {
         for on in [HostId::MASTER, host(2)] {
             sim.handle(
                 on,

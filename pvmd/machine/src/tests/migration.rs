@@ -183,6 +183,93 @@ fn random_migrations_keep_message_order() {
     assert!(all_done > 160, "only {all_done} moves happened");
 }
 
+fn notify_request(subjects: NotifySubjects, tag: i32) -> Request {
+    Request::Notify(NotifyRequest {
+        subjects,
+        ctx: 0,
+        tag,
+        cancel: false,
+    })
+}
+
+fn put_in_mailbox() -> Request {
+    let message = sempa_proto::Message {
+        src: Tid::NONE,
+        dst: Tid::NONE,
+        ctx: 0,
+        tag: 0,
+        wid: 0,
+        enc: 0,
+        body: bytes::Bytes::from_static(b"here"),
+    };
+    Request::Mailbox(MailboxRequest::Put {
+        name: "x".into(),
+        flags: 0,
+        message,
+    })
+}
+
+/// A request that waits until the entry exists.
+fn take_from_mailbox() -> Request {
+    Request::Mailbox(MailboxRequest::Take {
+        name: "x".into(),
+        index: 0,
+        flags: 32,
+    })
+}
+
+/// Each notification of an exit (tag 1) follows the five messages of the ended task.
+fn assert_messages_precede_exits(sim: &Sim, mover: usize, seed: u64) {
+    for (src, at) in sim.procs[mover]
+        .received
+        .iter()
+        .enumerate()
+        .filter_map(|(at, s)| match s {
+            Received::Notification(m) if m.tag == 1 => Some((
+                Tid::from_raw(i32::from_be_bytes(m.body[..4].try_into().ok()?)),
+                at,
+            )),
+            _ => None,
+        })
+    {
+        let before = sim.procs[mover].received[..at]
+            .iter()
+            .filter(|s| matches!(s, Received::Message(t, _) if *t == src));
+        assert_eq!(
+            before.count(),
+            5,
+            "its last messages came first (seed {seed})"
+        );
+    }
+}
+
+/// The source host can be deleted after the migration; output, exit and messages still arrive.
+fn check_delivery_without_source(sim: &mut Sim, console: usize, mover: usize) {
+    let tid = sim.procs[mover].tid();
+    assert_eq!(
+        sim.ask(
+            console,
+            Request::DelHosts {
+                names: vec!["h2".into()]
+            }
+        ),
+        Reply::HostsDeleted(vec![Ok(())])
+    );
+    sim.send_message(console, tid, &0i32.to_be_bytes());
+    sim.run_until("a message", |s| {
+        matches!(s.procs[mover].received.last(), Some(Received::Message(..)))
+    });
+    sim.ask(
+        console,
+        notify_request(NotifySubjects::TaskExit(vec![tid]), 3),
+    );
+    sim.exit(mover, 0);
+    sim.run_until("its end", |s| {
+        s.procs[console].notifications(3).len() == 1
+            && s.procs[console].notifications(44).len() == 3
+    });
+}
+
 /// Replies, notifications and output follow a task that migrates.
 #[test]
 fn replies_notifications_and_output_follow_task() {
@@ -207,24 +294,15 @@ fn replies_notifications_and_output_follow_task() {
         let tid = sim.procs[mover].tid();
         let dying = spawn(&mut sim, console, children(2));
         let dying_tids: Vec<Tid> = dying.iter().map(|p| sim.procs[*p].tid()).collect();
-        let note = |what, tag| {
-            Request::Notify(NotifyRequest {
-                subjects: what,
-                ctx: 0,
-                tag,
-                cancel: false,
-            })
-        };
-        sim.ask(mover, note(NotifySubjects::TaskExit(dying_tids.clone()), 1));
-        sim.ask(mover, note(NotifySubjects::HostAdd { count: -1 }, 2));
-        let open = sim.request(
+        sim.ask(
             mover,
-            Request::Mailbox(MailboxRequest::Take {
-                name: "x".into(),
-                index: 0,
-                flags: 32,
-            }),
+            notify_request(NotifySubjects::TaskExit(dying_tids.clone()), 1),
         );
+        sim.ask(
+            mover,
+            notify_request(NotifySubjects::HostAdd { count: -1 }, 2),
+        );
+        let open = sim.request(mover, take_from_mailbox());
         sim.advance(Micros::from_millis(20));
         // The new host may join before, during or after the migration.
         let adding = sim.request(
@@ -245,23 +323,7 @@ fn replies_notifications_and_output_follow_task() {
             }
             sim.exit(*p, n as i32);
         }
-        let message = sempa_proto::Message {
-            src: Tid::NONE,
-            dst: Tid::NONE,
-            ctx: 0,
-            tag: 0,
-            wid: 0,
-            enc: 0,
-            body: bytes::Bytes::from_static(b"here"),
-        };
-        sim.request(
-            console,
-            Request::Mailbox(MailboxRequest::Put {
-                name: "x".into(),
-                flags: 0,
-                message,
-            }),
-        );
+        sim.request(console, put_in_mailbox());
         sim.run_until("the move, the hosts", |s| {
             [moving, adding]
                 .iter()
@@ -287,48 +349,8 @@ fn replies_notifications_and_output_follow_task() {
             (2, 1),
             "seed {seed}"
         );
-        for (src, at) in
-            sim.procs[mover]
-                .received
-                .iter()
-                .enumerate()
-                .filter_map(|(at, s)| match s {
-                    Received::Notification(m) if m.tag == 1 => Some((
-                        Tid::from_raw(i32::from_be_bytes(m.body[..4].try_into().ok()?)),
-                        at,
-                    )),
-                    _ => None,
-                })
-        {
-            let before = sim.procs[mover].received[..at]
-                .iter()
-                .filter(|s| matches!(s, Received::Message(t, _) if *t == src));
-            assert_eq!(
-                before.count(),
-                5,
-                "its last messages came first (seed {seed})"
-            );
-        }
-        // The source can be removed now; output, exit and messages still arrive.
-        assert_eq!(
-            sim.ask(
-                console,
-                Request::DelHosts {
-                    names: vec!["h2".into()]
-                }
-            ),
-            Reply::HostsDeleted(vec![Ok(())])
-        );
-        sim.send_message(console, tid, &0i32.to_be_bytes());
-        sim.run_until("a message", |s| {
-            matches!(s.procs[mover].received.last(), Some(Received::Message(..)))
-        });
-        sim.ask(console, note(NotifySubjects::TaskExit(vec![tid]), 3));
-        sim.exit(mover, 0);
-        sim.run_until("its end", |s| {
-            s.procs[console].notifications(3).len() == 1
-                && s.procs[console].notifications(44).len() == 3
-        });
+        assert_messages_precede_exits(&sim, mover, seed);
+        check_delivery_without_source(&mut sim, console, mover);
     }
 }
 

@@ -34,6 +34,25 @@ fn spawn_token_in(start_order: &sempa_proto::Message) -> i32 {
         .expect("the first variable")
 }
 
+/// Spawns a task through the tasker task, which has got `earlier_orders` orders before.
+fn spawn_through_tasker(
+    sim: &mut Sim,
+    console: usize,
+    tasker: usize,
+    earlier_orders: usize,
+) -> (usize, Tid) {
+    let tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+        .expect("ordered");
+    sim.run_until("the order", |s| {
+        s.procs[tasker].notifications(SM_STTASK).len() > earlier_orders
+    });
+    let epid = spawn_token_in(&sim.procs[tasker].notifications(SM_STTASK)[earlier_orders]);
+    let child = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
+    sim.run_until("it is welcome", |s| s.procs[child].welcome.is_some());
+    assert_eq!(sim.procs[child].tid(), tid);
+    (child, tid)
+}
+
 /// A task that a tasker task has started ends with its connection, with its tasker, or when the
 /// tasker reports its exit.
 #[test]
@@ -52,16 +71,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
         );
         let mut children = Vec::new();
         for n in 0..3 {
-            let tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
-                .expect("ordered");
-            sim.run_until("the order", |s| {
-                s.procs[tasker].notifications(SM_STTASK).len() > n
-            });
-            let epid = spawn_token_in(&sim.procs[tasker].notifications(SM_STTASK)[n]);
-            let child = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
-            sim.run_until("it is welcome", |s| s.procs[child].welcome.is_some());
-            assert_eq!(sim.procs[child].tid(), tid);
-            children.push((child, tid));
+            children.push(spawn_through_tasker(&mut sim, console, tasker, n));
         }
         let gone = |sim: &mut Sim, tid| {
             matches!(

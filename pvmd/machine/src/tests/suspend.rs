@@ -369,6 +369,28 @@ fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     sim.kill_host(victim);
 }
 
+/// The event log has suspensions and resumptions in turn, and the last one is the current state.
+fn check_suspension_events(sim: &mut Sim, console: usize, suspended: bool) {
+    let seed = sim.seed;
+    let told: Vec<bool> = list_events(sim, console)
+        .iter()
+        .filter_map(|event| match event {
+            EventKind::Suspended { .. } => Some(true),
+            EventKind::Resumed { .. } => Some(false),
+            _ => None,
+        })
+        .collect();
+    assert!(
+        told.windows(2).all(|two| two[0] != two[1]),
+        "{told:?} (seed {seed})"
+    );
+    assert_eq!(
+        told.last().copied().unwrap_or(false),
+        suspended,
+        "{told:?} (seed {seed})"
+    );
+}
+
 /// A task whose suspension was confirmed runs on no host, even if a host is lost at any step of its
 /// migration.
 #[test]
@@ -440,23 +462,7 @@ fn confirmed_suspension_survives_faults_in_migration() {
         } else {
             &mut source_lost
         } += u32::from(told);
-        let told: Vec<bool> = list_events(&mut sim, console)
-            .iter()
-            .filter_map(|event| match event {
-                EventKind::Suspended { .. } => Some(true),
-                EventKind::Resumed { .. } => Some(false),
-                _ => None,
-            })
-            .collect();
-        assert!(
-            told.windows(2).all(|two| two[0] != two[1]),
-            "{told:?} (seed {seed})"
-        );
-        assert_eq!(
-            told.last().copied().unwrap_or(false),
-            task.suspended,
-            "{told:?} (seed {seed})"
-        );
+        check_suspension_events(&mut sim, console, task.suspended);
     }
     assert!(
         moved > 50 && source_lost > 20 && stayed > 50,

@@ -2,7 +2,8 @@
 //! each message that a daemon handles. The machines themselves enumerate the messages: a new one is
 //! covered without a change here.
 
-use super::{JobScenario, is_connected, is_listed, rebuild_virtual_machine};
+use super::services::rebuild_virtual_machine;
+use super::{JobScenario, is_connected, is_listed};
 use crate::HostId;
 use crate::tests::sim::fault_injection::{Fault, LONG_OUTAGE, SHORT_OUTAGE, Victim};
 use crate::tests::sim::message_faults::MessagePoint;

@@ -1,6 +1,7 @@
 //! Jobs with programs that write their own checkpoints, alone or together with other programs.
 
-use super::{JobScenario, rebuild_virtual_machine, spawn_as};
+use super::services::rebuild_virtual_machine;
+use super::{JobScenario, spawn_as};
 use crate::tests::scenario::{stop_guests_until, welcome_guests};
 use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::checkpoint::CheckpointFailure;

@@ -397,6 +397,36 @@ impl Sim {
                 let result = record.ok_or(Failure::Images("nothing lies there".into()));
                 self.schedule_soon(on, Event::PartRead { migration, result });
             }
+            Output::OpenCheckpoint {
+                restart,
+                checkpoint,
+            } => {
+                let meta = self
+                    .image_store
+                    .checkpoints
+                    .get(&checkpoint)
+                    .map(|(meta, _)| meta.clone());
+                self.image_store
+                    .open_checkpoints
+                    .insert(restart, checkpoint);
+                self.schedule_soon(
+                    on,
+                    Event::CheckpointOpened {
+                        restart,
+                        result: meta.ok_or("there is no such checkpoint".into()),
+                    },
+                );
+            }
+            Output::CloseCheckpoint { restart } => {
+                self.image_store.open_checkpoints.remove(&restart);
+            }
+            other => self.carry_out_for_drafts(on, other),
+        }
+    }
+
+    /// Carries out outputs about checkpoints that are being written.
+    fn carry_out_for_drafts(&mut self, on: HostId, output: Output) {
+        match output {
             Output::BeginCheckpoint { snapshot, .. } => {
                 let result = self.random_failure().map_err(|e| e.to_string());
                 if result.is_ok() {
@@ -440,29 +470,6 @@ impl Sim {
             }
             Output::AbandonCheckpoint { snapshot } => {
                 self.image_store.drafts.remove(&snapshot);
-            }
-            Output::OpenCheckpoint {
-                restart,
-                checkpoint,
-            } => {
-                let meta = self
-                    .image_store
-                    .checkpoints
-                    .get(&checkpoint)
-                    .map(|(meta, _)| meta.clone());
-                self.image_store
-                    .open_checkpoints
-                    .insert(restart, checkpoint);
-                self.schedule_soon(
-                    on,
-                    Event::CheckpointOpened {
-                        restart,
-                        result: meta.ok_or("there is no such checkpoint".into()),
-                    },
-                );
-            }
-            Output::CloseCheckpoint { restart } => {
-                self.image_store.open_checkpoints.remove(&restart);
             }
             other => self.carry_out_for_states(on, other),
         }
@@ -508,6 +515,33 @@ impl Sim {
                     },
                 );
             }
+            Output::DropCheckpoints { checkpoints } => {
+                self.image_store
+                    .copies
+                    .retain(|(at, set)| *at != on || !checkpoints.contains(set));
+                if on == HostId::MASTER {
+                    self.image_store
+                        .checkpoints
+                        .retain(|set, _| !checkpoints.contains(set));
+                }
+            }
+            Output::ListCheckpoints { tid, id } => {
+                self.schedule_soon(
+                    on,
+                    Event::CheckpointsListed {
+                        tid,
+                        id,
+                        result: Ok(self.image_store.entries()),
+                    },
+                );
+            }
+            other => self.carry_out_for_copies(on, other),
+        }
+    }
+
+    /// Carries out outputs about copies of checkpoints.
+    fn carry_out_for_copies(&mut self, on: HostId, output: Output) {
+        match output {
             Output::SendCopy {
                 migration,
                 checkpoint,
@@ -546,26 +580,6 @@ impl Sim {
                     .expected_images
                     .remove(&migration);
                 self.image_store.copies.remove(&(on, checkpoint));
-            }
-            Output::DropCheckpoints { checkpoints } => {
-                self.image_store
-                    .copies
-                    .retain(|(at, set)| *at != on || !checkpoints.contains(set));
-                if on == HostId::MASTER {
-                    self.image_store
-                        .checkpoints
-                        .retain(|set, _| !checkpoints.contains(set));
-                }
-            }
-            Output::ListCheckpoints { tid, id } => {
-                self.schedule_soon(
-                    on,
-                    Event::CheckpointsListed {
-                        tid,
-                        id,
-                        result: Ok(self.image_store.entries()),
-                    },
-                );
             }
             other => panic!("{other:?}"),
         }

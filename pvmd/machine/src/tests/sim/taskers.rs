@@ -226,47 +226,6 @@ impl Sim {
                     supports_pre_copy: can_pre_copy,
                 }
             }
-            ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
-                migration,
-                verdict: self.verdict_of(on),
-                supports_post_copy: true,
-            },
-            ToTasker::CheckSignal { migration, tid, .. } => {
-                let minds = self
-                    .find_spawned(on, tid)
-                    .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
-                FromTasker::SignalChecked {
-                    migration,
-                    handles_signal: minds,
-                }
-            }
-            ToTasker::QueryInspect {
-                query: question,
-                tid,
-            } => {
-                let facts = TaskFacts {
-                    resident_bytes: 4096,
-                    ..TaskFacts::default()
-                };
-                let result = self
-                    .find_spawned(on, tid)
-                    .map(|_| facts)
-                    .ok_or(Refusal::NoSuchTask);
-                FromTasker::QueryInspected {
-                    query: question,
-                    result,
-                }
-            }
-            ToTasker::QueryVerdict {
-                query: question,
-                facts,
-            } => {
-                assert_eq!(facts.resident_bytes, 4096);
-                FromTasker::QueryVerdict {
-                    query: question,
-                    verdict: self.verdict_of(on),
-                }
-            }
             ToTasker::PreCopy { migration, tid, .. } => {
                 // If the target's tasker has died, the transfer never ends; other parts of the
                 // daemon must notice that.
@@ -331,6 +290,55 @@ impl Sim {
                 FromTasker::SourceGone {
                     migration,
                     used: Usage::default(),
+                }
+            }
+            message => return self.handle_question(on, message),
+        };
+        self.send_from_tasker(on, answer);
+    }
+
+    /// Answers questions that change nothing on the host.
+    fn handle_question(&mut self, on: HostId, message: ToTasker) {
+        let answer = match message {
+            ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
+                migration,
+                verdict: self.verdict_of(on),
+                supports_post_copy: true,
+            },
+            ToTasker::CheckSignal { migration, tid, .. } => {
+                let minds = self
+                    .find_spawned(on, tid)
+                    .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
+                FromTasker::SignalChecked {
+                    migration,
+                    handles_signal: minds,
+                }
+            }
+            ToTasker::QueryInspect {
+                query: question,
+                tid,
+            } => {
+                let facts = TaskFacts {
+                    resident_bytes: 4096,
+                    ..TaskFacts::default()
+                };
+                let result = self
+                    .find_spawned(on, tid)
+                    .map(|_| facts)
+                    .ok_or(Refusal::NoSuchTask);
+                FromTasker::QueryInspected {
+                    query: question,
+                    result,
+                }
+            }
+            ToTasker::QueryVerdict {
+                query: question,
+                facts,
+            } => {
+                assert_eq!(facts.resident_bytes, 4096);
+                FromTasker::QueryVerdict {
+                    query: question,
+                    verdict: self.verdict_of(on),
                 }
             }
             message => return self.handle_target_order(on, message),

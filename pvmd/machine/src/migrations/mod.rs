@@ -8,6 +8,11 @@
 //! - executes their outputs ([`Machine::run_protocol_outputs`]);
 //! - queues a new migration until the previous migration of the same task has ended on this host;
 //! - makes the new location of a task known to all hosts (master only).
+
+mod exits;
+mod locations;
+mod target;
+mod tasker_messages;
 use super::io::{LogLevel, LogSubject};
 
 use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
@@ -17,20 +22,17 @@ use super::tasks::{ConnectionPhase, Task};
 use super::{Machine, Output};
 use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent,
-    TargetOutput,
 };
-use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
+use sempa_proto::host::HostMsg;
 use sempa_proto::host::SavedTask;
-use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{
-    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, Refusal, Step,
-    StepReport, TaskFacts, Usage,
+    Failure, Migration, MigrationCause, MigrationOrder, Refusal, Step, StepReport,
 };
 use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVICE_FLAGS;
 use sempa_proto::task::{MigrationError, Reply, SendWatermark, ToTask};
-use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -233,78 +235,6 @@ impl Machine {
                 },
             );
         }
-    }
-
-    /// Makes the new location of a task known to all hosts.
-    pub(super) fn publish_location(&mut self, of: &Migration) {
-        let epoch = self.next_epoch();
-        let from = if of.to == of.from {
-            self.location(of.tid).unwrap_or(of.from)
-        } else {
-            of.from
-        };
-        // No daemon has anything in flight to the previous location of a task from a checkpoint.
-        let from = if of.cause == MigrationCause::Restart {
-            of.to
-        } else {
-            from
-        };
-        let location = Location {
-            tid: of.tid,
-            host: of.to,
-            previous_host: from,
-            epoch,
-        };
-        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
-        if let Some(master) = &mut self.master {
-            waiting.extend(master.host_changes.joining_hosts());
-            master
-                .migrations
-                .unacknowledged_locations
-                .insert(of.id, (of.tid, epoch, waiting.clone()));
-        }
-        for host in waiting {
-            self.send_to_host(host, HostMsg::TaskLocation(location));
-        }
-        self.apply_location(location);
-        self.complete_acknowledged_locations();
-    }
-
-    /// Handles a host's acknowledgement of the new location of a task.
-    pub(super) fn handle_location_ack(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
-        let Some(master) = &mut self.master else {
-            return;
-        };
-        for (task, location_epoch, waiting) in
-            master.migrations.unacknowledged_locations.values_mut()
-        {
-            if (*task, *location_epoch) == (tid, epoch) {
-                waiting.remove(&host);
-            }
-        }
-        self.complete_acknowledged_locations();
-    }
-
-    fn complete_acknowledged_locations(&mut self) {
-        let now = self.now;
-        let Some(master) = self.master.as_deref_mut() else {
-            return;
-        };
-        let (
-            CoordinatedMigrations {
-                coordinator,
-                unacknowledged_locations,
-                ..
-            },
-            job_checkpoints,
-        ) = (&mut master.migrations, &mut master.checkpoints);
-        unacknowledged_locations.retain(|id, (_, _, waiting)| {
-            if waiting.is_empty() {
-                coordinator.on_location_announced(now, *id);
-                job_checkpoints.restarts.on_location_announced(now, *id);
-            }
-            !waiting.is_empty()
-        });
     }
 
     /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
@@ -764,176 +694,6 @@ impl Machine {
         }
     }
 
-    fn run_target_output(&mut self, id: MigrationId, output: TargetOutput) {
-        let Some(of) = self
-            .migrations
-            .targets
-            .get(&id)
-            .map(|t| t.migration().clone())
-        else {
-            return;
-        };
-        let tid = of.tid;
-        self.output_step_start(tid, output.started_step());
-        match output {
-            TargetOutput::Report(report) => {
-                self.output_step_end(tid, &report);
-                self.send_step_report(id, report);
-            }
-            TargetOutput::Prepare(facts) => self.prepare_target(id, facts),
-            // Images from the store of this host need no transfer.
-            TargetOutput::ExpectImages if of.from == self.config.host => {}
-            TargetOutput::ExpectImages => {
-                self.outputs.push_back(Output::ExpectImages {
-                    migration: id,
-                    from: of.from,
-                });
-                if self.uses_post_copy(id) {
-                    self.outputs.push_back(Output::FetchMemory {
-                        migration: id,
-                        from: of.from,
-                    });
-                }
-            }
-            TargetOutput::ReceivePreCopy => {
-                let memory_way = self.config.paths.memory_socket(id);
-                self.send_to_tasker(ToTasker::ReceivePreCopy {
-                    migration: id,
-                    memory_socket: memory_way,
-                });
-            }
-            TargetOutput::Restore if of.cause == MigrationCause::Restart => {
-                self.outputs.push_back(Output::ReadPart { migration: id });
-            }
-            TargetOutput::Restore
-                if self
-                    .arrival_of(id)
-                    .is_some_and(|arrival| arrival.by_restart) =>
-            {
-                self.world_calls.push_back(WorldCall::Prepare(id));
-            }
-            TargetOutput::Restore => {
-                let dir = self.config.paths.image_dir(id);
-                let memory_way = self
-                    .uses_post_copy(id)
-                    .then(|| self.config.paths.memory_socket(id));
-                self.send_to_tasker(ToTasker::Restore {
-                    migration: id,
-                    tid,
-                    dir,
-                    memory_write: None,
-                    memory_socket: memory_way,
-                });
-            }
-            TargetOutput::Run(FinalSourceState { used, suspensions }) => {
-                let now = self.now;
-                let arrival = self.arrival_of(id).map(|arrival| {
-                    arrival.record_run_order(now, suspensions);
-                    arrival.by_restart
-                });
-                match arrival {
-                    Some(true) if of.cause == MigrationCause::Restart => self
-                        .outputs
-                        .push_back(Output::InstallState { migration: id }),
-                    _ => self.run_restored_task(id, used),
-                }
-            }
-            TargetOutput::WriteResumeToken => {
-                // The library of a paused task is not resumed. Such a task may already have become
-                // a task of this host.
-                if self
-                    .arrival_of(id)
-                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
-                {
-                    self.write_resume_token(id);
-                }
-            }
-            TargetOutput::Discard => self.send_to_tasker(ToTasker::Discard { migration: id }),
-            TargetOutput::DropImages => {
-                self.outputs.push_back(Output::DropImages { migration: id })
-            }
-            TargetOutput::Done => {
-                self.migrations.targets.remove(&id);
-                self.migrations
-                    .arrivals
-                    .retain(|_, a| a.migration != id || a.is_located);
-                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.has_run) {
-                    arrival.mark_lost();
-                }
-                self.advance_arrival(tid);
-            }
-        }
-    }
-
-    /// Requests the tasker to run a restored task. The task stays paused while guests are paused or
-    /// while the task is suspended.
-    fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
-        let mut is_paused = self.owner_control.pauses_guests();
-        if let Some(arrival) = self.arrival_of(id) {
-            is_paused |= arrival.suspension.is_some();
-            (arrival.pause_ordered, arrival.library_quiesced) = (is_paused, is_paused);
-        }
-        self.send_to_tasker(ToTasker::Run {
-            migration: id,
-            used,
-            paused: is_paused,
-        });
-    }
-
-    /// Handles the result of giving the state files of a restarted program their final names.
-    pub(super) fn handle_state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        match result {
-            // The tasker may have ended in the meantime, and the task with it.
-            Ok(())
-                if self
-                    .migrations
-                    .targets
-                    .get(&id)
-                    .is_some_and(Target::is_starting) =>
-            {
-                self.run_restored_task(id, Usage::default())
-            }
-            Ok(()) => {}
-            Err(why) => self.target_event(id, TargetEvent::RunCompleted(Err(why))),
-        }
-    }
-
-    /// Obtains this host's verdict on a task that may migrate to it. Refuses immediately if the
-    /// host's owner does not permit the guest or if there is no tasker.
-    fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
-        let tid = self
-            .migrations
-            .targets
-            .get(&id)
-            .map_or(Tid::NONE, |target| target.migration().tid);
-        let refusal = self
-            .guest_refusal(tid, &facts.program)
-            .or_else(|| self.no_tasker_refusal());
-        match refusal {
-            None => self
-                .world_calls
-                .push_back(WorldCall::JudgeMigration(id, facts)),
-            Some(refusal) => {
-                let (verdict, engine) = (vec![refusal], Engine::Criu);
-                self.target_event(
-                    id,
-                    TargetEvent::Prepared {
-                        verdict,
-                        supports_post_copy: false,
-                        engine,
-                    },
-                );
-            }
-        }
-    }
-
-    fn uses_post_copy(&self, id: MigrationId) -> bool {
-        self.migrations
-            .targets
-            .get(&id)
-            .is_some_and(Target::uses_post_copy)
-    }
-
     /// Passes an event to a migration whose source is this host.
     pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
         if let Some(source) = self.migrations.sources.get_mut(&id) {
@@ -945,183 +705,6 @@ impl Machine {
     pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
         if let Some(target) = self.migrations.targets.get_mut(&id) {
             target.handle(event);
-        }
-    }
-
-    /// Returns the refusal of all migrations from and to this host if its tasker has ended.
-    pub(super) fn no_tasker_refusal(&self) -> Option<Refusal> {
-        let why = || "its tasker has ended".into();
-        self.tasker_gone.then(|| Refusal::NoEngine {
-            host: self.config.host,
-            why: why(),
-        })
-    }
-
-    /// Sets the host in a refusal of the tasker, which does not know its host.
-    pub(super) fn set_refusal_host(&self, refusal: Refusal) -> Refusal {
-        match refusal {
-            Refusal::NoEngine { why, .. } => Refusal::NoEngine {
-                host: self.config.host,
-                why,
-            },
-            other => other,
-        }
-    }
-
-    pub(super) fn handle_tasker_migration_message(&mut self, message: FromTasker) {
-        match message {
-            FromTasker::Inspected {
-                migration,
-                result,
-                supports_post_copy: memory_can_follow,
-                supports_pre_copy: can_pre_copy,
-            } => {
-                let Some(Migration { tid, cause, .. }) = self
-                    .migrations
-                    .sources
-                    .get(&migration)
-                    .map(|s| s.migration().clone())
-                else {
-                    return;
-                };
-                let result = result.map_err(|refusal| self.set_refusal_host(refusal));
-                let ignores_signal = self
-                    .tasks
-                    .get(tid)
-                    .is_some_and(|task| task.ignores_checkpoint_signal == Some(migration));
-                let result = match ignores_signal {
-                    true => result,
-                    false => self.merge_criu_facts(tid, Some(&cause), result),
-                };
-                self.handle_inspection(migration, tid, result, (memory_can_follow, can_pre_copy));
-            }
-            FromTasker::SignalChecked {
-                migration,
-                handles_signal,
-            } => self.handle_signal_check(migration, handles_signal),
-            FromTasker::PreCopied { migration, result } => {
-                self.source_event(migration, SourceEvent::PreCopied(result))
-            }
-            FromTasker::PreCopyLost { migration, why } => {
-                self.target_event(migration, TargetEvent::PreCopyLost(why))
-            }
-            FromTasker::Stopped { migration, result } => {
-                self.handle_stopped_for_migration(migration, &result);
-                self.source_event(migration, SourceEvent::Stopped(result));
-            }
-            FromTasker::Dumped { migration, result } => {
-                self.source_event(migration, SourceEvent::Dumped(result))
-            }
-            FromTasker::MigrationAborted { migration } => {
-                self.source_event(migration, SourceEvent::TaskResumed)
-            }
-            FromTasker::SourceGone { migration, used } => {
-                self.source_event(migration, SourceEvent::Killed(used))
-            }
-            // The migration was aborted before the tasker started to prepare it. The tasker must
-            // discard the preparations.
-            FromTasker::Prepared { migration, .. }
-                if !self.migrations.targets.contains_key(&migration) =>
-            {
-                self.send_to_tasker(ToTasker::Discard { migration });
-            }
-            FromTasker::Prepared {
-                migration,
-                verdict,
-                supports_post_copy: memory_can_follow,
-            } => {
-                let verdict = verdict
-                    .into_iter()
-                    .map(|refusal| self.set_refusal_host(refusal))
-                    .collect();
-                self.handle_criu_verdict(migration, verdict, memory_can_follow);
-            }
-            FromTasker::Restored { migration, result } => {
-                if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
-                    arrival.pid = *pid;
-                }
-                self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
-            }
-            FromTasker::Running { migration, result } => {
-                self.handle_run_completed(migration, result)
-            }
-            FromTasker::MemoryArrived { migration, result } => {
-                self.target_event(migration, TargetEvent::MemoryArrived(result))
-            }
-            FromTasker::Discarded { migration } => {
-                self.target_event(migration, TargetEvent::Discarded)
-            }
-            _ => {}
-        }
-    }
-
-    fn handle_run_completed(&mut self, migration: MigrationId, result: Result<(), Failure>) {
-        if let Some(arrival) = self.arrival_of(migration) {
-            arrival.has_run = true;
-            if result.is_err() {
-                arrival.mark_lost();
-            }
-        }
-        self.target_event(migration, TargetEvent::RunCompleted(result));
-        // The target handles the event first: its output writes the token that resumes the library.
-        let tids: Vec<Tid> = self
-            .migrations
-            .arrivals
-            .values()
-            .filter(|a| a.migration == migration)
-            .map(|a| a.tid)
-            .collect();
-        tids.into_iter().for_each(|tid| self.advance_arrival(tid));
-    }
-
-    /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
-    pub(super) fn cancel_pre_copies(&mut self, why: &str) {
-        let refusal = Refusal::OwnerPresent {
-            host: self.config.host,
-            why: why.to_string(),
-        };
-        for target in self.migrations.targets.values_mut() {
-            target.handle(TargetEvent::PreCopyLost(Failure::Refused(vec![
-                refusal.clone(),
-            ])));
-        }
-    }
-
-    /// Fails the migrations to this host after the end of the tasker. All tasks that it was
-    /// restoring or holding for them are dead.
-    pub(super) fn fail_incoming_migrations(&mut self, why: &str) {
-        let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
-        let host = self.config.host;
-        for target in self.migrations.targets.values_mut() {
-            // The tasker will not send a verdict. The requester can try the next host immediately.
-            let verdict = vec![Refusal::NoEngine {
-                host,
-                why: format!("its tasker has ended: {why}"),
-            }];
-            target.handle(TargetEvent::Prepared {
-                verdict,
-                supports_post_copy: false,
-                engine: Engine::Criu,
-            });
-            // The tasker's end has discarded everything that it was ordered to discard.
-            target.handle(TargetEvent::Discarded);
-            target.handle(TargetEvent::PreCopyLost(failed()));
-            target.handle(TargetEvent::Restored(Err(failed())));
-            target.handle(TargetEvent::RunCompleted(Err(failed())));
-            target.handle(TargetEvent::MemoryArrived(Err(failed())));
-        }
-        let running: Vec<Tid> = self
-            .migrations
-            .arrivals
-            .values()
-            .filter(|a| a.run_ordered)
-            .map(|a| a.tid)
-            .collect();
-        for tid in running {
-            if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
-                arrival.mark_lost();
-            }
-            self.advance_arrival(tid);
         }
     }
 
@@ -1184,50 +767,6 @@ impl Machine {
     /// machine, so that it cannot migrate any more.
     pub(super) fn notify_sources_ended(&mut self, tid: Tid) {
         self.notify_sources(tid, SourceEvent::TaskExited);
-    }
-
-    /// Handles the exit of a task whose images are being transferred. If the migration is
-    /// committed, the task continues at the target; if not, it has ended. Only the coordinator
-    /// knows which. Returns true if its decision must be awaited.
-    pub(super) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
-        let stopping = self.shutdown.is_some();
-        let Some(task) = self.tasks.get_mut(tid) else {
-            return false;
-        };
-        let Some(id) = task.transferring_migration.filter(|_| !stopping) else {
-            return false;
-        };
-        task.exit_report = Some((status, used));
-        let Some(source) = self.migrations.sources.get_mut(&id) else {
-            return self.migrations.undecided_exits.contains_key(&id);
-        };
-        if task.is_being_killed {
-            source.handle(SourceEvent::Killed(used));
-        } else {
-            let of = source.migration().clone();
-            source.handle(SourceEvent::TaskExited);
-            self.migrations.undecided_exits.insert(id, of);
-        }
-        true
-    }
-
-    /// Handles the coordinator's decision whether the migration of a task that has exited on this
-    /// host continues.
-    fn resolve_deferred_exit(&mut self, id: MigrationId, order: &MigrationOrder) {
-        let Some(of) = self.migrations.undecided_exits.remove(&id) else {
-            return;
-        };
-        let Some(task) = self.tasks.get_mut(of.tid) else {
-            return;
-        };
-        let (status, used) = task.exit_report.unwrap_or_default();
-        task.transferring_migration = None;
-        if *order == MigrationOrder::Release {
-            self.send_step_report(id, StepReport::SourceGone(used));
-            self.transfer_ownership(&of);
-        } else {
-            self.end_task(of.tid, status, used);
-        }
     }
 
     fn notify_sources(&mut self, tid: Tid, event: SourceEvent) {

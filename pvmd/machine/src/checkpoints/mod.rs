@@ -12,9 +12,12 @@
 //!   the job is restarted from its newest checkpoint.
 
 mod admission;
+mod completion;
 mod copies;
+mod inventory;
 mod job_end;
 mod last_messages;
+mod parts;
 mod recently_dead;
 mod removal;
 mod restart;
@@ -23,22 +26,16 @@ mod rollback;
 pub use copies::{COPIES_MAX, CopyPolicy};
 pub(super) use last_messages::KnownExits;
 
-use super::rpc::RpcPurpose;
-use super::tasks::Task;
 use super::{Machine, Output, Timer};
-use checkpoint_protocol::{
-    RestartId, Restarts, SnapshotId, SnapshotOutput, Snapshots, SourceEvent,
-};
+use checkpoint_protocol::{RestartId, Restarts, SnapshotId, SnapshotOutput, Snapshots};
+use inventory::job_members;
 use sempa_proto::checkpoint::{
     CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
-    CheckpointSchedule, RestartFailure, SavedGroup, SavedMailboxEntry, TaskMeta,
+    CheckpointSchedule, SavedGroup, SavedMailboxEntry, TaskMeta,
 };
-use sempa_proto::event::EventKind;
-use sempa_proto::host::SavedTask;
-use sempa_proto::host::{HostRequest, PendingItem};
-use sempa_proto::migration::{Failure, Step, StepReport, TaskFacts};
-use sempa_proto::table::{TASK_SERVICE_FLAGS, TaskInfo};
-use sempa_proto::task::{Reply, ToTask};
+use sempa_proto::migration::{Failure, Step, TaskFacts};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -396,103 +393,6 @@ impl Machine {
         }
     }
 
-    /// Takes an inventory: requests the tasks of all hosts.
-    fn take_inventory(&mut self, purpose: InventoryPurpose) {
-        let hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
-        let Some(job_checkpoints) = self.job_checkpoints() else {
-            return;
-        };
-        job_checkpoints.last_inventory_number += 1;
-        let number = job_checkpoints.last_inventory_number;
-        job_checkpoints.inventories.insert(
-            number,
-            OpenInventory {
-                purpose,
-                missing_replies: hosts.len(),
-                collected: Inventory::default(),
-                silent_host: None,
-            },
-        );
-        for host in hosts {
-            self.call_host(
-                host,
-                HostRequest::Inventory,
-                RpcPurpose::Inventory {
-                    inventory: number,
-                    host,
-                },
-            );
-        }
-    }
-
-    /// Handles the reply of one host to an inventory request, or the loss of that host (`Err`).
-    pub(super) fn handle_inventory(&mut self, number: u64, found: Result<Inventory, HostId>) {
-        let Some(job_checkpoints) = self.job_checkpoints() else {
-            return;
-        };
-        let Some(count) = job_checkpoints.inventories.get_mut(&number) else {
-            return;
-        };
-        match found {
-            Ok(found) => {
-                count.collected.tasks.extend(found.tasks);
-                count.collected.context_owners.extend(found.context_owners);
-            }
-            Err(host) => count.silent_host = Some(host),
-        }
-        count.missing_replies -= 1;
-        if count.missing_replies > 0 {
-            return;
-        }
-        let Some(OpenInventory {
-            purpose,
-            collected: found,
-            silent_host,
-            ..
-        }) = job_checkpoints.inventories.remove(&number)
-        else {
-            return;
-        };
-        match (purpose, silent_host) {
-            (InventoryPurpose::BeginCheckpoint(job), None) => {
-                self.begin_snapshot(job, &found.tasks)
-            }
-            // A checkpoint without the tasks of the silent host would be incomplete.
-            (InventoryPurpose::BeginCheckpoint(job), Some(host)) => {
-                self.handle_incomplete_inventory(job, host)
-            }
-            (InventoryPurpose::VerifySnapshot(cut), None) => self.verify_snapshot(cut, found),
-            (InventoryPurpose::VerifySnapshot(cut), Some(host)) => {
-                if let Some(job_checkpoints) = self.job_checkpoints() {
-                    job_checkpoints
-                        .snapshots
-                        .on_count_failed(cut, CheckpointFailure::HostLost(host));
-                }
-            }
-            (InventoryPurpose::CheckGone(job), None) => self.check_job_gone(job, &found.tasks),
-            (InventoryPurpose::CheckGone(job), Some(_)) => {
-                self.schedule_check(job, EXIT_CHECK_INTERVAL)
-            }
-            (InventoryPurpose::BeginRestart(wanted), None) => self.begin_restart(wanted, &found),
-            (InventoryPurpose::BeginRestart(wanted), Some(host)) => {
-                self.finish_restart(wanted, Err(RestartFailure::HostLost(host)));
-            }
-            (InventoryPurpose::CheckEnded(job), None) => self.check_job_ended(job, &found.tasks),
-            // The silent host may have tasks of the job, so the job's checkpoints are retained.
-            (InventoryPurpose::CheckEnded(_), Some(_)) => {}
-        }
-    }
-
-    fn handle_incomplete_inventory(&mut self, job: Tid, host: HostId) {
-        let counting = self
-            .job_checkpoints()
-            .and_then(|k| k.jobs.get(&job))
-            .is_some_and(|job| job.activity == JobActivity::TakingInventory);
-        if counting {
-            self.finish_checkpoint(job, Err(CheckpointFailure::HostLost(host)));
-        }
-    }
-
     /// Schedules the next check of a job; it replaces a check that was scheduled earlier.
     fn schedule_check(&mut self, job: Tid, after: Micros) {
         let due = self.now + after;
@@ -829,168 +729,6 @@ impl Machine {
         job_checkpoints.snapshots.on_sealed(snapshot, result);
     }
 
-    fn handle_snapshot_end(
-        &mut self,
-        snapshot: SnapshotId,
-        result: Result<Micros, CheckpointFailure>,
-    ) {
-        let Some(job_checkpoints) = self.job_checkpoints() else {
-            return;
-        };
-        let SnapshotContents {
-            members: tasks,
-            self_checkpointed,
-            sealed,
-            ..
-        } = job_checkpoints
-            .snapshot_contents
-            .remove(&snapshot)
-            .unwrap_or_default();
-        let Some(job) = job_checkpoints.job_of_snapshot(snapshot) else {
-            return;
-        };
-        let result = result.and_then(|frozen| {
-            let (set, bytes) =
-                sealed.ok_or_else(|| CheckpointFailure::Store("the checkpoint was lost".into()))?;
-            Ok(CheckpointReport {
-                name: set,
-                job,
-                tasks,
-                bytes,
-                frozen,
-                self_checkpointed,
-            })
-        });
-        self.finish_checkpoint(job, result);
-    }
-
-    /// Finishes a checkpoint that is complete, has failed or did not begin.
-    fn finish_checkpoint(&mut self, job: Tid, result: Result<CheckpointReport, CheckpointFailure>) {
-        let (now, lease) = (self.now, self.config.lease);
-        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
-            return;
-        };
-        entry.activity = JobActivity::Idle;
-        entry.attempts += 1;
-        let unknown_until = entry
-            .recently_dead
-            .unknown_until(now, lease)
-            .filter(|_| entry.schedule.is_some());
-        if let Some(why) = result
-            .as_ref()
-            .err()
-            .filter(|why| why.is_transient() && entry.attempts < ATTEMPTS_MAX)
-        {
-            return self.schedule_check(
-                job,
-                if why.is_self_checkpoint_pending() {
-                    WRITING_RETRY_INTERVAL
-                } else {
-                    RETRY_INTERVAL
-                },
-            );
-        }
-        (entry.attempts, entry.is_draining) = (0, false);
-        if result.is_ok() {
-            entry.last_duration = now.since(entry.started_at);
-        }
-        let vacated = std::mem::take(&mut entry.ends_for_vacate) && entry.ends_after_checkpoint;
-        let ends = std::mem::take(&mut entry.ends_after_checkpoint) && result.is_ok();
-        if let (Ok(report), true) = (&result, ends) {
-            // The request is answered when the job has ended.
-            (entry.activity, entry.schedule) = (
-                JobActivity::EndingJob {
-                    report: report.clone(),
-                    checks: 0,
-                },
-                None,
-            );
-        }
-        let waiters = if ends {
-            Vec::new()
-        } else {
-            std::mem::take(&mut entry.waiters)
-        };
-        if let Ok(report) = &result {
-            entry.newest_checkpoint = Some(report.name.clone());
-            let ended = std::mem::take(&mut entry.ended_members);
-            entry.members.retain(|tid| !ended.contains(tid));
-            entry.recently_dead.retain_tasks(&report.tasks);
-        } else if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
-            let quiet = job;
-            self.job_checkpoints()
-                .into_iter()
-                .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(quiet));
-        }
-        if let (Err(CheckpointFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
-            self.schedule_check(job, until.since(now));
-        } else if matches!(result, Err(CheckpointFailure::NoSuchJob(_))) {
-            self.handle_job_end(job);
-            self.forget_job(job);
-        } else {
-            self.schedule_next_checkpoint(job, result.is_ok());
-        }
-        if ends {
-            self.take_inventory(InventoryPurpose::CheckGone(job));
-        }
-        self.record(match &result {
-            Ok(CheckpointReport {
-                name: set,
-                tasks,
-                bytes,
-                frozen,
-                ..
-            }) => EventKind::Checkpointed {
-                checkpoint: set.clone(),
-                job,
-                tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
-                bytes: *bytes,
-                frozen: *frozen,
-                vacated,
-            },
-            Err(why) => EventKind::CheckpointFailed {
-                job,
-                why: why.to_string(),
-            },
-        });
-        for (tid, id) in waiters {
-            self.reply(tid, id, Reply::Checkpointed(result.clone()));
-        }
-        if let Ok(report) = &result {
-            self.queue_copy(job, &report.name);
-        }
-    }
-
-    /// Schedules the next checkpoint of a job, if the job has a schedule. `is_complete` is true if
-    /// the last checkpoint succeeded.
-    fn schedule_next_checkpoint(&mut self, job: Tid, is_complete: bool) {
-        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
-            return;
-        };
-        let (took, Some(checkpoint_schedule)) = (entry.last_duration, entry.schedule) else {
-            return;
-        };
-        let interval = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
-        let mut late = None;
-        if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Every(bound) =
-            checkpoint_schedule
-            && is_complete
-            && took + took + interval > bound
-            && !std::mem::replace(&mut entry.lateness_reported, true)
-        {
-            late = Some(bound);
-        }
-        self.schedule_check(job, interval);
-        if let Some(bound) = late {
-            let text = format!(
-                "a checkpoint of job {job} took {:.1} s: more than {:.1} s of work may be lost",
-                took.0 as f64 / 1e6,
-                bound.0 as f64 / 1e6
-            );
-            self.record(EventKind::Note { text });
-        }
-    }
-
     fn forget_job(&mut self, job: Tid) {
         if let Some(job_checkpoints) = self.job_checkpoints() {
             job_checkpoints.jobs.remove(&job);
@@ -1018,168 +756,6 @@ impl Machine {
             _ => {}
         }
     }
-
-    // ---- On the host of a task
-
-    /// Waits until a task that is being stopped for a checkpoint has received the replies to its
-    /// requests. If `open` is given, all other tasks of the job are stopped as well, and only these
-    /// requests may remain unanswered.
-    pub(super) fn await_replies(
-        &mut self,
-        id: MigrationId,
-        tid: Tid,
-        open: Option<Vec<RequestId>>,
-    ) {
-        let Some(task) = self.tasks.get_mut(tid) else {
-            return;
-        };
-        task.permitted_open_requests = open.map(|open| open.into_iter().collect());
-        task.settling_part = Some(id);
-        self.migrations
-            .settled_parts
-            .extend(task.take_settled_part());
-    }
-
-    /// Handles a task that has received all replies. Its state is saved immediately, because it
-    /// must belong to the same moment as the memory of all tasks; the other tasks continue soon.
-    pub(super) fn handle_part_settled(&mut self, id: MigrationId) {
-        let tid = self
-            .migrations
-            .sources
-            .get(&id)
-            .map(|source| source.migration().tid);
-        if let Some(task) = tid
-            .and_then(|tid| self.tasks.get(tid))
-            .filter(|task| task.permitted_open_requests.is_some())
-        {
-            if let Err(why) = self.check_last_messages_received(task) {
-                return self.source_event(id, SourceEvent::Dumped(Err(why)));
-            }
-            let record = Box::new(self.saved_task(task));
-            self.migrations.part_records.insert(id, record);
-        }
-        self.source_event(id, SourceEvent::RequestsSettled);
-    }
-
-    /// Removes the data that this host stores for the checkpoint of a task.
-    pub(super) fn forget_part(&mut self, id: MigrationId, tid: Tid) {
-        self.migrations.part_records.remove(&id);
-        if let Some(task) = self.tasks.get_mut(tid) {
-            (task.settling_part, task.permitted_open_requests) = (None, None);
-            task.awaited_exits.clear();
-        }
-    }
-
-    fn saved_task(&self, task: &Task) -> SavedTask {
-        let left = task
-            .respawning
-            .as_ref()
-            .map_or(0, |respawning| respawning.left_items);
-        let is_saved = |(place, held): &(usize, &PendingItem)| match held {
-            // Messages about routes and resource managers refer to the time of the checkpoint. The
-            // restarted library is informed of the current resource manager.
-            PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
-            PendingItem::Control(_) => true,
-            // Link data is in the memory of the tasks, except for the items that an exited process
-            // has left at the head of the inbox. Later frames may come from tasks that were already
-            // dumped and have continued.
-            PendingItem::Frame(_) => *place < left,
-        };
-        let waiting = task
-            .inbox
-            .queue
-            .iter()
-            .enumerate()
-            .filter(is_saved)
-            .map(|(_, held)| held.clone())
-            .collect();
-        SavedTask {
-            version: CHECKPOINT_VERSION,
-            record: self.task_record(task),
-            waiting,
-        }
-    }
-
-    /// Sends the images of a dumped task to the store. The task continues, or is about to be
-    /// started again.
-    pub(super) fn upload_part(&mut self, id: MigrationId) {
-        let Some(record) = self.migrations.part_records.remove(&id) else {
-            return;
-        };
-        let to = self.master.is_none().then_some(HostId::MASTER);
-        if to.is_some() {
-            self.migrations.uploading_parts.insert(id);
-        }
-        self.outputs.push_back(Output::UploadPart {
-            migration: id,
-            record,
-            to,
-        });
-    }
-
-    /// Handles the result of sending a part to the master.
-    pub(super) fn handle_part_uploaded(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        if self.migrations.uploading_parts.remove(&id) {
-            self.outputs.push_back(Output::DropImages { migration: id });
-            if let Err(why) = result {
-                self.send_step_report(
-                    id,
-                    StepReport::Failed {
-                        step: Step::Transfer,
-                        why,
-                    },
-                );
-            }
-        }
-    }
-
-    // ---- On the master, which has the store
-
-    /// True if `id` is a part of a snapshot in progress.
-    pub(super) fn is_snapshot_part(&self, id: MigrationId) -> bool {
-        self.master
-            .as_ref()
-            .is_some_and(|master| master.checkpoints.snapshots.snapshot_of(id).is_some())
-    }
-
-    /// Handles the end of a transfer of a part's images to the master, successful or not.
-    pub(super) fn handle_part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        if let Some(job_checkpoints) = self.job_checkpoints() {
-            job_checkpoints.snapshots.on_images_received(id, result);
-        }
-    }
-
-    /// Handles the store's report that it has stored a part. `Err` is the reason why it could not.
-    pub(super) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), String>) {
-        let now = self.now;
-        self.outputs.push_back(Output::DropImages { migration: id });
-        if let Some(job_checkpoints) = self.job_checkpoints() {
-            job_checkpoints.snapshots.on_images_stored(now, id, result);
-        }
-    }
-}
-
-/// Returns the time until the next checkpoint. The duration is that of the last checkpoint; `None`
-/// if it failed.
-fn checkpoint_interval(schedule: CheckpointSchedule, duration: Option<Micros>) -> Micros {
-    let pause = match (schedule, duration) {
-        // A loss is largest just before a checkpoint is stored: it includes all work since the
-        // start of the previous checkpoint. Taking a checkpoint may last half as long again as the
-        // last time.
-        (CheckpointSchedule::MaxLoss(bound), Some(duration)) => {
-            bound.since(Micros(duration.0.saturating_mul(5) / 2))
-        }
-        // As for `MaxLoss`, but with a minimum, so that the job does not spend all its time on
-        // checkpoints.
-        (CheckpointSchedule::Every(every), Some(duration)) => {
-            checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(duration))
-                .max(Micros(every.0 / 2))
-        }
-        (CheckpointSchedule::Every(every), None) => every,
-        // Without a valid checkpoint all work is at risk, so the next attempt follows soon.
-        (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Never, _) => RETRY_INTERVAL,
-    };
-    pause.max(CHECKPOINT_INTERVAL_MIN)
 }
 
 /// Returns the time until the next attempt to restart a job after a rollback.
@@ -1187,31 +763,4 @@ fn restart_retry_interval(tries: u32) -> Micros {
     // Further doublings change nothing.
     let doublings = tries.saturating_sub(ATTEMPTS_MAX).min(16);
     Micros(RESTART_RETRY_INTERVAL.0 << doublings).min(RESTART_RETRY_INTERVAL_MAX)
-}
-
-/// Returns the tasks of a job: its first task, known members, and everything that any of them has
-/// spawned. Tasks that serve the virtual machine belong to no job.
-fn job_members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskInfo> {
-    known.insert(job);
-    loop {
-        let before = known.len();
-        let children = tasks
-            .iter()
-            .filter(|task| known.contains(&task.parent))
-            .map(|task| task.tid);
-        let children: Vec<Tid> = children.collect();
-        known.extend(children);
-        if known.len() == before {
-            break;
-        }
-    }
-    let mut all: Vec<TaskInfo> = tasks
-        .iter()
-        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVICE_FLAGS == 0)
-        .cloned()
-        .collect();
-    // During a migration both hosts may report the task.
-    all.sort_by_key(|task| (task.tid, task.migrating));
-    all.dedup_by_key(|task| task.tid);
-    all
 }

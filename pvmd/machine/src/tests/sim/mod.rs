@@ -9,11 +9,12 @@ mod data_channels;
 mod fake_world;
 pub(super) mod fault_injection;
 mod image_store;
+mod links;
 pub(super) mod message_faults;
 mod outputs;
 mod procs;
 mod respawn;
-#[path = "../../../../libpvm/proto/tests/rng/mod.rs"]
+#[path = "../../../../../libpvm/proto/tests/rng/mod.rs"]
 mod rng;
 mod taskers;
 
@@ -27,7 +28,7 @@ pub(super) use procs::{Proc, Received};
 pub(super) use respawn::EXIT_REQUEST_TAG;
 use rng::Rng;
 use sempa_proto::ids::RouteId;
-use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
+use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
 use sempa_proto::runtime_paths::RuntimePaths;
@@ -571,52 +572,6 @@ impl Sim {
         link.send(Bytes::new(), Bytes::copy_from_slice(body))
             .expect("far from full");
         self.run_links(proc);
-    }
-
-    /// Carries out the outputs of the links of a process.
-    fn run_links(&mut self, proc: usize) {
-        let now = self.now;
-        let p = &mut self.procs[proc];
-        if p.exited || p.is_frozen() {
-            return;
-        }
-        let mut frames = Vec::new();
-        for (peer, link) in &mut p.links {
-            while let Some(output) = link.poll(now) {
-                match output {
-                    LinkOutput::Deliver(body) => p.received.push(Received::Message(*peer, body)),
-                    LinkOutput::Transmit(frame) => frames.push(frame),
-                }
-            }
-        }
-        p.deliver_notifications();
-        let (conn, on) = (p.conn, p.host);
-        for frame in frames {
-            if let Some(conn) = conn {
-                let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-                self.send_from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
-            }
-        }
-    }
-
-    fn notify_links(&mut self, proc: usize, event: &LinkEvent) {
-        let now = self.now;
-        self.procs[proc]
-            .links
-            .values_mut()
-            .for_each(|l| l.handle(now, event.clone()));
-        self.run_links(proc);
-    }
-
-    fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
-        let p = &mut self.procs[proc];
-        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.incarnation);
-        p.links.entry(peer).or_insert_with(|| {
-            let mut link = Link::new(tid, peer);
-            link.begin_incarnation(line, true);
-            link.handle(now, LinkEvent::RouteUp(route));
-            link
-        })
     }
 
     fn deliver_to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {

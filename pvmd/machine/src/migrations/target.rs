@@ -1,0 +1,184 @@
+//! The target of a migration: executes the outputs of its state machine.
+
+use crate::restart_engine::WorldCall;
+use crate::{Machine, Output};
+use checkpoint_protocol::{Target, TargetEvent, TargetOutput};
+use sempa_proto::engine::Engine;
+use sempa_proto::migration::{Failure, FinalSourceState, MigrationCause, TaskFacts, Usage};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{MigrationId, Tid};
+
+impl Machine {
+    pub(super) fn run_target_output(&mut self, id: MigrationId, output: TargetOutput) {
+        let Some(of) = self
+            .migrations
+            .targets
+            .get(&id)
+            .map(|t| t.migration().clone())
+        else {
+            return;
+        };
+        let tid = of.tid;
+        self.output_step_start(tid, output.started_step());
+        match output {
+            TargetOutput::Report(report) => {
+                self.output_step_end(tid, &report);
+                self.send_step_report(id, report);
+            }
+            TargetOutput::Prepare(facts) => self.prepare_target(id, facts),
+            // Images from the store of this host need no transfer.
+            TargetOutput::ExpectImages if of.from == self.config.host => {}
+            TargetOutput::ExpectImages => {
+                self.outputs.push_back(Output::ExpectImages {
+                    migration: id,
+                    from: of.from,
+                });
+                if self.uses_post_copy(id) {
+                    self.outputs.push_back(Output::FetchMemory {
+                        migration: id,
+                        from: of.from,
+                    });
+                }
+            }
+            TargetOutput::ReceivePreCopy => {
+                let memory_way = self.config.paths.memory_socket(id);
+                self.send_to_tasker(ToTasker::ReceivePreCopy {
+                    migration: id,
+                    memory_socket: memory_way,
+                });
+            }
+            TargetOutput::Restore if of.cause == MigrationCause::Restart => {
+                self.outputs.push_back(Output::ReadPart { migration: id });
+            }
+            TargetOutput::Restore
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| arrival.by_restart) =>
+            {
+                self.world_calls.push_back(WorldCall::Prepare(id));
+            }
+            TargetOutput::Restore => {
+                let dir = self.config.paths.image_dir(id);
+                let memory_way = self
+                    .uses_post_copy(id)
+                    .then(|| self.config.paths.memory_socket(id));
+                self.send_to_tasker(ToTasker::Restore {
+                    migration: id,
+                    tid,
+                    dir,
+                    memory_write: None,
+                    memory_socket: memory_way,
+                });
+            }
+            TargetOutput::Run(FinalSourceState { used, suspensions }) => {
+                let now = self.now;
+                let arrival = self.arrival_of(id).map(|arrival| {
+                    arrival.record_run_order(now, suspensions);
+                    arrival.by_restart
+                });
+                match arrival {
+                    Some(true) if of.cause == MigrationCause::Restart => self
+                        .outputs
+                        .push_back(Output::InstallState { migration: id }),
+                    _ => self.run_restored_task(id, used),
+                }
+            }
+            TargetOutput::WriteResumeToken => {
+                // The library of a paused task is not resumed. Such a task may already have become
+                // a task of this host.
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
+                {
+                    self.write_resume_token(id);
+                }
+            }
+            TargetOutput::Discard => self.send_to_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::DropImages => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
+            TargetOutput::Done => self.finish_target(id, tid),
+        }
+    }
+
+    /// Removes a finished target. A task that has arrived stays as a task of this host.
+    fn finish_target(&mut self, id: MigrationId, tid: Tid) {
+        self.migrations.targets.remove(&id);
+        self.migrations
+            .arrivals
+            .retain(|_, a| a.migration != id || a.is_located);
+        if let Some(arrival) = self.arrival_of(id).filter(|a| !a.has_run) {
+            arrival.mark_lost();
+        }
+        self.advance_arrival(tid);
+    }
+
+    /// Requests the tasker to run a restored task. The task stays paused while guests are paused or
+    /// while the task is suspended.
+    fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
+        let mut is_paused = self.owner_control.pauses_guests();
+        if let Some(arrival) = self.arrival_of(id) {
+            is_paused |= arrival.suspension.is_some();
+            (arrival.pause_ordered, arrival.library_quiesced) = (is_paused, is_paused);
+        }
+        self.send_to_tasker(ToTasker::Run {
+            migration: id,
+            used,
+            paused: is_paused,
+        });
+    }
+
+    /// Handles the result of giving the state files of a restarted program their final names.
+    pub(crate) fn handle_state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            // The tasker may have ended in the meantime, and the task with it.
+            Ok(())
+                if self
+                    .migrations
+                    .targets
+                    .get(&id)
+                    .is_some_and(Target::is_starting) =>
+            {
+                self.run_restored_task(id, Usage::default())
+            }
+            Ok(()) => {}
+            Err(why) => self.target_event(id, TargetEvent::RunCompleted(Err(why))),
+        }
+    }
+
+    /// Obtains this host's verdict on a task that may migrate to it. Refuses immediately if the
+    /// host's owner does not permit the guest or if there is no tasker.
+    fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
+        let tid = self
+            .migrations
+            .targets
+            .get(&id)
+            .map_or(Tid::NONE, |target| target.migration().tid);
+        let refusal = self
+            .guest_refusal(tid, &facts.program)
+            .or_else(|| self.no_tasker_refusal());
+        match refusal {
+            None => self
+                .world_calls
+                .push_back(WorldCall::JudgeMigration(id, facts)),
+            Some(refusal) => {
+                let (verdict, engine) = (vec![refusal], Engine::Criu);
+                self.target_event(
+                    id,
+                    TargetEvent::Prepared {
+                        verdict,
+                        supports_post_copy: false,
+                        engine,
+                    },
+                );
+            }
+        }
+    }
+
+    fn uses_post_copy(&self, id: MigrationId) -> bool {
+        self.migrations
+            .targets
+            .get(&id)
+            .is_some_and(Target::uses_post_copy)
+    }
+}

@@ -1,0 +1,56 @@
+//! The links of simulated processes.
+
+use super::Received;
+use super::Sim;
+use crate::Event;
+use sempa_proto::Tid;
+use sempa_proto::ids::RouteId;
+use sempa_proto::link::{Link, LinkEvent, LinkOutput};
+
+impl Sim {
+    /// Carries out the outputs of the links of a process.
+    pub(super) fn run_links(&mut self, proc: usize) {
+        let now = self.now;
+        let p = &mut self.procs[proc];
+        if p.exited || p.is_frozen() {
+            return;
+        }
+        let mut frames = Vec::new();
+        for (peer, link) in &mut p.links {
+            while let Some(output) = link.poll(now) {
+                match output {
+                    LinkOutput::Deliver(body) => p.received.push(Received::Message(*peer, body)),
+                    LinkOutput::Transmit(frame) => frames.push(frame),
+                }
+            }
+        }
+        p.deliver_notifications();
+        let (conn, on) = (p.conn, p.host);
+        for frame in frames {
+            if let Some(conn) = conn {
+                let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+                self.send_from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
+            }
+        }
+    }
+
+    pub(super) fn notify_links(&mut self, proc: usize, event: &LinkEvent) {
+        let now = self.now;
+        self.procs[proc]
+            .links
+            .values_mut()
+            .for_each(|l| l.handle(now, event.clone()));
+        self.run_links(proc);
+    }
+
+    pub(super) fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
+        let p = &mut self.procs[proc];
+        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.incarnation);
+        p.links.entry(peer).or_insert_with(|| {
+            let mut link = Link::new(tid, peer);
+            link.begin_incarnation(line, true);
+            link.handle(now, LinkEvent::RouteUp(route));
+            link
+        })
+    }
+}

@@ -1,0 +1,209 @@
+//! The registered resource manager, and the command that starts it.
+
+use super::is_message_of;
+use super::{integers, send_to_daemon, spawn_request};
+use crate::HostId;
+use crate::tests::sim::{Received, Sim, host, seeds};
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::event::EventKind;
+use sempa_proto::sm::{
+    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HOSTX, SM_TASKX, pack_exec, unpack_tids,
+};
+use sempa_proto::table::{TASK_CONNECTED, TASK_RM};
+use sempa_proto::task::{Reply, Request, RmServices};
+use sempa_proto::{Micros, Tid};
+
+/// Spawns two tasks on the second host at the request of the resource manager. The same request of
+/// another task is refused.
+fn spawn_on_request_of(sim: &mut Sim, rm: usize, [console, other]: [usize; 2]) -> Vec<Tid> {
+    let exec = pack_exec(sim.procs[console].tid(), &spawn_request("child", 2), 0, 2);
+    send_to_daemon(sim, rm, host(2).daemon_tid(), SM_EXEC, 77, exec.clone());
+    send_to_daemon(sim, other, Tid::MY_DAEMON, SM_EXEC, 78, exec);
+    let ack = |s: &Sim| {
+        s.procs[rm]
+            .notifications(SM_EXECACK)
+            .into_iter()
+            .find(|m| m.wid == 77)
+    };
+    sim.run_until("the acknowledgement", |s| ack(s).is_some());
+    let ack = ack(sim).expect("just seen");
+    let started: Vec<Tid> = unpack_tids(ack.body)
+        .expect("tids")
+        .into_iter()
+        .flatten()
+        .collect();
+    assert_eq!(
+        (ack.src, ack.ctx, started.len()),
+        (host(2).daemon_tid(), 0, 2)
+    );
+    sim.run_until("the refusal", |s| {
+        s.nodes[&host(3)]
+            .log
+            .iter()
+            .any(|l| l.contains("not the resource manager"))
+    });
+    sim.run_until("they are there", |s| {
+        started
+            .iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    started
+}
+
+/// The resource manager is notified of the end of a task after the last messages of that task.
+fn check_last_messages(sim: &mut Sim, rm: usize, rm_tid: Tid, ended: Tid) {
+    let first = sim.proc_of(ended);
+    for word in [b"one".as_slice(), b"two", b"three"] {
+        sim.send_message(first, rm_tid, word);
+    }
+    sim.exit(first, 0x300);
+    sim.run_until("its end", |s| {
+        !s.procs[rm].notifications(SM_TASKX).is_empty()
+    });
+    let said: Vec<&Received> = sim.procs[rm]
+        .received
+        .iter()
+        .skip_while(|s| !is_message_of(s, ended))
+        .take(4)
+        .collect();
+    assert!(
+        said[..3].iter().all(|s| is_message_of(s, ended)),
+        "{said:?}"
+    );
+    assert!(
+        matches!(said[3], Received::Notification(note) if note.tag == SM_TASKX),
+        "its end is told last: {said:?}"
+    );
+    assert_eq!(
+        integers(&sim.procs[rm].notifications(SM_TASKX)[0].body)[..2],
+        [ended.raw(), 0x300]
+    );
+}
+
+/// A resource manager spawns tasks, adds hosts and is notified of exits; its death is announced.
+#[test]
+fn resource_manager_spawns_adds_and_is_notified() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        let serves = RmServices {
+            spawn: true,
+            other_requests: false,
+            task_exits: true,
+        };
+        assert_eq!(
+            sim.ask(rm, Request::RegisterRm(serves)),
+            Reply::Rm {
+                previous: Tid::NONE
+            }
+        );
+        let rm_tid = sim.procs[rm].tid();
+        sim.run_until("the console knows", |s| {
+            s.procs[console].rm.is_some_and(|r| r.tid == rm_tid)
+        });
+        sim.advance(Micros::from_millis(20));
+        let other = sim.enrol(host(3));
+        sim.run_until("so do newcomers elsewhere", |s| {
+            s.procs[other].rm.is_some() && !s.procs[rm].notifications(SM_EXECACK).is_empty()
+        });
+        let started = spawn_on_request_of(&mut sim, rm, [console, other]);
+        check_last_messages(&mut sim, rm, rm_tid, started[0]);
+        let mut lines = Packer::new(Encoding::Xdr);
+        lines.strs(&["h4", "bad5"]);
+        send_to_daemon(&mut sim, rm, Tid::MY_DAEMON, SM_ADD, 79, lines.finish());
+        sim.run_until("hosts", |s| {
+            !s.procs[rm].notifications(SM_ADDACK).is_empty()
+        });
+        let mut ack = Unpacker::xdr(sim.procs[rm].notifications(SM_ADDACK)[0].body.clone());
+        assert_eq!(
+            (ack.int(), ack.int(), ack.int()),
+            (Ok(2), Ok(0), Ok(host(4).tid().raw()))
+        );
+        sim.kill_host(host(3));
+        sim.run_until("the host's end", |s| {
+            !s.procs[rm].notifications(SM_HOSTX).is_empty()
+        });
+        assert_eq!(
+            integers(&sim.procs[rm].notifications(SM_HOSTX)[0].body),
+            [host(3).daemon_tid().raw()]
+        );
+        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: rm_tid }) else {
+            panic!("no list")
+        };
+        assert_eq!(list[0].flags, TASK_CONNECTED | TASK_RM);
+        let late = sim.enrol(host(4));
+        assert_eq!(
+            sim.procs[late].rm.map(|r| r.tid),
+            Some(rm_tid),
+            "a new host inherits it"
+        );
+        sim.close(rm);
+        sim.run_until("all know of its end", |s| {
+            [console, late].iter().all(|p| s.procs[*p].rm.is_none())
+        });
+    }
+}
+
+/// The command of the resource manager is started once; a missing program is recorded in the event
+/// log.
+#[test]
+fn rm_command_starts_once_or_is_logged() {
+    let mut sim = Sim::with(1, |c| {
+        c.rm_command = Some(vec!["child-rm".into(), "--policy".into()])
+    });
+    sim.run_until("it runs", |s| s.procs.iter().any(|p| p.welcome.is_some()));
+    assert_eq!(
+        sim.procs[0].welcome.as_ref().map(|w| w.parent.raw()),
+        Some(-35)
+    );
+    let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["missing-rm".into()]));
+    let console = sim.enrol(HostId::MASTER);
+    let Reply::Events(events) = sim.ask(
+        console,
+        Request::Events {
+            first_number: 0,
+            limit: 9,
+        },
+    ) else {
+        panic!("no events")
+    };
+    assert!(
+        events
+            .iter()
+            .any(|e| matches!(&e.kind, EventKind::Note { text } if text.contains("missing-rm")))
+    );
+}
+
+/// A killed resource manager is started again a limited number of times, and never after SIGTERM.
+#[test]
+fn killed_resource_manager_restarts_are_limited() {
+    const SIGKILL: i32 = 9;
+    const SIGTERM: i32 = 15;
+    let alive = |s: &Sim| {
+        s.procs
+            .iter()
+            .position(|p| p.welcome.is_some() && !p.exited)
+    };
+    let start = || {
+        let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["child-rm".into()]));
+        sim.run_until("it runs", |s| alive(s).is_some());
+        sim
+    };
+    let mut sim = start();
+    for _ in 0..5 {
+        let rm = alive(&sim).expect("it runs");
+        sim.exit(rm, SIGKILL);
+        sim.run_until("another one runs", |s| {
+            alive(s).is_some_and(|now| now != rm)
+        });
+    }
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGKILL);
+    sim.advance(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "it has died too often");
+    let mut sim = start();
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGTERM);
+    sim.advance(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "somebody wanted it to end");
+}
