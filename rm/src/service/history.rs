@@ -304,7 +304,7 @@ impl<V: VmApi> Service<V> {
             // The reply fails if the client has ended.
             drop(
                 self.vm
-                    .send(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),
+                    .send_rm(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),
             );
         }
     }
