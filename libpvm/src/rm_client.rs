@@ -348,7 +348,8 @@ impl Runtime {
         }
     }
 
-    /// Waits until a resource manager other than `dead_rm` is registered, at most [`NEXT_RM_TIMEOUT`].
+    /// Waits until a resource manager other than `dead_rm` is registered, at most
+    /// [`NEXT_RM_TIMEOUT`].
     fn wait_for_next_rm(&self, dead_rm: Tid) {
         let mut check = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead_rm).map(drop);
         // If no resource manager registers or the daemon is lost, the next request fails with the

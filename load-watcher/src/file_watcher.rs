@@ -213,9 +213,9 @@ impl FileWatcher {
         index.failed_attempts <= MISSING_FOLDER_READS_MAX
     }
 
-    /// Sets the missing watches of the path with index `index`. Must be called before the path is read,
-    /// so that no change between watch and read is missed. A file that has replaced another file of
-    /// the same name gets a new watch.
+    /// Sets the missing watches of the path with index `index`. Must be called before the path is
+    /// read, so that no change between watch and read is missed. A file that has replaced another
+    /// file of the same name gets a new watch.
     pub fn arm(&mut self, index: usize) {
         let Some(inotify) = &self.inotify else { return };
         let spot = &mut self.paths[index];

@@ -21,7 +21,7 @@ pub trait VmApi {
     fn now(&self) -> Micros;
     /// Returns the time of day, in microseconds since 1970.
     fn wall_clock(&self) -> Micros;
-    /// Returns the next message of any kind; `None` after `last_entry_time`.
+    /// Returns the next message of any kind; `None` after `timeout`.
     ///
     /// # Errors
     /// The daemon is gone.
@@ -56,7 +56,7 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Returns at most `limit_attempt` entries of the event log, starting with number `request`.
+    /// Returns at most `limit` entries of the event log, starting with number `request`.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -95,8 +95,8 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
-    /// Requests the restart of the checkpoint `set` on the hosts `count_on`. The event log reports
-    /// the result.
+    /// Requests the restart of the checkpoint `checkpoint` on the hosts `hosts`. The event log
+    /// reports the result.
     ///
     /// # Errors
     /// Errors of the daemon.

@@ -93,7 +93,7 @@ pub struct PolicyError {
 /// Prefix of the name of an external chooser.
 const CHOICE_PREFIX: &str = "choice:";
 
-/// Parses the name of a placement policy: `load_for_one_more`, `round-robin`, or `chooser:NAME`.
+/// Parses the name of a placement policy: `load`, `round-robin`, or `chooser:NAME`.
 ///
 /// # Errors
 /// A sentence that lists the valid names.

@@ -33,7 +33,7 @@ pub fn read(path: &Path) -> Result<Vec<u8>, String> {
 }
 
 /// Starts a thread that sends the content of the file to this process's own task whenever the file
-/// is written or replaced. `known`: the content read at the start.
+/// is written or replaced. `content_at_start`: the content read at the start.
 ///
 /// # Errors
 /// The file's directory cannot be watched.

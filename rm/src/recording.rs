@@ -51,7 +51,7 @@ pub enum RecordedInput {
         job: Tid,
         request: SpawnRequest,
     },
-    /// A spawn was answered. `victims`: the started tasks.
+    /// A spawn was answered. `tids`: the started tasks.
     Started {
         /// Requesting task and wait id.
         number: (Tid, i32),

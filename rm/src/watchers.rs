@@ -295,7 +295,7 @@ impl Watchers {
         }
     }
 
-    /// Handles a report that task `requester` sends as the watcher of host `request`. Returns true
+    /// Handles a report that task `src` sends as the watcher of host `from`. Returns true
     /// if the report is valid.
     pub fn report_received(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
@@ -459,7 +459,7 @@ mod tests {
             .collect()
     }
 
-    /// Starts the next watcher and lets it end after `last_entry_time`. Returns the notes about it.
+    /// Starts the next watcher and lets it end after `span`. Returns the notes about it.
     fn run_and_end(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (

@@ -85,7 +85,7 @@ fn entry(second: u64, input: RecordedInput) -> RecordingEntry {
 }
 
 /// Returns a recording with three hosts, of which the third is twice as fast, and a spawn of
-/// `event_count` tasks of 60 seconds each.
+/// `count` tasks of 60 seconds each.
 fn spawn_recording(conduct: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
     let caller = Tid::task(host_id(1), 2).expect("a task");
     let tids: Vec<Tid> = (10..10 + count)

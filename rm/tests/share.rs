@@ -31,7 +31,7 @@ fn busy_hosts(hosts: u16) -> Snapshot {
     Snapshot::new(NOW, PlacementPolicy::Load, (1..=hosts).map(host).collect())
 }
 
-/// Returns the Up-Down state in which user 1 holds `event_count` processors and has an index of
+/// Returns the Up-Down state in which user 1 holds `count` processors and has an index of
 /// 100.
 fn heavy_user_shares(count: u32) -> FairShare {
     let mut fair = FairShare::new(UpDownRates::default());
@@ -414,7 +414,7 @@ fn fraction_of_processor_suffices_to_resume() {
     );
 }
 
-/// Resumes tasks until the decision selects no more. Asserts that `within_limits` holds for the
+/// Resumes tasks until the decision selects no more. Asserts that `good` holds for the
 /// host of each resumed task.
 fn resume_all(
     snapshot: &mut Snapshot,

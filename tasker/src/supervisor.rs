@@ -532,7 +532,8 @@ impl Supervisor {
         }
     }
 
-    /// Kills the remaining processes of a task. Sends the message `final_message` when they have ended.
+    /// Kills the remaining processes of a task. Sends the message `final_message` when they have
+    /// ended.
     fn kill_remaining(&mut self, mut task: Task, final_message: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.kill_namespace(namespace, vec![final_message]),

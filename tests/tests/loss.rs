@@ -139,10 +139,10 @@ fn kill_and_wait_for_rollback(vm: &Vm<'_>, job: &Job, host: &Host, death: KillOr
     time
 }
 
-/// Kills hosts at random times while a job with periodic checkpoints runs. `interval_option` is the console's
-/// option for the checkpoint interval. Each time the job must roll back to its newest checkpoint,
-/// and finally its result must be correct. The lost time depends on the machine, so only the
-/// campaign compares it with [`LOST_TIME_MAX`].
+/// Kills hosts at random times while a job with periodic checkpoints runs. `interval_option` is the
+/// console's option for the checkpoint interval. Each time the job must roll back to its newest
+/// checkpoint, and finally its result must be correct. The lost time depends on the machine, so
+/// only the campaign compares it with [`LOST_TIME_MAX`].
 fn kill_hosts_under_job(interval_option: &str, death: KillOrder) {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");

@@ -144,8 +144,8 @@ impl Drop for PageServer {
     }
 }
 
-/// Attaches to these processes and traces them until it is ordered to detach. Sends to `attach_result`
-/// whether attaching succeeded.
+/// Attaches to these processes and traces them until it is ordered to detach. Sends to
+/// `attach_result` whether attaching succeeded.
 fn run_tracer(
     pids: &[i32],
     attach_result: &SyncSender<io::Result<()>>,

@@ -228,8 +228,8 @@ impl Swrk {
         reap_group(&mut self.child)
     }
 
-    /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails at the timeout, or
-    /// after a cancellation.
+    /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails at the timeout,
+    /// or after a cancellation.
     fn wait(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
         loop {
             let mut deadline = self.call_started + limits.timeout;

@@ -468,8 +468,8 @@ impl RelayedRequest {
     }
 }
 
-/// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `peek_arguments` is the
-/// request's structure: offset, flags, count.
+/// True if the requested number of signals fits into [`REQUEST_MEMORY_BYTES`]. `peek_arguments` is
+/// the request's structure: offset, flags, count.
 fn siginfo_fits(peek_arguments: &[u8]) -> bool {
     let count = peek_arguments
         .get(12..16)

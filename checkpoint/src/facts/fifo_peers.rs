@@ -13,8 +13,8 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
     Some((meta.dev(), meta.ino()))
 }
 
-/// Returns the path of the first of these pipes that a process outside `task_processes` has open; `None` if
-/// there is none. Processes that cannot be inspected are skipped.
+/// Returns the path of the first of these pipes that a process outside `task_processes` has open;
+/// `None` if there is none. Processes that cannot be inspected are skipped.
 pub(super) fn pipe_open_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     task_processes: &[i32],

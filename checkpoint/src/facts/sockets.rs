@@ -58,8 +58,8 @@ pub(super) fn daemon_connection_count(library_sockets: &BTreeSet<u64>, table: &U
 }
 
 /// Describes the first TCP connection of the task in `table`, the entries of /proc/PID/net/tcp or
-/// tcp6; `None` if there is none. `task_sockets` are the inode numbers of the task's sockets. Listening and
-/// unconnected sockets can be migrated.
+/// tcp6; `None` if there is none. `task_sockets` are the inode numbers of the task's sockets.
+/// Listening and unconnected sockets can be migrated.
 pub(super) fn tcp_connection(
     task_sockets: &BTreeSet<u64>,
     table: &[TcpNetEntry],

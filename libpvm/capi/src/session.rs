@@ -300,8 +300,8 @@ fn log_prefix() -> String {
     }
 }
 
-/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` there is no colon after the task,
-/// as in PVM's log lines.
+/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` there is no colon after
+/// the task, as in PVM's log lines.
 pub(crate) fn log_stderr(text: &str, without_colon: bool) {
     let colon = if without_colon { "" } else { ":" };
     process::write_stderr(format!("libpvm {}{colon} {text}", log_prefix()).as_bytes());

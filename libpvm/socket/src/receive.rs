@@ -67,9 +67,9 @@ pub struct Received {
     pub drained: bool,
 }
 
-/// Appends the available bytes to `buffer`, and the descriptors that arrived with them to `pending_fds`,
-/// with close-on-exec set. If the process has reached its descriptor limit, the loss of descriptors
-/// is recorded.
+/// Appends the available bytes to `buffer`, and the descriptors that arrived with them to
+/// `pending_fds`, with close-on-exec set. If the process has reached its descriptor limit, the loss
+/// of descriptors is recorded.
 ///
 /// # Errors
 /// `WouldBlock` if nothing is available and the call must not wait or has timed out; `InvalidData`

@@ -313,8 +313,8 @@ mod tests {
     }
 
     /// Simulates two peers that send each other requests in turn; neither of them spins at first.
-    /// Returns for each peer whether it spins at the end. An answer takes `answer_us`, plus `wakeup_us` if
-    /// its sender must be woken; both are in microseconds.
+    /// Returns for each peer whether it spins at the end. An answer takes `answer_us`, plus
+    /// `wakeup_us` if its sender must be woken; both are in microseconds.
     fn spinning_at_end(reach: SenderDistance, answer_us: u64, wakeup_us: u64) -> [bool; 2] {
         let mut both = [
             SpinBudget::multiprocessor(reach),

@@ -94,8 +94,8 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
 ///
 /// Root may name any path. If other users could do so, the user of a virtual machine could disable
 /// the administrator's settings; they may only name a path that belongs to root and that no other
-/// user can change. If the named path is not accepted, returns `default_path`, with a sentence that gives
-/// the reason. `by` is the user who named the path.
+/// user can change. If the named path is not accepted, returns `default_path`, with a sentence that
+/// gives the reason. `by` is the user who named the path.
 pub fn trusted_path(named: PathBuf, default_path: &Path, by: Uid) -> (PathBuf, Option<String>) {
     let of_root = |path: &Path| {
         let metadata = path.symlink_metadata();

@@ -25,8 +25,8 @@ pub struct HostOffer<'a> {
 pub trait Chooser {
     /// Returns the name by which policies and explanations refer to the chooser.
     fn name(&self) -> &str;
-    /// Selects hosts for the tasks of one spawn. Returns indices into `moves`: one per task, in
-    /// task order. If there are fewer indices than `event_count`, the last tasks get no host.
+    /// Selects hosts for the tasks of one spawn. Returns indices into `offers`: one per task, in
+    /// task order. If there are fewer indices than `count`, the last tasks get no host.
     ///
     /// # Errors
     /// A text that says why no host was selected. No task is placed then.

@@ -127,7 +127,7 @@ pub enum ConstraintsError {
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
     NotANumber { name: String, value: String },
-    /// An attribute without an order, such as `host_name` or `arch`, is compared with an operator
+    /// An attribute without an order, such as `host` or `arch`, is compared with an operator
     /// other than `=` and `!=`.
     #[error("{0} can only be compared with '=' or '!='")]
     NotOrdered(String),
@@ -147,7 +147,7 @@ impl Metric {
     }
 
     /// Returns the value of this attribute for a host at `now`; `None` if the sample is missing or
-    /// too old. `load_for_one_more` is called only for [`Metric::Free`].
+    /// too old. `load` is called only for [`Metric::Free`].
     pub(super) fn value_on(
         self,
         host: &HostView,
@@ -398,7 +398,7 @@ impl Condition {
     }
 }
 
-/// Parses a number of seconds, or a number with the suffix `s`, `m` or `host_id`. Longer durations
+/// Parses a number of seconds, or a number with the suffix `s`, `m` or `h`. Longer durations
 /// than [`WORK_LEFT_MAX`] are reduced to it.
 fn parse_duration(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];

@@ -226,7 +226,7 @@ impl EvictionPlanner<'_> {
         }
     }
 
-    /// Decides about one guest: the task at position `at` in the task list of `host_name`.
+    /// Decides about one guest: the task at position `at` in the task list of `host`.
     fn decide_guest(&mut self, host: HostId, at: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -318,10 +318,10 @@ fn stay_reason(
 }
 
 /// Assigns hosts to the `tasks` tasks of a vacated job that restart together: round robin, within
-/// the owners' limits on the number of guests. `kinds`: users and programs of the tasks. `None` if
-/// there is not enough room.
+/// the owners' limits on the number of guests. `programs`: users and programs of the tasks. `None`
+/// if there is not enough room.
 ///
-/// Hosts that admit all of `kept_for` are not used, because they are reserved for that job.
+/// Hosts that admit all of `reserved_for` are not used, because they are reserved for that job.
 pub fn assign_hosts(
     snapshot: &Snapshot,
     tasks: u32,

@@ -193,7 +193,7 @@ impl FairShare {
         user.held = user.held.saturating_add(count);
     }
 
-    /// Records that the user has released `event_count` processors.
+    /// Records that the user has released `count` processors.
     pub fn release(&mut self, now: Micros, user: u32, count: u32) {
         let user = self.user(now, user);
         user.held = user.held.saturating_sub(count);
@@ -304,8 +304,8 @@ impl FairShare {
         turns
     }
 
-    /// Returns the users whose tasks may be preempted for `default_user`: those whose index exceeds
-    /// the index of `default_user` far enough (see [`PREEMPTION_MARGIN`]), the highest index first.
+    /// Returns the users whose tasks may be preempted for `user`: those whose index exceeds
+    /// the index of `user` far enough (see [`PREEMPTION_MARGIN`]), the highest index first.
     pub fn preemptible_users(&self, now: Micros, user: u32) -> Vec<u32> {
         let own_index = self.index(now, user);
         let holders = self

@@ -95,7 +95,7 @@ impl LinkSpeeds {
     }
 
     /// Returns the relative speed of the fastest link between a zone and one of the zones
-    /// `peer_zones`: compared with the faster of the links within the two zones. `None` until
+    /// `peers`: compared with the faster of the links within the two zones. `None` until
     /// migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);

@@ -211,7 +211,7 @@ impl<'a> RebalancePlan<'a> {
             .job_ends_after(baseline.job_end * DELAY_FACTOR)
     }
 
-    /// Adds migrations to the plan that reduce the completion time of jobs. `size_limits`: maximum
+    /// Adds migrations to the plan that reduce the completion time of jobs. `room`: maximum
     /// number of migrations in the plan.
     pub(super) fn plan_makespan_moves(&mut self, sim: &mut JobSim<'a>, room: usize) {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();

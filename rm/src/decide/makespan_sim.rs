@@ -32,7 +32,7 @@ impl SimHost {
     }
 
     /// Returns the sum of the completion times of `tasks` tasks in seconds, if all stay on the
-    /// host. `remaining_tasks`: remaining work of each, in ascending order.
+    /// host. `work_left`: remaining work of each, in ascending order.
     pub(super) fn completion_sum(
         &self,
         tasks: usize,
@@ -65,7 +65,7 @@ pub(super) struct SimTask {
 }
 
 impl SimTask {
-    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as
+    /// Migrates the task to host `to` at time `now`. `work`: cost of the migration, as
     /// additional work.
     pub(super) fn migrate(&mut self, to: usize, work: f64, now: f64) {
         self.moves_left = self.moves_left.saturating_sub(1);
@@ -99,7 +99,7 @@ struct HostQueue {
     first: usize,
     last: usize,
     len: usize,
-    /// Work that a task has done if it was on the host from the start until `since`.
+    /// Work that a task has done if it was on the host from the start until `updated_at`.
     work_done: f64,
     updated_at: f64,
     /// Work that each task does per second, in seconds of an ordinary processor.
@@ -251,7 +251,7 @@ impl Simulation {
         self.relocate(i, to, self.move_cost * gets);
     }
 
-    /// Migrates task `i` to host `target` without a cost, because the plan already contains the
+    /// Migrates task `i` to host `to` without a cost, because the plan already contains the
     /// migration.
     pub(super) fn apply_planned(&mut self, i: usize, to: usize) {
         self.relocate(i, to, 0.0);
@@ -282,8 +282,8 @@ impl Simulation {
         Some(self.outcome)
     }
 
-    /// Runs until the job has ended or `limit_attempt` seconds have passed. Returns true if the job
-    /// ends after `limit_attempt`.
+    /// Runs until the job has ended or `limit` seconds have passed. Returns true if the job
+    /// ends after `limit`.
     pub(super) fn job_ends_after(&mut self, limit: f64) -> bool {
         while self.running_in_job > 0 && self.now <= limit {
             self.step();

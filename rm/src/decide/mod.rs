@@ -491,7 +491,7 @@ impl Snapshot {
     }
 
     /// Returns the weight, in thousandths, of a processor share in `zone` for a task whose peers
-    /// are in the zones `peer_zones`. The weight is lower if the link to the peers is slower.
+    /// are in the zones `peers`. The weight is lower if the link to the peers is slower.
     fn zone_weight_permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
         match peers.is_empty() || peers.contains(&zone) {
             true => 1000,

@@ -197,7 +197,7 @@ impl Estimates {
     }
 
     /// Returns the relative speed of the fastest link between a zone and one of the zones
-    /// `peer_zones`: compared with the faster of the links within the two zones. `None` until
+    /// `peers`: compared with the faster of the links within the two zones. `None` until
     /// migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         self.links.relative_speed(zone, peers)
@@ -349,7 +349,7 @@ impl Estimates {
     }
 
     /// Returns the expected cost of a migration: freeze, transfer and warm-up. `slowness`: see
-    /// [`slowness`]. `way`: the hosts, `None` if the target is not known yet.
+    /// [`slowness`]. `pair`: the hosts, `None` if the target is not known yet.
     ///
     /// During post-copy a task runs only until it needs a missing page. So the transfer counts as
     /// if the task were frozen.
@@ -379,7 +379,7 @@ fn default_freeze(bytes: u64, slowness: f64) -> f64 {
 /// idle ordinary processor.
 ///
 /// Half of the work is done at the source, where the task gets `has` thousandths of an ordinary
-/// processor. The other half is done at the target, where it gets `gets`. A faster host counts as
+/// processor. The other half is done at the target, where it gets `rate`. A faster host counts as
 /// an ordinary one.
 pub fn slowness(source_rate: f64, target_rate: f64) -> f64 {
     let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOWNESS_MAX);

@@ -132,7 +132,7 @@ impl VictimSelection<'_> {
 }
 
 /// Selects the preempted tasks that can resume, the longest suspended first. Returns each with its
-/// current host. `preempted`: the preempted tasks, with the time of their suspension. `busy_hosts`:
+/// current host. `preempted`: the preempted tasks, with the time of their suspension. `busy`:
 /// hosts on which tasks are being started.
 ///
 /// A task resumes on its own host if a processor is idle there, otherwise on another host with an

@@ -303,7 +303,7 @@ impl<'a> RebalancePlan<'a> {
     }
 
     /// Appends the worthwhile migrations to `moves`: all of them, or only those from or to the two
-    /// hosts in `error_body`.
+    /// hosts in `only`.
     fn collect_moves(
         &self,
         candidates: &[Candidate<'_>],

@@ -132,8 +132,8 @@ impl PlannedHost<'_> {
             .completion_sum(self.work_left.len(), self.work_left.iter().copied())
     }
 
-    /// Returns the sum of the completion times in seconds if a task with the remaining work `gone`
-    /// leaves the host.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work
+    /// `leaving_work` leaves the host.
     pub(super) fn completion_sum_without(&self, foreign: f64, leaving_work: f64) -> f64 {
         let Some(at) = self.work_left.iter().position(|left| *left == leaving_work) else {
             return self.completion_sum(foreign);
@@ -143,8 +143,8 @@ impl PlannedHost<'_> {
             .completion_sum(self.work_left.len() - 1, left.copied())
     }
 
-    /// Returns the sum of the completion times in seconds if a task with the remaining work `more`
-    /// joins the host.
+    /// Returns the sum of the completion times in seconds if a task with the remaining work
+    /// `arriving_work` joins the host.
     pub(super) fn completion_sum_with(&self, foreign: f64, arriving_work: f64) -> f64 {
         let (before, after) = self
             .work_left

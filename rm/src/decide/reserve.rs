@@ -41,7 +41,7 @@ fn slots_when_empty(
 }
 
 /// Returns hosts to reserve for a spawn: together they have slots for all its tasks when their
-/// current tasks have ended. Prefers the hosts in `before`, then those with the fewest computing
+/// current tasks have ended. Prefers the hosts in `previous`, then those with the fewest computing
 /// tasks. Empty if all hosts together have too few slots.
 pub fn hosts_to_reserve(
     snapshot: &Snapshot,

@@ -443,7 +443,7 @@ impl Model {
         }
     }
 
-    /// Records the constraints of a task's spawn. `host_part`: the spawn named the task's host.
+    /// Records the constraints of a task's spawn. `named`: the spawn named the task's host.
     pub fn set_task_constraints(&mut self, tid: Tid, named: bool, wants: Constraints) {
         let Some(task) = self.edit_task(tid) else {
             return;
@@ -512,7 +512,7 @@ impl Model {
             .any(|task| task.job == job && (task.migrating.is_some() || task.suspended))
     }
 
-    /// Returns the top task of the job that contains `task_id`, by which the job can be
+    /// Returns the top task of the job that contains `tid`, by which the job can be
     /// checkpointed.
     ///
     /// `None` if an ancestor of the task has ended or is unknown, because some tasks of the job

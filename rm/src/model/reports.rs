@@ -36,7 +36,7 @@ impl Model {
     }
 }
 
-/// Returns the owner's state according to a report. `remaining_tasks`: time when the last owner
+/// Returns the owner's state according to a report. `left_at`: time when the last owner
 /// left.
 pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micros>) -> OwnerState {
     match (&report.access, &report.owner_verdict) {

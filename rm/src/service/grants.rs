@@ -56,7 +56,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Returns the hosts of `event_count` tasks if a task's last request were placed now, and the
+    /// Returns the hosts of `count` tasks if a task's last request were placed now, and the
     /// explanation.
     fn hosts_for(
         &mut self,

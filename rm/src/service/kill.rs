@@ -174,7 +174,7 @@ impl<V: VmApi> Service<V> {
         self.kill_progress(job)
     }
 
-    /// Returns the progress of ending the job that contains the task `task_id`.
+    /// Returns the progress of ending the job that contains the task `tid`.
     pub(super) fn kill_progress(&self, tid: Tid) -> RmReply {
         let of =
             |(job, ending): (&Tid, &JobKill)| *job == tid || ending.signalled_at.contains_key(&tid);

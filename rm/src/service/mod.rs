@@ -81,7 +81,7 @@ pub struct Options {
     /// Name of the policy file, for messages.
     pub policy_file: String,
     /// Content of the policy file at the start, or the reason why it cannot be read. `None` if
-    /// there is no policy file. It takes precedence over `conduct`.
+    /// there is no policy file. It takes precedence over `policy`.
     pub policy_content: Option<Result<Vec<u8>, String>>,
     /// True if a load watcher is started on every host.
     pub watchers: bool,

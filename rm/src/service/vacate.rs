@@ -321,7 +321,7 @@ impl<V: VmApi> Service<V> {
         self.vacating.reserved_for = Some(set);
     }
 
-    /// Handles a request of task `by` not to restart the vacated job that contains task `task_id`.
+    /// Handles a request of task `by` not to restart the vacated job that contains task `tid`.
     pub(super) fn cancel_restart(&mut self, by: Tid, tid: Tid) -> RmReply {
         let job_of_task = self
             .vacating

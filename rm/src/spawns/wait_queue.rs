@@ -31,7 +31,7 @@ impl Reservation {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
 
-    /// True if the reservation applies to request `number` of `default_user`, so that this request
+    /// True if the reservation applies to request `number` of `user`, so that this request
     /// must not use the reserved hosts.
     pub(super) fn excludes(
         &self,

@@ -46,7 +46,7 @@ struct DurationRatios {
     speedup: f64,
 }
 
-/// Simulates `rounds` jobs of twelve tasks, each with `ascending` to `most` seconds of work.
+/// Simulates `rounds` jobs of twelve tasks, each with `least` to `most` seconds of work.
 fn ratios(rounds: usize, least: f64, most: f64) -> Vec<DurationRatios> {
     ratios_on(&UNEQUAL_HOSTS, rounds, least, most)
 }

@@ -111,8 +111,8 @@ fn ask(request: &SpawnRequest) -> PlacementRequest<'_> {
     }
 }
 
-/// Returns a decision that places `event_count` tasks with these constraints. It asserts that all
-/// tasks are placed if `targets_accept` is true, and none otherwise.
+/// Returns a decision that places `count` tasks with these constraints. It asserts that all
+/// tasks are placed if `fits` is true, and none otherwise.
 fn decide_placement(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
     move |_| {

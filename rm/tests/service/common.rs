@@ -551,7 +551,7 @@ impl TestBed {
         self.try_settle().expect("the service continues");
     }
 
-    /// Advances the clock by `last_entry_time`. The service handles everything that becomes due.
+    /// Advances the clock by `span`. The service handles everything that becomes due.
     pub(crate) fn advance(&mut self, span: Micros) {
         let until = self.world().now + span;
         self.world().wait_limit = until;

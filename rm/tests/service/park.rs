@@ -325,7 +325,7 @@ fn vacated_job_restarts_within_owner_limits() {
 }
 
 /// Vacates a job of three tasks, then a job of one task. Every owner allows one guest. All owners
-/// are present for the time `enqueue`.
+/// are present for the time `wait`.
 fn large_and_small(wait: Micros) -> TestBed {
     let mut bed = pool();
     bed.world().limits = GuestLimits {

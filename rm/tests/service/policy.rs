@@ -13,7 +13,7 @@ use std::path::Path;
 /// The content of the policy file at a start, or the error that occurred while it was read.
 type FileContent = Result<&'static str, &'static str>;
 
-/// Starts a resource manager with this policy file. `enqueue`: waiting time of spawns on the
+/// Starts a resource manager with this policy file. `wait`: waiting time of spawns on the
 /// command line, in seconds.
 fn start(
     vm: &FakeVm,

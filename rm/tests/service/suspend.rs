@@ -287,7 +287,7 @@ fn three_users(give_way: bool, limits: Limits) -> (FakeVm, TestBed) {
     (vm, bed)
 }
 
-/// Spawns a task of `task` on the host named `host_name`. Returns the new task.
+/// Spawns a task of `task` on the host named `host`. Returns the new task.
 fn spawn_on(bed: &mut TestBed, task: Tid, host: &str) -> Tid {
     let named = SpawnRequest {
         flags: SPAWN_HOST,

@@ -292,8 +292,8 @@ mod tests {
         [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec()]
     }
 
-    /// Hands off `link` to a new process and returns the new process's link. `later_frames` contains
-    /// frames that the daemon received from the old process after the handoff.
+    /// Hands off `link` to a new process and returns the new process's link. `later_frames`
+    /// contains frames that the daemon received from the old process after the handoff.
     fn hand_off_to_new_process(link: &mut Link, later_frames: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.hand_off(NOW);
         let own: Vec<LinkFrame> = said

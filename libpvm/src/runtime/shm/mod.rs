@@ -125,8 +125,8 @@ impl Ring {
         !self.ends.reader.is_empty() || self.ends.reader.is_closed()
     }
 
-    /// Counts an empty poll; `empty_rings` is the number of empty rings in this round, including this
-    /// ring. Returns true if the ring should not be polled again.
+    /// Counts an empty poll; `empty_rings` is the number of empty rings in this round, including
+    /// this ring. Returns true if the ring should not be polled again.
     fn count_empty_poll(&mut self, empty_rings: usize) -> bool {
         self.empty_polls = if empty_rings > CHEAP_EMPTY_RINGS {
             self.empty_polls.saturating_add(1)

@@ -198,8 +198,8 @@ impl Core {
         }
     }
 
-    /// Drops the offer to a peer and sets the state of the setup to `next_setup`. The daemon carries
-    /// the queued messages.
+    /// Drops the offer to a peer and sets the state of the setup to `next_setup`. The daemon
+    /// carries the queued messages.
     fn drop_offer(&mut self, now: Micros, peer: Tid, next_setup: RingSetup) {
         if !self.shm.is_offered(peer) {
             return;

@@ -86,7 +86,7 @@ impl History {
         }
     }
 
-    /// Returns the tasks of the job whose top task is `task_id`; empty if there is no such job.
+    /// Returns the tasks of the job whose top task is `tid`; empty if there is no such job.
     fn tasks_of_job(&self, tid: Tid) -> BTreeSet<Tid> {
         let job = self.job(tid).map(|job| job.started);
         let since = job.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));

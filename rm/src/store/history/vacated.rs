@@ -28,8 +28,8 @@ pub struct VacatedJob {
 }
 
 impl History {
-    /// Records the decision to vacate a job. `task_id`, `host_name`: the task that must leave, and
-    /// its host. `unusable`: why the task cannot migrate.
+    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave, and
+    /// its host. `why`: why the task cannot migrate.
     pub fn record_vacate(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
         self.record_decision(
             at,
