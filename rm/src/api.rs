@@ -65,6 +65,7 @@ pub trait VmApi {
     fn event_of(&self, message: &Message) -> Option<Event> {
         Vm::decode_event(message)
     }
+
     /// Requests notifications about hosts or tasks.
     ///
     /// # Errors

@@ -99,6 +99,7 @@ pub(crate) enum WorkerResult {
     /// The restore of the engine's probe has ended.
     ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
 }
+
 impl WorkerResult {
     /// Returns the migration that the work was done for.
     pub(crate) fn migration(&self) -> Option<MigrationId> {

@@ -177,6 +177,7 @@ impl Machine {
         self.log_event(&kind);
         self.record_at(self.unix_time, kind);
     }
+
     /// Adds an event of a migration or checkpoint to the daemon's log: failures as warnings.
     fn log_event(&mut self, kind: &EventKind) {
         let (level, subject) = match kind {

@@ -419,10 +419,12 @@ impl Machine {
     pub(super) fn log(&mut self, text: String) {
         self.log_line(LogLevel::Info, None, text);
     }
+
     /// Adds a line to the daemon's log that reports a fault of another process or a loss.
     pub(super) fn log_warning(&mut self, text: String) {
         self.log_line(LogLevel::Warning, None, text);
     }
+
     pub(super) fn log_line(&mut self, level: LogLevel, subject: Option<LogSubject>, text: String) {
         self.outputs.push_back(Output::Log {
             level,
@@ -436,6 +438,7 @@ impl Machine {
         self.log(text.clone());
         self.record(EventKind::Note { text });
     }
+
     /// Adds a text to the daemon's log, as a warning, and to the event log.
     pub(super) fn log_warning_and_record(&mut self, text: String) {
         self.log_warning(text.clone());

@@ -140,6 +140,7 @@ impl Machine {
             }
         }
     }
+
     /// Handles the close of a connection. `protocol_error` describes a violation of the protocol,
     /// if that was the reason.
     ///

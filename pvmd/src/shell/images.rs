@@ -223,7 +223,7 @@ impl ImageTransfers {
         let (connection_sender, connection_receiver) = oneshot::channel::<TransferConnection>();
         let (result_sender, result_receiver) = oneshot::channel();
         let (thread_progress, rate) = (progress.clone(), self.rate.clone());
-        let span = info_span ! ( "migration" , id = % migration );
+        let span = info_span!("migration", id = %migration);
         let thread_span = span.clone();
         let worker_thread = tokio::task::spawn_blocking(move || {
             let _in_span = thread_span.entered();
@@ -293,7 +293,7 @@ impl ImageTransfers {
     ) {
         let (dir, inputs) = (self.paths.image_dir(migration), self.inputs.clone());
         let worker_thread = tokio::task::spawn_blocking(move || {
-            let _in_span = info_span ! ( "migration" , id = % migration ).entered();
+            let _in_span = info_span!("migration", id = %migration).entered();
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
@@ -356,7 +356,7 @@ impl ImageTransfers {
         };
         let (way, came) = oneshot::channel::<TransferConnection>();
         let (tell, told) = oneshot::channel();
-        let span = info_span ! ( "migration" , id = % migration );
+        let span = info_span!("migration", id = %migration);
         let thread_span = span.clone();
         let worker_thread = tokio::task::spawn_blocking(move || {
             let _in_span = thread_span.entered();

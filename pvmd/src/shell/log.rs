@@ -47,19 +47,23 @@ impl LogThread {
     /// journal.
     pub(crate) fn collect_events(&mut self, log: &Log) {
         let (filter, complaint) = Filter::from_env();
-        let host = log.host.daemon_tid().to_string(); // A host without systemd has no journal; the log is complete without it.
+        let host = log.host.daemon_tid().to_string();
+        // A host without systemd has no journal; the log is complete without it.
         let (journal, journal_thread) = Journal::connect(host, filter.max_level()).ok().unzip();
         self.journal = journal_thread;
-        let subscriber = log.clone().subscriber(filter, journal); // Fails only if there is a subscriber already, which then gets the events.
+        let subscriber = log.clone().subscriber(filter, journal);
+        // Fails only if there is a subscriber already, which then gets the events.
         let _ = tracing::subscriber::set_global_default(subscriber);
         if let Some(complaint) = complaint {
             tracing::error!("{complaint}");
         }
     }
+
     /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
     /// delay the daemon's end. Later lines are dropped.
     pub(crate) fn join(self) {
-        let until = Instant::now() + FLUSH_TIMEOUT; // A full queue has no room for the end yet.
+        let until = Instant::now() + FLUSH_TIMEOUT;
+        // A full queue has no room for the end yet.
         let mut ending = self.lines.try_send(None).is_ok();
         while !self.thread.is_finished() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
@@ -70,6 +74,7 @@ impl LogThread {
         }
     }
 }
+
 /// Emits a line of the state machine as an event, with its subject as a field.
 pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, text: &str) {
     let (mut migration, mut checkpoint, mut job) = (None, None, None);
@@ -78,8 +83,13 @@ pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, tex
         Some(LogSubject::Checkpoint(name)) => checkpoint = Some(tracing::field::display(name)),
         Some(LogSubject::Job(tid)) => job = Some(tracing::field::display(tid)),
         None => {}
-    } // The level is part of the call site.
-    macro_rules ! emit { ( $ level : ident ) => { tracing :: $ level ! ( target : "pvmd::machine" , migration , checkpoint , job , "{text}" ) } ; }
+    }
+    // The level is part of the call site.
+    macro_rules! emit {
+        ($level:ident) => {
+            tracing::$level!(target: "pvmd::machine", migration, checkpoint, job, "{text}")
+        };
+    }
     match level {
         LogLevel::Error => emit!(error),
         LogLevel::Warning => emit!(warn),
@@ -161,6 +171,7 @@ impl Log {
             }
         })
     }
+
     /// Writes one line of the daemon itself.
     fn write_line(&self, text: impl AsRef<str>) {
         self.enqueue(
@@ -234,6 +245,7 @@ mod tests {
         assert_eq!(lines.last(), Some(&"*** logging truncated"));
         assert!(text.len() < 300);
     }
+
     /// Events become lines in PVM's format: information as it is, warnings and errors with a word,
     /// and the migration of a span or of the machine's line only if the text does not name it.
     #[test]
@@ -245,7 +257,7 @@ mod tests {
         let migration = sempa_proto::MigrationId(5);
         tracing::subscriber::with_default(log.clone().subscriber(filter, None), || {
             tracing::info!("ready");
-            let span = tracing :: info_span ! ( "migration" , id = % migration );
+            let span = tracing::info_span!("migration", id = %migration);
             span.in_scope(|| tracing::warn!("slow\nnetwork"));
             span.in_scope(|| tracing::info!("{migration}: sent"));
             let subject = Some(LogSubject::Migration(migration));

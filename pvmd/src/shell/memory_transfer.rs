@@ -129,7 +129,7 @@ impl MemoryTransfers {
                 Err(why) => tracing::warn!("{why}"),
             }
         };
-        let span = info_span ! ( "migration" , id = % migration );
+        let span = info_span!("migration", id = %migration);
         let task = tokio::spawn(work.instrument(span));
         self.register(
             migration,
@@ -201,7 +201,7 @@ impl MemoryTransfers {
                 Err(why) => tracing::warn!("{why}"),
             }
         };
-        let span = info_span ! ( "migration" , id = % migration );
+        let span = info_span!("migration", id = %migration);
         let task = tokio::spawn(work.instrument(span));
         self.register(
             migration,

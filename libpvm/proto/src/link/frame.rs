@@ -157,6 +157,7 @@ pub trait Payload {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
     /// Converts the payload into one contiguous buffer.
     fn into_bytes(self) -> Bytes;
     /// Appends the payload to a buffer.

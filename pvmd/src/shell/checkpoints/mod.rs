@@ -290,7 +290,7 @@ impl CheckpointService {
             let id: CheckpointId = name
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
-            let _in_span = info_span ! ( "checkpoint" , id = % id ).entered();
+            let _in_span = info_span!("checkpoint", id = %id).entered();
             let store = open().map_err(|e| Failure::Io(e.to_string()))?;
             let set = store
                 .open_checkpoint(&id)
@@ -313,7 +313,7 @@ impl CheckpointService {
                 .parse()
                 .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(|e| Failure::Io(e.to_string()))?;
-            let _in_span = info_span ! ( "checkpoint" , id = % id ).entered();
+            let _in_span = info_span!("checkpoint", id = %id).entered();
             let bytes =
                 receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
             removal::remove_superfluous(&store, now, &[], &inputs);
@@ -324,7 +324,7 @@ impl CheckpointService {
     /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
     pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
-        let _in_span = info_span ! ( "job" , id = % job ).entered();
+        let _in_span = info_span!("job", id = %job).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let draft = store.begin(job, now).map_err(CheckpointError::Begin)?;
@@ -339,7 +339,7 @@ impl CheckpointService {
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
-        let _in_span = info_span ! ( "migration" , id = % migration ).entered();
+        let _in_span = info_span!("migration", id = %migration).entered();
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
             let added = draft
@@ -367,7 +367,7 @@ impl CheckpointService {
             let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
             let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
-                let _in_span = info_span ! ( "checkpoint" , id = % info . id ).entered();
+                let _in_span = info_span!("checkpoint", id = %info.id).entered();
                 // The checkpoint is complete even if the removal of others fails; the limits
                 // are enforced again at the next checkpoint.
                 match store {
@@ -392,7 +392,7 @@ impl CheckpointService {
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.open_checkpoints.clone();
-        let _in_span = info_span ! ( "checkpoint" , id = % name ).entered();
+        let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let id: CheckpointId = name.parse().map_err(CheckpointError::InvalidName)?;
@@ -480,7 +480,7 @@ impl CheckpointService {
             self.inputs.clone(),
         );
         tokio::task::spawn_blocking(move || {
-            let _in_span = info_span ! ( "migration" , id = % migration ).entered();
+            let _in_span = info_span!("migration", id = %migration).entered();
             let result = read_part(&path);
             let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
         });
